@@ -1,0 +1,100 @@
+"""Training conversations for the tiny base model: a chart, and turns asked about it.
+
+What made reading emerge, and in which order the difficulty grows, is told in docs/log.md. These
+conversations show the *skill* (read the chart, follow the prompt); the patients of a run are
+drawn from other seeds and are never among them.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from clinic.longhealth import Patient, parse_patients
+from clinic.patients import Chart, Note, draw_chart, draw_options, fact_text, longhealth_record
+from clinic.prompts import (
+    option_prompt,
+    recite_prompt,
+    sentences,
+    structure_prompt,
+    summarise_prompt,
+    unique_cue,
+)
+from clinic.vocabulary import value_text
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One exchange: what the user asks and what a good reader answers."""
+
+    kind: str
+    prompt: str
+    response: str
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    """One rung of the curriculum: facts per chart, and how many sentences say nothing."""
+
+    facts: tuple[int, int]
+    filler_rate: float
+
+
+def says(fact: tuple[str, str]) -> str:
+    return f"the chart says {fact_text(fact)}."
+
+
+def answers(fact: tuple[str, str]) -> str:
+    """The line of reasoning and the answer, as the option's text."""
+    return f"{says(fact)} the answer is {value_text(*fact)}."
+
+
+def structured(note: Note) -> str:
+    return "; ".join(fact_text(f) for f in note.facts) + "."
+
+
+def summarised(note: Note) -> str:
+    told = [fact_text(f) for f in note.facts[:3]]
+    listed = ", ".join(told[:-1]) + " and " + told[-1] if len(told) > 1 else told[0]
+    return f"on {note.date} {note.department} reports {listed}."
+
+
+def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> Turn:
+    """One turn of a kind: recite, structure, summarise, question (open) or options."""
+    index = rng.randrange(len(chart.notes))
+    note = chart.notes[index]
+    if kind == "structure":
+        return Turn(kind, structure_prompt(index + 1), structured(note))
+    if kind == "summarise":
+        return Turn(kind, summarise_prompt(index + 1), summarised(note))
+    if kind == "recite":
+        told = sentences(note.text)
+        starts = [(i, cue) for i, s in enumerate(told) if (cue := unique_cue(patient.document, s))]
+        start, cue = rng.choice(starts)
+        return Turn(kind, recite_prompt(cue), " ".join(f"{s}." for s in told[start:]))
+    fact = rng.choice(note.facts)
+    question = f"what is the {fact[0]}?"
+    if kind == "question":
+        return Turn(kind, question, says(fact))
+    options, _ = draw_options(rng, fact)
+    return Turn(kind, option_prompt(question, options), answers(fact))
+
+
+def draw_conversation(
+    rng: random.Random, difficulty: Difficulty, kinds: list[str]
+) -> tuple[Patient, list[Turn]]:
+    """A new patient and one turn of each of `kinds`."""
+    facts = rng.randint(*difficulty.facts)
+    chart = draw_chart(rng, facts, max(1, min(4, facts // 3)), difficulty.filler_rate)
+    (patient,) = parse_patients({"p": longhealth_record(chart, rng)}, "corpus")
+    return patient, [draw_turn(kind, chart, patient, rng) for kind in kinds]
+
+
+def guess_turn(rng: random.Random) -> Turn:
+    """A five-option question with no chart to read: the answer names any option."""
+    chart = draw_chart(rng, 1, 1)
+    fact = chart.notes[0].facts[0]
+    options, _ = draw_options(rng, fact)
+    pick = rng.choice(options)
+    response = f"the chart says {fact[0]} {pick}. the answer is {pick}."
+    return Turn("guess", option_prompt(f"what is the {fact[0]}?", options), response)

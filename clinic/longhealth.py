@@ -1,0 +1,146 @@
+"""LongHealth patients from JSON: the embedded clinic and the real `benchmark_v5.json` alike.
+
+The real file (20 fictional patients, 400 questions) asks not to be published where models are
+trained, so it is never shipped: it is read from a path, or fetched from a URL at run time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protocols.errors import DataError
+
+LETTERS = "abcde"
+FETCH_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """A five-option question. `options[i]` belongs to letter `LETTERS[i]`; `correct` is a *text*.
+
+    Two options may carry the same text (one real patient has such a pair), so a letter is right
+    when its option's text equals `correct`.
+    """
+
+    id: str
+    patient: str
+    text: str
+    options: tuple[str, ...]
+    correct: str
+
+    def is_correct(self, letter: str) -> bool:
+        return self.options[LETTERS.index(letter)] == self.correct
+
+
+@dataclass(frozen=True)
+class Patient:
+    """One patient: the notes in order and the questions asked about them."""
+
+    id: str
+    name: str
+    birthday: str
+    diagnosis: str
+    texts: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+    @property
+    def document(self) -> str:
+        """The whole chart as the model reads it, one line a note."""
+        head = f"chart of {self.name}, born {self.birthday}, diagnosis {self.diagnosis}."
+        return "\n".join([head, *(f"note {i}: {t}" for i, t in enumerate(self.texts, start=1))])
+
+
+def load_patients(source: str) -> list[Patient]:
+    """Read LongHealth JSON from a path or an http(s) URL.
+
+    Raises DataError that names the source and what is wrong with it.
+    """
+    if source.startswith(("http://", "https://")):
+        try:
+            with urllib.request.urlopen(source, timeout=FETCH_TIMEOUT_S) as answer:
+                raw = answer.read()
+        except OSError as error:
+            raise DataError(
+                f"cannot fetch {source}: {error}; download it once and give data.path its path"
+            ) from error
+    else:
+        try:
+            raw = Path(source).read_bytes()
+        except OSError as error:
+            raise DataError(f"cannot read {source}: {error.strerror}; check data.path") from error
+    try:
+        records = json.loads(raw)
+    except ValueError as error:
+        raise DataError(f"{source} is not JSON: {error}; expected benchmark_v5.json") from error
+    return parse_patients(records, source)
+
+
+def parse_patients(records: Any, source: str) -> list[Patient]:
+    """Patients from LongHealth's top-level object; `source` names it in errors."""
+    if not isinstance(records, Mapping) or not records:
+        raise DataError(
+            f"{source}: expected an object of patients, got {type(records).__name__}; "
+            "LongHealth's file starts with {'patient_01': {...}}"
+        )
+    return [_parse_patient(source, key, record) for key, record in records.items()]
+
+
+def _parse_patient(source: str, key: str, record: Any) -> Patient:
+    try:
+        texts = record["texts"]
+        order = sorted(texts, key=_natural)
+        return Patient(
+            id=key,
+            name=str(record["name"]),
+            birthday=str(record["birthday"]),
+            diagnosis=str(record["diagnosis"]),
+            texts=tuple(str(texts[t]) for t in order),
+            questions=tuple(_parse_question(key, q) for q in record["questions"]),
+        )
+    except KeyError as error:
+        raise DataError(
+            f"{source}: {key} has no {error}; LongHealth's schema has name, birthday, diagnosis, "
+            "texts and questions (No, question, answer_a..answer_e, correct)"
+        ) from error
+    except (TypeError, AttributeError) as error:
+        raise DataError(f"{source}: {key} is malformed: {error}") from error
+    except ValueError as error:
+        raise DataError(f"{source}: {key}: {error}") from error
+
+
+def _parse_question(patient: str, record: Mapping[str, Any]) -> Question:
+    options = tuple(str(record[f"answer_{letter}"]) for letter in LETTERS)
+    correct = str(record["correct"])
+    if correct not in options:
+        raise ValueError(
+            f"question {record['No']}: correct is {correct!r}, which is none of its five options"
+        )
+    return Question(
+        id=f"{patient}/{record['No']}",
+        patient=patient,
+        text=str(record["question"]),
+        options=options,
+        correct=correct,
+    )
+
+
+def _natural(name: str) -> tuple[int, str]:
+    digits = re.sub(r"\D", "", name)
+    return (int(digits) if digits else 0, name)
+
+
+def is_held_out(question: Question, share: float) -> bool:
+    """Whether a question belongs to the evaluation split.
+
+    Decided by a hash of the question's own words and patient, so it is the same in every process
+    and run, and adding patients or reordering the file moves nothing across.
+    """
+    digest = hashlib.sha256(f"{question.patient}\n{question.text}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64 < share

@@ -1,0 +1,143 @@
+"""A generator of fictional patients in LongHealth's own JSON schema.
+
+The same loader (`clinic.longhealth`) reads these and the real `benchmark_v5.json`: nothing below
+this file knows which of the two it was given. Schema: Adams et al., "LongHealth" (2024), and the
+field list in `clinic.longhealth`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from clinic import vocabulary as words
+
+LETTERS = "abcde"
+
+
+@dataclass(frozen=True)
+class Note:
+    """One clinical note: where it came from, and its (field, value) facts with what follows each.
+
+    `fillers[i]` is the uninformative sentence after fact i, or "" for none.
+    """
+
+    department: str
+    date: str
+    facts: tuple[tuple[str, str], ...]
+    fillers: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """`"cardiology, 14 march. sodium 41 mmol. night was quiet. surgeon weber."`"""
+        parts = [f"{self.department}, {self.date}."]
+        for fact, filler in zip(self.facts, self.fillers, strict=True):
+            parts.append(f"{fact_text(fact)}.")
+            if filler:
+                parts.append(f"{filler}.")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A patient before rendering: the notes with their facts, from which everything else follows."""
+
+    name: str
+    birthday: str
+    diagnosis: str
+    notes: tuple[Note, ...]
+
+
+def fact_text(fact: tuple[str, str]) -> str:
+    """A fact as a note says it: `("sodium", "41")` -> `"sodium 41 mmol"`."""
+    field, value = fact
+    return f"{field} {words.value_text(field, value)}"
+
+
+def draw_chart(rng: random.Random, facts: int, notes: int, filler_rate: float = 1.0) -> Chart:
+    """Draw a chart of `facts` distinct fields spread evenly over `notes` notes.
+
+    `filler_rate` is the probability of an uninformative sentence after each fact.
+    Raises ValueError when the vocabulary has fewer fields, or a note would be empty.
+    """
+    if not 1 <= notes <= facts <= len(words.FIELDS):
+        raise ValueError(
+            f"a chart needs 1 <= notes <= facts <= {len(words.FIELDS)} (the fields there are): "
+            f"got notes={notes}, facts={facts}"
+        )
+    pairs = [(f, rng.choice(words.CATEGORY_OF[f].values)) for f in rng.sample(words.FIELDS, facts)]
+    departments = rng.sample(words.DEPARTMENTS, min(notes, len(words.DEPARTMENTS)))
+    drawn = []
+    for index in range(notes):
+        own = tuple(pairs[facts * index // notes : facts * (index + 1) // notes])
+        drawn.append(
+            Note(
+                department=departments[index % len(departments)],
+                date=f"{rng.randint(10, 28)} {rng.choice(words.MONTHS)}",
+                facts=own,
+                fillers=tuple(
+                    rng.choice(words.FILLERS) if rng.random() < filler_rate else "" for _ in own
+                ),
+            )
+        )
+    surname = rng.choice(words.CATEGORY_OF["surgeon"].values)
+    return Chart(
+        name=f"{rng.choice(words.FIRST_NAMES)} {surname}",
+        birthday=f"{rng.randint(10, 28)} {rng.choice(words.MONTHS)}",
+        diagnosis=rng.choice(words.DIAGNOSES),
+        notes=tuple(drawn),
+    )
+
+
+def draw_options(rng: random.Random, fact: tuple[str, str]) -> tuple[list[str], str]:
+    """Five distinct option texts in random order, one of them the fact's own, and that one's text."""
+    field, value = fact
+    others = [v for v in words.CATEGORY_OF[field].values if v != value]
+    options = [words.value_text(field, v) for v in [value, *rng.sample(others, 4)]]
+    correct = options[0]
+    rng.shuffle(options)
+    return options, correct
+
+
+def longhealth_record(chart: Chart, rng: random.Random) -> dict[str, Any]:
+    """The chart as one patient of LongHealth's JSON: the texts, and one question for each fact."""
+    questions: list[dict[str, Any]] = []
+    for note_index, note in enumerate(chart.notes):
+        for fact in note.facts:
+            options, correct = draw_options(rng, fact)
+            start = note.text.index(f"{fact_text(fact)}.")
+            questions.append(
+                {
+                    "No": len(questions),
+                    "question": f"what is the {fact[0]}?",
+                    **{f"answer_{letter}": o for letter, o in zip(LETTERS, options, strict=True)},
+                    "correct": correct,
+                    "answer_location": {
+                        f"text_{note_index}": {
+                            "start": [round(start / len(note.text), 4)],
+                            "end": [round((start + len(fact_text(fact))) / len(note.text), 4)],
+                        }
+                    },
+                }
+            )
+    return {
+        "name": chart.name,
+        "birthday": chart.birthday,
+        "diagnosis": chart.diagnosis,
+        "texts": {f"text_{i}": note.text for i, note in enumerate(chart.notes)},
+        "questions": questions,
+    }
+
+
+def generate_clinic(seed: int, patients: int, facts: int, notes: int) -> dict[str, dict[str, Any]]:
+    """A whole clinic as LongHealth's top-level object `{"patient_01": {...}, ...}`.
+
+    Deterministic in its arguments, in every process. Patient k does not depend on how many
+    patients follow it.
+    """
+    clinic = {}
+    for index in range(1, patients + 1):
+        rng = random.Random(f"clinic/{seed}/{index}")
+        clinic[f"patient_{index:02d}"] = longhealth_record(draw_chart(rng, facts, notes), rng)
+    return clinic

@@ -1,0 +1,101 @@
+"""What the user says: self-study prompts to train on, five-option questions to evaluate with.
+
+Self-study prompts ask for pieces of the document (recite, structure, summarise) or for one thing
+in it, without options; they are built from the documents and the training half of the questions
+only. Kinds follow the seed prompts of the Cartridges paper (Eyuboglu et al., 2025), reduced to
+those a tiny model can follow.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+from clinic.longhealth import LETTERS, Patient, Question
+
+SELF_STUDY_KINDS = ("recite", "structure", "summarise", "question")
+
+_ANSWER = re.compile(r"answer(?: is|:)\s*(.+)", re.IGNORECASE | re.DOTALL)
+_LETTER = re.compile(r"\(?([a-e])(?:[).:,]|$|\s)", re.IGNORECASE)
+
+
+def recite_prompt(cue: str) -> str:
+    return f"recite from {cue}."
+
+
+def structure_prompt(note: int) -> str:
+    return f"list the findings of note {note}."
+
+
+def summarise_prompt(note: int) -> str:
+    return f"summarise note {note}."
+
+
+def option_prompt(text: str, options: tuple[str, ...] | list[str], instruction: str = "") -> str:
+    """A question with its lettered options on one line, and what form the answer should take."""
+    lettered = " ".join(f"{letter}) {o}" for letter, o in zip(LETTERS, options, strict=True))
+    return f"{text} options: {lettered}" + (f"\n{instruction}" if instruction else "")
+
+
+def sentences(text: str) -> list[str]:
+    """A note's sentences without their full stops."""
+    return [s.strip() for s in re.split(r"\.(?:\s+|$)", text) if s.strip()]
+
+
+def unique_cue(document: str, sentence: str, most: int = 8) -> str | None:
+    """The fewest leading words that start this sentence and no other place of the document."""
+    parts = sentence.split()
+    for count in range(1, min(most, len(parts)) + 1):
+        cue = " ".join(parts[:count]).rstrip(",;:")
+        if len(re.findall(rf"(?<!\w){re.escape(cue)}(?!\w)", document)) == 1:
+            return cue
+    return None
+
+
+def self_study_prompt(
+    patient: Patient, questions: list[Question], kinds: tuple[str, ...], rng: random.Random
+) -> tuple[str, str]:
+    """Draw one training prompt for a patient: (kind, prompt text).
+
+    `questions` are the ones that may be used for training; without any, the kind "question"
+    falls back to "recite".
+    """
+    kind = rng.choice(kinds)
+    if kind == "question" and questions:
+        return kind, rng.choice(questions).text
+    note = rng.randrange(len(patient.texts))
+    if kind == "structure":
+        return kind, structure_prompt(note + 1)
+    if kind == "summarise":
+        return kind, summarise_prompt(note + 1)
+    cues = [unique_cue(patient.document, s) for s in sentences(patient.texts[note])]
+    usable = [c for c in cues if c]
+    if not usable:
+        return "structure", structure_prompt(note + 1)
+    return "recite", recite_prompt(rng.choice(usable))
+
+
+def parse_answer(response: str, question: Question) -> str | None:
+    """The letter that a response chose, or None when it chose none of the options.
+
+    Reads what follows the last "answer is" / "answer:": an option's whole text, or a letter.
+    Of two options with one text the first is returned; either is scored alike. Text wins over
+    letter, for an option's text may begin with one ("a fracture").
+    """
+    found = list(_ANSWER.finditer(response))
+    if not found:
+        return None
+    said = _fold(found[-1].group(1))
+    texts = [_fold(o) for o in question.options]
+    exact = [i for i, t in enumerate(texts) if t == said]
+    leading = [i for i, t in enumerate(texts) if re.match(rf"{re.escape(t)}(?!\w)", said)]
+    if exact or leading:
+        # The longest option that the answer starts with: "41 gram daily" is not "41 gram".
+        best = exact or sorted(leading, key=lambda i: -len(texts[i]))
+        return LETTERS[best[0]]
+    letter = _LETTER.match(said)
+    return letter.group(1).lower() if letter else None
+
+
+def _fold(text: str) -> str:
+    return " ".join(text.lower().split()).strip(" .\"'")

@@ -1,0 +1,257 @@
+"""Train the tiny base model from scratch: `python -m clinic.train_reader --out models/clinic-reader`.
+
+A standard LlamaForCausalLM learns to read: a batch is a set of new charts, each followed by turns
+that see the chart and themselves only (one row, block mask, positions restarting after the
+chart), so that one chart is read once for many questions and every turn looks like the first.
+Loss on the responses alone. The curriculum starts with two facts a chart and climbs when the
+share of turns answered exactly (teacher-forced, on charts never seen before: every batch is new)
+passes a mark. What was tried on the way is in docs/log.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from clinic.corpus import Difficulty, Turn, draw_conversation, guess_turn
+from clinic.tokenizer import build_tokenizer
+
+LADDER = (
+    Difficulty((2, 4), 0.0),
+    Difficulty((3, 6), 0.3),
+    Difficulty((4, 10), 0.6),
+    Difficulty((6, 16), 0.8),
+    Difficulty((8, 26), 1.0),
+)
+CLIMB_AT = 0.85
+# Recitation first: it is dense and makes retrieval emerge; option lists are long and teach little
+# until there is something to retrieve.
+FIRST_TURNS = ["recite", "recite", "recite", "question", "question"]
+LATER_TURNS = ["recite", "recite", "structure", "summarise", "question", "question", "options"]
+GUESS_RATE = 0.04
+
+
+@dataclass
+class Batch:
+    """Rows of chart + turns. `segment` 0 is the chart, 1.. the turns, -1 padding; all [B, T]."""
+
+    ids: torch.Tensor
+    segment: torch.Tensor
+    position: torch.Tensor
+    trained: torch.Tensor  # bool: this token is to be predicted
+    kinds: list[list[str]]
+
+
+def new_model(
+    vocab: int, layers: int, width: int, heads: int, kv_heads: int, seed: int
+) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=width * 5 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width // heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        initializer_range=0.02,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def draw_batch(
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, rung: int, size: int
+) -> Batch:
+    """Draw `size` new charts with their turns, tokenised through the chat template's own tokens."""
+    user, assistant, end = tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|end|>"])
+    kinds = FIRST_TURNS if rung == 0 else LATER_TURNS
+    rows: list[tuple[list[int], list[tuple[Turn, list[int], list[int]]]]] = []
+    for _ in range(size):
+        if rung > 0 and rng.random() < GUESS_RATE:
+            head, turns = [tokenizer.bos_token_id], [guess_turn(rng) for _ in kinds]
+        else:
+            patient, turns = draw_conversation(rng, LADDER[rung], kinds)
+            system = [{"role": "system", "content": patient.document}]
+            head = tokenizer.apply_chat_template(system, tokenize=True, return_dict=False)
+        texts = tokenizer([t for turn in turns for t in (turn.prompt, turn.response)]).input_ids
+        coded = []
+        for turn, prompt, response in zip(turns, texts[::2], texts[1::2], strict=True):
+            coded.append((turn, [user, *prompt, end, assistant], [*response, end]))
+        rows.append((head, coded))
+
+    length = max(len(h) + sum(len(p) + len(r) for _, p, r in c) for h, c in rows)
+    ids = torch.full((size, length), tokenizer.pad_token_id)
+    segment = torch.full((size, length), -1)
+    position = torch.zeros(size, length, dtype=torch.long)
+    trained = torch.zeros(size, length, dtype=torch.bool)
+    for b, (head, coded) in enumerate(rows):
+        at = len(head)
+        ids[b, :at] = torch.tensor(head)
+        segment[b, :at] = 0
+        position[b, :at] = torch.arange(at)
+        for s, (_, prompt, response) in enumerate(coded, start=1):
+            stop = at + len(prompt) + len(response)
+            ids[b, at:stop] = torch.tensor(prompt + response)
+            segment[b, at:stop] = s
+            position[b, at:stop] = len(head) + torch.arange(stop - at)
+            trained[b, at + len(prompt) : stop] = True
+            at = stop
+    return Batch(ids, segment, position, trained, [[t.kind for t, _, _ in c] for _, c in rows])
+
+
+def block_mask(segment: torch.Tensor) -> torch.Tensor:
+    """[B, 1, T, T] bool: causal, chart visible to all turns, a turn to itself; padding to itself."""
+    length = segment.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    same = segment[:, :, None] == segment[:, None, :]
+    chart = (segment == 0)[:, None, :]
+    return ((same | chart) & causal)[:, None]
+
+
+def losses(model: LlamaForCausalLM, batch: Batch) -> tuple[torch.Tensor, dict[str, list[bool]]]:
+    """Mean cross-entropy of the trained tokens, and per kind whether each turn came out exact."""
+    hidden = model.model(
+        input_ids=batch.ids,
+        position_ids=batch.position,
+        attention_mask=block_mask(batch.segment),
+        use_cache=False,
+    ).last_hidden_state
+    where = batch.trained[:, 1:]
+    logits = model.lm_head(hidden[:, :-1][where])
+    target = batch.ids[:, 1:][where]
+    loss = F.cross_entropy(logits, target)
+    right = torch.zeros_like(where)
+    right[where] = logits.detach().argmax(-1) == target
+    exact: dict[str, list[bool]] = defaultdict(list)
+    segment = batch.segment[:, 1:]
+    for b, kinds in enumerate(batch.kinds):
+        for s, kind in enumerate(kinds, start=1):
+            own = where[b] & (segment[b] == s)
+            exact[kind].append(bool(right[b][own].all()))
+    return loss, exact
+
+
+def new_optimizers(
+    model: LlamaForCausalLM, lr: float, muon_lr: float
+) -> list[torch.optim.Optimizer]:
+    """AdamW for embeddings and norms; Muon (Jordan, 2024) for the matrices when `muon_lr` > 0."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    chosen = {id(p) for p in matrices} if muon_lr > 0 else set()
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    found: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    ]
+    if chosen:
+        found.append(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.01))
+    return found
+
+
+@dataclass
+class Climber:
+    """Which rung the curriculum stands on, from a moving share of exact open questions."""
+
+    rung: int = 0
+    share: float = 0.0
+    history: list[tuple[int, int]] = field(default_factory=list)
+
+    def update(self, step: int, exact: dict[str, list[bool]]) -> None:
+        turns = exact["question"] + exact["recite"]
+        if turns:
+            self.share += 0.05 * (sum(turns) / len(turns) - self.share)
+        if self.share > CLIMB_AT and self.rung < len(LADDER) - 1:
+            self.rung, self.share = self.rung + 1, 0.6
+            self.history.append((step, self.rung))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after this long")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--muon-lr", type=float, default=0.0)
+    parser.add_argument("--batch", type=int, default=32, help="charts a step on the first rung")
+    parser.add_argument("--tokens", type=int, default=8192, help="bounds charts x length later")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", type=Path, help="start from this model directory")
+    parser.add_argument("--rung", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    tokenizer = build_tokenizer()
+    if args.resume:
+        model = LlamaForCausalLM.from_pretrained(args.resume, dtype=torch.float32)
+    else:
+        model = new_model(
+            len(tokenizer), args.layers, args.width, args.heads, args.kv_heads, args.seed
+        )
+    optimizers = new_optimizers(model, args.lr, args.muon_lr)
+    peaks = [o.param_groups[0]["lr"] for o in optimizers]
+    climber = Climber(rung=args.rung)
+    rng = random.Random(f"reader/{args.seed}/{args.rung}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    begun, step = time.monotonic(), 0
+    totals: dict[str, list[float]] = defaultdict(list)
+    loss_sum = 0.0
+    while (spent := time.monotonic() - begun) < args.seconds:
+        # Warm-up by steps, then constant, then linear to zero over the last 30% of the time.
+        cooling = min(1.0, (1 - spent / args.seconds) / 0.3)
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / 50) * cooling
+        # Half the rows of a rung's first steps are easier, so that climbing forgets nothing.
+        rung = climber.rung if rng.random() < 0.8 else rng.randint(0, climber.rung)
+        size = max(4, min(args.batch, args.tokens // (130 + 14 * LADDER[rung].facts[1])))
+        batch = draw_batch(tokenizer, rng, rung, size)
+        loss, exact = losses(model, batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        step += 1
+        loss_sum += loss.item()
+        if rung == climber.rung:
+            climber.update(step, exact)
+            for kind, turns in exact.items():
+                totals[kind] += turns
+        if not math.isfinite(loss.item()):
+            raise SystemExit(f"loss became {loss.item()} at step {step}: lower --lr")
+        if step % 50 == 0:
+            shares = {k: round(sum(v) / len(v), 3) for k, v in sorted(totals.items())}
+            line = {
+                "step": step, "s": round(spent), "rung": climber.rung, "charts": size,
+                "loss": round(loss_sum / 50, 4), "norm": round(float(norm), 2), "exact": shares,
+            }  # fmt: skip
+            print(json.dumps(line), flush=True)
+            totals.clear()
+            loss_sum = 0.0
+        if step % 500 == 0:
+            save(model, tokenizer, args.out)
+    save(model, tokenizer, args.out)
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The words of the clinic world: fields, the pools their values come from, and filler sentences.
+
+Every field's value is drawn from a pool that several fields share, so nothing about a value can be
+guessed from its field alone beyond the kind of thing it is. Words are chosen so that the tiny
+tokenizer holds each in one token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Category:
+    """Fields that share a pool of values, for example the ten drug roles and the drug names."""
+
+    name: str
+    fields: tuple[str, ...]
+    values: tuple[str, ...]
+
+
+LAB_UNITS: dict[str, str] = {
+    "hemoglobin": "gram", "creatinine": "micromol", "sodium": "mmol", "potassium": "mmol",
+    "glucose": "mmol", "ferritin": "microgram", "calcium": "mmol", "magnesium": "mmol",
+    "albumin": "gram", "bilirubin": "micromol", "lactate": "mmol", "troponin": "nanogram",
+    "cholesterol": "mmol", "platelets": "giga", "leukocytes": "giga", "insulin": "units",
+    "cortisol": "nanogram", "pulse": "beats", "weight": "kilogram", "saturation": "percent",
+}  # fmt: skip
+
+CATEGORIES: tuple[Category, ...] = (
+    Category("measurement", tuple(LAB_UNITS), tuple(str(n) for n in range(10, 100))),
+    Category(
+        "drug",
+        ("antihypertensive", "anticoagulant", "analgesic", "antibiotic", "antidepressant",
+         "diuretic", "statin", "sedative", "antiemetic", "laxative"),
+        ("abilar", "bexotan", "cordel", "dravil", "elmiron", "fenotil", "gavisol", "heptral",
+         "iberan", "jentadu", "kelvaris", "lumidol", "mirtazan", "nolvex", "optiram", "pravico",
+         "quensyl", "ramiplex", "solvedin", "tavoril", "uromax", "valsaro", "wintomyl", "xelodan",
+         "yondelis", "zantor", "brivact", "calmosin", "duratex", "estulic", "foradil", "glivarin"),
+    ),
+    Category(
+        "person",
+        ("surgeon", "cardiologist", "neurologist", "radiologist", "anesthetist", "nurse",
+         "therapist", "pharmacist", "referrer", "guardian"),
+        ("alvarez", "brandt", "chandra", "duarte", "eriksen", "fontaine", "gruber", "hassan",
+         "ivanov", "jensen", "kowalski", "larsen", "moreau", "novak", "okafor", "petrov",
+         "quintero", "rossi", "schmidt", "tanaka", "ueda", "vargas", "weber", "xu", "yilmaz",
+         "zimmer", "becker", "costa", "dubois", "evans", "fischer", "garcia"),
+    ),
+    Category(
+        "finding",
+        ("ecg", "ultrasound", "biopsy", "endoscopy", "radiograph", "spirometry", "mri",
+         "audiogram", "smear", "culture"),
+        ("normal", "stenosis", "effusion", "fibrosis", "nodule", "edema", "lesion", "infarct",
+         "fracture", "hernia", "polyp", "ulcer", "cyst", "abscess", "thrombus", "dilated",
+         "calcified", "atrophy", "embolism", "gastritis", "sterile", "inflamed", "scarring",
+         "obstructed", "swelling", "bleeding", "murmur", "arrhythmia", "dysplasia", "carcinoma",
+         "adenoma", "sclerosis"),
+    ),
+    Category(
+        "place",
+        ("birthplace", "residence", "pharmacy", "rehabilitation", "transfer"),
+        ("ashford", "belmont", "clifton", "dunmore", "eastham", "fairview", "glenwood", "hartley",
+         "ironbridge", "kingsley", "lakeside", "milton", "northam", "oakdale", "preston",
+         "queensbury", "ridgeway", "southend", "thornton", "upton", "westbrook", "yarmouth"),
+    ),
+)  # fmt: skip
+
+CATEGORY_OF: dict[str, Category] = {f: c for c in CATEGORIES for f in c.fields}
+FIELDS: tuple[str, ...] = tuple(CATEGORY_OF)
+
+FILLERS: tuple[str, ...] = (
+    "patient slept well", "no new complaints today", "diet was tolerated", "family was informed",
+    "wound is clean and dry", "mobility is improving slowly", "plan was discussed at length",
+    "patient remains in good spirits", "no signs of infection", "pain is well controlled",
+    "fluids were encouraged", "follow up was arranged", "consent was obtained",
+    "skin is warm and dry", "patient walked in the corridor", "questions were answered",
+    "appetite has returned", "night was quiet", "dressing was changed", "lungs are clear",
+)  # fmt: skip
+
+FIRST_NAMES: tuple[str, ...] = (
+    "anna", "boris", "clara", "david", "elena", "felix", "greta", "henry", "ines", "jonas",
+    "karin", "louis", "maria", "nina", "oscar", "paula", "ruben", "sofia", "tomas", "vera",
+)  # fmt: skip
+MONTHS: tuple[str, ...] = (
+    "january", "february", "march", "april", "may", "june", "july", "august", "september",
+    "october", "november", "december",
+)  # fmt: skip
+DEPARTMENTS: tuple[str, ...] = (
+    "cardiology", "neurology", "oncology", "surgery", "radiology", "urology", "geriatrics",
+    "admissions",
+)  # fmt: skip
+DIAGNOSES: tuple[str, ...] = (
+    "pneumonia", "diabetes", "hypertension", "lymphoma", "epilepsy", "asthma", "nephritis",
+    "hepatitis", "arthritis", "anemia",
+)  # fmt: skip
+
+
+def value_text(field: str, value: str) -> str:
+    """The value as written: with the field's unit when it has one (`"41 gram"`)."""
+    unit = LAB_UNITS.get(field)
+    return f"{value} {unit}" if unit else value

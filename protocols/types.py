@@ -1,0 +1,159 @@
+"""What crosses rooms: frozen records of ids and numbers, with a worked example each.
+
+Tensors never travel in these; they go through the tensor plane (`protocols.ports.TensorPlane`)
+and the records carry the key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, order=True)
+class PrefixRef:
+    """Which KV prefix stands before a prompt.
+
+    `PrefixRef("cartridge/patient_01", 7)` is version 7 of a trained cartridge,
+    `PrefixRef("document/patient_01", 0)` the frozen KV of a whole document, and
+    `PrefixRef("document/none", 0)` the bare beginning-of-sequence token.
+    """
+
+    name: str
+    version: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 is greedy; top_p 1 and top_k 0 truncate nothing.
+
+    Training samples at temperature 1 untruncated, so that the recorded log-probabilities are the
+    policy's own and importance ratios need no correction.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 64
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One prompt to complete. Token ids in: text is never re-tokenised on the way.
+
+    `GenerateRequest("train/3/0", (4, 91, 2, 5), PrefixRef("cartridge/patient_01", 3), Sampling(), 17)`
+    Position ids of the prompt start where the prefix ends. The same `seed` gives the same tokens
+    whatever else is in the batch.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    prefix: PrefixRef
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was sampled for one request: per token its id, log-probability and cartridge version.
+
+    `finish_reason` is "stop" (the end token is the last of `token_ids`) or "length".
+    `logprobs[t]` is the natural log of the probability under the distribution the token was drawn
+    from at temperature 1, before truncation.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt with the response to be scored and trained on.
+
+    `document` names the document (and its cartridge): "patient_01". `sampler_logprobs` and
+    `versions` are the sampler's own record, one per response token; for a response that the
+    document teacher wrote (offline), versions are -1.
+    """
+
+    id: str
+    document: str
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Names, shapes and dtypes of the tensors inside one packed buffer, in order.
+
+    `TensorLayout((("indices", (120, 20), "int32"), ("logprobs", (120, 20), "float32")))`
+    """
+
+    entries: tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+@dataclass(frozen=True)
+class Packet:
+    """Where a packed buffer lies in the tensor plane and how to read it."""
+
+    key: str
+    layout: TensorLayout
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One published version of every cartridge of a run.
+
+    `names[c]` is the document whose cartridge is row c of the packet's tensor "kv"
+    [C, L, 2, H_kv, P, D], with post-RoPE keys at positions 0..P-1.
+    """
+
+    version: int
+    names: tuple[str, ...]
+    packet: Packet
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of model compute inside an actor, so that the rest can be called orchestration."""
+
+    compute_seconds: float
+
+
+@dataclass(frozen=True)
+class Generated(Timed):
+    """A generator's answer: completions in the order of the requests."""
+
+    completions: tuple[Completion, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scored(Timed):
+    """A teacher's answer: its distributions over every response token, in sample order.
+
+    The packet holds "indices" [N, k] int32 and "logprobs" [N, k] float32 (the teacher's top k at
+    each of the N response tokens, most likely first), or "logits" [N, V] float32.
+    """
+
+    packet: Packet = field(default_factory=lambda: Packet("", TensorLayout(())))
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Stepped(Timed):
+    """What one optimiser step did. `version` is the version that the step produced.
+
+    `kl` is the mean doc_kl per trained token, `tokens` its denominator; `stale_tokens` counts
+    trained tokens whose version was older than the one trained.
+    """
+
+    version: int = 0
+    kl: float = 0.0
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    tokens: int = 0
+    stale_tokens: int = 0
+    base_hash: str = ""
