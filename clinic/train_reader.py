@@ -170,7 +170,7 @@ class Climber:
     history: list[tuple[int, int]] = field(default_factory=list)
 
     def update(self, step: int, exact: dict[str, list[bool]]) -> None:
-        turns = exact["question"] + exact["recite"]
+        turns = exact["question"]
         if turns:
             self.share += 0.05 * (sum(turns) / len(turns) - self.share)
         if self.share > CLIMB_AT and self.rung < len(LADDER) - 1:

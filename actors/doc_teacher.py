@@ -1,0 +1,55 @@
+"""DocTeacherActor: the same frozen model with the whole document in context, scoring given tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from monarch.actor import Actor, endpoint
+
+from actors.setup import BaseModel
+from learning.losses import top_k
+from learning.model import document_kv, load_model
+from learning.prefixes import DocumentCache
+from learning.scoring import score
+from protocols.types import Sample, Scored
+
+
+class DocTeacherActor(Actor):
+    """Scores exactly the sampled tokens. The document's KV is read once and reused (LRU by bytes)."""
+
+    def __init__(self, base: BaseModel, row_tokens: int, keep_top: int | None) -> None:
+        """`keep_top` entries a token are sent, or all logits for None."""
+        torch.set_num_threads(base.threads)
+        self._model = load_model(base.path, base.dtype)
+        self._plane = base.plane
+        self._row_tokens = row_tokens
+        self._keep_top = keep_top
+        self._documents = DocumentCache(
+            partial(document_kv, self._model), base.documents, base.max_kv_bytes
+        )
+
+    @endpoint
+    async def ready(self) -> bool:
+        return True
+
+    @endpoint
+    async def score(self, key: str, samples: Sequence[Sample]) -> Scored:
+        """Put the teacher's distributions over every response token under `key`."""
+        begun = time.perf_counter()
+        logits = score(self._model, samples, self._documents, self._row_tokens)
+        if self._keep_top is None:
+            tensors = {"logits": logits}
+        else:
+            indices, logprobs = top_k(logits, self._keep_top)
+            tensors = {"indices": indices, "logprobs": logprobs}
+        seconds = time.perf_counter() - begun
+        packet = await self._plane.put(key, tensors)
+        return Scored(seconds, packet, len(logits))
+
+    @endpoint
+    async def cache_counts(self) -> tuple[int, int, int]:
+        """(hits, misses, bytes held) of the document KV cache."""
+        return self._documents.hits, self._documents.misses, self._documents.held_bytes

@@ -1,0 +1,84 @@
+"""TrainerActor: owns the cartridges and their optimiser; everything else about it is learning/."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from monarch.actor import Actor, endpoint
+
+from actors.setup import BaseModel
+from learning.checkpoint import read_checkpoint
+from learning.losses import Teacher
+from learning.model import document_kv, load_model
+from learning.prefixes import DocumentCache
+from learning.trainer import CartridgeTrainer, TrainerConfig
+from protocols.types import Packet, Sample, Snapshot, Stepped
+
+
+class TrainerActor(Actor):
+    """One trainer process. The port speaks of samples and versions only, never of ranks."""
+
+    def __init__(self, base: BaseModel, config: TrainerConfig) -> None:
+        torch.set_num_threads(base.threads)
+        model = load_model(base.path, base.dtype)
+        self._plane = base.plane
+        cache = DocumentCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
+        # "none" is the bare start of a context, not a document to compress.
+        names = [name for name in sorted(base.documents) if name != "none"]
+        self._trainer = CartridgeTrainer(model, {n: cache.get(n) for n in names}, config)
+
+    @endpoint
+    async def ready(self) -> bool:
+        return True
+
+    @endpoint
+    async def begin(self, steps: int) -> int:
+        """Start an arm of `steps` steps from the untrained cartridges, as a new version."""
+        return self._trainer.begin(steps)
+
+    @endpoint
+    async def step(self, samples: Sequence[Sample], scores: Packet, version: int) -> Stepped:
+        """Train `version` on samples with the teacher's scores of the same tokens.
+
+        The scores are taken off the tensor plane. Raises StaleTokenError, RunError.
+        """
+        tensors = await self._plane.get(scores)
+        begun = time.perf_counter()
+        result = self._trainer.step(samples, Teacher(**tensors), version)
+        seconds = time.perf_counter() - begun
+        await self._plane.delete(scores.key)
+        return Stepped(
+            seconds,
+            self._trainer.version,
+            result.kl,
+            result.grad_norm,
+            result.lr,
+            result.tokens,
+            result.stale_tokens,
+        )
+
+    @endpoint
+    async def publish(self, key: str) -> Snapshot:
+        """Put one packed snapshot of every cartridge under `key`."""
+        version, names, kv = self._trainer.snapshot()
+        return Snapshot(version, names, await self._plane.put(key, {"kv": kv}))
+
+    @endpoint
+    async def save(self, directory: str, position: dict[str, Any]) -> str:
+        """Write a checkpoint of cartridges, optimiser, versions and the controller's `position`."""
+        return str(self._trainer.save(Path(directory), position))
+
+    @endpoint
+    async def restore(self, path: str) -> dict[str, Any]:
+        """Continue from a checkpoint; returns the position that was saved with it."""
+        return self._trainer.restore(read_checkpoint(Path(path)))
+
+    @endpoint
+    async def base_hash(self) -> str:
+        """SHA-256 of the base model as it is now: constant over a run."""
+        return self._trainer.base_hash()

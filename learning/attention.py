@@ -1,0 +1,126 @@
+"""Attention over a shared key/value prefix: the one mechanism under students, teachers and sampling.
+
+Registered with transformers as the attention implementation "cartridge", so that any model family
+whose layers call the attention interface (Llama, Qwen3, ...) runs unmodified. A batch of C*R rows
+is read as C prefixes with R rows each: each prefix's keys and values exist once, never repeated
+per row, and query heads that share a key/value head are folded into the query axis, so grouped
+heads are never repeated either.
+
+A query sees every valid token of its prefix and, through `attention_mask`, its own row.
+
+The scores are formed explicitly in float32: memory grows with rows x heads x T x (P + S). The
+row length bounds T; a fused kernel for prefixes of thousands of tokens is the trainer-at-scale
+work, behind this same function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+IMPLEMENTATION = "cartridge"
+
+
+@dataclass
+class DecodeCache:
+    """Keys and values of the rows being decoded, [L, B, H_kv, S, D], filled up to `used` columns.
+
+    Rows are left-padded, so that every row writes the same columns.
+    """
+
+    keys: Tensor
+    values: Tensor
+    used: int = 0
+
+    @classmethod
+    def empty(cls, like: Tensor, layers: int, rows: int, heads: int, size: int) -> DecodeCache:
+        shape = (layers, rows, heads, size, like.shape[-1])
+        return cls(like.new_zeros(shape), like.new_zeros(shape))
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append one layer's new columns; the caller advances `used` after the last layer."""
+        stop = self.used + keys.shape[2]
+        self.keys[layer, :, :, self.used : stop] = keys
+        self.values[layer, :, :, self.used : stop] = values
+        return self.keys[layer, :, :, :stop], self.values[layer, :, :, :stop]
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+
+
+@dataclass
+class PrefixContext:
+    """What one forward pass needs to know beyond its tokens.
+
+    kv       [C, L, 2, H_kv, P, D] post-RoPE keys and values, or None for no prefix
+    lengths  [C] valid tokens of each prefix when they differ (the rest is padding), else None
+    cache    where to keep this pass's keys and values while decoding
+    captured filled with [B, 2, H_kv, T, D] per layer when `capture` is set
+    """
+
+    kv: Tensor | None = None
+    lengths: Tensor | None = None
+    cache: DecodeCache | None = None
+    capture: bool = False
+    captured: list[Tensor] = field(default_factory=list)
+
+
+def cartridge_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    prefix: PrefixContext | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """softmax([q k_prefix ; q k_row]) [v_prefix ; v_row], prefix shared by the rows of its group.
+
+    query [B, H_q, T, D]; key, value [B, H_kv, T, D]; attention_mask bool [B or 1, 1, T, S] (True =
+    may see), None = every token of the row. Returns [B, T, H_q, D].
+    """
+    context = prefix or PrefixContext()
+    if context.capture:
+        context.captured.append(torch.stack([key, value], dim=1))
+    if context.cache is not None:
+        key, value = context.cache.write(int(module.layer_idx), key, value)  # type: ignore[arg-type]
+
+    rows, query_heads, length, size = query.shape
+    heads = key.shape[1]
+    grouped = query_heads // heads
+    q = (query * scaling).reshape(rows, heads, grouped * length, size)
+
+    own = (q @ key.transpose(-1, -2)).float()
+    if attention_mask is not None:
+        seen = attention_mask[:, :, None].expand(-1, 1, grouped, -1, -1)
+        own = own.masked_fill(~seen.flatten(2, 3), float("-inf"))
+    if context.kv is None:
+        weights = own.softmax(-1).to(value.dtype)
+        out = weights @ value
+    else:
+        kv = context.kv[:, int(module.layer_idx)]  # type: ignore[arg-type]
+        count, prefix_tokens = kv.shape[0], kv.shape[3]
+        per = rows // count
+        # [C*R, H, G*T, D] -> [C, H, R*G*T, D]: one product for each prefix, whatever R is.
+        folded = q.view(count, per, heads, -1, size).transpose(1, 2).reshape(count, heads, -1, size)
+        shared = (folded @ kv[:, 0].transpose(-1, -2)).float()
+        if context.lengths is not None:
+            padding = torch.arange(prefix_tokens, device=q.device) >= context.lengths[:, None]
+            shared = shared.masked_fill(padding[:, None, None], float("-inf"))
+        shared = shared.view(count, heads, per, -1, prefix_tokens).transpose(1, 2)
+        scores = torch.cat([shared.reshape(rows, heads, -1, prefix_tokens), own], dim=-1)
+        weights = scores.softmax(-1).to(value.dtype)
+        on_prefix, on_own = weights.split([prefix_tokens, own.shape[-1]], dim=-1)
+        folded = on_prefix.reshape(count, per, heads, -1, prefix_tokens).transpose(1, 2)
+        read = folded.reshape(count, heads, -1, prefix_tokens) @ kv[:, 1]
+        read = read.view(count, heads, per, -1, size).transpose(1, 2).reshape(q.shape)
+        out = read + on_own @ value
+    return out.view(rows, query_heads, length, size).transpose(1, 2), None
+
+
+AttentionInterface.register(IMPLEMENTATION, cartridge_attention)

@@ -1,0 +1,138 @@
+"""Packing samples into rows over shared prefixes, and the student's (or teacher's) forward.
+
+Samples of one document are laid into rows of at most `row_tokens` tokens; every sample sees its
+prefix and itself, and its positions start where the prefix ends, so it cannot tell whether it is
+packed. Student and teacher logits are gathered in *sample order, response token by response
+token*: index n means the same token on both sides whatever the rows looked like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from learning.attention import PrefixContext
+from learning.model import hidden_states
+from protocols.errors import DataError
+from protocols.types import Sample
+
+
+@dataclass(frozen=True)
+class Packed:
+    """C documents x R rows of T tokens. `ids`, `positions`, `segments` are [C*R, T].
+
+    names[c]        the document whose prefix group c sees
+    segments        which sample of its row a token belongs to; -1 is padding
+    row, column     [N] where the token that *predicts* response token n stands
+    targets         [N] the response tokens themselves
+    """
+
+    names: tuple[str, ...]
+    ids: Tensor
+    positions: Tensor
+    segments: Tensor
+    row: Tensor
+    column: Tensor
+    targets: Tensor
+
+
+def pack(samples: Sequence[Sample], prefix_tokens: Mapping[str, int], row_tokens: int) -> Packed:
+    """Lay samples into rows, first fit by decreasing length within each document.
+
+    `prefix_tokens[name]` is the length of that document's prefix: the first position of its
+    samples. Raises DataError for a sample longer than a row, or one without prompt or response.
+    """
+    for s in samples:
+        length = len(s.prompt_ids) + len(s.response_ids)
+        if not s.prompt_ids or not s.response_ids:
+            raise DataError(f"sample {s.id} has an empty prompt or response: nothing to train on")
+        if length > row_tokens:
+            raise DataError(
+                f"sample {s.id} has {length} tokens and a row holds {row_tokens}; raise "
+                "train.row_tokens or lower rollout.max_tokens"
+            )
+    names = tuple(sorted({s.document for s in samples}))
+    rows_of: dict[str, list[list[int]]] = {name: [] for name in names}
+    room: dict[str, list[int]] = {name: [] for name in names}
+    for i in sorted(range(len(samples)), key=lambda i: (-_length(samples[i]), i)):
+        name, length = samples[i].document, _length(samples[i])
+        fits = next((r for r, free in enumerate(room[name]) if free >= length), None)
+        if fits is None:
+            rows_of[name].append([])
+            room[name].append(row_tokens)
+            fits = len(room[name]) - 1
+        rows_of[name][fits].append(i)
+        room[name][fits] -= length
+
+    per = max(len(rows) for rows in rows_of.values())
+    width = max(row_tokens - min(free) for free in room.values())
+    ids = torch.zeros(len(names) * per, width, dtype=torch.long)
+    positions = torch.zeros_like(ids)
+    segments = torch.full_like(ids, -1)
+    first: dict[int, tuple[int, int]] = {}  # sample -> (row, column of its first response token)
+    for c, name in enumerate(names):
+        for r, members in enumerate(rows_of[name]):
+            row, at = c * per + r, 0
+            for segment, i in enumerate(members):
+                tokens = samples[i].prompt_ids + samples[i].response_ids
+                stop = at + len(tokens)
+                ids[row, at:stop] = torch.tensor(tokens)
+                positions[row, at:stop] = torch.arange(len(tokens)) + prefix_tokens[name]
+                segments[row, at:stop] = segment
+                first[i] = (row, at + len(samples[i].prompt_ids))
+                at = stop
+    row_of: list[int] = []
+    column_of: list[int] = []
+    targets: list[int] = []
+    for i, s in enumerate(samples):
+        row, column = first[i]
+        row_of += [row] * len(s.response_ids)
+        column_of += range(column - 1, column - 1 + len(s.response_ids))
+        targets += s.response_ids
+    return Packed(
+        names, ids, positions, segments,
+        torch.tensor(row_of), torch.tensor(column_of), torch.tensor(targets),
+    )  # fmt: skip
+
+
+def response_logits(
+    model: PreTrainedModel, packed: Packed, kv: Tensor, lengths: Tensor | None = None
+) -> Tensor:
+    """Logits [N, V] in float32 that predict each response token, in sample order.
+
+    kv [C, L, 2, H_kv, P, D] in the order of `packed.names`, `lengths` as in PrefixContext.
+    Gradient flows into `kv` when it requires it.
+    """
+    same = packed.segments[:, :, None] == packed.segments[:, None, :]
+    length = packed.ids.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    hidden = hidden_states(
+        model,
+        packed.ids.to(model.device),
+        packed.positions.to(model.device),
+        (same & causal)[:, None].to(model.device),
+        PrefixContext(kv=kv, lengths=lengths),
+    )
+    return model.lm_head(hidden[packed.row, packed.column]).float()  # type: ignore[no-any-return]
+
+
+def stack_prefixes(prefixes: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Stack [L, 2, H_kv, P_c, D] prefixes, zero-padded to the longest; lengths [C] if they differ."""
+    lengths = [p.shape[3] for p in prefixes]
+    longest = max(lengths)
+    if min(lengths) == longest:
+        return torch.stack(list(prefixes)), None
+    first = prefixes[0]
+    shape = (len(prefixes), *first.shape[:3], longest, first.shape[4])
+    stacked = first.new_zeros(shape)
+    for c, p in enumerate(prefixes):
+        stacked[c, ..., : lengths[c], :] = p
+    return stacked, torch.tensor(lengths, device=first.device)
+
+
+def _length(sample: Sample) -> int:
+    return len(sample.prompt_ids) + len(sample.response_ids)

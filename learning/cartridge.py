@@ -1,0 +1,64 @@
+"""Cartridges: the trainable key/value prefixes of a run, one for each document.
+
+All cartridges of a run have P tokens: `frozen` leading ones (the attention sink, which when
+trained costs the model its general ability) and P - frozen trainable ones. The master copy is
+float32. Keys are stored post-RoPE for positions 0..P-1; the input starts at position P. This is
+the layout of HazyResearch/cartridges, stacked over layers and documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from protocols.errors import DataError
+
+
+class CartridgeBank(nn.Module):
+    """C cartridges: `frozen` [C, L, 2, H_kv, F, D] (buffer) and `trainable` [C, L, 2, H_kv, P-F, D]."""
+
+    frozen: Tensor
+
+    def __init__(self, names: Sequence[str], kv: Tensor, frozen: int) -> None:
+        """Take the initial keys and values [C, L, 2, H_kv, P, D] of the named documents."""
+        super().__init__()
+        if len(names) != len(kv) or not 1 <= frozen < kv.shape[4]:
+            raise DataError(
+                f"a bank needs one prefix a name and 1 <= frozen < P: got {len(names)} names, "
+                f"{len(kv)} prefixes of P={kv.shape[4]}, frozen={frozen}"
+            )
+        self.names = tuple(names)
+        self.register_buffer("frozen", kv[..., :frozen, :].detach().float().clone())
+        self.trainable = nn.Parameter(kv[..., frozen:, :].detach().float().clone())
+
+    def kv(self, names: Sequence[str] | None = None) -> Tensor:
+        """Keys and values [len(names), L, 2, H_kv, P, D] with gradient into the trainable part."""
+        whole = torch.cat([self.frozen, self.trainable], dim=4)
+        if names is None:
+            return whole
+        return whole[[self.names.index(n) for n in names]]
+
+    @torch.no_grad()
+    def snapshot(self, dtype: torch.dtype) -> Tensor:
+        """A detached contiguous copy [C, L, 2, H_kv, P, D]: what is published."""
+        return self.kv().to(dtype, copy=True).contiguous()
+
+
+def first_tokens(documents: Mapping[str, Tensor], tokens: int, frozen: int) -> CartridgeBank:
+    """A bank whose cartridges are the first P tokens' KV of each document [L, 2, H_kv, T, D].
+
+    The initialisation that the cartridge paper found best. Raises DataError for a document
+    that is not longer than the cartridge.
+    """
+    for name, kv in documents.items():
+        if kv.shape[3] <= tokens:
+            raise DataError(
+                f"document {name} has {kv.shape[3]} tokens, no more than the cartridge's {tokens}; "
+                "lower cartridge.tokens"
+            )
+    names = sorted(documents)
+    return CartridgeBank(
+        names, torch.stack([documents[n][:, :, :, :tokens] for n in names]), frozen
+    )

@@ -1,0 +1,116 @@
+"""Checkpoints: one safetensors file and one JSON manifest, checksummed, written atomically.
+
+    checkpoints/version-000040/state.safetensors
+    checkpoints/version-000040/manifest.json     {"facts": ..., "sha256": ..., "schema": 1}
+
+The directory is filled under a temporary name, flushed to disk and renamed, so a checkpoint is
+either whole or not there. No pickle is written or read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from protocols.errors import CheckpointError
+
+SCHEMA = 1
+STATE, MANIFEST = "state.safetensors", "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """`facts` is JSON-able; `tensors` are the state by name."""
+
+    facts: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def write_checkpoint(directory: Path, name: str, checkpoint: Checkpoint, keep: int) -> Path:
+    """Write `directory/name` atomically, then drop all but the newest `keep`; returns its path.
+
+    A checkpoint that is already there under this name is the same state, and is left alone.
+    """
+    final = directory / name
+    if final.exists():
+        return final
+    partial = directory / f".{name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file({k: v.contiguous() for k, v in checkpoint.tensors.items()}, partial / STATE)
+    manifest = {"schema": SCHEMA, "sha256": _sha256(partial / STATE), "facts": checkpoint.facts}
+    manifest["facts_sha256"] = _facts_sha256(checkpoint.facts)
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
+    for path in (partial / STATE, partial / MANIFEST, partial):
+        _flush(path)
+    partial.rename(final)
+    _flush(directory)
+    for old in list_checkpoints(directory)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Checkpoints oldest first (by version); partial ones are not among them."""
+    return sorted(p for p in directory.glob("version-*") if p.is_dir())
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and verify one checkpoint. Raises CheckpointError that names it and what is wrong."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        stated, facts = manifest["sha256"], manifest["facts"]
+        facts_stated, schema = manifest["facts_sha256"], manifest["schema"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} has no readable manifest ({error}){_instead(path)}"
+        ) from error
+    if schema != SCHEMA:
+        raise CheckpointError(
+            f"checkpoint {path} has schema {schema}, this version reads {SCHEMA}; use the "
+            "cartridge-forge version that wrote it"
+        )
+    if not (path / STATE).is_file() or _sha256(path / STATE) != stated:
+        raise CheckpointError(
+            f"checkpoint {path} is damaged: {STATE} does not match its checksum{_instead(path)}"
+        )
+    if _facts_sha256(facts) != facts_stated:
+        raise CheckpointError(
+            f"checkpoint {path} was edited: its facts do not match their checksum{_instead(path)}"
+        )
+    try:
+        tensors = load_file(path / STATE)
+    except SafetensorError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
+    return Checkpoint(facts, tensors)
+
+
+def _instead(path: Path) -> str:
+    others = [p for p in list_checkpoints(path.parent) if p.name < path.name]
+    return f"; the one before it is {others[-1]}" if others else "; there is none before it"
+
+
+def _facts_sha256(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,144 @@
+"""doc_kl: how far the student's next-token distribution is from the document teacher's.
+
+Per response token the teacher gives either all logits or its top k log-probabilities; directions
+and top-k forms are choices (notation: S student, T teacher, V vocabulary):
+
+    forward         KL(T || S), mass-covering: the cartridge paper's direction
+    reverse         KL(S || T), mode-seeking: on-policy distillation's usual direction
+    jsd             beta * KL(T || M) + (1 - beta) * KL(S || M),  M = (1 - beta) * S + beta * T
+    cross_entropy   -sum_T p_T log q_S: forward KL plus the teacher's entropy
+
+    tail            k entries and one bucket for the rest, on both sides; equals full at k = V and
+                    does not jump as k changes
+    renormalised    both sides renormalised over the teacher's k entries
+    pairs           neither: sum over (token, k) pairs / number of pairs (HazyResearch/cartridges,
+                    for comparison with published curves; cross_entropy only)
+
+Sources: Eyuboglu et al. 2025 (cartridges); Agarwal et al. 2024 (generalised JSD, on-policy).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from protocols.errors import SpecError
+
+DIRECTIONS = ("forward", "reverse", "jsd", "cross_entropy")
+FORMS = ("tail", "renormalised", "pairs")
+
+
+@dataclass(frozen=True)
+class DocKL:
+    """Which doc_kl to compute. `beta` is read by "jsd" alone, `form` by top-k teachers alone."""
+
+    direction: str = "forward"
+    beta: float = 0.5
+    form: str = "tail"
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.direction not in DIRECTIONS or self.form not in FORMS:
+            raise SpecError(
+                f"loss.direction must be one of {DIRECTIONS} and loss.form one of {FORMS}: "
+                f"got {self.direction!r}, {self.form!r}"
+            )
+        if self.form == "pairs" and self.direction != "cross_entropy":
+            raise SpecError(
+                "loss.form 'pairs' exists for cross_entropy only (it is no divergence): "
+                f"got direction {self.direction!r}; use form 'tail'"
+            )
+
+
+def doc_kl(student: Tensor, teacher: Teacher, spec: DocKL) -> tuple[Tensor, int]:
+    """The summed loss and its own denominator: (sum, count); the mean is sum / max(count, 1).
+
+    student [N, V] logits with gradient. The denominator is tokens, or (token, k) pairs for the
+    form "pairs". N = 0 gives (0, 0) with a graph, never NaN.
+    """
+    if student.shape[0] != teacher.tokens:
+        raise AssertionError(
+            f"student has {student.shape[0]} response tokens and teacher {teacher.tokens}: "
+            "they must be the same tokens in the same order"
+        )
+    log_s = F.log_softmax(student.float() / spec.temperature, dim=-1)
+    if teacher.logits is not None:
+        log_t = F.log_softmax(teacher.logits.float() / spec.temperature, dim=-1)
+        return divergence(log_s, log_t, spec).sum(), len(log_t)
+    if spec.temperature != 1.0:
+        raise SpecError(
+            "loss.temperature other than 1 needs the teacher's whole distribution: "
+            "set teacher.top_k: full"
+        )
+    assert teacher.indices is not None and teacher.logprobs is not None
+    top_s = log_s.gather(-1, teacher.indices.long())
+    top_t = teacher.logprobs.float()
+    if spec.form == "tail" and top_t.shape[-1] < log_s.shape[-1]:
+        top_s = torch.cat([top_s, log_tail(top_s)], dim=-1)
+        top_t = torch.cat([top_t, log_tail(top_t)], dim=-1)
+    elif spec.form == "renormalised":
+        top_s = top_s.log_softmax(-1)
+        top_t = top_t.log_softmax(-1)
+    loss = divergence(top_s, top_t, spec).sum()
+    return loss, (top_t.numel() if spec.form == "pairs" else len(top_t))
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The teacher's view of N response tokens: `logits` [N, V], or its top k
+    (`indices`, `logprobs` [N, k], log-probabilities under the whole vocabulary)."""
+
+    logits: Tensor | None = None
+    indices: Tensor | None = None
+    logprobs: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        one = self.logits if self.logits is not None else self.logprobs
+        assert one is not None
+        return len(one)
+
+
+def divergence(log_s: Tensor, log_t: Tensor, spec: DocKL) -> Tensor:
+    """The chosen divergence per token [N], from log-probabilities [N, K]."""
+    if spec.direction == "forward":
+        return _kl(log_t, log_s)
+    if spec.direction == "reverse":
+        return _kl(log_s, log_t)
+    if spec.direction == "cross_entropy":
+        return -(log_t.exp() * log_s).sum(-1)
+    return jensen_shannon(log_s, log_t, spec.beta)
+
+
+def jensen_shannon(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
+    """Generalised JSD per token [N]; beta = 0 and 1 are the forward and reverse KL by convention
+    (J itself tends to 0 at both ends, J / beta to the forward KL as beta -> 0)."""
+    if beta == 0:
+        return _kl(log_t, log_s)
+    if beta == 1:
+        return _kl(log_s, log_t)
+    weights = torch.tensor([1 - beta, beta], device=log_s.device).log()
+    log_m = torch.logsumexp(torch.stack([log_s + weights[0], log_t + weights[1]]), dim=0)
+    return beta * _kl(log_t, log_m) + (1 - beta) * _kl(log_s, log_m)
+
+
+def log_tail(top: Tensor) -> Tensor:
+    """Log of the mass outside the given entries, [N, 1]; bounded away from log 0 so that a top-k
+    that holds everything has a finite tail and a finite gradient."""
+    held = torch.logsumexp(top, dim=-1, keepdim=True).clamp(max=-1e-7)
+    return torch.log(-torch.expm1(held))
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) per row; 0 log 0 = 0, also where log_p is -inf."""
+    terms = log_p.exp() * (log_p - log_q)
+    return torch.where(log_p == float("-inf"), torch.zeros_like(terms), terms).sum(-1)
+
+
+def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k most likely tokens and their log-probabilities: ([N, k] int32, [N, k] float32)."""
+    found = F.log_softmax(logits.float(), dim=-1).topk(min(k, logits.shape[-1]), dim=-1)
+    return found.indices.int(), found.values

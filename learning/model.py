@@ -1,0 +1,103 @@
+"""The frozen base model: loading it with prefix attention, reading document KV, its hash."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from learning.attention import IMPLEMENTATION, PrefixContext
+from protocols.errors import DataError
+
+PREFILL_CHUNK = 512  # tokens: bounds the score matrix while a long document is read
+
+
+def load_model(path: str, dtype: str = "float32") -> PreTrainedModel:
+    """Load a causal LM from a directory (or a hub id where a hub is at hand), frozen, in eval mode.
+
+    Raises DataError when there is no model there.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation=IMPLEMENTATION
+        )
+    except OSError as error:
+        raise DataError(
+            f"no model at {path!r}: {str(error).splitlines()[0]}; set model.path to a directory "
+            "with config.json and *.safetensors, or to a hub id that this machine can reach"
+        ) from error
+    model.requires_grad_(False)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model; it must carry a chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if not tokenizer.chat_template:
+        raise DataError(f"the tokenizer at {path!r} has no chat template; add one to its files")
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
+    """(layers L, key/value heads H_kv, head size D)."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None)
+    return (
+        config.num_hidden_layers,
+        config.num_key_value_heads,
+        head_dim or config.hidden_size // config.num_attention_heads,
+    )
+
+
+@torch.no_grad()
+def document_kv(model: PreTrainedModel, token_ids: list[int] | tuple[int, ...]) -> Tensor:
+    """Keys (post-RoPE) and values of a token sequence read from position 0: [L, 2, H_kv, T, D].
+
+    Read in chunks, each attending to the chunks before it as a prefix.
+    """
+    ids = torch.tensor([list(token_ids)], device=model.device)
+    done: Tensor | None = None
+    for start in range(0, ids.shape[1], PREFILL_CHUNK):
+        chunk = ids[:, start : start + PREFILL_CHUNK]
+        context = PrefixContext(kv=None if done is None else done[None], capture=True)
+        length = chunk.shape[1]
+        causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=ids.device).tril()
+        positions = torch.arange(start, start + length, device=ids.device)[None]
+        hidden_states(model, chunk, positions, causal, context)
+        new = torch.cat(context.captured)  # B = 1 each: [L, 2, H_kv, T, D]
+        done = new if done is None else torch.cat([done, new], dim=3)
+    assert done is not None, "a document has at least its beginning-of-sequence token"
+    return done
+
+
+def hidden_states(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, mask: Tensor, context: PrefixContext
+) -> Tensor:
+    """Final hidden states [B, T, width] for ids, positions [B, T] and a bool mask [B, 1, T, S]."""
+    out = model.base_model(
+        input_ids=ids,
+        position_ids=positions,
+        attention_mask=mask,
+        use_cache=False,
+        prefix=context,
+    )
+    return out.last_hidden_state  # type: ignore[no-any-return]
+
+
+def base_hash(model: PreTrainedModel) -> str:
+    """SHA-256 over every parameter and persistent buffer, by name: proves the base never moved."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def same_model(path: str) -> str:
+    """A short id of a model's configuration, for manifests: SHA-256 of its config.json, or the id."""
+    config = Path(path) / "config.json"
+    return hashlib.sha256(config.read_bytes()).hexdigest()[:16] if config.is_file() else path

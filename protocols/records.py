@@ -1,0 +1,148 @@
+"""What a run writes down: the rows of its JSON-lines files and its results.
+
+`metrics.jsonl` holds numbers that the seed alone decides, so that two runs of one seed are equal
+byte for byte; whatever a clock decides goes to `events.jsonl`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+ARMS = ("none", "document", "untrained", "offline", "on_policy")  # the order they are shown in
+TRAINED_ARMS = ("on_policy", "offline")  # the order they are trained in
+PHASES = ("rollout", "score", "train", "publish", "orchestration")  # the parts of one step
+
+EventName = Literal[
+    "run_started",
+    "role_ready",
+    "step",
+    "publish",
+    "evaluated",
+    "checkpoint",
+    "stopping",
+    "failed",
+    "finished",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricRow:
+    """One training step in metrics.jsonl: numbers only, no times.
+
+    `{"arm": "on_policy", "step": 12, "version": 12, "kl": 0.431, "grad_norm": 0.87, "lr": 0.02,
+    "tokens": 812, "stale_tokens": 0, "accuracy": null}`
+    `step` counts from 1 in each arm; `accuracy` is that of the probe on this step, if there was one.
+    """
+
+    arm: str
+    step: int
+    version: int
+    kl: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    stale_tokens: int
+    accuracy: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRow:
+    """One sampled response in rollouts.jsonl, enough to score it again.
+
+    `{"schema": 1, "arm": "on_policy", "step": 12, "id": "train/12/0", "document": "patient_01",
+    "kind": "summarise", "prompt_ids": [4, 91], "response_ids": [17, 2],
+    "sampler_logprobs": [-0.31, -0.02], "versions": [11, 11],
+    "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 64},
+    "finish_reason": "stop", "text": "metformin"}`
+    `text` is the decoded response, for people; the ids are what was trained on.
+    """
+
+    schema: int = 1
+    arm: str
+    step: int
+    id: str
+    document: str
+    kind: str
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    sampling: dict[str, float | int]
+    finish_reason: str
+    text: str
+
+
+class Seconds(TypedDict):
+    """Wall seconds of one step and of its parts, the field `seconds` of a "step" event.
+
+    `{"time": "2026-07-26T10:15:42.120Z", "event": "step", "arm": "on_policy", "step": 12,
+    "seconds": {"rollout": 0.4, "score": 0.1, "train": 0.3, "publish": 0.01,
+    "orchestration": 0.02, "step": 0.83}, "tokens_per_second": 978.3}`
+    """
+
+    rollout: float
+    score: float
+    train: float
+    publish: float
+    orchestration: float
+    step: float
+
+
+class Measured(TypedDict):
+    """Accuracy on n held-out questions; answers that name no option count as wrong and apart.
+
+    `{"accuracy": 0.88, "ci95": [0.828, 0.918], "n": 200, "parse_failures": 1}`
+    """
+
+    accuracy: float
+    ci95: list[float]
+    n: int
+    parse_failures: int
+
+
+class ArmResult(Measured):
+    """Greedy decoding, and the same four numbers sampled (None where only greedy was run)."""
+
+    sampled: Measured | None
+
+
+class KlResult(TypedDict):
+    """Mean doc_kl per token of the on-policy arm: `{"first": 2.31, "last": 0.41}`."""
+
+    first: float | None
+    last: float | None
+
+
+class Compression(TypedDict):
+    """KV tokens: `{"document_tokens": 1180.0, "cartridge_tokens": 128, "ratio": 9.2}` (means)."""
+
+    document_tokens: float
+    cartridge_tokens: int
+    ratio: float
+
+
+class Policy(TypedDict):
+    """What was sampled for training: `{"rollouts": 4800, "tokens": 243600, "stale_tokens": 0}`."""
+
+    rollouts: int
+    tokens: int
+    stale_tokens: int
+
+
+class Results(TypedDict):
+    """results.json. A run that ended early has the arms it measured and no others.
+
+    `phases` is mean seconds per phase, `orchestration_share` the part of a step that is not model
+    compute, `tokens_trained` the tokens of each trained arm: `{"on_policy": 243600, ...}`.
+    """
+
+    arms: dict[str, ArmResult]
+    kl: KlResult
+    compression: Compression
+    policy: Policy
+    phases: dict[str, float]
+    orchestration_share: float
+    wall_seconds: float
+    tokens_trained: dict[str, int]
+    status: Literal["finished", "stopped", "failed"]

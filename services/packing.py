@@ -1,0 +1,133 @@
+"""Many named tensors in one buffer, and back: what every tensor plane ships.
+
+A transport charges per operation (about 2 ms a put or get) far more than per byte, so a snapshot
+travels as one 1-D uint8 tensor. Entries lie in the order of the mapping, each starting on a
+64-byte boundary; offsets follow from the layout and are never sent.
+
+    pack({"indices": [120, 20] int32, "logprobs": [120, 20] float32})
+    -> uint8 [19200], TensorLayout((("indices", (120, 20), "int32"), ("logprobs", ...)))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from urllib.parse import quote
+
+import torch
+
+from protocols.errors import PlaneError
+from protocols.types import TensorLayout
+
+# A cache line, and a multiple of every dtype's size: each entry can be viewed in place.
+ALIGNMENT = 64
+# What a file name holds (255 bytes) less the room for a suffix: the tightest of the transports.
+MAX_KEY_BYTES = 240
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
+    """The layout that `pack` gives these tensors. Raises PlaneError for one it cannot pack."""
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise PlaneError(
+                f"tensor {name!r} must be dense and unquantised to be packed: got layout "
+                f"{tensor.layout}, dtype {tensor.dtype}; call .to_dense() or .dequantize() first"
+            )
+    return TensorLayout(
+        tuple(
+            (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in tensors.items()
+        )
+    )
+
+
+def packed_bytes(layout: TensorLayout) -> int:
+    """Length of the packed buffer in bytes; at least 64, since mmap and RDMA refuse nothing."""
+    end = 0
+    for _, _, _, _, end in _spans(layout):
+        pass
+    return max(_aligned(end), ALIGNMENT)
+
+
+def pack(
+    tensors: Mapping[str, torch.Tensor], out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, TensorLayout]:
+    """Copy the tensors into one buffer: uint8 [packed_bytes(layout)] on the CPU.
+
+    The result shares no memory with its sources, whatever their device, strides or gradient.
+    `out` is a zeroed buffer of just that size to fill in place of a new one.
+    """
+    layout = layout_of(tensors)
+    size = packed_bytes(layout)
+    buffer = torch.empty(size, dtype=torch.uint8) if out is None else out
+    _check_buffer(buffer, layout)
+    filled = 0
+    for name, shape, dtype, start, end in _spans(layout):
+        if out is None:
+            buffer[filled:start].zero_()  # equal tensors give equal buffers, gaps included
+        buffer[start:end].view(dtype).view(shape).copy_(tensors[name].detach())
+        filled = end
+    if out is None:
+        buffer[filled:].zero_()
+    return buffer, layout
+
+
+def unpack(buffer: torch.Tensor, layout: TensorLayout) -> dict[str, torch.Tensor]:
+    """The named tensors, as views into `buffer` (which lives as long as any of them).
+
+    Raises PlaneError for a buffer that cannot have come from `pack` with this layout.
+    """
+    _check_buffer(buffer, layout)
+    return {
+        name: buffer[start:end].view(dtype).view(shape)
+        for name, shape, dtype, start, end in _spans(layout)
+    }
+
+
+def check_key(key: str) -> str:
+    """The key itself, if every plane can hold it; PlaneError otherwise."""
+    if not key or not key.isprintable() or ".." in key.split("/"):
+        raise PlaneError(f"a key must be printable, not empty and without '..': got {key!r}")
+    if (size := len(quote(key, safe=""))) > MAX_KEY_BYTES:
+        raise PlaneError(
+            f"a key must take at most {MAX_KEY_BYTES} bytes percent-encoded: got {size} for {key!r}"
+        )
+    return key
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _dtype(name: str, dtype: str) -> torch.dtype:
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise PlaneError(f"tensor {name!r} has dtype {dtype!r}, which this torch does not know")
+    return found
+
+
+def _spans(
+    layout: TensorLayout,
+) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, int, int]]:
+    """Name, shape, dtype, first byte and byte past the last of each entry."""
+    end = 0
+    for name, shape, dtype_name in layout.entries:
+        dtype = _dtype(name, dtype_name)
+        start = _aligned(end)
+        end = start + math.prod(shape) * dtype.itemsize
+        yield name, shape, dtype, start, end
+
+
+def _check_buffer(buffer: torch.Tensor, layout: TensorLayout) -> None:
+    expected = packed_bytes(layout)
+    if (
+        buffer.dtype != torch.uint8
+        or buffer.shape != (expected,)
+        or not buffer.is_contiguous()
+        or buffer.device.type != "cpu"
+    ):
+        raise PlaneError(
+            f"the layout {[entry[0] for entry in layout.entries]} needs a contiguous uint8 buffer "
+            f"of {expected} bytes on the CPU: got {buffer.dtype} {list(buffer.shape)} on "
+            f"{buffer.device}; was it packed with another layout?"
+        )

@@ -1,0 +1,271 @@
+"""The run directory: one folder per run, readable while it grows, whole after a kill.
+
+    runs/longhealth/
+    ├── latest -> 20260726T101530Z-3fa9
+    └── 20260726T101530Z-3fa9/
+        ├── spec.yaml        the resolved spec                         written once
+        ├── metrics.jsonl    one row per step, decided by the seed     appended
+        ├── rollouts.jsonl   one row per sampled response              appended
+        ├── events.jsonl     what happened when                        appended
+        ├── checkpoints/     the trainer's business
+        ├── results.json     the arms, at the end                      replaced whole
+        └── report.html      made from the files above                 replaced whole
+
+Whole files are replaced by rename, so a reader sees the old one or the new one. Rows are appended
+by one writer; a kill can tear the last line only, readers pass over it, and `truncate_after` cuts
+it off before a resumed run appends again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from protocols.errors import CheckpointError, RunError
+from protocols.records import TRAINED_ARMS, EventName, MetricRow, Results, RolloutRow
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The files of one run. Holds a path and no open file, so it may be passed between processes.
+
+    `run = RunDirectory.create(Path("runs"), "longhealth", spec_text)` starts one,
+    `RunDirectory.open(Path("runs"), "longhealth")` finds the latest again.
+    """
+
+    path: Path
+
+    @classmethod
+    def create(
+        cls, root: Path, mesh: str, spec_text: str, now: datetime | None = None
+    ) -> RunDirectory:
+        """Make `root/mesh/<run id>/` and let `latest` point to it. Safe under races: mkdir decides."""
+        started = now or datetime.now(UTC)
+        while True:
+            path = root / mesh / new_run_id(started)
+            try:
+                path.mkdir(parents=True)
+                break
+            except FileExistsError:
+                continue
+        run = cls(path)
+        run.checkpoints.mkdir()
+        for file in (run.metrics, run.rollouts, run.events):
+            file.touch()
+        # The spec comes last: a folder without it is not a run, and `open` refuses it.
+        write_atomically(run.spec, spec_text)
+        run.make_latest()
+        return run
+
+    @classmethod
+    def open(cls, root: Path, mesh: str, which: str | Path = LATEST) -> RunDirectory:
+        """The run named by its id, by a path to it, or "latest". Changes nothing on disk."""
+        home = root / mesh
+        candidates = [home / which] if str(which) == LATEST else [home / which, Path(which)]
+        for candidate in candidates:
+            path = candidate.resolve()
+            if (path / "spec.yaml").is_file():
+                return cls(path)
+        have = ", ".join(p.parent.name for p in _runs(home)) or "none"
+        looked = " or ".join(str(candidate) for candidate in candidates)
+        raise CheckpointError(
+            f"no run to resume: expected a run directory with a spec.yaml at {looked}, got nothing; "
+            f"runs in {home}: {have}; name one of them, or start anew without --resume"
+        )
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def results(self) -> Path:
+        return self.path / "results.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def make_latest(self) -> None:
+        """Swap `latest` by renaming a fresh link over it, so that it exists at every moment."""
+        latest = self.path.parent / LATEST
+        fresh = self.path.parent / f".{LATEST}-{self.id}-{secrets.token_hex(4)}"
+        os.symlink(self.id, fresh)
+        try:
+            os.replace(fresh, latest)
+        except OSError as error:
+            fresh.unlink()
+            raise RunError(
+                f"{latest} must be a symlink that we may replace: {error}; move it away"
+            ) from error
+
+    def append_metric(self, row: MetricRow) -> None:
+        _append(self.metrics, [_record(row)])
+
+    def append_rollouts(self, rows: Iterable[RolloutRow]) -> None:
+        """Append the rows of one step in one write."""
+        _append(self.rollouts, [_record(row) for row in rows])
+
+    def append_event(
+        self, event: EventName, *, now: datetime | None = None, **fields: object
+    ) -> None:
+        """`run.append_event("checkpoint", arm="on_policy", step=20)`; the time is added here."""
+        _append(self.events, [{"time": utc_text(now), "event": event, **fields}])
+
+    def write_results(self, results: Results) -> None:
+        write_atomically(self.results, json.dumps(results, indent=2, allow_nan=False) + "\n")
+
+    def read_results(self) -> dict[str, Any] | None:
+        """The results, or None while there are none."""
+        if not self.results.is_file():
+            return None
+        loaded: dict[str, Any] = json.loads(self.results.read_bytes())
+        return loaded
+
+    def truncate_after(self, arm: str, step: int) -> dict[str, int]:
+        """Cut the files back to a checkpoint and return how many whole rows each lost.
+
+        `run.truncate_after("on_policy", 20)` keeps on_policy 1..20 and drops on_policy 21.. and
+        all of offline, which trains after it; step 0 drops the arm. A torn last line goes too, of
+        events.jsonl as well, whose whole rows all stay: they are history. `results.json` of the
+        interrupted run is removed, as it does not describe the one that goes on.
+        """
+        end = _position(arm, step)
+        dropped: dict[str, int] = {}
+        for file in (self.metrics, self.rollouts):
+            rows = list(iter_rows(file))
+            kept = [row for row in rows if _position(row["arm"], row["step"]) <= end]
+            write_atomically(file, "".join(map(_line, kept)))
+            dropped[file.name] = len(rows) - len(kept)
+        write_atomically(self.events, "".join(map(_line, iter_rows(self.events))))
+        self.results.unlink(missing_ok=True)
+        return dropped
+
+
+def new_run_id(started: datetime) -> str:
+    """`20260726T101530Z-3fa9`: sorts by start; the suffix parts runs of one second.
+
+    The suffix comes from the operating system and leaves the seeded generators alone.
+    """
+    return f"{started.astimezone(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
+
+
+def utc_text(now: datetime | None = None) -> str:
+    """`2026-07-26T10:15:42.120Z`, in milliseconds."""
+    moment = (now or datetime.now(UTC)).astimezone(UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON-lines file; a missing file has none, and a torn last line is passed over.
+
+    A line that cannot be read before the last is damage that no kill of ours explains: it raises.
+    """
+    if not path.is_file():
+        return
+    damaged = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if damaged:
+                raise CheckpointError(
+                    f"{path}:{damaged}: every line but the last must be a JSON object, got a "
+                    "damaged line; restore the file, or delete the line"
+                )
+            try:
+                row = json.loads(line)
+            except ValueError:  # torn JSON, or a character cut in two
+                damaged = number
+                continue
+            if isinstance(row, dict):
+                yield row
+            else:
+                damaged = number
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """`iter_rows` in a list; rollouts.jsonl is better read row by row."""
+    return list(iter_rows(path))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file whole: a reader or a crash sees the old text or the new, never a part."""
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    # The rename is durable only once the folder is.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _append(path: Path, rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        infinite = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
+        if infinite:
+            where = f"{row.get('arm', '')} step {row.get('step', '?')}".strip()
+            raise RunError(
+                f"{path.name}: every number must be finite: got {infinite[0]} = "
+                f"{row[infinite[0]]} at {where}; lower the learning rate and resume from the "
+                "last checkpoint"
+            )
+    with path.open("ab") as file:  # closing flushes: nothing waits in our memory for a kill
+        file.write("".join(map(_line, rows)).encode())
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    # Floats are written as their repr, the shortest text that reads back as the same number:
+    # equal numbers are equal bytes, and a row read and written again does not change.
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _record(row: MetricRow | RolloutRow) -> dict[str, Any]:
+    return {field.name: getattr(row, field.name) for field in fields(row)}
+
+
+def _position(arm: str, step: int) -> tuple[int, int]:
+    if arm not in TRAINED_ARMS:
+        raise CheckpointError(
+            f"the arm must be one of {', '.join(TRAINED_ARMS)}: got {arm!r}; "
+            "the file belongs to another version"
+        )
+    return TRAINED_ARMS.index(arm), step
+
+
+def _runs(home: Path) -> list[Path]:
+    return sorted(p for p in home.glob("*/spec.yaml") if p.parent.name != LATEST)

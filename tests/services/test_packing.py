@@ -1,0 +1,149 @@
+"""Packing is exact: what comes out equals what went in, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocols.errors import PlaneError
+from protocols.types import TensorLayout
+from services.packing import check_key, layout_of, pack, packed_bytes, unpack
+
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.complex64,
+)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return (
+        left.dtype == right.dtype
+        and left.shape == right.shape
+        and torch.equal(bits(left), bits(right))
+    )
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Any shape up to three dimensions (0 allowed), any dtype, random bits (NaNs among them)."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=3))
+    dtype = draw(st.sampled_from(DTYPES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    elements = torch.Size(shape).numel()
+    raw = torch.randint(
+        0, 256, (elements * dtype.itemsize,), generator=generator, dtype=torch.uint8
+    )
+    return raw.view(dtype).view(shape)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.text(max_size=8), tensors(), max_size=6))
+def test_a_round_trip_is_bit_identical(named: dict[str, torch.Tensor]) -> None:
+    buffer, layout = pack(named)
+    assert buffer.dtype == torch.uint8
+    assert buffer.shape == (packed_bytes(layout),)
+    assert layout == layout_of(named)
+    out = unpack(buffer.clone(), layout)
+    assert list(out) == list(named)
+    assert all(same(out[name], tensor) for name, tensor in named.items())
+
+
+def test_entries_lie_on_64_byte_boundaries_in_order() -> None:
+    named = {"a": torch.tensor([1, 2, 3], dtype=torch.uint8), "b": torch.tensor([7.0])}
+    buffer, layout = pack(named)
+    assert layout == TensorLayout((("a", (3,), "uint8"), ("b", (1,), "float32")))
+    assert buffer.shape == (128,)
+    assert buffer[:3].tolist() == [1, 2, 3]
+    assert buffer[64:68].tolist() == [0, 0, 224, 64]  # 7.0 little-endian: 0x40e00000
+    assert buffer[3:64].sum() == 0  # gaps are zero, so equal tensors pack to equal bytes
+    assert buffer[68:].sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((), 64), ((16,), 64), ((17,), 128), ((0, 3), 64), ((1000,), 4032)]
+)
+def test_sizes_of_float32(shape: tuple[int, ...], expected: int) -> None:
+    assert packed_bytes(TensorLayout((("x", shape, "float32"),))) == expected
+
+
+def test_no_tensors_still_make_a_buffer() -> None:
+    buffer, layout = pack({})
+    assert buffer.shape == (64,)  # mmap and RDMA refuse zero bytes
+    assert unpack(buffer, layout) == {}
+
+
+def test_the_packed_copy_is_a_snapshot() -> None:
+    source = torch.ones(8, requires_grad=True)
+    buffer, layout = pack({"x": source})
+    with torch.no_grad():
+        source.zero_()
+    assert unpack(buffer, layout)["x"].tolist() == [1.0] * 8
+
+
+def test_strided_and_expanded_sources_are_packed_by_value() -> None:
+    grid = torch.arange(6).view(2, 3)
+    out = unpack(*pack({"t": grid.t(), "e": torch.tensor([5]).expand(4)}))
+    assert out["t"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert out["e"].tolist() == [5, 5, 5, 5]
+
+
+def test_packing_into_a_given_buffer_fills_that_one() -> None:
+    out = torch.zeros(64, dtype=torch.uint8)
+    buffer, _ = pack({"x": torch.tensor([1, 2], dtype=torch.int8)}, out=out)
+    assert buffer.data_ptr() == out.data_ptr()
+    assert out[:3].tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.zeros(64, dtype=torch.uint8),
+        torch.zeros(192, dtype=torch.uint8),
+        torch.zeros(128, dtype=torch.int8),
+        torch.zeros(2, 64, dtype=torch.uint8),
+        torch.zeros(256, dtype=torch.uint8)[::2],
+    ],
+    ids=["short", "long", "dtype", "two-dimensional", "strided"],
+)
+def test_a_buffer_of_another_layout_is_refused(buffer: torch.Tensor) -> None:
+    with pytest.raises(PlaneError, match=r"needs a contiguous uint8 buffer of 128 bytes"):
+        unpack(buffer, TensorLayout((("x", (20,), "float32"),)))
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(PlaneError, match="'float3', which this torch does not know"):
+        unpack(torch.zeros(64, dtype=torch.uint8), TensorLayout((("x", (1,), "float3"),)))
+
+
+def test_a_sparse_tensor_is_refused() -> None:
+    with pytest.raises(PlaneError, match="tensor 's' must be dense"):
+        pack({"s": torch.eye(2).to_sparse_coo()})
+
+
+@pytest.mark.parametrize("key", ["", "..", "../x", "a/../b", "a\nb", "a\0b", "ü" * 60])
+def test_bad_keys_are_refused(key: str) -> None:
+    with pytest.raises(PlaneError, match="a key must"):
+        check_key(key)
+
+
+@pytest.mark.parametrize("key", ["a", "cartridge/patient_01@7", "a.b..c", "/a", "ü 1"])
+def test_good_keys_pass(key: str) -> None:
+    assert check_key(key) == key
