@@ -20,7 +20,7 @@ from clinic.prompts import (
     summarise_prompt,
     unique_cue,
 )
-from clinic.vocabulary import value_text
+from clinic.vocabulary import CATEGORIES, FIELDS, value_text
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,11 @@ def draw_conversation(
 ) -> tuple[Patient, list[Turn]]:
     """A new patient and one turn of each of `kinds`."""
     facts = rng.randint(*difficulty.facts)
-    chart = draw_chart(rng, facts, max(1, min(4, facts // 3)), difficulty.filler_rate)
+    # Half the charts hold one kind of thing only: otherwise "the number in the chart" is a good
+    # guess at any measurement, and finding by field is never learnt (docs/log.md).
+    alike = [c.fields for c in CATEGORIES if len(c.fields) >= facts]
+    fields = rng.choice(alike) if alike and rng.random() < 0.5 else FIELDS
+    chart = draw_chart(rng, facts, max(1, min(4, facts // 3)), difficulty.filler_rate, fields)
     (patient,) = parse_patients({"p": longhealth_record(chart, rng)}, "corpus")
     return patient, [draw_turn(kind, chart, patient, rng) for kind in kinds]
 

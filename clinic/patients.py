@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clinic import vocabulary as words
+from protocols.errors import DataError
 
 LETTERS = "abcde"
 
@@ -55,18 +56,24 @@ def fact_text(fact: tuple[str, str]) -> str:
     return f"{field} {words.value_text(field, value)}"
 
 
-def draw_chart(rng: random.Random, facts: int, notes: int, filler_rate: float = 1.0) -> Chart:
-    """Draw a chart of `facts` distinct fields spread evenly over `notes` notes.
+def draw_chart(
+    rng: random.Random,
+    facts: int,
+    notes: int,
+    filler_rate: float = 1.0,
+    fields: tuple[str, ...] = words.FIELDS,
+) -> Chart:
+    """Draw a chart of `facts` distinct ones of `fields`, spread evenly over `notes` notes.
 
     `filler_rate` is the probability of an uninformative sentence after each fact.
-    Raises ValueError when the vocabulary has fewer fields, or a note would be empty.
+    Raises DataError when there are fewer fields, or a note would be empty.
     """
-    if not 1 <= notes <= facts <= len(words.FIELDS):
-        raise ValueError(
-            f"a chart needs 1 <= notes <= facts <= {len(words.FIELDS)} (the fields there are): "
-            f"got notes={notes}, facts={facts}"
+    if not 1 <= notes <= facts <= len(fields):
+        raise DataError(
+            f"a chart needs 1 <= notes <= facts <= {len(fields)} (the fields there are): "
+            f"got notes={notes}, facts={facts}; change data.notes or data.facts"
         )
-    pairs = [(f, rng.choice(words.CATEGORY_OF[f].values)) for f in rng.sample(words.FIELDS, facts)]
+    pairs = [(f, rng.choice(words.CATEGORY_OF[f].values)) for f in rng.sample(fields, facts)]
     departments = rng.sample(words.DEPARTMENTS, min(notes, len(words.DEPARTMENTS)))
     drawn = []
     for index in range(notes):

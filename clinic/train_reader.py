@@ -1,4 +1,6 @@
-"""Train the tiny base model from scratch: `python -m clinic.train_reader --out models/clinic-reader`.
+"""Train the tiny base model from scratch, on two cores:
+
+    torchrun --nproc-per-node 2 -m clinic.train_reader --out models/clinic-reader
 
 A standard LlamaForCausalLM learns to read: a batch is a set of new charts, each followed by turns
 that see the chart and themselves only (one row, block mask, positions restarting after the
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import time
 from collections import defaultdict
@@ -20,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -169,10 +173,8 @@ class Climber:
     share: float = 0.0
     history: list[tuple[int, int]] = field(default_factory=list)
 
-    def update(self, step: int, exact: dict[str, list[bool]]) -> None:
-        turns = exact["question"]
-        if turns:
-            self.share += 0.05 * (sum(turns) / len(turns) - self.share)
+    def update(self, step: int, right: float) -> None:
+        self.share += 0.05 * (right - self.share)
         if self.share > CLIMB_AT and self.rung < len(LADDER) - 1:
             self.rung, self.share = self.rung + 1, 0.6
             self.history.append((step, self.rung))
@@ -187,65 +189,93 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--muon-lr", type=float, default=0.0)
-    parser.add_argument("--batch", type=int, default=32, help="charts a step on the first rung")
-    parser.add_argument("--tokens", type=int, default=8192, help="bounds charts x length later")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--muon-lr", type=float, default=0.02)
+    parser.add_argument("--batch", type=int, default=32, help="charts a step of a rank")
+    parser.add_argument("--tokens", type=int, default=8192, help="bounds charts x length of a rank")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", type=Path, help="start from this model directory")
     parser.add_argument("--rung", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    tokenizer = build_tokenizer()
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        dist.init_process_group("gloo")
     if args.resume:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.resume)
         model = LlamaForCausalLM.from_pretrained(args.resume, dtype=torch.float32)
     else:
+        tokenizer = build_tokenizer()
         model = new_model(
             len(tokenizer), args.layers, args.width, args.heads, args.kv_heads, args.seed
         )
     optimizers = new_optimizers(model, args.lr, args.muon_lr)
     peaks = [o.param_groups[0]["lr"] for o in optimizers]
     climber = Climber(rung=args.rung)
-    rng = random.Random(f"reader/{args.seed}/{args.rung}")
+    shared = random.Random(f"reader/{args.seed}/{args.rung}")  # what all ranks decide alike
+    own = random.Random(f"reader/{args.seed}/{args.rung}/{rank}")
     args.out.mkdir(parents=True, exist_ok=True)
     begun, step = time.monotonic(), 0
-    totals: dict[str, list[float]] = defaultdict(list)
+    totals: dict[str, list[bool]] = defaultdict(list)
     loss_sum = 0.0
-    while (spent := time.monotonic() - begun) < args.seconds:
+    while (spent := agree(time.monotonic() - begun, ranks)) < args.seconds:
         # Warm-up by steps, then constant, then linear to zero over the last 30% of the time.
         cooling = min(1.0, (1 - spent / args.seconds) / 0.3)
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / 50) * cooling
-        # Half the rows of a rung's first steps are easier, so that climbing forgets nothing.
-        rung = climber.rung if rng.random() < 0.8 else rng.randint(0, climber.rung)
+        # One step in five comes from an easier rung, so that climbing forgets nothing.
+        rung = climber.rung if shared.random() < 0.8 else shared.randint(0, climber.rung)
         size = max(4, min(args.batch, args.tokens // (130 + 14 * LADDER[rung].facts[1])))
-        batch = draw_batch(tokenizer, rng, rung, size)
-        loss, exact = losses(model, batch)
+        loss, exact = losses(model, draw_batch(tokenizer, own, rung, size))
         loss.backward()
+        share_gradients(model, ranks)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         step += 1
         loss_sum += loss.item()
-        if rung == climber.rung:
-            climber.update(step, exact)
-            for kind, turns in exact.items():
-                totals[kind] += turns
         if not math.isfinite(loss.item()):
             raise SystemExit(f"loss became {loss.item()} at step {step}: lower --lr")
-        if step % 50 == 0:
+        if rung == climber.rung:
+            right = sum(exact["question"]) / max(1, len(exact["question"]))
+            climber.update(step, agree(right, ranks))
+            for kind, turns in exact.items():
+                totals[kind] += turns
+        if step % 50 == 0 and rank == 0:
             shares = {k: round(sum(v) / len(v), 3) for k, v in sorted(totals.items())}
             line = {
-                "step": step, "s": round(spent), "rung": climber.rung, "charts": size,
+                "step": step, "s": round(spent), "rung": climber.rung, "charts": size * ranks,
                 "loss": round(loss_sum / 50, 4), "norm": round(float(norm), 2), "exact": shares,
             }  # fmt: skip
             print(json.dumps(line), flush=True)
             totals.clear()
             loss_sum = 0.0
-        if step % 500 == 0:
             save(model, tokenizer, args.out)
-    save(model, tokenizer, args.out)
+    if rank == 0:
+        save(model, tokenizer, args.out)
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def agree(value: float, ranks: int) -> float:
+    """The mean over ranks, so that all of them climb and stop together."""
+    if ranks == 1:
+        return value
+    shared = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(shared)
+    return float(shared) / ranks
+
+
+def share_gradients(model: LlamaForCausalLM, ranks: int) -> None:
+    """Average the gradients over ranks, as one flat tensor."""
+    if ranks == 1:
+        return
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(flat)
+    for g, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        g.copy_(part.view_as(g) / ranks)
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:

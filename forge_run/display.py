@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -107,7 +108,9 @@ class Display:
             parts.append(f"{status.tokens_per_second:,.0f} tokens/s")
         if status.seconds_left is not None:
             parts.append(f"{duration(status.seconds_left)} left")
-        parts += [text for text in (status.message, status.error and f"error: {status.error}") if text]
+        parts += [
+            text for text in (status.message, status.error and f"error: {status.error}") if text
+        ]
         return "  ".join(parts)
 
     def _panel(self, status: RunStatus) -> Panel:
@@ -176,13 +179,13 @@ def print_results(console: Console, results: Mapping[str, Any], run_path: Path) 
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """`finished in 6m12s, KL 2.310 -> 0.410, 9.2x fewer KV tokens, orchestration 4.1%`."""
+    """`finished in 6m12s, KL 2.310 to 0.410, 9.2x fewer KV tokens, orchestration 4.1%`."""
     parts = [str(results.get("status", "unfinished"))]
     if (wall := results.get("wall_seconds")) is not None:
         parts[0] += f" in {duration(wall)}"
     kl = results.get("kl") or {}
     if kl.get("first") is not None and kl.get("last") is not None:
-        parts.append(f"KL {kl['first']:.3f} -> {kl['last']:.3f}")
+        parts.append(f"KL {kl['first']:.3f} to {kl['last']:.3f}")
     if compression := results.get("compression"):
         parts.append(f"{compression['ratio']:.1f}x fewer KV tokens")
     if (share := results.get("orchestration_share")) is not None:
@@ -195,9 +198,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     n = len(values)
     if n > width:
         edges = [i * n // width for i in range(width + 1)]
-        values = [
-            math.fsum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)
-        ]
+        values = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     if not values:
         return ""
     lo, hi = min(values), max(values)

@@ -107,7 +107,8 @@ def cartridge_attention(
         count, prefix_tokens = kv.shape[0], kv.shape[3]
         per = rows // count
         # [C*R, H, G*T, D] -> [C, H, R*G*T, D]: one product for each prefix, whatever R is.
-        folded = q.view(count, per, heads, -1, size).transpose(1, 2).reshape(count, heads, -1, size)
+        folded = q.view(count, per, heads, -1, size).transpose(1, 2)
+        folded = folded.reshape(count, heads, -1, size)
         shared = (folded @ kv[:, 0].transpose(-1, -2)).float()
         if context.lengths is not None:
             padding = torch.arange(prefix_tokens, device=q.device) >= context.lengths[:, None]
@@ -120,7 +121,7 @@ def cartridge_attention(
         read = folded.reshape(count, heads, -1, prefix_tokens) @ kv[:, 1]
         read = read.view(count, heads, per, -1, size).transpose(1, 2).reshape(q.shape)
         out = read + on_own @ value
-    return out.view(rows, query_heads, length, size).transpose(1, 2), None
+    return out.reshape(rows, query_heads, length, size).transpose(1, 2), None
 
 
 AttentionInterface.register(IMPLEMENTATION, cartridge_attention)

@@ -32,7 +32,7 @@ class MetricRow:
 
     `{"arm": "on_policy", "step": 12, "version": 12, "kl": 0.431, "grad_norm": 0.87, "lr": 0.02,
     "tokens": 812, "stale_tokens": 0, "accuracy": null}`
-    `step` counts from 1 in each arm; `accuracy` is that of the probe on this step, if there was one.
+    `step` counts from 1 in each arm; `accuracy` is that of this step's probe, if any.
     """
 
     arm: str

@@ -43,33 +43,40 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
 
 def packed_bytes(layout: TensorLayout) -> int:
     """Length of the packed buffer in bytes; at least 64, since mmap and RDMA refuse nothing."""
-    end = 0
-    for _, _, _, _, end in _spans(layout):
-        pass
-    return max(_aligned(end), ALIGNMENT)
+    ends = [end for _, _, _, _, end in _spans(layout)]
+    return max(_aligned(ends[-1]) if ends else 0, ALIGNMENT)
 
 
-def pack(
-    tensors: Mapping[str, torch.Tensor], out: torch.Tensor | None = None
-) -> tuple[torch.Tensor, TensorLayout]:
-    """Copy the tensors into one buffer: uint8 [packed_bytes(layout)] on the CPU.
+def pack(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, TensorLayout]:
+    """Copy the tensors into one new buffer: uint8 [packed_bytes(layout)] on the CPU.
 
-    The result shares no memory with its sources, whatever their device, strides or gradient.
-    `out` is a zeroed buffer of just that size to fill in place of a new one.
+    The buffer shares no memory with its sources, whatever their device, strides or gradient.
     """
     layout = layout_of(tensors)
-    size = packed_bytes(layout)
-    buffer = torch.empty(size, dtype=torch.uint8) if out is None else out
-    _check_buffer(buffer, layout)
+    buffer = torch.empty(packed_bytes(layout), dtype=torch.uint8)
     filled = 0
     for name, shape, dtype, start, end in _spans(layout):
-        if out is None:
-            buffer[filled:start].zero_()  # equal tensors give equal buffers, gaps included
+        buffer[filled:start].zero_()  # equal tensors give equal buffers, gaps included
         buffer[start:end].view(dtype).view(shape).copy_(tensors[name].detach())
         filled = end
-    if out is None:
-        buffer[filled:].zero_()
+    buffer[filled:].zero_()
     return buffer, layout
+
+
+def packed_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+    """The bytes of `pack`'s buffer piece by piece, without a copy where a source is contiguous.
+
+    For a transport that copies anyway, such as a file. A source must not change until the last
+    piece has been consumed.
+    """
+    filled = 0
+    layout = layout_of(tensors)
+    for name, _, _, start, end in _spans(layout):
+        source = tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
+        yield memoryview(bytes(start - filled))
+        yield source.reshape(-1).view(torch.uint8).numpy().data
+        filled = end
+    yield memoryview(bytes(packed_bytes(layout) - filled))
 
 
 def unpack(buffer: torch.Tensor, layout: TensorLayout) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from protocols.errors import CheckpointError, RunError
-from protocols.records import TRAINED_ARMS, EventName, MetricRow, Results, RolloutRow
+from protocols.records import PHASES, TRAINED_ARMS, EventName, MetricRow, Results, RolloutRow
 
 LATEST = "latest"
 
@@ -48,7 +48,7 @@ class RunDirectory:
     def create(
         cls, root: Path, mesh: str, spec_text: str, now: datetime | None = None
     ) -> RunDirectory:
-        """Make `root/mesh/<run id>/` and let `latest` point to it. Safe under races: mkdir decides."""
+        """Make `root/mesh/<run id>/` and let `latest` point to it; mkdir decides a race."""
         started = now or datetime.now(UTC)
         while True:
             path = root / mesh / new_run_id(started)
@@ -78,7 +78,7 @@ class RunDirectory:
         have = ", ".join(p.parent.name for p in _runs(home)) or "none"
         looked = " or ".join(str(candidate) for candidate in candidates)
         raise CheckpointError(
-            f"no run to resume: expected a run directory with a spec.yaml at {looked}, got nothing; "
+            f"no run to resume: expected a run directory with a spec.yaml at {looked}, got none; "
             f"runs in {home}: {have}; name one of them, or start anew without --resume"
         )
 
@@ -213,6 +213,31 @@ def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """`iter_rows` in a list; rollouts.jsonl is better read row by row."""
     return list(iter_rows(path))
+
+
+def outcome(events: Iterable[Mapping[str, Any]]) -> str:
+    """Where the last start led to: "finished", "stopped", "failed", or "unfinished" so far."""
+    ends = {"run_started": "unfinished", "stopping": "stopped"}
+    ends |= {"failed": "failed", "finished": "finished"}
+    status = "unfinished"
+    for event in events:
+        status = ends.get(event["event"], status)
+    return status
+
+
+def phase_means(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """arm -> phase (and "step") -> mean seconds. A step done again after a resume counts once."""
+    steps: dict[str, dict[int, Mapping[str, float]]] = {}
+    for event in events:
+        if event["event"] == "step" and event.get("seconds"):
+            steps.setdefault(event["arm"], {})[event["step"]] = event["seconds"]
+    return {
+        arm: {
+            name: math.fsum(seconds.get(name, 0.0) for seconds in done.values()) / len(done)
+            for name in (*PHASES, "step")
+        }
+        for arm, done in steps.items()
+    }
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,0 +1,105 @@
+"""The command line: `forge-run MESH.yaml ...`, and `forge run|plan MESH.yaml ...` for the same.
+
+Only argparse is imported here: `--help` and a bad spec answer in well under a second. pydantic
+comes with the spec, torch and Monarch with the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from protocols.errors import ForgeError
+
+INTERRUPTED = 130  # what a shell expects of a process that Ctrl-C ended
+
+
+def forge_run(argv: Sequence[str] | None = None) -> int:
+    """`forge-run MESH.yaml [options]`: run a mesh. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="forge-run",
+        description="Train the cartridges of a mesh file on policy, or print its plan.",
+    )
+    _add_run_options(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved plan and start nothing"
+    )
+    return _guarded(parser.parse_args(argv))
+
+
+def forge(argv: Sequence[str] | None = None) -> int:
+    """`forge run MESH.yaml` is forge-run; `forge plan MESH.yaml` its --dry-run."""
+    parser = argparse.ArgumentParser(prog="forge", description="Cartridge Forge.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run a mesh, as forge-run does")
+    _add_run_options(run)
+    run.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+    plan = commands.add_parser("plan", help="print a mesh's resolved plan and start nothing")
+    _add_run_options(plan)
+    plan.set_defaults(dry_run=True)
+    return _guarded(parser.parse_args(argv))
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "mesh", metavar="MESH.yaml", help="which roles run, where, with which config"
+    )
+    parser.add_argument(
+        "--set",
+        dest="sets",
+        metavar="KEY.PATH=VALUE",
+        action="append",
+        default=[],
+        help="override a key of the mesh or the config; VALUE is YAML; repeatable",
+    )
+    parser.add_argument(
+        "--config",
+        dest="overlays",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="lay a YAML file over the config, before --set; repeatable",
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        nargs="?",
+        const="",
+        help="go on with a run: its id or path, or the latest; write it after MESH.yaml",
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="where runs are kept, instead of runs/<mesh name>",
+    )
+
+
+def _guarded(options: argparse.Namespace) -> int:
+    try:
+        return _run(options)
+    except ForgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(options: argparse.Namespace) -> int:
+    from forge_run.runnable import require_runnable
+    from protocols.spec_loading import load_spec
+
+    loaded = load_spec(options.mesh, overlays=options.overlays, sets=options.sets)
+    if options.dry_run:
+        from forge_run.plan import plan, render
+
+        terminal = sys.stdout.isatty()
+        sys.stdout.write(render(plan(loaded.spec, loaded.place), terminal=terminal))
+        return 0
+    require_runnable(loaded.spec, loaded.place)
+
+    from forge_run.run import run
+
+    return run(loaded.spec, run_dir=options.run_dir, resume=options.resume)

@@ -1,0 +1,314 @@
+"""`--dry-run`: what a spec would run, hold in memory, spend, and at best take. Nothing is started.
+
+The plan is plain data (`plan`) and its rendering apart (`render`): tables on a terminal, aligned
+lines elsewhere. Only config.json is read; what is not at hand is said to be unknown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from forge_run import roofline
+from forge_run.roofline import A100, H200, MFU, Phase, Workload
+from forge_run.runnable import resolved_place, unmet
+from protocols.errors import SpecError
+from protocols.learn_spec import LearnSpec, ModelSpec, ShapeSpec
+from protocols.spec import MeshSpec, RunSpec
+from protocols.yaml_lines import Place
+
+VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+TRAINER_BYTES = 16  # per trainable number: fp32 master, gradient and Adam's two moments
+AT_RUN_TIME = "measured at run time"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A titled table: `Section("budget", ("", ""), (("prompts a step", "32"),))`."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def plan(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> tuple[Section, ...]:
+    """Every section of the plan, in reading order. Raises SpecError for a damaged config.json."""
+    shape = model_shape(spec.learn.model)
+    sections = [
+        _run_section(spec),
+        _roles_section(spec.mesh),
+        _memory_section(spec.learn, shape),
+        _budget_section(spec.learn),
+        *_roofline_sections(spec, shape),
+    ]
+    reasons = tuple((fault.text,) for fault in unmet(spec, place))
+    if reasons:
+        sections.append(Section("cannot run here yet", ("",), reasons))
+    return tuple(sections)
+
+
+def render(sections: Sequence[Section], *, terminal: bool) -> str:
+    """The plan as text: aligned lines, or with `terminal` rich's tables at the terminal's width."""
+    if not terminal:
+        return "\n\n".join(_plain(section) for section in sections) + "\n"
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(force_terminal=True)
+    with console.capture() as capture:
+        for section in sections:
+            table = Table(
+                *section.columns,
+                title=section.title,
+                title_justify="left",
+                show_header=any(section.columns),
+                title_style="bold",
+            )
+            for row in section.rows:
+                table.add_row(*map(Text, row))  # not markup: "arms[2]" is meant as it stands
+            console.print(table)
+    return capture.get()
+
+
+def model_shape(model: ModelSpec) -> ShapeSpec | None:
+    """The shape from the model's config.json, else from `model.shape`, else None."""
+    path = Path(model.path) / "config.json"
+    if not path.is_file():
+        return model.shape
+    try:
+        config = json.loads(path.read_bytes())
+        heads = config["num_attention_heads"]
+        return ShapeSpec(
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            intermediate=config["intermediate_size"],
+            vocab=config["vocab_size"],
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise SpecError(
+            f"{path} is not the config of a Llama-like model ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}); set model.path to another directory"
+        ) from error
+
+
+def _run_section(spec: RunSpec) -> Section:
+    mesh, data = spec.mesh, spec.learn.data
+    source = data.path or (
+        f"clinic, seed {data.seed}: {data.facts} facts in {data.notes} notes a patient"
+        if data.source == "clinic"
+        else "longhealth, not at hand"
+    )
+    return Section(
+        f"plan of {mesh.name}",
+        ("", ""),
+        (
+            ("config", mesh.config),
+            ("model", f"{spec.learn.model.path}, {spec.learn.model.dtype}"),
+            ("data", f"{data.patients} patients; {source}"),
+            ("run directory", f"{spec.default_run_root}/<run>"),
+            ("tensor plane", mesh.plane),
+            ("time-outs", f"{mesh.call_timeout_s:g} s a call, {mesh.spawn_timeout_s:g} s to start"),
+        ),
+    )
+
+
+def _roles_section(mesh: MeshSpec) -> Section:
+    where = {
+        "local": f"this host ({os.cpu_count()} cores)",
+        "addresses": ", ".join(mesh.hosts.addresses),
+        "kubernetes": "pods",
+    }[mesh.hosts.kind]
+    rows = tuple(
+        (name, str(role.replicas), str(role.procs), str(role.threads), str(role.gpus), where)
+        for name, role in mesh.roles.items()
+    )
+    columns = ("role", "replicas", "processes each", "threads each", "GPUs each", "placement")
+    return Section("roles", columns, rows)
+
+
+def _memory_section(learn: LearnSpec, shape: ShapeSpec | None) -> Section:
+    tokens, documents = learn.cartridge.tokens, learn.data.patients
+    frozen = learn.cartridge.frozen
+    rows = [("cartridge", f"{tokens} tokens, {frozen} of them frozen, for each of {documents}")]
+    if shape is None:
+        unknown = "unknown: no config.json at model.path and no model.shape"
+        rows += [("KV per token", unknown), ("all cartridges", unknown), ("document KV", unknown)]
+        return Section("memory", ("", ""), tuple(rows))
+    values = roofline.kv_values_per_token(shape)
+    per_token = values * VALUE_BYTES[learn.model.dtype]
+    trainable = documents * (tokens - frozen) * values
+    weights = roofline.matmul_parameters(shape)
+    rows += [
+        (
+            "model",
+            f"{count_text(weights)} weights in matrix products, "
+            f"{bytes_text(weights * VALUE_BYTES[learn.model.dtype])}",
+        ),
+        (
+            "KV per token",
+            f"{per_token:,} B = {shape.layers} layers x 2 x {shape.kv_heads} heads x "
+            f"{shape.head_dim} x {VALUE_BYTES[learn.model.dtype]} B",
+        ),
+        ("one cartridge", bytes_text(tokens * per_token)),
+        ("all cartridges", f"{bytes_text(documents * tokens * per_token)}, published as one"),
+        (
+            "trainable",
+            f"{count_text(trainable)} numbers, {bytes_text(trainable * TRAINER_BYTES)} "
+            "with gradient and Adam in float32",
+        ),
+    ]
+    rows += _document_rows(learn, per_token)
+    return Section("memory", ("", ""), tuple(rows))
+
+
+def _document_rows(learn: LearnSpec, per_token: int) -> list[tuple[str, str]]:
+    budget, tokens = learn.teacher.max_kv_bytes, learn.data.document_tokens
+    if tokens is None:
+        return [("document KV", f"{AT_RUN_TIME}; a teacher keeps {bytes_text(budget)}")]
+    each, documents = tokens * per_token, learn.data.patients
+    held = budget // each
+    verdict = (
+        "all fit" if held >= documents else f"{held} of {documents} fit, the others are read again"
+    )
+    return [
+        (
+            "document",
+            f"about {tokens:,} tokens, {tokens / learn.cartridge.tokens:.1f}x a cartridge",
+        ),
+        ("document KV", f"{bytes_text(each)} each, {bytes_text(each * documents)} in all"),
+        ("teacher's cache", f"{bytes_text(budget)} a replica: {verdict}"),
+    ]
+
+
+def _budget_section(learn: LearnSpec) -> Section:
+    prompts, steps = learn.rollout.prompts, learn.train.steps
+    most = prompts * learn.rollout.max_tokens
+    evaluate = learn.evaluate
+    answers = len(evaluate.arms) * evaluate.questions * (2 if evaluate.sampled else 1)
+    probes = steps // evaluate.probe_every if evaluate.probe_every else 0
+    staleness = learn.train.staleness
+    return Section(
+        "budget",
+        ("", ""),
+        (
+            ("steps", f"{steps}, " + (f"at most {staleness} behind" if staleness else "on policy")),
+            ("prompts", f"{prompts} a step, {prompts * steps:,} in all"),
+            ("response tokens", f"at most {most:,} a step, {most * steps:,} in all"),
+            ("packed rows", f"{learn.train.row_tokens} tokens"),
+            ("probes", f"{probes} of {evaluate.probe_questions} questions"),
+            ("evaluation", f"at most {answers:,} answers: {', '.join(evaluate.arms)}"),
+        ),
+    )
+
+
+def _roofline_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[Section]:
+    learn = spec.learn
+    if shape is None or learn.data.document_tokens is None:
+        missing = "the model's shape" if shape is None else "data.document_tokens"
+        return [Section("roofline of a step", ("",), ((f"unknown: needs {missing}",),))]
+    prompt = learn.data.prompt_tokens or learn.train.row_tokens - learn.rollout.max_tokens
+    base = Workload(
+        learn.rollout.prompts,
+        prompt,
+        learn.rollout.max_tokens,
+        learn.data.document_tokens,
+        learn.cartridge.tokens,
+        1,
+        VALUE_BYTES[learn.model.dtype],
+    )
+    phases = step_phases(spec, shape, base)
+    rows = [(low.name, *_phase_cells(low, high)) for low, high in phases]
+    names = ("rollout", "teacher", "student", "publish")
+    counted = [(low, high) for low, high in phases if low.name in names]
+    totals = (
+        _range(sum(p.seconds(d) for p, _ in counted), sum(p.seconds(d) for _, p in counted))
+        for d in (A100, H200)
+    )
+    rows.append(("step, phases in turn", "", "", *totals))
+    return [
+        Section(
+            f"roofline of a step: bf16 peaks at {MFU:.0%} MFU, one device a replica, prompts of "
+            f"{prompt} tokens, all of one document .. each of its own",
+            ("phase", "FLOP", "bytes", "A100", "H200"),
+            tuple(rows),
+        )
+    ]
+
+
+def step_phases(spec: RunSpec, shape: ShapeSpec, base: Workload) -> tuple[tuple[Phase, Phase], ...]:
+    """(least, most) of each phase on one device: all prompts of one document, or of many.
+
+    The work of a phase is shared by the replicas of its role. The document re-read is there for
+    comparison and no part of a step.
+    """
+    roles, learn = spec.mesh.roles, spec.learn
+
+    def pair(phase: Callable[[ShapeSpec, Workload], Phase], replicas: int) -> tuple[Phase, Phase]:
+        samples = -(-base.samples // replicas)
+        low = replace(base, samples=samples)
+        return phase(shape, low), phase(
+            shape, replace(low, distinct=min(samples, learn.data.patients))
+        )
+
+    snapshot = roofline.publish(
+        shape, learn.data.patients, learn.cartridge.tokens, base.value_bytes
+    )
+    return (
+        pair(roofline.rollout, roles.generator.replicas),
+        pair(roofline.teacher_cached, roles.doc_teacher.replicas),
+        pair(roofline.student, 1),
+        (snapshot, snapshot),
+        pair(roofline.teacher_reading, roles.doc_teacher.replicas),
+    )
+
+
+def _phase_cells(low: Phase, high: Phase) -> tuple[str, ...]:
+    times = (_range(low.seconds(d), high.seconds(d)) for d in (A100, H200))
+    moved = bytes_text(low.bytes), bytes_text(high.bytes)
+    shown = moved[0] if moved[0] == moved[1] else " .. ".join(moved)
+    return (count_text(low.flops) if low.flops else "", shown, *times)
+
+
+def _range(low: float, high: float) -> str:
+    least, most = seconds_text(low), seconds_text(high)
+    return least if least == most else f"{least} .. {most}"
+
+
+def _plain(section: Section) -> str:
+    table = [section.columns, *section.rows] if any(section.columns) else list(section.rows)
+    widths = [max(len(row[i]) for row in table) for i in range(len(section.columns))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in table]
+    return "\n".join([section.title, *(f"  {line}".rstrip() for line in lines)])
+
+
+def bytes_text(count: float) -> str:
+    """Bytes in decimal units, three digits: `234_881_024` -> `"235 MB"`."""
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def count_text(count: float) -> str:
+    """A count, three digits: `117_383_168` -> `"117 M"`."""
+    return _scaled(count, ("", "k", "M", "G", "T", "P"))
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds, two digits: `0.0094` -> `"9.4 ms"`."""
+    value, unit = seconds, "s"
+    for smaller in ("ms", "us"):
+        if value < 0.995:
+            value, unit = value * 1000, smaller
+    return f"{value:.2g} {unit}" if value < 99.5 else f"{value:,.0f} {unit}"
+
+
+def _scaled(count: float, units: tuple[str, ...]) -> str:
+    step = 0
+    while count >= 999.5 and step < len(units) - 1:
+        count, step = count / 1000, step + 1
+    return f"{count:.3g} {units[step]}".rstrip()

@@ -1,0 +1,142 @@
+"""How fast one step could be: FLOPs and bytes of each phase against a device's peaks.
+
+The student and the document teacher are one frozen Llama-like model, so a step is four phases:
+
+    rollout   decode token by token: bound by reading weights and KV
+    teacher   one forward of prompt + response over the document's cached KV
+    student   one forward and a backward without weight gradients, over the cartridge
+    publish   every cartridge once over the host link
+
+A phase takes the longer of its compute (at a stated share of peak) and its memory traffic.
+Everything else a real step spends is overhead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocols.learn_spec import ShapeSpec
+
+MFU = 0.5  # share of peak FLOP/s that large matrix products reach in practice
+ATTENTION_BACKWARD = 2.5  # FLOPs of attention's backward over its forward
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peaks of one accelerator: dense bf16 FLOP/s, memory bytes/s, host link bytes/s."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    link: float = 25e9  # PCIe 4.0 x16, one way, as measured rather than as printed
+
+
+A100 = Device("A100", 312e12, 2.039e12)
+H200 = Device("H200", 989e12, 4.8e12)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step on one device a role: `Workload(8, 200, 512, 12_000, 2048, 1, 2)`.
+
+    `samples` prompts of `prompt` tokens, each answered with `response` tokens, about a document
+    of `document` tokens, over a cartridge of `cartridge` tokens; `distinct` documents occur among
+    them. Values take `value_bytes` (2 for bfloat16).
+    """
+
+    samples: int
+    prompt: int
+    response: int
+    document: int
+    cartridge: int
+    distinct: int
+    value_bytes: int
+
+    @property
+    def sample_tokens(self) -> int:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class Phase:
+    """FLOPs and bytes of device memory traffic (for publish: of link traffic) of one phase."""
+
+    name: str
+    flops: float
+    bytes: float
+    over_link: bool = False
+
+    def seconds(self, device: Device) -> float:
+        """The least time on a device, seconds."""
+        if self.over_link:
+            return self.bytes / device.link
+        return max(self.flops / (MFU * device.flops), self.bytes / device.bandwidth)
+
+
+def matmul_parameters(shape: ShapeSpec) -> int:
+    """Weights that every token multiplies: attention, gated MLP and the output head."""
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    mlp = 3 * shape.hidden * shape.intermediate
+    return shape.layers * (attention + mlp) + shape.hidden * shape.vocab
+
+
+def kv_values_per_token(shape: ShapeSpec) -> int:
+    """Numbers in one token's keys and values over all layers."""
+    return shape.layers * 2 * shape.kv_heads * shape.head_dim
+
+
+def linear_flops(shape: ShapeSpec, tokens: int) -> float:
+    """Forward FLOPs of the matrix products: 2 a weight and token."""
+    return 2.0 * matmul_parameters(shape) * tokens
+
+
+def attention_flops(shape: ShapeSpec, tokens: int, prefix: int) -> float:
+    """Forward FLOPs of one causal sequence's attention, each token seeing `prefix` tokens too.
+
+    Scores and weighted values cost 2 FLOPs each per query head, head dimension and seen token.
+    """
+    return 4.0 * shape.layers * shape.heads * shape.head_dim * tokens * (prefix + tokens / 2)
+
+
+def rollout(shape: ShapeSpec, work: Workload) -> Phase:
+    """Decoding: weights, each distinct cartridge and every sample's own KV, once a token."""
+    kv = kv_values_per_token(shape) * work.value_bytes
+    own = work.samples * (work.prompt + work.response / 2) * kv
+    read = matmul_parameters(shape) * work.value_bytes + work.distinct * work.cartridge * kv + own
+    flops = work.samples * (
+        linear_flops(shape, work.sample_tokens)
+        + attention_flops(shape, work.sample_tokens, work.cartridge)
+    )
+    return Phase("rollout", flops, work.response * read)
+
+
+def teacher_cached(shape: ShapeSpec, work: Workload) -> Phase:
+    """Scoring with the documents' KV at hand."""
+    flops = work.samples * (
+        linear_flops(shape, work.sample_tokens)
+        + attention_flops(shape, work.sample_tokens, work.document)
+    )
+    kv = work.distinct * work.document * kv_values_per_token(shape)
+    return Phase("teacher", flops, (matmul_parameters(shape) + kv) * work.value_bytes)
+
+
+def teacher_reading(shape: ShapeSpec, work: Workload) -> Phase:
+    """Scoring that reads the whole document again for every sample: what the cache saves."""
+    tokens = work.document + work.sample_tokens
+    flops = work.samples * (linear_flops(shape, tokens) + attention_flops(shape, tokens, 0))
+    return Phase("teacher, document re-read", flops, matmul_parameters(shape) * work.value_bytes)
+
+
+def student(shape: ShapeSpec, work: Workload) -> Phase:
+    """Forward, and a backward to the activations alone: the base model is frozen."""
+    linear = linear_flops(shape, work.sample_tokens)
+    attention = attention_flops(shape, work.sample_tokens, work.cartridge)
+    flops = work.samples * (2 * linear + (1 + ATTENTION_BACKWARD) * attention)
+    cartridges = work.distinct * work.cartridge * kv_values_per_token(shape)
+    return Phase("student", flops, 2 * (matmul_parameters(shape) + cartridges) * work.value_bytes)
+
+
+def publish(shape: ShapeSpec, cartridges: int, tokens: int, value_bytes: int) -> Phase:
+    """One packed snapshot of every cartridge."""
+    total = cartridges * tokens * kv_values_per_token(shape) * value_bytes
+    return Phase("publish", 0.0, float(total), over_link=True)

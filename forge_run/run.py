@@ -1,0 +1,184 @@
+"""The client of a run: spawns the controller, shows what it does, ends it when asked to.
+
+    forge-run ---spawns---> ControllerActor ---spawns---> store, generators, teachers, trainer
+        ^---- status (polled) ----'
+
+The first Ctrl-C or SIGTERM asks the controller to stop; a second one, or a controller that takes
+longer than STOP_SECONDS, ends every process at once (the last checkpoint stands).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from forge_run.display import Display, print_results
+from protocols.errors import CheckpointError, ForgeError, RunError
+from protocols.spec import RunSpec
+from services.rundir import RunDirectory
+
+POLL_SECONDS = 0.25
+STOP_SECONDS = 7.0
+STATUS_TIMEOUT = 30.0
+
+# Read by Monarch when it is imported, and inherited by every process of the mesh: a killed
+# process is noticed in fractions of a second instead of ten.
+MONARCH_ENVIRONMENT = {
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s",
+}
+
+
+def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
+    """Run to the end, or to a checkpoint when interrupted. Returns the exit code:
+    0 finished, 130 / 143 stopped by SIGINT / SIGTERM. Raises ForgeError for what failed."""
+    directory = open_directory(spec, run_dir, resume)
+    for key, value in MONARCH_ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    caught = Signals()
+    console = Console()
+    error: ForgeError | None = None
+    with caught, Display(spec.mesh.name, console) as display:
+        display.line(f"run {directory.id}")
+        try:
+            _drive(spec, directory, resume is not None, display, caught)
+        except ForgeError as failure:
+            error = failure
+    from forge_run.report import write_report
+
+    write_report(directory.path)
+    results = directory.read_results()
+    if results is not None:
+        print_results(console, results, directory.path)
+    if error is not None:
+        raise error
+    return 128 + caught.first if caught.first else 0
+
+
+def open_directory(spec: RunSpec, run_dir: Path | None, resume: str | None) -> RunDirectory:
+    """A new run directory, or the one to resume, whose spec must be this spec."""
+    root = run_dir or Path("runs")
+    text = yaml.safe_dump(spec.as_dict(), sort_keys=False)
+    if resume is None:
+        return RunDirectory.create(root.absolute(), spec.mesh.name, text)
+    directory = RunDirectory.open(root.absolute(), spec.mesh.name, resume or "latest")
+    before = yaml.safe_load(directory.spec.read_text())
+    changed = differences(before, spec.as_dict())
+    if changed:
+        raise CheckpointError(
+            f"run {directory.id} was made with another spec; it differs in {', '.join(changed)}. "
+            f"Resume with what is in {directory.spec}, or start anew without --resume"
+        )
+    directory.make_latest()
+    return directory
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Dotted keys at which two plain specs differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        found = []
+        for key in sorted({*a, *b}):
+            found += differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+        return found
+    return [] if a == b else [path]
+
+
+class Signals:
+    """Notes SIGINT and SIGTERM instead of dying of them.
+
+    SIGINT is ignored while the mesh's processes are spawned, which they inherit: a terminal's
+    Ctrl-C reaches the whole process group, and only this process is to answer it.
+    """
+
+    def __init__(self) -> None:
+        self.first: int = 0
+        self.count = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        self._before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def listen(self) -> None:
+        """Called once the first process is up: from now on SIGINT counts."""
+        signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.first = self.first or number
+        self.count += 1
+
+
+def _drive(
+    spec: RunSpec, directory: RunDirectory, resume: bool, display: Display, caught: Signals
+) -> None:
+    import monarch.actor as monarch
+
+    from actors.setup import bootstrap
+    from services.controller import ControllerActor
+
+    # The controller supervises the mesh; what reaches this process is the controller's own death,
+    # which the next poll sees as well. The default would end us with KeyboardInterrupt.
+    monarch.unhandled_fault_hook = lambda failure: None
+    procs = monarch.this_host().spawn_procs(
+        per_host={"procs": 1}, name="controller", bootstrap=bootstrap(1)
+    )
+    try:
+        controller = procs.spawn(
+            "controller", ControllerActor, spec, str(directory.path), resume
+        )
+        running = controller.run.call_one()
+        status = _poll(controller, spec.mesh.spawn_timeout_s)
+        caught.listen()
+        asked: float | None = None
+        while not status.done:
+            display.update(status)
+            if caught.first and asked is None:
+                asked = time.monotonic()
+                controller.ask_to_stop.call_one().get(timeout=STATUS_TIMEOUT)
+            late = asked is not None and time.monotonic() - asked > STOP_SECONDS
+            if late or caught.count > 1:
+                display.line("stopping at once; the last checkpoint stands")
+                return
+            time.sleep(POLL_SECONDS)
+            status = _poll(controller, STATUS_TIMEOUT)
+        display.update(status)
+        try:
+            running.get(timeout=STATUS_TIMEOUT)
+        except Exception as error:  # an ActorError around what the controller raised
+            cause = getattr(error, "exception", error)
+            raise cause if isinstance(cause, ForgeError) else RunError(str(cause)) from error
+    finally:
+        _end(procs)
+
+
+def _poll(controller: Any, timeout_s: float) -> Any:
+    try:
+        return controller.status.call_one().get(timeout=timeout_s)
+    except Exception as error:  # the controller is dead, or does not answer
+        raise RunError(
+            f"the controller does not answer ({type(error).__name__}); go on with --resume"
+        ) from error
+
+
+def _end(procs: Any) -> None:
+    """Stop the controller's process and this client's part of the mesh, whatever state it is in."""
+    import monarch.actor as monarch
+
+    for what in (procs.stop, monarch.shutdown_context):
+        try:
+            what().get(timeout=3.0)
+        except Exception as error:  # noqa: BLE001 - the run is over; say so and leave
+            print(f"while shutting down: {type(error).__name__}", file=sys.stderr)

@@ -1,0 +1,98 @@
+"""What a spec may say and plan, but not run yet: checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from protocols.spec import RunSpec
+from protocols.spec_faults import Fault, combined
+from protocols.yaml_lines import Place
+
+
+def resolved_place(key: str) -> Place:
+    """The place of a key when the files that set it are not at hand (a resumed run)."""
+    return Place("the resolved spec", 0, Path())
+
+
+def require_runnable(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> None:
+    """Raise SpecError when this spec cannot run on this machine today, every reason a line.
+
+    `place` says where a dotted key was written (`Loaded.place`).
+    """
+    faults = unmet(spec, place)
+    if faults:
+        raise combined(faults)
+
+
+def unmet(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> list[Fault]:
+    """The reasons why this spec cannot run here and now; empty when it can."""
+    faults = []
+
+    def cannot(key: str, value: object, why: str, remedy: str) -> None:
+        where = place(key)
+        faults.append(Fault(where, f"{key}: {value} {why}: set at {where}; {remedy}"))
+
+    mesh, learn = spec.mesh, spec.learn
+    if mesh.hosts.kind != "local":
+        cannot(
+            "hosts.kind", mesh.hosts.kind, "cannot run yet, only this host can", "use kind: local"
+        )
+    trainer = mesh.roles.trainer
+    if trainer.replicas != 1:
+        cannot(
+            "roles.trainer.replicas",
+            trainer.replicas,
+            "cannot run, one trainer owns the cartridges",
+            "use 1",
+        )
+    if trainer.procs != 1:
+        cannot(
+            "roles.trainer.procs",
+            trainer.procs,
+            "cannot run yet, FSDP over ranks comes later",
+            "use 1",
+        )
+    if learn.rollout.backend == "vllm":
+        cannot(
+            "rollout.backend",
+            "vllm",
+            "cannot run yet, GeneratorActor on vLLM is not built",
+            "use torch",
+        )
+    _check_model(learn.model.path, cannot)
+    _check_data(spec, cannot)
+    return faults
+
+
+def _check_model(path: str, cannot: Callable[[str, object, str, str], None]) -> None:
+    if Path(path).is_absolute() and not (Path(path) / "config.json").is_file():
+        cannot(
+            "model.path",
+            path,
+            "has no config.json",
+            "give a directory with config.json and *.safetensors, or a hub id",
+        )
+
+
+def _check_data(spec: RunSpec, cannot: Callable[[str, object, str, str], None]) -> None:
+    data = spec.learn.data
+    if data.path is None and data.source == "longhealth":
+        cannot(
+            "data.path",
+            "null",
+            "cannot run, LongHealth asks not to be shipped and is read from a path or URL",
+            "add --set data.path=benchmark_v5.json",
+        )
+    elif data.path is None:
+        from clinic.vocabulary import FIELDS  # the clinic knows how much it can tell
+
+        if data.facts is not None and data.facts > len(FIELDS):
+            cannot(
+                "data.facts",
+                data.facts,
+                f"is more than the {len(FIELDS)} kinds of fact that the clinic knows",
+                f"set it to {len(FIELDS)} or less",
+            )
+    elif not data.path.startswith(("http://", "https://")) and not Path(data.path).is_file():
+        cannot("data.path", data.path, "is not a file", "give LongHealth's JSON, a path or a URL")

@@ -1,0 +1,317 @@
+"""What a run learns: the typed `configs/*.yaml`.
+
+Rules between two keys of a section stand on the later key, which may look at those before it;
+rules between sections stand in `across_sections`. A broken rule says what is required and how to
+meet it; `protocols.spec_loading` adds what was given and where.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+Arm = Literal["none", "document", "untrained", "offline", "on_policy"]
+ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
+
+
+class Spec(BaseModel):
+    """Base of every section: frozen, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+def broken(rule: str, remedy: str, **context: Any) -> PydanticCustomError:
+    """A broken rule: `broken("must be < tokens (28)", "lower it")`.
+
+    A rule between sections adds `key` (dotted, from the model's root) and `got`.
+    """
+    return PydanticCustomError(
+        "rule",
+        "{rule}; {remedy}",
+        {"rule": rule, "remedy": remedy, **context},
+    )
+
+
+def _list_to_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _unique(values: tuple[str, ...]) -> tuple[str, ...]:
+    twice = sorted({v for v in values if values.count(v) > 1})
+    if twice:
+        raise broken("must list each item once", f"remove the second {twice[0]}")
+    return values
+
+
+AsTuple = BeforeValidator(_list_to_tuple)
+
+
+class ShapeSpec(Spec):
+    """A Llama-like model's shape, for a plan where its config.json is not at hand."""
+
+    layers: int = Field(ge=1, description="transformer layers")
+    hidden: int = Field(ge=1, description="width of the residual stream")
+    heads: int = Field(ge=1, description="query heads")
+    kv_heads: int = Field(ge=1, description="key/value heads")
+    head_dim: int = Field(ge=1, description="size of a head")
+    intermediate: int = Field(ge=1, description="width of the gated MLP")
+    vocab: int = Field(ge=1, description="vocabulary, tokens")
+
+    @field_validator("kv_heads")
+    @classmethod
+    def _heads_share_evenly(cls, value: int, info: ValidationInfo) -> int:
+        heads = info.data.get("heads")
+        if heads is not None and heads % value:
+            raise broken(f"must divide heads ({heads})", "copy both from the model's config.json")
+        return value
+
+
+class ModelSpec(Spec):
+    """The frozen base model."""
+
+    path: str = Field(
+        min_length=1,
+        description="directory of the model, relative to the config file; or a hub id",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="type of weights and KV in memory"
+    )
+    shape: ShapeSpec | None = Field(
+        default=None, description="the model's shape, for a plan without its config.json"
+    )
+
+
+class DataSpec(Spec):
+    """Patients, their documents and their questions."""
+
+    source: Literal["clinic", "longhealth"] = Field(
+        default="clinic",
+        description="clinic: generated here; longhealth: LongHealth's JSON from data.path",
+    )
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="LongHealth JSON, a path or an http(s) URL, read in place of the clinic",
+    )
+    seed: int = Field(default=0, ge=0, description="seed of the generated clinic")
+    patients: int = Field(ge=1, description="patients to generate, or the first ones of the file")
+    facts: int | None = Field(
+        default=None, ge=1, validate_default=True, description="facts of a generated patient"
+    )
+    notes: int | None = Field(
+        default=None, ge=1, validate_default=True, description="notes of a generated patient"
+    )
+    held_out: float = Field(
+        gt=0, le=1, description="share of the questions kept for evaluation, in (0, 1]"
+    )
+    instruction: str = Field(default="", description="text appended to every option question")
+    document_tokens: int | None = Field(
+        default=None, ge=1, description="tokens of a document: the dry run's estimate only"
+    )
+    prompt_tokens: int | None = Field(
+        default=None, ge=1, description="tokens of a prompt: the dry run's estimate only"
+    )
+
+    @field_validator("facts", "notes")
+    @classmethod
+    def _clinic_only(cls, value: int | None, info: ValidationInfo) -> int | None:
+        source, path = info.data.get("source"), info.data.get("path")
+        if source == "clinic" and path is None and value is None:
+            raise broken("must be given with data.source clinic", "set it to a count of 1 or more")
+        if source == "longhealth" and value is not None:
+            raise broken("must be left out with data.source longhealth", "remove it")
+        facts = info.data.get("facts")
+        if info.field_name == "notes" and None not in (value, facts) and value > facts:  # type: ignore[operator]
+            raise broken(f"must be <= facts ({facts})", "a note needs a fact: lower it")
+        return value
+
+
+class CartridgeSpec(Spec):
+    """The trainable KV prefix of one document."""
+
+    tokens: int = Field(ge=2, description="KV positions P of a cartridge, tokens")
+    frozen: int = Field(
+        default=1, ge=1, description="leading attention-sink tokens that are not trained, tokens"
+    )
+    init: Literal["first_tokens"] = Field(
+        default="first_tokens",
+        description="where training starts: the KV of the document's first P tokens",
+    )
+
+    @field_validator("frozen")
+    @classmethod
+    def _some_trainable(cls, value: int, info: ValidationInfo) -> int:
+        tokens = info.data.get("tokens")
+        if tokens is not None and value >= tokens:
+            raise broken(f"must be < cartridge.tokens ({tokens})", "leave tokens to train")
+        return value
+
+
+class RolloutSpec(Spec):
+    """The student's own sampling, on self-study prompts."""
+
+    backend: Literal["torch", "vllm"] = Field(
+        default="torch", description="what runs the generators"
+    )
+    prompts: int = Field(ge=1, description="prompts a step, over all documents")
+    max_tokens: int = Field(ge=1, description="most response tokens of a prompt")
+    temperature: float = Field(default=1.0, gt=0, description="1 samples the policy itself")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus mass; 1 truncates nothing")
+    top_k: int = Field(default=0, ge=0, description="tokens kept; 0 truncates nothing")
+    kinds: Annotated[
+        tuple[Literal["recite", "structure", "summarise", "question"], ...], AsTuple
+    ] = Field(
+        default=("recite", "structure", "summarise", "question"),
+        min_length=1,
+        description="self-study prompts to draw from",
+    )
+
+    _kinds_once = field_validator("kinds")(_unique)
+
+
+class TeacherSpec(Spec):
+    """The same model with the whole document in context."""
+
+    top_k: int | Literal["full"] = Field(
+        default=20, description="teacher log-probabilities kept per token, or full for all"
+    )
+    max_kv_bytes: int = Field(
+        default=2 * 1024**3, ge=1, description="document KV kept by one teacher replica, bytes"
+    )
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _count_or_full(cls, value: Any) -> Any:
+        count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not count and value != "full":
+            raise broken("must be a whole number >= 1 or full", "20 is the usual choice")
+        return value
+
+
+class LossSpec(Spec):
+    """doc_kl: student against teacher on the sampled tokens, nats per token."""
+
+    direction: Literal["forward", "reverse", "jsd", "cross_entropy"] = Field(
+        default="forward",
+        description="forward KL(T||S), reverse KL(S||T), jsd between, or -p_T log q_S",
+    )
+    beta: float | None = Field(default=None, gt=0, lt=1, description="the jsd's weight, in (0, 1)")
+    form: Literal["tail", "renormalised", "pairs"] = Field(
+        default="tail",
+        description="what a top-k does with the rest: a tail bucket, renormalise, or nothing and "
+        "a mean over (token, k) pairs as HazyResearch/cartridges does; no matter with top_k full",
+    )
+    temperature: float = Field(default=1.0, gt=0, description="divides both sides' logits")
+
+    @field_validator("beta")
+    @classmethod
+    def _beta_is_of_jsd(cls, value: float | None, info: ValidationInfo) -> float | None:
+        direction = info.data.get("direction")
+        if value is None and direction == "jsd":
+            raise broken("must be given with loss.direction jsd", "set it to 0.5")
+        if value is not None and direction is not None and direction != "jsd":
+            raise broken(
+                "belongs to loss.direction jsd alone", "remove it or set loss.direction: jsd"
+            )
+        return value
+
+
+class TrainSpec(Spec):
+    """The optimiser: Adam on the cartridges alone."""
+
+    steps: int = Field(ge=1, description="optimiser steps of the run")
+    lr: float = Field(default=0.02, gt=0, description="Adam's learning rate after warm-up")
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    clip: float = Field(default=1.0, gt=0, description="most gradient norm")
+    staleness: int = Field(
+        default=0,
+        ge=0,
+        description="versions that a trained token may be behind; 0 is strictly on policy",
+    )
+    seed: int = Field(default=0, ge=0, description="seed of prompts and sampling")
+    row_tokens: int = Field(
+        ge=2, description="length of a packed row; holds the longest prompt + response, tokens"
+    )
+    checkpoint_every: int = Field(
+        default=50, ge=0, description="steps between checkpoints; 0 only at end"
+    )
+    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _warms_up_in_time(cls, value: int, info: ValidationInfo) -> int:
+        steps = info.data.get("steps")
+        if steps is not None and value > steps:
+            raise broken(f"must be <= train.steps ({steps})", "lower it or train longer")
+        return value
+
+
+class EvaluateSpec(Spec):
+    """Held-out questions, and the arms that answer them."""
+
+    arms: Annotated[tuple[Arm, ...], AsTuple] = Field(
+        default=ARMS, min_length=1, description="what stands before the questions"
+    )
+    questions: int = Field(default=200, ge=1, description="most held-out questions of an arm")
+    probe_every: int = Field(
+        default=0, ge=0, description="steps between probes in training; 0 never"
+    )
+    probe_questions: int = Field(default=32, ge=1, description="held-out questions of a probe")
+    max_tokens: int = Field(default=64, ge=1, description="most tokens of an answer")
+    sampled: bool = Field(default=False, description="also answer by sampling, not only greedily")
+    temperature: float = Field(default=1.0, gt=0, description="temperature of the sampled answers")
+
+    _arms_once = field_validator("arms")(_unique)
+
+    @field_validator("arms")
+    @classmethod
+    def _offline_needs_its_budget(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "offline" in value and "on_policy" not in value:
+            raise broken(
+                "must hold on_policy where it holds offline, which trains on as many tokens",
+                "add on_policy or remove offline",
+            )
+        return value
+
+
+class LearnSpec(Spec):
+    """A learning config, `configs/*.yaml`."""
+
+    model: ModelSpec = Field(description="the frozen base model")
+    data: DataSpec = Field(description="patients, documents and questions")
+    cartridge: CartridgeSpec = Field(description="the trainable KV prefix of one document")
+    rollout: RolloutSpec = Field(description="the student's own sampling")
+    teacher: TeacherSpec = Field(
+        default=TeacherSpec(), description="the model that has the document"
+    )
+    loss: LossSpec = Field(default=LossSpec(), description="student against teacher")
+    train: TrainSpec = Field(description="the optimiser")
+    evaluate: EvaluateSpec = Field(default=EvaluateSpec(), description="held-out questions")
+
+    @model_validator(mode="after")
+    def _across(self) -> LearnSpec:
+        across_sections(self)
+        return self
+
+
+def across_sections(spec: LearnSpec) -> None:
+    """Raise for the first rule between sections that a config breaks."""
+    if spec.rollout.max_tokens >= spec.train.row_tokens:
+        raise broken(
+            f"must be < train.row_tokens ({spec.train.row_tokens})",
+            "a row holds the prompt too: lower it or raise train.row_tokens",
+            key="rollout.max_tokens",
+            got=spec.rollout.max_tokens,
+        )

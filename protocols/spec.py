@@ -1,0 +1,131 @@
+"""Where a run runs, and the whole of a run: the typed `meshes/*.yaml` and the resolved spec.
+
+meshes/x.yaml    MeshSpec   roles, replicas, processes, hosts, tensor plane; names its config
+configs/x.yaml   LearnSpec  model, data, cartridge, rollout, teacher, loss, train, evaluate
+both, resolved   RunSpec    what is run, checkpointed and written into the run directory
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from protocols.learn_spec import AsTuple, LearnSpec, Spec, broken
+
+_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})")
+
+
+class HostsSpec(Spec):
+    """The machines that the roles are spread over."""
+
+    kind: Literal["local", "addresses", "kubernetes"] = Field(
+        default="local",
+        description="local: this host; addresses: hosts that already listen; kubernetes: pods",
+    )
+    addresses: Annotated[tuple[str, ...], AsTuple] = Field(
+        default=(), description="tcp://host:port of every host, with kind addresses"
+    )
+
+    @field_validator("addresses")
+    @classmethod
+    def _of_kind_addresses(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        kind = info.data.get("kind")
+        if kind == "addresses" and not value:
+            raise broken("must be given with hosts.kind addresses", "list tcp://host:port")
+        if kind not in ("addresses", None) and value:
+            raise broken("belongs to hosts.kind addresses alone", "remove it or change hosts.kind")
+        for address in value:
+            found = _ADDRESS.fullmatch(address)
+            if not found or not 1 <= int(found[2]) <= 65535:
+                raise broken(
+                    "must hold tcp://host:port addresses", f"write {address!r} as tcp://host:26600"
+                )
+        if len(set(value)) < len(value):
+            raise broken("must list each host once", "remove the second")
+        return value
+
+
+class RoleSpec(Spec):
+    """How many of a role there are, and what each may use."""
+
+    replicas: int = Field(default=1, ge=1, description="copies that share the work")
+    procs: int = Field(default=1, ge=1, description="processes of one replica")
+    threads: int = Field(default=1, ge=1, description="torch threads of one process")
+    gpus: int = Field(default=0, ge=0, description="GPUs of one process")
+
+
+class RolesSpec(Spec):
+    """The roles of cartridge training."""
+
+    generator: RoleSpec = Field(default=RoleSpec(), description="samples with the cartridge")
+    doc_teacher: RoleSpec = Field(default=RoleSpec(), description="scores with the document")
+    trainer: RoleSpec = Field(default=RoleSpec(), description="optimises the cartridges")
+
+    def items(self) -> tuple[tuple[str, RoleSpec], ...]:
+        """(name, role), in the order that a step meets them."""
+        return tuple((name, getattr(self, name)) for name in type(self).model_fields)
+
+
+class MeshSpec(Spec):
+    """A mesh, `meshes/*.yaml`."""
+
+    name: str = Field(description="names the run directory: lower-case letters, digits and _")
+    config: str = Field(min_length=1, description="the learning config, relative to the mesh file")
+    hosts: HostsSpec = Field(
+        default=HostsSpec(), description="where the roles run; a bare word is a kind"
+    )
+    plane: Literal["torchstore", "shared_memory"] = Field(
+        default="torchstore", description="what carries tensors between processes"
+    )
+    roles: RolesSpec = Field(
+        default=RolesSpec(), description="replicas and processes of every role"
+    )
+    call_timeout_s: float = Field(
+        default=120.0, gt=0, description="most seconds of one call to an actor"
+    )
+    spawn_timeout_s: float = Field(
+        default=120.0, gt=0, description="most seconds to start the processes"
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_name(cls, value: str) -> str:
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", value):
+            raise broken(
+                "must be lower-case letters, digits and _, a letter first", "rename the mesh"
+            )
+        return value
+
+    @field_validator("plane")
+    @classmethod
+    def _reaches_every_host(cls, value: str, info: ValidationInfo) -> str:
+        hosts = info.data.get("hosts")
+        if value == "shared_memory" and hosts is not None and hosts.kind != "local":
+            raise broken(
+                f"must reach every host of hosts.kind {hosts.kind}; shared memory is one host's",
+                "set plane: torchstore",
+            )
+        return value
+
+
+class RunSpec(Spec):
+    """One run, resolved: local paths are absolute, every default is filled in, no secrets."""
+
+    mesh: MeshSpec = Field(description="where it runs")
+    learn: LearnSpec = Field(description="what it learns")
+
+    @property
+    def default_run_root(self) -> Path:
+        """Where runs of this mesh lie: `runs/<mesh name>`, under the current directory."""
+        return Path("runs") / self.mesh.name
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON or YAML; `RunSpec.model_validate` reads them back, equal."""
+        return self.model_dump(mode="json")
+
+
+MESH_KEYS = frozenset(MeshSpec.model_fields)
+LEARN_KEYS = frozenset(LearnSpec.model_fields)

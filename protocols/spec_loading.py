@@ -1,0 +1,268 @@
+"""From `meshes/x.yaml`, its config, `--config` overlays and `--set` overrides to a RunSpec.
+
+    mesh file                <-  --set of a mesh key
+    config it names  <-  --config FILE, in order  <-  --set of a config key
+
+Later wins; mappings merge key by key, everything else is replaced whole. Every value remembers
+where it was written: errors point there, and a relative path starts there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from protocols.errors import SpecError
+from protocols.learn_spec import LearnSpec
+from protocols.spec import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
+from protocols.spec_faults import (
+    Fault,
+    combined,
+    dotted,
+    fault,
+    faults_of,
+    place_of,
+    unknown_override,
+)
+from protocols.yaml_lines import Document, Key, Place, parse_document, parse_value, read_yaml
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A resolved spec and where each of its keys was written."""
+
+    spec: RunSpec
+    mesh_places: Mapping[Key, Place]
+    learn_places: Mapping[Key, Place]
+
+    def place(self, key: str) -> Place:
+        """Where a dotted key was written, or its nearest written parent: `"train.lr"`."""
+        path: Key = tuple(key.split("."))
+        return place_of(path, self.mesh_places if path[0] in MESH_KEYS else self.learn_places)
+
+
+def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> Loaded:
+    """Read and check a mesh file with its config, `--config` overlays and `--set` overrides.
+
+    `sets` are `key.path=value` texts; the value is YAML, and an empty one is null. Raises one
+    SpecError with every fault found, a line each with rule, got, file:line, key and remedy.
+    """
+    faults: list[Fault] = []
+    mesh_document = read_yaml(Path(mesh), mesh)
+    mesh_values, mesh_places = dict(mesh_document.values), dict(mesh_document.places)
+    mesh_sets, learn_sets = _route(sets, faults)
+
+    _expand_hosts(mesh_values)
+    for override in mesh_sets:
+        _override(mesh_values, mesh_places, override, faults)
+        _expand_hosts(mesh_values)
+    mesh_spec = _checked(MeshSpec, mesh_values, mesh_places, faults)
+
+    learn_spec = None
+    document = _config_document(mesh_values, mesh_places, faults)
+    if document is not None:
+        learn_values, learn_places = dict(document.values), dict(document.places)
+        for overlay in overlays:
+            over = _read(Path(overlay), overlay, faults)
+            if over is not None:
+                _merge(learn_values, learn_places, over)
+        for override in learn_sets:
+            _override(learn_values, learn_places, override, faults)
+        learn_spec = _checked(LearnSpec, learn_values, learn_places, faults)
+    if faults or mesh_spec is None or learn_spec is None:
+        raise combined(faults)
+    spec = RunSpec(
+        mesh=mesh_spec.model_copy(
+            update={"config": str(_absolute(mesh_spec.config, mesh_places[("config",)].directory))}
+        ),
+        learn=_with_local_paths(learn_spec, learn_places),
+    )
+    return Loaded(spec, mesh_places, learn_places)
+
+
+def load_resolved(path: Path) -> RunSpec:
+    """Read a resolved spec that a run wrote with `dump_yaml(spec.as_dict())`.
+
+    Raises SpecError as `load_spec` does.
+    """
+    document = read_yaml(path, str(path))
+    return resolved_of(document)
+
+
+def parse_resolved(text: str, source: str) -> RunSpec:
+    """A resolved spec from its YAML text. Raises SpecError as `load_spec` does."""
+    return resolved_of(parse_document(text, source, Path()))
+
+
+def resolved_of(document: Document) -> RunSpec:
+    """A resolved spec from a document that was read."""
+    faults: list[Fault] = []
+    spec = _checked(RunSpec, document.values, document.places, faults)
+    if spec is None:
+        raise combined(faults)
+    return spec
+
+
+@dataclass(frozen=True)
+class _Override:
+    key: tuple[str, ...]
+    value: Any
+    place: Place
+
+
+def _route(sets: Sequence[str], faults: list[Fault]) -> tuple[list[_Override], list[_Override]]:
+    """The overrides of the mesh and of the config; what is neither becomes a fault."""
+    mesh, learn = [], []
+    for text in sets:
+        place = Place(f"--set {text}", 0, Path.cwd())
+        name, equals, value_text = text.partition("=")
+        key = tuple(part.strip() for part in name.split("."))
+        if not equals or not all(key):
+            faults.append(
+                Fault(place, f"--set takes key.path=value: got {text!r}; write --set train.lr=0.01")
+            )
+            continue
+        try:
+            override = _Override(key, parse_value(value_text, place.source), place)
+        except SpecError as error:
+            faults.append(Fault(place, str(error)))
+            continue
+        if key[0] in MESH_KEYS:
+            mesh.append(override)
+        elif key[0] in LEARN_KEYS:
+            learn.append(override)
+        else:
+            faults.append(unknown_override(key, place))
+    return mesh, learn
+
+
+def _override(
+    values: dict[str, Any], places: dict[Key, Place], override: _Override, faults: list[Fault]
+) -> None:
+    """Set one key, making the mappings on its way."""
+    *parents, leaf = override.key
+    section = values
+    done: Key = ()
+    for name in parents:
+        done = (*done, name)
+        below = section.get(name)
+        if below is not None and not isinstance(below, dict):
+            faults.append(
+                fault(
+                    "must be a mapping to set a key in it",
+                    below,
+                    override.place,
+                    done,
+                    f"set {dotted(done)} as a whole",
+                )
+            )
+            return
+        if below is None:
+            places[done] = override.place
+        section[name] = dict(below or {})
+        section = section[name]
+    section[leaf] = override.value
+    _forget(places, override.key)
+    places[override.key] = override.place
+
+
+def _merge(values: dict[str, Any], places: dict[Key, Place], over: Document) -> None:
+    """Lay a document over the values: mappings merge, everything else is replaced."""
+
+    def lay(target: dict[str, Any], source: Mapping[str, Any], key: Key) -> None:
+        for name, value in source.items():
+            child = (*key, name)
+            if isinstance(value, dict) and isinstance(target.get(name), dict):
+                target[name] = dict(target[name])
+                lay(target[name], value, child)
+                continue
+            target[name] = value
+            _forget(places, child)
+            places.update({k: p for k, p in over.places.items() if k[: len(child)] == child})
+
+    lay(values, over.values, ())
+
+
+def _forget(places: dict[Key, Place], key: Key) -> None:
+    for old in [k for k in places if k[: len(key)] == key]:
+        del places[old]
+
+
+def _expand_hosts(values: dict[str, Any]) -> None:
+    """`hosts: kubernetes` is short for `hosts: {kind: kubernetes}`."""
+    if isinstance(values.get("hosts"), str):
+        values["hosts"] = {"kind": values["hosts"]}
+
+
+def _checked(
+    model: type[Model], values: Mapping[str, Any], places: Mapping[Key, Place], faults: list[Fault]
+) -> Model | None:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        faults.extend(faults_of(error, model, places))
+        return None
+
+
+def _config_document(
+    values: Mapping[str, Any], places: Mapping[Key, Place], faults: list[Fault]
+) -> Document | None:
+    """The config that a mesh names; a missing file is a fault where the mesh names it."""
+    name = values.get("config")
+    if not isinstance(name, str) or not name:
+        return None  # the mesh's own validation has said so
+    place = places[("config",)]
+    path = place.directory / name
+    if not path.is_file():
+        faults.append(
+            fault(
+                f"must name a learning config (there is no file {_shown(path)})",
+                name,
+                place,
+                ("config",),
+                "give its path relative to the mesh file",
+            )
+        )
+        return None
+    return _read(path, _shown(path), faults)
+
+
+def _read(path: Path, source: str, faults: list[Fault]) -> Document | None:
+    try:
+        return read_yaml(path, source)
+    except SpecError as error:
+        faults.append(Fault(Place(source, 0, path.parent), str(error)))
+        return None
+
+
+def _shown(path: Path) -> str:
+    """A path as messages show it, `meshes/../configs/x.yaml` as `configs/x.yaml`.
+
+    Under the current directory it is relative to it.
+    """
+    text = os.path.normpath(path)
+    return os.path.relpath(text) if Path(text).is_relative_to(Path.cwd()) else text
+
+
+def _with_local_paths(spec: LearnSpec, places: Mapping[Key, Place]) -> LearnSpec:
+    """The spec with local paths absolute; hub ids and URLs stay as they are."""
+    model, data = spec.model, spec.data
+    directory = place_of(("model", "path"), places).directory
+    local = _absolute(model.path, directory)
+    if model.path.startswith((".", "/", "~")) or local.is_dir():
+        model = model.model_copy(update={"path": str(local)})
+    if data.path is not None and not data.path.startswith(("http://", "https://")):
+        directory = place_of(("data", "path"), places).directory
+        data = data.model_copy(update={"path": str(_absolute(data.path, directory))})
+    return spec.model_copy(update={"model": model, "data": data})
+
+
+def _absolute(path: str, directory: Path) -> Path:
+    return Path(os.path.abspath(directory / Path(path).expanduser()))

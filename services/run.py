@@ -1,0 +1,410 @@
+"""One run over a running mesh: the arms in order, what is recorded, checkpoints and results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from learning.step import OFFLINE_VERSION
+from protocols.errors import RunError
+from protocols.records import Measured, MetricRow, Results, RolloutRow
+from protocols.spec import RunSpec
+from protocols.types import (
+    Completion,
+    Generated,
+    GenerateRequest,
+    Packet,
+    PrefixRef,
+    Sample,
+    Sampling,
+    Scored,
+    Stepped,
+)
+from services.evaluation import measure
+from services.loop import Done, OnPolicyLoop, Ports, Rollout
+from services.pool import gather
+from services.progress import Meter
+from services.roles import Mesh
+from services.rundir import RunDirectory
+from services.tasks import NO_DOCUMENT, Exam, Prompt, Tasks
+
+OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call
+
+
+class Stopped(Exception):  # noqa: N818 - not an error: somebody asked
+    """The run was asked to stop, between two steps."""
+
+
+@dataclass
+class Position:
+    """Where a run stands, all of it JSON: saved with every checkpoint.
+
+    `step` steps of `arm` are done; `first_version` is the arm's version 0; `arms` the results so
+    far; `tokens` trained by each arm; `pending` the rollouts that ran ahead.
+    """
+
+    arm: str = "on_policy"
+    step: int = 0
+    first_version: int = 0
+    arms: dict[str, Any] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    rollouts: int = 0
+    stale_tokens: int = 0
+    kl_first: float | None = None
+    kl_last: float | None = None
+    pending: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Run:
+    """Drives the arms. `show` updates what the display sees, `should_stop` is asked between steps."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        tasks: Tasks,
+        exams: Sequence[Exam],
+        mesh: Mesh,
+        directory: RunDirectory,
+        show: Callable[..., None],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._spec, self._learn = spec, spec.learn
+        self._tasks, self._exams = tasks, exams
+        self._plane = mesh.plane
+        self._generators = mesh.pools["generator"]
+        self._teachers = mesh.pools["doc_teacher"]
+        self._trainer = mesh.pools["trainer"]
+        self._directory = directory
+        self._show, self._should_stop = show, should_stop
+        self._at = Position()
+        self._meter = Meter()
+        self._loop: OnPolicyLoop | None = None
+        self._published: str | None = None
+        self._resumed = False
+        self._begun_arm = False
+
+    # -- the arms -------------------------------------------------------------------------------
+
+    async def go(self) -> None:
+        """Every arm of the spec that has no result yet. Raises Stopped when asked to."""
+        base = await self._trainer.call(0, "base_hash")
+        if self._at.arm == "on_policy":
+            await self._train_on_policy()
+        if "offline" in self._learn.evaluate.arms:
+            await self._train_offline()
+        if await self._trainer.call(0, "base_hash") != base:
+            raise RunError("the base model's weights changed during the run: only cartridges may")
+
+    async def _train_on_policy(self) -> None:
+        steps = self._learn.train.steps
+        if not self._resumed:
+            self._at.first_version = await self._trainer.call(0, "begin", steps)
+        first = self._at.first_version
+        self._begun_arm = True
+        await self._publish(first + self._at.step)
+        for arm, prefix in (("none", NO_DOCUMENT), ("document", "document")):
+            await self._evaluate(arm, prefix, 0)
+        if self._at.step == 0:
+            await self._evaluate("untrained", "cartridge", first)
+        ports = Ports(self._sample, self._score, self._train, self._publish, self._watch)
+        self._loop = OnPolicyLoop(
+            ports,
+            first_version=first,
+            steps=steps,
+            staleness=self._learn.train.staleness,
+            pending=[rollout_from(p) for p in self._at.pending],
+        )
+        try:
+            for step in range(self._at.step, steps):
+                self._check_stop()
+                self._show(stage="training on_policy", arm="on_policy", steps=steps)
+                await self._record(await self._loop.step(step), steps)
+        finally:
+            await self._loop.close()
+            self._loop = None
+        await self._evaluate("on_policy", "cartridge", first + steps)
+
+    async def _train_offline(self) -> None:
+        """The baseline: the teacher writes the responses, as many tokens as on policy trained."""
+        self._show(stage="writing offline data", arm="offline", step=self._at.step, phase="rollout")
+        rollouts = await self._offline_data(self._at.tokens["on_policy"])
+        if self._at.arm != "offline":
+            self._at.arm, self._at.step, self._at.pending = "offline", 0, []
+            self._at.first_version = await self._trainer.call(0, "begin", len(rollouts))
+        first = self._at.first_version
+        await self._checkpoint_due(len(rollouts), force=True)
+        for step in range(self._at.step, len(rollouts)):
+            self._check_stop()
+            self._show(stage="training offline", arm="offline", steps=len(rollouts))
+            timer = self._meter.start()
+            self._watch("score")
+            scored = await self._score(step, rollouts[step].samples)
+            timer.lap("score")
+            self._watch("train")
+            stepped = await self._train(rollouts[step].samples, scored.packet, first + step)
+            timer.lap("train")
+            times = timer.times(rollouts[step], scored.compute_seconds + stepped.compute_seconds)
+            await self._record(Done(rollouts[step], stepped, times), len(rollouts))
+        await self._publish(first + len(rollouts))
+        await self._evaluate("offline", "cartridge", first + len(rollouts))
+
+    async def _offline_data(self, budget: int) -> list[Rollout]:
+        """Teacher-written rollouts, step by step, until they hold at least `budget` tokens."""
+        rollouts: list[Rollout] = []
+        tokens = 0
+        while tokens < budget:
+            self._check_stop()
+            steps = range(len(rollouts), len(rollouts) + OFFLINE_CHUNK)
+            prompts = [self._tasks.offline(s) for s in steps]
+            flat = [p for step in prompts for p in step]
+            timer = self._meter.start()
+            completions, compute = await self._generate([p.request for p in flat])
+            seconds = timer.lap("rollout") / OFFLINE_CHUNK
+            for i, step in enumerate(steps):
+                share = slice(i * len(prompts[i]), (i + 1) * len(prompts[i]))
+                rollout = as_rollout(
+                    step, prompts[i], completions[share], seconds, compute / OFFLINE_CHUNK, True
+                )
+                rollouts.append(rollout)
+                tokens += sum(len(s.response_ids) for s in rollout.samples)
+                if tokens >= budget:
+                    break
+        return rollouts
+
+    # -- the loop's ports -----------------------------------------------------------------------
+
+    async def _sample(self, step: int, version: int) -> Rollout:
+        timer = self._meter.start()
+        prompts = self._tasks.rollout(step, version)
+        completions, compute = await self._generate([p.request for p in prompts])
+        return as_rollout(step, prompts, completions, timer.lap("rollout"), compute, False)
+
+    async def _generate(
+        self, requests: Sequence[GenerateRequest]
+    ) -> tuple[list[Completion], float]:
+        """Completions in order, and the model time of the slowest replica."""
+        compute: list[float] = []
+
+        async def share(replica: int, items: Sequence[GenerateRequest]) -> list[Completion]:
+            done: Generated = await self._generators.call(replica, "generate", tuple(items))
+            compute.append(done.compute_seconds)
+            return list(done.completions)
+
+        return await self._generators.split(requests, share), max(compute, default=0.0)
+
+    async def _score(self, step: int, samples: Sequence[Sample]) -> Scored:
+        # One teacher scores a step, in turn: its packet must be one tensor in sample order.
+        key = f"scores/{self._at.arm}/{step}"
+        replica = step % len(self._teachers)
+        scored: Scored = await self._teachers.call(replica, "score", key, tuple(samples))
+        expected = sum(len(s.response_ids) for s in samples)
+        if scored.tokens != expected:
+            raise RunError(f"the teacher scored {scored.tokens} of {expected} tokens of {key}")
+        return scored
+
+    async def _train(self, samples: Sequence[Sample], packet: Packet, version: int) -> Stepped:
+        stepped: Stepped = await self._trainer.call(0, "step", tuple(samples), packet, version)
+        return stepped
+
+    async def _publish(self, version: int) -> None:
+        """Make the trainer's cartridges visible to every generator, then drop the version before."""
+        snapshot = await self._trainer.call(0, "publish", f"cartridges/{version}")
+        if snapshot.version != version:
+            raise RunError(
+                f"the trainer published version {snapshot.version} where {version} was due"
+            )
+        await self._generators.fanout("load", snapshot)
+        assert self._plane is not None
+        if self._published is not None:
+            await self._plane.delete(self._published)
+        self._published = snapshot.packet.key
+
+    # -- what is recorded -----------------------------------------------------------------------
+
+    async def _record(self, done: Done, steps: int) -> None:
+        at, arm, step = self._at, self._at.arm, done.rollout.step + 1
+        stepped = done.stepped
+        at.step = step
+        at.tokens[arm] = at.tokens.get(arm, 0) + stepped.tokens
+        if arm == "on_policy":
+            at.rollouts += len(done.rollout.samples)
+            at.stale_tokens += stepped.stale_tokens
+            at.kl_first = stepped.kl if at.kl_first is None else at.kl_first
+            at.kl_last = stepped.kl
+        accuracy = await self._probe(arm, step, stepped.version)
+        self._directory.append_rollouts(self._rows(done.rollout, arm, step))
+        self._directory.append_metric(
+            MetricRow(
+                arm=arm, step=step, version=stepped.version, kl=stepped.kl,
+                grad_norm=stepped.grad_norm, lr=stepped.lr, tokens=stepped.tokens,
+                stale_tokens=stepped.stale_tokens, accuracy=accuracy,
+            )
+        )  # fmt: skip
+        seconds = asdict(done.times)
+        speed = stepped.tokens / done.times.step
+        self._directory.append_event(
+            "step", arm=arm, step=step,
+            seconds={k: round(v, 6) for k, v in seconds.items()}, tokens_per_second=round(speed, 1),
+        )  # fmt: skip
+        self._meter.add(arm, seconds)
+        shown = {} if accuracy is None else {"accuracy": accuracy}
+        self._show(
+            step=step, kl=stepped.kl, version=stepped.version, tokens_per_second=speed,
+            phase_seconds=self._meter.means(arm), phase="",
+            seconds_left=self._meter.seconds_left(arm, steps - step), **shown,
+        )  # fmt: skip
+        await self._checkpoint_due(steps)
+
+    async def _probe(self, arm: str, step: int, version: int) -> float | None:
+        """Accuracy on the first few held-out questions, for the display; on-policy arm only,
+        because the offline arm publishes nothing while it trains."""
+        evaluate = self._learn.evaluate
+        if arm != "on_policy" or not evaluate.probe_every or step % evaluate.probe_every:
+            return None
+        exams = self._exams[: evaluate.probe_questions]
+        measured = await self._answer(exams, "probe", "cartridge", version, sampled=False)
+        return measured["accuracy"]
+
+    async def _evaluate(self, arm: str, prefix: str, version: int) -> None:
+        """Measure one arm, once."""
+        if arm not in self._learn.evaluate.arms or arm in self._at.arms:
+            return
+        self._check_stop()
+        self._show(stage=f"evaluating {arm}", phase="")
+        result: dict[str, Any] = dict(
+            await self._answer(self._exams, arm, prefix, version, sampled=False)
+        )
+        result["sampled"] = None
+        if self._learn.evaluate.sampled:
+            self._check_stop()
+            result["sampled"] = await self._answer(self._exams, arm, prefix, version, sampled=True)
+        self._at.arms[arm] = result
+        self._directory.append_event("evaluated", arm=arm, **result)
+        self._show(accuracy=result["accuracy"])
+
+    async def _answer(
+        self, exams: Sequence[Exam], arm: str, prefix: str, version: int, *, sampled: bool
+    ) -> Measured:
+        requests = self._tasks.exam_requests(exams, arm, prefix, version, sampled)
+        completions, _ = await self._generate(requests)
+        return measure(exams, [self._tasks.decode(c.token_ids) for c in completions])
+
+    def _rows(self, rollout: Rollout, arm: str, step: int) -> list[RolloutRow]:
+        return [
+            RolloutRow(
+                arm=arm, step=step, id=s.id, document=s.document, kind=p.kind,
+                prompt_ids=s.prompt_ids, response_ids=s.response_ids,
+                sampler_logprobs=c.logprobs, versions=s.versions,
+                sampling=asdict(p.request.sampling), finish_reason=c.finish_reason,
+                text=self._tasks.decode(s.response_ids),
+            )
+            for p, c, s in zip(rollout.prompts, rollout.completions, rollout.samples, strict=True)
+        ]  # fmt: skip
+
+    # -- checkpoints and results ----------------------------------------------------------------
+
+    async def _checkpoint_due(self, steps: int, force: bool = False) -> None:
+        every = self._learn.train.checkpoint_every
+        if force or self._at.step == steps or (every and self._at.step % every == 0):
+            await self.checkpoint()
+
+    async def checkpoint(self) -> None:
+        """Save trainer and position; rollouts that run ahead are waited for and kept."""
+        if not self._begun_arm:
+            return
+        if self._loop is not None:
+            self._at.pending = [asdict(r) for r in await self._loop.settle()]
+        path = await self._trainer.call(
+            0, "save", str(self._directory.checkpoints), asdict(self._at)
+        )
+        self._directory.append_event(
+            "checkpoint", arm=self._at.arm, step=self._at.step, path=Path(path).name
+        )
+
+    async def resume(self, path: Path) -> None:
+        """Stand where a checkpoint was written, files included."""
+        self._at = Position(**await self._trainer.call(0, "restore", str(path)))
+        self._directory.truncate_after(self._at.arm, self._at.step)
+        self._resumed = True
+        self._begun_arm = True
+        self._show(step=self._at.step, arm=self._at.arm)
+
+    def write_results(self, status: str, wall_seconds: float) -> None:
+        """results.json as far as the run came; the report is made from it."""
+        documents = [
+            len(ids) for name, ids in self._tasks.documents.items() if name != NO_DOCUMENT
+        ]
+        mean = sum(documents) / len(documents)
+        tokens = self._learn.cartridge.tokens
+        results = Results(
+            arms=self._at.arms,
+            kl={"first": self._at.kl_first, "last": self._at.kl_last},
+            compression={
+                "document_tokens": mean, "cartridge_tokens": tokens, "ratio": mean / tokens,
+            },
+            policy={
+                "rollouts": self._at.rollouts,
+                "tokens": self._at.tokens.get("on_policy", 0),
+                "stale_tokens": self._at.stale_tokens,
+            },
+            phases=self._meter.means("on_policy"),
+            orchestration_share=self._meter.orchestration_share("on_policy"),
+            wall_seconds=round(wall_seconds, 3),
+            tokens_trained=dict(self._at.tokens),
+            status=status,  # type: ignore[typeddict-item]
+        )  # fmt: skip
+        self._directory.write_results(results)
+
+    def _watch(self, phase: str) -> None:
+        self._show(phase=phase)
+
+    def _check_stop(self) -> None:
+        if self._should_stop():
+            self._directory.append_event("stopping", arm=self._at.arm, step=self._at.step)
+            raise Stopped
+
+
+def as_rollout(
+    step: int,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    seconds: float,
+    compute: float,
+    offline: bool,
+) -> Rollout:
+    """Completions as samples to train on; text that the teacher wrote carries no version."""
+    samples = [
+        Sample(
+            id=c.request_id,
+            document=p.document,
+            prompt_ids=p.request.prompt_ids,
+            response_ids=c.token_ids,
+            sampler_logprobs=c.logprobs,
+            versions=(OFFLINE_VERSION,) * len(c.token_ids) if offline else c.versions,
+        )
+        for p, c in zip(prompts, completions, strict=True)
+    ]
+    return Rollout(step, tuple(prompts), tuple(completions), samples, seconds, compute)
+
+
+def rollout_from(saved: dict[str, Any]) -> Rollout:
+    """The inverse of `asdict` on a Rollout after JSON, which turned tuples into lists."""
+    prompts = []
+    for p in saved["prompts"]:
+        request = dict(p["request"])
+        request["prompt_ids"] = tuple(request["prompt_ids"])
+        request["prefix"] = PrefixRef(**request["prefix"])
+        request["sampling"] = Sampling(**request["sampling"])
+        prompts.append(Prompt(p["document"], p["kind"], GenerateRequest(**request)))
+    completions = [Completion(**_tuples(c)) for c in saved["completions"]]
+    samples = [Sample(**_tuples(s)) for s in saved["samples"]]
+    return Rollout(
+        saved["step"], tuple(prompts), tuple(completions), samples, saved["seconds"],
+        saved["compute"],
+    )  # fmt: skip
+
+
+def _tuples(record: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}

@@ -1,0 +1,207 @@
+"""What is asked when: prompts of a run as token ids, from patients, tokenizer and config. Pure.
+
+    document    <bos> system(document)              position 0 .. T-1     (prefix: cartridge or KV)
+    prompt      user(question) + generation prompt   what follows the prefix, whichever it is
+
+The chat template is applied to the whole conversation and cut where the document ends, so a
+prompt's tokens are the same whatever stands before it, and no second beginning-of-sequence token
+ever appears in the middle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from clinic.longhealth import Patient, Question, is_held_out, load_patients, parse_patients
+from clinic.patients import generate_clinic
+from clinic.prompts import option_prompt, self_study_prompt
+from protocols.errors import DataError
+from protocols.learn_spec import DataSpec, LearnSpec
+from protocols.types import GenerateRequest, PrefixRef, Sampling
+
+NO_DOCUMENT = "none"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A self-study prompt ready to be sampled."""
+
+    document: str
+    kind: str
+    request: GenerateRequest
+
+
+@dataclass(frozen=True)
+class Exam:
+    """A held-out question ready to be answered, over a prefix and without any document."""
+
+    question: Question
+    prompt_ids: tuple[int, ...]
+    bare_ids: tuple[int, ...]
+
+
+def read_patients(data: DataSpec) -> list[Patient]:
+    """The run's patients: from `data.path`, or generated. Raises DataError when too few."""
+    if data.path is not None:
+        patients = load_patients(data.path)
+    else:
+        assert data.facts is not None and data.notes is not None
+        clinic = generate_clinic(data.seed, data.patients, data.facts, data.notes)
+        patients = parse_patients(clinic, f"the clinic of seed {data.seed}")
+    if len(patients) < data.patients:
+        raise DataError(
+            f"data.patients is {data.patients} and {data.path} holds {len(patients)}; lower it"
+        )
+    return patients[: data.patients]
+
+
+class Tasks:
+    """Every prompt of a run, by step. Each draw comes from a generator named by seed, arm and step."""
+
+    def __init__(self, spec: LearnSpec, patients: Sequence[Patient], tokenizer: Any) -> None:
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self.patients = {p.id: p for p in patients}
+        held_out = {
+            p.id: [q for q in p.questions if is_held_out(q, spec.data.held_out)] for p in patients
+        }
+        self._training = {
+            p.id: [q for q in p.questions if q not in held_out[p.id]] for p in patients
+        }
+        self._held_out = held_out
+        self.documents = {p.id: self._document_ids(p) for p in patients}
+        self.documents[NO_DOCUMENT] = tuple(self._template(None, "x")[:1])
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end a response."""
+        return frozenset({self._tokenizer.eos_token_id})
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a response, without special tokens: for people and for answer parsing."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text.strip()
+
+    def rollout(self, step: int, version: int) -> list[Prompt]:
+        """The on-policy prompts of 0-based `step`, over cartridge `version`."""
+        return [
+            replace(p, request=replace(p.request, prefix=PrefixRef(f"cartridge/{p.document}", version)))
+            for p in self._prompts("on_policy", step)
+        ]
+
+    def offline(self, step: int) -> list[Prompt]:
+        """The same prompts, to be answered by the document teacher itself."""
+        return [
+            replace(p, request=replace(p.request, prefix=PrefixRef(f"document/{p.document}", 0)))
+            for p in self._prompts("offline", step)
+        ]
+
+    def _prompts(self, arm: str, step: int) -> list[Prompt]:
+        """Prompts of one step, documents in turn, so that every cartridge trains in every step
+        that has at least as many prompts as there are documents."""
+        rollout, seed = self._spec.rollout, self._spec.train.seed
+        ids = sorted(self.patients)
+        prompts = []
+        for i in range(rollout.prompts):
+            document = ids[(step * rollout.prompts + i) % len(ids)]
+            # The prompt does not depend on the arm: both arms study the same material.
+            rng = random.Random(f"prompt/{seed}/{step}/{i}")
+            kind, text = self_study_prompt(
+                self.patients[document], self._training[document], rollout.kinds, rng
+            )
+            name = f"{arm}/{step + 1}/{i}"
+            request = GenerateRequest(
+                id=name,
+                prompt_ids=self._prompt_ids(document, text),
+                prefix=PrefixRef(f"document/{document}", 0),
+                sampling=Sampling(
+                    rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens
+                ),
+                seed=stream_seed(f"sample/{seed}/{name}"),
+            )
+            prompts.append(Prompt(document, kind, request))
+        return prompts
+
+    @cached_property
+    def exams(self) -> list[Exam]:
+        """The held-out questions to evaluate on, patients in turn, at most `evaluate.questions`."""
+        by_patient = [list(self._held_out[p]) for p in sorted(self._held_out)]
+        turns = [q for row in zip_longest_flat(by_patient) for q in row]
+        chosen = turns[: self._spec.evaluate.questions]
+        if not chosen:
+            raise DataError(
+                "no held-out question: raise data.held_out (the share kept for evaluation) or "
+                "give more questions"
+            )
+        exams = []
+        for q in chosen:
+            text = option_prompt(q.text, q.options, self._spec.data.instruction)
+            exams.append(Exam(q, self._prompt_ids(q.patient, text), self._bare_ids(text)))
+        return exams
+
+    def exam_requests(
+        self, exams: Sequence[Exam], arm: str, prefix: str, version: int, sampled: bool
+    ) -> list[GenerateRequest]:
+        """Requests for one arm: prefix "cartridge", "document" or "none" (no document at all)."""
+        evaluate, seed = self._spec.evaluate, self._spec.train.seed
+        sampling = Sampling(
+            temperature=evaluate.temperature if sampled else 0.0, max_tokens=evaluate.max_tokens
+        )
+        requests = []
+        for exam in exams:
+            bare = prefix == NO_DOCUMENT
+            ref = (
+                PrefixRef(f"document/{NO_DOCUMENT}", 0)
+                if bare
+                else PrefixRef(f"{prefix}/{exam.question.patient}", version)
+            )
+            name = f"evaluate/{arm}/{exam.question.id}"
+            ids = exam.bare_ids if bare else exam.prompt_ids
+            # The draw does not depend on the arm, so that arms differ by their prefix alone.
+            draw = stream_seed(f"exam/{seed}/{exam.question.id}")
+            requests.append(GenerateRequest(name, ids, ref, sampling, draw))
+        return requests
+
+    def _document_ids(self, patient: Patient) -> tuple[int, ...]:
+        return tuple(self._template(patient.document, None))
+
+    def _prompt_ids(self, document: str, text: str) -> tuple[int, ...]:
+        head = self.documents[document]
+        whole = tuple(self._template(self.patients[document].document, text))
+        if whole[: len(head)] != head:
+            raise DataError(
+                f"the chat template does not keep the document {document} as a prefix of the "
+                "conversation; a cartridge cannot stand in for it. Use a template whose system "
+                "block does not depend on what follows"
+            )
+        return whole[len(head) :]
+
+    def _bare_ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._template(None, text)[1:])
+
+    def _template(self, document: str | None, user: str | None) -> list[int]:
+        messages = []
+        if document is not None:
+            messages.append({"role": "system", "content": document})
+        if user is not None:
+            messages.append({"role": "user", "content": user})
+        ids: list[int] = self._tokenizer.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=user is not None, return_dict=False
+        )
+        return ids
+
+
+def stream_seed(name: str) -> int:
+    """A 63-bit seed from a name: the same in every process (no `hash`)."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+
+
+def zip_longest_flat(rows: Sequence[Sequence[Question]]) -> list[list[Question]]:
+    """Column by column, skipping rows that have ended: [[a, b], [c]] -> [[a, c], [b]]."""
+    longest = max((len(r) for r in rows), default=0)
+    return [[r[i] for r in rows if i < len(r)] for i in range(longest)]

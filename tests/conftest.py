@@ -1,0 +1,79 @@
+"""What every test may rely on: fast supervision, a fault hook that does not exit, no orphans."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Found again in the environment of every process that descends from this session.
+SESSION = f"FORGE_TEST_SESSION={os.getpid()}"
+
+# Set before anything imports Monarch or torch; child processes inherit them.
+os.environ.update(
+    {
+        "FORGE_TEST_SESSION": str(os.getpid()),
+        # Actors are defined in test files too, and their processes import those by name.
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        # One thread a process: spinning OpenMP workers of several processes starve each other.
+        "OMP_NUM_THREADS": "1",
+        # A killed process is noticed in 0.2 s (default 10 s), a lost host in 3 s (default 60 s).
+        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
+        "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "3s",
+        "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "3s",
+        "HYPERACTOR_CHANNEL_RECONNECT_TIMEOUT": "3s",
+        "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "5s",
+        "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "5s",
+        "HYPERACTOR_MESH_ATTACH_CONFIG_TIMEOUT": "8s",
+    }
+)
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+
+def living_descendants() -> list[str]:
+    """Pid and command line of every process that this session started and that still runs."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if process.name != str(os.getpid()) and (
+                SESSION.encode() in (process / "environ").read_bytes().split(b"\0")
+            ):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found.append(f"{process.name}: {command}")
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_left() -> Iterator[None]:
+    """Fail the session if anything it started outlives Monarch's shutdown."""
+    yield
+    if "monarch.actor" in sys.modules:
+        from monarch.actor import shutdown_context
+
+        shutdown_context().get(timeout=30)
+    deadline = time.monotonic() + 10
+    while (left := living_descendants()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, f"the tests left processes behind: {left}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def monarch_faults(_no_process_left: None) -> list[str]:
+    """The faults that no actor handled, as they come in.
+
+    Monarch's own hook ends the process. One hook for the whole session: a killed process gives
+    several events, and a late one would find the next test without it.
+    """
+    import monarch.actor
+
+    faults: list[str] = []
+    monarch.actor.unhandled_fault_hook = lambda failure: faults.append(str(failure))
+    return faults

@@ -1,0 +1,196 @@
+"""The command line: exit codes, what is on stderr, what is handed to the run, what is imported."""
+
+import json
+import resource
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from forge_run.cli import forge, forge_run
+from forge_run.runnable import require_runnable
+from protocols.errors import RunError, SpecError
+from protocols.spec import RunSpec
+from protocols.spec_loading import load_spec
+
+REPOSITORY = Path(__file__).parents[2]
+MESH = str(REPOSITORY / "meshes/longhealth.yaml")
+HEAVY = ("torch", "monarch", "transformers", "torchstore", "numpy", "matplotlib")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """`--set` that names a directory with a config.json: enough to be allowed to run."""
+    shape = {
+        "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 16, "vocab_size": 10,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return f"model.path={tmp_path}"
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunSpec, Path | None, str | None]]:
+    """What the run was called with; it answers exit code 7."""
+    calls: list[tuple[RunSpec, Path | None, str | None]] = []
+
+    def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
+        calls.append((spec, run_dir, resume))
+        return 7
+
+    monkeypatch.setitem(sys.modules, "forge_run.run", types.SimpleNamespace(run=run))
+    return calls
+
+
+def test_every_shipped_mesh_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    for mesh in sorted((REPOSITORY / "meshes").glob("*.yaml")):
+        assert forge_run([str(mesh), "--dry-run"]) == 0
+        out, err = capsys.readouterr()
+        assert out.startswith(f"plan of {mesh.stem}\n")
+        assert err == ""
+
+
+def test_the_run_gets_the_spec_and_its_exit_code_comes_back(
+    model: str, runs: list[tuple[RunSpec, Path | None, str | None]]
+) -> None:
+    assert forge_run([MESH, "--set", model]) == 7
+    assert forge(["run", MESH, "--set", model, "--run-dir", "kept", "--resume"]) == 7
+    assert forge_run([MESH, "--set", model, "--set", "train.steps=90", "--resume", "r1"]) == 7
+    assert [(run_dir, resume) for _, run_dir, resume in runs] == [
+        (None, None),
+        (Path("kept"), ""),
+        (None, "r1"),
+    ]
+    assert [spec.learn.train.steps for spec, _, _ in runs] == [150, 150, 90]
+
+
+def test_a_plan_starts_nothing(
+    model: str,
+    runs: list[tuple[RunSpec, Path | None, str | None]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert forge(["plan", MESH, "--set", model]) == 0
+    plan = capsys.readouterr().out
+    assert forge_run([MESH, "--set", model, "--dry-run"]) == 0
+    assert capsys.readouterr().out == plan
+    assert forge(["run", MESH, "--set", model, "--dry-run"]) == 0
+    assert "cannot run here yet" not in plan
+    assert runs == []
+
+
+def test_an_error_is_one_message_and_its_exit_code(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert forge_run(["no.yaml"]) == 2
+    assert capsys.readouterr() == ("", "error: there is no file no.yaml; check the path\n")
+
+    def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
+        raise RunError("generator 1 died")
+
+    monkeypatch.setitem(sys.modules, "forge_run.run", types.SimpleNamespace(run=run))
+    assert forge_run([MESH, "--set", model]) == 1
+    assert capsys.readouterr() == ("", "error: generator 1 died\n")
+
+    def interrupted(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "forge_run.run", types.SimpleNamespace(run=interrupted))
+    assert forge_run([MESH, "--set", model]) == 130
+
+
+@pytest.mark.parametrize("argv", [[], [MESH, "--nope"], [MESH, "--set"]])
+def test_wrong_usage_exits_with_2(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        forge_run(argv)
+    assert caught.value.code == 2
+
+
+CANNOT_RUN = [
+    ("hosts=kubernetes",
+     "hosts.kind: kubernetes cannot run yet, only this host can: set at --set hosts=kubernetes; "
+     "use kind: local"),
+    ("roles.trainer.replicas=2",
+     "roles.trainer.replicas: 2 cannot run, one trainer owns the cartridges: "
+     "set at --set roles.trainer.replicas=2; use 1"),
+    ("roles.trainer.procs=2",
+     "roles.trainer.procs: 2 cannot run yet, FSDP over ranks comes later: "
+     "set at --set roles.trainer.procs=2; use 1"),
+    ("rollout.backend=vllm",
+     "rollout.backend: vllm cannot run yet, GeneratorActor on vLLM is not built: "
+     "set at --set rollout.backend=vllm; use torch"),
+    ("data={source: longhealth, patients: 1, held_out: 1}",
+     "data.path: null cannot run, LongHealth asks not to be shipped and is read from a path or "
+     "URL: set at --set data={source: longhealth, patients: 1, held_out: 1}; "
+     "add --set data.path=benchmark_v5.json"),
+    ("data.path=/no/such.json",
+     "data.path: /no/such.json is not a file: set at --set data.path=/no/such.json; "
+     "give LongHealth's JSON, a path or a URL"),
+    ("data.facts=56",
+     "data.facts: 56 is more than the 55 kinds of fact that the clinic knows: "
+     "set at --set data.facts=56; set it to 55 or less"),
+    ("model.path=/no/model",
+     "model.path: /no/model has no config.json: set at --set model.path=/no/model; "
+     "give a directory with config.json and *.safetensors, or a hub id"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "expected"), CANNOT_RUN, ids=[c[0] for c in CANNOT_RUN])
+def test_what_cannot_run_yet_loads_and_plans_but_does_not_run(
+    override: str,
+    expected: str,
+    model: str,
+    runs: list[tuple[RunSpec, Path | None, str | None]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = [MESH, "--set", model, "--set", override]
+    assert forge_run([*argv, "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith(f"cannot run here yet\n  {expected}\n")
+    assert forge_run(argv) == 2
+    assert capsys.readouterr().err == f"error: {expected}\n"
+    assert runs == []
+
+
+def test_hosts_by_address_plan_too(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = "hosts={kind: addresses, addresses: ['tcp://a:1', 'tcp://b:2']}"
+    assert forge_run([MESH, "--set", model, "--set", hosts, "--dry-run"]) == 0
+    assert "tcp://a:1, tcp://b:2" in capsys.readouterr().out
+
+
+def test_every_reason_is_listed_at_once(model: str) -> None:
+    spec = load_spec(MESH, sets=(model, "hosts=kubernetes", "rollout.backend=vllm")).spec
+    with pytest.raises(SpecError) as caught:
+        require_runnable(spec)
+    assert str(caught.value) == (
+        "2 faults in the spec:\n"
+        "  hosts.kind: kubernetes cannot run yet, only this host can: "
+        "set at the resolved spec; use kind: local\n"
+        "  rollout.backend: vllm cannot run yet, GeneratorActor on vLLM is not built: "
+        "set at the resolved spec; use torch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [(["--help"], 0), ([MESH, "--set", "train.lr=0"], 2), ([MESH, "--dry-run"], 0)],
+    ids=["help", "bad spec", "plan"],
+)
+def test_it_answers_at_once_and_imports_nothing_heavy(argv: list[str], code: int) -> None:
+    script = (
+        "import sys\n"
+        "from forge_run.cli import forge_run\n"
+        "try: code = forge_run(sys.argv[1:])\n"
+        "except SystemExit as end: code = end.code or 0\n"
+        f"print('heavy:', [m for m in {HEAVY} if m in sys.modules], file=sys.stderr)\n"
+        "sys.exit(code)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *argv],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, "heavy: []")
+    # CPU seconds: what a user waits for on a machine that others do not use meanwhile.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0

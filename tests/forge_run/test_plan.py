@@ -1,0 +1,198 @@
+"""The plan's numbers, worked by hand for Llama-3.2-3B, and what it says when it does not know."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forge_run import roofline
+from forge_run.plan import (
+    Section,
+    bytes_text,
+    count_text,
+    model_shape,
+    plan,
+    render,
+    seconds_text,
+    step_phases,
+)
+from forge_run.roofline import A100, H200, Device, Phase, Workload
+from protocols.errors import SpecError
+from protocols.learn_spec import ModelSpec, ShapeSpec
+from protocols.spec_loading import load_spec
+
+REPOSITORY = Path(__file__).parents[2]
+LLAMA_3B = ShapeSpec(
+    layers=28, hidden=3072, heads=24, kv_heads=8, head_dim=128, intermediate=8192, vocab=128256
+)
+# Batch 8, prompt 200, response 512, a document of 12,000 tokens, a cartridge of 2,048, bfloat16.
+STEP = Workload(8, 200, 512, 12_000, 2048, 1, 2)
+
+
+def test_sizes_by_hand() -> None:
+    # 28 x (3072 x 128 x (48 + 16) + 3 x 3072 x 8192) + 3072 x 128256
+    assert roofline.matmul_parameters(LLAMA_3B) == 3_212_574_720
+    assert roofline.kv_values_per_token(LLAMA_3B) == 28 * 2 * 8 * 128 == 57_344
+    assert 57_344 * 2 == 114_688  # bytes a token in bfloat16
+    assert 2048 * 57_344 == 117_440_512  # parameters of a cartridge
+
+
+def test_flops_by_hand() -> None:
+    tiny = ShapeSpec(layers=1, hidden=4, heads=2, kv_heads=1, head_dim=2, intermediate=8, vocab=10)
+    # attention 4 x 2 x (4 + 2) = 48, MLP 3 x 4 x 8 = 96, head 4 x 10 = 40
+    assert roofline.matmul_parameters(tiny) == 184
+    assert roofline.linear_flops(tiny, 3) == 2 * 184 * 3
+    # 4 x 1 layer x 2 heads x 2 dims x 3 tokens x (5 before + 1.5 of its own on average)
+    assert roofline.attention_flops(tiny, 3, 5) == 312.0
+    work = Workload(2, 1, 2, 7, 5, 2, 4)  # 2 samples of 1 + 2 tokens
+    assert roofline.student(tiny, work).flops == 2 * (2 * 1104 + 3.5 * 312)
+    assert roofline.teacher_cached(tiny, work).flops == 2 * (1104 + 16 * 3 * 8.5)
+    assert roofline.teacher_reading(tiny, work).flops == 2 * (2 * 184 * 10 + 16 * 10 * 5)
+    # a token: 184 weights + 2 cartridges x 5 tokens x 4 values + 2 samples x (1 + 1) x 4, 4 B each
+    assert roofline.rollout(tiny, work).bytes == 2 * 4 * (184 + 40 + 16)
+    assert roofline.publish(tiny, 3, 5, 4).bytes == 3 * 5 * 4 * 4
+
+
+def test_a_phase_takes_the_longer_of_compute_and_traffic() -> None:
+    device = Device("toy", flops=100.0, bandwidth=10.0, link=2.0)
+    assert Phase("compute", 1000.0, 10.0).seconds(device) == 20.0  # at half of peak
+    assert Phase("memory", 10.0, 1000.0).seconds(device) == 100.0
+    assert Phase("link", 0.0, 10.0, over_link=True).seconds(device) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("phase", "a100", "h200"),
+    [  # seconds, from an independent estimate of the same step
+        (roofline.teacher_reading(LLAMA_3B, STEP), 5.6, 1.8),
+        (roofline.teacher_cached(LLAMA_3B, STEP), 0.38, 0.12),
+        (roofline.student(LLAMA_3B, STEP), 0.56, 0.18),
+        (roofline.rollout(LLAMA_3B, STEP), 1.8, 0.76),
+        (roofline.publish(LLAMA_3B, 1, 2048, 2), 0.0094, 0.0094),
+    ],
+    ids=lambda value: value.name if isinstance(value, Phase) else "",
+)
+def test_the_roofline_of_the_published_setting(phase: Phase, a100: float, h200: float) -> None:
+    assert phase.seconds(A100) == pytest.approx(a100, rel=0.04)
+    assert phase.seconds(H200) == pytest.approx(h200, rel=0.04)
+
+
+def test_a_step_of_the_published_setting() -> None:
+    cached = [roofline.rollout, roofline.teacher_cached, roofline.student]
+    naive = [roofline.teacher_reading, roofline.student]
+    apart = Workload(8, 200, 512, 12_000, 2048, 8, 2)  # a cartridge read for every sample
+    for device, least, most in ((A100, 2.7, 8.4), (H200, 1.05, 2.9)):
+        assert sum(f(LLAMA_3B, STEP).seconds(device) for f in cached) == pytest.approx(
+            least, rel=0.03
+        )
+        total = sum(f(LLAMA_3B, STEP).seconds(device) for f in naive)
+        total += roofline.rollout(LLAMA_3B, apart).seconds(device)
+        assert total == pytest.approx(most, rel=0.03)
+
+
+def rows(sections: tuple[Section, ...], title: str) -> dict[str, tuple[str, ...]]:
+    (section,) = [s for s in sections if s.title.startswith(title)]
+    return {row[0]: row[1:] for row in section.rows}
+
+
+def test_the_plan_of_the_published_setting() -> None:
+    loaded = load_spec(str(REPOSITORY / "meshes/longhealth_3b.yaml"))
+    sections = plan(loaded.spec, loaded.place)
+    memory = rows(sections, "memory")
+    assert memory["one cartridge"] == ("235 MB",)
+    assert memory["all cartridges"] == ("4.7 GB, published as one",)
+    assert memory["KV per token"] == ("114,688 B = 28 layers x 2 x 8 heads x 128 x 2 B",)
+    # 20 x (2048 - 1) x 57,344 numbers, 16 bytes each with gradient and Adam
+    assert memory["trainable"] == ("2.35 G numbers, 37.6 GB with gradient and Adam in float32",)
+    assert memory["document KV"] == ("1.38 GB each, 27.5 GB in all",)
+    assert memory["teacher's cache"] == ("34.4 GB a replica: all fit",)
+    budget = rows(sections, "budget")
+    assert budget["prompts"] == ("8 a step, 320 in all",)
+    assert budget["response tokens"] == ("at most 4,096 a step, 163,840 in all",)
+    step = rows(sections, "roofline")
+    assert step["rollout"] == ("41.3 T", "3.62 TB .. 4.47 TB", "1.8 s .. 2.2 s", "755 ms .. 930 ms")
+    assert step["teacher, document re-read"][2:] == ("5.6 s", "1.8 s")
+
+
+def test_replicas_share_a_phase_and_documents_are_no_more_than_there_are() -> None:
+    sets = ("roles.generator.replicas=4", "data.patients=1")
+    spec = load_spec(str(REPOSITORY / "meshes/longhealth_3b.yaml"), sets=sets).spec
+    phases = {low.name: (low, high) for low, high in step_phases(spec, LLAMA_3B, STEP)}
+    quarter = roofline.rollout(LLAMA_3B, Workload(2, 200, 512, 12_000, 2048, 1, 2))
+    assert phases["rollout"] == (quarter, quarter)
+    assert phases["student"][0] == roofline.student(LLAMA_3B, STEP)
+
+
+def test_a_cache_too_small_for_all_documents_says_how_many_fit() -> None:
+    sets = ("teacher.max_kv_bytes=4000000000",)  # 2 x 1.376 GB fit, 3 do not
+    spec = load_spec(str(REPOSITORY / "meshes/longhealth_3b.yaml"), sets=sets).spec
+    assert rows(plan(spec), "memory")["teacher's cache"] == (
+        "4 GB a replica: 2 of 20 fit, the others are read again",
+    )
+
+
+def test_what_is_not_at_hand_is_said_to_be_unknown() -> None:
+    mesh = str(REPOSITORY / "meshes/longhealth_3b.yaml")
+    sections = plan(load_spec(mesh, sets=("model.shape=",)).spec)
+    assert rows(sections, "memory")["document KV"] == (
+        "unknown: no config.json at model.path and no model.shape",
+    )
+    assert list(rows(sections, "roofline")) == ["unknown: needs the model's shape"]
+    sections = plan(load_spec(mesh, sets=("data.document_tokens=",)).spec)
+    assert rows(sections, "memory")["document KV"] == (
+        "measured at run time; a teacher keeps 34.4 GB",
+    )
+    assert list(rows(sections, "roofline")) == ["unknown: needs data.document_tokens"]
+
+
+def test_the_shape_comes_from_config_json_first(tmp_path: Path) -> None:
+    config = {
+        "num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 6,
+        "num_key_value_heads": 3, "intermediate_size": 512, "vocab_size": 300,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ModelSpec(path=str(tmp_path), shape=LLAMA_3B)
+    assert model_shape(model) == ShapeSpec(
+        layers=4, hidden=192, heads=6, kv_heads=3, head_dim=32, intermediate=512, vocab=300
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 64}))
+    found = model_shape(model)
+    assert found is not None
+    assert found.head_dim == 64
+    assert model_shape(ModelSpec(path="org/model", shape=LLAMA_3B)) == LLAMA_3B
+    assert model_shape(ModelSpec(path="org/model")) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{}", "KeyError: 'num_attention_heads'"),
+        ("[]", "TypeError: list indices must be integers or slices, not str"),
+        ("{", "JSONDecodeError: Expecting property name enclosed in double quotes"),
+    ],
+)
+def test_a_damaged_config_is_one_message(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SpecError) as caught:
+        model_shape(ModelSpec(path=str(tmp_path)))
+    start = f"{tmp_path / 'config.json'} is not the config of a Llama-like model ({why}"
+    assert str(caught.value).startswith(start)
+
+
+def test_plain_lines_and_terminal_tables_hold_the_same() -> None:
+    sections = (Section("roles", ("role", "n"), (("generator", "2"), ("kinds[1]", "10"))),)
+    assert render(sections, terminal=False) == (
+        "roles\n  role       n\n  generator  2\n  kinds[1]   10\n"
+    )
+    table = render(sections, terminal=True)
+    for word in ("roles", "role", "generator", "kinds[1]", "10"):
+        assert word in table
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [bytes_text(n) for n in (0, 999, 1000, 234_881_024, 27.5e9)] == [
+        "0 B", "999 B", "1 kB", "235 MB", "27.5 GB",
+    ]  # fmt: skip
+    assert [count_text(n) for n in (7, 999_600, 117_383_168)] == ["7", "1 M", "117 M"]
+    assert [seconds_text(s) for s in (5.61, 0.9999, 0.7553, 0.0094, 2e-5, 120)] == [
+        "5.6 s", "1 s", "755 ms", "9.4 ms", "20 us", "120 s",
+    ]  # fmt: skip

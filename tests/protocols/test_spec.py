@@ -1,0 +1,75 @@
+"""The typed spec itself: frozen, documented, with bounded defaults."""
+
+from collections.abc import Iterator
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from protocols.learn_spec import EvaluateSpec, LearnSpec, LossSpec, TeacherSpec
+from protocols.spec import LEARN_KEYS, MESH_KEYS, MeshSpec, RolesSpec, RunSpec
+
+
+def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    yield model
+    for field in model.model_fields.values():
+        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from sections(part)
+
+
+def test_every_field_is_described_and_every_section_frozen_and_closed() -> None:
+    found = set(sections(RunSpec))
+    assert len(found) == 15
+    for model in found:
+        assert model.model_config["frozen"] is True
+        assert model.model_config["extra"] == "forbid"
+        assert model.__doc__
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name}"
+
+
+def test_defaults() -> None:
+    mesh = MeshSpec(name="tiny", config="c.yaml")
+    assert (mesh.hosts.kind, mesh.plane) == ("local", "torchstore")
+    assert (mesh.call_timeout_s, mesh.spawn_timeout_s) == (120.0, 120.0)
+    assert [(n, r.replicas, r.procs, r.threads, r.gpus) for n, r in mesh.roles.items()] == [
+        ("generator", 1, 1, 1, 0),
+        ("doc_teacher", 1, 1, 1, 0),
+        ("trainer", 1, 1, 1, 0),
+    ]
+    assert (TeacherSpec().top_k, TeacherSpec().max_kv_bytes) == (20, 2_147_483_648)
+    assert (LossSpec().direction, LossSpec().form, LossSpec().beta) == ("forward", "tail", None)
+    assert EvaluateSpec().arms == ("none", "document", "untrained", "offline", "on_policy")
+
+
+def test_a_key_belongs_to_one_file_only() -> None:
+    """`--set` routes by the first segment, so no name may be in both."""
+    assert not MESH_KEYS & LEARN_KEYS
+    assert frozenset(LearnSpec.model_fields) == LEARN_KEYS
+
+
+def test_a_spec_cannot_be_changed() -> None:
+    roles = RolesSpec()
+    with pytest.raises(ValidationError, match="frozen"):
+        roles.generator = roles.trainer  # type: ignore[misc]
+
+
+def test_rules_hold_without_the_loader_too() -> None:
+    with pytest.raises(ValidationError, match=r"belongs to loss\.direction jsd alone"):
+        LossSpec(beta=0.5)
+    with pytest.raises(ValidationError, match="lower-case letters"):
+        MeshSpec(name="9lives", config="c.yaml")
+
+
+def test_names_follow_the_run_directory_they_make() -> None:
+    spec = MeshSpec(name="a_1", config="c.yaml")
+    learn = LearnSpec.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"patients": 1, "facts": 1, "notes": 1, "held_out": 1},
+            "cartridge": {"tokens": 2},
+            "rollout": {"prompts": 1, "max_tokens": 1},
+            "train": {"steps": 1, "row_tokens": 2},
+        }
+    )
+    assert RunSpec(mesh=spec, learn=learn).default_run_root.as_posix() == "runs/a_1"
