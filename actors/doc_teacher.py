@@ -1,7 +1,8 @@
-"""DocTeacherActor: the same frozen model with the whole document in context, scoring given tokens."""
+"""DocTeacherActor: the same frozen model with the document in context, scoring given tokens."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from protocols.types import Sample, Scored
 
 
 class DocTeacherActor(Actor):
-    """Scores exactly the sampled tokens. The document's KV is read once and reused (LRU by bytes)."""
+    """Scores exactly the sampled tokens. A document's KV is read once and reused (bounded LRU)."""
 
     def __init__(self, base: BaseModel, row_tokens: int, keep_top: int | None) -> None:
         """`keep_top` entries a token are sent, or all logits for None."""
@@ -32,8 +33,9 @@ class DocTeacherActor(Actor):
         )
 
     @endpoint
-    async def ready(self) -> bool:
-        return True
+    async def ready(self) -> int:
+        """This process's id, once the model is loaded."""
+        return os.getpid()
 
     @endpoint
     async def score(self, key: str, samples: Sequence[Sample]) -> Scored:

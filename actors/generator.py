@@ -1,7 +1,8 @@
-"""GeneratorActor: samples responses over cartridge versions and documents (embedded torch backend)."""
+"""GeneratorActor: samples over cartridge versions and documents (the embedded torch backend)."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -36,8 +37,9 @@ class GeneratorActor(Actor):
         )
 
     @endpoint
-    async def ready(self) -> bool:
-        return True
+    async def ready(self) -> int:
+        """This process's id, once the model is loaded."""
+        return os.getpid()
 
     @endpoint
     async def load(self, snapshot: Snapshot) -> int:

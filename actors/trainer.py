@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -33,8 +34,9 @@ class TrainerActor(Actor):
         self._trainer = CartridgeTrainer(model, {n: cache.get(n) for n in names}, config)
 
     @endpoint
-    async def ready(self) -> bool:
-        return True
+    async def ready(self) -> int:
+        """This process's id, once the model is loaded."""
+        return os.getpid()
 
     @endpoint
     async def begin(self, steps: int) -> int:

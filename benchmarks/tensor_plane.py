@@ -28,7 +28,7 @@ COLUMNS = ("memcpy", "put", "get", "read", "delete")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-mb", type=int, default=64, choices=(1, 4, 16, 64, 256, 512))
     parser.add_argument("--out", type=Path, default=Path("tensor_plane.json"))
     return parser.parse_args()
@@ -89,8 +89,8 @@ async def run(max_mb: int) -> list[dict[str, Any]]:
 
     torch.set_num_threads(1)
 
-    class Reader(Actor):  # type: ignore[misc]
-        @endpoint  # type: ignore[untyped-decorator]
+    class Reader(Actor):
+        @endpoint
         async def read(self, plane: OwnedPlane, packet: Any) -> tuple[float, float]:
             """Seconds to get, and seconds to read every byte once."""
             import torch

@@ -38,6 +38,7 @@ class Difficulty:
 
     facts: tuple[int, int]
     filler_rate: float
+    alike: float = 0.5  # share of charts that hold one kind of thing only
 
 
 def says(fact: tuple[str, str]) -> str:
@@ -85,10 +86,10 @@ def draw_conversation(
 ) -> tuple[Patient, list[Turn]]:
     """A new patient and one turn of each of `kinds`."""
     facts = rng.randint(*difficulty.facts)
-    # Half the charts hold one kind of thing only: otherwise "the number in the chart" is a good
-    # guess at any measurement, and finding by field is never learnt (docs/log.md).
+    # In a mixed chart "the number in the chart" is a good guess at any measurement; where all are
+    # alike only the field tells them apart (docs/log.md).
     alike = [c.fields for c in CATEGORIES if len(c.fields) >= facts]
-    fields = rng.choice(alike) if alike and rng.random() < 0.5 else FIELDS
+    fields = rng.choice(alike) if alike and rng.random() < difficulty.alike else FIELDS
     chart = draw_chart(rng, facts, max(1, min(4, facts // 3)), difficulty.filler_rate, fields)
     (patient,) = parse_patients({"p": longhealth_record(chart, rng)}, "corpus")
     return patient, [draw_turn(kind, chart, patient, rng) for kind in kinds]

@@ -7,8 +7,10 @@ trained, so it is never shipped: it is read from a path, or fetched from a URL a
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import re
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,7 +68,9 @@ def load_patients(source: str) -> list[Patient]:
         try:
             with urllib.request.urlopen(source, timeout=FETCH_TIMEOUT_S) as answer:
                 raw = answer.read()
-        except OSError as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()  # it holds the connection
             raise DataError(
                 f"cannot fetch {source}: {error}; download it once and give data.path its path"
             ) from error
@@ -96,6 +100,8 @@ def _parse_patient(source: str, key: str, record: Any) -> Patient:
     try:
         texts = record["texts"]
         order = sorted(texts, key=_natural)
+        if not order:
+            raise ValueError("texts is empty: a patient needs a note to be asked about")
         return Patient(
             id=key,
             name=str(record["name"]),

@@ -42,7 +42,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Chart:
-    """A patient before rendering: the notes with their facts, from which everything else follows."""
+    """A patient before rendering: the notes with their facts, from which all else follows."""
 
     name: str
     birthday: str
@@ -98,7 +98,7 @@ def draw_chart(
 
 
 def draw_options(rng: random.Random, fact: tuple[str, str]) -> tuple[list[str], str]:
-    """Five distinct option texts in random order, one of them the fact's own, and that one's text."""
+    """Five distinct option texts in random order, and the text of the fact's own among them."""
     field, value = fact
     others = [v for v in words.CATEGORY_OF[field].values if v != value]
     options = [words.value_text(field, v) for v in [value, *rng.sample(others, 4)]]

@@ -15,8 +15,10 @@ from clinic.longhealth import LETTERS, Patient, Question
 
 SELF_STUDY_KINDS = ("recite", "structure", "summarise", "question")
 
-_ANSWER = re.compile(r"answer(?: is|:)\s*(.+)", re.IGNORECASE | re.DOTALL)
-_LETTER = re.compile(r"\(?([a-e])(?:[).:,]|$|\s)", re.IGNORECASE)
+_ANSWER = re.compile(r"answer(?: is:?|:)\s*(?=\S)", re.IGNORECASE)
+# A lower-case "a" before a word is an article ("the answer is a kind of ..."), not a choice.
+_LETTER = re.compile(r"\(?([a-eA-E])(?:[).:,]|\s*(?:\n|$)|(?<!a)\s)")
+_AROUND = " .\"'"
 
 
 def recite_prompt(cue: str) -> str:
@@ -47,7 +49,9 @@ def unique_cue(document: str, sentence: str, most: int = 8) -> str | None:
     parts = sentence.split()
     for count in range(1, min(most, len(parts)) + 1):
         cue = " ".join(parts[:count]).rstrip(",;:")
-        if len(re.findall(rf"(?<!\w){re.escape(cue)}(?!\w)", document)) == 1:
+        pattern = r"\s+".join(re.escape(part) for part in cue.split())
+        # Looked ahead, not consumed: places may overlap.
+        if cue and len(re.findall(rf"(?<!\w)(?={pattern}(?!\w))", document)) == 1:
             return cue
     return None
 
@@ -85,7 +89,8 @@ def parse_answer(response: str, question: Question) -> str | None:
     found = list(_ANSWER.finditer(response))
     if not found:
         return None
-    said = _fold(found[-1].group(1))
+    rest = response[found[-1].end() :]
+    said = _fold(rest)
     texts = [_fold(o) for o in question.options]
     exact = [i for i, t in enumerate(texts) if t == said]
     leading = [i for i, t in enumerate(texts) if re.match(rf"{re.escape(t)}(?!\w)", said)]
@@ -93,9 +98,9 @@ def parse_answer(response: str, question: Question) -> str | None:
         # The longest option that the answer starts with: "41 gram daily" is not "41 gram".
         best = exact or sorted(leading, key=lambda i: -len(texts[i]))
         return LETTERS[best[0]]
-    letter = _LETTER.match(said)
+    letter = _LETTER.match(rest.strip(_AROUND))
     return letter.group(1).lower() if letter else None
 
 
 def _fold(text: str) -> str:
-    return " ".join(text.lower().split()).strip(" .\"'")
+    return " ".join(text.lower().split()).strip(_AROUND)

@@ -31,13 +31,14 @@ from clinic.corpus import Difficulty, Turn, draw_conversation, guess_turn
 from clinic.tokenizer import build_tokenizer
 
 LADDER = (
-    Difficulty((2, 4), 0.0),
-    Difficulty((3, 6), 0.3),
+    Difficulty((2, 4), 0.0, alike=0.9),
+    Difficulty((3, 6), 0.3, alike=0.7),
     Difficulty((4, 10), 0.6),
     Difficulty((6, 16), 0.8),
     Difficulty((8, 26), 1.0),
 )
 CLIMB_AT = 0.85
+ROPE_THETA = 500_000.0
 # Recitation first: it is dense and makes retrieval emerge; option lists are long and teach little
 # until there is something to retrieve.
 FIRST_TURNS = ["recite", "recite", "recite", "question", "question"]
@@ -69,13 +70,71 @@ def new_model(
         num_key_value_heads=kv_heads,
         head_dim=width // heads,
         max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,
         initializer_range=0.02,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    start_from_induction(model)
+    return model
+
+
+@torch.no_grad()
+def start_from_induction(model: LlamaForCausalLM) -> None:
+    """Initialise one previous-token head and one matching head, the circuit that reading needs.
+
+    Olsson et al. (2022): a layer-0 head copies each token's predecessor into its residual stream,
+    a layer-1 head looks for the place whose predecessor is the current token and copies what
+    stands there. Left to chance this took thousands of steps to emerge here, or did not; started
+    roughly right, training takes it up at once. All weights stay trainable.
+    """
+    config = model.config
+    size, width = config.head_dim, config.hidden_size
+    half = size // 2
+    grouped = config.num_attention_heads // config.num_key_value_heads
+    frequency = ROPE_THETA ** (-torch.arange(half) / half)
+    fast = [i for i in range(half) if frequency[i] > 0.05]  # tell neighbours apart
+    slow = [i for i in range(half) if frequency[i] < 0.008]  # barely turn within a chart
+    content = slow + [i + half for i in slow]
+    embedding = model.model.embed_tokens.weight
+    # One dimension is the same for every token: what a bias would be. The output ignores it,
+    # since it shifts all logits alike (the embedding is tied).
+    embedding[:, 0] = 0.1
+    constant = 0.1 / 0.0213  # its value after RMSNorm, for embeddings of deviation 0.02
+    # Disjoint parts of the residual stream: what is matched, what is copied, and where each
+    # looking-back head writes; the embedding itself stays out of the last.
+    basis = torch.nn.init.orthogonal_(torch.empty(width - 1, width - 1))
+    basis = torch.nn.functional.pad(basis, (1, 0))  # none of them touches the constant dimension
+    reads, copies, writes = basis[:size], basis[size : 2 * size], basis[-size * grouped :]
+    embedding -= embedding @ writes.T @ writes
+
+    first = model.model.layers[0].self_attn
+    first.k_proj.weight[:size] *= 0.1
+    first.k_proj.weight[fast, 0] = 8.0 / constant
+    first.v_proj.weight[:size] = reads
+    for head in range(grouped):  # head h looks h + 1 tokens back
+        query = first.q_proj.weight[head * size : (head + 1) * size]
+        query *= 0.1
+        for i in fast:
+            turn = -(head + 1) * frequency[i]
+            query[i, 0] = 8.0 / constant * torch.cos(turn)
+            query[i + half, 0] = 8.0 / constant * torch.sin(turn)
+    first.o_proj.weight *= 0.2
+    first.o_proj.weight[:, : size * grouped] = 0.05 * writes.T
+
+    second = model.model.layers[1].self_attn
+    second.k_proj.weight[:size] = 0
+    second.k_proj.weight[content] = writes[:size][content]
+    for head in range(grouped):
+        query = second.q_proj.weight[head * size : (head + 1) * size]
+        query[:] = 0
+        query[content] = 8 * reads[content]
+    second.v_proj.weight[:size] = copies
+    second.o_proj.weight *= 0.2
+    second.o_proj.weight[:, :size] = 1.0 * copies.T
 
 
 def draw_batch(

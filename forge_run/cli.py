@@ -73,7 +73,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--run-dir",
         type=Path,
         metavar="DIR",
-        help="where runs are kept, instead of runs/<mesh name>",
+        help="where runs are kept, as DIR/<mesh name>/<run> (default: runs)",
     )
 
 

@@ -9,20 +9,21 @@ longer than STOP_SECONDS, ends every process at once (the last checkpoint stands
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from forge_run.display import Display, print_results
 from protocols.errors import CheckpointError, ForgeError, RunError
 from protocols.spec import RunSpec
+from protocols.spec_loading import load_resolved
+from protocols.yaml_lines import dump_yaml
 from services.rundir import RunDirectory
 
 POLL_SECONDS = 0.25
@@ -66,11 +67,11 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
 def open_directory(spec: RunSpec, run_dir: Path | None, resume: str | None) -> RunDirectory:
     """A new run directory, or the one to resume, whose spec must be this spec."""
     root = run_dir or Path("runs")
-    text = yaml.safe_dump(spec.as_dict(), sort_keys=False)
+    text = dump_yaml(spec.as_dict())
     if resume is None:
         return RunDirectory.create(root.absolute(), spec.mesh.name, text)
     directory = RunDirectory.open(root.absolute(), spec.mesh.name, resume or "latest")
-    before = yaml.safe_load(directory.spec.read_text())
+    before = load_resolved(directory.spec).as_dict()
     changed = differences(before, spec.as_dict())
     if changed:
         raise CheckpointError(
@@ -136,9 +137,7 @@ def _drive(
         per_host={"procs": 1}, name="controller", bootstrap=bootstrap(1)
     )
     try:
-        controller = procs.spawn(
-            "controller", ControllerActor, spec, str(directory.path), resume
-        )
+        controller = procs.spawn("controller", ControllerActor, spec, str(directory.path), resume)
         running = controller.run.call_one()
         status = _poll(controller, spec.mesh.spawn_timeout_s)
         caught.listen()
@@ -174,11 +173,12 @@ def _poll(controller: Any, timeout_s: float) -> Any:
 
 
 def _end(procs: Any) -> None:
-    """Stop the controller's process and this client's part of the mesh, whatever state it is in."""
+    """Stop the controller's process and this client's part of the mesh, within seconds.
+
+    What does not stop in time (a process busy with its last call) dies with this process.
+    """
     import monarch.actor as monarch
 
-    for what in (procs.stop, monarch.shutdown_context):
-        try:
-            what().get(timeout=3.0)
-        except Exception as error:  # noqa: BLE001 - the run is over; say so and leave
-            print(f"while shutting down: {type(error).__name__}", file=sys.stderr)
+    for ending in (procs.stop, monarch.shutdown_context):
+        with contextlib.suppress(Exception):
+            ending().get(timeout=3.0)

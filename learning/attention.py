@@ -1,4 +1,4 @@
-"""Attention over a shared key/value prefix: the one mechanism under students, teachers and sampling.
+"""Attention over a shared key/value prefix: one mechanism under students, teachers and sampling.
 
 Registered with transformers as the attention implementation "cartridge", so that any model family
 whose layers call the attention interface (Llama, Qwen3, ...) runs unmodified. A batch of C*R rows
@@ -85,10 +85,12 @@ def cartridge_attention(
     may see), None = every token of the row. Returns [B, T, H_q, D].
     """
     context = prefix or PrefixContext()
+    # To mypy an attribute of any module is a Tensor or a Module; this one is an int.
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
     if context.capture:
         context.captured.append(torch.stack([key, value], dim=1))
     if context.cache is not None:
-        key, value = context.cache.write(int(module.layer_idx), key, value)  # type: ignore[arg-type]
+        key, value = context.cache.write(layer, key, value)
 
     rows, query_heads, length, size = query.shape
     heads = key.shape[1]
@@ -103,7 +105,7 @@ def cartridge_attention(
         weights = own.softmax(-1).to(value.dtype)
         out = weights @ value
     else:
-        kv = context.kv[:, int(module.layer_idx)]  # type: ignore[arg-type]
+        kv = context.kv[:, layer]
         count, prefix_tokens = kv.shape[0], kv.shape[3]
         per = rows // count
         # [C*R, H, G*T, D] -> [C, H, R*G*T, D]: one product for each prefix, whatever R is.
@@ -116,7 +118,7 @@ def cartridge_attention(
         shared = shared.view(count, heads, per, -1, prefix_tokens).transpose(1, 2)
         scores = torch.cat([shared.reshape(rows, heads, -1, prefix_tokens), own], dim=-1)
         weights = scores.softmax(-1).to(value.dtype)
-        on_prefix, on_own = weights.split([prefix_tokens, own.shape[-1]], dim=-1)
+        on_prefix, on_own = weights[..., :prefix_tokens], weights[..., prefix_tokens:]
         folded = on_prefix.reshape(count, per, heads, -1, prefix_tokens).transpose(1, 2)
         read = folded.reshape(count, heads, -1, prefix_tokens) @ kv[:, 1]
         read = read.view(count, heads, per, -1, size).transpose(1, 2).reshape(q.shape)

@@ -117,11 +117,12 @@ def response_logits(
         (same & causal)[:, None].to(model.device),
         PrefixContext(kv=kv, lengths=lengths),
     )
-    return model.lm_head(hidden[packed.row, packed.column]).float()  # type: ignore[no-any-return]
+    logits: Tensor = model.lm_head(hidden[packed.row, packed.column])
+    return logits.float()
 
 
 def stack_prefixes(prefixes: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Stack [L, 2, H_kv, P_c, D] prefixes, zero-padded to the longest; lengths [C] if they differ."""
+    """Stack [L, 2, H_kv, P_c, D] prefixes, zero-padded to the longest; lengths [C] if unequal."""
     lengths = [p.shape[3] for p in prefixes]
     longest = max(lengths)
     if min(lengths) == longest:

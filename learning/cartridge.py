@@ -17,7 +17,7 @@ from protocols.errors import DataError
 
 
 class CartridgeBank(nn.Module):
-    """C cartridges: `frozen` [C, L, 2, H_kv, F, D] (buffer) and `trainable` [C, L, 2, H_kv, P-F, D]."""
+    """C cartridges: buffer `frozen` [C, L, 2, H_kv, F, D], `trainable` [C, L, 2, H_kv, P-F, D]."""
 
     frozen: Tensor
 

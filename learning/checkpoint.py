@@ -38,10 +38,11 @@ class Checkpoint:
 def write_checkpoint(directory: Path, name: str, checkpoint: Checkpoint, keep: int) -> Path:
     """Write `directory/name` atomically, then drop all but the newest `keep`; returns its path.
 
-    A checkpoint that is already there under this name is the same state, and is left alone.
+    A whole checkpoint that is already there under this name is the same state, and is left alone;
+    a damaged one (the run was resumed from the one before it) is replaced.
     """
     final = directory / name
-    if final.exists():
+    if final.exists() and _is_whole(final):
         return final
     partial = directory / f".{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -52,6 +53,8 @@ def write_checkpoint(directory: Path, name: str, checkpoint: Checkpoint, keep: i
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
     for path in (partial / STATE, partial / MANIFEST, partial):
         _flush(path)
+    if final.exists():
+        shutil.rmtree(final)
     partial.rename(final)
     _flush(directory)
     for old in list_checkpoints(directory)[:-keep]:
@@ -92,6 +95,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except SafetensorError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
     return Checkpoint(facts, tensors)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        read_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _instead(path: Path) -> str:

@@ -51,7 +51,7 @@ def generate(
     groups: dict[PrefixRef, list[_Row]] = {}
     for row in rows:
         if not row.request.prompt_ids:
-            raise DataError(f"request {row.request.id} has an empty prompt; give at least one token")
+            raise DataError(f"request {row.request.id} has an empty prompt; give it a token")
         groups.setdefault(row.request.prefix, []).append(row)
     if not rows:
         return []
@@ -75,7 +75,10 @@ def generate(
 
 
 def _decode(
-    model: PreTrainedModel, groups: list[list[_Row]], prefixes: list[Tensor], end_ids: frozenset[int]
+    model: PreTrainedModel,
+    groups: list[list[_Row]],
+    prefixes: list[Tensor],
+    end_ids: frozenset[int],
 ) -> None:
     """Decode C groups of rows, each over its prefix, to the end; fills the rows in place."""
     per = max(len(g) for g in groups)
@@ -158,16 +161,13 @@ def _sample(logits: Tensor, slots: list[_Row | None], end_ids: frozenset[int]) -
     logprobs = logits.log_softmax(-1)
     greedy = logits.argmax(-1)
     chosen = greedy.clone()
-    drawing = [
-        b for b, s in enumerate(slots) if s and not s.reason and s.request.sampling.temperature > 0
-    ]
-    by_sampling: dict[Sampling, list[int]] = {}
-    for b in drawing:
-        slot = slots[b]
-        assert slot is not None
-        by_sampling.setdefault(slot.request.sampling, []).append(b)
-    for sampling, rows in by_sampling.items():
-        draws = torch.stack([slots[b].uniforms[len(slots[b].tokens)] for b in rows])  # type: ignore[union-attr]
+    by_sampling: dict[Sampling, list[tuple[int, _Row]]] = {}
+    for b, slot in enumerate(slots):
+        if slot and not slot.reason and slot.request.sampling.temperature > 0:
+            by_sampling.setdefault(slot.request.sampling, []).append((b, slot))
+    for sampling, drawing in by_sampling.items():
+        rows = [b for b, _ in drawing]
+        draws = torch.stack([slot.uniforms[len(slot.tokens)] for _, slot in drawing])
         chosen[rows] = draw(logits[rows], draws, sampling)
     picked = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
     ids = chosen.tolist()
@@ -191,7 +191,7 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     probs = (logits.double() / sampling.temperature).softmax(-1)
     order = torch.arange(probs.shape[-1], device=probs.device).expand_as(probs)
     if sampling.top_k > 0 or sampling.top_p < 1.0:
-        probs, order = probs.sort(-1, descending=True, stable=True)
+        probs, order = torch.sort(probs, dim=-1, descending=True, stable=True)
         if sampling.top_k > 0:
             probs[:, sampling.top_k :] = 0
             probs = probs / probs.sum(-1, keepdim=True)

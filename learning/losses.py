@@ -73,7 +73,8 @@ def doc_kl(student: Tensor, teacher: Teacher, spec: DocKL) -> tuple[Tensor, int]
             "loss.temperature other than 1 needs the teacher's whole distribution: "
             "set teacher.top_k: full"
         )
-    assert teacher.indices is not None and teacher.logprobs is not None
+    assert teacher.indices is not None
+    assert teacher.logprobs is not None
     top_s = log_s.gather(-1, teacher.indices.long())
     top_t = teacher.logprobs.float()
     if spec.form == "tail" and top_t.shape[-1] < log_s.shape[-1]:

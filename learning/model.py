@@ -22,7 +22,7 @@ def load_model(path: str, dtype: str = "float32") -> PreTrainedModel:
     Raises DataError when there is no model there.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation=IMPLEMENTATION
         )
     except OSError as error:
@@ -31,7 +31,8 @@ def load_model(path: str, dtype: str = "float32") -> PreTrainedModel:
             "with config.json and *.safetensors, or to a hub id that this machine can reach"
         ) from error
     model.requires_grad_(False)
-    return model.eval()  # type: ignore[no-any-return]
+    model.eval()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    return model
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -39,7 +40,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(path)
     if not tokenizer.chat_template:
         raise DataError(f"the tokenizer at {path!r} has no chat template; add one to its files")
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
@@ -85,7 +86,8 @@ def hidden_states(
         use_cache=False,
         prefix=context,
     )
-    return out.last_hidden_state  # type: ignore[no-any-return]
+    hidden: Tensor = out.last_hidden_state
+    return hidden
 
 
 def base_hash(model: PreTrainedModel) -> str:
@@ -98,6 +100,6 @@ def base_hash(model: PreTrainedModel) -> str:
 
 
 def same_model(path: str) -> str:
-    """A short id of a model's configuration, for manifests: SHA-256 of its config.json, or the id."""
+    """A short id of a model's configuration: SHA-256 of its config.json, or the hub id."""
     config = Path(path) / "config.json"
     return hashlib.sha256(config.read_bytes()).hexdigest()[:16] if config.is_file() else path

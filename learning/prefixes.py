@@ -1,4 +1,4 @@
-"""A bounded cache of frozen document KV: each document is read once, then reused for every prompt."""
+"""A bounded cache of frozen document KV: each document is read once, then reused."""
 
 from __future__ import annotations
 

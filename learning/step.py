@@ -118,7 +118,7 @@ def train_step(
         )
 
     optimizer.zero_grad(set_to_none=True)
-    mean.backward()  # type: ignore[no-untyped-call]
+    mean.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     norm = torch.nn.utils.clip_grad_norm_([bank.trainable], clip)
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -58,7 +58,7 @@ class CartridgeTrainer:
         self._optimizer = new_optimizer(self.bank)
 
     def begin(self, steps: int) -> int:
-        """Start an arm of `steps` steps from the untrained cartridges; returns its first version."""
+        """Start an arm of `steps` steps from the untrained cartridges; returns its version."""
         with torch.no_grad():
             self.bank.trainable.copy_(self._initial)
         self._optimizer = new_optimizer(self.bank)
@@ -70,7 +70,7 @@ class CartridgeTrainer:
         return self.version
 
     def step(self, samples: Sequence[Sample], teacher: Teacher, version: int) -> StepResult:
-        """One optimiser step on `version`, which must be the current one; makes the next version."""
+        """One optimiser step on `version`, which must be the current one; makes the next."""
         if version != self.version:
             raise StaleTokenError(
                 f"asked to train version {version}, and the trainer stands at {self.version}: a "
@@ -134,13 +134,13 @@ class CartridgeTrainer:
                 "the checkpoint was made with other base weights; resume with the model.path of "
                 "its run"
             )
-        if tuple(facts["names"]) != self.bank.names or (
-            tensors["trainable"].shape != self.bank.trainable.shape
-        ):
+        held = [tuple(tensors[part].shape) for part in ("frozen", "trainable")]
+        here = [tuple(self.bank.frozen.shape), tuple(self.bank.trainable.shape)]
+        if tuple(facts["names"]) != self.bank.names or held != here:
             raise CheckpointError(
-                f"the checkpoint holds cartridges {facts['names']} of shape "
-                f"{tuple(tensors['trainable'].shape)}, this run has {list(self.bank.names)} of "
-                f"{tuple(self.bank.trainable.shape)}; resume with the spec of its run"
+                f"the checkpoint holds cartridges {facts['names']} of shapes (frozen, trainable) "
+                f"{held}, this run has {list(self.bank.names)} of {here}; resume with the spec of "
+                "its run"
             )
         with torch.no_grad():
             self.bank.trainable.copy_(tensors["trainable"])

@@ -40,7 +40,7 @@ class Sampling:
 class GenerateRequest:
     """One prompt to complete. Token ids in: text is never re-tokenised on the way.
 
-    `GenerateRequest("train/3/0", (4, 91, 2, 5), PrefixRef("cartridge/patient_01", 3), Sampling(), 17)`
+    `GenerateRequest("on_policy/3/0", (4, 91, 2, 5), PrefixRef("cartridge/p1", 3), Sampling(), 17)`
     Position ids of the prompt start where the prefix ends. The same `seed` gives the same tokens
     whatever else is in the batch.
     """
@@ -156,4 +156,3 @@ class Stepped(Timed):
     lr: float = 0.0
     tokens: int = 0
     stale_tokens: int = 0
-    base_hash: str = ""

@@ -5,7 +5,8 @@
                 -> train offline on as many tokens -> evaluate -> results
 
 It owns every role's process mesh, so a death anywhere reaches `__supervise__` here and ends the
-run with the role's name, a checkpoint and a summary, never with a hang.
+run with the role's name, a checkpoint and a summary, never with a hang. This module imports no
+torch, so that the client that spawns it needs none.
 """
 
 from __future__ import annotations
@@ -14,19 +15,17 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, MeshFailure, concurrent_endpoint
 
-from learning.checkpoint import list_checkpoints
-from learning.model import load_tokenizer
 from protocols.errors import CheckpointError, ForgeError, RunError
 from protocols.spec import RunSpec
 from protocols.status import RunStatus
-from services.roles import Mesh, spawn_mesh
-from services.run import Run, Stopped
 from services.rundir import RunDirectory
-from services.tasks import Tasks, read_patients
+
+if TYPE_CHECKING:
+    from services.run import Run
 
 
 class ControllerActor(Actor):
@@ -37,8 +36,6 @@ class ControllerActor(Actor):
         self._directory = RunDirectory(Path(run_path))
         self._resume = resume
         self._status = RunStatus()
-        self._mesh = Mesh(spec.mesh.spawn_timeout_s)
-        self._failure: asyncio.Future[str] | None = None
         self._deaths: list[str] = []
         self._run: Run | None = None
         self._stopping = False
@@ -61,6 +58,10 @@ class ControllerActor(Actor):
     @concurrent_endpoint
     async def run(self) -> str:
         """Drive the run; returns its status "finished", "stopped" or raises what failed it."""
+        from services.roles import Mesh
+        from services.run import Stopped
+
+        self._mesh = Mesh()
         begun = time.perf_counter()
         event = self._directory.append_event
         event("run_started", resumed=self._resume, mesh=self._spec.mesh.name)
@@ -88,6 +89,11 @@ class ControllerActor(Actor):
         return outcome
 
     async def _drive(self, begun: float) -> None:
+        from learning.model import load_tokenizer
+        from services.roles import spawn_mesh
+        from services.run import Run
+        from services.tasks import Tasks, read_patients
+
         self._show(stage="starting the mesh")
         learn = self._spec.learn
         tasks = Tasks(learn, read_patients(learn.data), load_tokenizer(learn.model.path))
@@ -96,7 +102,11 @@ class ControllerActor(Actor):
         for role, pool in self._mesh.pools.items():
             seconds = round(time.perf_counter() - begun, 3)
             self._directory.append_event(
-                "role_ready", role=role, replicas=len(pool), seconds=seconds
+                "role_ready",
+                role=role,
+                replicas=len(pool),
+                pids=self._mesh.pids[role],
+                seconds=seconds,
             )
         self._run = Run(
             self._spec, tasks, exams, self._mesh, self._directory, self._show, self._should_stop
@@ -106,6 +116,8 @@ class ControllerActor(Actor):
         await self._run.go()
 
     def _newest_checkpoint(self) -> Path:
+        from learning.checkpoint import list_checkpoints
+
         found = list_checkpoints(self._directory.checkpoints)
         if not found:
             raise CheckpointError(

@@ -29,9 +29,11 @@ class Pool:
     async def call(self, replica: int, method: str, *args: Any) -> Any:
         """One call to one replica."""
         endpoint = getattr(self.actors[replica], method)
-        return await bounded(
-            endpoint.call_one(*args), self._timeout_s, f"{self.role}[{replica}].{method}"
-        )
+
+        async def ask() -> Any:  # a mesh known to be dead refuses at the call, not in the await
+            return await endpoint.call_one(*args)
+
+        return await bounded(ask(), self._timeout_s, f"{self.role}[{replica}].{method}")
 
     async def fanout(self, method: str, *args: Any) -> list[Any]:
         """The same call to every replica; the first failure is raised once all have ended."""
@@ -40,7 +42,7 @@ class Pool:
     async def split(
         self, items: Sequence[T], work: Callable[[int, Sequence[T]], Awaitable[list[Any]]]
     ) -> list[Any]:
-        """Share items among replicas (every len(self)-th to each) and put the answers back in order.
+        """Share items among replicas (every len(self)-th to each); the answers come back in order.
 
         `work(replica, share)` answers one result an item.
         """

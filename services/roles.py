@@ -19,8 +19,8 @@ from actors.setup import BaseModel, bootstrap
 from actors.trainer import TrainerActor
 from learning.losses import DocKL
 from learning.trainer import TrainerConfig
-from protocols.learn_spec import LearnSpec
 from protocols.errors import RunError
+from protocols.learn_spec import LearnSpec
 from protocols.spec import RoleSpec, RunSpec
 from services.planes import OwnedPlane, open_plane
 from services.pool import Pool, bounded, gather
@@ -34,12 +34,12 @@ ROLES: dict[str, type[Any]] = {
 
 @dataclass
 class Mesh:
-    """A running mesh: pools by role, the tensor plane, and every process mesh to be stopped."""
+    """A running mesh: pools and process ids by role, the tensor plane, and what must be stopped."""
 
-    spawn_timeout_s: float
     pools: dict[str, Pool] = field(default_factory=dict)
     plane: OwnedPlane | None = None
     procs: list[ProcMesh] = field(default_factory=list)
+    pids: dict[str, list[int]] = field(default_factory=dict)
 
     async def stop(self) -> None:
         """Stop every process; a dead or silent one does not keep the others."""
@@ -76,10 +76,17 @@ async def spawn_mesh(
             _spawn(host, mesh, name, replica, role, arguments) for replica in range(role.replicas)
         ]
         mesh.pools[name] = Pool(name, actors, spec.mesh.call_timeout_s)
+
+    async def ready(name: str, replica: int, actor: Any) -> None:
+        what = f"{name}[{replica}] starting"
+        pid = await bounded(actor.ready.call_one(), spec.mesh.spawn_timeout_s, what)
+        mesh.pids[name][replica] = pid
+
+    mesh.pids = {name: [0] * len(pool) for name, pool in mesh.pools.items()}
     await gather(
-        bounded(actor.ready.call_one(), spec.mesh.spawn_timeout_s, f"{name}[{i}] starting")
+        ready(name, replica, actor)
         for name, pool in mesh.pools.items()
-        for i, actor in enumerate(pool.actors)
+        for replica, actor in enumerate(pool.actors)
     )
 
 
@@ -132,4 +139,4 @@ def _spawn(
 async def _quietly(ending: Any) -> None:
     """Await something that is being thrown away: whether it was still alive does not matter."""
     with contextlib.suppress(RunError):
-        await bounded(ending, 5.0, "stopping")
+        await bounded(ending, 3.0, "stopping")

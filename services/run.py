@@ -24,7 +24,6 @@ from protocols.types import (
 )
 from services.evaluation import measure
 from services.loop import Done, OnPolicyLoop, Ports, Rollout
-from services.pool import gather
 from services.progress import Meter
 from services.roles import Mesh
 from services.rundir import RunDirectory
@@ -33,8 +32,8 @@ from services.tasks import NO_DOCUMENT, Exam, Prompt, Tasks
 OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: somebody asked
-    """The run was asked to stop, between two steps."""
+class Stopped(Exception):
+    """The run was asked to stop, between two steps. Not an error."""
 
 
 @dataclass
@@ -58,7 +57,7 @@ class Position:
 
 
 class Run:
-    """Drives the arms. `show` updates what the display sees, `should_stop` is asked between steps."""
+    """Drives the arms. `show` updates the display's view, `should_stop` is asked between steps."""
 
     def __init__(
         self,
@@ -121,6 +120,9 @@ class Run:
                 self._check_stop()
                 self._show(stage="training on_policy", arm="on_policy", steps=steps)
                 await self._record(await self._loop.step(step), steps)
+        except Stopped:
+            await self.checkpoint()  # now, while the rollouts that run ahead can still be kept
+            raise
         finally:
             await self._loop.close()
             self._loop = None
@@ -209,7 +211,7 @@ class Run:
         return stepped
 
     async def _publish(self, version: int) -> None:
-        """Make the trainer's cartridges visible to every generator, then drop the version before."""
+        """Make the trainer's cartridges visible to every generator; drop the version before."""
         snapshot = await self._trainer.call(0, "publish", f"cartridges/{version}")
         if snapshot.version != version:
             raise RunError(
@@ -316,6 +318,12 @@ class Run:
             return
         if self._loop is not None:
             self._at.pending = [asdict(r) for r in await self._loop.settle()]
+        elif (
+            self._at.arm == "on_policy"
+            and 0 < self._at.step < self._learn.train.steps
+            and (self._learn.train.staleness)
+        ):
+            return  # a failure took the rollouts that ran ahead; the checkpoint before it stands
         path = await self._trainer.call(
             0, "save", str(self._directory.checkpoints), asdict(self._at)
         )
@@ -333,9 +341,7 @@ class Run:
 
     def write_results(self, status: str, wall_seconds: float) -> None:
         """results.json as far as the run came; the report is made from it."""
-        documents = [
-            len(ids) for name, ids in self._tasks.documents.items() if name != NO_DOCUMENT
-        ]
+        documents = [len(ids) for name, ids in self._tasks.documents.items() if name != NO_DOCUMENT]
         mean = sum(documents) / len(documents)
         tokens = self._learn.cartridge.tokens
         results = Results(

@@ -50,7 +50,8 @@ def read_patients(data: DataSpec) -> list[Patient]:
     if data.path is not None:
         patients = load_patients(data.path)
     else:
-        assert data.facts is not None and data.notes is not None
+        assert data.facts is not None
+        assert data.notes is not None
         clinic = generate_clinic(data.seed, data.patients, data.facts, data.notes)
         patients = parse_patients(clinic, f"the clinic of seed {data.seed}")
     if len(patients) < data.patients:
@@ -61,7 +62,7 @@ def read_patients(data: DataSpec) -> list[Patient]:
 
 
 class Tasks:
-    """Every prompt of a run, by step. Each draw comes from a generator named by seed, arm and step."""
+    """Every prompt of a run, by step. Each draw has a generator named by seed, step and index."""
 
     def __init__(self, spec: LearnSpec, patients: Sequence[Patient], tokenizer: Any) -> None:
         self._spec = spec
@@ -90,20 +91,17 @@ class Tasks:
     def rollout(self, step: int, version: int) -> list[Prompt]:
         """The on-policy prompts of 0-based `step`, over cartridge `version`."""
         return [
-            replace(p, request=replace(p.request, prefix=PrefixRef(f"cartridge/{p.document}", version)))
+            over(p, PrefixRef(f"cartridge/{p.document}", version))
             for p in self._prompts("on_policy", step)
         ]
 
     def offline(self, step: int) -> list[Prompt]:
         """The same prompts, to be answered by the document teacher itself."""
-        return [
-            replace(p, request=replace(p.request, prefix=PrefixRef(f"document/{p.document}", 0)))
-            for p in self._prompts("offline", step)
-        ]
+        return self._prompts("offline", step)
 
     def _prompts(self, arm: str, step: int) -> list[Prompt]:
-        """Prompts of one step, documents in turn, so that every cartridge trains in every step
-        that has at least as many prompts as there are documents."""
+        """Prompts of one step over the documents themselves, which take turns, so that every
+        cartridge trains in every step that has at least as many prompts as there are documents."""
         rollout, seed = self._spec.rollout, self._spec.train.seed
         ids = sorted(self.patients)
         prompts = []
@@ -131,8 +129,7 @@ class Tasks:
     def exams(self) -> list[Exam]:
         """The held-out questions to evaluate on, patients in turn, at most `evaluate.questions`."""
         by_patient = [list(self._held_out[p]) for p in sorted(self._held_out)]
-        turns = [q for row in zip_longest_flat(by_patient) for q in row]
-        chosen = turns[: self._spec.evaluate.questions]
+        chosen = in_turns(by_patient)[: self._spec.evaluate.questions]
         if not chosen:
             raise DataError(
                 "no held-out question: raise data.held_out (the share kept for evaluation) or "
@@ -196,12 +193,17 @@ class Tasks:
         return ids
 
 
+def over(prompt: Prompt, prefix: PrefixRef) -> Prompt:
+    """The same prompt with another prefix before it."""
+    return replace(prompt, request=replace(prompt.request, prefix=prefix))
+
+
 def stream_seed(name: str) -> int:
     """A 63-bit seed from a name: the same in every process (no `hash`)."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
-def zip_longest_flat(rows: Sequence[Sequence[Question]]) -> list[list[Question]]:
-    """Column by column, skipping rows that have ended: [[a, b], [c]] -> [[a, c], [b]]."""
+def in_turns(rows: Sequence[Sequence[Question]]) -> list[Question]:
+    """Column by column, skipping rows that have ended: [[a, b], [c]] -> [a, c, b]."""
     longest = max((len(r) for r in rows), default=0)
-    return [[r[i] for r in rows if i < len(r)] for i in range(longest)]
+    return [r[i] for i in range(longest) for r in rows if i < len(r)]

@@ -13,6 +13,7 @@ of the run finds it.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import inspect
 import logging
 import os
@@ -20,12 +21,12 @@ import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-# Before torchstore is imported: where this is unset, importing it sets it *and* takes over the
-# root logger (level INFO, a handler on stdout). The value is its own.
+# Before torchstore is imported, in every process: where this is unset, importing it sets it *and*
+# takes over the root logger (level INFO, a handler on stdout). The value is its own.
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
 
 import torch
-from monarch.actor import ProcMesh, endpoint, get_or_spawn_controller
+from monarch.actor import Actor, ProcMesh, endpoint, get_or_spawn_controller
 from monarch.rdma import is_ibverbs_available
 
 from protocols.errors import PlaneError
@@ -70,9 +71,9 @@ def _sync_endpoints(actor: type) -> dict[str, Any]:
     """Async versions of the endpoints of `actor` that are plain functions.
 
     TorchStore 0.1.2 mixes both kinds in its controller (get_controller_strategy, keys,
-    locate_volumes, notify_delete and notify_put are plain), which Monarch refuses at spawn since
-    0.2. On TorchStore's main branch all are async and this finds none. To be removed, with
-    `_as_async`, once a release has that.
+    locate_volumes, notify_delete and notify_put are plain), which newer Monarch refuses at spawn.
+    On TorchStore's main branch all are async and this finds none. To be removed, with `_as_async`
+    and the loop below, once a release has that.
     """
     methods = {name: getattr(value, "_method", None) for name, value in vars(actor).items()}
     return {
@@ -82,14 +83,14 @@ def _sync_endpoints(actor: type) -> dict[str, Any]:
     }
 
 
-class StoreController(type("AsyncController", (Controller,), _sync_endpoints(Controller))):  # type: ignore[misc]
+class StoreController(Controller):
     """TorchStore's controller, which also lets each key be claimed by one writer only."""
 
     def __init__(self) -> None:
         super().__init__()
         self._claimed: set[str] = set()
 
-    @endpoint  # type: ignore[untyped-decorator]
+    @endpoint
     async def claim(self, key: str) -> bool:
         """Reserve the key for the caller: True the first time, False until it is released."""
         if key in self._claimed:
@@ -97,12 +98,16 @@ class StoreController(type("AsyncController", (Controller,), _sync_endpoints(Con
         self._claimed.add(key)
         return True
 
-    @endpoint  # type: ignore[untyped-decorator]
+    @endpoint
     async def release(self, key: str) -> None:
         self._claimed.discard(key)
 
 
-class OneVolume(TorchStoreStrategy):  # type: ignore[misc]
+for _name, _endpoint in _sync_endpoints(Controller).items():
+    setattr(StoreController, _name, _endpoint)
+
+
+class OneVolume(TorchStoreStrategy):
     """Every process uses the one storage volume. (The released and main branches each have such
     a strategy, under different names; main's ignores the mesh.)
     """
@@ -114,6 +119,49 @@ class OneVolume(TorchStoreStrategy):  # type: ignore[misc]
     @classmethod
     def get_client_id(cls) -> str:
         return "0"
+
+
+class Prepare(Actor):
+    """Makes a process fit to hold a storage volume; importing this module is half of it."""
+
+    @endpoint
+    async def return_freed_memory(self) -> None:
+        """Have glibc give every freed block above 256 KB back to the system at once.
+
+        Its threshold otherwise adapts upwards and the heaps of Monarch's threads fragment: with
+        four writers of 1 MB this process grew by 110 MB in 1,000 publishes, and went on. Not for
+        processes that compute: torch is faster with the default.
+        """
+        m_mmap_threshold = -3  # malloc.h
+        _call_libc("mallopt", m_mmap_threshold, 256 * 1024)
+
+
+def _call_libc(function: str, *arguments: int) -> None:
+    """Tell the C library's allocator something, if it is one that listens (glibc)."""
+    found = getattr(ctypes.CDLL(None), function, None)
+    if found is not None:
+        found(*arguments)
+
+
+class Trimmer:
+    """Returns freed heap to the system once so many bytes have passed through this process.
+
+    Messages leave fragments as above: a reader grew by 110 MB in 2,400 gets of 1 MB. A trim takes
+    1-6 ms, against about 600 ms for the transfers between two of them.
+    """
+
+    def __init__(self, every_bytes: int) -> None:
+        self.every_bytes = every_bytes
+        self._passed = 0
+
+    def passed(self, size: int) -> None:
+        self._passed += size
+        if self._passed >= self.every_bytes:
+            self._passed = 0
+            _call_libc("malloc_trim", 0)
+
+
+_trimmer = Trimmer(64 << 20)
 
 
 class TorchStorePlane:
@@ -139,6 +187,7 @@ class TorchStorePlane:
         plane = cls(f"store{uuid.uuid4().hex[:12]}", timeout_s)
 
         async def initialize() -> None:
+            await mesh.spawn("prepare", Prepare).return_freed_memory.call()
             # Claims the name for our controller: initialize then finds it instead of its own.
             await plane._find_controller()
             await torchstore.initialize(
@@ -168,6 +217,7 @@ class TorchStorePlane:
                 return False
             client = await torchstore.client(self.store_name)
             await client.put(key, buffer)
+            _trimmer.passed(buffer.numel())
             return True
 
         if not await self._bounded("put", key, claim_and_put()):
@@ -180,8 +230,9 @@ class TorchStorePlane:
 
         async def get() -> torch.Tensor:
             client = await torchstore.client(self.store_name)
-            tensor: torch.Tensor = await client.get(packet.key)
-            return tensor
+            buffer: torch.Tensor = await client.get(packet.key)
+            _trimmer.passed(buffer.numel())
+            return buffer
 
         return unpack(await self._bounded("get", packet.key, get()), packet.layout)
 

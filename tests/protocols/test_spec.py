@@ -51,7 +51,7 @@ def test_a_key_belongs_to_one_file_only() -> None:
 def test_a_spec_cannot_be_changed() -> None:
     roles = RolesSpec()
     with pytest.raises(ValidationError, match="frozen"):
-        roles.generator = roles.trainer  # type: ignore[misc]
+        roles.generator = roles.trainer
 
 
 def test_rules_hold_without_the_loader_too() -> None:

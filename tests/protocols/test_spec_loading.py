@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -204,7 +205,7 @@ BAD_FILES = [
 ]  # fmt: skip
 
 
-def first_words(cases: list[tuple[str, ...]]) -> list[str]:
+def first_words(cases: Sequence[tuple[str, ...]]) -> list[str]:
     return [case[-1].split(": ")[0] for case in cases]
 
 

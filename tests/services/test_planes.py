@@ -1,17 +1,16 @@
 """The promises of protocols.ports.TensorPlane, kept by both planes between real processes."""
 
-# Monarch is untyped to mypy: its decorator and its base class are Any.
-# mypy: disable-error-code="misc, untyped-decorator"
-
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hashlib
+import importlib
 import os
 import pickle
 import resource
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,12 +71,18 @@ class Peer(Actor):
 
     @endpoint
     async def publish(self, plane: TensorPlane, prefix: str, versions: int) -> None:
-        """Publish 1 MB of zeros that often, keeping the last two versions."""
-        tensor = torch.zeros(MB // 4)
+        """Publish 1 MB of zeros that often; as a version comes, the last but one goes, and every
+        fourth is read.
+        """
+        source = {"x": torch.zeros(MB // 4)}
+        packets: list[Packet] = []
         for version in range(versions):
-            await plane.put(f"{prefix}@{version}", {"x": tensor})
+            work: list[Any] = [plane.put(f"{prefix}@{version}", source)]
             if version >= 2:
-                await plane.delete(f"{prefix}@{version - 2}")
+                work.append(plane.delete(packets[-2].key))
+            if version % 4 == 3:
+                work.append(plane.get(packets[-1]))
+            packets.append((await asyncio.gather(*work))[0])
 
     @endpoint
     async def publish_while_writing(self, plane: TensorPlane, versions: int) -> int:
@@ -273,7 +278,7 @@ def test_publishes_are_never_torn(plane: OwnedPlane, peer: Any) -> None:
 def test_memory_stays_flat_over_a_thousand_publishes(
     plane: OwnedPlane, peer: Any, storage: ProcMesh
 ) -> None:
-    """1,000 MB pass through and at most 3 MB are alive. Allocators keep some slack, so growth is
+    """1,000 MB pass through and at most 4 MB are alive. Allocators keep some slack, so growth is
     measured after 50 publishes and may reach 32 MB: losing one publish in thirty would show.
     """
 
@@ -283,7 +288,12 @@ def test_memory_stays_flat_over_a_thousand_publishes(
         await peer.publish.call_one(plane, "warm", 50)
         before = [resident_mb(pid) for pid in pids]
         await peer.publish.call_one(plane, "flat", 950)
-        growth = [resident_mb(pid) - old for pid, old in zip(pids, before, strict=True)]
+        deadline = time.monotonic() + 5  # for messages that Monarch has yet to see acknowledged
+        while True:
+            growth = [resident_mb(pid) - old for pid, old in zip(pids, before, strict=True)]
+            if max(growth) < 32 or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.2)
         assert max(growth) < 32, f"root, writer, storage grew by {growth} MB"
         if isinstance(plane, SharedMemoryPlane):
             stored = sum(file.stat().st_size for file in plane.root.iterdir())
@@ -360,6 +370,15 @@ def test_planes_pickle_as_handles() -> None:
 def test_an_unknown_plane_is_refused() -> None:
     with pytest.raises(SpecError, match="got 'carrier_pigeon'"):
         asyncio.run(open_plane("carrier_pigeon"))  # type: ignore[arg-type]
+
+
+def test_a_missing_torchstore_is_an_error_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchstore", None)
+    monkeypatch.delitem(sys.modules, "services.torchstore_plane", raising=False)
+    with pytest.raises(PlaneError, match=r"run `pip install --no-deps torchstore==0\.1\.2`"):
+        importlib.import_module("services.torchstore_plane")
 
 
 def test_directories_of_dead_runs_are_removed_and_of_living_ones_kept(tmp_path: Path) -> None:

@@ -1,0 +1,257 @@
+"""Prompts and answers as text: exact words, unique cues, and what counts as an answer."""
+
+import random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from clinic.longhealth import Patient, Question, parse_patients
+from clinic.patients import generate_clinic
+from clinic.prompts import (
+    SELF_STUDY_KINDS,
+    option_prompt,
+    parse_answer,
+    recite_prompt,
+    self_study_prompt,
+    sentences,
+    structure_prompt,
+    summarise_prompt,
+    unique_cue,
+)
+
+
+def asks(*options: str) -> Question:
+    return Question("patient_01/0", "patient_01", "which?", options, options[0])
+
+
+FINDINGS = asks("stenosis", "fracture", "cyst", "ulcer", "normal")
+ARTICLES = asks("a fracture", "a cyst", "an ulcer", "e coli", "nothing")
+DOSES = asks("41 gram", "41 gram daily", "4 gram", "14 gram", "41 gram twice daily")
+TWINS = asks("VCD", "VRd", "KRd", "VRd", "none of these")
+LETTERS_AS_TEXT = asks("b", "c", "d", "e", "a")
+
+
+@pytest.mark.parametrize(
+    ("response", "question", "letter"),
+    [
+        # an option's text
+        ("the answer is cyst.", FINDINGS, "c"),
+        ("the chart says biopsy cyst. the answer is cyst.", FINDINGS, "c"),
+        ("answer: ulcer", FINDINGS, "d"),
+        ("The ANSWER is   FRACTURE", FINDINGS, "b"),
+        ("the answer is:\n\n  'normal'", FINDINGS, "e"),
+        ('the answer is "normal".', FINDINGS, "e"),
+        ("the answer is cyst, as the biopsy says.", FINDINGS, "c"),
+        ("the answer is cyst\nnothing else was seen", FINDINGS, "c"),
+        # a letter
+        ("answer: b", FINDINGS, "b"),
+        ("the answer is b", FINDINGS, "b"),
+        ("the answer is B.", FINDINGS, "b"),
+        ("the answer is: b", FINDINGS, "b"),
+        ("answer: (d)", FINDINGS, "d"),
+        ("answer: d) ulcer", FINDINGS, "d"),
+        ("answer: e: normal", FINDINGS, "e"),
+        ("the answer is e because nothing was seen", FINDINGS, "e"),
+        ("answer: A\n\nThe letter of 14 march says so.", FINDINGS, "a"),
+        ("answer: A because the letter says so", FINDINGS, "a"),
+        ("answer: a", FINDINGS, "a"),
+        ("answer: a.", FINDINGS, "a"),
+        ("answer: a\nas the letter says", FINDINGS, "a"),
+        # texts that begin with a letter, and words that do
+        ("the answer is a fracture.", ARTICLES, "a"),
+        ("the answer is a cyst.", ARTICLES, "b"),
+        ("the answer is e coli.", ARTICLES, "d"),
+        ("the answer is a kind of swelling.", FINDINGS, None),
+        ("the answer is a cyst.", FINDINGS, None),
+        ("the answer is cystic.", FINDINGS, None),
+        ("the answer is declined.", FINDINGS, None),
+        ("the answer is b", LETTERS_AS_TEXT, "a"),
+        ("the answer is a", LETTERS_AS_TEXT, "e"),
+        # one option begins another
+        ("the answer is 41 gram.", DOSES, "a"),
+        ("the answer is 41 gram daily.", DOSES, "b"),
+        ("the answer is 41 gram daily, with food.", DOSES, "b"),
+        ("the answer is 41 gram twice daily", DOSES, "e"),
+        ("the answer is 41 gram twice", DOSES, "a"),
+        ("the answer is 41 grams", DOSES, None),
+        ("the answer is 4 gram", DOSES, "c"),
+        # two letters with one text: the first, which scores like the second
+        ("the answer is VRd", TWINS, "b"),
+        ("the answer is vrd.", TWINS, "b"),
+        ("the answer is d", TWINS, "d"),
+        # the last answer counts
+        ("the answer is cyst. no: the answer is ulcer.", FINDINGS, "d"),
+        ("answer: a\nwait. answer: e", FINDINGS, "e"),
+        ("the answer is cyst. but the answer is", FINDINGS, "c"),
+        ("the answer is cyst. in truth the answer is unknown", FINDINGS, None),
+        # no answer
+        ("", FINDINGS, None),
+        ("cyst", FINDINGS, None),
+        ("b", FINDINGS, None),
+        ("the answer is", FINDINGS, None),
+        ("the answer is ...", FINDINGS, None),
+        ("the answer is f", FINDINGS, None),
+        ("the answer isn't b", FINDINGS, None),
+    ],
+)
+def test_what_a_response_chose(response: str, question: Question, letter: str | None) -> None:
+    assert parse_answer(response, question) == letter
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=60), st.sampled_from("abcde"))
+def test_any_text_parses_to_an_option_or_nothing(noise: str, letter: str) -> None:
+    assert parse_answer(noise, FINDINGS) in {None, *"abcde"}
+    text = FINDINGS.options["abcde".index(letter)]
+    assert parse_answer(f"{noise} the answer is {text}.", FINDINGS) == letter
+    assert parse_answer(f"{noise} answer: {letter})", FINDINGS) == letter
+
+
+def test_option_prompt_word_for_word() -> None:
+    options = ("9 gram", "8 gram", "7 gram", "6 gram", "5 gram")
+    listed = "what is it? options: a) 9 gram b) 8 gram c) 7 gram d) 6 gram e) 5 gram"
+    assert option_prompt("what is it?", options) == listed
+    assert option_prompt("what is it?", list(options), "Answer: letter") == (
+        f"{listed}\nAnswer: letter"
+    )
+
+
+def test_an_option_prompt_takes_five_options() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        option_prompt("what is it?", ("9 gram", "8 gram"))
+
+
+def test_the_other_prompts_word_for_word() -> None:
+    assert recite_prompt("sodium 41") == "recite from sodium 41."
+    assert structure_prompt(2) == "list the findings of note 2."
+    assert summarise_prompt(3) == "summarise note 3."
+
+
+def test_sentences_end_at_a_stop_before_a_space() -> None:
+    assert sentences("cardiology, 14 march. sodium 4.1 mmol. night was quiet.") == [
+        "cardiology, 14 march",
+        "sodium 4.1 mmol",
+        "night was quiet",
+    ]
+    assert sentences("first.\n\nsecond.  third") == ["first", "second", "third"]
+    assert sentences(" . ") == []
+
+
+@pytest.mark.parametrize(
+    ("document", "sentence", "cue"),
+    [
+        ("sodium 41 mmol. ecg normal.", "sodium 41 mmol", "sodium"),
+        ("night was quiet. night was loud.", "night was loud", "night was loud"),
+        ("cardiology, 14 march. cardiology, 15 march.", "cardiology, 14 march", "cardiology, 14"),
+        ("march, then rest.", "march, then rest", "march"),  # no comma before the full stop
+        ("it was so. it was so.", "it was so", None),
+        ("x x x.", "x x", None),  # twice, though the places overlap
+        ("nightly rest. night was quiet.", "night was quiet", "night"),  # words, not letters
+        ("a b c. a b\nd. a b d.", "a b d", None),  # a line break between words changes nothing
+        ("it (was) so? it [was] so.", "it (was) so? it [was] so", "it (was)"),
+    ],
+)
+def test_the_shortest_unique_cue(document: str, sentence: str, cue: str | None) -> None:
+    assert unique_cue(document, sentence) == cue
+
+
+def test_a_cue_has_at_most_so_many_words() -> None:
+    document = "a b c d. a b c e."
+    assert unique_cue(document, "a b c d", most=3) is None
+    assert unique_cue(document, "a b c d", most=4) == "a b c d"
+
+
+def places(document: str, cue: str) -> int:
+    """How often the cue stands in the document as whole words, counted character by character."""
+    text = " ".join(document.split())
+
+    def is_word(i: int) -> bool:
+        return 0 <= i < len(text) and (text[i].isalnum() or text[i] == "_")
+
+    return sum(
+        text.startswith(cue, i) and not is_word(i - 1) and not is_word(i + len(cue))
+        for i in range(len(text))
+    )
+
+
+words = st.sampled_from(["a", "b", "ab", "41", "4.1", "(x)", "é", "a,", "b;", "c:", ",", "_", "-"])
+notes = st.lists(st.lists(words, min_size=1, max_size=6).map(" ".join), min_size=1, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(notes, st.sampled_from([". ", ".\n", ".\n\n"]), st.sampled_from([" ", "\n", "  "]))
+@example(["a a a", "a a"], ". ", " ")
+def test_a_cue_stands_once_and_begins_its_sentence(told: list[str], stop: str, space: str) -> None:
+    document = stop.join(told).replace(" ", space) + "."
+    for sentence in sentences(document):
+        cue = unique_cue(document, sentence)
+        if cue is None:
+            continue
+        assert places(document, cue) == 1
+        assert " ".join(sentence.split()).startswith(cue)
+        parts = sentence.split()
+        for count in range(1, len(cue.split())):
+            shorter = " ".join(parts[:count]).rstrip(" ,;:")
+            assert not shorter or places(document, shorter) > 1, "a shorter cue would have done"
+
+
+@pytest.fixture(scope="module")
+def patient() -> Patient:
+    (patient,) = parse_patients(generate_clinic(9, 1, 20, 4), "clinic")
+    return patient
+
+
+def drawn(
+    patient: Patient, questions: list[Question], kinds: tuple[str, ...], count: int = 300
+) -> list[tuple[str, str]]:
+    return [
+        self_study_prompt(patient, questions, kinds, random.Random(f"test/{i}"))
+        for i in range(count)
+    ]
+
+
+def test_only_training_questions_are_drawn(patient: Patient) -> None:
+    training, held_out = list(patient.questions[:12]), patient.questions[12:]
+    prompts = drawn(patient, training, SELF_STUDY_KINDS, 600)
+    asked = {text for kind, text in prompts if kind == "question"}
+    assert asked == {q.text for q in training}, "all of them in 600 draws, and no other"
+    assert not {text for _, text in prompts} & {q.text for q in held_out}
+
+
+def test_kinds_are_respected(patient: Patient) -> None:
+    questions = list(patient.questions)
+    for kind in SELF_STUDY_KINDS:
+        assert {k for k, _ in drawn(patient, questions, (kind,), 50)} == {kind}
+    kinds = [k for k, _ in drawn(patient, questions, SELF_STUDY_KINDS, 600)]
+    for kind in SELF_STUDY_KINDS:  # B(600, 1/4): 150, standard deviation 10.6
+        assert 97 < kinds.count(kind) < 203
+
+
+def test_what_each_kind_says(patient: Patient) -> None:
+    everything = drawn(patient, list(patient.questions), SELF_STUDY_KINDS, 600)
+    said = {kind: {t for k, t in everything if k == kind} for kind in SELF_STUDY_KINDS}
+    assert said["structure"] == {f"list the findings of note {i}." for i in (1, 2, 3, 4)}
+    assert said["summarise"] == {f"summarise note {i}." for i in (1, 2, 3, 4)}
+    for text in said["recite"]:
+        cue = text.removeprefix("recite from ").removesuffix(".")
+        assert text == f"recite from {cue}."
+        assert places(patient.document, cue) == 1
+
+
+def test_without_training_questions_it_recites(patient: Patient) -> None:
+    assert {k for k, _ in drawn(patient, [], ("question",), 50)} == {"recite"}
+
+
+def test_a_note_without_a_unique_cue_is_listed_instead() -> None:
+    mute = Patient("p", "n", "b", "d", ("so. so.", "so. so."), ())
+    for kind, text in drawn(mute, [], ("recite",), 20):
+        assert kind == "structure"
+        assert text in {"list the findings of note 1.", "list the findings of note 2."}
+
+
+def test_the_generator_alone_decides(patient: Patient) -> None:
+    questions = list(patient.questions)
+    assert drawn(patient, questions, SELF_STUDY_KINDS) == drawn(
+        patient, questions, SELF_STUDY_KINDS
+    )
