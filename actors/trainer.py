@@ -71,9 +71,10 @@ class TrainerActor(Actor):
         return Snapshot(version, names, await self._plane.put(key, {"kv": kv}))
 
     @endpoint
-    async def save(self, directory: str, position: dict[str, Any]) -> str:
-        """Write a checkpoint of cartridges, optimiser, versions and the controller's `position`."""
-        return str(self._trainer.save(Path(directory), position))
+    async def save(self, directory: str, position: dict[str, Any], version: int) -> str:
+        """Write a checkpoint of cartridges, optimiser, versions and the controller's `position`,
+        which stands at `version`."""
+        return str(self._trainer.save(Path(directory), position, version))
 
     @endpoint
     async def restore(self, path: str) -> dict[str, Any]:

@@ -78,28 +78,28 @@ def new_model(
         eos_token_id=2,
     )
     model = LlamaForCausalLM(config)
-    start_from_induction(model)
+    start_from_induction(model, width // heads, heads // kv_heads)
     return model
 
 
 @torch.no_grad()
-def start_from_induction(model: LlamaForCausalLM) -> None:
-    """Initialise one previous-token head and one matching head, the circuit that reading needs.
+def start_from_induction(model: LlamaForCausalLM, size: int, grouped: int) -> None:
+    """Initialise looking-back heads and a matching head, the circuit that reading needs.
+
+    `size` is the head size, `grouped` how many query heads share a key/value head.
 
     Olsson et al. (2022): a layer-0 head copies each token's predecessor into its residual stream,
     a layer-1 head looks for the place whose predecessor is the current token and copies what
-    stands there. Left to chance this took thousands of steps to emerge here, or did not; started
-    roughly right, training takes it up at once. All weights stay trainable.
+    stands there. Left to chance it had not emerged after 1,000 steps here; started roughly right,
+    training takes it up at once. All weights stay trainable.
     """
-    config = model.config
-    size, width = config.head_dim, config.hidden_size
     half = size // 2
-    grouped = config.num_attention_heads // config.num_key_value_heads
     frequency = ROPE_THETA ** (-torch.arange(half) / half)
     fast = [i for i in range(half) if frequency[i] > 0.05]  # tell neighbours apart
     slow = [i for i in range(half) if frequency[i] < 0.008]  # barely turn within a chart
     content = slow + [i + half for i in slow]
     embedding = model.model.embed_tokens.weight
+    width = embedding.shape[1]
     # One dimension is the same for every token: what a bias would be. The output ignores it,
     # since it shifts all logits alike (the embedding is tied).
     embedding[:, 0] = 0.1
@@ -141,16 +141,19 @@ def draw_batch(
     tokenizer: PreTrainedTokenizerFast, rng: random.Random, rung: int, size: int
 ) -> Batch:
     """Draw `size` new charts with their turns, tokenised through the chat template's own tokens."""
-    user, assistant, end = tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|end|>"])
+    user, assistant, end = (
+        tokenizer.get_vocab()[token] for token in ("<|user|>", "<|assistant|>", "<|end|>")
+    )
     kinds = FIRST_TURNS if rung == 0 else LATER_TURNS
     rows: list[tuple[list[int], list[tuple[Turn, list[int], list[int]]]]] = []
+    head: list[int]
     for _ in range(size):
         if rung > 0 and rng.random() < GUESS_RATE:
             head, turns = [tokenizer.bos_token_id], [guess_turn(rng) for _ in kinds]
         else:
             patient, turns = draw_conversation(rng, LADDER[rung], kinds)
             system = [{"role": "system", "content": patient.document}]
-            head = tokenizer.apply_chat_template(system, tokenize=True, return_dict=False)
+            head = list(tokenizer.apply_chat_template(system, tokenize=True, return_dict=False))
         texts = tokenizer([t for turn in turns for t in (turn.prompt, turn.response)]).input_ids
         coded = []
         for turn, prompt, response in zip(turns, texts[::2], texts[1::2], strict=True):
@@ -178,7 +181,7 @@ def draw_batch(
 
 
 def block_mask(segment: torch.Tensor) -> torch.Tensor:
-    """[B, 1, T, T] bool: causal, chart visible to all turns, a turn to itself; padding to itself."""
+    """[B, 1, T, T] bool: causal; a chart is seen by all its turns, a turn and padding by itself."""
     length = segment.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     same = segment[:, :, None] == segment[:, None, :]

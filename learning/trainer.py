@@ -101,8 +101,16 @@ class CartridgeTrainer:
     def base_hash(self) -> str:
         return base_hash(self.model)
 
-    def save(self, directory: Path, position: dict[str, Any]) -> Path:
-        """Write everything that the next step depends on; returns the checkpoint's path."""
+    def save(self, directory: Path, position: dict[str, Any], version: int) -> Path:
+        """Write everything that the next step depends on; returns the checkpoint's path.
+
+        Raises CheckpointError when `position`, which stands at `version`, is not the trainer's.
+        """
+        if version != self.version:
+            raise CheckpointError(
+                f"the trainer stands at version {self.version} and the position at {version}: a "
+                "step ended half-way, and no checkpoint is made of it"
+            )
         state = self._optimizer.state.get(self.bank.trainable, {})
         tensors = {
             "trainable": self.bank.trainable.detach(),

@@ -228,13 +228,6 @@ class Run:
     async def _record(self, done: Done, steps: int) -> None:
         at, arm, step = self._at, self._at.arm, done.rollout.step + 1
         stepped = done.stepped
-        at.step = step
-        at.tokens[arm] = at.tokens.get(arm, 0) + stepped.tokens
-        if arm == "on_policy":
-            at.rollouts += len(done.rollout.samples)
-            at.stale_tokens += stepped.stale_tokens
-            at.kl_first = stepped.kl if at.kl_first is None else at.kl_first
-            at.kl_last = stepped.kl
         accuracy = await self._probe(arm, step, stepped.version)
         self._directory.append_rollouts(self._rows(done.rollout, arm, step))
         self._directory.append_metric(
@@ -244,6 +237,14 @@ class Run:
                 stale_tokens=stepped.stale_tokens, accuracy=accuracy,
             )
         )  # fmt: skip
+        # Only now does the position move: a checkpoint never claims a step without its rows.
+        at.step = step
+        at.tokens[arm] = at.tokens.get(arm, 0) + stepped.tokens
+        if arm == "on_policy":
+            at.rollouts += len(done.rollout.samples)
+            at.stale_tokens += stepped.stale_tokens
+            at.kl_first = stepped.kl if at.kl_first is None else at.kl_first
+            at.kl_last = stepped.kl
         seconds = asdict(done.times)
         speed = stepped.tokens / done.times.step
         self._directory.append_event(
@@ -313,7 +314,11 @@ class Run:
             await self.checkpoint()
 
     async def checkpoint(self) -> None:
-        """Save trainer and position; rollouts that run ahead are waited for and kept."""
+        """Save trainer and position; rollouts that run ahead are waited for and kept.
+
+        Raises CheckpointError when the trainer stands elsewhere than the position (a step that
+        failed half-way): the checkpoint before it stands.
+        """
         if not self._begun_arm:
             return
         if self._loop is not None:
@@ -325,11 +330,15 @@ class Run:
         ):
             return  # a failure took the rollouts that ran ahead; the checkpoint before it stands
         path = await self._trainer.call(
-            0, "save", str(self._directory.checkpoints), asdict(self._at)
+            0, "save", str(self._directory.checkpoints), asdict(self._at), self._version
         )
         self._directory.append_event(
             "checkpoint", arm=self._at.arm, step=self._at.step, path=Path(path).name
         )
+
+    @property
+    def _version(self) -> int:
+        return self._at.first_version + self._at.step
 
     async def resume(self, path: Path) -> None:
         """Stand where a checkpoint was written, files included."""

@@ -179,7 +179,7 @@ words = st.sampled_from(["a", "b", "ab", "41", "4.1", "(x)", "é", "a,", "b;", "
 notes = st.lists(st.lists(words, min_size=1, max_size=6).map(" ".join), min_size=1, max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(notes, st.sampled_from([". ", ".\n", ".\n\n"]), st.sampled_from([" ", "\n", "  "]))
 @example(["a a a", "a a"], ". ", " ")
 def test_a_cue_stands_once_and_begins_its_sentence(told: list[str], stop: str, space: str) -> None:

@@ -32,8 +32,7 @@ def conversation(
     ids = tokenizer.apply_chat_template(
         messages, tokenize=True, add_generation_prompt=prompt, return_dict=False
     )
-    assert isinstance(ids, list)
-    return ids
+    return [*map(int, ids)]
 
 
 def test_special_tokens_come_first_and_have_their_roles(
@@ -92,7 +91,7 @@ def test_any_text_comes_back(tokenizer: PreTrainedTokenizerFast, text: str) -> N
 
 
 def test_the_template_token_by_token(tokenizer: PreTrainedTokenizerFast) -> None:
-    sodium, what = tokenizer.convert_tokens_to_ids(["Ġsodium", "Ġwhat"])
+    sodium, what = (tokenizer.convert_tokens_to_ids(word) for word in ("Ġsodium", "Ġwhat"))
     assert conversation(tokenizer, ("system", "sodium"), ("user", "what"), prompt=True) == [
         BOS, SYSTEM, sodium, END, USER, what, END, ASSISTANT,
     ]  # fmt: skip

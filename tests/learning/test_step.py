@@ -211,7 +211,7 @@ def test_doc_kl_falls(twin: Twin, make_samples: MakeSamples) -> None:
     samples, bank = make_samples(*SHAPES), bank_of(twin)
     optimizer, teacher = new_optimizer(bank), teacher_of(twin, samples)
     kl = [
-        step(twin, bank, samples, optimizer=optimizer, teacher=teacher, lr=0.05, clip=1.0).kl
+        step(twin, bank, samples, optimizer=optimizer, teacher=teacher, lr=0.1, clip=1.0).kl
         for _ in range(15)
     ]
     assert kl[-1] < kl[0] / 3
