@@ -14,6 +14,7 @@ from clinic.longhealth import Patient, parse_patients
 from clinic.patients import Chart, Note, draw_chart, draw_options, fact_text, longhealth_record
 from clinic.prompts import (
     option_prompt,
+    question_prompt,
     recite_prompt,
     sentences,
     structure_prompt,
@@ -34,10 +35,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Difficulty:
-    """One rung of the curriculum: facts per chart, and how many sentences say nothing."""
+    """One rung of the curriculum: facts per chart, and how many remarks say nothing."""
 
     facts: tuple[int, int]
-    filler_rate: float
+    remark_rate: float
     alike: float = 0.5  # share of charts that hold one kind of thing only
 
 
@@ -50,14 +51,9 @@ def answers(fact: tuple[str, str]) -> str:
     return f"{says(fact)} the answer is {value_text(*fact)}."
 
 
-def structured(note: Note) -> str:
-    return "; ".join(fact_text(f) for f in note.facts) + "."
-
-
 def summarised(note: Note) -> str:
-    told = [fact_text(f) for f in note.facts[:3]]
-    listed = ", ".join(told[:-1]) + " and " + told[-1] if len(told) > 1 else told[0]
-    return f"on {note.date} {note.department} reports {listed}."
+    """Where the note is from and what it leads with."""
+    return f"{note.header} {fact_text(note.facts[0])}."
 
 
 def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> Turn:
@@ -65,13 +61,15 @@ def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> 
     index = rng.randrange(len(chart.notes))
     note = chart.notes[index]
     if kind == "structure":
-        return Turn(kind, structure_prompt(index + 1), structured(note))
+        return Turn(kind, structure_prompt(index + 1), note.findings)
     if kind == "summarise":
         return Turn(kind, summarise_prompt(index + 1), summarised(note))
-    if kind == "recite":
+    if kind == "recite" or (kind == "question" and rng.random() < 0.5):
         told = sentences(note.text)
         starts = [(i, cue) for i, s in enumerate(told) if (cue := unique_cue(patient.document, s))]
         start, cue = rng.choice(starts)
+        if kind == "question":
+            return Turn(kind, question_prompt(cue), f"the chart says {told[start]}.")
         return Turn(kind, recite_prompt(cue), " ".join(f"{s}." for s in told[start:]))
     fact = rng.choice(note.facts)
     question = f"what is the {fact[0]}?"
@@ -90,7 +88,7 @@ def draw_conversation(
     # alike only the field tells them apart (docs/log.md).
     alike = [c.fields for c in CATEGORIES if len(c.fields) >= facts]
     fields = rng.choice(alike) if alike and rng.random() < difficulty.alike else FIELDS
-    chart = draw_chart(rng, facts, max(1, min(4, facts // 3)), difficulty.filler_rate, fields)
+    chart = draw_chart(rng, facts, max(1, min(4, facts // 3)), difficulty.remark_rate, fields)
     (patient,) = parse_patients({"p": longhealth_record(chart, rng)}, "corpus")
     return patient, [draw_turn(kind, chart, patient, rng) for kind in kinds]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from clinic import vocabulary as words
@@ -19,25 +20,26 @@ LETTERS = "abcde"
 
 @dataclass(frozen=True)
 class Note:
-    """One clinical note: where it came from, and its (field, value) facts with what follows each.
-
-    `fillers[i]` is the uninformative sentence after fact i, or "" for none.
-    """
+    """One clinical note: where it came from, its (field, value) findings, and remarks after them."""
 
     department: str
     date: str
     facts: tuple[tuple[str, str], ...]
-    fillers: tuple[str, ...]
+    remarks: tuple[str, ...]
+
+    @property
+    def header(self) -> str:
+        return f"{self.department}, {self.date}."
+
+    @property
+    def findings(self) -> str:
+        """`"sodium 41 mmol. surgeon weber."`"""
+        return " ".join(f"{fact_text(f)}." for f in self.facts)
 
     @property
     def text(self) -> str:
-        """`"cardiology, 14 march. sodium 41 mmol. night was quiet. surgeon weber."`"""
-        parts = [f"{self.department}, {self.date}."]
-        for fact, filler in zip(self.facts, self.fillers, strict=True):
-            parts.append(f"{fact_text(fact)}.")
-            if filler:
-                parts.append(f"{filler}.")
-        return " ".join(parts)
+        """`"cardiology, 14 march. sodium 41 mmol. surgeon weber. night was quiet."`"""
+        return " ".join([self.header, self.findings, *(f"{r}." for r in self.remarks)])
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,12 @@ def draw_chart(
     rng: random.Random,
     facts: int,
     notes: int,
-    filler_rate: float = 1.0,
+    remark_rate: float = 1.0,
     fields: tuple[str, ...] = words.FIELDS,
 ) -> Chart:
     """Draw a chart of `facts` distinct ones of `fields`, spread evenly over `notes` notes.
 
-    `filler_rate` is the probability of an uninformative sentence after each fact.
+    A note has `remark_rate` uninformative sentences for each of its facts, none twice in a chart.
     Raises DataError when there are fewer fields, or a note would be empty.
     """
     if not 1 <= notes <= facts <= len(fields):
@@ -75,6 +77,7 @@ def draw_chart(
         )
     pairs = [(f, rng.choice(words.CATEGORY_OF[f].values)) for f in rng.sample(fields, facts)]
     departments = rng.sample(words.DEPARTMENTS, min(notes, len(words.DEPARTMENTS)))
+    remarks = iter(rng.sample(words.REMARKS, len(words.REMARKS)))
     drawn = []
     for index in range(notes):
         own = tuple(pairs[facts * index // notes : facts * (index + 1) // notes])
@@ -83,9 +86,7 @@ def draw_chart(
                 department=departments[index % len(departments)],
                 date=f"{rng.randint(10, 28)} {rng.choice(words.MONTHS)}",
                 facts=own,
-                fillers=tuple(
-                    rng.choice(words.FILLERS) if rng.random() < filler_rate else "" for _ in own
-                ),
+                remarks=tuple(islice(remarks, round(remark_rate * len(own)))),
             )
         )
     surname = rng.choice(words.CATEGORY_OF["surgeon"].values)

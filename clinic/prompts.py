@@ -1,8 +1,8 @@
 """What the user says: self-study prompts to train on, five-option questions to evaluate with.
 
 Self-study prompts ask for pieces of the document (recite, structure, summarise) or for one thing
-in it, without options; they are built from the documents and the training half of the questions
-only. Kinds follow the seed prompts of the Cartridges paper (Eyuboglu et al., 2025), reduced to
+in it, without options; they are built from the documents, and from the questions kept for
+training. Kinds follow the seed prompts of the Cartridges paper (Eyuboglu et al., 2025), reduced to
 those a tiny model can follow.
 """
 
@@ -33,6 +33,10 @@ def summarise_prompt(note: int) -> str:
     return f"summarise note {note}."
 
 
+def question_prompt(cue: str) -> str:
+    return f"what about {cue}?"
+
+
 def option_prompt(text: str, options: tuple[str, ...] | list[str], instruction: str = "") -> str:
     """A question with its lettered options on one line, and what form the answer should take."""
     lettered = " ".join(f"{letter}) {o}" for letter, o in zip(LETTERS, options, strict=True))
@@ -61,22 +65,24 @@ def self_study_prompt(
 ) -> tuple[str, str]:
     """Draw one training prompt for a patient: (kind, prompt text).
 
-    `questions` are the ones that may be used for training; without any, the kind "question"
-    falls back to "recite".
+    A "question" is about a sentence of the document, or, half of the time where there are any,
+    one of `questions`: those that may be used for training, asked without their options.
+    A note without any unique place to point at gets the kind "structure".
     """
     kind = rng.choice(kinds)
-    if kind == "question" and questions:
-        return kind, rng.choice(questions).text
     note = rng.randrange(len(patient.texts))
     if kind == "structure":
         return kind, structure_prompt(note + 1)
     if kind == "summarise":
         return kind, summarise_prompt(note + 1)
+    if kind == "question" and questions and rng.random() < 0.5:
+        return kind, rng.choice(questions).text
     cues = [unique_cue(patient.document, s) for s in sentences(patient.texts[note])]
     usable = [c for c in cues if c]
     if not usable:
         return "structure", structure_prompt(note + 1)
-    return "recite", recite_prompt(rng.choice(usable))
+    cue = rng.choice(usable)
+    return kind, question_prompt(cue) if kind == "question" else recite_prompt(cue)
 
 
 def parse_answer(response: str, question: Question) -> str | None:

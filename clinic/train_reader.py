@@ -43,7 +43,7 @@ ROPE_THETA = 500_000.0
 # until there is something to retrieve.
 FIRST_TURNS = ["recite", "recite", "recite", "question", "question"]
 LATER_TURNS = ["recite", "recite", "structure", "summarise", "question", "question", "options"]
-GUESS_RATE = 0.04
+GUESS_RATE = 0.1
 
 
 @dataclass
@@ -152,8 +152,7 @@ def draw_batch(
             head, turns = [tokenizer.bos_token_id], [guess_turn(rng) for _ in kinds]
         else:
             patient, turns = draw_conversation(rng, LADDER[rung], kinds)
-            system = [{"role": "system", "content": patient.document}]
-            head = list(tokenizer.apply_chat_template(system, tokenize=True, return_dict=False))
+            head = tokenizer(f"<|bos|><|system|>{patient.document}<|end|>").input_ids
         texts = tokenizer([t for turn in turns for t in (turn.prompt, turn.response)]).input_ids
         coded = []
         for turn, prompt, response in zip(turns, texts[::2], texts[1::2], strict=True):

@@ -1,4 +1,4 @@
-"""The words of the clinic world: fields, the pools their values come from, and filler sentences.
+"""The words of the clinic world: fields, the pools their values come from, and remarks.
 
 Every field's value is drawn from a pool that several fields share, so nothing about a value can be
 guessed from its field alone beyond the kind of thing it is. Words are chosen so that the tiny
@@ -69,14 +69,20 @@ CATEGORIES: tuple[Category, ...] = (
 CATEGORY_OF: dict[str, Category] = {f: c for c in CATEGORIES for f in c.fields}
 FIELDS: tuple[str, ...] = tuple(CATEGORY_OF)
 
-FILLERS: tuple[str, ...] = (
+# More of them than a chart has facts, so that no remark stands twice in one chart: after a
+# repeated sentence nothing would tell what comes next. Built from few words on purpose.
+REMARKS: tuple[str, ...] = (
     "patient slept well", "no new complaints today", "diet was tolerated", "family was informed",
     "wound is clean and dry", "mobility is improving slowly", "plan was discussed at length",
     "patient remains in good spirits", "no signs of infection", "pain is well controlled",
     "fluids were encouraged", "follow up was arranged", "consent was obtained",
     "skin is warm and dry", "patient walked in the corridor", "questions were answered",
     "appetite has returned", "night was quiet", "dressing was changed", "lungs are clear",
-)  # fmt: skip
+    "pain has returned", "diet was changed", "wound is warm", "lungs are improving slowly",
+    "family has questions", "mobility was discussed", "skin is clear", "plan was changed",
+    "infection is controlled", "appetite is improving", "dressing is clean", "fluids were tolerated",
+    "complaints were discussed", "consent was discussed", "spirits are good", "family slept well",
+)
 
 FIRST_NAMES: tuple[str, ...] = (
     "anna", "boris", "clara", "david", "elena", "felix", "greta", "henry", "ines", "jonas",

@@ -46,13 +46,14 @@ def unmet(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> list
             "cannot run, one trainer owns the cartridges",
             "use 1",
         )
-    if trainer.procs != 1:
-        cannot(
-            "roles.trainer.procs",
-            trainer.procs,
-            "cannot run yet, FSDP over ranks comes later",
-            "use 1",
-        )
+    for name, role in mesh.roles.items():
+        if role.procs != 1:
+            why = "FSDP over ranks comes later" if name == "trainer" else "add replicas instead"
+            cannot(f"roles.{name}.procs", role.procs, f"cannot run yet, {why}", "use 1")
+        if role.gpus:
+            cannot(
+                f"roles.{name}.gpus", role.gpus, "cannot run yet, models stay on the CPU", "use 0"
+            )
     if learn.rollout.backend == "vllm":
         cannot(
             "rollout.backend",

@@ -66,9 +66,16 @@ def test_a_note_reads_like_this() -> None:
         department="cardiology",
         date="14 march",
         facts=(("sodium", "41"), ("surgeon", "weber")),
-        fillers=("night was quiet", ""),
+        remarks=("night was quiet",),
     )
-    assert note.text == "cardiology, 14 march. sodium 41 mmol. night was quiet. surgeon weber."
+    assert note.text == "cardiology, 14 march. sodium 41 mmol. surgeon weber. night was quiet."
+
+
+def test_no_remark_stands_twice_in_a_chart() -> None:
+    """After a repeated sentence nothing would tell what comes next."""
+    for record in generate_clinic(2, 6, 30, 4).values():
+        told = [s for text in record["texts"].values() for s in text.rstrip(".").split(". ")]
+        assert len(told) == len(set(told)) == 4 + 30 + 30  # headers, findings, remarks
 
 
 def test_the_correct_option_is_what_the_note_says() -> None:

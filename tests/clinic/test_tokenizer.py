@@ -51,7 +51,7 @@ def test_every_word_of_the_clinic_is_one_token(tokenizer: PreTrainedTokenizerFas
         *words.DIAGNOSES,
         *words.LAB_UNITS.values(),
         *(value for category in words.CATEGORIES for value in category.values),
-        *(word for filler in words.FILLERS for word in filler.split()),
+        *(word for filler in words.REMARKS for word in filler.split()),
         *[
             "what",
             "is",

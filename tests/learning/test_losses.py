@@ -92,6 +92,7 @@ def test_two_tokens(spec: DocKL, expected: float) -> None:
         ("reverse", "tail", 2, 0.092033),
         # -.7 ln .5 - .2 ln .3 - .1 ln .2, then only its first two terms
         ("cross_entropy", "tail", 2, 0.886941),
+        ("cross_entropy", "tail", 3, 0.886941),  # nothing is left for a tail: none is added
         ("cross_entropy", "pairs", 3, 0.886941),
         ("cross_entropy", "pairs", 2, 0.725998),
     ],

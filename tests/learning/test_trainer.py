@@ -65,7 +65,7 @@ def test_a_resumed_arm_equals_the_uninterrupted_one_bit_for_bit(
     killed.begin(6)
     advance(killed, llama, make_samples, 3)
     position = {"arm": "on_policy", "step": 3, "order": [2, 0, 1]}
-    path = killed.save(tmp_path, position)
+    path = killed.save(tmp_path, position, 6)
     assert path == tmp_path / "version-000006"
 
     resumed = trainer_of(llama)
@@ -83,7 +83,7 @@ def test_a_checkpoint_before_the_first_step(
 ) -> None:
     whole = trainer_of(llama)
     whole.begin(4)
-    path = whole.save(tmp_path, {})
+    path = whole.save(tmp_path, {}, 0)
     resumed = trainer_of(llama)
     resumed.restore(read_checkpoint(path))
     assert advance(resumed, llama, make_samples, 2) == advance(whole, llama, make_samples, 2)
@@ -96,7 +96,7 @@ def test_training_on_after_a_save_does_not_reach_into_a_restored_twin(
     first = trainer_of(llama)
     first.begin(9)
     advance(first, llama, make_samples, 1)
-    saved = read_checkpoint(first.save(tmp_path, {}))
+    saved = read_checkpoint(first.save(tmp_path, {}, 1))
     second = trainer_of(llama)
     second.restore(saved)
     before = {name: tensor.clone() for name, tensor in saved.tensors.items()}
@@ -127,7 +127,7 @@ def test_every_arm_starts_untrained_and_no_version_comes_twice(
     assert trainer.begin(3) == 4
     assert torch.equal(trainer.bank.trainable, untrained)
     assert trainer._optimizer.state == {}
-    path = trainer.save(tmp_path, {})
+    path = trainer.save(tmp_path, {}, 4)
     resumed = trainer_of(llama)
     resumed.restore(read_checkpoint(path))
     assert resumed.begin(3) == 5
@@ -192,15 +192,30 @@ def test_the_newest_checkpoints_are_kept(
 ) -> None:
     trainer = trainer_of(llama)
     trainer.begin(5)
-    for _ in range(4):
+    for version in (1, 2, 3, 4):
         advance(trainer, llama, make_samples, 1)
-        trainer.save(tmp_path, {})
+        trainer.save(tmp_path, {}, version)
     assert [p.name for p in list_checkpoints(tmp_path)] == ["version-000003", "version-000004"]
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_no_checkpoint_is_made_of_half_a_step(
+    llama: Twin, make_samples: MakeSamples, tmp_path: Path, version: int
+) -> None:
+    """The trainer has stepped and the caller's position has not, or the other way."""
+    trainer = trainer_of(llama)
+    trainer.begin(5)
+    advance(trainer, llama, make_samples, 1)
+    with pytest.raises(
+        CheckpointError, match=f"trainer stands at version 1 and the position at {version}: a step"
+    ):
+        trainer.save(tmp_path, {}, version)
+    assert list_checkpoints(tmp_path) == []
 
 
 def saved(trainer: CartridgeTrainer, directory: Path) -> Checkpoint:
     trainer.begin(5)
-    return read_checkpoint(trainer.save(directory, {}))
+    return read_checkpoint(trainer.save(directory, {}, 0))
 
 
 def test_a_checkpoint_of_another_base_model_is_refused(llama: Twin, tmp_path: Path) -> None:
