@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from clinic.longhealth import Patient, parse_patients
 from clinic.patients import Chart, Note, draw_chart, draw_options, fact_text, longhealth_record
 from clinic.prompts import (
+    cued_sentences,
     option_prompt,
     question_prompt,
     recite_prompt,
+    self_study_prompt,
     sentences,
     structure_prompt,
     summarise_prompt,
@@ -51,9 +53,14 @@ def answers(fact: tuple[str, str]) -> str:
     return f"{says(fact)} the answer is {value_text(*fact)}."
 
 
-def summarised(note: Note) -> str:
-    """Where the note is from and what it leads with."""
-    return f"{note.header} {fact_text(note.facts[0])}."
+def summarised(number: int, note: Note) -> str:
+    """Where the note is from and what it leads with. Naming the note first finds its place."""
+    return f"note {number}: {note.header} {fact_text(note.facts[0])}."
+
+
+def structured(number: int, note: Note) -> str:
+    """The note's findings without its remarks."""
+    return f"note {number}: {note.header} {note.findings}"
 
 
 def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> Turn:
@@ -61,9 +68,9 @@ def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> 
     index = rng.randrange(len(chart.notes))
     note = chart.notes[index]
     if kind == "structure":
-        return Turn(kind, structure_prompt(index + 1), note.findings)
+        return Turn(kind, structure_prompt(index + 1), structured(index + 1, note))
     if kind == "summarise":
-        return Turn(kind, summarise_prompt(index + 1), summarised(note))
+        return Turn(kind, summarise_prompt(index + 1), summarised(index + 1, note))
     if kind == "recite" or (kind == "question" and rng.random() < 0.5):
         told = sentences(note.text)
         starts = [(i, cue) for i, s in enumerate(told) if (cue := unique_cue(patient.document, s))]
@@ -71,6 +78,12 @@ def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> 
         if kind == "question":
             return Turn(kind, question_prompt(cue), f"the chart says {told[start]}.")
         return Turn(kind, recite_prompt(cue), " ".join(f"{s}." for s in told[start:]))
+    if kind == "options" and rng.random() < 0.3:  # a choice as self-study offers it
+        kind, prompt = self_study_prompt(patient, [], ("choice",), rng)
+        cue = prompt.removeprefix("what about ").split("?")[0]
+        rest = next((r for _, c, r in cued_sentences(patient) if c == cue), "")
+        if kind == "choice":
+            return Turn(kind, prompt, f"the chart says {cue} {rest}. the answer is {rest}.")
     fact = rng.choice(note.facts)
     question = f"what is the {fact[0]}?"
     if kind == "question":

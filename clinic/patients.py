@@ -108,11 +108,16 @@ def draw_options(rng: random.Random, fact: tuple[str, str]) -> tuple[list[str], 
     return options, correct
 
 
-def longhealth_record(chart: Chart, rng: random.Random) -> dict[str, Any]:
-    """The chart as one patient of LongHealth's JSON: the texts, and one question for each fact."""
+def longhealth_record(
+    chart: Chart, rng: random.Random, questions_per_fact: int = 1
+) -> dict[str, Any]:
+    """The chart as one patient of LongHealth's JSON: the texts, and questions for each fact.
+
+    Several questions about one fact share its words and differ in their options.
+    """
     questions: list[dict[str, Any]] = []
     for note_index, note in enumerate(chart.notes):
-        for fact in note.facts:
+        for fact in (f for f in note.facts for _ in range(questions_per_fact)):
             options, correct = draw_options(rng, fact)
             start = note.text.index(f"{fact_text(fact)}.")
             questions.append(
@@ -138,7 +143,9 @@ def longhealth_record(chart: Chart, rng: random.Random) -> dict[str, Any]:
     }
 
 
-def generate_clinic(seed: int, patients: int, facts: int, notes: int) -> dict[str, dict[str, Any]]:
+def generate_clinic(
+    seed: int, patients: int, facts: int, notes: int, questions_per_fact: int = 1
+) -> dict[str, dict[str, Any]]:
     """A whole clinic as LongHealth's top-level object `{"patient_01": {...}, ...}`.
 
     Deterministic in its arguments, in every process. Patient k does not depend on how many
@@ -147,5 +154,7 @@ def generate_clinic(seed: int, patients: int, facts: int, notes: int) -> dict[st
     clinic = {}
     for index in range(1, patients + 1):
         rng = random.Random(f"clinic/{seed}/{index}")
-        clinic[f"patient_{index:02d}"] = longhealth_record(draw_chart(rng, facts, notes), rng)
+        clinic[f"patient_{index:02d}"] = longhealth_record(
+            draw_chart(rng, facts, notes), rng, questions_per_fact
+        )
     return clinic

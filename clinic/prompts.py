@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import random
 import re
+from functools import lru_cache
 
 from clinic.longhealth import LETTERS, Patient, Question
 
-SELF_STUDY_KINDS = ("recite", "structure", "summarise", "question")
+SELF_STUDY_KINDS = ("recite", "structure", "summarise", "question", "choice")
 
 _ANSWER = re.compile(r"answer(?: is:?|:)\s*(?=\S)", re.IGNORECASE)
 # A lower-case "a" before a word is an article ("the answer is a kind of ..."), not a choice.
@@ -66,7 +67,8 @@ def self_study_prompt(
     """Draw one training prompt for a patient: (kind, prompt text).
 
     A "question" is about a sentence of the document, or, half of the time where there are any,
-    one of `questions`: those that may be used for training, asked without their options.
+    one of `questions`: those that may be used for training, asked without their options. A
+    "choice" is about a sentence too, with the ends of five sentences of the document as options.
     A note without any unique place to point at gets the kind "structure".
     """
     kind = rng.choice(kinds)
@@ -77,12 +79,29 @@ def self_study_prompt(
         return kind, summarise_prompt(note + 1)
     if kind == "question" and questions and rng.random() < 0.5:
         return kind, rng.choice(questions).text
-    cues = [unique_cue(patient.document, s) for s in sentences(patient.texts[note])]
-    usable = [c for c in cues if c]
-    if not usable:
+    cued = cued_sentences(patient)
+    ends = sorted({rest for _, _, rest in cued if rest})
+    here = [(c, rest) for n, c, rest in cued if n == note and (kind != "choice" or rest)]
+    if not here or (kind == "choice" and len(ends) < len(LETTERS)):
         return "structure", structure_prompt(note + 1)
-    cue = rng.choice(usable)
+    cue, rest = rng.choice(here)
+    if kind == "choice":
+        options = [rest, *rng.sample([e for e in ends if e != rest], len(LETTERS) - 1)]
+        rng.shuffle(options)
+        return kind, option_prompt(question_prompt(cue), options)
     return kind, question_prompt(cue) if kind == "question" else recite_prompt(cue)
+
+
+@lru_cache(maxsize=256)  # a run asks for the same few patients thousands of times
+def cued_sentences(patient: Patient) -> list[tuple[int, str, str]]:
+    """(note, cue, rest) of every sentence that a unique cue points at: (0, "sodium", "41 mmol")."""
+    found = []
+    for note, text in enumerate(patient.texts):
+        for sentence in sentences(text):
+            cue = unique_cue(patient.document, sentence)
+            if cue:
+                found.append((note, cue, sentence[len(cue) :].strip(" ,;:")))
+    return found
 
 
 def parse_answer(response: str, question: Question) -> str | None:

@@ -69,20 +69,20 @@ CATEGORIES: tuple[Category, ...] = (
 CATEGORY_OF: dict[str, Category] = {f: c for c in CATEGORIES for f in c.fields}
 FIELDS: tuple[str, ...] = tuple(CATEGORY_OF)
 
-# More of them than a chart has facts, so that no remark stands twice in one chart: after a
-# repeated sentence nothing would tell what comes next. Built from few words on purpose.
+# More of them than a chart has facts, so that none stands twice in one chart, and no two end in the
+# same word: after a repeated ending nothing would tell what comes next. Of few words, on purpose.
 REMARKS: tuple[str, ...] = (
     "patient slept well", "no new complaints today", "diet was tolerated", "family was informed",
     "wound is clean and dry", "mobility is improving slowly", "plan was discussed at length",
     "patient remains in good spirits", "no signs of infection", "pain is well controlled",
     "fluids were encouraged", "follow up was arranged", "consent was obtained",
-    "skin is warm and dry", "patient walked in the corridor", "questions were answered",
+    "skin is warm", "patient walked in the corridor", "questions were answered",
     "appetite has returned", "night was quiet", "dressing was changed", "lungs are clear",
-    "pain has returned", "diet was changed", "wound is warm", "lungs are improving slowly",
-    "family has questions", "mobility was discussed", "skin is clear", "plan was changed",
-    "infection is controlled", "appetite is improving", "dressing is clean", "fluids were tolerated",
-    "complaints were discussed", "consent was discussed", "spirits are good", "family slept well",
-)
+    "spirits are good", "family has questions", "lungs are clean", "consent was discussed",
+    "appetite is improving", "no new dressing", "family has no complaints", "no new pain",
+    "patient tolerated fluids", "infection of the wound", "no signs of the skin",
+    "patient has no appetite", "fluids and diet", "pain in the night",
+)  # fmt: skip
 
 FIRST_NAMES: tuple[str, ...] = (
     "anna", "boris", "clara", "david", "elena", "felix", "greta", "henry", "ines", "jonas",

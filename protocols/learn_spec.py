@@ -113,6 +113,9 @@ class DataSpec(Spec):
     notes: int | None = Field(
         default=None, ge=1, validate_default=True, description="notes of a generated patient"
     )
+    questions_per_fact: int = Field(
+        1, ge=1, description="questions about each fact of a generated patient, options differ"
+    )
     held_out: float = Field(
         gt=0, le=1, description="share of the questions kept for evaluation, in (0, 1]"
     )
@@ -171,9 +174,9 @@ class RolloutSpec(Spec):
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus mass; 1 truncates nothing")
     top_k: int = Field(default=0, ge=0, description="tokens kept; 0 truncates nothing")
     kinds: Annotated[
-        tuple[Literal["recite", "structure", "summarise", "question"], ...], AsTuple
+        tuple[Literal["recite", "structure", "summarise", "question", "choice"], ...], AsTuple
     ] = Field(
-        default=("recite", "structure", "summarise", "question"),
+        default=("recite", "structure", "summarise", "question", "choice"),
         min_length=1,
         description="self-study prompts to draw from",
     )
