@@ -20,7 +20,7 @@ LETTERS = "abcde"
 
 @dataclass(frozen=True)
 class Note:
-    """One clinical note: where it came from, its (field, value) findings, and remarks after them."""
+    """One clinical note: where it is from, its (field, value) findings, then remarks."""
 
     department: str
     date: str

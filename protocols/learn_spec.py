@@ -318,3 +318,17 @@ def across_sections(spec: LearnSpec) -> None:
             key="rollout.max_tokens",
             got=spec.rollout.max_tokens,
         )
+    if spec.loss.temperature != 1.0 and spec.teacher.top_k != "full":
+        raise broken(
+            "must be 1 with a top-k teacher, which sends no whole distribution to divide",
+            "set it to 1 or teacher.top_k to full",
+            key="loss.temperature",
+            got=spec.loss.temperature,
+        )
+    if spec.loss.form == "pairs" and spec.loss.direction != "cross_entropy":
+        raise broken(
+            "belongs to loss.direction cross_entropy alone, for it is no divergence",
+            "use tail, or set loss.direction: cross_entropy",
+            key="loss.form",
+            got=spec.loss.form,
+        )

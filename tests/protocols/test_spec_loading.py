@@ -173,7 +173,7 @@ BAD_FILES = [
     (C, "[recite, question]", "recite",
      f"kinds must be a list: got 'recite' at {C}:13 (rollout.kinds); write it as [a, b]"),
     (C, "[recite, question]", "\n    - recite\n    - summarize",
-     "kinds[1] must be one of recite, structure, summarise, question: got 'summarize' "
+     "kinds[1] must be one of recite, structure, summarise, question, choice: got 'summarize' "
      f"at {C}:15 (rollout.kinds[1]); did you mean summarise?"),
     (C, "[recite, question]", "[recite, recite]",
      f"kinds must list each item once: got [recite, recite] at {C}:13 (rollout.kinds); "
@@ -188,6 +188,12 @@ BAD_FILES = [
      f"beta must be given with loss.direction jsd: got null at {C}:14 (loss.beta); set it to 0.5"),
     (C, "train:", "loss: {direction: jsd, beta: 1}\ntrain:",
      f"beta must be < 1: got 1 at {C}:14 (loss.beta); set it below 1"),
+    (C, "train:", "loss: {temperature: 2.0}\ntrain:",
+     "temperature must be 1 with a top-k teacher, which sends no whole distribution to divide: "
+     f"got 2.0 at {C}:14 (loss.temperature); set it to 1 or teacher.top_k to full"),
+    (C, "train:", "loss: {form: pairs}\ntrain:",
+     "form belongs to loss.direction cross_entropy alone, for it is no divergence: "
+     f"got 'pairs' at {C}:14 (loss.form); use tail, or set loss.direction: cross_entropy"),
     (C, "train:", "evaluate: {arms: [none, offline]}\ntrain:",
      "arms must hold on_policy where it holds offline, which trains on as many tokens: "
      f"got [none, offline] at {C}:14 (evaluate.arms); add on_policy or remove offline"),
@@ -293,18 +299,20 @@ def test_later_wins_and_mappings_merge(house: Path) -> None:
     (house / "a.yaml").write_text("train: {steps: 7, lr: 0.5}\nteacher: {top_k: full}\n")
     (house / "b.yaml").write_text("train:\n  lr: 0.25\nrollout: {kinds: [structure]}\n")
     loaded = load_spec(
-        M, overlays=("a.yaml", "b.yaml"), sets=("train.seed=3", "train.seed=4", "loss.form=pairs")
+        M,
+        overlays=("a.yaml", "b.yaml"),
+        sets=("train.seed=3", "train.seed=4", "loss.form=renormalised"),
     )
     learn = loaded.spec.learn
     assert (learn.train.steps, learn.train.lr, learn.train.seed) == (7, 0.25, 4)
     assert learn.train.row_tokens == 256  # not in the overlays
-    assert (learn.teacher.top_k, learn.loss.form) == ("full", "pairs")
+    assert (learn.teacher.top_k, learn.loss.form) == ("full", "renormalised")
     assert learn.rollout.kinds == ("structure",)  # a list is replaced, not extended
     assert str(loaded.place("train.steps")) == "a.yaml:1"
     assert str(loaded.place("train.lr")) == "b.yaml:2"
     assert str(loaded.place("train.row_tokens")) == f"{C}:16"
     assert str(loaded.place("train.clip")) == f"{C}:14"  # a default: where its section starts
-    assert str(loaded.place("loss.form")) == "--set loss.form=pairs"
+    assert str(loaded.place("loss.form")) == "--set loss.form=renormalised"
 
 
 @pytest.mark.parametrize("override", ["hosts=kubernetes", "hosts.kind=kubernetes"])
