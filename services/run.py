@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from learning.step import OFFLINE_VERSION
 from protocols.errors import RunError
 from protocols.records import Measured, MetricRow, Results, RolloutRow
 from protocols.spec import RunSpec
@@ -16,9 +15,7 @@ from protocols.types import (
     Generated,
     GenerateRequest,
     Packet,
-    PrefixRef,
     Sample,
-    Sampling,
     Scored,
     Stepped,
 )
@@ -26,8 +23,9 @@ from services.evaluation import measure
 from services.loop import Done, OnPolicyLoop, Ports, Rollout
 from services.progress import Meter
 from services.roles import Mesh
+from services.rollouts import as_rollout, rollout_from
 from services.rundir import RunDirectory
-from services.tasks import NO_DOCUMENT, Exam, Prompt, Tasks
+from services.tasks import NO_DOCUMENT, Exam, Tasks
 
 OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call
 
@@ -379,47 +377,3 @@ class Run:
         if self._should_stop():
             self._directory.append_event("stopping", arm=self._at.arm, step=self._at.step)
             raise Stopped
-
-
-def as_rollout(
-    step: int,
-    prompts: Sequence[Prompt],
-    completions: Sequence[Completion],
-    seconds: float,
-    compute: float,
-    offline: bool,
-) -> Rollout:
-    """Completions as samples to train on; text that the teacher wrote carries no version."""
-    samples = [
-        Sample(
-            id=c.request_id,
-            document=p.document,
-            prompt_ids=p.request.prompt_ids,
-            response_ids=c.token_ids,
-            sampler_logprobs=c.logprobs,
-            versions=(OFFLINE_VERSION,) * len(c.token_ids) if offline else c.versions,
-        )
-        for p, c in zip(prompts, completions, strict=True)
-    ]
-    return Rollout(step, tuple(prompts), tuple(completions), samples, seconds, compute)
-
-
-def rollout_from(saved: dict[str, Any]) -> Rollout:
-    """The inverse of `asdict` on a Rollout after JSON, which turned tuples into lists."""
-    prompts = []
-    for p in saved["prompts"]:
-        request = dict(p["request"])
-        request["prompt_ids"] = tuple(request["prompt_ids"])
-        request["prefix"] = PrefixRef(**request["prefix"])
-        request["sampling"] = Sampling(**request["sampling"])
-        prompts.append(Prompt(p["document"], p["kind"], GenerateRequest(**request)))
-    completions = [Completion(**_tuples(c)) for c in saved["completions"]]
-    samples = [Sample(**_tuples(s)) for s in saved["samples"]]
-    return Rollout(
-        saved["step"], tuple(prompts), tuple(completions), samples, saved["seconds"],
-        saved["compute"],
-    )  # fmt: skip
-
-
-def _tuples(record: dict[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}

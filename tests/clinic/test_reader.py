@@ -117,5 +117,5 @@ def test_it_follows_self_study_prompts(ask: Ask, kind: str) -> None:
     assert sum(shares) / len(shares) >= FOLLOWED[kind]
 
 
-# Greedy, own words fed back, so one wrong turn costs the rest: measured less a margin (docs/log.md).
+# Greedy, so one wrong turn costs the rest of a response: measured, less a margin (docs/log.md).
 FOLLOWED = {"question": 0.9, "choice": 0.7, "summarise": 0.5, "structure": 0.5, "recite": 0.5}

@@ -1,0 +1,55 @@
+"""Rollouts: from completions to samples, and back from a checkpoint's JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from learning.step import OFFLINE_VERSION
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling
+from services.loop import Rollout
+from services.tasks import Prompt
+
+
+def as_rollout(
+    step: int,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    seconds: float,
+    compute: float,
+    offline: bool,
+) -> Rollout:
+    """Completions as samples to train on; text that the teacher wrote carries no version."""
+    samples = [
+        Sample(
+            id=c.request_id,
+            document=p.document,
+            prompt_ids=p.request.prompt_ids,
+            response_ids=c.token_ids,
+            sampler_logprobs=c.logprobs,
+            versions=(OFFLINE_VERSION,) * len(c.token_ids) if offline else c.versions,
+        )
+        for p, c in zip(prompts, completions, strict=True)
+    ]
+    return Rollout(step, tuple(prompts), tuple(completions), samples, seconds, compute)
+
+
+def rollout_from(saved: dict[str, Any]) -> Rollout:
+    """The inverse of `asdict` on a Rollout after JSON, which turned tuples into lists."""
+    prompts = []
+    for p in saved["prompts"]:
+        request = dict(p["request"])
+        request["prompt_ids"] = tuple(request["prompt_ids"])
+        request["prefix"] = PrefixRef(**request["prefix"])
+        request["sampling"] = Sampling(**request["sampling"])
+        prompts.append(Prompt(p["document"], p["kind"], GenerateRequest(**request)))
+    completions = [Completion(**_tuples(c)) for c in saved["completions"]]
+    samples = [Sample(**_tuples(s)) for s in saved["samples"]]
+    return Rollout(
+        saved["step"], tuple(prompts), tuple(completions), samples, saved["seconds"],
+        saved["compute"],
+    )  # fmt: skip
+
+
+def _tuples(record: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
