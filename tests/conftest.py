@@ -19,7 +19,9 @@ os.environ.update(
     {
         "FORGE_TEST_SESSION": str(os.getpid()),
         # Actors are defined in test files too, and their processes import those by name.
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")])
+        ),
         # One thread a process: spinning OpenMP workers of several processes starve each other.
         "OMP_NUM_THREADS": "1",
         # A killed process is noticed in 0.2 s (default 10 s), a lost host in 3 s (default 60 s).
