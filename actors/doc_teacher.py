@@ -50,8 +50,3 @@ class DocTeacherActor(Actor):
         seconds = time.perf_counter() - begun
         packet = await self._plane.put(key, tensors)
         return Scored(seconds, packet, len(logits))
-
-    @endpoint
-    async def cache_counts(self) -> tuple[int, int, int]:
-        """(hits, misses, bytes held) of the document KV cache."""
-        return self._documents.hits, self._documents.misses, self._documents.held_bytes

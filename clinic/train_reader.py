@@ -19,7 +19,7 @@ import os
 import random
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -232,13 +232,11 @@ class Climber:
 
     rung: int = 0
     share: float = 0.0
-    history: list[tuple[int, int]] = field(default_factory=list)
 
-    def update(self, step: int, right: float) -> None:
+    def update(self, right: float) -> None:
         self.share += 0.05 * (right - self.share)
         if self.share > CLIMB_AT and self.rung < len(LADDER) - 1:
             self.rung, self.share = self.rung + 1, 0.6
-            self.history.append((step, self.rung))
 
 
 def main() -> None:
@@ -300,7 +298,7 @@ def main() -> None:
             raise SystemExit(f"loss became {loss.item()} at step {step}: lower --lr")
         if rung == climber.rung:
             right = sum(exact["question"]) / max(1, len(exact["question"]))
-            climber.update(step, agree(right, ranks))
+            climber.update(agree(right, ranks))
             for kind, turns in exact.items():
                 totals[kind] += turns
         if step % 50 == 0 and rank == 0:

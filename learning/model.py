@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -97,9 +96,3 @@ def base_hash(model: PreTrainedModel) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def same_model(path: str) -> str:
-    """A short id of a model's configuration: SHA-256 of its config.json, or the hub id."""
-    config = Path(path) / "config.json"
-    return hashlib.sha256(config.read_bytes()).hexdigest()[:16] if config.is_file() else path
