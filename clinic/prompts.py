@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 
 from clinic.longhealth import LETTERS, Patient, Question
@@ -20,6 +21,7 @@ _ANSWER = re.compile(r"answer(?: is:?|:)\s*(?=\S)", re.IGNORECASE)
 # A lower-case "a" before a word is an article ("the answer is a kind of ..."), not a choice.
 _LETTER = re.compile(r"\(?([a-eA-E])(?:[).:,]|\s*(?:\n|$)|(?<!a)\s)")
 _AROUND = " .\"'"
+_NUMBER = re.compile(r"\d+")
 
 
 def recite_prompt(cue: str) -> str:
@@ -62,13 +64,18 @@ def unique_cue(document: str, sentence: str, most: int = 8) -> str | None:
 
 
 def self_study_prompt(
-    patient: Patient, questions: list[Question], kinds: tuple[str, ...], rng: random.Random
+    patient: Patient,
+    questions: list[Question],
+    kinds: tuple[str, ...],
+    rng: random.Random,
+    others: Sequence[str] = (),
 ) -> tuple[str, str]:
     """Draw one training prompt for a patient: (kind, prompt text).
 
     A "question" is about a sentence of the document, or, half of the time where there are any,
     one of `questions`: those that may be used for training, asked without their options. A
-    "choice" is about a sentence too, with the ends of five sentences of the document as options.
+    "choice" is about a sentence too; its options are the sentence's end and four that look like
+    it, from the ends of the document's sentences and from `others`: other documents' ends.
     A note without any unique place to point at gets the kind "structure".
     """
     kind = rng.choice(kinds)
@@ -80,16 +87,48 @@ def self_study_prompt(
     if kind == "question" and questions and rng.random() < 0.5:
         return kind, rng.choice(questions).text
     cued = cued_sentences(patient)
-    ends = sorted({rest for _, _, rest in cued if rest})
     here = [(c, rest) for n, c, rest in cued if n == note and (kind != "choice" or rest)]
+    ends = sorted({*sentence_ends(patient), *others})
     if not here or (kind == "choice" and len(ends) < len(LETTERS)):
         return "structure", structure_prompt(note + 1)
     cue, rest = rng.choice(here)
     if kind == "choice":
-        options = [rest, *rng.sample([e for e in ends if e != rest], len(LETTERS) - 1)]
+        options = [rest, *look_alikes(rest, ends, len(LETTERS) - 1, rng)]
         rng.shuffle(options)
         return kind, option_prompt(question_prompt(cue), options)
     return kind, question_prompt(cue) if kind == "question" else recite_prompt(cue)
+
+
+def sentence_ends(patient: Patient) -> list[str]:
+    """What follows the cues of a patient's sentences, sorted, each once."""
+    return sorted({rest for _, _, rest in cued_sentences(patient) if rest})
+
+
+def look_alikes(end: str, ends: Sequence[str], count: int, rng: random.Random) -> list[str]:
+    """`count` wrong options for `end`: as a person who writes a hard question would choose them.
+
+    An end with a number is given other numbers of as many digits; any other is joined by those of
+    `ends` whose number of words is nearest. Easy options would teach a cartridge to tell drugs
+    from surgeons, which is not what questions ask (docs/log.md).
+    """
+    found: list[str] = []
+    if _NUMBER.search(end):
+        for _ in range(8 * count):  # few digits leave few numbers: the rest is filled up below
+            other = _NUMBER.sub(lambda m: _another_number(m.group(), rng), end)
+            if other != end and other not in found:
+                found.append(other)
+            if len(found) == count:
+                return found
+    pool = [e for e in ends if e != end and e not in found]
+    rng.shuffle(pool)
+    words = len(end.split())
+    pool.sort(key=lambda e: abs(len(e.split()) - words))
+    return found + pool[: count - len(found)]
+
+
+def _another_number(digits: str, rng: random.Random) -> str:
+    lowest = 10 ** (len(digits) - 1) if len(digits) > 1 else 0
+    return str(rng.randint(lowest, 10 ** len(digits) - 1))
 
 
 @lru_cache(maxsize=256)  # a run asks for the same few patients thousands of times

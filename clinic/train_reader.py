@@ -84,14 +84,16 @@ def new_model(
 
 @torch.no_grad()
 def start_from_induction(model: LlamaForCausalLM, size: int, grouped: int) -> None:
-    """Initialise looking-back heads and a matching head, the circuit that reading needs.
+    """Initialise looking-back heads and two matching heads, the circuit that reading needs.
 
     `size` is the head size, `grouped` how many query heads share a key/value head.
 
     Olsson et al. (2022): a layer-0 head copies each token's predecessor into its residual stream,
     a layer-1 head looks for the place whose predecessor is the current token and copies what
     stands there. Left to chance it had not emerged after 1,000 steps here; started roughly right,
-    training takes it up at once. All weights stay trainable.
+    training takes it up at once. A second matching head looks for the place whose last token but
+    one is the token before this one: after a full stop, or after "note 3:", one token back tells
+    nothing. Both copies add up. All weights stay trainable.
     """
     half = size // 2
     frequency = ROPE_THETA ** (-torch.arange(half) / half)
@@ -126,15 +128,23 @@ def start_from_induction(model: LlamaForCausalLM, size: int, grouped: int) -> No
     first.o_proj.weight[:, : size * grouped] = 0.05 * writes.T
 
     second = model.model.layers[1].self_attn
-    second.k_proj.weight[:size] = 0
-    second.k_proj.weight[content] = writes[:size][content]
-    for head in range(grouped):
-        query = second.q_proj.weight[head * size : (head + 1) * size]
-        query[:] = 0
-        query[content] = 8 * reads[content]
-    second.v_proj.weight[:size] = copies
     second.o_proj.weight *= 0.2
-    second.o_proj.weight[:, :size] = 1.0 * copies.T
+    # (what a query reads, how strongly, what a key reads): the token itself against the token
+    # before the key; the token before against the last but one. What was written is about two and
+    # a half times larger than what is left of the embedding.
+    back_one, back_two = writes[:size], writes[size : 2 * size]
+    matches = ((reads, 8.0, back_one), (back_one, 6.0, back_two))
+    for group, (asked, strength, held) in enumerate(matches):
+        key = second.k_proj.weight[group * size : (group + 1) * size]
+        key[:] = 0
+        key[content] = held[content]
+        second.v_proj.weight[group * size : (group + 1) * size] = copies
+        for head in range(group * grouped, (group + 1) * grouped):
+            query = second.q_proj.weight[head * size : (head + 1) * size]
+            query[:] = 0
+            query[content] = strength * asked[content]
+        first_head = group * grouped * size
+        second.o_proj.weight[:, first_head : first_head + size] = copies.T
 
 
 def draw_batch(

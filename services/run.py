@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -79,6 +80,7 @@ class Run:
         self._meter = Meter()
         self._loop: OnPolicyLoop | None = None
         self._published: str | None = None
+        self._retiring: asyncio.Task[None] | None = None
         self._resumed = False
         self._begun_arm = False
 
@@ -87,10 +89,15 @@ class Run:
     async def go(self) -> None:
         """Every arm of the spec that has no result yet. Raises Stopped when asked to."""
         base = await self._trainer.call(0, "base_hash")
-        if self._at.arm == "on_policy":
-            await self._train_on_policy()
-        if "offline" in self._learn.evaluate.arms:
-            await self._train_offline()
+        try:
+            if self._at.arm == "on_policy":
+                await self._train_on_policy()
+            if "offline" in self._learn.evaluate.arms:
+                await self._train_offline()
+            await self._retired()
+        finally:
+            if self._retiring is not None:
+                self._retiring.cancel()
         if await self._trainer.call(0, "base_hash") != base:
             raise RunError("the base model's weights changed during the run: only cartridges may")
 
@@ -206,6 +213,7 @@ class Run:
 
     async def _train(self, samples: Sequence[Sample], packet: Packet, version: int) -> Stepped:
         stepped: Stepped = await self._trainer.call(0, "step", tuple(samples), packet, version)
+        await self._retire(packet.key)
         return stepped
 
     async def _publish(self, version: int) -> None:
@@ -216,10 +224,20 @@ class Run:
                 f"the trainer published version {snapshot.version} where {version} was due"
             )
         await self._generators.fanout("load", snapshot)
-        assert self._plane is not None
         if self._published is not None:
-            await self._plane.delete(self._published)
+            await self._retire(self._published)
         self._published = snapshot.packet.key
+
+    async def _retire(self, key: str) -> None:
+        """Delete what nobody reads any more, beside the work that follows; one key at a time, so
+        that the store never holds more than one tensor too many, and a failure is met here."""
+        await self._retired()
+        assert self._plane is not None
+        self._retiring = asyncio.create_task(self._plane.delete(key))
+
+    async def _retired(self) -> None:
+        if self._retiring is not None:
+            await self._retiring
 
     # -- what is recorded -----------------------------------------------------------------------
 

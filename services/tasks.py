@@ -19,7 +19,7 @@ from typing import Any
 
 from clinic.longhealth import Patient, Question, is_held_out, load_patients, parse_patients
 from clinic.patients import generate_clinic
-from clinic.prompts import option_prompt, self_study_prompt
+from clinic.prompts import option_prompt, self_study_prompt, sentence_ends
 from protocols.errors import DataError
 from protocols.learn_spec import DataSpec, LearnSpec
 from protocols.types import GenerateRequest, PrefixRef, Sampling
@@ -77,6 +77,7 @@ class Tasks:
             p.id: [q for q in p.questions if q not in held_out[p.id]] for p in patients
         }
         self._held_out = held_out
+        self._ends = sorted({end for p in patients for end in sentence_ends(p)})
         self.documents = {p.id: self._document_ids(p) for p in patients}
         self.documents[NO_DOCUMENT] = tuple(self._template(None, "x")[:1])
 
@@ -112,7 +113,7 @@ class Tasks:
             # The prompt does not depend on the arm: both arms study the same material.
             rng = random.Random(f"prompt/{seed}/{step}/{i}")
             kind, text = self_study_prompt(
-                self.patients[document], self._training[document], rollout.kinds, rng
+                self.patients[document], self._training[document], rollout.kinds, rng, self._ends
             )
             name = f"{arm}/{step + 1}/{i}"
             request = GenerateRequest(

@@ -1,6 +1,7 @@
 """Prompts and answers as text: exact words, unique cues, and what counts as an answer."""
 
 import random
+import re
 
 import pytest
 from hypothesis import example, given, settings
@@ -10,6 +11,8 @@ from clinic.longhealth import Patient, Question, parse_patients
 from clinic.patients import generate_clinic
 from clinic.prompts import (
     SELF_STUDY_KINDS,
+    cued_sentences,
+    look_alikes,
     option_prompt,
     parse_answer,
     recite_prompt,
@@ -225,8 +228,8 @@ def test_kinds_are_respected(patient: Patient) -> None:
     for kind in SELF_STUDY_KINDS:
         assert {k for k, _ in drawn(patient, questions, (kind,), 50)} == {kind}
     kinds = [k for k, _ in drawn(patient, questions, SELF_STUDY_KINDS, 600)]
-    for kind in SELF_STUDY_KINDS:  # B(600, 1/4): 150, standard deviation 10.6
-        assert 97 < kinds.count(kind) < 203
+    for kind in SELF_STUDY_KINDS:  # B(600, 1/5): 120, standard deviation 9.8
+        assert 71 < kinds.count(kind) < 169
 
 
 def test_what_each_kind_says(patient: Patient) -> None:
@@ -250,6 +253,59 @@ def test_questions_about_the_document_point_at_one_place_of_it(patient: Patient)
             cue = text.removeprefix("what about ").removesuffix("?")
             assert text == f"what about {cue}?"
             assert places(patient.document, cue) == 1
+
+
+def test_a_choice_offers_the_sentence_s_end_once_among_look_alikes(patient: Patient) -> None:
+    ends = {cue: rest for _, cue, rest in cued_sentences(patient)}
+    for _, text in drawn(patient, [], ("choice",), 200):
+        asked, listed = text.split("? options: ")
+        right = ends[asked.removeprefix("what about ")]
+        options = re.split(r" ?[a-e]\) ", listed)[1:]
+        assert len(options) == len(set(options)) == 5
+        assert options.count(right) == 1
+        if re.search(r"\d", right):
+            # Other numbers, the rest of the words as they are.
+            assert {re.sub(r"\d", "0", o) for o in options} == {re.sub(r"\d", "0", right)}
+        else:
+            assert set(options) <= set(ends.values())
+            if len(right.split()) == 1:
+                assert all(len(o.split()) == 1 for o in options), "there are enough of one word"
+
+
+def test_other_documents_lend_their_ends() -> None:
+    """A patient with two sentences of its own has a choice of five only with others' ends."""
+    short = Patient("p", "n", "b", "d", ("statin zantor. nurse weber.",), ())
+    rng = random.Random("lend")
+    assert self_study_prompt(short, [], ("choice",), rng)[0] == "structure"
+    others = ["abilar", "cordel", "no new pain", "dravil", "gruber", "hassan"]
+    for _ in range(50):
+        kind, text = self_study_prompt(short, [], ("choice",), rng, others)
+        assert kind == "choice"
+        assert "no new pain" not in text, "three words beside one: the farthest is left out"
+
+
+def test_look_alikes_by_hand() -> None:
+    rng = random.Random("alike")
+    ends = ["a b c", "x", "y z", "u v", "w"]
+    assert set(look_alikes("p q", ends, 2, rng)) == {"y z", "u v"}
+    assert set(look_alikes("p q", ends, 4, rng)) < set(ends)
+    assert sorted(look_alikes("x", ends, 1, rng)) == ["w"]
+    numbers = look_alikes("41 mmol", ends, 4, rng)
+    assert len(set(numbers)) == 4
+    assert all(re.fullmatch(r"[1-9]\d mmol", n) and n != "41 mmol" for n in numbers)
+    # The year and the day both change; each keeps its number of digits.
+    (dated,) = look_alikes("3 may 1999", ends, 1, rng)
+    assert re.fullmatch(r"\d may [1-9]\d{3}", dated)
+    assert dated != "3 may 1999"
+
+
+def test_too_few_numbers_are_filled_up_with_ends() -> None:
+    """One digit gives nine others at most: eleven options need two ends."""
+    options = look_alikes("7", ["x", "y", "z"], 11, random.Random("few"))
+    digits = [o for o in options if o.isdigit()]
+    assert len(options) == len(set(options)) == 11
+    assert len(digits) == 9
+    assert "7" not in digits
 
 
 def test_a_note_without_a_unique_cue_is_listed_instead() -> None:
