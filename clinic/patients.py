@@ -77,6 +77,7 @@ def draw_chart(
         )
     pairs = [(f, rng.choice(words.CATEGORY_OF[f].values)) for f in rng.sample(fields, facts)]
     departments = rng.sample(words.DEPARTMENTS, min(notes, len(words.DEPARTMENTS)))
+    months = rng.sample(words.MONTHS, len(words.MONTHS))  # one a note, the birthday's first
     remarks = iter(rng.sample(words.REMARKS, len(words.REMARKS)))
     drawn = []
     for index in range(notes):
@@ -84,7 +85,7 @@ def draw_chart(
         drawn.append(
             Note(
                 department=departments[index % len(departments)],
-                date=f"{rng.randint(10, 28)} {rng.choice(words.MONTHS)}",
+                date=f"{rng.randint(10, 28)} {months[(index + 1) % len(months)]}",
                 facts=own,
                 remarks=tuple(islice(remarks, round(remark_rate * len(own)))),
             )
@@ -92,7 +93,7 @@ def draw_chart(
     surname = rng.choice(words.CATEGORY_OF["surgeon"].values)
     return Chart(
         name=f"{rng.choice(words.FIRST_NAMES)} {surname}",
-        birthday=f"{rng.randint(10, 28)} {rng.choice(words.MONTHS)}",
+        birthday=f"{rng.randint(10, 28)} {months[0]}",
         diagnosis=rng.choice(words.DIAGNOSES),
         notes=tuple(drawn),
     )

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from clinic.corpus import Difficulty, Turn, draw_conversation, guess_turn
 from clinic.tokenizer import build_tokenizer
@@ -267,6 +268,7 @@ def main() -> None:
     parser.add_argument("--rung", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    transformers_logging.disable_progress_bar()  # every save would draw one into the log
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         dist.init_process_group("gloo")

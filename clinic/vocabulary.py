@@ -69,19 +69,20 @@ CATEGORIES: tuple[Category, ...] = (
 CATEGORY_OF: dict[str, Category] = {f: c for c in CATEGORIES for f in c.fields}
 FIELDS: tuple[str, ...] = tuple(CATEGORY_OF)
 
-# More of them than a chart has facts, so that none stands twice in one chart, and no two end in the
-# same word: after a repeated ending nothing would tell what comes next. Of few words, on purpose.
+# More of them than a chart has facts, so that none stands twice in one chart. No two begin or end
+# with the same word, on purpose: where a word could be followed by several, only what stands
+# several words back tells which, and a tiny model cannot recite what it cannot tell apart.
 REMARKS: tuple[str, ...] = (
-    "patient slept well", "no new complaints today", "diet was tolerated", "family was informed",
-    "wound is clean and dry", "mobility is improving slowly", "plan was discussed at length",
-    "patient remains in good spirits", "no signs of infection", "pain is well controlled",
-    "fluids were encouraged", "follow up was arranged", "consent was obtained",
-    "skin is warm", "patient walked in the corridor", "questions were answered",
-    "appetite has returned", "night was quiet", "dressing was changed", "lungs are clear",
-    "spirits are good", "family has questions", "lungs are clean", "consent was discussed",
-    "appetite is improving", "no new dressing", "family has no complaints", "no new pain",
-    "patient tolerated fluids", "infection of the wound", "no signs of the skin",
-    "patient has no appetite", "fluids and diet", "pain in the night",
+    "patient slept well", "diet was tolerated", "family was informed", "wound is clean and dry",
+    "mobility is improving slowly", "plan was discussed at length", "infection was ruled out",
+    "pain is controlled", "fluids were encouraged", "follow up was arranged",
+    "consent was obtained", "skin is warm", "questions were answered", "appetite has returned",
+    "night was quiet", "dressing was changed", "lungs are clear", "spirits are good",
+    "sutures were removed", "gait is steady", "mood is stable", "allergies were reviewed",
+    "discharge is planned", "breathing is easy", "visitors came today", "sleep has improved",
+    "bowels moved regularly", "vitals remain unchanged", "catheter stays in place",
+    "reflexes are brisk", "teeth need care", "hearing is adequate", "vision tested fine",
+    "posture looks relaxed",
 )  # fmt: skip
 
 FIRST_NAMES: tuple[str, ...] = (

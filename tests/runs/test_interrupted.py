@@ -1,0 +1,129 @@
+"""A run that is stopped, killed or damaged: what is kept, what is said, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from small_run import Finished, command, latest, rows, run_to_end, running
+
+pytestmark = pytest.mark.run
+
+STOP_SECONDS = 10.0
+
+
+def resume(root: Path, **sets: object) -> None:
+    process = run_to_end(command(root, "--resume", **sets))
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+def same_outcome(path: Path, reference: Path) -> None:
+    """Files that the seed decides are equal to the byte; of the results, all but the times."""
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (path / name).read_bytes() == (reference / name).read_bytes(), name
+    results = []
+    for p in (path, reference):
+        found = json.loads((p / "results.json").read_text())
+        for timing in ("phases", "orchestration_share", "wall_seconds"):
+            del found[timing]
+        results.append(found)
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("arm", ["on_policy", "offline"])
+def test_killed_and_resumed_equals_uninterrupted(
+    arm: str, finished: Finished, tmp_path: Path
+) -> None:
+    with running(command(tmp_path), tmp_path) as run:
+        path = run.wait_for(arm, 3)
+        run.process.kill()
+        run.wait_until_gone(STOP_SECONDS)
+    assert not (path / "results.json").exists()
+    resume(tmp_path)
+    assert latest(tmp_path) == path
+    same_outcome(path, finished.path)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped_by_a_signal(number: int, code: int, finished: Finished, tmp_path: Path) -> None:
+    with running(command(tmp_path), tmp_path) as run:
+        path = run.wait_for("on_policy", 2)
+        begun = time.monotonic()
+        os.killpg(run.process.pid, number)  # as a terminal does: the whole group
+        said, _ = run.process.communicate(timeout=60)
+        assert run.process.returncode == code, said
+        run.wait_until_gone(STOP_SECONDS - (time.monotonic() - begun))
+    results = json.loads((path / "results.json").read_text())
+    assert results["status"] == "stopped"
+    assert str(path) in said.replace("\n", "")
+    steps = [r["step"] for r in rows(path / "metrics.jsonl")]
+    newest = sorted((path / "checkpoints").glob("version-*"))[-1]
+    assert newest.name == f"version-{steps[-1]:06d}", "the last step is in the checkpoint"
+    resume(tmp_path)
+    same_outcome(path, finished.path)
+
+
+def test_stopped_with_rollouts_in_flight_and_resumed(tmp_path: Path) -> None:
+    """With staleness the next step's rollouts are under way: they are kept, not drawn again."""
+    sets = {"train__staleness": 1, "evaluate__arms": ["on_policy"]}
+    whole = run_to_end(command(tmp_path / "whole", **sets))
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    with running(command(tmp_path / "cut", **sets), tmp_path / "cut") as run:
+        path = run.wait_for("on_policy", 2)
+        run.process.send_signal(signal.SIGTERM)
+        run.process.communicate(timeout=60)
+    newest = sorted((path / "checkpoints").glob("version-*"))[-1]
+    position = json.loads((newest / "manifest.json").read_text())["facts"]["position"]
+    assert position["pending"], "nothing was in flight: this test showed nothing"
+    resume(tmp_path / "cut", **sets)
+    same_outcome(path, latest(tmp_path / "whole"))
+
+
+def test_a_killed_generator_ends_the_run_by_name(tmp_path: Path) -> None:
+    with running(command(tmp_path), tmp_path) as run:
+        path = run.wait_for("on_policy", 3)
+        ready = [e for e in rows(path / "events.jsonl") if e["event"] == "role_ready"]
+        (pids,) = [e["pids"] for e in ready if e["role"] == "generator"]
+        os.kill(pids[1], signal.SIGKILL)
+        said, _ = run.process.communicate(timeout=60)
+        run.wait_until_gone(STOP_SECONDS)
+    assert run.process.returncode not in (0, 130, 143)
+    assert "generator" in said
+    assert "error:" in said
+    assert json.loads((path / "results.json").read_text())["status"] == "failed"
+    assert list((path / "checkpoints").glob("version-*")), "and it can be resumed"
+
+
+@pytest.fixture(scope="module")
+def cut_short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root of a run that was killed after its second checkpoint."""
+    root = tmp_path_factory.mktemp("cut_short")
+    with running(command(root), root) as run:
+        run.wait_for("on_policy", 5)
+        run.process.kill()
+        run.wait_until_gone(STOP_SECONDS)
+    return root
+
+
+def test_another_spec_is_refused(cut_short: Path) -> None:
+    process = run_to_end(command(cut_short, "--resume", train__lr=0.123, rollout__prompts=8))
+    assert process.returncode == 2
+    assert "differs in learn.rollout.prompts, learn.train.lr" in process.stderr
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(cut_short: Path) -> None:
+    before, newest = sorted((latest(cut_short) / "checkpoints").glob("version-*"))[-2:]
+    state = newest / "state.safetensors"
+    whole = state.read_bytes()
+    state.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    try:
+        process = run_to_end(command(cut_short, "--resume"))
+    finally:
+        state.write_bytes(whole)
+    assert process.returncode == 2
+    assert f"checkpoint {newest} is damaged" in process.stderr
+    assert str(before) in process.stderr
