@@ -1,11 +1,13 @@
-"""Rollouts: from completions to samples, and back from a checkpoint's JSON."""
+"""Rollouts: from completions to samples, to rows of the record, and back from a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from learning.step import OFFLINE_VERSION
+from protocols.records import RolloutRow
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling
 from services.loop import Rollout
 from services.tasks import Prompt
@@ -32,6 +34,22 @@ def as_rollout(
         for p, c in zip(prompts, completions, strict=True)
     ]
     return Rollout(step, tuple(prompts), tuple(completions), samples, seconds, compute)
+
+
+def as_rows(
+    rollout: Rollout, arm: str, step: int, decode: Callable[[Sequence[int]], str]
+) -> list[RolloutRow]:
+    """What rollouts.jsonl keeps of each response, its text included."""
+    return [
+        RolloutRow(
+            arm=arm, step=step, id=s.id, document=s.document, kind=p.kind,
+            prompt_ids=s.prompt_ids, response_ids=s.response_ids,
+            sampler_logprobs=c.logprobs, versions=s.versions,
+            sampling=asdict(p.request.sampling), finish_reason=c.finish_reason,
+            text=decode(s.response_ids),
+        )
+        for p, c, s in zip(rollout.prompts, rollout.completions, rollout.samples, strict=True)
+    ]  # fmt: skip
 
 
 def rollout_from(saved: dict[str, Any]) -> Rollout:

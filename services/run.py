@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from protocols.errors import RunError
-from protocols.records import Measured, MetricRow, Results, RolloutRow
+from protocols.ports import TensorPlane
+from protocols.records import Measured, MetricRow, Results
 from protocols.spec import RunSpec
 from protocols.types import (
     Completion,
@@ -24,7 +25,7 @@ from services.evaluation import measure
 from services.loop import Done, OnPolicyLoop, Ports, Rollout
 from services.progress import Meter
 from services.roles import Mesh
-from services.rollouts import as_rollout, rollout_from
+from services.rollouts import as_rollout, as_rows, rollout_from
 from services.rundir import RunDirectory
 from services.tasks import NO_DOCUMENT, Exam, Tasks
 
@@ -80,7 +81,8 @@ class Run:
         self._meter = Meter()
         self._loop: OnPolicyLoop | None = None
         self._published: str | None = None
-        self._retiring: asyncio.Task[None] | None = None
+        self._read: list[str] = []  # keys that nobody reads any more
+        self._deleting: asyncio.Task[None] | None = None
         self._resumed = False
         self._begun_arm = False
 
@@ -94,10 +96,10 @@ class Run:
                 await self._train_on_policy()
             if "offline" in self._learn.evaluate.arms:
                 await self._train_offline()
-            await self._retired()
+            await self._delete_read()
         finally:
-            if self._retiring is not None:
-                self._retiring.cancel()
+            if self._deleting is not None:
+                self._deleting.cancel()
         if await self._trainer.call(0, "base_hash") != base:
             raise RunError("the base model's weights changed during the run: only cartridges may")
 
@@ -152,6 +154,7 @@ class Run:
             self._watch("train")
             stepped = await self._train(rollouts[step].samples, scored.packet, first + step)
             timer.lap("train")
+            await self._delete_read()
             times = timer.times(rollouts[step], scored.compute_seconds + stepped.compute_seconds)
             await self._record(Done(rollouts[step], stepped, times), len(rollouts))
         await self._publish(first + len(rollouts))
@@ -212,8 +215,14 @@ class Run:
         return scored
 
     async def _train(self, samples: Sequence[Sample], packet: Packet, version: int) -> Stepped:
-        stepped: Stepped = await self._trainer.call(0, "step", tuple(samples), packet, version)
-        await self._retire(packet.key)
+        call = self._trainer.call(0, "step", tuple(samples), packet, version)
+        training = asyncio.ensure_future(call)
+        if self._at.arm == "on_policy":
+            await asyncio.sleep(0.001)  # the call goes out first; then there is time to spare
+            ahead = 1 + self._learn.train.staleness
+            self._tasks.prepare(version - self._at.first_version + ahead)
+        stepped: Stepped = await training
+        self._read.append(packet.key)
         return stepped
 
     async def _publish(self, version: int) -> None:
@@ -225,19 +234,19 @@ class Run:
             )
         await self._generators.fanout("load", snapshot)
         if self._published is not None:
-            await self._retire(self._published)
+            self._read.append(self._published)
         self._published = snapshot.packet.key
+        await self._delete_read()
 
-    async def _retire(self, key: str) -> None:
-        """Delete what nobody reads any more, beside the work that follows; one key at a time, so
-        that the store never holds more than one tensor too many, and a failure is met here."""
-        await self._retired()
+    async def _delete_read(self) -> None:
+        """Delete what nobody reads any more, beside the work that follows. The time before is
+        waited for first: the store holds one step's tensors too many at most, and a failure to
+        delete is met here."""
+        if self._deleting is not None:
+            await self._deleting
         assert self._plane is not None
-        self._retiring = asyncio.create_task(self._plane.delete(key))
-
-    async def _retired(self) -> None:
-        if self._retiring is not None:
-            await self._retiring
+        keys, self._read = self._read, []
+        self._deleting = asyncio.create_task(_delete(self._plane, keys))
 
     # -- what is recorded -----------------------------------------------------------------------
 
@@ -245,7 +254,7 @@ class Run:
         at, arm, step = self._at, self._at.arm, done.rollout.step + 1
         stepped = done.stepped
         accuracy = await self._probe(arm, step, stepped.version)
-        self._directory.append_rollouts(self._rows(done.rollout, arm, step))
+        self._directory.append_rollouts(as_rows(done.rollout, arm, step, self._tasks.decode))
         self._directory.append_metric(
             MetricRow(
                 arm=arm, step=step, version=stepped.version, kl=stepped.kl,
@@ -309,18 +318,6 @@ class Run:
         requests = self._tasks.exam_requests(exams, arm, prefix, version, sampled)
         completions, _ = await self._generate(requests)
         return measure(exams, [self._tasks.decode(c.token_ids) for c in completions])
-
-    def _rows(self, rollout: Rollout, arm: str, step: int) -> list[RolloutRow]:
-        return [
-            RolloutRow(
-                arm=arm, step=step, id=s.id, document=s.document, kind=p.kind,
-                prompt_ids=s.prompt_ids, response_ids=s.response_ids,
-                sampler_logprobs=c.logprobs, versions=s.versions,
-                sampling=asdict(p.request.sampling), finish_reason=c.finish_reason,
-                text=self._tasks.decode(s.response_ids),
-            )
-            for p, c, s in zip(rollout.prompts, rollout.completions, rollout.samples, strict=True)
-        ]  # fmt: skip
 
     # -- checkpoints and results ----------------------------------------------------------------
 
@@ -395,3 +392,8 @@ class Run:
         if self._should_stop():
             self._directory.append_event("stopping", arm=self._at.arm, step=self._at.step)
             raise Stopped
+
+
+async def _delete(plane: TensorPlane, keys: Sequence[str]) -> None:
+    for key in keys:
+        await plane.delete(key)

@@ -77,6 +77,7 @@ class Tasks:
             p.id: [q for q in p.questions if q not in held_out[p.id]] for p in patients
         }
         self._held_out = held_out
+        self._prepared: dict[int, list[Prompt]] = {}
         self._ends = sorted({end for p in patients for end in sentence_ends(p)})
         self.documents = {p.id: self._document_ids(p) for p in patients}
         self.documents[NO_DOCUMENT] = tuple(self._template(None, "x")[:1])
@@ -95,8 +96,12 @@ class Tasks:
         """The on-policy prompts of 0-based `step`, over cartridge `version`."""
         return [
             over(p, PrefixRef(f"cartridge/{p.document}", version))
-            for p in self._prompts("on_policy", step)
+            for p in self._prepared.pop(step, None) or self._prompts("on_policy", step)
         ]
+
+    def prepare(self, step: int) -> None:
+        """Make the on-policy prompts of `step` beforehand, while the models work."""
+        self._prepared = {step: self._prompts("on_policy", step)}
 
     def offline(self, step: int) -> list[Prompt]:
         """The same prompts, to be answered by the document teacher itself."""
