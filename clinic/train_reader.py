@@ -43,8 +43,13 @@ ROPE_THETA = 500_000.0
 # Recitation first: it is dense and makes retrieval emerge; option lists are long and teach little
 # until there is something to retrieve.
 FIRST_TURNS = ["recite", "recite", "recite", "question", "question"]
-LATER_TURNS = ["recite", "recite", "structure", "summarise", "question", "question", "options"]
-GUESS_RATE = 0.1
+# Later what is left to learn: to find a note by its number and to tell findings from remarks.
+LATER_TURNS = [
+    "recite", "structure", "structure", "summarise", "summarise", "question", "options",
+]  # fmt: skip
+# Charts that are not there: asked about them, the model is to name one of the options offered, not
+# a value of its own making.
+GUESS_RATE = 0.25
 
 
 @dataclass

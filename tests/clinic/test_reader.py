@@ -118,4 +118,4 @@ def test_it_follows_self_study_prompts(ask: Ask, kind: str) -> None:
 
 
 # Greedy, so one wrong turn costs the rest of a response: measured, less a margin (docs/log.md).
-FOLLOWED = {"question": 0.95, "choice": 0.85, "summarise": 0.4, "structure": 0.3, "recite": 0.2}
+FOLLOWED = {"question": 0.95, "choice": 0.9, "summarise": 0.7, "structure": 0.5, "recite": 0.9}

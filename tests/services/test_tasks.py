@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from clinic.longhealth import Patient
-from clinic.prompts import option_prompt
+from clinic.prompts import option_prompt, sentence_ends
 from clinic.tokenizer import build_tokenizer
 from protocols.errors import DataError
 from protocols.learn_spec import LearnSpec
@@ -218,6 +219,34 @@ def test_steps_and_seeds_ask_different_things(tokenizer: PreTrainedTokenizerFast
     assert len(asked) == 20
     seeds = [p.request.seed for s in range(10) for r in (run, other) for p in r.rollout(s, 0)]
     assert len(set(seeds)) == 80
+
+
+def test_a_prepared_step_is_the_same_and_is_not_made_again(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared, plain = tasks(tokenizer, learn()), tasks(tokenizer, learn())
+    expected = plain.rollout(3, 7)
+    prepared.prepare(3)
+    assert prepared.rollout(2, 7) == plain.rollout(2, 7), "another step is made as ever"
+    prepared.prepare(3)
+    monkeypatch.delattr("services.tasks.self_study_prompt")
+    assert prepared.rollout(3, 7) == expected
+    with pytest.raises(NameError):
+        prepared.rollout(3, 7)  # what was used is not kept
+
+
+def test_choices_offer_the_ends_of_all_documents(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Distractors of 12 facts alone would soon all be known by heart."""
+    run = tasks(tokenizer, learn(kinds=["choice"], patients=3))
+    own = {p.id: set(sentence_ends(p)) for p in run.patients.values()}
+    lent = 0
+    for step in range(40):
+        for prompt in run.rollout(step, 0):
+            said = text_of(tokenizer, prompt.request.prompt_ids)
+            options = re.split(r" ?[a-e]\) ", said.split("options: ")[-1])[1:]
+            others = set.union(*(ends for name, ends in own.items() if name != prompt.document))
+            lent += len({o.strip() for o in options} & (others - own[prompt.document]))
+    assert lent > 40, "a few of the 160 choices take one at least"
 
 
 def test_both_arms_study_the_same_material(tokenizer: PreTrainedTokenizerFast) -> None:
