@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from protocols.errors import RunError
+from protocols.errors import PublishError, RunError
 from protocols.records import Measured, MetricRow, Results, RolloutRow
 from protocols.spec import RunSpec
 from protocols.types import (
@@ -191,12 +191,19 @@ class Run:
     async def _generate(
         self, requests: Sequence[GenerateRequest]
     ) -> tuple[list[Completion], float]:
-        """Completions in order, and the model time of the slowest replica."""
+        """Completions in order, and the model time of the slowest replica.
+
+        Raises PublishError for a request that was refused: a run asks for nothing it has not
+        published.
+        """
         compute: list[float] = []
 
         async def share(replica: int, items: Sequence[GenerateRequest]) -> list[Completion]:
             done: Generated = await self._generators.call(replica, "generate", tuple(items))
             compute.append(done.compute_seconds)
+            for completion in done.completions:
+                if completion.error:
+                    raise PublishError(f"{completion.request_id}: {completion.error}")
             return list(done.completions)
 
         return await self._generators.split(requests, share), max(compute, default=0.0)
