@@ -43,9 +43,10 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
+from actors.draws import DrawnRow, leave_drawn
 from actors.engine_thread import CARTRIDGE
 from actors.paged import PLACEHOLDER, Fill, cache_salt, check_shape, kv_heads, slots
-from learning.decoding import draw, uniforms
+from learning.decoding import uniforms
 from protocols.errors import DataError
 from protocols.learn_spec import GeneratorSpec
 from protocols.types import Completion, GenerateRequest, Sampling, refused
@@ -339,17 +340,14 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 class SeededDraw(LogitsProcessor):
-    """Draws the token itself and leaves it alone to vLLM's greedy choice.
+    """Draws the tokens of `temperature` > 0 by the request's own stream (actors/draws.py).
 
-    Draw t of a request is decided by its seed and t, whatever else is in the batch, in how many
-    chunks the prompt was read and how often it was preempted: with equal logits these are the
-    embedded backend's tokens. vLLM's own seeds promise less, and on CPUs fail where a seeded
-    prompt is read in chunks. Log-probabilities are taken from the logits before this.
+    With equal logits these are the embedded backend's tokens. vLLM's own seeds promise less, and
+    on CPUs fail where a seeded prompt is read in chunks. Log-probabilities are taken before this.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        # by row of the batch: sampling, all draws, and the tokens so far (vLLM's own live list)
-        self._rows: dict[int, tuple[Sampling, Tensor, list[int]]] = {}
+        self._rows: dict[int, DrawnRow] = {}
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -358,27 +356,19 @@ class SeededDraw(LogitsProcessor):
         process_dict_updates(self._rows, batch_update, _drawn_row)
 
     def apply(self, logits: Tensor) -> Tensor:
-        groups: dict[Sampling, list[int]] = {}
-        for row, (sampling, _, _) in self._rows.items():
-            groups.setdefault(sampling, []).append(row)
-        for sampling, rows in groups.items():
-            numbers = [self._rows[row][1][len(self._rows[row][2])] for row in rows]
-            chosen = draw(logits[rows], torch.stack(numbers).to(logits.device), sampling)
-            logits[rows] = float("-inf")
-            logits[rows, chosen] = 0.0
-        return logits
+        return leave_drawn(logits, self._rows)
 
 
 def _drawn_row(
     parameters: SamplingParams, prompt: list[int] | None, tokens: list[int]
-) -> tuple[Sampling, Tensor, list[int]] | None:
+) -> DrawnRow | None:
     drawn = (parameters.extra_args or {}).get(DRAWN)
     if drawn is None:
         return None
     seed, temperature, top_p, top_k = drawn
     assert parameters.max_tokens is not None
     stream = uniforms(seed, parameters.max_tokens)
-    return Sampling(temperature, top_p, top_k), stream, tokens
+    return DrawnRow(Sampling(temperature, top_p, top_k), stream, tokens)
 
 
 class CartridgeExtension:

@@ -89,6 +89,7 @@ def environment(base: BaseModel) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core steps in this process
         # vLLM 0.32 has two model runners; on CPUs it takes this one. What is tested is what runs.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the mesh says how many threads; none has a core
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
