@@ -47,7 +47,7 @@ from actors.draws import DrawnRow, leave_drawn
 from actors.engine_thread import CARTRIDGE
 from actors.paged import PLACEHOLDER, Fill, cache_salt, check_shape, kv_heads, slots
 from learning.decoding import uniforms
-from protocols.errors import DataError
+from protocols.errors import DataError, RunError
 from protocols.learn_spec import GeneratorSpec
 from protocols.types import Completion, GenerateRequest, Sampling, refused
 
@@ -75,7 +75,13 @@ class VllmEngine:
         self._first_request: float | None = None
         self._running: dict[str, GenerateRequest] = {}
         self._tokens: dict[int, int] = {}  # version -> P
-        self._engine = LLMEngine.from_engine_args(engine_arguments(path, dtype, spec))
+        try:
+            self._engine = LLMEngine.from_engine_args(engine_arguments(path, dtype, spec))
+        except ValueError as error:  # how vLLM says that model and settings do not go together
+            raise RunError(
+                f"vLLM cannot start: {error} (its paged memory is generator.kv_gib: "
+                f"{spec.kv_gib:g} GiB)"
+            ) from error
         model = self._engine.model_config
         self._max_tokens = model.max_model_len
         self._shape = (
