@@ -154,7 +154,7 @@ class VllmEngine:
             self._engine.collective_rpc("hold_cartridges", args=(version, names, kv))
         else:  # other processes: vLLM's messages do not carry tensors
             directory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-            with tempfile.TemporaryDirectory(prefix="cartridge-forge-", dir=directory) as made:
+            with tempfile.TemporaryDirectory(prefix="forge-vllm-", dir=directory) as made:
                 path = os.path.join(made, f"{version}.safetensors")
                 save_file({"kv": kv.contiguous()}, path)
                 self._engine.collective_rpc("hold_cartridges", args=(version, names, path))
@@ -220,8 +220,7 @@ def completed(request: GenerateRequest, output: RequestOutput) -> Completion:
         assert output.prompt_logprobs is not None
         last = output.prompt_logprobs[-wanted:]
         prompt = tuple(
-            at[token].logprob  # None stands at the very first token alone
-            for at, token in zip(last, request.prompt_ids[1:], strict=True)
+            at[token].logprob for at, token in zip(last, request.prompt_ids[1:], strict=True)
         )
     versions = (request.prefix.version,) * len(ids)
     return Completion(request.id, ids, logprobs, versions, made.finish_reason, prompt)
@@ -292,10 +291,9 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
     def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> None:
         """Keep this rank's heads of [C, L, 2, H_kv, P, D], on the host."""
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        dtype = self._vllm_config.model_config.dtype
         mine = kv[:, :, :, kv_heads(kv.shape[3], rank, ranks)]
-        # [C, L, 2, P, H, D]: the order in which an attention layer takes keys and values.
-        self._held[version] = (names, mine.transpose(3, 4).to(dtype).contiguous())
+        # With one rank it stays where the tensor plane put it; others keep no more than their own.
+        self._held[version] = (names, mine.clone() if ranks > 1 else mine)
 
     def drop(self, version: int) -> None:
         self._held.pop(version, None)
@@ -321,12 +319,14 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
             # lost it. vLLM fails the requests that hold these blocks, and no other.
             self._failed.update(fill.blocks[: -(-fill.stop // self._block_tokens)])
             return
-        kv = held[1][held[0].index(fill.name), :, :, fill.first : fill.stop]
         where = slots(fill.blocks, self._block_tokens, fill.first, fill.stop)
         device = layers[0][1].kv_cache.device
-        kv, at = kv.to(device), torch.tensor(where, device=device)
+        at = torch.tensor(where, device=device)
+        kv = held[1][held[0].index(fill.name), :, :, :, fill.first : fill.stop]
+        kv = kv.to(device, self._vllm_config.model_config.dtype)
         for index, layer in layers:
-            keys, values = kv[index]
+            # [2, tokens, H_kv, D]: the order in which an attention layer takes keys and values.
+            keys, values = kv[index].transpose(1, 2).contiguous()
             layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, at)
         self.loads += 1
         self.loaded_tokens += fill.stop - fill.first

@@ -31,13 +31,13 @@ class VllmGeneratorActor(Actor):
         keep_versions: int,
         spec: GeneratorSpec,
     ) -> None:
-        if missing_vllm():
-            raise RunError(f"this generator needs vLLM, which is not installed: {VLLM_REMEDY}")
         torch.set_num_threads(base.threads)
         os.environ.update(environment(base))
         self._plane = base.plane
 
         def build() -> Engine:
+            if missing_vllm():
+                raise RunError(f"this generator needs vLLM, which is not installed: {VLLM_REMEDY}")
             from actors.vllm_engine import VllmEngine  # reads the environment: not before
 
             return VllmEngine(base.path, base.dtype, base.documents, end_ids, spec)

@@ -125,4 +125,21 @@ def test_two_ranks_share_an_engine(model: Tiny) -> None:
         new = r.publish(model.cartridges(2, 2, 50))
         (c,) = r.generate(over("cartridge/a", new, (5, 6, 7)))
         assert c.token_ids == r.embedded(over("cartridge/a", new, (5, 6, 7)))[0].token_ids
-        r.call("shut_down")
+        assert not list(Path("/dev/shm").glob("forge-vllm-*"))
+        # Its ranks do not outlive it, however it ends.
+        pid = r.call("ready")
+        ranks = [p for p in Path("/proc").glob("[0-9]*/stat") if parent(p) == pid]
+        assert len(ranks) >= 2
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while any(p.exists() for p in ranks):
+            assert time.monotonic() < deadline, "a rank lives on"
+            time.sleep(0.1)
+
+
+def parent(stat: Path) -> int:
+    """The parent's process id in /proc/<id>/stat; 0 for a process that is gone."""
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
