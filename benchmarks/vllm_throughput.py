@@ -162,8 +162,8 @@ async def throughput(place: Place, options: argparse.Namespace) -> dict[str, Any
     processor = dict.fromkeys(arms, 0.0)
     for turn in range(options.rounds + 1):
         prompts = [ids(options.prompt) for _ in range(options.requests)]
-        order = list(arms)[turn % 4 :] + list(arms)[: turn % 4]
-        for arm in order:
+        # In any order: whoever follows the other process finds the processor's caches cold.
+        for arm in draws.sample(list(arms), k=len(arms)):
             pool, ref = arms[arm]
             asked = [request(ref, p, options.new) for p in prompts]
             before, begun = processor_seconds(pids[pool.role]), time.perf_counter()
