@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from protocols.ports import TensorPlane
@@ -26,11 +27,12 @@ class BaseModel:
     plane: TensorPlane
 
 
-def bootstrap(threads: int) -> Callable[[], None]:
-    """A process's first act, before torch is imported: its share of the cores.
+def bootstrap(threads: int, gpus: Sequence[int] = ()) -> Callable[[], None]:
+    """A process's first act, before torch is imported: its share of the cores and GPUs.
 
     Without it every process that imports torch takes all cores, and spinning OpenMP workers of
-    several processes make each other ten times slower; they wait passively instead.
+    several processes make each other ten times slower; they wait passively instead. With `gpus`
+    it sees those devices of the host alone.
     """
 
     def prepare() -> None:
@@ -40,6 +42,18 @@ def bootstrap(threads: int) -> Callable[[], None]:
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         os.environ["TQDM_DISABLE"] = "1"
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         logging.getLogger("transformers").setLevel(logging.ERROR)
 
     return prepare
+
+
+VLLM_REMEDY = (
+    "run `make install-vllm` (CPU), or `pip install vllm==0.32.0` where there are NVIDIA GPUs"
+)
+
+
+def missing_vllm() -> bool:
+    """Whether vLLM is not installed here; imports nothing."""
+    return importlib.util.find_spec("vllm") is None

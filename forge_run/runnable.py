@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from actors.setup import VLLM_REMEDY, missing_vllm
 from protocols.spec import RunSpec
 from protocols.spec_faults import Fault, combined
 from protocols.yaml_lines import Place
@@ -50,17 +51,20 @@ def unmet(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> list
         if role.procs != 1:
             why = "FSDP over ranks comes later" if name == "trainer" else "add replicas instead"
             cannot(f"roles.{name}.procs", role.procs, f"cannot run yet, {why}", "use 1")
-        if role.gpus:
-            cannot(
-                f"roles.{name}.gpus", role.gpus, "cannot run yet, models stay on the CPU", "use 0"
-            )
-    if learn.rollout.backend == "vllm":
-        cannot(
-            "rollout.backend",
-            "vllm",
-            "cannot run yet, GeneratorActor on vLLM is not built",
-            "use torch",
-        )
+        if name == "generator" and learn.generator.backend == "vllm":
+            if role.gpus not in (0, learn.generator.tensor_parallel):
+                cannot(
+                    "roles.generator.gpus",
+                    role.gpus,
+                    "cannot run, an engine takes generator.tensor_parallel "
+                    f"({learn.generator.tensor_parallel}) of them",
+                    "make them equal",
+                )
+        elif role.gpus:
+            why = "cannot run yet, its model stays on the CPU"
+            cannot(f"roles.{name}.gpus", role.gpus, why, "use 0")
+    if learn.generator.backend == "vllm" and missing_vllm():
+        cannot("generator.backend", "vllm", "needs vLLM, which is not installed", VLLM_REMEDY)
     _check_model(learn.model.path, cannot)
     _check_data(spec, cannot)
     return faults

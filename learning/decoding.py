@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from learning.attention import DecodeCache, PrefixContext
 from learning.batching import stack_prefixes
 from learning.model import hidden_states, kv_shape
-from protocols.errors import DataError
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from protocols.errors import DataError, PublishError
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, refused
 
 Lookup = Callable[[PrefixRef], Tensor]
 
@@ -32,7 +32,9 @@ class _Row:
     uniforms: Tensor  # [max_tokens] float64 in [0, 1): one draw for each token, made beforehand
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: tuple[float, ...] = ()
     reason: str = ""
+    error: str = ""
 
 
 @torch.no_grad()
@@ -44,10 +46,10 @@ def generate(
 ) -> list[Completion]:
     """Complete every request; answers in the order of the requests.
 
-    `lookup` gives a prefix's keys and values [L, 2, H_kv, P, D], or raises PublishError.
-    Raises DataError for an empty prompt.
+    `lookup` gives a prefix's keys and values [L, 2, H_kv, P, D], or raises PublishError: the
+    requests over that prefix are then refused, and no other. Raises DataError for an empty prompt.
     """
-    rows = [_Row(i, r, _uniforms(r)) for i, r in enumerate(requests)]
+    rows = [_Row(i, r, uniforms(r.seed, r.sampling.max_tokens)) for i, r in enumerate(requests)]
     groups: dict[PrefixRef, list[_Row]] = {}
     for row in rows:
         if not row.request.prompt_ids:
@@ -55,23 +57,39 @@ def generate(
         groups.setdefault(row.request.prefix, []).append(row)
     if not rows:
         return []
+
+    def found(ref: PrefixRef) -> Tensor | None:
+        try:
+            return lookup(ref)
+        except PublishError as error:
+            for row in groups[ref]:
+                row.error = str(error)
+            return None
+
     widest = max(len(g) for g in groups.values())
     if widest * len(groups) > 2 * len(rows):
         # Very uneven groups would fill a shared batch with dummy rows: one batch each instead.
         for ref, group in groups.items():
-            _decode(model, [group], [lookup(ref)], end_ids)
+            if (kv := found(ref)) is not None:
+                _decode(model, [group], [kv], end_ids)
     else:
-        _decode(model, list(groups.values()), [lookup(ref) for ref in groups], end_ids)
-    return [
-        Completion(
-            request_id=row.request.id,
-            token_ids=tuple(row.tokens),
-            logprobs=tuple(row.logprobs),
-            versions=(row.request.prefix.version,) * len(row.tokens),
-            finish_reason=row.reason,
-        )
-        for row in rows
-    ]
+        prefixes = {ref: kv for ref in groups if (kv := found(ref)) is not None}
+        if prefixes:
+            _decode(model, [groups[r] for r in prefixes], list(prefixes.values()), end_ids)
+    return [_completion(row) for row in rows]
+
+
+def _completion(row: _Row) -> Completion:
+    if row.error:
+        return refused(row.request, row.error)
+    return Completion(
+        request_id=row.request.id,
+        token_ids=tuple(row.tokens),
+        logprobs=tuple(row.logprobs),
+        versions=(row.request.prefix.version,) * len(row.tokens),
+        finish_reason=row.reason,
+        prompt_logprobs=row.prompt_logprobs,
+    )
 
 
 def _decode(
@@ -113,7 +131,14 @@ def _decode(
         columns[None, None, :] >= pad[:, None, None]
     )
     mask = visible | torch.eye(longest, dtype=torch.bool)
-    hidden = hidden_states(model, ids, positions, mask[:, None], context)[:, -1]
+    read = hidden_states(model, ids, positions, mask[:, None], context)
+    for b, slot in enumerate(slots):
+        if slot and slot.request.prompt_logprobs:
+            logprobs = model.lm_head(read[b, pad[b] : -1]).float().log_softmax(-1)
+            slot.prompt_logprobs = tuple(
+                logprobs.gather(-1, ids[b, pad[b] + 1 :, None])[:, 0].tolist()
+            )
+    hidden = read[:, -1]
     cache.used = longest
     position = positions[:, -1]
     while True:
@@ -205,6 +230,7 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     return order.gather(-1, found.clamp(max=probs.shape[-1] - 1))[:, 0]
 
 
-def _uniforms(request: GenerateRequest) -> Tensor:
-    stream = torch.Generator().manual_seed(request.seed)
-    return torch.rand(request.sampling.max_tokens, generator=stream, dtype=torch.float64)
+def uniforms(seed: int, count: int) -> Tensor:
+    """A request's own stream [count] in [0, 1), float64: draw t decides its t-th token."""
+    stream = torch.Generator().manual_seed(seed)
+    return torch.rand(count, generator=stream, dtype=torch.float64)

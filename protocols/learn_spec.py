@@ -165,9 +165,6 @@ class CartridgeSpec(Spec):
 class RolloutSpec(Spec):
     """The student's own sampling, on self-study prompts."""
 
-    backend: Literal["torch", "vllm"] = Field(
-        default="torch", description="what runs the generators"
-    )
     prompts: int = Field(ge=1, description="prompts a step, over all documents")
     max_tokens: int = Field(ge=1, description="most response tokens of a prompt")
     temperature: float = Field(default=1.0, gt=0, description="1 samples the policy itself")
@@ -182,6 +179,32 @@ class RolloutSpec(Spec):
     )
 
     _kinds_once = field_validator("kinds")(_unique)
+
+
+class GeneratorSpec(Spec):
+    """What runs the generators. All but `backend` belongs to vLLM's engine."""
+
+    backend: Literal["torch", "vllm"] = Field(
+        default="torch", description="torch, embedded; or vllm, which `make install-vllm` brings"
+    )
+    in_flight: Literal["finish", "drain"] = Field(
+        default="finish",
+        description="requests in flight at a publish: they finish on their version beside the new "
+        "one, or the new one waits until they have drained",
+    )
+    block_tokens: int = Field(
+        default=32,
+        ge=32,
+        multiple_of=32,
+        description="tokens of a block of paged KV; whole blocks of a cartridge are shared",
+    )
+    chunk_tokens: int = Field(
+        default=2048, ge=32, description="most tokens of an engine step: of a prefill chunk"
+    )
+    kv_gib: float = Field(default=1.0, gt=0, description="paged KV of one engine, GiB")
+    tensor_parallel: int = Field(
+        default=1, ge=1, description="processes (on a GPU machine, GPUs) that share one engine"
+    )
 
 
 class TeacherSpec(Spec):
@@ -296,6 +319,9 @@ class LearnSpec(Spec):
     data: DataSpec = Field(description="patients, documents and questions")
     cartridge: CartridgeSpec = Field(description="the trainable KV prefix of one document")
     rollout: RolloutSpec = Field(description="the student's own sampling")
+    generator: GeneratorSpec = Field(
+        default=GeneratorSpec(), description="what runs the generators"
+    )
     teacher: TeacherSpec = Field(
         default=TeacherSpec(), description="the model that has the document"
     )

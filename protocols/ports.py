@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class Generate(Protocol):
     """Batched sampling: token ids in, token ids out, answers in the order of the requests.
 
-    Raises PublishError for a prefix that this generator does not hold.
+    A prefix that this generator does not hold fails its own request alone: a completion with
+    `finish_reason` "error". Raises DataError for a malformed request.
     """
 
     async def __call__(self, requests: Sequence[GenerateRequest]) -> Sequence[Completion]: ...

@@ -21,6 +21,7 @@ EventName = Literal[
     "evaluated",
     "checkpoint",
     "stopping",
+    "engine",
     "failed",
     "finished",
 ]

@@ -123,6 +123,9 @@ def _rule_of(
                 f"must be >= {_bound(context['ge'])}",
                 f"set it to {_bound(context['ge'])} or more",
             )
+        case "multiple_of":
+            step = _bound(context["multiple_of"])
+            return f"must be a multiple of {step}", f"round it to {step}, {2 * int(step)}, ..."
         case "greater_than":
             return f"must be > {_bound(context['gt'])}", f"set it above {_bound(context['gt'])}"
         case "less_than_equal":

@@ -42,7 +42,7 @@ class GenerateRequest:
 
     `GenerateRequest("on_policy/3/0", (4, 91, 2, 5), PrefixRef("cartridge/p1", 3), Sampling(), 17)`
     Position ids of the prompt start where the prefix ends. The same `seed` gives the same tokens
-    whatever else is in the batch.
+    whatever else is in the batch. `prompt_logprobs` asks for the prompt's log-probabilities too.
     """
 
     id: str
@@ -50,15 +50,18 @@ class GenerateRequest:
     prefix: PrefixRef
     sampling: Sampling
     seed: int
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True)
 class Completion:
     """What was sampled for one request: per token its id, log-probability and cartridge version.
 
-    `finish_reason` is "stop" (the end token is the last of `token_ids`) or "length".
+    `finish_reason` is "stop" (the end token is the last of `token_ids`), "length", or "error":
+    then there are no tokens and `error` says why this request, and no other, was refused.
     `logprobs[t]` is the natural log of the probability under the distribution the token was drawn
-    from at temperature 1, before truncation.
+    from at temperature 1, before truncation. `prompt_logprobs[t]` is that of `prompt_ids[t + 1]`,
+    where the request asked: the first prompt token follows a cartridge, which predicts nothing.
     """
 
     request_id: str
@@ -66,6 +69,13 @@ class Completion:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: str
+    prompt_logprobs: tuple[float, ...] = ()
+    error: str = ""
+
+
+def refused(request: GenerateRequest, why: str) -> Completion:
+    """The completion of a request that could not be served: no tokens, and the reason."""
+    return Completion(request.id, (), (), (), "error", error=why)
 
 
 @dataclass(frozen=True)
@@ -128,6 +138,23 @@ class Generated(Timed):
     """A generator's answer: completions in the order of the requests."""
 
     completions: tuple[Completion, ...] = ()
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What a generator's engine did so far: seconds, and how often cartridges were loaded.
+
+    `start_seconds` from nothing to ready, `first_token_seconds` from the first request to its
+    first token (None before), `stop_seconds` of the shutdown (None while it runs). A *load* writes
+    `loaded_tokens` of one cartridge version into the paged memory of one request; requests that
+    share the blocks it filled need none.
+    """
+
+    start_seconds: float
+    first_token_seconds: float | None
+    loads: int
+    loaded_tokens: int
+    stop_seconds: float | None = None
 
 
 @dataclass(frozen=True)

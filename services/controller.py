@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ from services.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from services.run import Run
+
+ENGINE_STOP_SECONDS = 10.0  # an idle engine stops in 1 to 2 s
 
 
 class ControllerActor(Actor):
@@ -83,6 +85,7 @@ class ControllerActor(Actor):
                 if outcome != "finished":
                     await self._last_checkpoint()
                 self._run.write_results(outcome, time.perf_counter() - begun)
+            await self._stop_engines()
             await self._mesh.stop()
             event("finished", status=outcome, seconds=round(time.perf_counter() - begun, 3))
             self._show(stage=outcome, done=True, phase="")
@@ -133,6 +136,25 @@ class ControllerActor(Actor):
             await asyncio.wait_for(self._run.checkpoint(), 5.0)
         except (ForgeError, TimeoutError) as error:
             self._directory.append_event("failed", error="checkpoint", message=str(error))
+
+    async def _stop_engines(self) -> None:
+        """Shut vLLM's engines down in order, and note what they did."""
+        generators = self._mesh.pools.get("generator")
+        if generators is None or self._spec.learn.generator.backend != "vllm":
+            return
+
+        async def stop(replica: int) -> None:
+            try:
+                answer = generators.call(replica, "shut_down")
+                report = await asyncio.wait_for(answer, ENGINE_STOP_SECONDS)
+            except (ForgeError, TimeoutError) as error:
+                self._directory.append_event(
+                    "failed", error="engine", replica=replica, message=str(error)
+                )
+            else:
+                self._directory.append_event("engine", replica=replica, **asdict(report))
+
+        await asyncio.gather(*(stop(i) for i in range(len(generators))))
 
     async def _or_death(self, work: Any) -> None:
         """Await the work, or raise RunError soon after a process that we own has died."""

@@ -17,6 +17,7 @@ from actors.doc_teacher import DocTeacherActor
 from actors.generator import GeneratorActor
 from actors.setup import BaseModel, bootstrap
 from actors.trainer import TrainerActor
+from actors.vllm_generator import VllmGeneratorActor
 from learning.losses import DocKL
 from learning.trainer import TrainerConfig
 from protocols.errors import RunError
@@ -27,6 +28,7 @@ from services.pool import Pool, bounded, gather
 
 ROLES: dict[str, type[Any]] = {
     "generator": GeneratorActor,
+    "generator on vllm": VllmGeneratorActor,
     "doc_teacher": DocTeacherActor,
     "trainer": TrainerActor,
 }
@@ -71,9 +73,11 @@ async def spawn_mesh(
             max_kv_bytes=spec.learn.teacher.max_kv_bytes,
             plane=mesh.plane,
         )
+        actor = ROLES[actor_of(name, spec.learn)]
         arguments = role_arguments(name, spec.learn, base, end_ids)
         actors = [
-            _spawn(host, mesh, name, replica, role, arguments) for replica in range(role.replicas)
+            _spawn(host, mesh, name, replica, role, actor, arguments)
+            for replica in range(role.replicas)
         ]
         mesh.pools[name] = Pool(name, actors, spec.mesh.call_timeout_s)
 
@@ -90,13 +94,20 @@ async def spawn_mesh(
     )
 
 
+def actor_of(name: str, learn: LearnSpec) -> str:
+    """The key in ROLES of a role's actor: the generator's depends on its backend."""
+    vllm = name == "generator" and learn.generator.backend == "vllm"
+    return "generator on vllm" if vllm else name
+
+
 def role_arguments(
     name: str, learn: LearnSpec, base: BaseModel, end_ids: frozenset[int]
 ) -> tuple[Any, ...]:
     """What a role's actor is constructed with."""
     if name == "generator":
         # The version being sampled and those that rollouts running ahead are pinned to.
-        return (base, end_ids, learn.train.staleness + 2)
+        held = (base, end_ids, learn.train.staleness + 2)
+        return (*held, learn.generator) if learn.generator.backend == "vllm" else held
     if name == "doc_teacher":
         top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
         return (base, learn.train.row_tokens, top)
@@ -126,14 +137,16 @@ def _spawn(
     name: str,
     replica: int,
     role: RoleSpec,
+    actor: type[Any],
     arguments: tuple[Any, ...],
 ) -> Any:
     proc_name = f"{name.replace('_', '')}{replica}"  # Monarch's names take letters and digits only
+    gpus = range(replica * role.gpus, (replica + 1) * role.gpus)
     procs = host.spawn_procs(
-        per_host={"procs": role.procs}, name=proc_name, bootstrap=bootstrap(role.threads)
+        per_host={"procs": role.procs}, name=proc_name, bootstrap=bootstrap(role.threads, gpus)
     )
     mesh.procs.append(procs)
-    return procs.spawn(proc_name, ROLES[name], *arguments)
+    return procs.spawn(proc_name, actor, *arguments)
 
 
 async def _quietly(ending: Any) -> None:

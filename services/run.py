@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from protocols.errors import RunError
+from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
 from protocols.records import Measured, MetricRow, Results
 from protocols.spec import RunSpec
@@ -23,6 +23,7 @@ from protocols.types import (
 )
 from services.evaluation import measure
 from services.loop import Done, OnPolicyLoop, Ports, Rollout
+from services.position import Position
 from services.progress import Meter
 from services.roles import Mesh
 from services.rollouts import as_rollout, as_rows, rollout_from
@@ -34,26 +35,6 @@ OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call
 
 class Stopped(Exception):
     """The run was asked to stop, between two steps. Not an error."""
-
-
-@dataclass
-class Position:
-    """Where a run stands, all of it JSON: saved with every checkpoint.
-
-    `step` steps of `arm` are done; `first_version` is the arm's version 0; `arms` the results so
-    far; `tokens` trained by each arm; `pending` the rollouts that ran ahead.
-    """
-
-    arm: str = "on_policy"
-    step: int = 0
-    first_version: int = 0
-    arms: dict[str, Any] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-    rollouts: int = 0
-    stale_tokens: int = 0
-    kl_first: float | None = None
-    kl_last: float | None = None
-    pending: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Run:
@@ -194,12 +175,19 @@ class Run:
     async def _generate(
         self, requests: Sequence[GenerateRequest]
     ) -> tuple[list[Completion], float]:
-        """Completions in order, and the model time of the slowest replica."""
+        """Completions in order, and the model time of the slowest replica.
+
+        Raises PublishError for a request that was refused: a run asks for nothing it has not
+        published.
+        """
         compute: list[float] = []
 
         async def share(replica: int, items: Sequence[GenerateRequest]) -> list[Completion]:
             done: Generated = await self._generators.call(replica, "generate", tuple(items))
             compute.append(done.compute_seconds)
+            for completion in done.completions:
+                if completion.error:
+                    raise PublishError(f"{completion.request_id}: {completion.error}")
             return list(done.completions)
 
         return await self._generators.split(requests, share), max(compute, default=0.0)

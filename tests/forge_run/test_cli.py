@@ -17,7 +17,7 @@ from protocols.spec_loading import load_spec
 
 REPOSITORY = Path(__file__).parents[2]
 MESH = str(REPOSITORY / "meshes/longhealth.yaml")
-HEAVY = ("torch", "monarch", "transformers", "torchstore", "numpy", "matplotlib")
+HEAVY = ("torch", "monarch", "vllm", "transformers", "torchstore", "numpy", "matplotlib")
 
 
 @pytest.fixture
@@ -117,9 +117,9 @@ CANNOT_RUN = [
     ("roles.trainer.procs=2",
      "roles.trainer.procs: 2 cannot run yet, FSDP over ranks comes later: "
      "set at --set roles.trainer.procs=2; use 1"),
-    ("rollout.backend=vllm",
-     "rollout.backend: vllm cannot run yet, GeneratorActor on vLLM is not built: "
-     "set at --set rollout.backend=vllm; use torch"),
+    ("roles.generator.gpus=1",
+     "roles.generator.gpus: 1 cannot run yet, its model stays on the CPU: "
+     "set at --set roles.generator.gpus=1; use 0"),
     ("data={source: longhealth, patients: 1, held_out: 1}",
      "data.path: null cannot run, LongHealth asks not to be shipped and is read from a path or "
      "URL: set at --set data={source: longhealth, patients: 1, held_out: 1}; "
@@ -158,16 +158,48 @@ def test_hosts_by_address_plan_too(model: str, capsys: pytest.CaptureFixture[str
     assert "tcp://a:1, tcp://b:2" in capsys.readouterr().out
 
 
-def test_every_reason_is_listed_at_once(model: str) -> None:
-    spec = load_spec(MESH, sets=(model, "hosts=kubernetes", "rollout.backend=vllm")).spec
+@pytest.fixture
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without vLLM, whether this one has it or not."""
+    monkeypatch.setattr("forge_run.runnable.missing_vllm", lambda: True)
+
+
+def test_vllm_where_it_is_not_installed(
+    model: str, no_vllm: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [MESH, "--set", model, "--set", "generator.backend=vllm"]
+    assert forge_run([*argv, "--dry-run"]) == 0
+    assert forge_run(argv) == 2
+    assert capsys.readouterr().err == (
+        "error: generator.backend: vllm needs vLLM, which is not installed: set at --set "
+        "generator.backend=vllm; run `make install-vllm` (CPU), or `pip install vllm==0.32.0` "
+        "where there are NVIDIA GPUs\n"
+    )
+
+
+def test_an_engine_on_gpus_takes_as_many_as_share_it(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forge_run.runnable.missing_vllm", lambda: False)
+    on_vllm = (model, "generator.backend=vllm", "generator.tensor_parallel=2")
+    require_runnable(load_spec(MESH, sets=(*on_vllm, "roles.generator.gpus=2")).spec)
+    require_runnable(load_spec(MESH, sets=on_vllm).spec)
+    with pytest.raises(
+        SpecError, match=r"an engine takes generator\.tensor_parallel \(2\) of them"
+    ):
+        require_runnable(load_spec(MESH, sets=(*on_vllm, "roles.generator.gpus=1")).spec)
+
+
+def test_every_reason_is_listed_at_once(model: str, no_vllm: None) -> None:
+    spec = load_spec(MESH, sets=(model, "hosts=kubernetes", "generator.backend=vllm")).spec
     with pytest.raises(SpecError) as caught:
         require_runnable(spec)
     assert str(caught.value) == (
         "2 faults in the spec:\n"
         "  hosts.kind: kubernetes cannot run yet, only this host can: "
         "set at the resolved spec; use kind: local\n"
-        "  rollout.backend: vllm cannot run yet, GeneratorActor on vLLM is not built: "
-        "set at the resolved spec; use torch"
+        "  generator.backend: vllm needs vLLM, which is not installed: set at the resolved spec; "
+        "run `make install-vllm` (CPU), or `pip install vllm==0.32.0` where there are NVIDIA GPUs"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from learning import decoding
 from learning.decoding import draw, generate
 from learning.versions import CartridgeVersions
-from protocols.errors import DataError, PublishError
+from protocols.errors import DataError
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 
 if TYPE_CHECKING:
@@ -212,13 +213,38 @@ def test_every_token_carries_the_version_it_was_sampled_from(llama: Twin) -> Non
     ]
     done = generate(llama.model, requests, lambda ref: held.get(ref.name, ref.version), NO_END)
     assert [c.versions for c in done] == [(7, 7), (3, 3, 3, 3), (3, 3, 3)]
-    with pytest.raises(PublishError, match="cartridge a version 4 is not held here"):
-        generate(
-            llama.model,
-            [request("x", PrefixRef("a", 4), 3, 2)],
-            lambda ref: held.get(ref.name, ref.version),
-            NO_END,
-        )
+
+
+@pytest.mark.parametrize("others", [1, 6], ids=["one batch", "batches by prefix"])
+def test_a_prefix_that_is_not_held_fails_its_own_requests_alone(llama: Twin, others: int) -> None:
+    held = CartridgeVersions(keep=2)
+    held.add(3, ("a",), llama.kv["a"][None])
+    good = [request(f"g{i}", PrefixRef("a", 3), 3 + i, 4) for i in range(others)]
+    bad = request("x", PrefixRef("a", 4), 3, 2)
+
+    def lookup(ref: PrefixRef) -> Tensor:
+        return held.get(ref.name, ref.version)
+
+    done = generate(llama.model, [bad, *good], lookup, NO_END)
+    assert done[1:] == generate(llama.model, good, lookup, NO_END)
+    assert (done[0].token_ids, done[0].finish_reason) == ((), "error")
+    assert done[0].error.startswith("cartridge a version 4 is not held here (held: [3])")
+    assert generate(llama.model, [bad], lookup, NO_END) == done[:1]
+
+
+def test_prompt_logprobs_are_those_of_plain_transformers(twin: Twin) -> None:
+    """Over a prefix, rows of different length in one batch; the first prompt token has none."""
+    asked = [
+        replace(request(f"p{n}", PrefixRef("b", 0), n, 2), prompt_logprobs=n != 4)
+        for n in (1, 9, 4)
+    ]
+    done = generate(twin.model, asked, lambda ref: twin.kv[ref.name], NO_END)
+    assert [len(c.prompt_logprobs) for c in done] == [0, 8, 0]
+    prompt = asked[1].prompt_ids
+    expected = twin.logits(prompt, twin.kv["b"]).log_softmax(-1)[range(8), list(prompt[1:])]
+    torch.testing.assert_close(
+        torch.tensor(done[1].prompt_logprobs), expected, atol=1e-4, rtol=0, check_dtype=False
+    )
 
 
 def test_a_perturbed_cartridge_changes_the_next_output(twin: Twin) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learning.versions import CartridgeVersions
+from learning.versions import CartridgeVersions, VersionLedger
 from protocols.errors import PublishError
 
 NAMES = ("a", "b")
@@ -34,7 +34,7 @@ def test_a_version_is_read_by_name() -> None:
 
 def test_the_newest_are_kept_and_the_oldest_evicted() -> None:
     store = held(*range(1000), keep=3)
-    assert sorted(store._held) == [997, 998, 999]
+    assert sorted(store._kv) == [997, 998, 999]
     with pytest.raises(
         PublishError,
         match=r"cartridge a version 996 is not held here \(held: \[997, 998, 999\]\): it was never "
@@ -67,3 +67,25 @@ def test_a_number_stays_taken_after_its_eviction() -> None:
 def test_an_unknown_cartridge_of_a_held_version() -> None:
     with pytest.raises(PublishError, match=r"version 4 has no cartridge 'z'; it has \('a', 'b'\)"):
         held(4).get("z", 4)
+
+
+def test_an_evicted_version_is_let_go_of_when_its_last_request_ends() -> None:
+    ledger = VersionLedger(keep=1)
+    assert ledger.add(0, NAMES) == []
+    ledger.begin(0)
+    ledger.begin(0)
+    assert ledger.add(1, NAMES) == [], "two requests still read version 0"
+    with pytest.raises(PublishError, match="version 0 is not held here"):
+        ledger.index("a", 0)
+    assert ledger.end(0) == []
+    assert ledger.end(0) == [0]
+    ledger.begin(1)
+    assert ledger.end(1) == [], "nobody reads version 1, but it may still be asked for"
+    assert ledger.add(2, NAMES) == [1]
+
+
+def test_a_name_has_its_place_in_its_version() -> None:
+    ledger = VersionLedger(keep=2)
+    ledger.add(4, ("a", "b"))
+    ledger.add(5, ("b", "a"))
+    assert (ledger.index("b", 4), ledger.index("b", 5)) == (1, 0)

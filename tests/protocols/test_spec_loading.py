@@ -234,9 +234,16 @@ BAD_OVERRIDES = [
     ("train..lr=1",
      "--set takes key.path=value: got 'train..lr=1'; write --set train.lr=0.01"),
     ("generator.replicas=3",
-     "unknown key generator at --set generator.replicas=3; did you mean "
-     "roles.generator.replicas? known: name, config, hosts, plane, roles, call_timeout_s, "
-     "spawn_timeout_s, model, data, cartridge, rollout, teacher, loss, train, evaluate"),
+     "unknown key replicas at --set generator.replicas=3 (generator.replicas); did you mean "
+     "roles.generator.replicas? known here: backend, in_flight, block_tokens, chunk_tokens, "
+     "kv_gib, tensor_parallel"),
+    ("threads=3",
+     "unknown key threads at --set threads=3; did you mean roles.generator.threads? known: name, "
+     "config, hosts, plane, roles, call_timeout_s, spawn_timeout_s, model, data, cartridge, "
+     "rollout, generator, teacher, loss, train, evaluate"),
+    ("generator.block_tokens=40",
+     "block_tokens must be a multiple of 32: got 40 at --set generator.block_tokens=40 "
+     "(generator.block_tokens); round it to 32, 64, ..."),
     ("train.stpes=3",
      "unknown key stpes at --set train.stpes=3 (train.stpes); did you mean steps? known here: "
      "steps, lr, warmup_steps, clip, staleness, seed, row_tokens, checkpoint_every, "

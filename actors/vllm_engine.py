@@ -1,0 +1,398 @@
+"""vLLM's V1 engine with cartridges as prefixes: the one file that imports vLLM (0.32).
+
+    VllmEngine            what an engine thread steps; translates requests and outputs
+    CartridgeConnector    a KV connector, in the scheduler and in every worker: the placeholders'
+                          blocks are filled with a cartridge's keys and values
+    CartridgeExtension    mixed into vLLM's worker class: takes and drops the tensors
+    SeededDraw            a logits processor: the embedded backend's draws, so its very tokens
+
+vLLM finds the last three by their names. The mechanism is told in docs/adr/0004.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import tokens_input
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.logits_processor.interface import BatchUpdate
+
+from actors.draws import DrawnRow, leave_drawn
+from actors.engine_thread import CARTRIDGE
+from actors.paged import PLACEHOLDER, Fill, cache_salt, check_shape, kv_heads, slots
+from learning.decoding import uniforms
+from protocols.errors import DataError, RunError
+from protocols.learn_spec import GeneratorSpec
+from protocols.types import Completion, GenerateRequest, Sampling, refused
+
+MAX_REQUESTS = 256  # in one step; vLLM's own choice for most machines
+GIB = 1024**3
+LOADED = "cartridge"  # key in kv_transfer_params: [name, version, P]
+DRAWN = "draw"  # key in extra_args: [seed, temperature, top_p, top_k]
+
+
+class VllmEngine:
+    """An `actors.engine_thread.Engine`. One a process: vLLM's distributed state is global."""
+
+    def __init__(
+        self,
+        path: str,
+        dtype: str,
+        documents: Mapping[str, tuple[int, ...]],
+        end_ids: frozenset[int],
+        spec: GeneratorSpec,
+    ) -> None:
+        self.first_token_seconds: float | None = None
+        self._documents = documents
+        self._end_ids = sorted(end_ids)
+        self._tensor_parallel = spec.tensor_parallel
+        self._first_request: float | None = None
+        self._running: dict[str, GenerateRequest] = {}
+        self._tokens: dict[int, int] = {}  # version -> P
+        try:
+            self._engine = LLMEngine.from_engine_args(engine_arguments(path, dtype, spec))
+        except ValueError as error:  # how vLLM says that model and settings do not go together
+            raise RunError(
+                f"vLLM cannot start: {error} (its paged memory is generator.kv_gib: "
+                f"{spec.kv_gib:g} GiB)"
+            ) from error
+        model = self._engine.model_config
+        self._max_tokens = model.max_model_len
+        self._shape = (
+            model.get_num_layers(self._engine.vllm_config.parallel_config),
+            model.get_total_num_kv_heads(),
+            model.get_head_size(),
+        )
+
+    def add(self, key: str, request: GenerateRequest) -> None:
+        if not request.prompt_ids:
+            raise DataError(f"request {request.id} has an empty prompt; give it a token")
+        kind, _, name = request.prefix.name.partition("/")
+        version = request.prefix.version
+        extra: dict[str, Any] = {}
+        salt: str | None = None
+        if kind + "/" == CARTRIDGE:
+            tokens = self._tokens[version]
+            before = (PLACEHOLDER,) * tokens
+            extra["kv_transfer_params"] = {LOADED: [name, version, tokens]}
+            # Blocks found in the prefix cache have no logits, so prompt log-probabilities are
+            # computed by a request that shares nothing and loads the cartridge for itself.
+            salt = cache_salt(name, version, key if request.prompt_logprobs else "")
+        elif name in self._documents:
+            before = self._documents[name]
+        else:
+            raise DataError(f"no document {name!r}; this run has {sorted(self._documents)}")
+        ids = [*before, *request.prompt_ids]
+        if len(ids) + request.sampling.max_tokens > self._max_tokens:
+            raise DataError(
+                f"request {request.id} takes {len(before)} prefix + {len(request.prompt_ids)} "
+                f"prompt + {request.sampling.max_tokens} new tokens and the engine holds "
+                f"{self._max_tokens}; raise generator.kv_gib or use shorter prompts"
+            )
+        if self._first_request is None:
+            self._first_request = time.perf_counter()
+        sampling = request.sampling
+        if sampling.temperature > 0:
+            extra[DRAWN] = [request.seed, sampling.temperature, sampling.top_p, sampling.top_k]
+        parameters = SamplingParams(
+            temperature=0.0,  # SeededDraw leaves the drawn token alone to choose from
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=self._end_ids,
+            ignore_eos=True,  # end_ids alone end a response, as with the embedded backend
+            logprobs=0,
+            prompt_logprobs=0 if request.prompt_logprobs else None,
+            # vLLM would skip the connector as well, and compute the placeholders as tokens.
+            skip_reading_prefix_cache=False if salt else None,
+            detokenize=False,
+            # The first request alone tells of its first token; no other need be built twice.
+            output_kind=RequestOutputKind.FINAL_ONLY
+            if self._running or self.first_token_seconds
+            else RequestOutputKind.CUMULATIVE,
+            extra_args=extra or None,
+        )
+        self._engine.add_request(key, tokens_input(ids, cache_salt=salt), parameters)
+        self._running[key] = request
+
+    def step(self) -> Iterable[tuple[str, Completion]]:
+        outputs = self._engine.step()
+        if outputs and self.first_token_seconds is None and self._first_request is not None:
+            self.first_token_seconds = time.perf_counter() - self._first_request
+        for output in outputs:
+            assert isinstance(output, RequestOutput)
+            if output.finished:
+                yield output.request_id, completed(self._running.pop(output.request_id), output)
+
+    def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> None:
+        check_shape(kv.shape, *self._shape, len(names))
+        if self._tensor_parallel == 1:
+            self._engine.collective_rpc("hold_cartridges", args=(version, names, kv))
+        else:  # other processes: vLLM's messages do not carry tensors
+            directory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+            with tempfile.TemporaryDirectory(prefix="forge-vllm-", dir=directory) as made:
+                path = os.path.join(made, f"{version}.safetensors")
+                save_file({"kv": kv.contiguous()}, path)
+                self._engine.collective_rpc("hold_cartridges", args=(version, names, path))
+        self._tokens[version] = kv.shape[4]
+
+    def let_go(self, version: int) -> None:
+        self._engine.collective_rpc("drop_cartridges", args=(version,))
+        del self._tokens[version]
+
+    def loads(self) -> tuple[int, int]:
+        (first, *_) = self._engine.collective_rpc("cartridge_loads")  # every rank loads alike
+        return first
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+def engine_arguments(path: str, dtype: str, spec: GeneratorSpec) -> EngineArgs:
+    """vLLM's arguments for a replica of this spec."""
+    return EngineArgs(
+        model=path,
+        dtype=dtype,
+        skip_tokenizer_init=True,  # token ids in, token ids out
+        generation_config="vllm",  # the model's own sampling defaults do not apply
+        logprobs_mode="raw_logprobs",  # at temperature 1, before truncation
+        enable_prefix_caching=True,
+        block_size=spec.block_tokens,
+        max_num_batched_tokens=spec.chunk_tokens,
+        max_num_seqs=min(MAX_REQUESTS, spec.chunk_tokens),
+        max_model_len=-1,  # as many as the model and kv_gib allow
+        kv_cache_memory_bytes=int(spec.kv_gib * GIB),
+        tensor_parallel_size=spec.tensor_parallel,
+        enforce_eager=current_platform.is_cpu(),  # compiling pays off on GPUs alone
+        async_scheduling=False,  # as vLLM does on CPUs: what is tested is what runs
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        logits_processors=[f"{__name__}:{SeededDraw.__name__}"],
+        worker_extension_cls=f"{__name__}.{CartridgeExtension.__name__}",
+        kv_transfer_config={
+            "kv_connector": CartridgeConnector.__name__,
+            "kv_connector_module_path": __name__,
+            "kv_role": "kv_consumer",
+        },
+    )
+
+
+def completed(request: GenerateRequest, output: RequestOutput) -> Completion:
+    """What vLLM made of a request."""
+    (made,) = output.outputs
+    if made.finish_reason not in ("stop", "length"):
+        return refused(
+            request,
+            f"vLLM ended request {request.id} with {made.finish_reason!r}: the worker does not "
+            f"hold {request.prefix.name} version {request.prefix.version}",
+        )
+    ids = tuple(made.token_ids)
+    assert made.logprobs is not None
+    logprobs = tuple(at[token].logprob for at, token in zip(made.logprobs, ids, strict=True))
+    prompt: tuple[float, ...] = ()
+    wanted = len(request.prompt_ids) - 1
+    if request.prompt_logprobs and wanted:
+        # Counted from the end: what stands before depends on where computing began.
+        assert output.prompt_logprobs is not None
+        last = output.prompt_logprobs[-wanted:]
+        prompt = tuple(
+            at[token].logprob for at, token in zip(last, request.prompt_ids[1:], strict=True)
+        )
+    versions = (request.prefix.version,) * len(ids)
+    return Completion(request.id, ids, logprobs, versions, made.finish_reason, prompt)
+
+
+@dataclass
+class _Fills(KVConnectorMetadata):
+    """What the workers load before the next forward pass."""
+
+    fills: list[Fill]
+
+
+class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
+    """Fills the blocks of a request's placeholders with its cartridge.
+
+    In the scheduler it says that P tokens need no computing and notes their blocks; in a worker it
+    writes them there, just before the forward pass that first reads them. A block that the prefix
+    cache knows under the request's salt was filled before and is left alone.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError(
+                "a cartridge needs a model whose layers all attend to every token; this one has "
+                f"{len(kv_cache_config.kv_cache_groups)} kinds of cache: sample it with "
+                "generator.backend torch"
+            )
+        self._block_tokens = vllm_config.cache_config.block_size
+        self._noted: list[Fill] = []
+        self._held: dict[int, tuple[tuple[str, ...], Tensor]] = {}
+        self._failed: set[int] = set()
+        self.loads = 0
+        self.loaded_tokens = 0
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # -- in the scheduler -----------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        loaded = (request.kv_transfer_params or {}).get(LOADED)
+        return (0 if loaded is None else max(0, loaded[2] - num_computed_tokens), False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            name, version, tokens = request.kv_transfer_params[LOADED]
+            (ids,) = blocks.get_block_ids()
+            first = tokens - num_external_tokens
+            self._noted.append(Fill(name, version, first, tokens, tuple(ids)))
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        noted, self._noted = self._noted, []
+        return _Fills(noted)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    # -- in a worker ----------------------------------------------------------------------------
+
+    def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> None:
+        """Keep this rank's heads of [C, L, 2, H_kv, P, D], on the host."""
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        mine = kv[:, :, :, kv_heads(kv.shape[3], rank, ranks)]
+        # With one rank it stays where the tensor plane put it; others keep no more than their own.
+        self._held[version] = (names, mine.clone() if ranks > 1 else mine)
+
+    def drop(self, version: int) -> None:
+        self._held.pop(version, None)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, _Fills)
+        if not metadata.fills:
+            return
+        layers = [
+            (extract_layer_index(name), layer)
+            for name, layer in forward_context.no_compile_layers.items()
+            if getattr(layer, "kv_cache", None) is not None
+        ]
+        with gpu_sync_allowed():  # vLLM may be told to refuse copies from host memory otherwise
+            for fill in metadata.fills:
+                self._load(fill, layers)
+
+    def _load(self, fill: Fill, layers: list[tuple[int, Any]]) -> None:
+        held = self._held.get(fill.version)
+        if held is None or fill.name not in held[0]:
+            # The engine keeps a version until its requests have ended, so this is a worker that
+            # lost it. vLLM fails the requests that hold these blocks, and no other.
+            self._failed.update(fill.blocks[: -(-fill.stop // self._block_tokens)])
+            return
+        where = slots(fill.blocks, self._block_tokens, fill.first, fill.stop)
+        device = layers[0][1].kv_cache.device
+        at = torch.tensor(where, device=device)
+        kv = held[1][held[0].index(fill.name), :, :, :, fill.first : fill.stop]
+        kv = kv.to(device, self._vllm_config.model_config.dtype)
+        for index, layer in layers:
+            # [2, tokens, H_kv, D]: the order in which an attention layer takes keys and values.
+            keys, values = kv[index].transpose(1, 2).contiguous()
+            layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, at)
+        self.loads += 1
+        self.loaded_tokens += fill.stop - fill.first
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loading is done before the forward pass."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, *_: Any, **__: Any) -> None:
+        """Nothing is saved."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+
+class SeededDraw(LogitsProcessor):
+    """Draws the tokens of `temperature` > 0 by the request's own stream (actors/draws.py).
+
+    With equal logits these are the embedded backend's tokens. vLLM's own seeds promise less, and
+    on CPUs fail where a seeded prompt is read in chunks. Log-probabilities are taken before this.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self._rows: dict[int, DrawnRow] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self._rows, batch_update, _drawn_row)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        return leave_drawn(logits, self._rows)
+
+
+def _drawn_row(
+    parameters: SamplingParams, prompt: list[int] | None, tokens: list[int]
+) -> DrawnRow | None:
+    drawn = (parameters.extra_args or {}).get(DRAWN)
+    if drawn is None:
+        return None
+    seed, temperature, top_p, top_k = drawn
+    assert parameters.max_tokens is not None
+    stream = uniforms(seed, parameters.max_tokens)
+    return DrawnRow(Sampling(temperature, top_p, top_k), stream, tokens)
+
+
+class CartridgeExtension:
+    """Methods that vLLM mixes into its worker class, called by `collective_rpc`."""
+
+    def hold_cartridges(self, version: int, names: tuple[str, ...], kv: Tensor | str) -> None:
+        """Take [C, L, 2, H_kv, P, D], or the path of a safetensors file with it as "kv"."""
+        tensor = load_file(kv)["kv"] if isinstance(kv, str) else kv
+        _connector().hold(version, tuple(names), tensor)
+
+    def drop_cartridges(self, version: int) -> None:
+        _connector().drop(version)
+
+    def cartridge_loads(self) -> tuple[int, int]:
+        return _connector().loads, _connector().loaded_tokens
+
+
+def _connector() -> CartridgeConnector:
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, CartridgeConnector)
+    return connector

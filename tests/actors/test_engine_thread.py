@@ -1,0 +1,250 @@
+"""The engine's thread, over a fake engine whose steps the test lets through one by one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.engine_thread import EngineDied, EngineThread
+from protocols.errors import DataError, PublishError
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+
+KV = torch.zeros(1, 1, 2, 1, 1, 1)
+SOON = 5.0
+MOMENT = 0.05
+
+
+class Fake:
+    """An engine whose requests take `sampling.max_tokens` steps. Notes every call in order."""
+
+    first_token_seconds: float | None = None
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        self.left: dict[str, tuple[GenerateRequest, int]] = {}
+        self.turns = threading.Semaphore(0)
+        self.thread = threading.current_thread()
+        self.closing_fails = False
+
+    def _note(self, *event: Any) -> None:
+        assert threading.current_thread() is self.thread, "another thread touched the engine"
+        self.events.append(event)
+
+    def add(self, key: str, request: GenerateRequest) -> None:
+        self._note("add", request.id)
+        if not request.prompt_ids:
+            raise DataError("an empty prompt")
+        self.left[key] = (request, request.sampling.max_tokens)
+
+    def step(self) -> Iterable[tuple[str, Completion]]:
+        assert self.turns.acquire(timeout=SOON), "the test let no step through"
+        self._note("step", *sorted(r.id for r, _ in self.left.values()))
+        for key, (request, left) in list(self.left.items()):
+            if request.id == "poison":
+                raise MemoryError("no block left")
+            if left > 1:
+                self.left[key] = (request, left - 1)
+            else:
+                del self.left[key]
+                yield key, Completion(request.id, (5,), (0.0,), (request.prefix.version,), "stop")
+
+    def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> None:
+        self._note("hold", version)
+        if kv.shape[1] != 1:
+            raise PublishError("another model's layers")
+
+    def let_go(self, version: int) -> None:
+        self._note("let go", version)
+
+    def loads(self) -> tuple[int, int]:
+        return 3, 84
+
+    def close(self) -> None:
+        self._note("close")
+
+
+Start = Callable[..., tuple[EngineThread, Fake]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts an engine in its thread; every thread has ended when the test has."""
+    before = set(threading.enumerate())
+    started: list[tuple[EngineThread, Fake]] = []
+
+    def begin(in_flight: Literal["finish", "drain"] = "finish", keep: int = 2) -> Any:
+        made: Future[Fake] = Future()
+
+        def build() -> Fake:
+            fake = Fake()
+            made.set_result(fake)
+            return fake
+
+        thread = EngineThread(build, keep, in_flight)
+        thread.started.result(SOON)
+        started.append((thread, made.result()))
+        return started[-1]
+
+    yield begin
+    for thread, fake in started:
+        thread.close()
+        fake.turns.release(1000)
+        fake.thread.join(SOON)
+    assert set(threading.enumerate()) == before
+
+
+def request(name: str, version: int, steps: int = 1) -> GenerateRequest:
+    prefix = PrefixRef("cartridge/p", version) if version >= 0 else PrefixRef("document/d", 0)
+    return GenerateRequest(name, (4,), prefix, Sampling(max_tokens=steps), 0)
+
+
+def test_requests_end_in_their_own_time_on_the_version_they_named(start: Start) -> None:
+    thread, fake = start()
+    assert thread.hold(0, ("p",), KV).result(SOON) == 0
+    long, short = thread.submit(request("long", 0, 3)), thread.submit(request("short", -1))
+    fake.turns.release(3)
+    assert short.result(SOON).versions == (0,)
+    assert long.result(SOON).request_id == "long"
+    assert fake.events[0] == ("hold", 0)
+    assert fake.events[-3:] != [("step",)] * 3, "an idle engine is not stepped"
+    assert [e[0] for e in fake.events].count("step") == 3
+
+
+def test_finish_loads_beside_requests_in_flight(start: Start) -> None:
+    thread, fake = start("finish", keep=1)
+    thread.hold(0, ("p",), KV).result(SOON)
+    old = thread.submit(request("old", 0, 3))
+    fake.turns.release(1)
+    published = thread.hold(1, ("p",), KV)
+    fake.turns.release(1)
+    assert published.result(SOON) == 1, "it did not wait for the request in flight"
+    late = thread.submit(request("late", 0))
+    new = thread.submit(request("new", 1))
+    assert not old.done()
+    fake.turns.release(2)
+    assert old.result(SOON).versions == (0,)
+    assert new.result(SOON).versions == (1,)
+    # Evicted by then, and kept only for the request that had begun.
+    assert late.result(SOON).error.startswith("cartridge p version 0 is not held here (held: [1])")
+    thread.report().result(SOON)
+    assert fake.events.count(("let go", 0)) == 1
+    last_old_step = max(i for i, e in enumerate(fake.events) if e[0] == "step" and "old" in e)
+    assert fake.events.index(("let go", 0)) > last_old_step
+
+
+def test_drain_waits_for_requests_in_flight_and_later_ones_wait_for_it(start: Start) -> None:
+    thread, fake = start("drain", keep=1)
+    thread.hold(0, ("p",), KV).result(SOON)
+    old = thread.submit(request("old", 0, 2))
+    fake.turns.release(1)
+    published = thread.hold(1, ("p",), KV)
+    new = thread.submit(request("new", 1))
+    with pytest.raises(NotYet):
+        published.result(MOMENT)
+    fake.turns.release(2)
+    assert old.result(SOON).versions == (0,)
+    assert new.result(SOON).versions == (1,)
+    order = [e for e in fake.events if e[0] != "step"]
+    assert order == [
+        ("hold", 0), ("add", "old"), ("hold", 1), ("let go", 0), ("add", "new"),
+    ]  # fmt: skip
+    assert ("step", "new", "old") not in fake.events
+
+
+def test_a_version_id_is_refused_before_the_engine_sees_its_tensors(start: Start) -> None:
+    thread, fake = start()
+    thread.hold(3, ("p",), KV).result(SOON)
+    for again in (3, 2):
+        with pytest.raises(PublishError, match=f"version {again} was offered after version 3"):
+            thread.hold(again, ("p",), KV).result(SOON)
+    assert fake.events == [("hold", 3)]
+
+
+def test_tensors_that_the_engine_refuses_leave_no_version(start: Start) -> None:
+    thread, _ = start()
+    with pytest.raises(PublishError, match="another model's layers"):
+        thread.hold(0, ("p",), KV.expand(1, 2, 2, 1, 1, 1)).result(SOON)
+    assert "is not held here (held: [])" in thread.submit(request("x", 0)).result(SOON).error
+    assert thread.hold(0, ("p",), KV).result(SOON) == 0
+
+
+def test_a_malformed_request_fails_alone(start: Start) -> None:
+    thread, fake = start()
+    thread.hold(0, ("p",), KV).result(SOON)
+    good = thread.submit(request("good", 0))
+    bad = thread.submit(GenerateRequest("bad", (), PrefixRef("cartridge/p", 0), Sampling(), 0))
+    with pytest.raises(DataError, match="an empty prompt"):
+        bad.result(SOON)
+    fake.turns.release(1)
+    assert good.result(SOON).finish_reason == "stop"
+    # Nor is its version held on to: keep is 2, and the third publish lets go of version 0.
+    for version in (1, 2):
+        thread.hold(version, ("p",), KV).result(SOON)
+    assert fake.events[-1] == ("let go", 0)
+
+
+def test_a_crash_reaches_everybody_who_waits_and_who_comes_later(start: Start) -> None:
+    thread, fake = start("drain")
+    thread.hold(0, ("p",), KV).result(SOON)
+    waiting = [thread.submit(request("other", 0, 9)), thread.submit(request("poison", 0))]
+    waiting.append(thread.hold(1, ("p",), KV))
+    waiting.append(thread.submit(request("behind it", 1)))
+    fake.turns.release(1)
+    for future in waiting:
+        with pytest.raises(EngineDied, match="MemoryError: no block left"):
+            future.result(SOON)
+    for call in (
+        lambda: thread.submit(request("later", 0)), lambda: thread.hold(2, ("p",), KV),
+        thread.report, thread.close,
+    ):  # fmt: skip
+        with pytest.raises(EngineDied):
+            call().result(SOON)
+    fake.thread.join(SOON)
+    assert fake.events[-1] == ("close",)
+
+
+def test_an_engine_that_does_not_start_says_why(start: Start) -> None:
+    def build() -> Fake:
+        raise OSError("no model here")
+
+    thread = EngineThread(build, 2, "finish")
+    with pytest.raises(OSError, match="no model here"):
+        thread.started.result(SOON)
+    with pytest.raises(EngineDied, match="OSError: no model here"):
+        thread.submit(request("x", 0)).result(SOON)
+    with pytest.raises(EngineDied):
+        thread.close().result(SOON)
+
+
+def test_closing_fails_what_is_in_flight_and_reports(start: Start) -> None:
+    thread, fake = start()
+    thread.hold(0, ("p",), KV).result(SOON)
+    running = thread.submit(request("running", 0, 9))
+    fake.turns.release(1)
+    closing = thread.close()
+    fake.turns.release(1)
+    report = closing.result(SOON)
+    assert (report.loads, report.loaded_tokens, report.first_token_seconds) == (3, 84, None)
+    assert report.stop_seconds is not None
+    assert 0 <= report.stop_seconds < SOON
+    with pytest.raises(EngineDied, match="it was shut down"):
+        running.result(SOON)
+    assert thread.close() is closing
+    assert fake.events[-1] == ("close",)
+
+
+def test_nobody_can_cancel_the_engine_s_work(start: Start) -> None:
+    """A caller that times out cancels its future; the engine must not stumble over that."""
+    thread, fake = start()
+    thread.hold(0, ("p",), KV).result(SOON)
+    given_up = thread.submit(request("given up", 0))
+    assert given_up.cancel() is False
+    fake.turns.release(1)
+    assert given_up.result(SOON).request_id == "given up"

@@ -1,0 +1,244 @@
+"""The generator on vLLM against transformers and the embedded backend, in float32.
+
+One engine for each family of models: blocks of 32 tokens, prefill chunks of 48.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from monarch.actor import concurrent_endpoint
+from vllm_replica import Replica, over, prompts, replica, require_vllm, tiny_model
+
+from actors.vllm_generator import VllmGeneratorActor
+from protocols.errors import DataError, PublishError
+from protocols.types import GenerateRequest, PrefixRef, Sampling
+
+require_vllm()
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+ALIGNED, UNALIGNED, LONG = 64, 50, 200  # whole blocks; not; and more than four chunks
+
+
+class Forgetful(VllmGeneratorActor):
+    """Its worker can be made to lose a version that requests may still name."""
+
+    @concurrent_endpoint
+    async def forget(self, version: int) -> None:
+        from actors.engine_thread import _Job
+
+        done: Future[None] = Future()
+
+        def work(future: Future[None]) -> None:
+            self._engine._engine._engine.collective_rpc("drop_cartridges", args=(version,))
+            future.set_result(None)
+
+        self._engine._post(_Job(work, done)).result(30)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    model = tiny_model(request.param, tmp_path_factory.mktemp(request.param))
+    with replica(model, Forgetful, chunk_tokens=48) as started:
+        yield started
+
+
+def close(actual: tuple[float, ...], expected: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(actual), expected, atol=1e-3, rtol=0, check_dtype=False)
+
+
+def test_every_kind_of_prefix_in_one_batch(engine: Replica) -> None:
+    model = engine.model
+    versions = [
+        engine.publish(model.cartridges(seed, 2, tokens))
+        for seed, tokens in enumerate((ALIGNED, UNALIGNED, LONG))
+    ]
+    refs = [(f"cartridge/{name}", v) for v in versions for name in "ab"]
+    refs += [("document/d", 0), ("document/none", 0)]
+    lengths = (1, 7, 40, 130)  # the last two do not fit one chunk beside others, nor at all
+    asked = [
+        over(name, version, prompt)
+        for name, version in refs
+        for prompt in prompts(len(lengths), lengths.__getitem__, seed=version)
+    ]
+    done = engine.generate(*asked)
+    embedded = engine.embedded(*asked)
+    for r, c, e in zip(asked, done, embedded, strict=True):
+        kv = engine.lookup(r.prefix)
+        assert list(c.token_ids) == model.greedy(kv, r.prompt_ids, 6) == list(e.token_ids)
+        assert c.versions == (r.prefix.version,) * 6
+        assert c.finish_reason == "length"
+        said = model.logprobs(kv, r.prompt_ids + c.token_ids)[-7:-1]
+        close(c.logprobs, said[range(6), list(c.token_ids)])
+    # Different prefixes do make different continuations, or this test would see nothing.
+    assert len({c.token_ids for c in done[3::4]}) > 5
+
+
+@pytest.mark.parametrize("cut", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20}])
+def test_sampled_tokens_are_the_embedded_backend_s(engine: Replica, cut: dict[str, Any]) -> None:
+    """The same draws by seed; log-probabilities at temperature 1, before truncation."""
+    version = engine.publish(engine.model.cartridges(5, 2, UNALIGNED))
+    asked = [
+        over("cartridge/" + "ab"[i % 2], version, p, 12,
+             **{"temperature": 1.0, **cut})
+        for i, p in enumerate(prompts(10, lambda i: 5 + 13 * i, seed=9))
+    ]  # fmt: skip
+    done = engine.generate(*asked)
+    assert [c.token_ids for c in done] == [c.token_ids for c in engine.embedded(*asked)]
+    for r, c in zip(asked, done, strict=True):
+        said = engine.model.logprobs(engine.lookup(r.prefix), r.prompt_ids + c.token_ids)
+        close(c.logprobs, said[-13:-1][range(12), list(c.token_ids)])
+    alone = engine.generate(asked[3])
+    assert alone == done[3:4], "the same seed, whatever else is in the batch"
+    greedy = [over(r.prefix.name, version, r.prompt_ids, 12) for r in asked]
+    assert [c.token_ids for c in engine.generate(*greedy)] != [c.token_ids for c in done]
+
+
+def test_whole_blocks_are_loaded_once_for_all_requests_of_a_version(engine: Replica) -> None:
+    asked = prompts(6, lambda i: 20, seed=3)
+    version = engine.publish(engine.model.cartridges(6, 2, ALIGNED))
+    before = engine.loads()
+    engine.generate(*(over("cartridge/a", version, p) for p in asked))
+    engine.generate(*(over("cartridge/a", version, p) for p in reversed(asked)))
+    after = engine.loads()
+    assert (after[0] - before[0], after[1] - before[1]) == (1, ALIGNED)
+    engine.generate(over("cartridge/b", version, asked[0]))
+    assert engine.loads() == (after[0] + 1, after[1] + ALIGNED)
+
+
+def test_a_tail_that_shares_its_block_with_the_prompt_is_loaded_by_each(engine: Replica) -> None:
+    asked = prompts(6, lambda i: 20, seed=4)
+    version = engine.publish(engine.model.cartridges(7, 2, UNALIGNED))
+    before = engine.loads()
+    engine.generate(*(over("cartridge/a", version, p) for p in asked))
+    after = engine.loads()
+    tail = UNALIGNED % 32
+    assert (after[0] - before[0], after[1] - before[1]) == (6, UNALIGNED + 5 * tail)
+
+
+def test_a_publish_is_what_the_next_request_sees(engine: Replica) -> None:
+    """The same prompt over other tensors: a stale block would give the old answer."""
+    (prompt,) = prompts(1, lambda i: 33, seed=5)
+    answers = []
+    for seed in (10, 11):
+        version = engine.publish(engine.model.cartridges(seed, 2, ALIGNED))
+        for _ in range(2):  # the second time every whole block is in the prefix cache
+            (c,) = engine.generate(over("cartridge/a", version, prompt))
+            kv = engine.published[version]["a"]
+            assert list(c.token_ids) == engine.model.greedy(kv, prompt, 6)
+            assert set(c.versions) == {version}
+        answers.append(c.token_ids)
+    assert answers[0] != answers[1]
+    (old,) = engine.generate(over("cartridge/a", version - 1, prompt))
+    assert (old.token_ids, set(old.versions)) == (answers[0], {version - 1})
+    for again in (version, version - 1):
+        other = engine.snapshot(again, ("a", "b"), engine.model.cartridges(99, 2, ALIGNED))
+        with pytest.raises(PublishError, match=f"version {again} was offered after .* never reuse"):
+            engine.call("load", other)
+    (still,) = engine.generate(over("cartridge/a", version, prompt))
+    assert still.token_ids == answers[1]
+
+
+def test_a_publish_of_another_shape_is_refused_and_harms_nobody(engine: Replica) -> None:
+    wrong = engine.model.cartridges(1, 2, ALIGNED)[:, :1]
+    with pytest.raises(PublishError, match=r"\[2, 1, 2, 2, 64, 32\] and this generator's model"):
+        engine.call("load", engine.snapshot(engine.newest + 1, ("a", "b"), wrong))
+    version = engine.publish(engine.model.cartridges(1, 2, ALIGNED))
+    (c,) = engine.generate(over("cartridge/a", version, (5, 6)))
+    assert c.finish_reason == "length"
+
+
+def test_requests_in_flight_finish_on_the_version_they_started_with(engine: Replica) -> None:
+    """Beside the next ones: the publish does not wait for them."""
+    (prompt,) = prompts(1, lambda i: 9, seed=6)
+    old = engine.publish(engine.model.cartridges(20, 2, ALIGNED))
+    running = engine.start("generate", (over("cartridge/a", old, prompt, 300),))
+    new = engine.publish(engine.model.cartridges(21, 2, ALIGNED))
+    (beside,) = engine.generate(over("cartridge/a", new, prompt, 2))
+    report = engine.call("report")  # answered while the engine is busy
+    (done,) = running.get(timeout=60).completions
+    assert report.first_token_seconds is not None
+    assert set(done.versions) == {old}
+    assert set(beside.versions) == {new}
+    assert done.token_ids == engine.embedded(over("cartridge/a", old, prompt, 300))[0].token_ids
+    assert list(beside.token_ids) == engine.model.greedy(engine.published[new]["a"], prompt, 2)
+
+
+def test_an_unknown_or_evicted_cartridge_fails_its_request_alone(engine: Replica) -> None:
+    versions = [engine.publish(engine.model.cartridges(30 + i, 2, ALIGNED)) for i in range(4)]
+    good = over("cartridge/a", versions[3], (7, 8, 9))
+    done = engine.generate(
+        over("cartridge/a", versions[0], (7, 8, 9)),
+        good,
+        over("cartridge/z", versions[3], (7, 8, 9)),
+        over("cartridge/a", versions[3] + 1, (7, 8, 9)),
+    )
+    assert [c.finish_reason for c in done] == ["error", "length", "error", "error"]
+    assert done[0].error == (
+        f"cartridge a version {versions[0]} is not held here (held: {versions[1:]}): it was never "
+        "loaded by this generator, or was evicted"
+    )
+    assert f"version {versions[3]} has no cartridge 'z'" in done[2].error
+    assert f"version {versions[3] + 1} is not held here" in done[3].error
+    assert done[1].token_ids == engine.embedded(good)[0].token_ids
+    assert {c.token_ids for c in done if c.error} == {()}
+
+
+def test_a_worker_that_lost_a_cartridge_fails_its_requests_alone(engine: Replica) -> None:
+    lost = engine.publish(engine.model.cartridges(40, 2, ALIGNED))
+    held = engine.publish(engine.model.cartridges(41, 2, ALIGNED))
+    engine.call("forget", lost)
+    good = over("cartridge/a", held, (7, 8, 9))
+    done = engine.generate(
+        over("cartridge/a", lost, (7, 8, 9)), good, over("cartridge/a", lost, (10, 11))
+    )
+    assert [c.finish_reason for c in done] == ["error", "length", "error"]
+    assert f"the worker does not hold cartridge/a version {lost}" in done[0].error
+    assert done[1].token_ids == engine.embedded(good)[0].token_ids
+
+
+def test_malformed_requests_are_refused_by_name(engine: Replica) -> None:
+    version = engine.publish(engine.model.cartridges(1, 2, ALIGNED))
+    empty = GenerateRequest("e", (), PrefixRef("cartridge/a", version), Sampling(), 0)
+    for bad, message in (
+        (empty, "request e has an empty prompt"),
+        (over("document/x", 0, (5,)), r"no document 'x'; this run has \['d', 'none'\]"),
+        (over("cartridge/a", version, (5,) * 2000), "64 prefix . 2000 prompt . 6 new tokens"),
+    ):
+        with pytest.raises(DataError, match=message):
+            engine.generate(bad)
+    assert engine.generate(over("cartridge/a", version, (5, 6)))[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("tokens", [ALIGNED, UNALIGNED, LONG])
+def test_prompt_logprobs_over_a_cartridge(engine: Replica, tokens: int) -> None:
+    """Also where prefix cache and cartridge would tempt vLLM to skip or recompute them."""
+    version = engine.publish(engine.model.cartridges(50, 2, tokens))
+    asked = [
+        over("cartridge/a", version, p, 3) for p in prompts(4, (1, 2, 40, 130).__getitem__, seed=8)
+    ]
+    plain = engine.generate(*asked)  # their blocks are now in the prefix cache
+    scored = [dataclasses.replace(r, prompt_logprobs=True) for r in asked]
+    for _ in range(2):
+        for r, c, p in zip(scored, engine.generate(*scored), plain, strict=True):
+            expected = engine.model.logprobs(engine.lookup(r.prefix), r.prompt_ids)
+            steps = range(len(r.prompt_ids) - 1)
+            close(c.prompt_logprobs, expected[:-1][steps, list(r.prompt_ids[1:])])
+            assert (c.token_ids, p.prompt_logprobs) == (p.token_ids, ())
+
+
+@pytest.mark.parametrize("name", ["document/d", "document/none"])
+def test_prompt_logprobs_over_a_document(engine: Replica, name: str) -> None:
+    (prompt,) = prompts(1, lambda i: 60, seed=12)
+    asked = dataclasses.replace(over(name, 0, prompt), prompt_logprobs=True)
+    (embedded,) = engine.embedded(asked)
+    for _ in range(2):
+        (c,) = engine.generate(asked)
+        expected = engine.model.logprobs(engine.lookup(asked.prefix), prompt)[:-1]
+        close(c.prompt_logprobs, expected[range(59), list(prompt[1:])])
+        close(embedded.prompt_logprobs, expected[range(59), list(prompt[1:])])

@@ -1,0 +1,40 @@
+"""Where vLLM is not installed everything else imports, and asking for it names the remedy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from actors.setup import BaseModel
+from actors.vllm_generator import VllmGeneratorActor
+from protocols.errors import RunError
+from protocols.learn_spec import GeneratorSpec
+
+HIDE = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "vllm":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def test_everything_else_imports_without_it() -> None:
+    code = HIDE + (
+        "import actors.draws, actors.engine_thread, actors.paged, actors.vllm_generator\n"
+        "import forge_run.cli, forge_run.run, services.controller, services.roles, services.run\n"
+        "assert 'vllm' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], check=True)
+
+
+def test_the_actor_says_which_command_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.vllm_generator.missing_vllm", lambda: True)
+    monkeypatch.setattr("actors.vllm_generator.environment", lambda base: {})
+    base = BaseModel("m", "float32", 1, {}, 1, None)  # type: ignore[arg-type]
+    actor = VllmGeneratorActor(base, frozenset(), 2, GeneratorSpec(backend="vllm"))
+    with pytest.raises(RunError, match="not installed: run `make install-vllm`"):
+        actor._engine.started.result(5)  # what its `ready` awaits
