@@ -86,7 +86,7 @@ def cartridge_attention(
     """
     context = prefix or PrefixContext()
     # To mypy an attribute of any module is a Tensor or a Module; this one is an int.
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int, typed as Tensor | Module
     if context.capture:
         context.captured.append(torch.stack([key, value], dim=1))
     if context.cache is not None:

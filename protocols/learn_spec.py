@@ -136,7 +136,7 @@ class DataSpec(Spec):
         if source == "longhealth" and value is not None:
             raise broken("must be left out with data.source longhealth", "remove it")
         facts = info.data.get("facts")
-        if info.field_name == "notes" and None not in (value, facts) and value > facts:  # type: ignore[operator]
+        if info.field_name == "notes" and value is not None and facts is not None and value > facts:
             raise broken(f"must be <= facts ({facts})", "a note needs a fact: lower it")
         return value
 

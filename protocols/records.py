@@ -13,6 +13,7 @@ ARMS = ("none", "document", "untrained", "offline", "on_policy")  # the order th
 TRAINED_ARMS = ("on_policy", "offline")  # the order they are trained in
 PHASES = ("rollout", "score", "train", "publish", "orchestration")  # the parts of one step
 
+RunOutcome = Literal["finished", "stopped", "failed"]
 EventName = Literal[
     "run_started",
     "role_ready",
@@ -146,4 +147,4 @@ class Results(TypedDict):
     orchestration_share: float
     wall_seconds: float
     tokens_trained: dict[str, int]
-    status: Literal["finished", "stopped", "failed"]
+    status: RunOutcome

@@ -60,7 +60,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()  # type: ignore[no-untyped-call]
+            event = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's stubs
             raise yaml.MarkedYAMLError(
                 problem=f"the alias *{event.anchor} is not read here; write the value out",
                 problem_mark=event.start_mark,

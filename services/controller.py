@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import Actor, MeshFailure, concurrent_endpoint
 
 from protocols.errors import CheckpointError, ForgeError, RunError
+from protocols.records import RunOutcome
 from protocols.spec import RunSpec
 from protocols.status import RunStatus
 from services.rundir import RunDirectory
@@ -67,7 +68,7 @@ class ControllerActor(Actor):
         begun = time.perf_counter()
         event = self._directory.append_event
         event("run_started", resumed=self._resume, mesh=self._spec.mesh.name)
-        outcome = "failed"
+        outcome: RunOutcome = "failed"
         try:
             await self._or_death(self._drive(begun))
             outcome = "finished"

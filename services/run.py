@@ -10,7 +10,7 @@ from typing import Any
 
 from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
-from protocols.records import Measured, MetricRow, Results
+from protocols.records import Measured, MetricRow, Results, RunOutcome
 from protocols.spec import RunSpec
 from protocols.types import (
     Completion,
@@ -349,7 +349,7 @@ class Run:
         self._begun_arm = True
         self._show(step=self._at.step, arm=self._at.arm)
 
-    def write_results(self, status: str, wall_seconds: float) -> None:
+    def write_results(self, status: RunOutcome, wall_seconds: float) -> None:
         """results.json as far as the run came; the report is made from it."""
         documents = [len(ids) for name, ids in self._tasks.documents.items() if name != NO_DOCUMENT]
         mean = sum(documents) / len(documents)
@@ -369,7 +369,7 @@ class Run:
             orchestration_share=self._meter.orchestration_share("on_policy"),
             wall_seconds=round(wall_seconds, 3),
             tokens_trained=dict(self._at.tokens),
-            status=status,  # type: ignore[typeddict-item]
+            status=status,
         )  # fmt: skip
         self._directory.write_results(results)
 

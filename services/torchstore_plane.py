@@ -63,7 +63,7 @@ def _as_async(method: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, A
         return method(self, *args, **kwargs)
 
     call.__name__ = method.__name__
-    call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]  # Monarch reads it
     return call
 
 
