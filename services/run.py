@@ -77,7 +77,7 @@ class Run:
                 await self._train_on_policy()
             if "offline" in self._learn.evaluate.arms:
                 await self._train_offline()
-            await self._delete_read()
+            await self._deleted()
         finally:
             if self._deleting is not None:
                 self._deleting.cancel()
@@ -230,11 +230,14 @@ class Run:
         """Delete what nobody reads any more, beside the work that follows. The time before is
         waited for first: the store holds one step's tensors too many at most, and a failure to
         delete is met here."""
-        if self._deleting is not None:
-            await self._deleting
+        await self._deleted()
         assert self._plane is not None
         keys, self._read = self._read, []
         self._deleting = asyncio.create_task(_delete(self._plane, keys))
+
+    async def _deleted(self) -> None:
+        if self._deleting is not None:
+            await self._deleting
 
     # -- what is recorded -----------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from actors.setup import BaseModel, bootstrap
+from actors.setup import BaseModel, bootstrap, missing_vllm
 from actors.vllm_generator import VllmGeneratorActor
 from learning.decoding import generate
 from learning.model import document_kv, load_model
@@ -59,7 +58,7 @@ SHAPE = {
 
 def require_vllm() -> None:
     """Skip where vLLM is not installed; fail where `make test` was to have installed it."""
-    if importlib.util.find_spec("vllm") is None:
+    if missing_vllm():
         assert "FORGE_REQUIRE_VLLM" not in os.environ, "make test installs vLLM; it is not there"
         pytest.skip("vLLM is not installed: make install-vllm", allow_module_level=True)
 

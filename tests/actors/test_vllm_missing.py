@@ -34,7 +34,7 @@ def test_everything_else_imports_without_it() -> None:
 def test_the_actor_says_which_command_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.vllm_generator.missing_vllm", lambda: True)
     monkeypatch.setattr("actors.vllm_generator.environment", lambda base: {})
-    base = BaseModel("m", "float32", 1, {}, 1, None)  # type: ignore[arg-type]
+    base = BaseModel("m", "float32", 1, {}, 1, None)  # type: ignore[arg-type]  # no plane
     actor = VllmGeneratorActor(base, frozenset(), 2, GeneratorSpec(backend="vllm"))
     with pytest.raises(RunError, match="not installed: run `make install-vllm`"):
         actor._engine.started.result(5)  # what its `ready` awaits

@@ -24,7 +24,7 @@ def test_the_directory_is_complete_and_the_end_says_where(finished: Finished) ->
     names = {p.name for p in finished.path.iterdir()}
     files = {"spec.yaml", "metrics.jsonl", "rollouts.jsonl", "events.jsonl", "results.json"}
     assert files | {"checkpoints", "report.html"} == names
-    assert (finished.path / "checkpoints").glob("version-*")
+    assert list((finished.path / "checkpoints").glob("version-*"))
     tail = finished.process.stdout.splitlines()[-20:]
     for arm in ARMS:
         assert any(arm in line for line in tail), arm

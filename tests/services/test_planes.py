@@ -361,9 +361,9 @@ def test_a_stuck_or_dead_storage_process_raises_in_bounded_time(
 def test_planes_pickle_as_handles() -> None:
     from services.torchstore_plane import TorchStorePlane
 
-    store = pickle.loads(pickle.dumps(TorchStorePlane("store1", 3.0)))  # noqa: S301
+    store = pickle.loads(pickle.dumps(TorchStorePlane("store1", 3.0)))  # noqa: S301  our own bytes
     assert (store.store_name, store.timeout_s) == ("store1", 3.0)
-    shared = pickle.loads(pickle.dumps(SharedMemoryPlane("/dev/shm/x")))  # noqa: S301
+    shared = pickle.loads(pickle.dumps(SharedMemoryPlane("/dev/shm/x")))  # noqa: S301  our own bytes
     assert shared.root == Path("/dev/shm/x")
 
 
