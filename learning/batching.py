@@ -9,10 +9,11 @@ token*: index n means the same token on both sides whatever the rows looked like
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from learning.attention import PrefixContext
@@ -38,6 +39,12 @@ class Packed:
     row: Tensor
     column: Tensor
     targets: Tensor
+
+    def only(self, needed: Tensor) -> Packed:
+        """The same rows, with logits for the marked [N] response tokens alone."""
+        return replace(
+            self, row=self.row[needed], column=self.column[needed], targets=self.targets[needed]
+        )
 
 
 def pack(samples: Sequence[Sample], prefix_tokens: Mapping[str, int], row_tokens: int) -> Packed:
@@ -119,6 +126,11 @@ def response_logits(
     )
     logits: Tensor = model.lm_head(hidden[packed.row, packed.column])
     return logits.float()
+
+
+def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probability [N] of each target [N] under logits [N, V]."""
+    return -F.cross_entropy(logits, targets.to(logits.device), reduction="none")
 
 
 def stack_prefixes(prefixes: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:

@@ -59,16 +59,35 @@ def doc_kl(student: Tensor, teacher: Teacher, spec: DocKL) -> tuple[Tensor, int]
     student [N, V] logits with gradient. The denominator is tokens, or (token, k) pairs for the
     form "pairs". N = 0 gives (0, 0) with a graph, never NaN.
     """
+    log_s, log_t = aligned(student, teacher, spec.form, spec.temperature)
+    return divergence(log_s, log_t, spec).sum(), doc_kl_count(teacher, spec)
+
+
+def doc_kl_count(teacher: Teacher, spec: DocKL) -> int:
+    """doc_kl's denominator: known before the student has been asked."""
+    if spec.form == "pairs" and teacher.logprobs is not None:
+        return teacher.logprobs.numel()
+    return teacher.tokens
+
+
+def aligned(
+    student: Tensor, teacher: Teacher, form: str, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [N, K] of student and teacher over the same K outcomes.
+
+    K is V for a teacher with all its logits; for a top-k one what `form` makes of its entries.
+    student [N, V] logits with gradient. Raises SpecError for a temperature that a top-k teacher
+    cannot follow.
+    """
     if student.shape[0] != teacher.tokens:
         raise AssertionError(
             f"student has {student.shape[0]} response tokens and teacher {teacher.tokens}: "
             "they must be the same tokens in the same order"
         )
-    log_s = F.log_softmax(student.float() / spec.temperature, dim=-1)
+    log_s = F.log_softmax(student.float() / temperature, dim=-1)
     if teacher.logits is not None:
-        log_t = F.log_softmax(teacher.logits.float() / spec.temperature, dim=-1)
-        return divergence(log_s, log_t, spec).sum(), len(log_t)
-    if spec.temperature != 1.0:
+        return log_s, F.log_softmax(teacher.logits.float() / temperature, dim=-1)
+    if temperature != 1.0:
         raise SpecError(
             "loss.temperature other than 1 needs the teacher's whole distribution: "
             "set teacher.top_k: full"
@@ -77,14 +96,13 @@ def doc_kl(student: Tensor, teacher: Teacher, spec: DocKL) -> tuple[Tensor, int]
     assert teacher.logprobs is not None
     top_s = log_s.gather(-1, teacher.indices.long())
     top_t = teacher.logprobs.float()
-    if spec.form == "tail" and top_t.shape[-1] < log_s.shape[-1]:
+    if form == "tail" and top_t.shape[-1] < log_s.shape[-1]:
         top_s = torch.cat([top_s, log_tail(top_s)], dim=-1)
         top_t = torch.cat([top_t, log_tail(top_t)], dim=-1)
-    elif spec.form == "renormalised":
+    elif form == "renormalised":
         top_s = top_s.log_softmax(-1)
         top_t = top_t.log_softmax(-1)
-    loss = divergence(top_s, top_t, spec).sum()
-    return loss, (top_t.numel() if spec.form == "pairs" else len(top_t))
+    return top_s, top_t
 
 
 @dataclass(frozen=True)
@@ -102,6 +120,12 @@ class Teacher:
         assert one is not None
         return len(one)
 
+    def rows(self, which: slice | Tensor) -> Teacher:
+        """The teacher's view of some of the tokens: a slice, or indices [n]."""
+        return Teacher(
+            *(None if x is None else x[which] for x in (self.logits, self.indices, self.logprobs))
+        )
+
 
 def divergence(log_s: Tensor, log_t: Tensor, spec: DocKL) -> Tensor:
     """The chosen divergence per token [N], from log-probabilities [N, K]."""
@@ -117,13 +141,25 @@ def divergence(log_s: Tensor, log_t: Tensor, spec: DocKL) -> Tensor:
 def jensen_shannon(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
     """Generalised JSD per token [N]; beta = 0 and 1 are the forward and reverse KL by convention
     (J itself tends to 0 at both ends, J / beta to the forward KL as beta -> 0)."""
+    parts = [weight * entries.sum(-1) for weight, entries in _parts(log_s, log_t, beta)]
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def jensen_shannon_entries(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
+    """What each outcome contributes to the generalised JSD, [N, K]; an entry may be negative."""
+    parts = [weight * entries for weight, entries in _parts(log_s, log_t, beta)]
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def _parts(log_s: Tensor, log_t: Tensor, beta: float) -> list[tuple[float, Tensor]]:
+    """The KLs that make up the JSD: (weight, entries [N, K])."""
     if beta == 0:
-        return _kl(log_t, log_s)
+        return [(1.0, _kl_entries(log_t, log_s))]
     if beta == 1:
-        return _kl(log_s, log_t)
+        return [(1.0, _kl_entries(log_s, log_t))]
     weights = torch.tensor([1 - beta, beta], device=log_s.device).log()
     log_m = torch.logsumexp(torch.stack([log_s + weights[0], log_t + weights[1]]), dim=0)
-    return beta * _kl(log_t, log_m) + (1 - beta) * _kl(log_s, log_m)
+    return [(beta, _kl_entries(log_t, log_m)), (1 - beta, _kl_entries(log_s, log_m))]
 
 
 def log_tail(top: Tensor) -> Tensor:
@@ -134,9 +170,14 @@ def log_tail(top: Tensor) -> Tensor:
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) per row; 0 log 0 = 0, also where log_p is -inf."""
+    """KL(p || q) per row."""
+    return _kl_entries(log_p, log_q).sum(-1)
+
+
+def _kl_entries(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """What each outcome contributes to KL(p || q); 0 log 0 = 0, also where log_p is -inf."""
     terms = log_p.exp() * (log_p - log_q)
-    return torch.where(log_p == float("-inf"), torch.zeros_like(terms), terms).sum(-1)
+    return torch.where(log_p == float("-inf"), torch.zeros_like(terms), terms)
 
 
 def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -1,19 +1,25 @@
-"""Scoring given response tokens under a document in context, without gradient."""
+"""Scoring given response tokens over given prefixes, without gradient.
+
+The document teacher reads a document's KV; the hinted teacher, references and older selves of the
+student read a cartridge's. All answers come in sample order, response token by response token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learning.batching import pack, response_logits, stack_prefixes
+from learning.batching import pack, response_logits, stack_prefixes, token_logprobs
 from learning.prefixes import DocumentCache
+from learning.replay import is_stale, summed_by_pair
+from protocols.channels import PreferencePair, RLSample, SDPOItem, completions, hinted
 from protocols.types import Sample
 
 
-@torch.no_grad()
 def score(
     model: PreTrainedModel, samples: Sequence[Sample], documents: DocumentCache, row_tokens: int
 ) -> Tensor:
@@ -22,6 +28,73 @@ def score(
     Same order as `learning.batching.response_logits` gives for the student: sample by sample.
     """
     prefixes = {name: documents.get(name) for name in sorted({s.document for s in samples})}
+    return score_over(model, samples, prefixes, row_tokens)
+
+
+def score_over(
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    prefixes: Mapping[str, Tensor],
+    row_tokens: int,
+) -> Tensor:
+    """Logits [N, V] (float32) with `prefixes[document]` [L, 2, H_kv, P, D] before each sample."""
+    return _scored(model, samples, prefixes, row_tokens)[0]
+
+
+def response_logprobs(
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    prefixes: Mapping[str, Tensor],
+    row_tokens: int,
+) -> Tensor:
+    """Log-probability [N] of every response token: a reference's, a distilling teacher's, or the
+    student's own under the version that sampled it."""
+    return token_logprobs(*_scored(model, samples, prefixes, row_tokens))
+
+
+def score_hinted(
+    model: PreTrainedModel,
+    items: Sequence[SDPOItem],
+    samples: Sequence[RLSample],
+    prefixes: Mapping[str, Tensor],
+    row_tokens: int,
+) -> Tensor:
+    """The hinted teacher's logits [N, V] over every token of every item's turn, item by item."""
+    return score_over(model, hinted(items, samples), prefixes, row_tokens)
+
+
+def with_references(
+    model: PreTrainedModel,
+    pairs: Sequence[PreferencePair],
+    prefixes: Mapping[str, Tensor],
+    row_tokens: int,
+    version: int,
+    max_age: int | None,
+) -> list[PreferencePair]:
+    """The pairs in their order, those with a stale reference given one of `version`, whose
+    cartridges `prefixes` are."""
+    stale = [p for p in pairs if is_stale(p, version, max_age)]
+    if not stale:
+        return list(pairs)
+    logprobs = response_logprobs(model, completions(stale), prefixes, row_tokens)
+    chosen, rejected = summed_by_pair(logprobs, stale)
+    fresh = iter(
+        [
+            replace(p, ref_chosen=c, ref_rejected=r, ref_version=version)
+            for p, c, r in zip(stale, chosen.tolist(), rejected.tolist(), strict=True)
+        ]
+    )
+    return [next(fresh) if is_stale(p, version, max_age) else p for p in pairs]
+
+
+@torch.no_grad()
+def _scored(
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    prefixes: Mapping[str, Tensor],
+    row_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """Logits [N, V] and the response tokens [N]."""
     packed = pack(samples, {name: kv.shape[3] for name, kv in prefixes.items()}, row_tokens)
     kv, lengths = stack_prefixes([prefixes[name] for name in packed.names])
-    return response_logits(model, packed, kv, lengths)
+    return response_logits(model, packed, kv, lengths), packed.targets

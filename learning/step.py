@@ -1,28 +1,32 @@
-"""The training step, top to bottom: one optimiser update of the cartridges on given samples.
+"""The training step, top to bottom: one optimiser update of the cartridges on a given batch.
 
-    samples (who sampled them: the caller's business, checked here by version)
-      -> pack over shared prefixes
+    batch (who sampled it: the caller's business, checked here by version)
+      -> leave out channels that weigh nothing; advantages; every channel's own denominator
+      -> micro-batches, each packed over shared prefixes: all channels' samples together
       -> student forward: the only forward with gradient
-      -> teacher's distribution over the same tokens (given)
-      -> doc_kl over its own denominator
+      -> teachers' distributions over the same tokens (given)
+      -> one named term for each channel over its own denominator: w_doc * doc_kl + w_rl * grpo
+         + alpha * sdpo + beta * replay_dpo
       -> backward into the cartridges alone -> clip -> Adam
 
 What is *not* here: no second student forward for "old" log-probabilities (one update for each
-rollout needs none), no gradient of the base model, no value function, no reward.
+rollout needs none), no gradient of the base model, no value function.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
 
+from learning.batch import Batch, places, split
 from learning.batching import pack, response_logits
 from learning.cartridge import CartridgeBank
-from learning.losses import DocKL, Teacher, doc_kl
+from learning.combined import Objective, channel_terms, prepare
+from learning.terms import Tally
 from protocols.errors import RunError, StaleTokenError
 from protocols.types import Sample
 
@@ -48,13 +52,24 @@ class Schedule:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Means over the step's trained tokens; `grad_norm` is before clipping."""
+    """What one update did; `grad_norm` is before clipping.
+
+    `tokens` bore a loss, `kl` is doc_kl's value. `terms` has for each channel that weighs
+    something its value, count (denominator), weight, the means of its facts and, where gradients
+    were compared, its own grad_norm: of the value, not of the weighted value.
+
+        {"grpo": {"value": -0.02, "count": 512, "weight": 1.0, "ratio": 1.0, "excluded": 2}}
+
+    `cosines` is between channels' gradients: {"grpo/sdpo": 0.31}.
+    """
 
     kl: float
     grad_norm: float
     lr: float
     tokens: int
     stale_tokens: int
+    terms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    cosines: Mapping[str, float] = field(default_factory=dict)
 
 
 def new_optimizer(bank: CartridgeBank) -> torch.optim.Adam:
@@ -91,42 +106,61 @@ def train_step(
     model: PreTrainedModel,
     bank: CartridgeBank,
     optimizer: torch.optim.Optimizer,
-    samples: Sequence[Sample],
-    teacher: Teacher,
+    batch: Batch,
+    objective: Objective,
     *,
-    loss: DocKL,
     lr: float,
     clip: float,
     row_tokens: int,
     version: int,
     staleness: int,
+    micro_tokens: int | None = None,
+    compare_gradients: bool = False,
 ) -> StepResult:
-    """One update. Raises StaleTokenError (nothing trained) or RunError for a non-finite loss."""
-    stale = check_fresh(samples, version, staleness)
+    """One update. Raises StaleTokenError or DataError (nothing trained), RunError for a non-finite
+    loss. `micro_tokens` bounds the tokens of one forward and changes no term; `compare_gradients`
+    costs one more backward for each channel and changes nothing either.
+    """
+    work = prepare(batch, objective, version)
+    stale = check_fresh([*work.batch.doc, *(r.sample for r in work.batch.rl)], version, staleness)
+    weights = {name: weight for name, weight in objective.weights.items() if weight}
+    tally = Tally(weights)
 
     prefix_tokens = {name: bank.frozen.shape[4] + bank.trainable.shape[4] for name in bank.names}
-    packed = pack(samples, prefix_tokens, row_tokens)
-
-    kv = bank.kv(packed.names).to(model.dtype)
-    logits = response_logits(model, packed, kv)
-
-    total, count = doc_kl(logits, teacher, loss)
-    mean = total / max(count, 1)
-    if not torch.isfinite(mean):
-        raise RunError(
-            f"doc_kl became {mean.item()} at version {version}; lower train.lr (now {lr:g})"
-        )
-
+    tokens = 0
     optimizer.zero_grad(set_to_none=True)
-    mean.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    for part in split(work.batch, micro_tokens):
+        where = places(part, work.advantages)
+        packed = pack(where.texts, prefix_tokens, row_tokens).only(where.needed)
+
+        kv = bank.kv(packed.names).to(model.dtype)
+        logits = response_logits(model, packed, kv)
+
+        terms = channel_terms(logits, packed.targets, where, part, work, objective)
+        means = {name: term.total / max(work.counts[name], 1) for name, term in terms.items()}
+        for name, mean in means.items():
+            if not torch.isfinite(mean):
+                raise RunError(
+                    f"{name} became {mean.item()} at version {version}; lower train.lr (now {lr:g})"
+                )
+        tokens += len(packed.targets)
+        tally.add(terms, means)
+        if compare_gradients:
+            tally.add_gradients(means, bank.trainable)
+
+        weighted = [weights[name] * mean for name, mean in means.items()]
+        sum(weighted[1:], weighted[0]).backward()  # type: ignore[no-untyped-call]  # torch's own
     norm = torch.nn.utils.clip_grad_norm_([bank.trainable], clip)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
+    facts = {"grpo": {"excluded": work.excluded}}
     return StepResult(
-        kl=mean.item(),
+        kl=tally.values.get("doc_kl", 0.0),
         grad_norm=norm.item(),
         lr=lr,
-        tokens=len(packed.targets),
+        tokens=tokens,
         stale_tokens=stale,
+        terms=tally.terms(work.counts, facts),
+        cosines=tally.cosines(),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from learning.batch import Batch
 from learning.cartridge import first_tokens
-from learning.checkpoint import Checkpoint, write_checkpoint
-from learning.losses import DocKL, Teacher
+from learning.checkpoint import Checkpoint, read_state, write_checkpoint, write_state
+from learning.combined import Objective
+from learning.losses import Teacher
 from learning.model import base_hash
 from learning.step import Schedule, StepResult, new_optimizer, train_step
-from protocols.errors import CheckpointError, StaleTokenError
+from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.types import Sample
+
+SNAPSHOT = "snapshot."
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,26 @@ class TrainerConfig:
     staleness: int = 0
     publish_dtype: str = "float32"
     keep_checkpoints: int = 2
-    loss: DocKL = field(default_factory=DocKL)
+    objective: Objective = field(default_factory=Objective)
+    micro_tokens: int | None = None
+    compare_gradients: bool = False
 
 
 class CartridgeTrainer:
     """Trains one bank through one or more arms; every arm starts from the same untrained bank.
 
     `version` numbers every state of the cartridges that could be published and is never reused,
-    also not by the next arm.
+    also not by the next arm. Every state is kept in the file `last_state` before it is told of, so
+    that a trainer that died is replaced by one that stands where it stood (`recover`); asking for
+    what was done already (a step, the start of an arm) answers what it answered then.
     """
 
     def __init__(
-        self, model: PreTrainedModel, documents: Mapping[str, Tensor], config: TrainerConfig
+        self,
+        model: PreTrainedModel,
+        documents: Mapping[str, Tensor],
+        config: TrainerConfig,
+        last_state: Path | None = None,
     ) -> None:
         """`documents` are the KV [L, 2, H_kv, T, D] that the cartridges stand in for."""
         self.model = model
@@ -53,24 +65,37 @@ class CartridgeTrainer:
         self._initial = self.bank.trainable.detach().clone()
         self._base_hash = base_hash(model)
         self.version = -1
+        self._arm = ""
         self._step = 0
+        self._last: StepResult | None = None
         self._schedule = Schedule(config.lr, config.warmup_steps, 1)
         self._optimizer = new_optimizer(self.bank)
+        self._last_state = last_state
+        self._snapshots: dict[int, Tensor] = {}
 
-    def begin(self, steps: int) -> int:
+    def begin(self, arm: str, steps: int) -> int:
         """Start an arm of `steps` steps from the untrained cartridges; returns its version."""
+        if arm == self._arm and self._step == 0:
+            return self.version
         with torch.no_grad():
             self.bank.trainable.copy_(self._initial)
         self._optimizer = new_optimizer(self.bank)
         self._schedule = Schedule(
             self.config.lr, min(self.config.warmup_steps, max(1, steps // 2)), steps
         )
-        self._step = 0
+        self._arm, self._step, self._last = arm, 0, None
         self.version += 1
+        self._keep()
         return self.version
 
     def step(self, samples: Sequence[Sample], teacher: Teacher, version: int) -> StepResult:
+        """`step_on` the samples of document distillation alone."""
+        return self.step_on(Batch(doc=samples, doc_teacher=teacher), version)
+
+    def step_on(self, batch: Batch, version: int) -> StepResult:
         """One optimiser step on `version`, which must be the current one; makes the next."""
+        if version == self.version - 1 and self._last is not None:
+            return self._last  # done, and its answer was lost
         if version != self.version:
             raise StaleTokenError(
                 f"asked to train version {version}, and the trainer stands at {self.version}: a "
@@ -80,23 +105,38 @@ class CartridgeTrainer:
             self.model,
             self.bank,
             self._optimizer,
-            samples,
-            teacher,
-            loss=self.config.loss,
+            batch,
+            self.config.objective.at(self._step),
             lr=self._schedule.at(self._step),
             clip=self.config.clip,
             row_tokens=self.config.row_tokens,
             version=version,
             staleness=self.config.staleness,
+            micro_tokens=self.config.micro_tokens,
+            compare_gradients=self.config.compare_gradients,
         )
         self._step += 1
         self.version += 1
+        self._last = result
+        self._keep()
         return result
 
-    def snapshot(self) -> tuple[int, tuple[str, ...], Tensor]:
-        """(version, names, detached copy [C, L, 2, H_kv, P, D]) to publish."""
-        dtype = getattr(torch, self.config.publish_dtype)
-        return self.version, self.bank.names, self.bank.snapshot(dtype)
+    def snapshot(self, version: int) -> tuple[tuple[str, ...], Tensor]:
+        """(names, detached copy [C, L, 2, H_kv, P, D]) of a version to publish, now or again.
+
+        Raises PublishError for any but the current one and the few that were published last.
+        """
+        if version == self.version and version not in self._snapshots:
+            dtype = getattr(torch, self.config.publish_dtype)
+            self._snapshots[version] = self.bank.snapshot(dtype)
+            for old in sorted(self._snapshots)[: -(self.config.staleness + 1)]:
+                del self._snapshots[old]
+        if version not in self._snapshots:
+            raise PublishError(
+                f"version {version} cannot be published: the trainer stands at {self.version} and "
+                f"still has {sorted(self._snapshots)}"
+            )
+        return self.bank.names, self._snapshots[version]
 
     def base_hash(self) -> str:
         return base_hash(self.model)
@@ -111,6 +151,36 @@ class CartridgeTrainer:
                 f"the trainer stands at version {self.version} and the position at {version}: a "
                 "step ended half-way, and no checkpoint is made of it"
             )
+        name = f"version-{self.version:06d}"
+        return write_checkpoint(
+            directory, name, self._state(position), keep=self.config.keep_checkpoints
+        )
+
+    def recover(self) -> int:
+        """Stand where the trainer before this one stood, from `last_state`; returns the version.
+
+        Without that file nothing was trained yet, and this one is where it should be.
+        """
+        if self._last_state is not None and self._last_state.exists():
+            self._take(read_state(self._last_state))
+        return self.version
+
+    def _keep(self) -> None:
+        if self._last_state is not None:
+            state = self._state({})
+            for version in self._needed():
+                state.tensors[f"{SNAPSHOT}{version}"] = self._snapshots[version]
+            write_state(self._last_state, state)
+
+    def _needed(self) -> list[int]:
+        """Published versions before the current one that rollouts under way may be sampled with:
+        to be published again, should the tensor plane be lost."""
+        oldest = self.version - self.config.staleness
+        return [v for v in sorted(self._snapshots) if oldest <= v < self.version]
+
+    def _state(self, position: dict[str, Any]) -> Checkpoint:
+        """Everything that the next step depends on. Random streams have no state to keep: every
+        draw has a generator named by seed, step and index."""
         state = self._optimizer.state.get(self.bank.trainable, {})
         tensors = {
             "trainable": self.bank.trainable.detach(),
@@ -120,22 +190,27 @@ class CartridgeTrainer:
         facts = {
             "names": list(self.bank.names),
             "version": self.version,
+            "arm": self._arm,
             "step": self._step,
+            "last": None if self._last is None else asdict(self._last),
             "steps": self._schedule.steps,
             "warmup_steps": self._schedule.warmup_steps,
             "base_hash": self._base_hash,
             "position": position,
         }
-        name = f"version-{self.version:06d}"
-        return write_checkpoint(
-            directory, name, Checkpoint(facts, tensors), keep=self.config.keep_checkpoints
-        )
+        return Checkpoint(facts, tensors)
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Take a checkpoint's state; returns the position saved with it.
 
         Raises CheckpointError when it belongs to another base model or other documents.
         """
+        self._take(checkpoint)
+        self._keep()  # a later `last_state` of the interrupted run is not where this one stands
+        position: dict[str, Any] = checkpoint.facts["position"]
+        return position
+
+    def _take(self, checkpoint: Checkpoint) -> None:
         facts, tensors = checkpoint.facts, checkpoint.tensors
         if facts["base_hash"] != self._base_hash:
             raise CheckpointError(
@@ -157,7 +232,11 @@ class CartridgeTrainer:
         moments = {k[5:]: v.clone() for k, v in tensors.items() if k.startswith("adam.")}
         if moments:
             self._optimizer.state[self.bank.trainable] = moments
-        self.version, self._step = facts["version"], facts["step"]
+        self.version, self._arm, self._step = facts["version"], facts["arm"], facts["step"]
+        self._last = None if facts["last"] is None else StepResult(**facts["last"])
         self._schedule = Schedule(self.config.lr, facts["warmup_steps"], facts["steps"])
-        position: dict[str, Any] = facts["position"]
-        return position
+        self._snapshots = {
+            int(k.removeprefix(SNAPSHOT)): v.clone()
+            for k, v in tensors.items()
+            if k.startswith(SNAPSHOT)
+        }

@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learning.batch import Batch
 from learning.batching import Packed, pack, response_logits, stack_prefixes
 from learning.cartridge import CartridgeBank
+from learning.combined import Objective
 from learning.losses import DocKL, Teacher, doc_kl, top_k
 from learning.model import document_kv
 from learning.prefixes import DocumentCache
@@ -90,9 +92,8 @@ def test_a_training_step_on_the_whole_document_has_nothing_to_learn(
         llama.model,
         bank,
         new_optimizer(bank),
-        samples,
-        Teacher(logits=score(llama.model, samples, cache, 15)),
-        loss=DocKL(),
+        Batch(doc=samples, doc_teacher=Teacher(logits=score(llama.model, samples, cache, 15))),
+        Objective(),
         lr=0.0,
         clip=1.0,
         row_tokens=32,

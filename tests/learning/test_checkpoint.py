@@ -16,7 +16,9 @@ from learning.checkpoint import (
     Checkpoint,
     list_checkpoints,
     read_checkpoint,
+    read_state,
     write_checkpoint,
+    write_state,
 )
 from protocols.errors import CheckpointError
 
@@ -192,6 +194,79 @@ def test_a_file_that_is_no_safetensors_whatever_its_checksum(tmp_path: Path) -> 
 
 def test_another_schema(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
-    edit(path, lambda m: m.update(schema=2))
-    with pytest.raises(CheckpointError, match="has schema 2, this version reads 1; use the cartr"):
+    edit(path, lambda m: m.update(schema=1))
+    with pytest.raises(CheckpointError, match="has schema 1, this version reads 2; use the cartr"):
         read_checkpoint(path)
+
+
+def test_a_last_state_is_read_back_bit_for_bit_and_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints" / "last-state.safetensors"
+    tensors = {
+        "transposed": torch.arange(6.0).view(2, 3).T,
+        "scalar": torch.tensor(1 / 3),
+        "half": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+        "none": torch.zeros(0, 4),
+    }
+    facts = {"names": ["ä", "b"], "last": {"kl": 0.1, "tokens": 3}, "none": None}
+    for number in (1, 2):
+        write_state(path, Checkpoint({**facts, "version": number}, tensors))
+    found = read_state(path)
+    assert found.facts == {**facts, "version": 2}
+    assert found.tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found.tensors[name].dtype == tensor.dtype
+        assert torch.equal(found.tensors[name].nan_to_num(9), tensor.nan_to_num(9))
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "nothing else is left"
+
+
+def test_a_crash_while_the_last_state_is_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last-state.safetensors"
+    write_state(path, state(1))
+
+    def crash(tensors: object, file: Path, metadata: object) -> None:
+        file.write_bytes(b"half of")
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", crash)
+        with pytest.raises(OSError, match="killed"):
+            write_state(path, state(2))
+    assert read_state(path).facts["version"] == 1
+    write_state(path, state(3))
+    assert read_state(path).facts["version"] == 3
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: whole[:-1],
+        lambda whole: whole[:20],
+        lambda whole: b"",
+        lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]),  # a weight
+        lambda whole: whole.replace(b'version\\": 4', b'version\\": 5'),  # a fact
+        lambda whole: whole.replace(b"crc32", b"crc23"),
+        lambda whole: whole.replace(b"facts", b"stcaf"),
+    ],
+    ids=["torn", "torn header", "empty", "weight", "fact", "no checksum", "no facts"],
+)
+def test_a_damaged_last_state_is_refused_by_name(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / "last-state.safetensors"
+    write_state(path, state(4))
+    whole = path.read_bytes()
+    damaged = damage(whole)
+    assert damaged != whole, "this damage changes nothing"
+    path.write_bytes(damaged)
+    with pytest.raises(
+        CheckpointError, match=r"^the trainer's last state .*last-state\.safetensors"
+    ) as e:
+        read_state(path)
+    assert str(e.value).endswith("; end the run and resume it from its last checkpoint")
+
+
+def test_no_last_state(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"last state .*/none cannot be read"):
+        read_state(tmp_path / "none")

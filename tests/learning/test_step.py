@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from learning.batch import Batch
 from learning.cartridge import CartridgeBank, first_tokens
+from learning.combined import Objective
 from learning.losses import DocKL, Teacher, top_k
 from learning.model import base_hash
 from learning.scoring import score
@@ -64,9 +66,8 @@ def step(
         twin.model,
         bank,
         optimizer or new_optimizer(bank),
-        samples,
-        teacher or teacher_of(twin, samples),
-        loss=loss or DocKL(),
+        Batch(doc=samples, doc_teacher=teacher or teacher_of(twin, samples)),
+        Objective(doc=loss or DocKL()),
         lr=lr,
         clip=clip,
         row_tokens=20,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
 from learning.losses import Teacher
 from learning.model import base_hash, load_model
 from learning.scoring import score
 from learning.trainer import CartridgeTrainer, TrainerConfig
-from protocols.errors import CheckpointError, StaleTokenError
+from protocols.errors import CheckpointError, PublishError, StaleTokenError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,25 +31,33 @@ if TYPE_CHECKING:
 CONFIG = TrainerConfig(tokens=6, frozen=1, lr=0.02, warmup_steps=2, clip=1.0, row_tokens=20)
 
 
-def trainer_of(twin: Twin, names: str = "ab", config: TrainerConfig = CONFIG) -> CartridgeTrainer:
-    return CartridgeTrainer(twin.model, {n: twin.kv[n] for n in names}, config)
+def trainer_of(
+    twin: Twin,
+    names: str = "ab",
+    config: TrainerConfig = CONFIG,
+    last_state: Path | None = None,
+) -> CartridgeTrainer:
+    return CartridgeTrainer(twin.model, {n: twin.kv[n] for n in names}, config, last_state)
+
+
+def batch(twin: Twin, make_samples: MakeSamples, version: int) -> tuple[list[Sample], Teacher]:
+    """Samples and scores that depend on the version alone."""
+    samples = make_samples(("a", 4, 5), ("b", 2, 3), ("a", 3, 2), seed=version, version=version)
+    return samples, Teacher(logits=score(twin.model, samples, twin.cached(), 64))
 
 
 def advance(
     trainer: CartridgeTrainer, twin: Twin, make_samples: MakeSamples, steps: int
 ) -> list[StepResult]:
-    """Steps on batches that depend on the version alone."""
     results = []
     for _ in range(steps):
         v = trainer.version
-        samples = make_samples(("a", 4, 5), ("b", 2, 3), ("a", 3, 2), seed=v, version=v)
-        teacher = Teacher(logits=score(twin.model, samples, twin.cached(), 64))
-        results.append(trainer.step(samples, teacher, v))
+        results.append(trainer.step(*batch(twin, make_samples, v), v))
     return results
 
 
 def parts(trainer: CartridgeTrainer) -> dict[str, torch.Tensor]:
-    adam = trainer._optimizer.state[trainer.bank.trainable]
+    adam = trainer._optimizer.state.get(trainer.bank.trainable, {})
     return {"trainable": trainer.bank.trainable, "frozen": trainer.bank.frozen, **adam}
 
 
@@ -54,15 +65,15 @@ def test_a_resumed_arm_equals_the_uninterrupted_one_bit_for_bit(
     llama: Twin, make_samples: MakeSamples, tmp_path: Path
 ) -> None:
     whole = trainer_of(llama)
-    whole.begin(2)
+    whole.begin("on_policy", 2)
     advance(whole, llama, make_samples, 2)  # an earlier arm: versions and steps differ
-    whole.begin(6)
+    whole.begin("offline", 6)
     expected = advance(whole, llama, make_samples, 6)
 
     killed = trainer_of(llama)
-    killed.begin(2)
+    killed.begin("on_policy", 2)
     advance(killed, llama, make_samples, 2)
-    killed.begin(6)
+    killed.begin("offline", 6)
     advance(killed, llama, make_samples, 3)
     position = {"arm": "on_policy", "step": 3, "order": [2, 0, 1]}
     path = killed.save(tmp_path, position, 6)
@@ -83,7 +94,7 @@ def test_a_checkpoint_before_the_first_step(
 ) -> None:
     """No moments yet; and an arm whose warm-up is shorter than the config's."""
     whole = trainer_of(llama)
-    whole.begin(2)
+    whole.begin("on_policy", 2)
     path = whole.save(tmp_path, {}, 0)
     resumed = trainer_of(llama)
     resumed.restore(read_checkpoint(path))
@@ -104,7 +115,7 @@ def test_training_on_after_a_save_does_not_reach_into_a_restored_twin(
     llama: Twin, make_samples: MakeSamples, tmp_path: Path
 ) -> None:
     first = trainer_of(llama)
-    first.begin(9)
+    first.begin("on_policy", 9)
     advance(first, llama, make_samples, 1)
     saved = read_checkpoint(first.save(tmp_path, {}, 1))
     second = trainer_of(llama)
@@ -116,11 +127,11 @@ def test_training_on_after_a_save_does_not_reach_into_a_restored_twin(
 
 def test_rates_follow_the_arm_own_schedule(llama: Twin, make_samples: MakeSamples) -> None:
     trainer = trainer_of(llama)
-    trainer.begin(4)
+    trainer.begin("on_policy", 4)
     # Two steps of warm-up, then the cosine from 1 to .1, at 0 and half-way.
     rates = [r.lr for r in advance(trainer, llama, make_samples, 4)]
     assert rates == pytest.approx([0.01, 0.02, 0.02, 0.011])
-    trainer.begin(2)  # too short for two: warm-up takes half of an arm at most
+    trainer.begin("offline", 2)  # too short for two: warm-up takes half of an arm at most
     rates = [r.lr for r in advance(trainer, llama, make_samples, 2)]
     assert rates == pytest.approx([0.02, 0.02])
 
@@ -130,40 +141,40 @@ def test_every_arm_starts_untrained_and_no_version_comes_twice(
 ) -> None:
     trainer = trainer_of(llama)
     untrained = trainer.bank.trainable.detach().clone()
-    assert trainer.begin(3) == 0
+    assert trainer.begin("on_policy", 3) == 0
     first = advance(trainer, llama, make_samples, 3)
     assert trainer.version == 3
     assert not torch.equal(trainer.bank.trainable, untrained)
-    assert trainer.begin(3) == 4
+    assert trainer.begin("offline", 3) == 4
     assert torch.equal(trainer.bank.trainable, untrained)
     assert trainer._optimizer.state == {}
     path = trainer.save(tmp_path, {}, 4)
     resumed = trainer_of(llama)
     resumed.restore(read_checkpoint(path))
-    assert resumed.begin(3) == 5
+    assert resumed.begin("another", 3) == 5
     assert first[0].lr == 0.02  # warm-up was one step of three
 
 
-@pytest.mark.parametrize("version", [0, 2])
+@pytest.mark.parametrize("version", [0, 3])
 def test_a_step_on_another_version_is_refused(
     llama: Twin, make_samples: MakeSamples, version: int
 ) -> None:
     trainer = trainer_of(llama)
-    trainer.begin(5)
-    advance(trainer, llama, make_samples, 1)
+    trainer.begin("on_policy", 5)
+    advance(trainer, llama, make_samples, 2)
     before = trainer.bank.trainable.detach().clone()
     with pytest.raises(
         StaleTokenError,
-        match=f"asked to train version {version}, and the trainer stands at 1: a step was lost",
+        match=f"asked to train version {version}, and the trainer stands at 2: a step was lost",
     ):
         trainer.step(make_samples(("a", 4, 5), version=version), Teacher(), version)
     assert torch.equal(trainer.bank.trainable, before)
-    assert trainer.version == 1
+    assert trainer.version == 2
 
 
 def test_a_refused_batch_makes_no_version(llama: Twin, make_samples: MakeSamples) -> None:
     trainer = trainer_of(llama, config=replace(CONFIG, staleness=1))
-    trainer.begin(5)
+    trainer.begin("on_policy", 5)
     advance(trainer, llama, make_samples, 3)
     samples = make_samples(("a", 4, 5), version=1)
     teacher = Teacher(logits=score(llama.model, samples, llama.cached(), 64))
@@ -179,21 +190,20 @@ def test_a_snapshot_keeps_what_it_was_published_with(
     llama: Twin, make_samples: MakeSamples
 ) -> None:
     trainer = trainer_of(llama)
-    trainer.begin(5)
-    version, names, kv = trainer.snapshot()
-    assert (version, names) == (0, ("a", "b"))
+    trainer.begin("on_policy", 5)
+    names, kv = trainer.snapshot(0)
+    assert names == ("a", "b")
     assert torch.equal(kv[1], llama.kv["b"][:, :, :, :6])
     before = kv.clone()
     advance(trainer, llama, make_samples, 2)
     assert torch.equal(kv, before)
-    assert trainer.snapshot()[0] == 2
-    assert not torch.equal(trainer.snapshot()[2], before)
+    assert not torch.equal(trainer.snapshot(2)[1], before)
 
 
 def test_snapshots_are_published_in_the_asked_dtype(llama: Twin) -> None:
     trainer = trainer_of(llama, config=replace(CONFIG, publish_dtype="bfloat16"))
-    trainer.begin(1)
-    assert torch.equal(trainer.snapshot()[2], trainer.bank.kv().detach().bfloat16())
+    trainer.begin("on_policy", 1)
+    assert torch.equal(trainer.snapshot(0)[1], trainer.bank.kv().detach().bfloat16())
     assert trainer.bank.trainable.dtype == torch.float32
 
 
@@ -201,7 +211,7 @@ def test_the_newest_checkpoints_are_kept(
     llama: Twin, make_samples: MakeSamples, tmp_path: Path
 ) -> None:
     trainer = trainer_of(llama)
-    trainer.begin(5)
+    trainer.begin("on_policy", 5)
     for version in (1, 2, 3, 4):
         advance(trainer, llama, make_samples, 1)
         trainer.save(tmp_path, {}, version)
@@ -214,7 +224,7 @@ def test_no_checkpoint_is_made_of_half_a_step(
 ) -> None:
     """The trainer has stepped and the caller's position has not, or the other way."""
     trainer = trainer_of(llama)
-    trainer.begin(5)
+    trainer.begin("on_policy", 5)
     advance(trainer, llama, make_samples, 1)
     with pytest.raises(
         CheckpointError, match=f"trainer stands at version 1 and the position at {version}: a step"
@@ -224,7 +234,7 @@ def test_no_checkpoint_is_made_of_half_a_step(
 
 
 def saved(trainer: CartridgeTrainer, directory: Path) -> Checkpoint:
-    trainer.begin(5)
+    trainer.begin("on_policy", 5)
     return read_checkpoint(trainer.save(directory, {}, 0))
 
 
@@ -264,3 +274,183 @@ def test_a_checkpoint_of_other_cartridges_is_refused(
 
 def test_the_base_hash_is_that_of_the_weights_now(llama: Twin) -> None:
     assert trainer_of(llama).base_hash() == base_hash(llama.model)
+
+
+# -- asked again, and replaced ------------------------------------------------------------------
+
+
+def copied(trainer: CartridgeTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in parts(trainer).items()}
+
+
+def same(here: dict[str, torch.Tensor], there: dict[str, torch.Tensor]) -> None:
+    assert here.keys() == there.keys()
+    for name, tensor in here.items():
+        assert torch.equal(tensor, there[name]), name
+
+
+def test_a_step_asked_again_answers_the_same_and_trains_nothing(
+    llama: Twin, make_samples: MakeSamples
+) -> None:
+    trainer = trainer_of(llama)
+    trainer.begin("on_policy", 5)
+    first, second = advance(trainer, llama, make_samples, 2)
+    assert first != second
+    before = copied(trainer)
+    # Whatever it is asked with: the answer is of what was trained.
+    assert trainer.step(make_samples(("b", 1, 1), version=1), Teacher(), 1) == second
+    assert trainer.version == 2
+    same(copied(trainer), before)
+    # The step before the last is past, and so are those of another arm.
+    with pytest.raises(StaleTokenError, match="version 0, and the trainer stands at 2"):
+        trainer.step(*batch(llama, make_samples, 0), 0)
+    trainer.begin("offline", 5)
+    with pytest.raises(StaleTokenError, match="version 2, and the trainer stands at 3"):
+        trainer.step(*batch(llama, make_samples, 2), 2)
+
+
+def test_the_start_of_an_arm_asked_again_makes_no_version(
+    llama: Twin, make_samples: MakeSamples
+) -> None:
+    trainer = trainer_of(llama)
+    assert [trainer.begin("on_policy", 5) for _ in range(3)] == [0, 0, 0]
+    advance(trainer, llama, make_samples, 2)
+    assert [trainer.begin("offline", 5) for _ in range(2)] == [3, 3]
+    # An arm that has trained is started anew, as another version.
+    advance(trainer, llama, make_samples, 1)
+    assert trainer.begin("offline", 5) == 5
+
+
+class Killed(Exception):
+    """The trainer's process ended here."""
+
+
+def outcomes(trainer: CartridgeTrainer, twin: Twin, make_samples: MakeSamples, call: str) -> object:
+    """One call of the controller: what it answers."""
+    kind, _, version = call.partition(" ")
+    if kind == "step":
+        return trainer.step(*batch(twin, make_samples, int(version)), int(version))
+    if kind == "publish":
+        names, kv = trainer.snapshot(int(version))
+        return names, kv.tolist()
+    return trainer.begin(kind, 2)
+
+
+# Two arms of two steps each, published where the controller publishes.
+CALLS = [
+    "on_policy", "publish 0", "step 0", "publish 1", "step 1", "publish 2",
+    "offline", "step 3", "step 4", "publish 5",
+]  # fmt: skip
+KILLS = ("", "before it began", "before its state was kept", "before it told")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(llama: Twin, make_samples: MakeSamples) -> tuple[list[object], dict]:
+    trainer = trainer_of(llama)
+    answers = [outcomes(trainer, llama, make_samples, call) for call in CALLS]
+    return answers, copied(trainer)
+
+
+@settings(max_examples=25, deadline=None)
+@given(kills=st.lists(st.sampled_from(KILLS), min_size=len(CALLS), max_size=len(CALLS)))
+def test_killed_anywhere_and_replaced_it_goes_on_bit_for_bit(
+    llama: Twin,
+    make_samples: MakeSamples,
+    undisturbed: tuple[list[object], dict],
+    kills: list[str],
+) -> None:
+    expected, end = undisturbed
+    with tempfile.TemporaryDirectory() as directory:
+        last_state = Path(directory) / "last-state.safetensors"
+        trainer = trainer_of(llama, last_state=last_state)
+        for call, kill, answer in zip(CALLS, kills, expected, strict=True):
+            if kill:
+                if kill == "before its state was kept":
+                    trainer._keep = killed
+                if kill != "before it began":
+                    try:
+                        outcomes(trainer, llama, make_samples, call)
+                    except Killed:
+                        assert kill == "before its state was kept"
+                trainer = trainer_of(llama, last_state=last_state)
+                trainer.recover()
+            assert outcomes(trainer, llama, make_samples, call) == answer
+        same(copied(trainer), end)
+        assert trainer.version == 5
+
+
+def killed() -> None:
+    raise Killed
+
+
+def test_without_a_last_state_nothing_was_trained(llama: Twin, tmp_path: Path) -> None:
+    fresh = trainer_of(llama, last_state=tmp_path / "checkpoints" / "last-state.safetensors")
+    assert fresh.recover() == -1
+    assert trainer_of(llama).recover() == -1, "without a place for it either"
+    assert fresh.begin("on_policy", 3) == 0
+
+
+def test_a_damaged_last_state_is_refused(
+    llama: Twin, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    path = tmp_path / "last-state.safetensors"
+    trainer = trainer_of(llama, last_state=path)
+    trainer.begin("on_policy", 3)
+    advance(trainer, llama, make_samples, 1)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"the trainer's last state .* cannot be read"):
+        trainer_of(llama, last_state=path).recover()
+
+
+def test_a_restored_checkpoint_replaces_a_later_last_state(
+    llama: Twin, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    """A run that is resumed goes back to its checkpoint: who dies then must not leap ahead."""
+    path = tmp_path / "last-state.safetensors"
+    trainer = trainer_of(llama, last_state=path)
+    trainer.begin("on_policy", 5)
+    (first,) = advance(trainer, llama, make_samples, 1)
+    checkpoint = read_checkpoint(trainer.save(tmp_path, {"step": 1}, 1))
+    there = copied(trainer)
+    advance(trainer, llama, make_samples, 2)
+
+    resumed = trainer_of(llama, last_state=path)
+    assert resumed.restore(checkpoint) == {"step": 1}
+    successor = trainer_of(llama, last_state=path)
+    assert successor.recover() == 1
+    same(copied(successor), there)
+    assert successor.step([], Teacher(), 0) == first, "a checkpoint knows its last answer too"
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_as_many_snapshots_are_kept_as_the_bound_needs(
+    llama: Twin, make_samples: MakeSamples, staleness: int
+) -> None:
+    trainer = trainer_of(llama, config=replace(CONFIG, staleness=staleness))
+    trainer.begin("on_policy", 9)
+    published = [trainer.snapshot(0)[1]]
+    for version in range(1, 5):
+        advance(trainer, llama, make_samples, 1)
+        published.append(trainer.snapshot(version)[1])
+        oldest = max(0, version - staleness)
+        for again in range(oldest, version + 1):
+            assert torch.equal(trainer.snapshot(again)[1], published[again])
+        for gone in range(oldest):
+            held = list(range(oldest, version + 1))
+            message = (
+                rf"version {gone} cannot be published: .* at {version} and still has \[{held[0]}"
+            )
+            with pytest.raises(PublishError, match=message):
+                trainer.snapshot(gone)
+    with pytest.raises(PublishError, match="version 5 cannot be published"):
+        trainer.snapshot(5)
+
+
+def test_a_version_that_was_never_published_is_not_kept(
+    llama: Twin, make_samples: MakeSamples
+) -> None:
+    trainer = trainer_of(llama, config=replace(CONFIG, staleness=1))
+    trainer.begin("offline", 9)
+    advance(trainer, llama, make_samples, 2)
+    with pytest.raises(PublishError, match=r"version 1 cannot be published: .* has \[\]"):
+        trainer.snapshot(1)

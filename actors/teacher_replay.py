@@ -1,0 +1,68 @@
+"""TeacherReplayActor: asks external teachers what they would have done in the student's states."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from protocols.errors import DataError
+from protocols.replay import ReplayState, Verdict
+from protocols.replay_spec import ReplaySpec
+from replay.asking import Desk, ask_teachers, limits_of
+from replay.books import Totals
+from replay.ledger import Ledger
+
+
+class TeacherReplayActor(Actor):
+    """One of K that share a ledger, and with it the purse, the rates and the breakers.
+
+    `service.spawn(TeacherReplayActor, n=8, args=(spec, "runs/x/teachers.jsonl", "run-7"))`; how
+    many states one replica has in hand at a time is the role's `max_ongoing`. All K run on the
+    ledger's host.
+    """
+
+    def __init__(self, spec: ReplaySpec, ledger: str, run: str, offline: bool = False) -> None:
+        """`run` is whose money it is: caps hold for all calls under that name. `offline`: the
+        ledger alone answers, and neither keys nor a network are needed."""
+        self._spec, self._path, self._run, self._offline = spec, Path(ledger), run, offline
+        self._desk: Desk | None = None
+
+    @concurrent_endpoint
+    async def ready(self) -> int:
+        """This process's id. Raises SpecError for a missing key, DataError for a bad ledger: here,
+        and not in `__init__`, for the service to see whose mistake it is."""
+        await asyncio.to_thread(self._open)
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def vote(self, state: ReplayState) -> Verdict:
+        """The verdict on one state, with every vote. Within the spec's `deadline_s`, whatever the
+        teachers do: those that fail abstain."""
+        return await ask_teachers(self._at_desk(), state)
+
+    @concurrent_endpoint
+    async def totals(self) -> dict[str, Totals]:
+        """Money and calls of this run so far, over all actors: "" in all, and by teacher."""
+        ledger = self._at_desk().ledger
+        names = ["", *(teacher.name for teacher in self._spec.teachers)]
+        return {n: await asyncio.to_thread(ledger.totals, self._run, n) for n in names}
+
+    async def __cleanup__(self, _: Exception | None) -> None:
+        if self._desk is not None:
+            await self._desk.close()
+
+    def _open(self) -> None:
+        from replay.clients import connect  # the SDKs take a second to import
+
+        if self._offline and not self._path.is_file():
+            raise DataError(f"no ledger to replay from at {self._path}; name one, or go online")
+        clients = {} if self._offline else {t.name: connect(t) for t in self._spec.teachers}
+        ledger = Ledger(self._path, limits_of(self._spec))
+        self._desk = Desk(self._spec, ledger, self._run, clients)
+
+    def _at_desk(self) -> Desk:
+        assert self._desk is not None, "the service asks `ready` first"
+        return self._desk

@@ -1,0 +1,162 @@
+"""What one training step is given, cut into micro-batches and laid out for one student forward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from learning.losses import Teacher
+from protocols.channels import PreferencePair, RLSample, SDPOItem, completions
+from protocols.types import Sample
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The data of every channel; any may be empty. RL samples have ids of their own.
+
+    doc, doc_teacher    samples, and the document teacher's view of their response tokens
+    rl                  episodes; `old`, `ref`, `distill` are log-probabilities of *all* their
+                        response tokens in order (those not trained on are never read): under the
+                        version that sampled them (None: it is the one being trained), under the
+                        reference, and under the teacher of on-policy distillation
+    sdpo, sdpo_teacher  turns of samples in `rl`, and the hinted teacher's view of their tokens
+    pairs               preferences
+    """
+
+    doc: Sequence[Sample] = ()
+    doc_teacher: Teacher | None = None
+    rl: Sequence[RLSample] = ()
+    old: Tensor | None = None
+    ref: Tensor | None = None
+    distill: Tensor | None = None
+    sdpo: Sequence[SDPOItem] = ()
+    sdpo_teacher: Teacher | None = None
+    pairs: Sequence[PreferencePair] = ()
+
+    def take(self, doc: Sequence[int], rl: Sequence[int], pairs: Sequence[int]) -> Batch:
+        """Some of the samples, episodes and pairs by index, with what belongs to them."""
+        of_doc = _tokens([len(s.response_ids) for s in self.doc], doc)
+        of_rl = _tokens([len(r.trained) for r in self.rl], rl)
+        kept = {self.rl[i].sample.id for i in rl}
+        items = [i for i, item in enumerate(self.sdpo) if item.sample in kept]
+        of_items = _tokens([item.tokens for item in self.sdpo], items)
+        return Batch(
+            doc=[self.doc[i] for i in doc],
+            doc_teacher=self.doc_teacher and self.doc_teacher.rows(of_doc),
+            rl=[self.rl[i] for i in rl],
+            old=None if self.old is None else self.old[of_rl],
+            ref=None if self.ref is None else self.ref[of_rl],
+            distill=None if self.distill is None else self.distill[of_rl],
+            sdpo=[self.sdpo[i] for i in items],
+            sdpo_teacher=self.sdpo_teacher and self.sdpo_teacher.rows(of_items),
+            pairs=[self.pairs[i] for i in pairs],
+        )
+
+
+def split(batch: Batch, micro_tokens: int | None) -> list[Batch]:
+    """Micro-batches of at most `micro_tokens` prompt and response tokens; None: all in one.
+
+    An episode and its hinted turns, and the two sides of a pair, stay together: one that is longer
+    is a micro-batch of its own. An empty batch gives none.
+    """
+    units = [("doc", i, _length(s)) for i, s in enumerate(batch.doc)]
+    units += [("rl", i, _length(r.sample)) for i, r in enumerate(batch.rl)]
+    sides = [_length(s) for s in completions(batch.pairs)]
+    units += [("pairs", i, sides[2 * i] + sides[2 * i + 1]) for i in range(len(batch.pairs))]
+    if not units:
+        return []
+    if micro_tokens is None or sum(length for *_, length in units) <= micro_tokens:
+        return [batch]
+    parts: list[dict[str, list[int]]] = []
+    room = 0
+    for kind, i, length in units:
+        if not parts or length > room:
+            parts.append({"doc": [], "rl": [], "pairs": []})
+            room = micro_tokens
+        parts[-1][kind].append(i)
+        room -= length
+    return [batch.take(**part) for part in parts]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each channel's tokens stand among the N logits of one student forward.
+
+    texts      what is packed: documents' samples, episodes, completions of pairs
+    needed     which of the texts' response tokens bear a loss: the N are these, in order
+    doc        how many of the N, the first ones, are document distillation's
+    policy     [n] the trained tokens of rewarded episodes, `lengths` of each
+    turns      [m] the tokens of hinted turns, item by item
+    pairs      where the completions' tokens begin; they are the last ones
+    *_in_rl    the same tokens among all response tokens of the batch's episodes
+    """
+
+    texts: list[Sample]
+    needed: Tensor
+    doc: int
+    policy: Tensor
+    policy_in_rl: Tensor
+    lengths: list[int]
+    turns: Tensor
+    turns_in_rl: Tensor
+    pairs: int
+
+
+def places(batch: Batch, rewarded: Collection[str]) -> Places:
+    """Lay a batch out; `rewarded` are the ids of the episodes whose own tokens are trained on."""
+    sides = completions(batch.pairs)
+    texts = [*batch.doc, *(r.sample for r in batch.rl), *sides]
+    starts = dict(
+        zip(
+            (r.sample.id for r in batch.rl),
+            accumulate((len(r.trained) for r in batch.rl), initial=0),
+            strict=False,
+        )
+    )
+    policy, lengths = [], []
+    for r in batch.rl:
+        if r.sample.id in rewarded:
+            own = [starts[r.sample.id] + t for t, trained in enumerate(r.trained) if trained]
+            policy += own
+            lengths.append(len(own))
+    turns = [starts[item.sample] + t for item in batch.sdpo for t in range(item.start, item.stop)]
+
+    doc = sum(len(s.response_ids) for s in batch.doc)
+    in_rl = torch.zeros(sum(len(r.trained) for r in batch.rl), dtype=torch.bool)
+    in_rl[policy + turns] = True
+    at = doc + in_rl.cumsum(0) - 1
+    return Places(
+        texts=texts,
+        needed=torch.cat(
+            [
+                torch.ones(doc, dtype=torch.bool),
+                in_rl,
+                torch.ones(sum(len(s.response_ids) for s in sides), dtype=torch.bool),
+            ]
+        ),
+        doc=doc,
+        policy=at[policy],
+        policy_in_rl=_index(policy),
+        lengths=lengths,
+        turns=at[turns],
+        turns_in_rl=_index(turns),
+        pairs=doc + int(in_rl.sum()),
+    )
+
+
+def _length(sample: Sample) -> int:
+    return len(sample.prompt_ids) + len(sample.response_ids)
+
+
+def _tokens(lengths: Sequence[int], chosen: Sequence[int]) -> Tensor:
+    """Indices of the tokens of the chosen pieces, of pieces laid end to end."""
+    ends = list(accumulate(lengths, initial=0))
+    return _index(t for i in chosen for t in range(ends[i], ends[i + 1]))
+
+
+def _index(tokens: Iterable[int]) -> Tensor:
+    return torch.tensor(list(tokens), dtype=torch.long)

@@ -1,0 +1,111 @@
+"""sdpo: the turn that went wrong, against the same model that has read a hint.
+
+Student and teacher score the same tokens of the turn; the teacher's context has the hint. Two
+variants (S student, T teacher, at one token of the turn):
+
+    jsd       the generalised JSD of `learning.losses` over the vocabulary (beta 0 and 1 are the
+              forward and reverse KL), every outcome's contribution clamped to at most `token_clip`
+              before they are summed: a token whose large contributions are clamped may come out
+              negative, so both are reported
+    sampled   sg(log S - log T) * log S on the sampled token, times min(exp(log S - old), 2) without
+              gradient: the reverse KL's gradient, estimated from the sample alone
+
+Both sum over tokens; the denominator is the number of tokens. Temperature divides both sides'
+logits, with no T^2 factor.
+
+Sources: Huebotter et al. 2026 (SDPO); Zhao et al. 2026 (OPSD: hinted self-teacher, token clip);
+Agarwal et al. 2024 (generalised JSD).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learning.batching import token_logprobs
+from learning.grpo import LOG_RATIO_BOUND
+from learning.losses import Teacher, aligned, jensen_shannon_entries
+from learning.terms import Term
+from protocols.errors import SpecError
+
+VARIANTS = ("jsd", "sampled")
+RATIO_CAP = 2.0
+
+
+@dataclass(frozen=True)
+class SDPO:
+    """Which self-distillation. `beta` and `token_clip` (nats, None for none) are the jsd's."""
+
+    variant: str = "jsd"
+    beta: float = 0.5
+    temperature: float = 1.0
+    token_clip: float | None = 0.05
+
+    def __post_init__(self) -> None:
+        if self.variant not in VARIANTS:
+            raise SpecError(f"sdpo.variant must be one of {VARIANTS}: got {self.variant!r}")
+        if not 0 <= self.beta <= 1 or self.temperature <= 0:
+            raise SpecError(
+                "sdpo.beta must be in [0, 1] and sdpo.temperature > 0: got "
+                f"{self.beta}, {self.temperature}"
+            )
+        if self.token_clip is not None and self.token_clip <= 0:
+            raise SpecError(
+                f"sdpo.token_clip must be > 0: got {self.token_clip}; 0.05 is the usual choice, "
+                "leave it out for none"
+            )
+        if self.variant == "sampled" and self.temperature != 1.0:
+            raise SpecError(
+                "sdpo.temperature must be 1 with sdpo.variant sampled, whose token was drawn at "
+                f"1: got {self.temperature}"
+            )
+
+
+def sdpo(student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor, spec: SDPO) -> Term:
+    """The summed loss over the N tokens of the hinted turns.
+
+    student [N, V] logits with gradient; `targets` [N] the sampled tokens; `old` [N] their
+    log-probability under the version that sampled them, read by "sampled" alone. Facts of "jsd":
+    the share of outcomes clamped and of tokens below zero, each summed over tokens. "sampled" needs
+    the teacher's probability of the sampled token: all its logits.
+    """
+    if spec.variant == "sampled":
+        loss, facts = _sampled(student, teacher, targets, old)
+    else:
+        loss, facts = _jsd(student, teacher, spec)
+    return Term(loss.sum(), len(loss), len(loss), {k: v.detach().sum() for k, v in facts.items()})
+
+
+def alpha_at(step: int, alpha: float, warmup_steps: int) -> float:
+    """The channel's weight at 0-based `step`: from 0 up over `warmup_steps`, then constant."""
+    return alpha * min(1.0, step / warmup_steps) if warmup_steps else alpha
+
+
+def _jsd(student: Tensor, teacher: Teacher, spec: SDPO) -> tuple[Tensor, dict[str, Tensor]]:
+    log_s, log_t = aligned(student, teacher, "tail", spec.temperature)
+    entries = jensen_shannon_entries(log_s, log_t, spec.beta)
+    clipped = torch.zeros_like(entries)
+    if spec.token_clip is not None:
+        clipped = (entries > spec.token_clip).float()
+        entries = entries.clamp(max=spec.token_clip)
+    loss = entries.sum(-1)
+    return loss, {"clipped": clipped.mean(-1), "negative": (loss < 0).float()}
+
+
+def _sampled(
+    student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    if teacher.logits is None:
+        raise SpecError(
+            "sdpo.variant sampled needs the teacher's whole distribution, for a sampled token may "
+            "lie outside its top k: set teacher.top_k: full"
+        )
+    assert student.shape[0] == teacher.tokens, (student.shape, teacher.tokens)
+    log_s = token_logprobs(student.float(), targets)
+    log_t = token_logprobs(teacher.logits.float(), targets)
+    lag = (log_s.detach() - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = lag.exp().clamp(max=RATIO_CAP)
+    difference = (log_s - log_t).detach()
+    return ratio * difference * log_s, {"difference": difference, "ratio": ratio}

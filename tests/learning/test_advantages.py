@@ -1,0 +1,57 @@
+"""Advantages: the values of the objectives' table, and what a group's rewards cannot change."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learning.advantages import BASELINES, group_advantages
+
+
+@pytest.mark.parametrize(
+    ("baseline", "expected"),
+    [
+        # mean .25, standard deviation .5: .75 / .5001 and -.25 / .5001
+        ("grpo", [1.4997, -0.4999, -0.4999, -0.4999]),
+        ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),
+        ("rloo", [1.0, -1 / 3, -1 / 3, -1 / 3]),  # the others' means: 0, then 1/3
+    ],
+)
+def test_one_of_four(baseline: str, expected: list[float]) -> None:
+    found = group_advantages([1.0, 0.0, 0.0, 0.0], ["g"] * 4, baseline)
+    assert found == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_a_group_of_one_or_of_equals_has_nothing_to_compare(baseline: str) -> None:
+    # .1 three times has a mean of .10000000000000002 by some summations: still exactly 0
+    rewards = [5.0, 0.1, 0.1, 0.1]
+    assert group_advantages(rewards, ["one", "b", "b", "b"], baseline) == [0.0] * 4
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_episodes_without_reward_are_neither_trained_nor_compared_with(baseline: str) -> None:
+    found = group_advantages([None, 1.0, None, 0.0, None], ["g", "g", "g", "g", "h"], baseline)
+    pair = group_advantages([1.0, 0.0], ["g", "g"], baseline)
+    assert found == [None, pair[0], None, pair[1], None]
+    assert group_advantages([None, 3.0], ["g", "g"], baseline) == [None, 0.0]
+    assert group_advantages([], [], baseline) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_only_the_group_matters(data: st.DataObject) -> None:
+    """Other groups, the order, and a bonus for everybody change nothing; a group sums to 0."""
+    group = st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=6)
+    rewards = data.draw(group)
+    others = data.draw(group)
+    baseline = data.draw(st.sampled_from(BASELINES))
+    bonus = data.draw(st.integers(-9, 9))
+    alone = group_advantages(rewards, ["g"] * len(rewards), baseline)
+    mixed = [(r + bonus, "g", i) for i, r in enumerate(rewards)] + [(r, "h", -1) for r in others]
+    mixed = data.draw(st.permutations(mixed))
+    found = group_advantages([r for r, *_ in mixed], [g for _, g, _ in mixed], baseline)
+    by_index = {i: a for (_, _, i), a in zip(mixed, found, strict=True) if i >= 0}
+    assert [by_index[i] for i in range(len(rewards))] == pytest.approx(alone, abs=1e-9)
+    assert sum(a for a in alone if a is not None) == pytest.approx(0, abs=1e-9)

@@ -1,0 +1,45 @@
+"""A trainer that died is replaced by one that stands, and publishes, as it did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from learning.losses import Teacher
+from learning.scoring import score
+from learning.trainer import CartridgeTrainer, TrainerConfig
+from protocols.errors import PublishError
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_successor_publishes_what_rollouts_under_way_are_sampled_with(
+    staleness: int, llama: Any, make_samples: Any, tmp_path: Path
+) -> None:
+    config = TrainerConfig(
+        tokens=8, frozen=1, lr=0.02, warmup_steps=2, clip=1.0, row_tokens=64, staleness=staleness
+    )
+
+    def trainer() -> CartridgeTrainer:
+        return CartridgeTrainer(llama.model, llama.kv, config, tmp_path / "last-state")
+
+    killed = trainer()
+    killed.begin("on_policy", 3)
+    published = {}
+    for version in range(3):
+        published[version] = killed.snapshot(version)[1].clone()
+        samples = make_samples(("a", 4, 5), ("b", 2, 3), seed=version, version=version)
+        teacher = Teacher(logits=score(llama.model, samples, llama.cached(), 64))
+        killed.step(samples, teacher, version)
+    current = killed.snapshot(3)[1]
+
+    successor = trainer()
+    assert successor.recover() == 3
+    # Versions 3 - staleness .. 3 may still be asked for, and no older one.
+    if staleness:
+        assert torch.equal(successor.snapshot(2)[1], published[2])
+    with pytest.raises(PublishError, match=f"version {2 - staleness} cannot be published"):
+        successor.snapshot(2 - staleness)
+    assert torch.equal(successor.snapshot(3)[1], current)

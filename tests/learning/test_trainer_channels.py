@@ -1,0 +1,82 @@
+"""The trainer with several channels: its schedule, and what it remembers after a death."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from channel_scene import ALL, scene
+
+from learning.batch import Batch
+from learning.combined import Objective
+from learning.losses import Teacher
+from learning.scoring import score
+from learning.trainer import CartridgeTrainer, TrainerConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from protocols.types import Sample
+    from tests.learning.conftest import Twin
+
+    MakeSamples = Callable[..., list[Sample]]
+
+CONFIG = TrainerConfig(
+    tokens=8, frozen=1, lr=0.02, warmup_steps=0, clip=1.0, row_tokens=24, micro_tokens=40,
+    compare_gradients=True, objective=replace(ALL, alpha=0.4, alpha_warmup_steps=2),
+)  # fmt: skip
+
+
+def trainer_of(
+    twin: Twin, config: TrainerConfig = CONFIG, last_state: Path | None = None
+) -> CartridgeTrainer:
+    return CartridgeTrainer(twin.model, {n: twin.kv[n] for n in "ab"}, config, last_state)
+
+
+def test_alpha_warms_up_with_the_arm_s_steps(llama: Twin) -> None:
+    trainer = trainer_of(llama)
+    trainer.begin("all", 5)
+    alphas = []
+    for _ in range(4):
+        v = trainer.version
+        result = trainer.step_on(scene(llama, trainer.bank, v, version=v), v)
+        alphas.append(result.terms.get("sdpo", {"weight": 0.0})["weight"])
+    assert alphas == pytest.approx([0.0, 0.2, 0.4, 0.4])
+    trainer.begin("again", 5)
+    v = trainer.version
+    assert "sdpo" not in trainer.step_on(scene(llama, trainer.bank, v, version=v), v).terms
+
+
+def test_a_replaced_trainer_answers_what_was_done_with_every_term(
+    llama: Twin, tmp_path: Path
+) -> None:
+    first = trainer_of(llama, last_state=tmp_path / "state")
+    first.begin("all", 3)
+    batches = []
+    for _ in range(2):
+        v = first.version
+        batches.append(scene(llama, first.bank, v, version=v))
+        done = first.step_on(batches[-1], v)
+    assert done.terms.keys() == {"doc_kl", "grpo", "sdpo", "replay_dpo"}
+    assert len(done.cosines) == 6
+    second = trainer_of(llama, last_state=tmp_path / "state")
+    assert second.recover() == first.version == 2
+    assert second.step_on(batches[-1], 1) == done
+    assert torch.equal(second.bank.trainable, first.bank.trainable)
+
+
+def test_documents_alone_are_the_step_of_samples_and_teacher(
+    llama: Twin, make_samples: MakeSamples
+) -> None:
+    ours, theirs = (trainer_of(llama, replace(CONFIG, objective=Objective())) for _ in range(2))
+    samples = make_samples(("a", 4, 5), ("b", 2, 3))
+    teacher = Teacher(logits=score(llama.model, samples, llama.cached(), 64))
+    for trainer in (ours, theirs):
+        trainer.begin("on_policy", 2)
+    done = ours.step(samples, teacher, 0)
+    assert done == theirs.step_on(Batch(doc=samples, doc_teacher=teacher), 0)
+    assert done.terms["doc_kl"]["value"] == done.kl > 0
+    assert torch.equal(ours.bank.trainable, theirs.bank.trainable)
