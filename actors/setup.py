@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,21 @@ def bootstrap(threads: int, gpus: Sequence[int] = ()) -> Callable[[], None]:
         logging.getLogger("transformers").setLevel(logging.ERROR)
 
     return prepare
+
+
+def warm_up(path: str, dtype: str) -> None:
+    """What takes a model-bearing actor seconds to start, done beforehand: its imports, which
+    loading the model completes (transformers imports a model's code when it is first asked for).
+    """
+    from learning.model import load_model
+
+    load_model(path, dtype)
+
+
+def fresh_key(stem: str) -> str:
+    """A key of the tensor plane that nobody else has, not even who was asked the same before and
+    died of it. Keys decide nothing, so their suffix need not come from a seeded generator."""
+    return f"{stem}/{uuid.uuid4().hex[:12]}"
 
 
 VLLM_REMEDY = (

@@ -12,26 +12,29 @@ from typing import Any
 import torch
 from monarch.actor import Actor, endpoint
 
-from actors.setup import BaseModel
+from actors.setup import BaseModel, fresh_key
 from learning.checkpoint import read_checkpoint
 from learning.losses import Teacher
 from learning.model import document_kv, load_model
 from learning.prefixes import DocumentCache
 from learning.trainer import CartridgeTrainer, TrainerConfig
+from protocols.ports import TensorPlane
 from protocols.types import Packet, Sample, Snapshot, Stepped
 
 
 class TrainerActor(Actor):
     """One trainer process. The port speaks of samples and versions only, never of ranks."""
 
-    def __init__(self, base: BaseModel, config: TrainerConfig) -> None:
+    def __init__(self, base: BaseModel, config: TrainerConfig, last_state: str) -> None:
+        """`last_state` is the file in which every state is kept before it is told of."""
         torch.set_num_threads(base.threads)
         model = load_model(base.path, base.dtype)
         self._plane = base.plane
         cache = DocumentCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
         # "none" is the bare start of a context, not a document to compress.
         names = [name for name in sorted(base.documents) if name != "none"]
-        self._trainer = CartridgeTrainer(model, {n: cache.get(n) for n in names}, config)
+        documents = {n: cache.get(n) for n in names}
+        self._trainer = CartridgeTrainer(model, documents, config, Path(last_state))
 
     @endpoint
     async def ready(self) -> int:
@@ -39,9 +42,19 @@ class TrainerActor(Actor):
         return os.getpid()
 
     @endpoint
-    async def begin(self, steps: int) -> int:
+    async def use_plane(self, plane: TensorPlane) -> None:
+        """Tensors pass over this plane from now on: the one before was lost."""
+        self._plane = plane
+
+    @endpoint
+    async def recover(self) -> int:
+        """Stand where the trainer that died stood; its version."""
+        return self._trainer.recover()
+
+    @endpoint
+    async def begin(self, arm: str, steps: int) -> int:
         """Start an arm of `steps` steps from the untrained cartridges, as a new version."""
-        return self._trainer.begin(steps)
+        return self._trainer.begin(arm, steps)
 
     @endpoint
     async def step(self, samples: Sequence[Sample], scores: Packet, version: int) -> Stepped:
@@ -64,9 +77,10 @@ class TrainerActor(Actor):
         )
 
     @endpoint
-    async def publish(self, key: str) -> Snapshot:
-        """Put one packed snapshot of every cartridge under `key`."""
-        version, names, kv = self._trainer.snapshot()
+    async def publish(self, version: int) -> Snapshot:
+        """Put one packed snapshot of every cartridge as it was at `version`."""
+        names, kv = self._trainer.snapshot(version)
+        key = fresh_key(f"cartridges/{version}")
         return Snapshot(version, names, await self._plane.put(key, {"kv": kv}))
 
     @endpoint

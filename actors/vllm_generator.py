@@ -15,6 +15,7 @@ from actors.engine_thread import Engine, EngineThread
 from actors.setup import VLLM_REMEDY, BaseModel, missing_vllm
 from protocols.errors import RunError
 from protocols.learn_spec import GeneratorSpec
+from protocols.ports import TensorPlane
 from protocols.types import Completion, EngineReport, Generated, GenerateRequest, Snapshot
 
 
@@ -49,6 +50,11 @@ class VllmGeneratorActor(Actor):
         """This process's id, once the engine serves."""
         await asyncio.wrap_future(self._engine.started)
         return os.getpid()
+
+    @concurrent_endpoint
+    async def use_plane(self, plane: TensorPlane) -> None:
+        """Tensors pass over this plane from now on: the one before was lost."""
+        self._plane = plane
 
     @concurrent_endpoint
     async def load(self, snapshot: Snapshot) -> int:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from protocols.types import GenerateRequest
     from services.planes import OwnedPlane
     from services.pool import Pool
+    from services.service import Service
 
 READER = Path(__file__).parents[1] / "models" / "clinic-reader"
 READER_SHAPE = (4, 2, 32)  # layers, key/value heads, head size
@@ -71,10 +72,10 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclass
 class Place:
-    """Where replicas run: the plane they read from and what must be stopped."""
+    """Where replicas run, and the plane they read from."""
 
     plane: OwnedPlane
-    procs: list[Any]
+    service: Service
 
 
 @asynccontextmanager
@@ -83,15 +84,17 @@ async def opened(kind: Any) -> AsyncIterator[Place]:
 
     from actors.setup import bootstrap
     from services.planes import open_plane
+    from services.service import Service
 
     store = this_host().spawn_procs(per_host={"procs": 1}, name="store", bootstrap=bootstrap(1))
-    place = Place(await open_plane(kind, store), [store])
+    service = await Service.of(this_host(), call_timeout_s=TIMEOUT, spawn_timeout_s=TIMEOUT)
+    place = Place(await open_plane(kind, store), service)
     try:
         yield place
     finally:
         await place.plane.stop()
-        for procs in reversed(place.procs):
-            await procs.stop()
+        await service.stop()
+        await store.stop()
 
 
 async def replica(
@@ -103,25 +106,19 @@ async def replica(
     gib: float,
 ) -> Pool:
     """A generator of one thread in a process of its own: on vLLM, or embedded for gib 0."""
-    from monarch.actor import this_host
-
     from actors.generator import GeneratorActor
-    from actors.setup import BaseModel, bootstrap
+    from actors.setup import BaseModel
     from actors.vllm_generator import VllmGeneratorActor
     from protocols.learn_spec import GeneratorSpec
-    from services.pool import Pool
 
-    procs = this_host().spawn_procs(per_host={"procs": 1}, name=name, bootstrap=bootstrap(1))
-    place.procs.append(procs)
     base = BaseModel(model, dtype, 1, documents, 1 << 30, place.plane)
     common = (base, frozenset[int](), 2)
     if gib:
         spec = GeneratorSpec(backend="vllm", block_tokens=BLOCK, kv_gib=gib)
-        actor = procs.spawn(name, VllmGeneratorActor, *common, spec)
+        pool = place.service.spawn(VllmGeneratorActor, role=name, args=(*common, spec))
     else:
-        actor = procs.spawn(name, GeneratorActor, *common)
-    pool = Pool(name, [actor], TIMEOUT)
-    await pool.call(0, "ready")
+        pool = place.service.spawn(GeneratorActor, role=name, args=common)
+    await place.service.ready()
     return pool
 
 
@@ -150,14 +147,14 @@ async def throughput(place: Place, options: argparse.Namespace) -> dict[str, Any
     kv = cartridge(READER_SHAPE, options.tokens, "float32")
     snapshot = Snapshot(0, ("p",), await place.plane.put("throughput", {"kv": kv}))
     for pool in (vllm, embedded):
-        await pool.call(0, "load", snapshot)
+        await pool.route("load", snapshot)
     arms = {
         "cartridge": (vllm, PrefixRef("cartridge/p", 0)),
         "prompt": (vllm, PrefixRef("document/prompt", 0)),
         "document": (vllm, PrefixRef("document/document", 0)),
         "embedded": (embedded, PrefixRef("cartridge/p", 0)),
     }
-    pids = {pool.role: await pool.call(0, "ready") for pool in (vllm, embedded)}
+    pids = {pool.role: await pool.route("ready") for pool in (vllm, embedded)}
     speeds: dict[str, list[float]] = {arm: [] for arm in arms}
     processor = dict.fromkeys(arms, 0.0)
     for turn in range(options.rounds + 1):
@@ -167,14 +164,14 @@ async def throughput(place: Place, options: argparse.Namespace) -> dict[str, Any
             pool, ref = arms[arm]
             asked = [request(ref, p, options.new) for p in prompts]
             before, begun = processor_seconds(pids[pool.role]), time.perf_counter()
-            done = await pool.call(0, "generate", asked)
+            done = await pool.route("generate", asked)
             seconds = time.perf_counter() - begun
             tokens = sum(len(c.token_ids) for c in done.completions)
             assert tokens == options.requests * options.new, "a request ended early"
             if turn:  # the first fills the prefix cache and grows heaps
                 speeds[arm].append(tokens / seconds)
                 processor[arm] += processor_seconds(pids[pool.role]) - before
-    report = await vllm.call(0, "shut_down")
+    report = await vllm.route("shut_down")
 
     def ratio(a: str, b: str) -> dict[str, float]:
         ratios = [x / y for x, y in zip(speeds[a], speeds[b], strict=True)]
@@ -223,10 +220,10 @@ async def publishing(
         marks = [time.perf_counter()]
         packet = await place.plane.put(f"{name}/{version}", {"kv": kv})
         marks.append(time.perf_counter())
-        await pool.call(0, "load", Snapshot(version, ("p",), packet))
+        await pool.route("load", Snapshot(version, ("p",), packet))
         marks.append(time.perf_counter())
         asked = request(PrefixRef("cartridge/p", version), (5, 6, 7, 8), 1)
-        (completion,) = (await pool.call(0, "generate", (asked,))).completions
+        (completion,) = (await pool.route("generate", (asked,))).completions
         marks.append(time.perf_counter())
         assert completion.versions == (version,), completion
         await place.plane.delete(packet.key)
@@ -234,7 +231,7 @@ async def publishing(
             for lap, a, b in zip(laps, marks, marks[1:], strict=False):
                 laps[lap].append(b - a)
             laps["total"].append(marks[-1] - marks[0])
-    report = await pool.call(0, "shut_down")
+    report = await pool.route("shut_down")
     return {
         "tokens": kv.shape[4],
         "dtype": dtype,

@@ -1,7 +1,8 @@
-"""The command line: `forge-run MESH.yaml ...`, and `forge run|plan MESH.yaml ...` for the same.
+"""The command line: `forge-run MESH.yaml ...`, and `forge run|plan MESH.yaml ...` for the same;
+`forge status|scale|...` for a run that runs (forge_run.control).
 
 Only argparse is imported here: `--help` and a bad spec answer in well under a second. pydantic
-comes with the spec, torch and Monarch with the run.
+comes with the spec, torch and Monarch with the run, gRPC with a call to one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from forge_run.control import add_commands
 from protocols.errors import ForgeError
 
 INTERRUPTED = 130  # what a shell expects of a process that Ctrl-C ended
@@ -30,7 +32,8 @@ def forge_run(argv: Sequence[str] | None = None) -> int:
 
 
 def forge(argv: Sequence[str] | None = None) -> int:
-    """`forge run MESH.yaml` is forge-run; `forge plan MESH.yaml` its --dry-run."""
+    """`forge run MESH.yaml` is forge-run, `forge plan MESH.yaml` its --dry-run; the other commands
+    ask a run that runs."""
     parser = argparse.ArgumentParser(prog="forge", description="Cartridge Forge.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a mesh, as forge-run does")
@@ -39,10 +42,12 @@ def forge(argv: Sequence[str] | None = None) -> int:
     plan = commands.add_parser("plan", help="print a mesh's resolved plan and start nothing")
     _add_run_options(plan)
     plan.set_defaults(dry_run=True)
+    add_commands(commands)
     return _guarded(parser.parse_args(argv))
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(act=_run)
     parser.add_argument(
         "mesh", metavar="MESH.yaml", help="which roles run, where, with which config"
     )
@@ -79,7 +84,8 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def _guarded(options: argparse.Namespace) -> int:
     try:
-        return _run(options)
+        code: int = options.act(options)
+        return code
     except ForgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -90,6 +96,7 @@ def _guarded(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     from forge_run.runnable import require_runnable
     from protocols.spec_loading import load_spec
+    from services.telemetry.hub import require_sinks
 
     loaded = load_spec(options.mesh, overlays=options.overlays, sets=options.sets)
     if options.dry_run:
@@ -99,6 +106,7 @@ def _run(options: argparse.Namespace) -> int:
         sys.stdout.write(render(plan(loaded.spec, loaded.place), terminal=terminal))
         return 0
     require_runnable(loaded.spec, loaded.place)
+    require_sinks(loaded.spec)
 
     from forge_run.run import run
 

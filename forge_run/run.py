@@ -10,9 +10,11 @@ longer than STOP_SECONDS, ends every process at once (the last checkpoint stands
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,23 +29,32 @@ from protocols.yaml_lines import dump_yaml
 from services.rundir import RunDirectory
 
 POLL_SECONDS = 0.25
-STOP_SECONDS = 7.0
+STOP_SECONDS = 6.0
+END_SECONDS = 1.5  # with STOP_SECONDS, twice this and the report all are gone within 10 s
 STATUS_TIMEOUT = 30.0
 
-# Read by Monarch when it is imported, and inherited by every process of the mesh: a killed
-# process is noticed in fractions of a second instead of ten.
-MONARCH_ENVIRONMENT = {
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
-    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s",
-}
+
+def monarch_environment(spec: RunSpec) -> dict[str, str]:
+    """What Monarch reads when it is imported, in every process of the mesh.
+
+    A killed process is noticed in fractions of a second instead of ten. Where its end was not seen,
+    or it is silent, Monarch's patience is ours (its own would be 30 s): so long do calls to a dead
+    tensor store hang in the actors that made them.
+    """
+    patience = f"{math.ceil(spec.mesh.health.dead_after_s)}s"
+    return {
+        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
+        "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
+        "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
+        "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s",
+    }
 
 
 def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
     """Run to the end, or to a checkpoint when interrupted. Returns the exit code:
     0 finished, 130 / 143 stopped by SIGINT / SIGTERM. Raises ForgeError for what failed."""
     directory = open_directory(spec, run_dir, resume)
-    for key, value in MONARCH_ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
+    os.environ.update(monarch_environment(spec))
     caught = Signals()
     console = Console()
     error: ForgeError | None = None
@@ -147,6 +158,7 @@ def _drive(
             if caught.first and asked is None:
                 asked = time.monotonic()
                 controller.ask_to_stop.call_one().get(timeout=STATUS_TIMEOUT)
+                import_module("forge_run.report")  # a second or two, while the step ends
             late = asked is not None and time.monotonic() - asked > STOP_SECONDS
             if late or caught.count > 1:
                 display.line("stopping at once; the last checkpoint stands")
@@ -181,4 +193,4 @@ def _end(procs: Any) -> None:
 
     for ending in (procs.stop, monarch.shutdown_context):
         with contextlib.suppress(Exception):
-            ending().get(timeout=3.0)
+            ending().get(timeout=END_SECONDS)

@@ -7,6 +7,7 @@
     ├── StaleTokenError  tokens older than the staleness bound reached the trainer (exit code 1)
     ├── PublishError     a cartridge version that cannot be published or loaded   (exit code 1)
     ├── PlaneError       the tensor plane: a missing key, a failed transport      (exit code 1)
+    ├── ControlError     a run that cannot be reached, or refuses what is asked   (exit code 1)
     └── RunError         anything else that ends a run                            (exit code 1)
 
 All are ValueError or RuntimeError as well, so that callers who know nothing of us still catch
@@ -50,6 +51,10 @@ class PublishError(ForgeError, RuntimeError):
 
 class PlaneError(ForgeError, RuntimeError):
     """The tensor plane failed: a key that is not there, or a transport that broke."""
+
+
+class ControlError(ForgeError, RuntimeError):
+    """A run cannot be reached from outside, or refuses what it is asked."""
 
 
 class RunError(ForgeError, RuntimeError):

@@ -4,10 +4,12 @@ functions in tests all satisfy them alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from protocols.types import Completion, GenerateRequest, Packet
+from protocols.records import MetricRow
+from protocols.status import PoolStatus, RunStatus
+from protocols.types import Completion, GenerateRequest, Packet, Span
 
 if TYPE_CHECKING:
     import torch
@@ -38,3 +40,52 @@ class TensorPlane(Protocol):
     async def delete(self, key: str) -> None: ...
 
     async def keys(self, prefix: str = "") -> list[str]: ...
+
+
+class Sink(Protocol):
+    """Takes what a run tells of itself while it runs. Called from the controller's event loop: no
+    call may wait for anything. What `event` gets is what events.jsonl gets, `metric` what
+    metrics.jsonl gets; `status` comes about once a second.
+    """
+
+    def event(self, event: Mapping[str, Any]) -> None: ...
+
+    def metric(self, row: MetricRow) -> None: ...
+
+    def span(self, span: Span) -> None: ...
+
+    def status(self, status: RunStatus) -> None: ...
+
+    def close(self) -> None:
+        """Write out what is held back. Bounded to a few seconds."""
+        ...
+
+
+class Steering(Protocol):
+    """What can be asked of a run from outside. Every method raises ForgeError with a remedy for
+    what cannot be done, and leaves the run as it was.
+    """
+
+    async def status(self) -> RunStatus: ...
+
+    async def scale(self, role: str, replicas: int) -> PoolStatus:
+        """Set a pool's target; returns at once, while replicas start or drain."""
+        ...
+
+    async def pause(self) -> None:
+        """Hold the run after the step in progress, until `resume` or `stop`."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def checkpoint(self) -> str:
+        """Write a checkpoint after the step in progress; returns its name once it is on disk."""
+        ...
+
+    async def stop(self) -> None:
+        """End after the step in progress, with a checkpoint and results; returns at once."""
+        ...
+
+    def events(self, replay: int) -> AsyncIterator[Mapping[str, Any]]:
+        """The last `replay` events of the run, then every event as it happens, until it ends."""
+        ...

@@ -23,6 +23,14 @@ EventName = Literal[
     "checkpoint",
     "stopping",
     "engine",
+    "replica_lost",  # role, replica, reason
+    "replica_back",  # role, replica, seconds since it was lost, pid
+    "replica_moved",  # role, replica: to a host that is back
+    "scaled",  # role, replicas, before
+    "paused",
+    "resumed",
+    "stalled",  # message, stacks
+    "sink_failed",  # sink, message
     "failed",
     "finished",
 ]

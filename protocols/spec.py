@@ -14,6 +14,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from protocols.learn_spec import AsTuple, LearnSpec, Spec, broken
+from protocols.service_spec import (
+    AutoscaleSpec,
+    ControlSpec,
+    HealthSpec,
+    RouterName,
+    TelemetrySpec,
+    WatchdogSpec,
+)
 
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})")
 
@@ -55,6 +63,34 @@ class RoleSpec(Spec):
     procs: int = Field(default=1, ge=1, description="processes of one replica")
     threads: int = Field(default=1, ge=1, description="torch threads of one process")
     gpus: int = Field(default=0, ge=0, description="GPUs of one process")
+    router: RouterName = Field(
+        default="least_loaded", description="which replica gets a request that may go to any"
+    )
+    attempts: int = Field(
+        default=5, ge=1, description="times that one request is tried, on other replicas"
+    )
+    max_ongoing: int = Field(
+        default=8, ge=1, description="requests that one replica has at a time; others wait"
+    )
+    restarts: int = Field(
+        default=10, ge=0, description="replicas of the role that may die before the run fails"
+    )
+    autoscale: AutoscaleSpec | None = Field(
+        default=None, description="let the pool's size follow its load; null for a fixed size"
+    )
+
+    @field_validator("autoscale")
+    @classmethod
+    def _starts_within(
+        cls, value: AutoscaleSpec | None, info: ValidationInfo
+    ) -> AutoscaleSpec | None:
+        replicas = info.data.get("replicas")
+        if value is not None and replicas is not None and not value.min <= replicas <= value.max:
+            raise broken(
+                f"must hold replicas ({replicas}) between its min and max",
+                "change one of the three",
+            )
+        return value
 
 
 class RolesSpec(Spec):
@@ -83,8 +119,21 @@ class MeshSpec(Spec):
     roles: RolesSpec = Field(
         default=RolesSpec(), description="replicas and processes of every role"
     )
+    spares: int = Field(
+        default=1,
+        ge=0,
+        description="warm processes, of each number of threads, to take a dead one's place",
+    )
+    health: HealthSpec = Field(default=HealthSpec(), description="heartbeats of every process")
+    watchdog: WatchdogSpec = Field(default=WatchdogSpec(), description="runs that stand still")
+    control: ControlSpec = Field(default=ControlSpec(), description="steering a run from outside")
+    telemetry: TelemetrySpec = Field(
+        default=TelemetrySpec(), description="metrics, trace and sinks"
+    )
     call_timeout_s: float = Field(
-        default=120.0, gt=0, description="most seconds of one call to an actor"
+        default=120.0,
+        gt=0,
+        description="most seconds of one call to an actor, its retries included",
     )
     spawn_timeout_s: float = Field(
         default=120.0, gt=0, description="most seconds to start the processes"

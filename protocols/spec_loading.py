@@ -79,9 +79,7 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
     if faults or mesh_spec is None or learn_spec is None:
         raise combined(faults)
     spec = RunSpec(
-        mesh=mesh_spec.model_copy(
-            update={"config": str(_absolute(mesh_spec.config, mesh_places[("config",)].directory))}
-        ),
+        mesh=_with_local_files(mesh_spec, mesh_places),
         learn=_with_local_paths(learn_spec, learn_places),
     )
     return Loaded(spec, mesh_places, learn_places)
@@ -249,6 +247,18 @@ def _shown(path: Path) -> str:
     """
     text = os.path.normpath(path)
     return os.path.relpath(text) if Path(text).is_relative_to(Path.cwd()) else text
+
+
+def _with_local_files(spec: MeshSpec, places: Mapping[Key, Place]) -> MeshSpec:
+    """The spec with the paths of its config and of its certificate absolute."""
+    config = str(_absolute(spec.config, places[("config",)].directory))
+    pems = {
+        key: str(_absolute(path, place_of(("control", key), places).directory))
+        for key in ("tls_cert", "tls_key")
+        if (path := getattr(spec.control, key)) is not None
+    }
+    control = spec.control.model_copy(update=pems)
+    return spec.model_copy(update={"config": config, "control": control})
 
 
 def _with_local_paths(spec: LearnSpec, places: Mapping[Key, Place]) -> LearnSpec:

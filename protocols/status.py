@@ -1,8 +1,58 @@
-"""Where a run stands: what the display polls from the controller."""
+"""Where a run stands and how its pools are: what the display, `forge status` and metrics show."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class ReplicaState(StrEnum):
+    """Whether a replica is given requests.
+
+        (start) -> DEAD -> HEALTHY <-> SUSPECT -> DEAD      DRAINING -> (gone)
+
+    DEAD also names a replica that is being started: it becomes HEALTHY only once it was told
+    everything that the replicas beside it were told, the current cartridge above all.
+    """
+
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """One replica now. `name` is "generator[1]"; `pid` 0 while it has no process; `ongoing` the
+    requests it works on; `version` the newest cartridge version it was told (-1 for none);
+    `memory_bytes` its process's resident memory at the last heartbeat."""
+
+    name: str
+    state: ReplicaState
+    host: str
+    pid: int
+    ongoing: int
+    version: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class PoolStatus:
+    """One pool now, and its counts since the run started.
+
+    `target` is how many replicas it should have, `waiting` the requests that no replica has yet,
+    `requests` those that ended well, `failures` badly, `retries` the attempts after a request's
+    first, `restarts` the replicas that died and were started anew.
+    """
+
+    role: str
+    target: int
+    waiting: int
+    replicas: tuple[ReplicaStatus, ...]
+    requests: int
+    failures: int
+    retries: int
+    restarts: int
 
 
 @dataclass(frozen=True)
@@ -30,5 +80,7 @@ class RunStatus:
     phase_seconds: dict[str, float] = field(default_factory=dict)
     seconds_left: float | None = None
     message: str = ""
+    paused: bool = False
+    pools: tuple[PoolStatus, ...] = ()
     done: bool = False
     error: str | None = None

@@ -6,6 +6,7 @@ and the records carry the key.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -183,3 +184,20 @@ class Stepped(Timed):
     lr: float = 0.0
     tokens: int = 0
     stale_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stretch of a run's time, for the trace and latencies. Seconds since the epoch.
+
+    `Span("generator[1]", "generate", 1785060942.10, 1785060942.24, {"request": "generator/17",
+    "step": 12, "version": 11, "waited": 0.003, "attempt": 1, "outcome": "ok"})` is a request as
+    its replica served it; `waited` is how long it had no replica. A phase of the run has the lane
+    "controller", its name ("score") and the facts "arm", "step" and "version".
+    """
+
+    lane: str
+    name: str
+    begin: float
+    end: float
+    facts: Mapping[str, str | int | float]

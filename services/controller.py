@@ -4,31 +4,42 @@
                 -> train on policy (services.loop) -> evaluate
                 -> train offline on as many tokens -> evaluate -> results
 
-It owns every role's process mesh, so a death anywhere reaches `__supervise__` here and ends the
-run with the role's name, a checkpoint and a summary, never with a hang. This module imports no
-torch, so that the client that spawns it needs none.
+It owns every role's process mesh, so a death anywhere reaches `__supervise__` here; the service
+(services.service) replaces who died, and a run ends for it only when a role's budget of restarts is
+spent: with the role's name, a checkpoint and a summary. This module imports no torch, so that the
+client that spawns it needs none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, MeshFailure, concurrent_endpoint
 
-from protocols.errors import CheckpointError, ForgeError, RunError
-from protocols.records import RunOutcome
+from protocols.errors import ForgeError, RunError
+from protocols.records import EventName, RunOutcome
 from protocols.spec import RunSpec
-from protocols.status import RunStatus
+from protocols.status import ReplicaState, RunStatus
+from services.endpoints import Endpoints, remove_endpoints, write_endpoints
 from services.rundir import RunDirectory
 
 if TYPE_CHECKING:
+    from services.helm import Helm
+    from services.recorder import Recorder
+    from services.roles import Mesh
     from services.run import Run
 
 ENGINE_STOP_SECONDS = 10.0  # an idle engine stops in 1 to 2 s
+STACK_SECONDS = 10.0  # for the stacks of every process of a run that stands still
+LAST_STATE = "last-state.safetensors"
+LOOK_SECONDS = 1.0  # between two looks at the run as a whole: sinks, watchdog
 
 
 class ControllerActor(Actor):
@@ -39,62 +50,87 @@ class ControllerActor(Actor):
         self._directory = RunDirectory(Path(run_path))
         self._resume = resume
         self._status = RunStatus()
-        self._deaths: list[str] = []
+        self._mesh: Mesh | None = None
         self._run: Run | None = None
-        self._stopping = False
+        self._helm: Helm | None = None
+        self._stop_asked = False
+        self._recorder: Recorder | None = None
 
     def __supervise__(self, failure: MeshFailure) -> bool:
-        """A process or actor that we own died: note it, and keep this actor alive to say so."""
-        self._deaths.append(str(failure))
-        return True
+        """A process or actor that we own died. The service replaces it; this actor lives on."""
+        return self._mesh is None or self._mesh.service.noticed(failure)
 
     @concurrent_endpoint
     async def status(self) -> RunStatus:
-        return self._status
+        return self._whole_status()
 
     @concurrent_endpoint
     async def ask_to_stop(self) -> None:
         """End after the step in progress, with a checkpoint and results so far."""
-        self._stopping = True
-        self._show(message="stopping after this step")
+        self._stop_asked = True
+        if self._helm is not None:
+            await self._helm.stop()
 
     @concurrent_endpoint
     async def run(self) -> str:
         """Drive the run; returns its status "finished", "stopped" or raises what failed it."""
-        from services.roles import Mesh
-        from services.run import Stopped
+        from services.control_plane import ControlPlane
+        from services.helm import Helm, Stopped
+        from services.recorder import Recorder
+        from services.roles import open_mesh
+        from services.telemetry.hub import open_sinks
 
-        self._mesh = Mesh()
         begun = time.perf_counter()
-        event = self._directory.append_event
-        event("run_started", resumed=self._resume, mesh=self._spec.mesh.name)
+        self._loop = asyncio.get_running_loop()
+        if self._resume:
+            self._directory.mend_events()
+        sinks = open_sinks(self._spec, self._directory, self._report_sink)
+        recorder = self._recorder = Recorder(self._directory, sinks)
+        recorder.event("run_started", resumed=self._resume, mesh=self._spec.mesh.name)
+        mesh = self._mesh = await open_mesh(self._spec, self._note(recorder), recorder.span)
+        helm = self._helm = Helm(self._whole_status, self._show, lambda: mesh.pools, recorder)
+        if self._stop_asked:
+            await helm.stop()
+        control = ControlPlane(helm, self._spec.mesh.control, self._directory.id)
+        watching = asyncio.create_task(self._watch(recorder, mesh))
         outcome: RunOutcome = "failed"
         try:
-            await self._or_death(self._drive(begun))
+            await control.start()
+            endpoints = Endpoints(control.address, sinks.metrics_url, os.getpid())
+            write_endpoints(self._directory.path, endpoints)
+            await self._or_failure(self._drive(recorder, mesh, helm, begun), mesh)
             outcome = "finished"
         except Stopped:
             outcome = "stopped"
         except Exception as error:
             message = str(error) if isinstance(error, ForgeError) else f"{error!r}"
-            event("failed", error=type(error).__name__, message=message)
+            recorder.event("failed", error=type(error).__name__, message=message)
             self._show(error=message)
             if isinstance(error, ForgeError):
                 raise
             raise RunError(f"the run failed on {message}") from error
         finally:
+            helm.over()
             if self._run is not None:
                 if outcome != "finished":
-                    await self._last_checkpoint()
+                    await self._last_checkpoint(recorder)
                 self._run.write_results(outcome, time.perf_counter() - begun)
-            await self._stop_engines()
-            await self._mesh.stop()
-            event("finished", status=outcome, seconds=round(time.perf_counter() - begun, 3))
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await self._stop_engines(recorder, mesh)
+            await mesh.stop()
+            seconds = round(time.perf_counter() - begun, 3)
+            recorder.event("finished", status=outcome, seconds=seconds)
             self._show(stage=outcome, done=True, phase="")
+            remove_endpoints(self._directory.path)
+            recorder.end_streams()
+            await control.stop()
+            await asyncio.to_thread(recorder.close)
         return outcome
 
-    async def _drive(self, begun: float) -> None:
+    async def _drive(self, recorder: Recorder, mesh: Mesh, helm: Helm, begun: float) -> None:
         from learning.model import load_tokenizer
-        from services.roles import spawn_mesh
+        from services.roles import spawn_roles
         from services.run import Run
         from services.tasks import Tasks, read_patients
 
@@ -102,81 +138,131 @@ class ControllerActor(Actor):
         learn = self._spec.learn
         tasks = Tasks(learn, read_patients(learn.data), load_tokenizer(learn.model.path))
         exams = tasks.exams if learn.evaluate.arms else []
-        await spawn_mesh(self._spec, tasks.documents, tasks.end_ids, self._mesh)
-        for role, pool in self._mesh.pools.items():
-            seconds = round(time.perf_counter() - begun, 3)
-            self._directory.append_event(
+        last_state = self._directory.checkpoints / LAST_STATE
+        last_state.unlink(missing_ok=True)  # an interrupted run's: this one starts where we say
+        await spawn_roles(self._spec, tasks.documents, tasks.end_ids, mesh, last_state)
+        for role, pool in mesh.pools.items():
+            recorder.event(
                 "role_ready",
                 role=role,
                 replicas=len(pool),
-                pids=self._mesh.pids[role],
-                seconds=seconds,
+                pids=[r.pid for r in pool.status().replicas],
+                seconds=round(time.perf_counter() - begun, 3),
             )
         self._run = Run(
-            self._spec, tasks, exams, self._mesh, self._directory, self._show, self._should_stop
-        )
+            self._spec, tasks, exams, mesh, self._directory, recorder, self._show,
+            helm.between_steps,
+        )  # fmt: skip
         if self._resume:
             await self._run.resume(self._newest_checkpoint())
         await self._run.go()
 
-    def _newest_checkpoint(self) -> Path:
+    def _newest_checkpoint(self) -> Path | None:
         from learning.checkpoint import list_checkpoints
 
         found = list_checkpoints(self._directory.checkpoints)
-        if not found:
-            raise CheckpointError(
-                f"{self._directory.path} has no checkpoint to resume from; start anew without "
-                "--resume"
-            )
-        return found[-1]
+        return found[-1] if found else None
 
-    async def _last_checkpoint(self) -> None:
+    async def _last_checkpoint(self, recorder: Recorder) -> None:
         """After a stop or a failure: keep what is there, if the trainer still answers."""
         assert self._run is not None
         try:
             await asyncio.wait_for(self._run.checkpoint(), 5.0)
         except (ForgeError, TimeoutError) as error:
-            self._directory.append_event("failed", error="checkpoint", message=str(error))
+            recorder.event("failed", error="checkpoint", message=str(error))
 
-    async def _stop_engines(self) -> None:
+    async def _stop_engines(self, recorder: Recorder, mesh: Mesh) -> None:
         """Shut vLLM's engines down in order, and note what they did."""
-        generators = self._mesh.pools.get("generator")
+        generators = mesh.pools.get("generator")
         if generators is None or self._spec.learn.generator.backend != "vllm":
             return
+        try:
+            stopping = generators.fanout("shut_down")
+            reports = await asyncio.wait_for(stopping, ENGINE_STOP_SECONDS)
+        except (ForgeError, TimeoutError) as error:
+            recorder.event("failed", error="engine", message=str(error))
+            return
+        for replica, report in enumerate(reports):
+            recorder.event("engine", replica=replica, **asdict(report))
 
-        async def stop(replica: int) -> None:
-            try:
-                answer = generators.call(replica, "shut_down")
-                report = await asyncio.wait_for(answer, ENGINE_STOP_SECONDS)
-            except (ForgeError, TimeoutError) as error:
-                self._directory.append_event(
-                    "failed", error="engine", replica=replica, message=str(error)
-                )
-            else:
-                self._directory.append_event("engine", replica=replica, **asdict(report))
-
-        await asyncio.gather(*(stop(i) for i in range(len(generators))))
-
-    async def _or_death(self, work: Any) -> None:
-        """Await the work, or raise RunError soon after a process that we own has died."""
+    async def _or_failure(self, work: Any, mesh: Mesh) -> None:
+        """Await the work, or raise what the service cannot heal any more."""
         task = asyncio.ensure_future(work)
-        while not task.done():
-            await asyncio.wait({task}, timeout=0.25)
-            if self._deaths and not task.done():
-                # The call that was talking to the dead has its own, clearer error: let it speak.
-                await asyncio.wait({task}, timeout=3.0)
-                if not task.done():
-                    task.cancel()
-                    await asyncio.wait({task}, timeout=1.0)
-                    raise RunError(f"a process of the mesh died: {first_line(self._deaths[0])}")
+        await asyncio.wait({task, mesh.service.failure}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=1.0)
+            mesh.service.failure.result()
         await task
 
-    def _should_stop(self) -> bool:
-        return self._stopping
+    async def _watch(self, recorder: Recorder, mesh: Mesh) -> None:
+        """Once a second: show the sinks where the run stands, and notice when it does not move."""
+        from services.watchdog import InFlight, Progress, who_waits, write_stacks
+
+        now = time.monotonic()
+        progress, moved, phase = Progress(now), recorder.moved, ("", "")
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            status = self._whole_status()
+            recorder.status(status)
+            now = time.monotonic()
+            if (recorder.moved, (status.stage, status.phase)) != (moved, phase):
+                moved, phase = recorder.moved, (status.stage, status.phase)
+                progress.made(now)
+            (progress.pause if status.paused else progress.resume)(now)
+            if not progress.stalled(now, self._spec.mesh.watchdog):
+                continue
+            requests = [
+                InFlight(role, r.replica or None, r.method, r.id, now - r.begun, r.attempt)
+                for role, pool in mesh.pools.items()
+                for r in pool.in_flight.values()
+            ] + [
+                InFlight(role, r.name, "ready", "its start", now - r.begun, 1)
+                for role, pool in mesh.pools.items()
+                for r in pool.replicas
+                if r.state is ReplicaState.DEAD
+            ]
+            serving = {
+                role: sum(r.life.takes_requests for r in pool.replicas)
+                for role, pool in mesh.pools.items()
+            }
+            message = who_waits(
+                requests, serving, silent_s=progress.silent_s(now), stage=status.stage,
+                phase=status.phase,
+            )  # fmt: skip
+            here = socket.gethostname()  # py-spy reads the processes of its own host
+            pids = {
+                r.name: r.pid
+                for pool in status.pools
+                for r in pool.replicas
+                if r.pid and r.host == here
+            }
+            files = await write_stacks(
+                {"controller": os.getpid(), **pids}, self._directory.path, STACK_SECONDS
+            )
+            stacks = sorted({str(f.path.parent) for f in files if f.path is not None})
+            recorder.event("stalled", message=message, stacks=stacks)
+            moved = recorder.moved  # to say so is no progress
+            self._show(message=message)
+
+    def _report_sink(self, sink: str, message: str) -> None:
+        """A sink failed and is left out from now on. Called in whichever thread met it."""
+        if self._recorder is not None:
+            self._loop.call_soon_threadsafe(
+                partial(self._recorder.event, "sink_failed", sink=sink, message=message)
+            )
+
+    def _note(self, recorder: Recorder) -> Any:
+        def note(event: EventName, **facts: Any) -> None:
+            recorder.event(event, **facts)
+            if event == "replica_lost" and self._run is not None:
+                self._run.replica_lost()
+
+        return note
+
+    def _whole_status(self) -> RunStatus:
+        pools = () if self._mesh is None else self._mesh.pools.values()
+        return replace(self._status, pools=tuple(p.status() for p in pools))
 
     def _show(self, **changes: Any) -> None:
         self._status = replace(self._status, **changes)
-
-
-def first_line(text: str) -> str:
-    return text.strip().splitlines()[0][:300] if text.strip() else "no message"

@@ -1,30 +1,36 @@
-"""The one file that binds the mesh spec to code: which actor a role is, and what it is built from.
-
-The only caller of `spawn_procs`. Every replica gets a process mesh of its own: a mesh with a
-failed actor takes no new ones, so replicas must not share one.
-"""
+"""The one file that binds the mesh spec to code: which actor a role is, what it is built from."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from monarch.actor import HostMesh, ProcMesh, this_host
+from monarch.actor import this_host
 
 from actors.doc_teacher import DocTeacherActor
 from actors.generator import GeneratorActor
-from actors.setup import BaseModel, bootstrap
+from actors.pulse import StoreActor
+from actors.setup import BaseModel, warm_up
 from actors.trainer import TrainerActor
 from actors.vllm_generator import VllmGeneratorActor
+from learning.combined import Objective
 from learning.losses import DocKL
 from learning.trainer import TrainerConfig
-from protocols.errors import RunError
+from protocols.errors import PlaneError
 from protocols.learn_spec import LearnSpec
 from protocols.spec import RoleSpec, RunSpec
+from protocols.types import Span
+from services.lives import Note
 from services.planes import OwnedPlane, open_plane
-from services.pool import Pool, bounded, gather
+from services.pool import Pool
+from services.replica import Replica, ask
+from services.service import Service
 
 ROLES: dict[str, type[Any]] = {
     "generator": GeneratorActor,
@@ -32,38 +38,111 @@ ROLES: dict[str, type[Any]] = {
     "doc_teacher": DocTeacherActor,
     "trainer": TrainerActor,
 }
+ALONE = ("trainer", "store")  # roles of which there is one
+ANSWER_SECONDS = 2.0  # a heartbeat takes milliseconds
 
 
-@dataclass
 class Mesh:
-    """A running mesh: pools and process ids by role, the tensor plane, and what must be stopped."""
+    """A running mesh: the service that keeps its replicas alive, and the tensor plane.
 
-    pools: dict[str, Pool] = field(default_factory=dict)
-    plane: OwnedPlane | None = None
-    procs: list[ProcMesh] = field(default_factory=list)
-    pids: dict[str, list[int]] = field(default_factory=dict)
+    `plane_life` counts the planes that there were. `refill` is awaited once a plane that was lost
+    is replaced, with every tensor that anyone still needs to be put into it anew.
+    """
+
+    def __init__(self, service: Service, spec: RunSpec) -> None:
+        self.service = service
+        self.plane: OwnedPlane | None = None
+        self.plane_life = -1
+        self.refill: Callable[[], Awaitable[None]] | None = None
+        self._lives = itertools.count()
+        self._kind = spec.mesh.plane
+        self._timeout_s = spec.mesh.call_timeout_s
+
+    @property
+    def pools(self) -> dict[str, Pool]:
+        return self.service.pools
+
+    async def open_plane(self, store: Replica | None = None) -> None:
+        """Open the plane in the store's process (TorchStore); where there was one, move to it."""
+        procs = store.process.procs if store is not None and store.process is not None else None
+        before, life = self.plane, next(self._lives)
+        plane = await open_plane(self._kind, procs, self._timeout_s)
+        if before is not None:
+            for role, pool in self.pools.items():
+                if role != "store":
+                    # Who was still to be told of something in the lost plane cannot be: `refill`
+                    # brings it anew, after this.
+                    with contextlib.suppress(PlaneError):
+                        await pool.update("plane", life, "use_plane", plane)
+        # Only now: who fails on a plane of this life does not use the one before any more.
+        self.plane, self.plane_life = plane, life
+        if before is None:
+            return
+        with contextlib.suppress(PlaneError):  # its storage is gone; its list of keys goes too
+            await before.stop()
+        if self.refill is not None:
+            await self.refill()
+
+    async def replaced(self, life: int, error: PlaneError) -> None:
+        """Return once the plane of that life was lost and another is in service; raise the error
+        when that plane is well, for then it means what it says."""
+        if "store" not in self.pools:  # shared memory dies with the host alone
+            raise error
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline:
+            serving = [r for r in self.pools["store"].replicas if r.life.takes_requests]
+            if serving and self.plane_life > life:
+                return
+            if serving and await _answers(serving[0]):
+                raise error
+            await asyncio.sleep(0.1)
+        raise error
 
     async def stop(self) -> None:
         """Stop every process; a dead or silent one does not keep the others."""
         plane, self.plane = self.plane, None
         if plane is not None:
-            await _quietly(plane.stop())
-        procs, self.procs = self.procs, []
-        await gather(_quietly(p.stop()) for p in procs)
+            with contextlib.suppress(PlaneError, TimeoutError):
+                await asyncio.wait_for(plane.stop(), 3.0)
+        await self.service.stop()
 
 
-async def spawn_mesh(
-    spec: RunSpec, documents: Mapping[str, tuple[int, ...]], end_ids: frozenset[int], mesh: Mesh
+async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[Span], None]) -> Mesh:
+    """A mesh without any process yet."""
+    mesh, model = spec.mesh, spec.learn.model
+    service = await Service.of(
+        this_host(),
+        health=mesh.health,
+        spares=mesh.spares,
+        warm=partial(warm_up, model.path, model.dtype),
+        call_timeout_s=mesh.call_timeout_s,
+        spawn_timeout_s=mesh.spawn_timeout_s,
+        note=note,
+        observe=observe,
+    )
+    return Mesh(service, spec)
+
+
+async def spawn_roles(
+    spec: RunSpec,
+    documents: Mapping[str, tuple[int, ...]],
+    end_ids: frozenset[int],
+    mesh: Mesh,
+    last_state: Path,
 ) -> None:
     """Spawn the plane and every role of the spec into `mesh`, and wait until each is ready.
 
-    Fills `mesh` as it goes, so that a failure half-way can still be cleaned up.
     Raises RunError that names the role and replica.
     """
-    host = this_host()
-    store = host.spawn_procs(per_host={"procs": 1}, name="store", bootstrap=bootstrap(1))
-    mesh.procs.append(store)
-    mesh.plane = await open_plane(spec.mesh.plane, store)
+    store = spec.mesh.plane == "torchstore"
+    roles = [role for _, role in spec.mesh.roles.items() if not role.gpus]
+    mesh.service.warm([1] * store + [role.threads for role in roles for _ in range(role.replicas)])
+    if store:
+        mesh.service.spawn(StoreActor, role="store", spec=RoleSpec(), prepare=mesh.open_plane)
+        await mesh.service.ready()
+    else:
+        await mesh.open_plane()
+    assert mesh.plane is not None
     for name, role in spec.mesh.roles.items():
         base = BaseModel(
             path=spec.learn.model.path,
@@ -73,25 +152,30 @@ async def spawn_mesh(
             max_kv_bytes=spec.learn.teacher.max_kv_bytes,
             plane=mesh.plane,
         )
-        actor = ROLES[actor_of(name, spec.learn)]
-        arguments = role_arguments(name, spec.learn, base, end_ids)
-        actors = [
-            _spawn(host, mesh, name, replica, role, actor, arguments)
-            for replica in range(role.replicas)
-        ]
-        mesh.pools[name] = Pool(name, actors, spec.mesh.call_timeout_s)
+        mesh.service.spawn(
+            ROLES[actor_of(name, spec.learn)],
+            args=role_arguments(name, spec.learn, base, end_ids, last_state),
+            role=name,
+            spec=role,
+            prepare=_recover if name == "trainer" else None,
+        )
+    await mesh.service.ready()
+    mesh.service.keep_spares()
 
-    async def ready(name: str, replica: int, actor: Any) -> None:
-        what = f"{name}[{replica}] starting"
-        pid = await bounded(actor.ready.call_one(), spec.mesh.spawn_timeout_s, what)
-        mesh.pids[name][replica] = pid
 
-    mesh.pids = {name: [0] * len(pool) for name, pool in mesh.pools.items()}
-    await gather(
-        ready(name, replica, actor)
-        for name, pool in mesh.pools.items()
-        for replica, actor in enumerate(pool.actors)
-    )
+async def _recover(replica: Replica) -> None:
+    """A trainer that replaces another stands where that one stood."""
+    if replica.generation > 0:
+        await ask(replica, "recover", (), asyncio.get_running_loop().time() + 60.0)
+
+
+async def _answers(store: Replica) -> bool:
+    assert store.process is not None
+    try:
+        await asyncio.wait_for(store.process.beat(), ANSWER_SECONDS)
+    except Exception:  # however it fails: a process that is well answers
+        return False
+    return True
 
 
 def actor_of(name: str, learn: LearnSpec) -> str:
@@ -101,7 +185,7 @@ def actor_of(name: str, learn: LearnSpec) -> str:
 
 
 def role_arguments(
-    name: str, learn: LearnSpec, base: BaseModel, end_ids: frozenset[int]
+    name: str, learn: LearnSpec, base: BaseModel, end_ids: frozenset[int], last_state: Path
 ) -> tuple[Any, ...]:
     """What a role's actor is constructed with."""
     if name == "generator":
@@ -112,7 +196,7 @@ def role_arguments(
         top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
         return (base, learn.train.row_tokens, top)
     assert name == "trainer", name
-    return (base, trainer_config(learn))
+    return (base, trainer_config(learn), str(last_state))
 
 
 def trainer_config(learn: LearnSpec) -> TrainerConfig:
@@ -127,29 +211,7 @@ def trainer_config(learn: LearnSpec) -> TrainerConfig:
         staleness=learn.train.staleness,
         publish_dtype=learn.model.dtype,
         keep_checkpoints=learn.train.keep_checkpoints,
-        loss=DocKL(loss.direction, loss.beta or 0.5, loss.form, loss.temperature),
+        objective=Objective(
+            doc=DocKL(loss.direction, loss.beta or 0.5, loss.form, loss.temperature)
+        ),
     )
-
-
-def _spawn(
-    host: HostMesh,
-    mesh: Mesh,
-    name: str,
-    replica: int,
-    role: RoleSpec,
-    actor: type[Any],
-    arguments: tuple[Any, ...],
-) -> Any:
-    proc_name = f"{name.replace('_', '')}{replica}"  # Monarch's names take letters and digits only
-    gpus = range(replica * role.gpus, (replica + 1) * role.gpus)
-    procs = host.spawn_procs(
-        per_host={"procs": role.procs}, name=proc_name, bootstrap=bootstrap(role.threads, gpus)
-    )
-    mesh.procs.append(procs)
-    return procs.spawn(proc_name, actor, *arguments)
-
-
-async def _quietly(ending: Any) -> None:
-    """Await something that is being thrown away: whether it was still alive does not matter."""
-    with contextlib.suppress(RunError):
-        await bounded(ending, 3.0, "stopping")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from protocols.errors import PublishError, RunError
-from protocols.ports import TensorPlane
+from protocols.errors import PlaneError, PublishError, RunError
 from protocols.records import Measured, MetricRow, Results, RunOutcome
 from protocols.spec import RunSpec
 from protocols.types import (
@@ -22,23 +21,24 @@ from protocols.types import (
     Stepped,
 )
 from services.evaluation import measure
+from services.helm import Stopped
 from services.loop import Done, OnPolicyLoop, Ports, Rollout
+from services.packing import packed_bytes
 from services.position import Position
 from services.progress import Meter
+from services.recorder import Recorder
 from services.roles import Mesh
 from services.rollouts import as_rollout, as_rows, rollout_from
 from services.rundir import RunDirectory
 from services.tasks import NO_DOCUMENT, Exam, Tasks
+from services.tensors import Tensors
 
 OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call
 
 
-class Stopped(Exception):
-    """The run was asked to stop, between two steps. Not an error."""
-
-
 class Run:
-    """Drives the arms. `show` updates the display's view, `should_stop` is asked between steps."""
+    """Drives the arms. `show` updates the display's view; `between_steps` does what was asked for
+    from outside, and raises Stopped."""
 
     def __init__(
         self,
@@ -47,23 +47,25 @@ class Run:
         exams: Sequence[Exam],
         mesh: Mesh,
         directory: RunDirectory,
+        recorder: Recorder,
         show: Callable[..., None],
-        should_stop: Callable[[], bool],
+        between_steps: Callable[[Callable[[], Awaitable[str]]], Awaitable[None]],
     ) -> None:
         self._spec, self._learn = spec, spec.learn
         self._tasks, self._exams = tasks, exams
-        self._plane = mesh.plane
+        self._mesh = mesh
+        self._tensors = Tensors(mesh, keep=1 + spec.learn.train.staleness)
         self._generators = mesh.pools["generator"]
         self._teachers = mesh.pools["doc_teacher"]
         self._trainer = mesh.pools["trainer"]
         self._directory = directory
-        self._show, self._should_stop = show, should_stop
+        self._recorder, self._show = recorder, show
+        self._between_steps = between_steps
         self._at = Position()
         self._meter = Meter()
         self._loop: OnPolicyLoop | None = None
-        self._published: str | None = None
-        self._read: list[str] = []  # keys that nobody reads any more
-        self._deleting: asyncio.Task[None] | None = None
+        self._scored_in = 0  # the life of the plane that holds the scores of the step
+        self._moved: dict[str, int] = {}  # bytes of this step over the plane
         self._resumed = False
         self._begun_arm = False
 
@@ -71,23 +73,22 @@ class Run:
 
     async def go(self) -> None:
         """Every arm of the spec that has no result yet. Raises Stopped when asked to."""
-        base = await self._trainer.call(0, "base_hash")
+        base = await self._trainer.route("base_hash")
         try:
             if self._at.arm == "on_policy":
                 await self._train_on_policy()
             if "offline" in self._learn.evaluate.arms:
                 await self._train_offline()
-            await self._deleted()
+            await self._tensors.tidied()
         finally:
-            if self._deleting is not None:
-                self._deleting.cancel()
-        if await self._trainer.call(0, "base_hash") != base:
+            self._tensors.cancel()
+        if await self._trainer.route("base_hash") != base:
             raise RunError("the base model's weights changed during the run: only cartridges may")
 
     async def _train_on_policy(self) -> None:
         steps = self._learn.train.steps
         if not self._resumed:
-            self._at.first_version = await self._trainer.call(0, "begin", steps)
+            self._at.first_version = await self._trainer.route("begin", "on_policy", steps)
         first = self._at.first_version
         self._begun_arm = True
         await self._publish(first + self._at.step)
@@ -105,7 +106,7 @@ class Run:
         )
         try:
             for step in range(self._at.step, steps):
-                self._check_stop()
+                await self._look_up()
                 self._show(stage="training on_policy", arm="on_policy", steps=steps)
                 await self._record(await self._loop.step(step), steps)
         except Stopped:
@@ -118,15 +119,16 @@ class Run:
 
     async def _train_offline(self) -> None:
         """The baseline: the teacher writes the responses, as many tokens as on policy trained."""
-        self._show(stage="writing offline data", arm="offline", step=self._at.step, phase="rollout")
+        self._show(stage="writing offline data", arm="offline", step=self._at.step)
+        self._watch("rollout")
         rollouts = await self._offline_data(self._at.tokens["on_policy"])
         if self._at.arm != "offline":
             self._at.arm, self._at.step, self._at.pending = "offline", 0, []
-            self._at.first_version = await self._trainer.call(0, "begin", len(rollouts))
+            self._at.first_version = await self._trainer.route("begin", "offline", len(rollouts))
         first = self._at.first_version
         await self._checkpoint_due(len(rollouts), force=True)
         for step in range(self._at.step, len(rollouts)):
-            self._check_stop()
+            await self._look_up()
             self._show(stage="training offline", arm="offline", steps=len(rollouts))
             timer = self._meter.start()
             self._watch("score")
@@ -135,7 +137,7 @@ class Run:
             self._watch("train")
             stepped = await self._train(rollouts[step].samples, scored.packet, first + step)
             timer.lap("train")
-            await self._delete_read()
+            await self._tensors.tidy()
             times = timer.times(rollouts[step], scored.compute_seconds + stepped.compute_seconds)
             await self._record(Done(rollouts[step], stepped, times), len(rollouts))
         await self._publish(first + len(rollouts))
@@ -146,7 +148,7 @@ class Run:
         rollouts: list[Rollout] = []
         tokens = 0
         while tokens < budget:
-            self._check_stop()
+            await self._look_up()
             steps = range(len(rollouts), len(rollouts) + OFFLINE_CHUNK)
             prompts = [self._tasks.offline(s) for s in steps]
             flat = [p for step in prompts for p in step]
@@ -182,8 +184,8 @@ class Run:
         """
         compute: list[float] = []
 
-        async def share(replica: int, items: Sequence[GenerateRequest]) -> list[Completion]:
-            done: Generated = await self._generators.call(replica, "generate", tuple(items))
+        async def share(items: Sequence[GenerateRequest]) -> list[Completion]:
+            done: Generated = await self._generators.route("generate", tuple(items))
             compute.append(done.compute_seconds)
             for completion in done.completions:
                 if completion.error:
@@ -193,60 +195,55 @@ class Run:
         return await self._generators.split(requests, share), max(compute, default=0.0)
 
     async def _score(self, step: int, samples: Sequence[Sample]) -> Scored:
-        # One teacher scores a step, in turn: its packet must be one tensor in sample order.
-        key = f"scores/{self._at.arm}/{step}"
-        replica = step % len(self._teachers)
-        scored: Scored = await self._teachers.call(replica, "score", key, tuple(samples))
+        # One teacher scores a step: its packet must be one tensor in sample order.
+        stem = f"scores/{self._at.arm}/{step}"
+        while True:
+            self._scored_in = self._mesh.plane_life
+            try:
+                scored: Scored = await self._teachers.route("score", stem, tuple(samples))
+                break
+            except PlaneError as error:
+                await self._mesh.replaced(self._scored_in, error)
         expected = sum(len(s.response_ids) for s in samples)
         if scored.tokens != expected:
-            raise RunError(f"the teacher scored {scored.tokens} of {expected} tokens of {key}")
+            raise RunError(f"the teacher scored {scored.tokens} of {expected} tokens of {stem}")
+        self._moved["scores"] = 2 * packed_bytes(scored.packet.layout)  # put and got
         return scored
 
     async def _train(self, samples: Sequence[Sample], packet: Packet, version: int) -> Stepped:
-        call = self._trainer.call(0, "step", tuple(samples), packet, version)
-        training = asyncio.ensure_future(call)
-        if self._at.arm == "on_policy":
-            await asyncio.sleep(0.001)  # the call goes out first; then there is time to spare
-            ahead = 1 + self._learn.train.staleness
-            self._tasks.prepare(version - self._at.first_version + ahead)
-        stepped: Stepped = await training
-        self._read.append(packet.key)
+        """One step of the trainer. When the scores are lost with the plane they are made again."""
+        step = version - self._at.first_version
+        while True:
+            call = self._trainer.route("step", tuple(samples), packet, version)
+            training = asyncio.ensure_future(call)
+            if self._at.arm == "on_policy":
+                await asyncio.sleep(0.001)  # the call goes out first; then there is time to spare
+                self._tasks.prepare(step + 1 + self._learn.train.staleness)
+            try:
+                stepped: Stepped = await training
+                break
+            except PlaneError as error:
+                await self._mesh.replaced(self._scored_in, error)
+                packet = (await self._score(step, samples)).packet
+        if self._scored_in == self._mesh.plane_life:
+            self._tensors.read(packet.key, self._scored_in)
+        else:  # replaced meanwhile: nobody can tell where they lie
+            self._tensors.replica_lost()
         return stepped
 
     async def _publish(self, version: int) -> None:
-        """Make the trainer's cartridges visible to every generator; drop the version before."""
-        snapshot = await self._trainer.call(0, "publish", f"cartridges/{version}")
-        if snapshot.version != version:
-            raise RunError(
-                f"the trainer published version {snapshot.version} where {version} was due"
-            )
-        await self._generators.fanout("load", snapshot)
-        if self._published is not None:
-            self._read.append(self._published)
-        self._published = snapshot.packet.key
-        await self._delete_read()
-
-    async def _delete_read(self) -> None:
-        """Delete what nobody reads any more, beside the work that follows. The time before is
-        waited for first: the store holds one step's tensors too many at most, and a failure to
-        delete is met here."""
-        await self._deleted()
-        assert self._plane is not None
-        keys, self._read = self._read, []
-        self._deleting = asyncio.create_task(_delete(self._plane, keys))
-
-    async def _deleted(self) -> None:
-        if self._deleting is not None:
-            await self._deleting
+        size = await self._tensors.publish(version)
+        self._moved["cartridges"] = size * (1 + len(self._generators))
 
     # -- what is recorded -----------------------------------------------------------------------
 
     async def _record(self, done: Done, steps: int) -> None:
+        self._watch("")
         at, arm, step = self._at, self._at.arm, done.rollout.step + 1
         stepped = done.stepped
         accuracy = await self._probe(arm, step, stepped.version)
         self._directory.append_rollouts(as_rows(done.rollout, arm, step, self._tasks.decode))
-        self._directory.append_metric(
+        self._recorder.metric(
             MetricRow(
                 arm=arm, step=step, version=stepped.version, kl=stepped.kl,
                 grad_norm=stepped.grad_norm, lr=stepped.lr, tokens=stepped.tokens,
@@ -263,15 +260,16 @@ class Run:
             at.kl_last = stepped.kl
         seconds = asdict(done.times)
         speed = stepped.tokens / done.times.step
-        self._directory.append_event(
+        self._recorder.event(
             "step", arm=arm, step=step,
             seconds={k: round(v, 6) for k, v in seconds.items()}, tokens_per_second=round(speed, 1),
+            bytes=dict(self._moved), rollouts=len(done.rollout.samples),
         )  # fmt: skip
         self._meter.add(arm, seconds)
         shown = {} if accuracy is None else {"accuracy": accuracy}
         self._show(
             step=step, kl=stepped.kl, version=stepped.version, tokens_per_second=speed,
-            phase_seconds=self._meter.means(arm), phase="",
+            phase_seconds=self._meter.means(arm),
             seconds_left=self._meter.seconds_left(arm, steps - step), **shown,
         )  # fmt: skip
         await self._checkpoint_due(steps)
@@ -290,18 +288,20 @@ class Run:
         """Measure one arm, once."""
         if arm not in self._learn.evaluate.arms or arm in self._at.arms:
             return
-        self._check_stop()
-        self._show(stage=f"evaluating {arm}", phase="")
+        await self._look_up()
+        self._show(stage=f"evaluating {arm}")
+        self._watch("evaluate")
         result: dict[str, Any] = dict(
             await self._answer(self._exams, arm, prefix, version, sampled=False)
         )
         result["sampled"] = None
         if self._learn.evaluate.sampled:
-            self._check_stop()
+            await self._look_up()
             result["sampled"] = await self._answer(self._exams, arm, prefix, version, sampled=True)
         self._at.arms[arm] = result
-        self._directory.append_event("evaluated", arm=arm, **result)
+        self._recorder.event("evaluated", arm=arm, **result)
         self._show(accuracy=result["accuracy"])
+        self._watch("")
 
     async def _answer(
         self, exams: Sequence[Exam], arm: str, prefix: str, version: int, *, sampled: bool
@@ -317,40 +317,48 @@ class Run:
         if force or self._at.step == steps or (every and self._at.step % every == 0):
             await self.checkpoint()
 
-    async def checkpoint(self) -> None:
-        """Save trainer and position; rollouts that run ahead are waited for and kept.
+    async def checkpoint(self) -> str:
+        """Save trainer and position; rollouts that run ahead are waited for and kept. Returns the
+        checkpoint's name, "" where there is nothing to keep yet.
 
         Raises CheckpointError when the trainer stands elsewhere than the position (a step that
         failed half-way): the checkpoint before it stands.
         """
         if not self._begun_arm:
-            return
+            return ""
         if self._loop is not None:
             self._at.pending = [asdict(r) for r in await self._loop.settle()]
         elif (
             self._at.arm == "on_policy"
             and 0 < self._at.step < self._learn.train.steps
-            and (self._learn.train.staleness)
+            and self._learn.train.staleness
         ):
-            return  # a failure took the rollouts that ran ahead; the checkpoint before it stands
-        path = await self._trainer.call(
-            0, "save", str(self._directory.checkpoints), asdict(self._at), self._version
+            return ""  # a failure took the rollouts that ran ahead; the checkpoint before it stands
+        self._watch("checkpoint")
+        path = await self._trainer.route(
+            "save", str(self._directory.checkpoints), asdict(self._at), self._version
         )
-        self._directory.append_event(
-            "checkpoint", arm=self._at.arm, step=self._at.step, path=Path(path).name
-        )
+        name = Path(path).name
+        self._watch("")
+        self._recorder.event("checkpoint", arm=self._at.arm, step=self._at.step, path=name)
+        return name
 
     @property
     def _version(self) -> int:
         return self._at.first_version + self._at.step
 
-    async def resume(self, path: Path) -> None:
-        """Stand where a checkpoint was written, files included."""
-        self._at = Position(**await self._trainer.call(0, "restore", str(path)))
+    async def resume(self, path: Path | None) -> None:
+        """Stand where a checkpoint was written, files included; without one, at the start."""
+        if path is not None:
+            self._at = Position(**await self._trainer.route("restore", str(path)))
+            self._resumed = True
+            self._begun_arm = True
         self._directory.truncate_after(self._at.arm, self._at.step)
-        self._resumed = True
-        self._begun_arm = True
         self._show(step=self._at.step, arm=self._at.arm)
+
+    def replica_lost(self) -> None:
+        """A replica died: it may have left tensors behind."""
+        self._tensors.replica_lost()
 
     def write_results(self, status: RunOutcome, wall_seconds: float) -> None:
         """results.json as far as the run came; the report is made from it."""
@@ -377,14 +385,15 @@ class Run:
         self._directory.write_results(results)
 
     def _watch(self, phase: str) -> None:
+        """What the run does now, for who looks at it."""
         self._show(phase=phase)
+        at = self._at
+        self._recorder.phase(phase, arm=at.arm, step=at.step + 1, version=self._version)
 
-    def _check_stop(self) -> None:
-        if self._should_stop():
-            self._directory.append_event("stopping", arm=self._at.arm, step=self._at.step)
-            raise Stopped
-
-
-async def _delete(plane: TensorPlane, keys: Sequence[str]) -> None:
-    for key in keys:
-        await plane.delete(key)
+    async def _look_up(self) -> None:
+        """Between two steps: checkpoint, pause or stop, if that was asked for."""
+        try:
+            await self._between_steps(self.checkpoint)
+        except Stopped:
+            self._recorder.event("stopping", arm=self._at.arm, step=self._at.step)
+            raise

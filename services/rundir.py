@@ -7,13 +7,16 @@
         ├── metrics.jsonl    one row per step, decided by the seed     appended
         ├── rollouts.jsonl   one row per sampled response              appended
         ├── events.jsonl     what happened when                        appended
+        ├── trace.json       every request and phase, for Perfetto     appended
         ├── checkpoints/     the trainer's business
+        ├── endpoints.json   where the run is reached                  while it runs
+        ├── stacks/          of every process, when nothing moved      written once
         ├── results.json     the arms, at the end                      replaced whole
         └── report.html      made from the files above                 replaced whole
 
 Whole files are replaced by rename, so a reader sees the old one or the new one. Rows are appended
-by one writer; a kill can tear the last line only, readers pass over it, and `truncate_after` cuts
-it off before a resumed run appends again.
+by one writer; a kill can tear the last line only, readers pass over it, and `mend_events` and
+`truncate_after` cut it off before a resumed run appends again.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +140,12 @@ class RunDirectory:
 
     def append_event(
         self, event: EventName, *, now: datetime | None = None, **fields: object
-    ) -> None:
-        """`run.append_event("checkpoint", arm="on_policy", step=20)`; the time is added here."""
-        _append(self.events, [{"time": utc_text(now), "event": event, **fields}])
+    ) -> dict[str, object]:
+        """`run.append_event("checkpoint", arm="on_policy", step=20)`; the time is added here.
+        Returns the row."""
+        row = {"time": utc_text(now), "event": event, **fields}
+        _append(self.events, [row])
+        return row
 
     def write_results(self, results: Results) -> None:
         write_atomically(self.results, json.dumps(results, indent=2, allow_nan=False) + "\n")
@@ -150,13 +157,18 @@ class RunDirectory:
         loaded: dict[str, Any] = json.loads(self.results.read_bytes())
         return loaded
 
+    def mend_events(self) -> None:
+        """Cut off a torn last line, before anything is appended to it. Whole rows all stay: they
+        are history."""
+        write_atomically(self.events, "".join(map(_line, iter_rows(self.events))))
+
     def truncate_after(self, arm: str, step: int) -> dict[str, int]:
         """Cut the files back to a checkpoint and return how many whole rows each lost.
 
         `run.truncate_after("on_policy", 20)` keeps on_policy 1..20 and drops on_policy 21.. and
-        all of offline, which trains after it; step 0 drops the arm. A torn last line goes too, of
-        events.jsonl as well, whose whole rows all stay: they are history. `results.json` of the
-        interrupted run is removed, as it does not describe the one that goes on.
+        all of offline, which trains after it; step 0 drops the arm. A torn last line goes too.
+        `results.json` of the interrupted run is removed, as it does not describe the one that
+        goes on.
         """
         end = _position(arm, step)
         dropped: dict[str, int] = {}
@@ -165,7 +177,6 @@ class RunDirectory:
             kept = [row for row in rows if _position(row["arm"], row["step"]) <= end]
             write_atomically(file, "".join(map(_line, kept)))
             dropped[file.name] = len(rows) - len(kept)
-        write_atomically(self.events, "".join(map(_line, iter_rows(self.events))))
         self.results.unlink(missing_ok=True)
         return dropped
 
@@ -240,11 +251,15 @@ def phase_means(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, floa
     }
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file whole: a reader or a crash sees the old text or the new, never a part."""
+def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
+    """Replace a file whole: a reader or a crash sees the old text or the new, never a part.
+
+    `mode` is that of a new file before the umask, at every moment from its creation on.
+    """
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
+        opener = partial(os.open, mode=mode)
+        with open(temporary, "w", encoding="utf-8", newline="", opener=opener) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -10,10 +10,12 @@ onto a name that exists fails in the kernel, so two writers cannot both have one
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import itertools
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,19 +29,28 @@ from services.packing import check_key, layout_of, packed_bytes, packed_chunks, 
 
 PREFIX = "cartridge-forge-"
 SUFFIX = ".tensors"  # keys end with it, temporary files do not
+# A shell that outlives the owner: `read` ends with the pipe that the owner holds, whatever killed
+# it. A Ctrl-C that reaches every process of a terminal, or a session's end, is not its end.
+JANITOR = """trap '' INT TERM HUP
+echo
+read -r _
+for try in 1 2 3; do rm -rf -- "$1" && exit; sleep 1; done"""
+JANITOR_SECONDS = 5.0
 _counter = itertools.count()
 
 
 class SharedMemoryPlane:
     """A `protocols.ports.TensorPlane` in the directory `root`, for processes of one host.
 
-    Whoever calls `start` owns the directory; copies pickled into actors only use it. Tensors that
-    `get` returns are views of a private mapping: writing to one is safe and seen by nobody else.
+    Whoever calls `start` owns the directory; copies pickled into actors only use it. It goes with
+    its owner, also when that is killed. Tensors that `get` returns are views of a private mapping:
+    writing to one is safe and seen by nobody else.
     """
 
     def __init__(self, root: str) -> None:
         self.root = Path(root)
         self._lock: int | None = None
+        self._janitor: subprocess.Popen[bytes] | None = None
 
     def __reduce__(self) -> tuple[type[SharedMemoryPlane], tuple[str]]:
         return SharedMemoryPlane, (str(self.root),)
@@ -48,7 +59,7 @@ class SharedMemoryPlane:
     async def start(cls, base: str | None = None) -> SharedMemoryPlane:
         """A new directory under `base` (/dev/shm, or the temporary directory where there is none).
 
-        Directories that dead runs left in `base` are removed first.
+        Directories that dead runs left in `base` (their janitors died too) are removed first.
         """
         base = base or _memory_directory()
         try:
@@ -61,6 +72,14 @@ class SharedMemoryPlane:
             assert lock is not None
             plane = cls(os.path.join(base, f"{PREFIX}{os.getpid()}-{Path(hidden).name[-8:]}"))
             os.rename(hidden, plane.root)
+            plane._janitor = subprocess.Popen(  # noqa: ASYNC220  (returns at once)
+                ["/bin/sh", "-c", JANITOR, "sh", str(plane.root)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                start_new_session=True, cwd="/",
+            )  # fmt: skip
+            assert plane._janitor.stdout is not None
+            with plane._janitor.stdout as ready:  # it says so once a signal is none to it: in ms
+                await asyncio.to_thread(ready.readline)
         except OSError as error:
             raise PlaneError(f"cannot start a tensor plane under {base}: {error}") from error
         plane._lock = lock
@@ -69,6 +88,10 @@ class SharedMemoryPlane:
     async def stop(self) -> None:
         """Remove the directory. Tensors already mapped stay readable; every later call fails."""
         shutil.rmtree(self.root, ignore_errors=True)
+        if self._janitor is not None:
+            # Its input ends, and so does it: in milliseconds.
+            await asyncio.to_thread(self._janitor.communicate, timeout=JANITOR_SECONDS)
+            self._janitor = None
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

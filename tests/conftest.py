@@ -79,3 +79,13 @@ def monarch_faults(_no_process_left: None) -> list[str]:
     faults: list[str] = []
     monarch.actor.unhandled_fault_hook = lambda failure: faults.append(str(failure))
     return faults
+
+
+@pytest.fixture
+def own_fault_hook(monarch_faults: list[str]) -> Iterator[None]:
+    """For who makes a service in this process: it takes the hook, and the session's comes back."""
+    import monarch.actor
+
+    hook = monarch.actor.unhandled_fault_hook
+    yield
+    monarch.actor.unhandled_fault_hook = hook

@@ -57,6 +57,19 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def same_outcome(path: Path, reference: Path) -> None:
+    """Files that the seed decides are equal to the byte; of the results, all but the times."""
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (path / name).read_bytes() == (reference / name).read_bytes(), name
+    results = []
+    for p in (path, reference):
+        found = json.loads((p / "results.json").read_text())
+        for timing in ("phases", "orchestration_share", "wall_seconds"):
+            del found[timing]
+        results.append(found)
+    assert results[0] == results[1]
+
+
 @dataclass(frozen=True)
 class Finished:
     """A run that ended: what it printed, and its directory."""

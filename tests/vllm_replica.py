@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +31,8 @@ from learning.decoding import generate
 from learning.model import document_kv, load_model
 from protocols.learn_spec import GeneratorSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, Snapshot
-from services.pool import Pool
+from services.replica import Replica as Member
+from services.replica import ask
 from services.shared_memory import SharedMemoryPlane
 
 TIMEOUT = 120.0
@@ -120,16 +122,16 @@ class Replica:
 
     model: Tiny
     plane: SharedMemoryPlane
-    pool: Pool
+    member: Member
     published: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     newest: int = -1
 
     def call(self, method: str, *args: Any) -> Any:
-        return asyncio.run(self.pool.call(0, method, *args))
+        return asyncio.run(ask(self.member, method, args, time.monotonic() + TIMEOUT))
 
     def start(self, method: str, *args: Any) -> Any:
         """A Monarch future, to be got later."""
-        return getattr(self.pool.actors[0], method).call_one(*args)
+        return getattr(self.member.actor, method).call_one(*args)
 
     def snapshot(self, version: int, names: Sequence[str], kv: Tensor) -> Snapshot:
         key = f"cartridges/{version}/{random.getrandbits(60)}"
@@ -182,8 +184,9 @@ def replica(
     try:
         base = BaseModel(model.path, "float32", 1, model.documents, 1 << 28, plane)
         chosen = GeneratorSpec(backend="vllm", **{"kv_gib": 0.05, **spec})
-        actors = [procs.spawn("generator0", actor, base, end_ids, keep, chosen)]
-        started = Replica(model, plane, Pool("generator", actors, TIMEOUT))
+        member = Member("generator", 0)
+        member.actor = procs.spawn("generator0", actor, base, end_ids, keep, chosen)
+        started = Replica(model, plane, member)
         started.call("ready")
         yield started
     finally:

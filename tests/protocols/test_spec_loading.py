@@ -78,7 +78,8 @@ BAD_FILES = [
      "write digits alone, without quotes"),
     (M, "replicas: 2", "replica: 2",
      f"unknown key replica at {M}:8 (roles.generator.replica); did you mean replicas? "
-     "known here: replicas, procs, threads, gpus"),
+     "known here: replicas, procs, threads, gpus, router, attempts, max_ongoing, restarts, "
+     "autoscale"),
     (M, "plane: torchstore", "plane: sharedmemory",
      f"plane must be one of torchstore, shared_memory: got 'sharedmemory' at {M}:5 (plane); "
      "did you mean shared_memory?"),
@@ -108,7 +109,8 @@ BAD_FILES = [
      "it may hold generator, doc_teacher, trainer"),
     (M, "plane: torchstore", "plane: torchstore\nlr: 0.1",
      f"unknown key lr at {M}:6 (lr); did you mean train.lr? "
-     "known here: name, config, hosts, plane, roles, call_timeout_s, spawn_timeout_s"),
+     "known here: name, config, hosts, plane, roles, spares, health, watchdog, control, "
+     "telemetry, call_timeout_s, spawn_timeout_s"),
     (M, "plane: torchstore", "plane: torchstore\nname: other",
      f"the text must be valid YAML: key name is given twice, first on line 1 at {M}:6; "
      "remove one"),
@@ -239,7 +241,8 @@ BAD_OVERRIDES = [
      "kv_gib, tensor_parallel"),
     ("threads=3",
      "unknown key threads at --set threads=3; did you mean roles.generator.threads? known: name, "
-     "config, hosts, plane, roles, call_timeout_s, spawn_timeout_s, model, data, cartridge, "
+     "config, hosts, plane, roles, spares, health, watchdog, control, telemetry, call_timeout_s, "
+     "spawn_timeout_s, model, data, cartridge, "
      "rollout, generator, teacher, loss, train, evaluate"),
     ("generator.block_tokens=40",
      "block_tokens must be a multiple of 32: got 40 at --set generator.block_tokens=40 "

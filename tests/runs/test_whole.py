@@ -23,7 +23,7 @@ STEPS = SMALL["train.steps"]
 def test_the_directory_is_complete_and_the_end_says_where(finished: Finished) -> None:
     names = {p.name for p in finished.path.iterdir()}
     files = {"spec.yaml", "metrics.jsonl", "rollouts.jsonl", "events.jsonl", "results.json"}
-    assert files | {"checkpoints", "report.html"} == names
+    assert files | {"checkpoints", "report.html", "trace.json"} == names
     assert list((finished.path / "checkpoints").glob("version-*"))
     tail = finished.process.stdout.splitlines()[-20:]
     for arm in ARMS:
@@ -103,7 +103,7 @@ def test_the_events_tell_the_run(finished: Finished) -> None:
     assert names[0] == "run_started"
     assert names[-1] == "finished"
     ready = {e["role"]: e["replicas"] for e in events if e["event"] == "role_ready"}
-    assert ready == {"generator": 2, "doc_teacher": 1, "trainer": 1}
+    assert ready == {"store": 1, "generator": 2, "doc_teacher": 1, "trainer": 1}
     assert {e["arm"] for e in events if e["event"] == "evaluated"} == ARMS
 
 

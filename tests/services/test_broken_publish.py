@@ -16,14 +16,18 @@ from learning.model import load_tokenizer
 from protocols.errors import PublishError, StaleTokenError
 from protocols.spec import RunSpec
 from protocols.spec_loading import load_spec
+from protocols.status import RunStatus
 from protocols.types import Generated, GenerateRequest, PrefixRef, Snapshot
 from services import roles
-from services.roles import Mesh, spawn_mesh
+from services.helm import Helm
+from services.recorder import Recorder
+from services.roles import open_mesh, spawn_roles
 from services.run import Run
 from services.rundir import RunDirectory
 from services.tasks import Tasks, read_patients
+from services.telemetry.hub import open_sinks
 
-pytestmark = pytest.mark.mesh
+pytestmark = [pytest.mark.mesh, pytest.mark.usefixtures("own_fault_hook")]
 
 
 class Deaf(GeneratorActor):
@@ -66,14 +70,22 @@ async def run_with(spec: RunSpec, directory: RunDirectory) -> Run:
     """A run driven from this process, without a controller."""
     tokenizer = load_tokenizer(spec.learn.model.path)
     tasks = Tasks(spec.learn, read_patients(spec.learn.data), tokenizer)
-    mesh = Mesh()
+    hub = open_sinks(spec, directory, lambda sink, message: None)
+    recorder = Recorder(directory, hub)
+    mesh = await open_mesh(spec, recorder.event, recorder.span)
+    helm = Helm(RunStatus, lambda **_: None, lambda: mesh.pools, recorder)
     try:
-        await spawn_mesh(spec, tasks.documents, tasks.end_ids, mesh)
-        run = Run(spec, tasks, tasks.exams, mesh, directory, lambda **_: None, lambda: False)
+        last_state = directory.checkpoints / "last-state.safetensors"
+        await spawn_roles(spec, tasks.documents, tasks.end_ids, mesh, last_state)
+        run = Run(
+            spec, tasks, tasks.exams, mesh, directory, recorder, lambda **_: None,
+            helm.between_steps,
+        )  # fmt: skip
         await run.go()
         return run
     finally:
         await mesh.stop()
+        await asyncio.to_thread(recorder.close)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,198 @@
+"""How long a role is missing: from kill -9, and from SIGSTOP, to HEALTHY again, in a run at work.
+
+    make chaos        a table; mttr.json has every figure
+
+The run is the shipped mesh, cut down to small steps, with its default heartbeats. A replica is
+struck once everything is in service, a warm spare included. The controller is back when a run that
+is resumed right after its death has done a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from chaos import ROLES, Eye, Role
+from small_run import command, latest, running
+
+from services.endpoints import read_endpoints
+
+SETS: dict[str, Any] = {
+    "train.steps": 100_000,
+    "train.checkpoint_every": 20,
+    "evaluate.arms": ["on_policy"],
+    "evaluate.probe_every": 0,
+    **{f"roles.{name}.restarts": 1000 for name in ("generator", "doc_teacher", "trainer")},
+}
+TIMEOUT_S = 1800.0
+
+
+def seconds(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+def at_work(eye: Eye, alive: int) -> None:
+    """Wait until every replica serves, the spare is warm, and the run does steps."""
+
+    def whole() -> bool:
+        replicas = [r for role in ROLES for r in eye.replicas(role.name)]
+        if not replicas or {r.state for r in replicas} != {"healthy"}:
+            return False
+        controller = read_endpoints(latest(eye.run.root)).pid
+        known = {r.pid for r in replicas} | {eye.run.process.pid, controller}
+        others = [p for p in eye.run.alive() if p not in known]
+        return len(known) + len(others) >= alive and all(map(is_idle, others))
+
+    eye.wait(whole)
+    step = eye.furthest()
+    eye.wait(lambda: eye.furthest() > step)
+
+
+def is_idle(pid: int) -> bool:
+    """Whether a process computed next to nothing for a second: then a spare is warm."""
+    before = cpu_seconds(pid)
+    time.sleep(1.0)
+    return cpu_seconds(pid) - before < 0.02
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def missing_s(eye: Eye, role: Role, number: signal.Signals, rng: random.Random) -> float:
+    """Strike one replica of the role; seconds until its successor is HEALTHY."""
+    eye.idle(rng.uniform(0, 0.5))  # anywhere in a step
+    victim = rng.choice(eye.replicas(role.name))
+    begun = time.time()
+    os.kill(victim.pid, number)
+    back: list[float] = []
+
+    def returned() -> bool:
+        back[:] = [
+            seconds(e["time"]) - begun
+            for e in eye.events()
+            if e["event"] == "replica_back" and e["replica"] == victim.name
+            and seconds(e["time"]) > begun
+        ]  # fmt: skip
+        return bool(back)
+
+    eye.wait(returned)
+    return back[0]
+
+
+def replaced(
+    root: Path, role: Role, number: signal.Signals, count: int, rng: random.Random
+) -> list[float]:
+    """`missing_s` of that many deaths, in a run of their own: the store has 10 restarts."""
+    figures: list[float] = []
+    with running(command(root, **SETS), root) as run:
+        eye = Eye(run, time.monotonic() + TIMEOUT_S)
+        run.wait_for("on_policy", 3)
+        eye.idle(10.0)
+        alive = len(run.alive())
+        while len(figures) < count:
+            at_work(eye, alive)
+            figures.append(round(missing_s(eye, role, number, rng), 3))
+            print(role.name, number.name, figures[-1], flush=True)
+        eye.close()
+    return figures
+
+
+def resumed(root: Path, kills: int) -> list[float]:
+    """Seconds from the controller's death to the first step of the run that is resumed."""
+    figures: list[float] = []
+    extra: tuple[str, ...] = ()
+    begun = 0.0
+    for starts in range(kills + 1):
+        with running(command(root, *extra, **SETS), root) as run:
+            eye = Eye(run, time.monotonic() + TIMEOUT_S, starts)
+
+            def first_step(eye: Eye = eye, since: float = begun) -> bool:
+                steps = [e for e in eye.events() if e["event"] == "step"]
+                return eye.up() and bool(steps) and seconds(steps[-1]["time"]) > since
+
+            eye.wait(first_step)
+            if begun:
+                figures.append(round(time.time() - begun, 3))
+                print("controller SIGKILL", figures[-1], flush=True)
+            run.wait_for("on_policy", 20)
+            eye.idle(1.0)
+            begun = time.time()
+            endpoints = json.loads((latest(root) / "endpoints.json").read_text())
+            os.kill(endpoints["pid"], signal.SIGKILL)
+            run.process.communicate(timeout=60)
+            eye.close()
+            run.wait_until_gone(10.0)
+        extra = ("--resume",)
+    return figures
+
+
+def table(rows: dict[str, dict[str, list[float]]]) -> str:
+    lines = [f"{'role':<12} {'how':<5} {'n':>3} {'median s':>9} {'max s':>7}  goal"]
+    for role in ROLES:
+        for how, values in rows[role.name].items():
+            if not values:
+                continue
+            goal = f"<= {role.goal_s:g} s" if role.goal_s and how == "kill" else ""
+            middle, worst = statistics.median(values), max(values)
+            lines.append(
+                f"{role.name:<12} {how:<5} {len(values):>3} {middle:>9.2f} {worst:>7.2f}  {goal}"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=10, help="kill -9 per role")
+    parser.add_argument("--stops", type=int, default=3, help="SIGSTOP per role")
+    parser.add_argument("--seed", type=int, default=0, help="who is struck, and when")
+    parser.add_argument("--out", type=Path, default=Path("mttr.json"))
+    options = parser.parse_args()
+    told = provenance(options)
+    rng = random.Random(options.seed)
+    rows: dict[str, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for role in ROLES:
+            root = Path(folder) / role.name
+            if role.resumed:
+                rows[role.name] = {"kill": resumed(root, options.kills // 3)}
+                continue
+            rows[role.name] = {
+                "kill": replaced(root / "kill", role, signal.SIGKILL, options.kills, rng),
+                "stop": replaced(root / "stop", role, signal.SIGSTOP, options.stops, rng),
+            }
+    options.out.write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n")
+    print(table(rows))
+    print(f"written to {options.out}")
+
+
+def provenance(options: argparse.Namespace) -> dict[str, Any]:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    return {
+        "config": {"kills": options.kills, "stops": options.stops, "seed": options.seed, **SETS},
+        "device": f"cpu, {os.cpu_count()} cores, {platform.machine()}, {platform.system()} "
+        f"{platform.release()}; load average before {os.getloadavg()[0]:.2f}",
+        "commit": git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else ""),
+        "command": " ".join(["python -m benchmarks.mttr", *sys.argv[1:]]),
+        "unit": "seconds",
+    }
+
+
+if __name__ == "__main__":
+    main()

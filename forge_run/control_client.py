@@ -1,0 +1,154 @@
+"""The client's end of the control plane: calls with deadlines, answers as plain data, errors as
+ControlError with a remedy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+# gRPC's core writes its own lines about every failed connection; ours says it once.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+import grpc
+
+from protocols import control_pb2 as pb
+from protocols.control_messages import RUN_KEY, pool_status, run_status
+from protocols.control_pb2_grpc import ControlStub
+from protocols.errors import ControlError
+from protocols.status import PoolStatus, RunStatus
+from services.endpoints import is_loopback, not_running
+from services.rundir import utc_text
+
+CONNECT_SECONDS = 5.0
+CALL_SECONDS = 10.0
+CHECKPOINT_SECONDS = 600.0  # a step may have to end first
+
+
+@dataclass(frozen=True)
+class Target:
+    """A control plane. `run` is the directory that named it, None where the address alone is
+    known; `ca` the PEM text that its certificate is checked against, None without TLS."""
+
+    address: str
+    run: Path | None = None
+    ca: bytes | None = None
+    token: str | None = None
+
+
+class ControlClient:
+    """`with ControlClient(Target("127.0.0.1:41233")) as client: client.scale("generator", 2)`.
+
+    Every method raises ControlError for a run that cannot be reached, does not answer in time, or
+    refuses.
+    """
+
+    def __init__(self, target: Target, connect_seconds: float = CONNECT_SECONDS) -> None:
+        self._target = target
+        options: list[tuple[str, Any]] = [
+            ("grpc.min_reconnect_backoff_ms", round(connect_seconds * 1000)),  # of one attempt
+            ("grpc.enable_http_proxy", int(not is_loopback(target.address))),
+            # A stream of events whose server is gone without a word ends with an error.
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+        ]
+        if target.ca is None:
+            self._channel = grpc.insecure_channel(target.address, options)
+        else:
+            credentials = grpc.ssl_channel_credentials(target.ca)
+            self._channel = grpc.secure_channel(target.address, credentials, options)
+        self._stub = ControlStub(self._channel)
+        self._metadata: list[tuple[str, str]] = []
+        if target.run is not None:
+            self._metadata.append((RUN_KEY, target.run.name))
+        if target.token is not None:
+            self._metadata.append(("authorization", f"Bearer {target.token}"))
+
+    def __enter__(self) -> ControlClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._channel.close()
+
+    def status(self) -> tuple[str, RunStatus]:
+        """The run's id, and how it stands."""
+        answer = self._call(self._stub.Status, pb.StatusRequest())
+        return answer.run, run_status(answer.status)
+
+    def scale(self, role: str, replicas: int) -> PoolStatus:
+        answer = self._call(self._stub.Scale, pb.ScaleRequest(role=role, replicas=replicas))
+        return pool_status(answer.pool)
+
+    def pause(self) -> None:
+        self._call(self._stub.Pause, pb.PauseRequest())
+
+    def resume(self) -> None:
+        self._call(self._stub.Resume, pb.ResumeRequest())
+
+    def checkpoint(self) -> str:
+        """The name of the checkpoint, once it is on disk."""
+        request = pb.CheckpointRequest()
+        name: str = self._call(self._stub.Checkpoint, request, CHECKPOINT_SECONDS).name
+        return name
+
+    def stop(self) -> None:
+        self._call(self._stub.Stop, pb.StopRequest())
+
+    def events(self, replay: int) -> Iterator[dict[str, Any]]:
+        """The rows of events.jsonl: the last `replay`, then each as it comes, until the run ends.
+
+        Without a deadline; a server that is gone is noticed within half a minute.
+        """
+        call = self._stub.Events(pb.EventsRequest(replay=replay), metadata=self._metadata)
+        try:
+            for answer in call:
+                time = utc_text(answer.time.ToDatetime(UTC))
+                yield {"time": time, "event": answer.event, **json.loads(answer.fields_json)}
+        except grpc.RpcError as error:
+            raise self._failure(error) from None
+        finally:
+            call.cancel()
+
+    def _call(
+        self, method: Callable[..., Any], request: object, seconds: float = CALL_SECONDS
+    ) -> Any:
+        try:
+            return method(request, timeout=seconds, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._failure(error) from None
+
+    def _failure(self, error: Any) -> ControlError:
+        code, details = error.code(), error.details() or ""
+        address, run = self._target.address, self._target.run
+        if code is grpc.StatusCode.UNAVAILABLE:
+            if run is not None and "refused" in details:
+                return not_running(run, f"nothing listens on {address}")
+            return ControlError(
+                f"cannot reach a control plane at {address}: {_reason(details)}; check the "
+                "address, and --ca for a run that uses TLS"
+            )
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return ControlError(
+                f"what answers at {address} does not know this call; use the forge of its version"
+            )
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return ControlError(
+                f"the run at {address} did not answer in time; ask again, or look at its log"
+            )
+        return ControlError(details or f"the run at {address} answered {code.name}")
+
+
+def _reason(details: str) -> str:
+    """The end of gRPC's chain of causes, where the first of them is."""
+    return details.rsplit("last error: ", 1)[-1].strip()

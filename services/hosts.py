@@ -1,0 +1,53 @@
+"""Other hosts: each runs a Monarch worker, and is attached to as a mesh of its own.
+
+    os.environ.update(LINK_ENVIRONMENT)              # and so in the environment of every worker
+    monarch.actor.enable_transport("tcp://10.0.0.1:0")   # where this host is reached
+    hosts = await attach(["tcp://10.0.0.2:26600", "tcp://10.0.0.3:26600"])
+    service = await Service.of(hosts, local=False)
+
+One mesh per worker: a mesh with a dead host among its hosts neither spawns nor shuts down.
+
+A connection that was cut for long is tried again ever more seldom, by the kernel's rules: after
+35 s it took 18 s more, and 0.6 s with `sysctl net.ipv4.tcp_retries2=5` on all hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from protocols.errors import RunError
+
+if TYPE_CHECKING:
+    from monarch.actor import HostMesh
+
+# Read by Monarch when it is imported. Once a message could not be delivered for that long (30 s by
+# default), its host is never reached again, not even by attaching anew: so Monarch keeps trying,
+# and who is lost is decided by our heartbeat. A start that Monarch gave up may still come up on the
+# lost host when the link returns: so it waits for that rather than trying many.
+LINK_ENVIRONMENT = {
+    "HYPERACTOR_CHANNEL_RECONNECT_TIMEOUT": "24h",
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "24h",
+    "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "10m",
+}
+
+
+async def attach(workers: Sequence[str], timeout_s: float = 30.0) -> list[HostMesh]:
+    """A mesh for each worker, `tcp://host:port`. Raises RunError that names who did not answer."""
+    from monarch.actor import attach_to_workers  # may read the environment first here
+
+    meshes = [attach_to_workers(ca="trust_all_connections", workers=[w]) for w in workers]
+
+    async def initialized(worker: str, mesh: HostMesh) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await mesh.initialized
+        except Exception as error:  # however it fails, the remedy is the same
+            raise RunError(
+                f"the worker at {worker} was not attached within {timeout_s:g} s ({error!r:.200}); "
+                "check that it runs the same Monarch version and is reached from here"
+            ) from error
+
+    await asyncio.gather(*(initialized(w, m) for w, m in zip(workers, meshes, strict=True)))
+    return meshes

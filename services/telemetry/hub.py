@@ -1,0 +1,166 @@
+"""Everything that watches a run, behind one `Sink`.
+
+A sink that fails is told of once and left out from then on: watching never ends a run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from protocols.errors import SpecError
+from protocols.ports import Sink
+from protocols.records import MetricRow
+from protocols.spec import RunSpec
+from protocols.status import RunStatus
+from protocols.types import Span
+from services.rundir import RunDirectory
+
+CLOSE_SECONDS = 5.0
+SINKS_REMEDY = "pip install 'cartridge-forge[sinks]', or leave it out"
+# What each optional sink imports, so that its absence is known before anything is started.
+SINK_MODULES: Mapping[str, tuple[str, ...]] = {
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+}
+
+
+class Telemetry:
+    """A `Sink` over named sinks. `report(sink, message)` is called once for a sink that failed,
+    in the thread that met the failure. `metrics_url` is None where metrics are not served."""
+
+    def __init__(
+        self,
+        sinks: Sequence[tuple[str, Sink]],
+        report: Callable[[str, str], None],
+        metrics_url: str | None = None,
+    ) -> None:
+        self._sinks = dict(sinks)
+        self._report = report
+        self.metrics_url = metrics_url
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self._tell(lambda sink: sink.event(event))
+
+    def metric(self, row: MetricRow) -> None:
+        self._tell(lambda sink: sink.metric(row))
+
+    def span(self, span: Span) -> None:
+        self._tell(lambda sink: sink.span(span))
+
+    def status(self, status: RunStatus) -> None:
+        self._tell(lambda sink: sink.status(status))
+
+    def close(self) -> None:
+        """Close all at the same time, within CLOSE_SECONDS together. A sink that takes longer is
+        reported and left to its thread, which does not outlive the process."""
+        sinks, self._sinks = self._sinks, {}
+        done = _close_all(sinks, CLOSE_SECONDS)
+        for name in sinks:
+            error = done.get(name, TimeoutError(f"not closed within {CLOSE_SECONDS:g} s"))
+            if error is not None:
+                self._report(name, _message(error))
+
+    def _tell(self, tell: Callable[[Sink], None]) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                tell(sink)
+            except Exception as error:
+                # Out before the report: what it does may well come back here as an event.
+                if self._sinks.pop(name, None) is not None:
+                    threading.Thread(target=_close, args=(sink, {}, name), daemon=True).start()
+                    self._report(name, _message(error))
+
+
+def require_sinks(spec: RunSpec) -> None:
+    """Raise SpecError for an optional sink whose packages are not installed. Imports none."""
+    for sink in spec.mesh.telemetry.sinks:
+        for module in SINK_MODULES[sink]:
+            if _missing(module):
+                raise SpecError(
+                    f"telemetry.sinks: {sink} needs the package {module}, which is not "
+                    f"installed: {SINKS_REMEDY}"
+                )
+
+
+def open_sinks(
+    spec: RunSpec, directory: RunDirectory, report: Callable[[str, str], None]
+) -> Telemetry:
+    """Everything that `spec.mesh.telemetry` asks for, open. Raises SpecError for what cannot be
+    had, and leaves nothing open then."""
+    require_sinks(spec)
+    wanted, run, mesh = spec.mesh.telemetry, directory.id, spec.mesh.name
+    sinks: dict[str, Sink] = {}
+    url = None
+    try:
+        if wanted.metrics is not None:
+            from services.telemetry.metrics import PrometheusSink
+
+            metrics = PrometheusSink(wanted.metrics, run, mesh, spec.learn.train.staleness)
+            sinks["metrics"], url = metrics, metrics.url
+        if wanted.trace:
+            from services.telemetry.trace import NAME, TraceSink
+
+            sinks["trace"] = TraceSink(directory.path / NAME, run)
+        for name in dict.fromkeys(wanted.sinks):
+            sinks[name] = _open(name, spec, directory)
+    except BaseException:
+        _close_all(sinks, CLOSE_SECONDS)
+        raise
+    return Telemetry(list(sinks.items()), report, url)
+
+
+def _open(name: str, spec: RunSpec, directory: RunDirectory) -> Sink:
+    # Imported here: each costs tenths of a second and an optional package.
+    run, mesh = directory.id, spec.mesh.name
+    if name == "tensorboard":
+        from services.telemetry.tensorboard import FOLDER, TensorBoardSink
+
+        return TensorBoardSink(directory.path / FOLDER)
+    if name == "wandb":
+        from services.telemetry.wandb import WandbSink
+
+        return WandbSink(directory.path, run, mesh, spec.as_dict())
+    from services.telemetry.otlp import OtlpSink
+
+    assert name == "otlp"
+    return OtlpSink(run, mesh)
+
+
+def _missing(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except ModuleNotFoundError:  # the package that it is in
+        return True
+
+
+def _close_all(sinks: Mapping[str, Sink], seconds: float) -> dict[str, Exception | None]:
+    """name -> what its `close` raised, or None; without those that were not done in time."""
+    done: dict[str, Exception | None] = {}
+    threads = [
+        threading.Thread(target=partial(_close, sink, done, name), daemon=True)
+        for name, sink in sinks.items()
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(done)
+
+
+def _close(sink: Sink, done: dict[str, Exception | None], name: str) -> None:
+    try:
+        sink.close()
+        done[name] = None
+    except Exception as error:
+        done[name] = error
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

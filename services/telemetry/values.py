@@ -1,0 +1,52 @@
+"""The numbers that sinks share: one name for each, whoever shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+from protocols.records import MetricRow
+
+# channel -> its loss in a row of metrics.jsonl; a channel that comes later joins by one line.
+LOSSES: Mapping[str, Callable[[MetricRow], float]] = {"doc_kl": lambda row: row.kl}
+
+
+def row_values(row: MetricRow) -> dict[str, float]:
+    """`{"loss/doc_kl": 0.431, "optimizer/grad_norm": 0.87, ...}`: one step as the seed decides."""
+    values = {f"loss/{channel}": loss(row) for channel, loss in LOSSES.items()}
+    values |= {
+        "optimizer/grad_norm": row.grad_norm,
+        "optimizer/learning_rate": row.lr,
+        "tokens/trained": row.tokens,
+        "tokens/stale": row.stale_tokens,
+    }
+    if row.accuracy is not None:
+        values["accuracy/probe"] = row.accuracy
+    return values
+
+
+def step_values(event: Mapping[str, Any]) -> dict[str, float]:
+    """`{"seconds/rollout": 0.14, "tokens_per_second": 978.3, ...}`: one step as a clock saw it."""
+    values = {f"seconds/{phase}": seconds for phase, seconds in event["seconds"].items()}
+    values["tokens_per_second"] = event["tokens_per_second"]
+    values |= {f"bytes/{kind}": count for kind, count in event.get("bytes", {}).items()}
+    return values
+
+
+def evaluated_values(event: Mapping[str, Any]) -> dict[str, float]:
+    """`{"accuracy/greedy": 0.85, "accuracy/sampled": 0.64}`, as far as both were measured."""
+    values = {"accuracy/greedy": event["accuracy"]}
+    if event.get("sampled") is not None:
+        values["accuracy/sampled"] = event["sampled"]["accuracy"]
+    return values
+
+
+def role_of(lane: str) -> str:
+    """`role_of("generator[1]") == "generator"`."""
+    return lane.partition("[")[0]
+
+
+def epoch_seconds(event: Mapping[str, Any]) -> float:
+    """When an event of events.jsonl happened, in seconds since the epoch."""
+    return datetime.fromisoformat(event["time"]).timestamp()

@@ -1,0 +1,261 @@
+"""A mesh without processes: actors in this one, that can be killed and stopped, and a clock that
+does not wait. Services and pools are the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
+
+from actors.pulse import Beat
+from protocols.errors import RunError
+from protocols.service_spec import HealthSpec
+from protocols.spec import RoleSpec
+from protocols.types import Span
+from services.health import Life, refitted
+from services.pool import Pool
+from services.replica import Replica
+from services.service import Service
+
+HEALTH = HealthSpec(heartbeat_s=0.5, suspect_after_s=2.0, dead_after_s=5.0)
+
+
+# -- time ---------------------------------------------------------------------------------------
+
+
+class _Clock(selectors.DefaultSelector):
+    """A selector that, where it would wait, lets the time pass instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        if not ready:
+            assert timeout is not None, "everything waits, and nothing will ever come"
+            self.now += timeout
+        return ready
+
+
+def run(scenario: Coroutine[Any, Any, Any]) -> Any:
+    """The scenario's result, at once: seconds of `asyncio` and `time.monotonic` are not waited
+    for. Whatever fails unseen meanwhile is a failure."""
+    unseen: list[dict[str, Any]] = []
+
+    async def watched() -> Any:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+        return await scenario
+
+    clock = _Clock()
+    with (
+        mock.patch.object(time, "monotonic", clock.time),
+        asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(clock)) as runner,
+    ):
+        result = runner.run(watched())
+    assert not unseen, unseen
+    return result
+
+
+# -- actors and processes -----------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class FakeProcess:
+    """Holds an actor. `die` and `stop` are kill -9 and SIGSTOP; what was begun when it is stopped
+    is answered after `go_on`."""
+
+    name: str
+    pid: int
+    host: str = "here"
+    local: bool = True
+    actor: Any = None
+    fault: BaseException | None = None
+    died: asyncio.Event = field(default_factory=asyncio.Event)
+    going: asyncio.Event = field(default_factory=asyncio.Event)
+    works: set[asyncio.Future[Any]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.procs = self
+        self.going.set()
+
+    def spawn(self, name: str, actor: Callable[..., Any], *args: Any) -> Handle:
+        try:
+            self.actor = actor(*args)
+        except Exception as error:
+            self.fault = error
+        return Handle(self)
+
+    async def beat(self) -> Beat:
+        await self.reach()
+        return Beat(self.pid, 1 << 20)
+
+    async def reach(self) -> None:
+        """Return when it can do something; raise what Monarch raises when it is dead."""
+        stopped = asyncio.ensure_future(self.going.wait())
+        dead = asyncio.ensure_future(self.died.wait())
+        try:
+            await asyncio.wait({stopped, dead}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            dead.cancel()
+        if self.died.is_set():
+            raise SupervisionError(f"a call failed:\n\n  process {self.pid} has exited")
+        if self.fault is not None:
+            raise SupervisionError(f"a call failed:\n\n  {self.fault!r}")
+
+    def gone(self) -> bool:
+        return self.died.is_set()
+
+    def die(self) -> None:
+        self.died.set()
+        for work in self.works:
+            work.cancel()
+
+    def ended(self, work: asyncio.Future[Any]) -> None:
+        self.works.discard(work)
+        if not work.cancelled():
+            work.exception()  # its caller may be gone
+
+    def stop(self) -> None:
+        self.going.clear()
+
+    def go_on(self) -> None:
+        self.going.set()
+
+
+class Handle:
+    """A handle of the actor: `handle.method.call_one(...)`, as Monarch's."""
+
+    def __init__(self, process: FakeProcess) -> None:
+        self._process = process
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(call_one=lambda *args: self._call(method, args))
+
+    async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
+        process = self._process
+        await process.reach()
+        # Work goes on when its caller goes away, and ends with its process.
+        work = asyncio.ensure_future(getattr(process.actor, method)(*args))
+        process.works.add(work)
+        work.add_done_callback(process.ended)
+        await asyncio.wait({work})
+        await process.reach()
+        if work.exception() is not None:
+            raise ActorError(work.exception())
+        return work.result()
+
+
+class FakeProcesses:
+    """`services.processes.Processes` without any. A process takes `start_s` to start; `fails` are
+    the errors of the next starts."""
+
+    def __init__(self, start_s: float = 0.1) -> None:
+        self.start_s = start_s
+        self.living: list[FakeProcess] = []
+        self.fails: list[Exception] = []
+        self.started = 0
+        self._closed = False
+
+    async def take(
+        self,
+        name: str,
+        threads: int,
+        gpus: Sequence[int] = (),
+        away_from: FakeProcess | None = None,
+    ) -> FakeProcess:
+        if self._closed:
+            raise RunError("the mesh is stopping: it starts no process")
+        await asyncio.sleep(self.start_s)
+        if self.fails:
+            raise self.fails.pop(0)
+        self.started += 1
+        process = FakeProcess(f"{name}x{self.started}", 100 + self.started)
+        self.living.append(process)
+        return process
+
+    def keep_spares(self) -> None:
+        pass
+
+    async def discard(self, process: FakeProcess) -> None:
+        process.die()
+        self.living.remove(process)
+
+    async def stop(self) -> None:
+        self._closed = True
+        for process in self.living:
+            process.die()
+        self.living.clear()
+
+    def lost(self, process: FakeProcess) -> None:
+        pass
+
+    def mind(self) -> None:
+        pass
+
+    def crowded(self) -> Sequence[FakeProcess]:
+        return ()  # there is one host
+
+
+@dataclass
+class House:
+    """A real service over fake processes, and what it noted and observed."""
+
+    service: Service
+    processes: FakeProcesses
+    notes: list[tuple[str, dict[str, Any]]]
+    spans: list[Span]
+
+
+def house(health: HealthSpec = HEALTH, start_s: float = 0.1, call_timeout_s: float = 60.0) -> House:
+    notes: list[tuple[str, dict[str, Any]]] = []
+    spans: list[Span] = []
+    processes = FakeProcesses(start_s)
+    service = Service(
+        processes,  # type: ignore[arg-type]
+        health,
+        call_timeout_s,
+        120.0,
+        lambda event, **facts: notes.append((event, facts)),
+        spans.append,
+    )
+    return House(service, processes, notes, spans)
+
+
+def healthy(pool: Pool, slot: int, actor: Any) -> Replica:
+    """A replica in service, without a service around it."""
+    process = FakeProcess(f"{pool.role}{slot}", 100 + slot, actor=actor)
+    replica = Replica(pool.role, slot, life=refitted(Life()))
+    replica.process = process  # type: ignore[assignment]
+    replica.actor = Handle(process)
+    pool.replicas.append(replica)
+    pool.changed()
+    return replica
+
+
+def pool_of(
+    *actors: Any,
+    timeout_s: float = 10.0,
+    observe: Callable[[Span], None] = lambda span: None,
+    role: str = "generator",
+    **spec: Any,
+) -> Pool:
+    """A pool of these actors, all in service. A death is the end of its replica."""
+    pool = Pool(role, RoleSpec(**{"replicas": max(1, len(actors)), **spec}), timeout_s, observe)
+    pool.report_death = lambda replica, why: (replica.end(why), pool.changed())  # type: ignore[func-returns-value,assignment]
+    for slot, actor in enumerate(actors):
+        healthy(pool, slot, actor)
+    return pool

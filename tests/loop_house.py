@@ -1,0 +1,132 @@
+"""A fake house for the on-policy loop: generator, teacher and trainer that write down what happens.
+
+A fake's work takes a number of turns of the event loop, which stand for time: no test sleeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+
+from learning.step import check_fresh
+from protocols.types import Packet, Sample, Scored, Stepped, TensorLayout
+from services.loop import Done, OnPolicyLoop, Ports, Rollout
+
+Event = tuple[Any, ...]
+Turns = Callable[[str, int], int]
+
+
+@dataclass
+class House:
+    """Generator, teacher and trainer in one, that write down what happens.
+
+    `turns(phase, step)` is how long a phase takes. The generator refuses a version that was not
+    published, as the real one does; the trainer refuses stale tokens by the real check.
+    """
+
+    staleness: int
+    published: set[int]
+    turns: Turns = lambda phase, step: 0
+    publishes: bool = True  # False: versions are said to be published and never arrive
+    fails: dict[tuple[str, int], Exception] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+    async def work(self, phase: str, step: int) -> None:
+        for _ in range(self.turns(phase, step)):
+            await asyncio.sleep(0)
+        if (phase, step) in self.fails:
+            raise self.fails[phase, step]
+
+    async def sample(self, step: int, version: int) -> Rollout:
+        held = version if self.publishes else min(self.published)
+        self.events.append(("rollout", step, version))
+        assert held in self.published, f"version {held} is sampled before it is published"
+        try:
+            await self.work("rollout", step)
+        except asyncio.CancelledError:
+            self.events.append(("cancelled", step))
+            raise
+        self.events.append(("sampled", step))
+        ids = tuple(range(step, step + 3))
+        sample = Sample(f"{step}/0", "patient_01", (4, 5), ids, (-0.5,) * 3, (held,) * 3)
+        return Rollout(step, (), (), (sample,), 0.0, 0.0)
+
+    async def score(self, step: int, samples: Sequence[Sample]) -> Scored:
+        self.events.append(("score", step))
+        await self.work("score", step)
+        return Scored(0.0, Packet(f"scores/{step}", TensorLayout(())), 3)
+
+    async def train(self, samples: Sequence[Sample], packet: Packet, version: int) -> Stepped:
+        step = int(packet.key.removeprefix("scores/"))
+        assert samples[0].id == f"{step}/0", "the scores of another step"
+        stale = check_fresh(samples, version, self.staleness)
+        self.events.append(("train", step, version))
+        await self.work("train", step)
+        self.events.append(("trained", step))
+        return Stepped(0.0, version=version + 1, tokens=3, stale_tokens=stale)
+
+    async def publish(self, version: int) -> None:
+        await self.work("publish", version)
+        if self.publishes:
+            self.published.add(version)
+        self.events.append(("publish", version))
+
+    @property
+    def ports(self) -> Ports:
+        return Ports(self.sample, self.score, self.train, self.publish)
+
+    def loop(self, first: int, steps: int, pending: Sequence[Rollout] = ()) -> OnPolicyLoop:
+        return OnPolicyLoop(
+            self.ports,
+            first_version=first,
+            steps=steps,
+            staleness=self.staleness,
+            pending=pending,
+        )
+
+
+def run(scenario: Coroutine[Any, Any, Any]) -> Any:
+    """The scenario's result; whatever it left running, or failed unseen, is a failure."""
+    unseen: list[dict[str, Any]] = []
+
+    async def watched() -> Any:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+        result = await scenario
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, f"still running: {left}"
+        return result
+
+    result = asyncio.run(watched())
+    assert not unseen
+    return result
+
+
+async def drive(house: House, first: int, steps: int) -> list[Done]:
+    loop = house.loop(first, steps)
+    try:
+        return [await loop.step(step) for step in range(steps)]
+    finally:
+        await loop.close()
+
+
+def sampled_versions(done: Sequence[Done]) -> list[tuple[int, int]]:
+    """(step, version) of every token's version, checked to be one a step."""
+    pairs = []
+    for d in done:
+        (version,) = {v for s in d.rollout.samples for v in s.versions}
+        pairs.append((d.rollout.step, version))
+    return pairs
+
+
+# At least one turn each: what takes no time at all leaves no room for anything beside it.
+delays = st.lists(st.integers(1, 6), min_size=5, max_size=5)
+
+
+def turns_of(drawn: list[int]) -> Turns:
+    """A duration for every phase of every step, from a few drawn numbers."""
+    phases = {"rollout": 1, "score": 2, "train": 3, "publish": 4}
+    return lambda phase, step: drawn[(phases[phase] * (step + 1)) % len(drawn)]

@@ -1,0 +1,160 @@
+"""Hosts made of network namespaces: real links between Monarch workers, to be cut and restored.
+
+    with Hosts(2) as hosts:                        # in a program started with `ALONE` before it
+        await attach(hosts.addresses)
+        hosts.cut(0)
+        hosts.restore(0)
+
+A namespace has no name and lives as long as a process is in it. A worker whose standard input ends
+(whoever made it holds that, and so ends it even when killed) ends all processes of its namespace
+and itself. So nothing is left behind, whatever happens.
+
+    this program 10.77.0.1 --- bridge --+-- host 0, 10.77.0.2
+                                        +-- host 1, 10.77.0.3
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Self
+
+PORT = 26600
+CLIENT = "10.77.0.1"
+STEP_SECONDS = 10.0
+# What starts a program in a network namespace of its own, where it may make others.
+ALONE = ("unshare", "--net") if os.geteuid() == 0 else ("unshare", "--map-root-user", "--net")
+TRIAL = "ip link add t0 type veth peer name t1 && ip link add t2 type bridge && unshare --net true"
+
+
+def cannot_make() -> str:
+    """Why network namespaces cannot be made here; "" where they can."""
+    try:
+        trial = subprocess.run(
+            [*ALONE, "sh", "-c", TRIAL], capture_output=True, text=True, timeout=STEP_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"network namespaces cannot be made here: {error}"
+    if trial.returncode:
+        return f"network namespaces cannot be made here: {trial.stderr.strip()}"
+    return ""
+
+
+class Hosts:
+    """A Monarch worker in each of `count` namespaces, linked to the one of this program."""
+
+    def __init__(self, count: int) -> None:
+        self._anchors: list[subprocess.Popen[bytes]] = []
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._count = count
+
+    @property
+    def addresses(self) -> list[str]:
+        return [f"tcp://10.77.0.{i + 2}:{PORT}" for i in range(self._count)]
+
+    def __enter__(self) -> Self:
+        try:
+            run("ip link set lo up")
+            run("ip link add bridge type bridge")
+            run("ip link set bridge up")
+            run(f"ip addr add {CLIENT}/24 dev bridge")
+            for i in range(self._count):
+                self._anchors.append(hold(["unshare", "--net", "cat"]))
+                self._link(i)
+                worker = [sys.executable, str(Path(__file__)), self.addresses[i]]
+                self._workers.append(hold([*self._inside(i), *worker]))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in [*self._workers, *self._anchors]:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(STEP_SECONDS)
+
+    def cut(self, host: int) -> None:
+        """Take the link down: nothing arrives in either direction, and nobody is told."""
+        run(f"ip link set host{host} down")
+
+    def restore(self, host: int) -> None:
+        run(f"ip link set host{host} up")
+
+    def mute(self, host: int) -> None:
+        """One-way loss: the host hears everything, and nothing that it says arrives."""
+        run(" ".join([*self._inside(host), f"ip route add blackhole {CLIENT}/32"]))
+
+    def unmute(self, host: int) -> None:
+        run(" ".join([*self._inside(host), f"ip route del blackhole {CLIENT}/32"]))
+
+    def processes(self) -> list[int]:
+        """The processes that run in the namespaces beside the workers."""
+        own = {p.pid for p in [*self._anchors, *self._workers]}
+        return [pid for a in self._anchors for pid in beside(a.pid) if pid not in own]
+
+    def _inside(self, host: int) -> list[str]:
+        return ["nsenter", f"--target={self._anchors[host].pid}", "--net"]
+
+    def _link(self, host: int) -> None:
+        anchor = self._anchors[host].pid
+        here = Path("/proc/self/ns/net").readlink()
+        deadline = time.monotonic() + STEP_SECONDS
+        while Path(f"/proc/{anchor}/ns/net").readlink() == here:  # unshare is not that far yet
+            assert time.monotonic() < deadline, "unshare made no namespace"
+            time.sleep(0.01)
+        run(f"ip link add host{host} type veth peer name eth0 netns {anchor}")
+        run(f"ip link set host{host} master bridge up")
+        inside = " ".join(self._inside(host))
+        run(f"{inside} ip link set lo up")
+        run(f"{inside} ip addr add 10.77.0.{host + 2}/24 dev eth0")
+        run(f"{inside} ip link set eth0 up")
+
+
+def run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True, timeout=STEP_SECONDS)
+    assert not done.returncode, f"{command}: {done.stderr.strip()}"
+
+
+def beside(pid: int) -> list[int]:
+    """The living processes in a process's network namespace, that one among them."""
+    home = Path(f"/proc/{pid}/ns/net").readlink()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if (process / "ns/net").readlink() == home:
+                found.append(int(process.name))
+    return found
+
+
+def hold(command: list[str]) -> subprocess.Popen[bytes]:
+    """Start a process that ends when its standard input does: with this process at the latest."""
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+
+def work(address: str) -> None:
+    """A Monarch worker, until the standard input ends."""
+    from monarch.actor import run_worker_loop_forever
+
+    def end_with_input() -> None:
+        sys.stdin.buffer.read()
+        # Monarch ties its processes to their parent, except in the first moments of their lives.
+        while others := [pid for pid in beside(os.getpid()) if pid != os.getpid()]:
+            for pid in others:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+        os._exit(0)
+
+    threading.Thread(target=end_with_input, daemon=True).start()
+    run_worker_loop_forever(address=address, ca="trust_all_connections")
+
+
+if __name__ == "__main__":
+    work(sys.argv[1])

@@ -1,0 +1,54 @@
+"""Nothing of a run outlives its client, however that ends: no process, no memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from chaos import Eye, shared_memory
+from small_run import command, running
+
+pytestmark = pytest.mark.run
+
+GONE_SECONDS = 10.0
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+ONE_GENERATOR = {"roles.generator.replicas": 1, "train.steps": 1000, "evaluate.arms": ["on_policy"]}
+
+
+@pytest.mark.parametrize(
+    ("end", "plane", "stopped"),
+    [
+        # With a replica that answers nobody, which must not keep the others. Without one
+        # test_interrupted ends runs in each way.
+        *((end, "torchstore", "doc_teacher") for end in ENDS),
+        (signal.SIGKILL, "shared_memory", "doc_teacher"),
+        (signal.SIGTERM, "shared_memory", ""),
+    ],
+)
+def test_nothing_outlives_the_client(
+    end: signal.Signals, plane: str, stopped: str, tmp_path: Path
+) -> None:
+    before = shared_memory()
+    with running(command(tmp_path, plane=plane, **ONE_GENERATOR), tmp_path) as run:
+        run.wait_for("on_policy", 2)
+        eye = Eye(run, time.monotonic() + 60)
+        # Client, controller, three roles, a store or a janitor, and a warm spare.
+        eye.wait(lambda: len(run.alive()) >= 7)
+        if stopped:
+            os.kill(eye.replicas(stopped)[0].pid, signal.SIGSTOP)
+            time.sleep(0.5)
+        begun = time.monotonic()
+        if end is signal.SIGINT:
+            os.killpg(run.process.pid, end)  # as a terminal does: the whole group
+        else:
+            run.process.send_signal(end)
+        run.wait_until_gone(GONE_SECONDS - (time.monotonic() - begun))
+        eye.close()
+        assert run.process.wait(timeout=5) in (130, 143, -signal.SIGKILL)
+    deadline = begun + GONE_SECONDS
+    while shared_memory() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert shared_memory() <= before

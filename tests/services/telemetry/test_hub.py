@@ -1,0 +1,234 @@
+"""All sinks of a run at once: what a spec opens, what a failing sink costs, how they end."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from telemetry_stream import STEPS, event, row, status, step_spans, tell
+from trace_check import read_trace
+
+from protocols.errors import SpecError
+from protocols.records import MetricRow
+from protocols.spec import RunSpec
+from protocols.spec_loading import load_spec
+from protocols.status import RunStatus
+from protocols.types import Span
+from services.rundir import RunDirectory
+from services.telemetry import hub
+from services.telemetry.hub import Telemetry, open_sinks, require_sinks
+
+MESH = Path(__file__).resolve().parents[3] / "meshes" / "longhealth.yaml"
+
+
+@dataclass
+class Recorder:
+    """Keeps what it is told; raises from the call named `breaks`, sleeps when closed."""
+
+    breaks: str = ""
+    close_seconds: float = 0.0
+    told: list[str] = field(default_factory=list)
+
+    def _take(self, what: str) -> None:
+        self.told.append(what)
+        if what == self.breaks:
+            raise OSError(28, "No space left on device")
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self._take("event")
+
+    def metric(self, row: MetricRow) -> None:
+        self._take("metric")
+
+    def span(self, span: Span) -> None:
+        self._take("span")
+
+    def status(self, status: RunStatus) -> None:
+        self._take("status")
+
+    def close(self) -> None:
+        time.sleep(self.close_seconds)
+        self._take("close")
+
+
+Reports = list[tuple[str, str]]
+
+
+def reporting() -> tuple[Reports, Callable[[str, str], None]]:
+    reports: Reports = []
+    return reports, lambda sink, message: reports.append((sink, message))
+
+
+def one_of_each(telemetry: Telemetry) -> None:
+    telemetry.event(event("publish", time.time()))
+    telemetry.metric(row("on_policy", 1))
+    telemetry.span(next(step_spans("on_policy", 1, time.time())))
+    telemetry.status(status())
+
+
+def spec(*sets: str) -> RunSpec:
+    return load_spec(str(MESH), sets=sets).spec
+
+
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "longhealth", "spec\n")
+
+
+def test_every_sink_is_told_everything_in_order() -> None:
+    first, second = Recorder(), Recorder()
+    reports, report = reporting()
+    telemetry = Telemetry([("first", first), ("second", second)], report)
+    one_of_each(telemetry)
+    telemetry.close()
+    assert first.told == second.told == ["event", "metric", "span", "status", "close"]
+    assert reports == []
+
+
+@pytest.mark.parametrize("breaks", ["event", "metric", "span", "status"])
+def test_a_sink_that_fails_is_reported_once_and_left_out(breaks: str) -> None:
+    broken, sound = Recorder(breaks=breaks), Recorder()
+    reports, report = reporting()
+    telemetry = Telemetry([("broken", broken), ("sound", sound)], report)
+    one_of_each(telemetry)
+    one_of_each(telemetry)
+    telemetry.close()
+    assert reports == [("broken", "OSError: [Errno 28] No space left on device")]
+    assert broken.told.count(breaks) == 1
+    assert sound.told == [*["event", "metric", "span", "status"] * 2, "close"]
+
+
+def test_a_report_may_come_back_as_an_event() -> None:
+    broken, sound = Recorder(breaks="metric"), Recorder()
+
+    def report(sink: str, message: str) -> None:
+        telemetry.event(event("failed", time.time(), message=f"{sink}: {message}"))
+
+    telemetry = Telemetry([("broken", broken), ("sound", sound)], report)
+    telemetry.metric(row("on_policy", 1))
+    assert [what for what in broken.told if what != "close"] == ["metric"]
+    assert sound.told == ["event", "metric"]
+
+
+def test_closing_is_bounded_and_says_who_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "CLOSE_SECONDS", 0.5)
+    slow, broken, sound = Recorder(close_seconds=1.2), Recorder(breaks="close"), Recorder()
+    reports, report = reporting()
+    telemetry = Telemetry([("slow", slow), ("broken", broken), ("sound", sound)], report)
+    begun = time.monotonic()
+    telemetry.close()
+    assert time.monotonic() - begun < 1.1
+    assert reports == [
+        ("slow", "TimeoutError: not closed within 0.5 s"),
+        ("broken", "OSError: [Errno 28] No space left on device"),
+    ]
+    assert sound.told == ["close"]
+    telemetry.close()  # nothing is closed twice
+    assert len(reports) == 2
+    time.sleep(0.9)  # let the slow one end within its own test
+
+
+def test_a_spec_opens_all_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")  # nobody is there
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
+    before = set(threading.enumerate())
+    run = directory(tmp_path)
+    reports, report = reporting()
+    everything = spec("telemetry.sinks=[tensorboard, wandb, otlp]")
+    telemetry = open_sinks(everything, run, report)
+    tell(telemetry, time.time())
+    assert telemetry.metrics_url is not None
+    with urllib.request.urlopen(telemetry.metrics_url, timeout=5) as answer:
+        metrics = answer.read().decode()
+    assert f'forge_run_info{{mesh="longhealth",run="{run.id}"}} 1.0' in metrics
+    telemetry.close()
+    assert reports == []
+    assert len(read_trace(run.path / "trace.json").slices["controller"]) == 2 * 4 * STEPS
+    assert len(list(run.path.glob("tensorboard/*/events.out.tfevents.*"))) == 2
+    assert len(list(run.path.glob(f"wandb/offline-run-*-{run.id}/*.wandb"))) == 1
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_spec_can_ask_for_nothing(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    before = sorted(run.path.iterdir())
+    nothing = spec("telemetry.metrics=null", "telemetry.trace=false")
+    telemetry = open_sinks(nothing, run, reporting()[1])
+    tell(telemetry, time.time())
+    telemetry.close()
+    assert telemetry.metrics_url is None
+    assert sorted(run.path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("sink", "package"),
+    [
+        ("tensorboard", "tensorboard"),
+        ("wandb", "wandb"),
+        ("otlp", "opentelemetry.sdk"),
+        ("otlp", "opentelemetry.exporter.otlp.proto.http"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sink: str, package: str
+) -> None:
+    monkeypatch.setattr(
+        "services.telemetry.hub.importlib.util.find_spec",
+        lambda name: None if name == package else object(),
+    )
+    wanted = spec(f"telemetry.sinks=[{sink}]")
+    expected = (
+        f"telemetry.sinks: {sink} needs the package {package}, which is not installed: "
+        "pip install 'cartridge-forge[sinks]', or leave it out"
+    )
+    for refuse in (
+        lambda: require_sinks(wanted),
+        lambda: open_sinks(wanted, directory(tmp_path), reporting()[1]),
+    ):
+        with pytest.raises(SpecError) as refused:
+            refuse()
+        assert str(refused.value) == expected
+
+
+def test_a_missing_parent_package_is_missing_too() -> None:
+    assert hub._missing("no_such_package.inside")
+    assert not hub._missing("opentelemetry.sdk")
+
+
+def test_a_refusal_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    before = set(threading.enumerate())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    wanted = spec("telemetry.sinks=[otlp]", f"telemetry.metrics=127.0.0.1:{port}")
+    with pytest.raises(SpecError, match="OTEL_EXPORTER_OTLP_PROTOCOL"):
+        open_sinks(wanted, directory(tmp_path), reporting()[1])
+    assert set(threading.enumerate()) == before
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def test_the_controllers_process_stays_light() -> None:
+    code = (
+        "import sys\n"
+        "import services.telemetry.hub, services.telemetry.metrics, services.telemetry.trace\n"
+        "import services.telemetry.tensorboard, services.telemetry.otlp\n"
+        "heavy = {'torch', 'tensorflow', 'wandb', 'grpc', 'pandas'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    lazily = (
+        "import sys, services.telemetry.hub as h; assert 'prometheus_client' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", lazily], check=True)

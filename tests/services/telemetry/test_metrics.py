@@ -1,0 +1,176 @@
+"""/metrics: the values, over HTTP, as the client library's own parser reads them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from telemetry_stream import MEMORY, STEPS, event, status, tell
+
+from protocols.errors import SpecError
+from services.telemetry.metrics import PrometheusSink
+
+Labels = dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[PrometheusSink]:
+    """One that was told a whole run; nothing tells it more."""
+    sink = PrometheusSink("127.0.0.1:0", "run-1", "small", staleness=0)
+    tell(sink, time.time())
+    yield sink
+    sink.close()
+
+
+@pytest.fixture
+def sink() -> Iterator[PrometheusSink]:
+    sink = PrometheusSink("127.0.0.1:0", "run-1", "small", staleness=0)
+    yield sink
+    sink.close()
+
+
+def scraped(sink: PrometheusSink) -> dict[str, list[tuple[Labels, float]]]:
+    """Sample name -> labels and value."""
+    found: dict[str, list[tuple[Labels, float]]] = {}
+    with urllib.request.urlopen(sink.url, timeout=5) as answer:
+        text = answer.read().decode()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def value(sink: PrometheusSink, name: str, **labels: str) -> float:
+    """The one sample of that name with those labels among its own."""
+    fits = [v for at, v in scraped(sink)[name] if labels.items() <= at.items()]
+    assert len(fits) == 1, (name, labels, fits)
+    return fits[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "expected"),
+    [
+        ("forge_run_info", {"run": "run-1", "mesh": "small"}, 1),
+        ("forge_staleness_limit_versions", {}, 0),
+        ("forge_step_phase_duration_seconds_sum", {"arm": "offline", "phase": "train"}, 4 * 0.3),
+        ("forge_step_phase_duration_seconds_count", {"arm": "offline", "phase": "train"}, 4),
+        ("forge_step_duration_seconds_sum", {"arm": "on_policy"}, 4 * 0.62),
+        ("forge_step_duration_seconds_bucket", {"arm": "on_policy", "le": "0.5"}, 0),
+        ("forge_step_duration_seconds_bucket", {"arm": "on_policy", "le": "1.0"}, 4),
+        ("forge_training_loss", {"arm": "on_policy", "channel": "doc_kl"}, 0.5),
+        ("forge_gradient_norm", {"arm": "on_policy"}, 4.5),
+        ("forge_learning_rate", {"arm": "on_policy"}, 0.02),
+        ("forge_training_step", {"arm": "offline"}, STEPS),
+        ("forge_trained_tokens_total", {"arm": "on_policy"}, 101 + 102 + 103 + 104),
+        ("forge_stale_tokens_total", {"arm": "on_policy"}, 0),
+        ("forge_rollouts_total", {"arm": "on_policy"}, 24),
+        ("forge_accuracy_ratio", {"arm": "on_policy", "questions": "probe"}, 0.75),
+        ("forge_accuracy_ratio", {"arm": "offline", "decoding": "sampled"}, 0.5),
+        ("forge_plane_bytes_total", {"tensors": "scores"}, 8 * 4096),
+        ("forge_plane_bytes_total", {"tensors": "cartridges"}, 8 * 65536),
+        ("forge_request_duration_seconds_count",
+         {"role": "generator", "method": "generate", "outcome": "ok"}, 24),
+        ("forge_request_duration_seconds_sum",
+         {"role": "trainer", "method": "step", "outcome": "ok"}, 8 * 0.298),
+        ("forge_request_wait_seconds_sum", {"role": "generator", "method": "generate"}, 8 * 0.1),
+        ("forge_replica_recovery_seconds_sum", {"role": "generator"}, 1.5),
+        ("forge_checkpoints_total", {}, 2),
+        ("forge_stalls_total", {}, 0),
+        ("forge_run_paused", {}, 0),
+        ("forge_trainer_version", {}, STEPS),
+        ("forge_arm_active", {"arm": "offline"}, 1),
+        ("forge_arm_active", {"arm": "on_policy"}, 0),
+        ("forge_replicas", {"role": "generator", "state": "healthy"}, 1),
+        ("forge_replicas", {"role": "generator", "state": "dead"}, 1),
+        ("forge_replicas", {"role": "generator", "state": "suspect"}, 0),
+        ("forge_replicas", {"role": "generator", "state": "draining"}, 0),
+        ("forge_pool_target_replicas", {"role": "generator"}, 2),
+        ("forge_requests_waiting", {"role": "generator"}, 3),
+        ("forge_requests_total", {"role": "generator", "outcome": "ok"}, 40),
+        ("forge_requests_total", {"role": "generator", "outcome": "error"}, 2),
+        ("forge_request_retries_total", {"role": "generator"}, 5),
+        ("forge_replica_restarts_total", {"role": "generator"}, 1),
+        ("forge_replica_ongoing_requests", {"replica": "generator[0]"}, 1),
+        ("forge_replica_resident_memory_bytes", {"replica": "trainer[0]"}, MEMORY),
+        ("forge_replica_version", {"replica": "generator[1]"}, STEPS - 2),
+        ("forge_replica_staleness_versions", {"replica": "generator[1]"}, 2),
+        ("forge_replica_staleness_versions", {"replica": "generator[0]"}, 0),
+    ],
+)  # fmt: skip
+def test_the_run_as_it_was_told(
+    told: PrometheusSink, name: str, labels: Labels, expected: float
+) -> None:
+    assert value(told, name, **labels) == pytest.approx(expected)
+
+
+def test_what_is_unknown_has_no_sample(told: PrometheusSink) -> None:
+    found = scraped(told)
+    # The dead replica has no process, the teacher and the trainer were told no version.
+    memory = {at["replica"] for at, _ in found["forge_replica_resident_memory_bytes"]}
+    assert memory == {"generator[0]", "doc_teacher[0]", "trainer[0]"}
+    versions = {at["replica"] for at, _ in found["forge_replica_version"]}
+    assert versions == {"generator[0]", "generator[1]"}
+
+
+def test_counts_of_the_pools_are_mirrored_not_added(sink: PrometheusSink) -> None:
+    for _ in range(3):
+        sink.status(status())
+    assert value(sink, "forge_replica_restarts_total", role="generator") == 1
+
+
+def test_the_process_of_the_sink_is_measured(sink: PrometheusSink) -> None:
+    assert value(sink, "process_resident_memory_bytes") > 10 * 2**20
+
+
+def test_a_stall_is_no_progress(sink: PrometheusSink) -> None:
+    at = value(sink, "forge_last_progress_timestamp_seconds")
+    assert time.time() - at < 5
+    for name in ("stalled", "replica_lost", "paused"):
+        sink.event(event(name, time.time(), role="generator", replica="generator[0]"))
+    assert value(sink, "forge_last_progress_timestamp_seconds") == at
+    assert value(sink, "forge_stalls_total") == 1
+    sink.event(event("publish", time.time()))
+    assert value(sink, "forge_last_progress_timestamp_seconds") > at
+
+
+def test_only_metrics_are_served(sink: PrometheusSink) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(sink.url.replace("/metrics", "/"), timeout=5)
+    refused.value.close()
+    assert refused.value.code == 404
+
+
+def test_an_address_that_is_taken_is_refused_by_its_key(sink: PrometheusSink) -> None:
+    address = sink.url.removeprefix("http://").removesuffix("/metrics")
+    with pytest.raises(SpecError, match=rf"telemetry\.metrics: cannot listen on {address}: .*null"):
+        PrometheusSink(address, "run-2", "small", staleness=0)
+
+
+def test_closing_leaves_no_thread_and_no_port() -> None:
+    before = set(threading.enumerate())
+    sink = PrometheusSink("127.0.0.1:0", "run-1", "small", staleness=0)
+    host, port = sink.url.removeprefix("http://").removesuffix("/metrics").split(":")
+    # Scrapers that say nothing hold neither the others nor the end up for long.
+    with socket.create_connection((host, int(port))):
+        assert scraped(sink)
+        begun = time.monotonic()
+        sink.close()
+        assert time.monotonic() - begun < 4
+    assert set(threading.enumerate()) == before
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)))
+
+
+def test_ipv6_loopback() -> None:
+    sink = PrometheusSink("[::1]:0", "run-1", "small", staleness=1)
+    try:
+        assert sink.url.startswith("http://[::1]:")
+        assert value(sink, "forge_staleness_limit_versions") == 1
+    finally:
+        sink.close()

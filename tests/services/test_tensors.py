@@ -1,0 +1,348 @@
+"""What is in the tensor plane: published, deleted, swept, and back when the plane is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_mesh import FakeProcess, House, house, run
+
+from protocols.errors import PlaneError, PublishError, RunError
+from protocols.spec import RoleSpec
+from protocols.types import Packet, Snapshot, TensorLayout
+from services import roles
+from services.roles import Mesh
+from services.tensors import Tensors
+
+LAYOUT = TensorLayout((("kv", (5, 10), "float32"),))  # 200 bytes, in lines of 64: 256
+
+
+class FakePlane:
+    """Keys in the store's process, which take 0.01 s each way and go with it."""
+
+    def __init__(self, process: FakeProcess | None) -> None:
+        self.process = process
+        self.held: dict[str, int] = {}
+
+    async def put(self, key: str, value: int) -> Packet:
+        await self._reach()
+        self.held[key] = value
+        return Packet(key, LAYOUT)
+
+    async def get(self, packet: Packet) -> int:
+        await self._reach()
+        if packet.key not in self.held:
+            raise PlaneError(f"no tensor {packet.key}")
+        return self.held[packet.key]
+
+    async def delete(self, key: str) -> None:
+        await self._reach()
+        if key not in self.held:
+            raise PlaneError(f"no tensor {key} to delete")
+        del self.held[key]
+
+    async def keys(self, prefix: str = "") -> list[str]:
+        await self._reach()
+        return [k for k in self.held if k.startswith(prefix)]
+
+    async def stop(self) -> None:
+        await self._reach()
+
+    async def _reach(self) -> None:
+        await asyncio.sleep(0.01)
+        if self.process is not None and self.process.gone():
+            raise PlaneError("the store is gone")
+
+
+class Store:
+    async def ready(self) -> int:
+        return 1
+
+
+class Trainer:
+    """Publishes any version that it has `kept`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.plane = mesh.plane
+        self.kept = set(range(10))
+        self.count = itertools.count()
+        self.seconds = 0.0
+        self.off_by = 0
+
+    async def ready(self) -> int:
+        return 1
+
+    async def use_plane(self, plane: Any) -> None:
+        self.plane = plane
+
+    async def publish(self, version: int) -> Snapshot:
+        await asyncio.sleep(self.seconds)
+        if version not in self.kept:
+            raise PublishError(f"version {version} cannot be published")
+        key = f"cartridges/{version}/{next(self.count)}"
+        packet = await self.plane.put(key, version)
+        return Snapshot(version + self.off_by, ("a",), packet)
+
+
+class Generator:
+    def __init__(self, mesh: Mesh) -> None:
+        self.plane = mesh.plane
+        self.loaded: list[int] = []
+        self.seconds = 0.0
+
+    async def ready(self) -> int:
+        return 1
+
+    async def use_plane(self, plane: Any) -> None:
+        self.plane = plane
+
+    async def load(self, snapshot: Snapshot) -> None:
+        await asyncio.sleep(self.seconds)
+        assert await self.plane.get(snapshot.packet) == snapshot.version
+        self.loaded.append(snapshot.version)
+
+
+class World:
+    """A mesh of a store, a trainer and two generators, none of them a process."""
+
+    def __init__(self, h: House, mesh: Mesh, tensors: Tensors) -> None:
+        self.h, self.mesh, self.tensors = h, mesh, tensors
+
+    def process(self, role: str, slot: int = 0) -> FakeProcess:
+        process: Any = self.mesh.pools[role].replicas[slot].process
+        return process
+
+    def actor(self, role: str, slot: int = 0) -> Any:
+        return self.process(role, slot).actor
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        plane: Any = self.mesh.plane
+        held: Mapping[str, int] = plane.held
+        return held
+
+    async def settled(self) -> None:
+        await asyncio.sleep(3.0)
+        for pool in self.mesh.pools.values():
+            await pool.settled(5.0)
+        assert not self.h.service.failure.done()
+
+
+async def world(monkeypatch: pytest.MonkeyPatch, keep: int = 1, store: bool = True) -> World:
+    async def open_plane(kind: str, procs: Any, timeout_s: float) -> FakePlane:
+        await asyncio.sleep(0.05)
+        return FakePlane(procs)
+
+    monkeypatch.setattr(roles, "open_plane", open_plane)
+    h = house()
+    spec: Any = SimpleNamespace(mesh=SimpleNamespace(plane="torchstore", call_timeout_s=30.0))
+    mesh = Mesh(h.service, spec)
+    if store:
+        h.service.spawn(Store, role="store", spec=RoleSpec(), prepare=mesh.open_plane)
+        await h.service.ready()
+    else:
+        await mesh.open_plane()
+    h.service.spawn(Trainer, args=(mesh,), n=1)
+    h.service.spawn(Generator, args=(mesh,), n=2)
+    await h.service.ready()
+    return World(h, mesh, Tensors(mesh, keep))
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_publish_reaches_every_generator_and_the_old_are_deleted(
+    monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    async def scenario() -> None:
+        w = await world(monkeypatch, keep)
+        for version in (3, 4, 5):
+            assert await w.tensors.publish(version) == 256
+        await w.tensors.tidied()
+        assert list(w.held.values()) == [4, 5][-keep:]
+        for slot in (0, 1):
+            assert w.actor("generator", slot).loaded == [3, 4, 5]
+        # A successor is told those that are kept.
+        w.process("generator").die()
+        await w.settled()
+        assert w.actor("generator").loaded == [4, 5][-keep:]
+        await w.mesh.stop()
+
+    run(scenario())
+
+
+def test_what_was_read_is_deleted_beside_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        w = await world(monkeypatch)
+        for key in ("scores/1", "scores/2"):
+            await w.mesh.plane.put(key, 0)
+        w.tensors.read("scores/1", 0)
+        await w.tensors.tidy()
+        assert set(w.held) == {"scores/1", "scores/2"}, "nobody waited for it"
+        await w.tensors.tidied()
+        assert set(w.held) == {"scores/2"}
+        w.tensors.read("scores/1", 0)
+        await w.tensors.tidy()
+        with pytest.raises(PlaneError, match="no tensor scores/1 to delete"):
+            await w.tensors.tidied()
+        await w.mesh.stop()
+
+    run(scenario())
+
+
+def test_a_sweep_after_a_loss_finds_what_nobody_knows_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        w = await world(monkeypatch, keep=2)
+        await w.tensors.publish(1)
+        await w.tensors.publish(2)
+        await w.mesh.plane.put("scores/lost with its teacher", 0)
+        await w.mesh.plane.put("scores/read", 0)
+        await w.tensors.tidy()
+        await w.tensors.tidied()
+        assert len(w.held) == 4, "without a loss nobody looks"
+        w.tensors.replica_lost()
+        w.tensors.read("scores/read", 0)
+        await w.tensors.tidy()
+        await w.tensors.tidied()
+        assert sorted(w.held.values()) == [1, 2]
+        await w.mesh.stop()
+
+    run(scenario())
+
+
+# Seconds from the call of publish: the trainer's work until 0.1, its put until 0.11, the
+# generators' work until 0.21, their gets until 0.22.
+@pytest.mark.parametrize("after", [0.05, 0.105, 0.15, 0.215])
+def test_a_publish_whose_plane_is_lost_under_it_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, after: float
+) -> None:
+    async def scenario() -> None:
+        w = await world(monkeypatch, keep=2)
+        await w.tensors.publish(1)
+        w.actor("trainer").seconds = 0.1
+        for slot in (0, 1):
+            w.actor("generator", slot).seconds = 0.1
+        publishing = asyncio.create_task(w.tensors.publish(2))
+        await asyncio.sleep(after)
+        w.process("store").die()
+        assert await publishing == 256
+        await w.settled()
+        assert w.mesh.plane_life == 1
+        assert sorted(w.held.values()) == [1, 2], "what is kept is in the new plane"
+        for slot in (0, 1):
+            assert w.actor("generator", slot).loaded == [1, 2], "told once"
+        w.process("generator").die()
+        await w.settled()
+        assert w.actor("generator").loaded == [1, 2], "from the new plane, in order"
+        await w.mesh.stop()
+
+    run(scenario())
+
+
+def test_a_lost_plane_is_filled_anew_under_new_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        w = await world(monkeypatch, keep=2)
+        for version in (3, 4):
+            await w.tensors.publish(version)
+        w.tensors.read("scores/4", 0)
+        before = set(w.held)
+        w.process("store").die()
+        await w.settled()
+        assert list(w.held.values()) == [3, 4]
+        assert not set(w.held) & before
+        await w.tensors.publish(5)
+        await w.tensors.tidied()  # the scores went with the plane: not deleted a second time
+        assert list(w.held.values()) == [4, 5]
+        await w.mesh.stop()
+
+    run(scenario())
+
+
+def test_a_plane_that_is_lost_while_it_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        w = await world(monkeypatch, keep=2)
+        for version in (3, 4):
+            await w.tensors.publish(version)
+        w.actor("trainer").seconds = 1.0
+        w.process("store").die()
+        await asyncio.sleep(1.9)  # version 3 is there, version 4 under way
+        assert w.mesh.plane_life == 1
+        assert list(w.held.values()) == [3]
+        w.process("store").die()
+        await asyncio.sleep(3.0)
+        await w.settled()
+        assert w.mesh.plane_life == 2
+        assert list(w.held.values()) == [3, 4]
+        w.process("generator").die()
+        await w.settled()
+        assert w.actor("generator").loaded == [3, 4]
+        await w.mesh.stop()
+
+    run(scenario())
+
+
+def test_what_the_trainer_has_no_more_is_told_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was replaced as well, and has the current version alone."""
+
+    async def scenario() -> None:
+        w = await world(monkeypatch, keep=2)
+        for version in (3, 4):
+            await w.tensors.publish(version)
+        w.actor("trainer").kept = {4, 5}
+        w.process("store").die()
+        w.process("generator").die()
+        await w.settled()
+        assert list(w.held.values()) == [4]
+        assert w.actor("generator").loaded == [4]
+        await w.tensors.publish(5)
+        await w.tensors.tidied()
+        assert list(w.held.values()) == [4, 5]
+        await w.mesh.stop()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_an_error_of_a_plane_that_is_well_means_what_it_says(
+    monkeypatch: pytest.MonkeyPatch, store: bool
+) -> None:
+    async def scenario() -> None:
+        w = await world(monkeypatch, store=store)
+
+        async def full(version: int) -> Snapshot:
+            raise PlaneError("no space left")
+
+        w.actor("trainer").publish = full
+        with pytest.raises(PlaneError, match="no space left"):
+            await w.tensors.publish(1)
+        await w.mesh.stop()
+
+    run(scenario())
+
+
+def test_a_plane_that_does_not_come_back_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        w = await world(monkeypatch)
+        w.h.processes.start_s = 100.0
+        w.process("store").die()
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(PlaneError, match="the store is gone"):
+            await w.tensors.publish(1)
+        assert asyncio.get_running_loop().time() - begun == pytest.approx(30.0, abs=0.2)
+        await w.mesh.stop()
+
+    run(scenario())
+
+
+def test_another_version_than_was_due_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        w = await world(monkeypatch)
+        w.actor("trainer").off_by = 1
+        with pytest.raises(RunError, match="published version 4 where 3 was due"):
+            await w.tensors.publish(3)
+        assert w.actor("generator").loaded == []
+        await w.mesh.stop()
+
+    run(scenario())

@@ -1,0 +1,110 @@
+"""What the sinks are told over a short life of a run: made up, but whole and with known sums.
+
+`tell(sink, now)` plays two arms of four steps with two generators, one doc teacher and a trainer,
+one of the generators dying and coming back. Times are seconds since the epoch, from `now`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from protocols.ports import Sink
+from protocols.records import MetricRow
+from protocols.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
+from protocols.types import Span
+from services.rundir import utc_text
+
+STEPS = 4
+SECONDS = {"rollout": 0.2, "score": 0.1, "train": 0.3, "publish": 0.02, "orchestration": 0.03}
+STEP = 0.62  # the four phases in turn; orchestration is inside them
+BYTES = {"scores": 4096, "cartridges": 65536}
+MEMORY = 256 * 2**20
+
+
+def event(name: str, at: float, **facts: Any) -> dict[str, Any]:
+    """A record as events.jsonl has it."""
+    return {"time": utc_text(datetime.fromtimestamp(at, UTC)), "event": name, **facts}
+
+
+def replica(name: str, version: int = -1, **changes: Any) -> ReplicaStatus:
+    facts: dict[str, Any] = {
+        "state": ReplicaState.HEALTHY, "host": "localhost", "pid": 4711, "ongoing": 1,
+        "memory_bytes": MEMORY,
+    }  # fmt: skip
+    return ReplicaStatus(name=name, version=version, **{**facts, **changes})
+
+
+def status(arm: str = "on_policy", step: int = 3, served: int = 40) -> RunStatus:
+    """Two generators, of which one is dead and was two versions behind; `served` requests."""
+    dead = {"state": ReplicaState.DEAD, "pid": 0, "ongoing": 0, "memory_bytes": 0}
+    generators = (replica("generator[0]", step), replica("generator[1]", step - 2, **dead))
+    pools = (
+        PoolStatus("generator", 2, 3, generators, served, 2, 5, 1),
+        PoolStatus("doc_teacher", 1, 0, (replica("doc_teacher[0]"),), 8, 0, 0, 0),
+        PoolStatus("trainer", 1, 0, (replica("trainer[0]"),), 12, 0, 0, 0),
+    )
+    return RunStatus(
+        stage=f"training {arm}", arm=arm, step=step, steps=STEPS, version=step, kl=0.4, pools=pools
+    )
+
+
+def row(arm: str, step: int) -> MetricRow:
+    return MetricRow(
+        arm=arm, step=step, version=step, kl=2.0 / step, grad_norm=0.5 + step, lr=0.02,
+        tokens=100 + step, stale_tokens=0, accuracy=0.75 if step == STEPS else None,
+    )  # fmt: skip
+
+
+def tell(sink: Sink, now: float, served: int = 40) -> float:
+    """Play the run to the sink; returns when it ended."""
+    sink.event(event("run_started", now, resumed=False, mesh="small"))
+    for role, replicas in (("generator", 2), ("doc_teacher", 1), ("trainer", 1)):
+        sink.event(event("role_ready", now, role=role, replicas=replicas, pids=[1], seconds=0.1))
+    for arm in ("on_policy", "offline"):
+        for step in range(1, STEPS + 1):
+            for span in step_spans(arm, step, now):
+                sink.span(span)
+            now += STEP
+            sink.metric(row(arm, step))
+            seconds = {**SECONDS, "step": STEP}
+            sink.event(
+                event("step", now, arm=arm, step=step, seconds=seconds, rollouts=6,
+                      tokens_per_second=round((100 + step) / STEP, 1), bytes=BYTES)
+            )  # fmt: skip
+            sink.status(status(arm, step, served))
+        sink.event(event("checkpoint", now, arm=arm, step=STEPS, file=f"{arm}-4"))
+        sampled = {"accuracy": 0.5, "ci95": [0.3, 0.7], "n": 8, "parse_failures": 1}
+        sink.event(
+            event("evaluated", now, arm=arm, accuracy=0.875, ci95=[0.5, 0.98], n=8,
+                  parse_failures=0, sampled=sampled)
+        )  # fmt: skip
+    sink.event(event("replica_lost", now, role="generator", replica="generator[1]", reason="kill"))
+    now += 1.5
+    sink.event(
+        event("replica_back", now, role="generator", replica="generator[1]", seconds=1.5, pid=99)
+    )
+    return now
+
+
+def step_spans(arm: str, step: int, begun: float) -> Iterator[Span]:
+    """One step: both generators sample, the second request of generator[0] waits for its first."""
+    phases = {"arm": arm, "step": step, "version": step - 1}
+
+    def request(lane: str, name: str, number: int, begin: float, end: float, waited: float) -> Span:
+        facts = {
+            "request": f"{lane.partition('[')[0]}/{step}/{number}", **phases, "waited": waited,
+            "attempt": 1, "outcome": "ok",
+        }  # fmt: skip
+        return Span(lane, name, begun + begin, begun + end, facts)
+
+    yield request("generator[0]", "generate", 0, 0.001, 0.101, 0.0)
+    yield request("generator[1]", "generate", 1, 0.001, 0.181, 0.0)
+    yield request("generator[0]", "generate", 2, 0.101, 0.199, 0.1)
+    yield Span("controller", "rollout", begun, begun + 0.2, phases)
+    yield request("doc_teacher[0]", "score", 0, 0.201, 0.299, 0.0)
+    yield Span("controller", "score", begun + 0.2, begun + 0.3, phases)
+    yield request("trainer[0]", "step", 0, 0.301, 0.599, 0.0)
+    yield Span("controller", "train", begun + 0.3, begun + 0.6, phases)
+    yield Span("controller", "publish", begun + 0.6, begun + 0.62, phases)
