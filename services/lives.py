@@ -99,14 +99,14 @@ class Lives:
         try:
             await self._start(pool, replica, self.roles[pool.role])
         except Exception as error:
-            if self._stopping or replica.state is ReplicaState.DRAINING:
+            drained_away = replica not in pool.replicas or replica.state is ReplicaState.DRAINING
+            if self._stopping or drained_away:
                 return
             process = replica.process
             if isinstance(error, ForgeError) and not isinstance(error, RunError | PlaneError):
                 return self._fail(error)  # its user's mistake: another try would end the same
             replica.end(replica.ended or last_line(error))
-            alive = process is not None and not process.gone() and not self.lost_host(replica)
-            if not pool.served and alive:
+            if not pool.served and process is not None and self._is_well(replica, process):
                 return self._fail(RunError(f"{replica.name} does not start: {replica.ended}"))
             await self._bury(pool, replica)
             return
@@ -236,6 +236,9 @@ class Lives:
     def _fail(self, error: ForgeError) -> None:
         if not self.failure.done():
             self.failure.set_exception(error)
+
+    def _is_well(self, replica: Replica, process: Process) -> bool:
+        return not (process.gone() or process.given_up or self.lost_host(replica))
 
     def lost_host(self, replica: Replica) -> bool:
         """Whether a process of another host is silent for so long, even while it starts, that it

@@ -37,7 +37,8 @@ T = TypeVar("T")
 @dataclass(eq=False)
 class Process:
     """One process of the mesh with the actor that answers for it. `pid` is 0 until it did;
-    `heard` is when it last answered (monotonic seconds)."""
+    `heard` is when it last answered (monotonic seconds); `given_up` once Monarch reports it lost,
+    as it does of one that only stood still for too long."""
 
     name: str
     host: str
@@ -45,6 +46,7 @@ class Process:
     pulse: Any
     local: bool
     pid: int = 0
+    given_up: bool = False
     heard: float = field(default_factory=time.monotonic)
 
     @property
@@ -170,7 +172,7 @@ class Processes:
             self._spares[self._begin(self._start_spare(count))] = count
 
     async def discard(self, process: Process) -> None:
-        """Throw a process away, dead or alive."""
+        """Throw a process away, dead or alive; once more does no harm."""
         process.kill()
         await process.end()
         self._forget(process)

@@ -213,12 +213,13 @@ def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 row = json.loads(line)
             except ValueError:  # torn JSON, or a character cut in two
-                damaged = number
-                continue
+                row = None
             if isinstance(row, dict):
                 yield row
-            else:
+            elif line.endswith(b"\n"):
                 damaged = number
+            else:  # still being written: its rest may be there already, and would seem a line
+                return
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

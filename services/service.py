@@ -36,6 +36,9 @@ from services.pool import Pool
 from services.processes import Process, Processes
 from services.replica import Replica, last_line
 
+# What Monarch says of any actor whose process did not answer it, in place of the actor's own error.
+UNHEARD = "timeout waiting for message from proc mesh agent"
+
 
 class Service:
     """Owns processes and the replicas in them. `note(event, **facts)` is told of losses, returns
@@ -226,7 +229,9 @@ class Service:
             process = replica.process
             if process is None:
                 continue
-            if name in (f"{process.name}pulse", replica.actor_name):
+            pulse = f"{process.name}pulse"
+            if name in (pulse, replica.actor_name):
+                process.given_up |= name == pulse or UNHEARD in report
                 self._lives.lost(replica, last_reason(report))
             elif process.gone():  # an actor beside ours was named: TorchStore's, Monarch's logger
                 self._lives.lost(replica, f"its process {process.pid} has ended")

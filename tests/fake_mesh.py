@@ -81,6 +81,7 @@ class FakeProcess:
     pid: int
     host: str = "here"
     local: bool = True
+    given_up: bool = False
     actor: Any = None
     fault: BaseException | None = None
     died: asyncio.Event = field(default_factory=asyncio.Event)
@@ -192,7 +193,8 @@ class FakeProcesses:
 
     async def discard(self, process: FakeProcess) -> None:
         process.die()
-        self.living.remove(process)
+        if process in self.living:  # a replica that dies while it drains is ended by both
+            self.living.remove(process)
 
     async def stop(self) -> None:
         self._closed = True

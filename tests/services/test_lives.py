@@ -19,6 +19,7 @@ from protocols.spec import RoleSpec
 from services.health import IN_SERVICE
 from services.pool import Pool
 from services.replica import Replica
+from services.service import UNHEARD
 
 
 class Worker:
@@ -242,6 +243,38 @@ def test_the_death_of_a_starting_replica_is_seen_whenever_it_comes() -> None:
 
 
 # -- starts that fail ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "failed",
+    ["{process}pulse-1x7a", "{actor}-1x7a"],
+)
+def test_a_process_given_up_while_it_starts_is_tried_again(failed: str) -> None:
+    """On a machine that stands still for seconds Monarch takes a starting process for lost."""
+
+    class Failure:
+        def __init__(self, mesh_name: str) -> None:
+            self.mesh_name = mesh_name
+
+        def __str__(self) -> str:
+            return f'MeshFailure(\n  {UNHEARD} while querying for "x". It likely crashed\n)'
+
+    async def slow(replica: Replica) -> None:
+        await asyncio.sleep(1.0)
+
+    async def scenario() -> None:
+        h = house()
+        pool = h.service.spawn(Worker, n=1, prepare=slow)
+        await asyncio.sleep(0.5)
+        first = pool.replicas[0]
+        name = failed.format(process=first.process.name, actor=first.actor_name)
+        assert h.service.noticed(Failure(name))  # type: ignore[arg-type]
+        await h.service.ready()
+        assert pool.replicas[0].generation == 1
+        assert pool.status().restarts == 1
+        await h.service.stop()
+
+    run(scenario())
 
 
 def test_a_spent_budget_fails_with_role_and_reason() -> None:

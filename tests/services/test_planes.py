@@ -335,15 +335,15 @@ def test_a_stuck_or_dead_storage_process_raises_in_bounded_time(
     """The last test to use `storage`, which does not survive it: a new process costs seconds."""
 
     async def run() -> None:
-        plane = await open_plane("torchstore", storage, timeout_s=1.5)
+        plane = await open_plane("torchstore", storage, timeout_s=4.0)
         pid = await storage.spawn("victim", Peer).pid.call_one()
         packet = await plane.put("a", {"x": torch.ones(3)})
 
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
-        with pytest.raises(PlaneError, match=r"get of 'a' took longer than 1.5 s"):
+        with pytest.raises(PlaneError, match=r"get of 'a' took longer than 4 s"):
             await plane.get(packet)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
         os.kill(pid, signal.SIGCONT)
 
         os.kill(pid, signal.SIGKILL)
@@ -352,7 +352,10 @@ def test_a_stuck_or_dead_storage_process_raises_in_bounded_time(
             await plane.put("b", {"x": torch.ones(3)})
         with pytest.raises(PlaneError, match=r"get of 'a' (failed|took longer)"):
             await plane.get(packet)
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < 15
+        async with asyncio.timeout(60):
+            while not monarch_faults:  # noqa: ASYNC110  Monarch's hook appends, from any thread
+                await asyncio.sleep(0.1)
 
     asyncio.run(run())
     assert monarch_faults  # they reached the hook, which did not end the process

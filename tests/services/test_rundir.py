@@ -166,6 +166,23 @@ def test_a_torn_last_line_is_passed_over(run: RunDirectory, torn: bytes) -> None
     assert positions(run.metrics) == [("on_policy", 1)]
 
 
+def test_a_line_whose_rest_comes_while_it_is_read_is_passed_over(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader beside the writer sees half a line, and the other half in its next breath."""
+    run.metrics.write_text('{"arm": "on_policy", "step": 1}\n{"arm": "on_')
+    parse = json.loads
+
+    def parse_late(line: bytes) -> Any:
+        if b"policy" not in line:
+            with run.metrics.open("ab") as file:
+                file.write(b'policy", "step": 2}\n')
+        return parse(line)
+
+    monkeypatch.setattr(json, "loads", parse_late)
+    assert positions(run.metrics) == [("on_policy", 1)]
+
+
 def test_damage_before_the_last_line_is_an_error(run: RunDirectory) -> None:
     run.metrics.write_text('{"arm": "on_pol\n{"arm": "on_policy", "step": 2}\n')
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl:1: every line but the last"):
