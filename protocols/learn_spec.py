@@ -1,61 +1,18 @@
 """What a run learns: the typed `configs/*.yaml`.
 
-Rules between two keys of a section stand on the later key, which may look at those before it;
-rules between sections stand in `across_sections`. A broken rule says what is required and how to
-meet it; `protocols.spec_loading` adds what was given and where.
+Rules between sections stand in `across_sections`; for those inside one see `protocols.spec_base`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from protocols.spec_base import AsTuple, Spec, broken, unique
 
 Arm = Literal["none", "document", "untrained", "offline", "on_policy"]
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
-
-
-class Spec(BaseModel):
-    """Base of every section: frozen, no unknown keys, no silent conversions."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
-    )
-
-
-def broken(rule: str, remedy: str, **context: Any) -> PydanticCustomError:
-    """A broken rule: `broken("must be < tokens (28)", "lower it")`.
-
-    A rule between sections adds `key` (dotted, from the model's root) and `got`.
-    """
-    return PydanticCustomError(
-        "rule",
-        "{rule}; {remedy}",
-        {"rule": rule, "remedy": remedy, **context},
-    )
-
-
-def _list_to_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _unique(values: tuple[str, ...]) -> tuple[str, ...]:
-    twice = sorted({v for v in values if values.count(v) > 1})
-    if twice:
-        raise broken("must list each item once", f"remove the second {twice[0]}")
-    return values
-
-
-AsTuple = BeforeValidator(_list_to_tuple)
 
 
 class ShapeSpec(Spec):
@@ -178,7 +135,7 @@ class RolloutSpec(Spec):
         description="self-study prompts to draw from",
     )
 
-    _kinds_once = field_validator("kinds")(_unique)
+    _kinds_once = field_validator("kinds")(unique)
 
 
 class GeneratorSpec(Spec):
@@ -299,7 +256,7 @@ class EvaluateSpec(Spec):
     sampled: bool = Field(default=False, description="also answer by sampling, not only greedily")
     temperature: float = Field(default=1.0, gt=0, description="temperature of the sampled answers")
 
-    _arms_once = field_validator("arms")(_unique)
+    _arms_once = field_validator("arms")(unique)
 
     @field_validator("arms")
     @classmethod

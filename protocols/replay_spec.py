@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.learn_spec import AsTuple, Spec, broken
+from protocols.spec_base import AsTuple, Spec, broken
 
 Provider = Literal["openai", "anthropic"]
 OFFICIAL_URLS: dict[Provider, str] = {

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.learn_spec import AsTuple, Spec, broken
+from protocols.spec_base import AsTuple, Spec, broken
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 SinkName = Literal["tensorboard", "wandb", "otlp"]

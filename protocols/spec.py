@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.learn_spec import AsTuple, LearnSpec, Spec, broken
+from protocols.learn_spec import LearnSpec
 from protocols.service_spec import (
     AutoscaleSpec,
     ControlSpec,
@@ -22,6 +22,7 @@ from protocols.service_spec import (
     TelemetrySpec,
     WatchdogSpec,
 )
+from protocols.spec_base import AsTuple, Spec, broken
 
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})")
 
