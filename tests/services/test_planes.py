@@ -341,7 +341,7 @@ def test_a_stuck_or_dead_storage_process_raises_in_bounded_time(
 
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
-        with pytest.raises(PlaneError, match=r"get of 'a' took longer than 4 s"):
+        with pytest.raises(PlaneError, match=r"get of 'a' (failed|took longer than 4 s)"):
             await plane.get(packet)
         assert time.monotonic() - began < 10
         os.kill(pid, signal.SIGCONT)
