@@ -11,10 +11,9 @@ import torch
 from monarch.actor import Actor, endpoint
 
 from actors.setup import BaseModel, fresh_key
-from learning.losses import top_k
 from learning.model import document_kv, load_model
 from learning.prefixes import DocumentCache
-from learning.scoring import score
+from learning.scoring import kept, score
 from protocols.ports import TensorPlane
 from protocols.types import Sample, Scored
 
@@ -48,11 +47,7 @@ class DocTeacherActor(Actor):
         """Put the teacher's distributions over every response token under a key of this stem."""
         begun = time.perf_counter()
         logits = score(self._model, samples, self._documents, self._row_tokens)
-        if self._keep_top is None:
-            tensors = {"logits": logits}
-        else:
-            indices, logprobs = top_k(logits, self._keep_top)
-            tensors = {"indices": indices, "logprobs": logprobs}
+        tensors = kept(logits, self._keep_top)
         seconds = time.perf_counter() - begun
         packet = await self._plane.put(fresh_key(stem), tensors)
         return Scored(seconds, packet, len(logits))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,15 @@ import torch
 from monarch.actor import Actor, endpoint
 
 from actors.setup import BaseModel, fresh_key
+from learning.batch import Batch
 from learning.checkpoint import read_checkpoint
 from learning.losses import Teacher
 from learning.model import document_kv, load_model
 from learning.prefixes import DocumentCache
 from learning.trainer import CartridgeTrainer, TrainerConfig
+from protocols.channels import Lesson
 from protocols.ports import TensorPlane
-from protocols.types import Packet, Sample, Snapshot, Stepped
+from protocols.types import Packet, Snapshot, Stepped
 
 
 class TrainerActor(Actor):
@@ -57,14 +58,21 @@ class TrainerActor(Actor):
         return self._trainer.begin(arm, steps)
 
     @endpoint
-    async def step(self, samples: Sequence[Sample], scores: Packet, version: int) -> Stepped:
-        """Train `version` on samples with the teacher's scores of the same tokens.
+    async def step(self, lesson: Lesson, version: int) -> Stepped:
+        """Train `version` on a lesson, with the teachers' scores of the same tokens.
 
         The scores are read off the tensor plane, not deleted. Raises StaleTokenError, RunError.
         """
-        tensors = await self._plane.get(scores)
+        batch = Batch(
+            doc=lesson.doc,
+            doc_teacher=await self._scores(lesson.doc_scores),
+            rl=lesson.rl,
+            sdpo=lesson.sdpo,
+            sdpo_teacher=await self._scores(lesson.sdpo_scores),
+            pairs=lesson.pairs,
+        )
         begun = time.perf_counter()
-        result = self._trainer.step(samples, Teacher(**tensors), version)
+        result = self._trainer.step_on(batch, version)
         seconds = time.perf_counter() - begun
         return Stepped(
             seconds,
@@ -74,7 +82,12 @@ class TrainerActor(Actor):
             result.lr,
             result.tokens,
             result.stale_tokens,
+            result.terms,
+            result.cosines,
         )
+
+    async def _scores(self, packet: Packet | None) -> Teacher | None:
+        return None if packet is None else Teacher(**await self._plane.get(packet))
 
     @endpoint
     async def publish(self, version: int) -> Snapshot:

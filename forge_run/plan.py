@@ -17,7 +17,7 @@ from forge_run.roofline import A100, H200, MFU, Phase, Workload
 from forge_run.runnable import resolved_place, unmet
 from protocols.errors import SpecError
 from protocols.learn_spec import LearnSpec, ModelSpec, ShapeSpec
-from protocols.spec import MeshSpec, RunSpec
+from protocols.spec import RunSpec
 from protocols.yaml_lines import Place
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -39,7 +39,7 @@ def plan(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> tuple
     shape = model_shape(spec.learn.model)
     sections = [
         _run_section(spec),
-        _roles_section(spec.mesh),
+        _roles_section(spec),
         _memory_section(spec.learn, shape),
         _budget_section(spec.learn),
         *_roofline_sections(spec, shape),
@@ -119,7 +119,8 @@ def _run_section(spec: RunSpec) -> Section:
     )
 
 
-def _roles_section(mesh: MeshSpec) -> Section:
+def _roles_section(spec: RunSpec) -> Section:
+    mesh = spec.mesh
     where = {
         "local": f"this host ({os.cpu_count()} cores)",
         "addresses": ", ".join(mesh.hosts.addresses),
@@ -127,7 +128,7 @@ def _roles_section(mesh: MeshSpec) -> Section:
     }[mesh.hosts.kind]
     rows = tuple(
         (name, str(role.replicas), str(role.procs), str(role.threads), str(role.gpus), where)
-        for name, role in mesh.roles.items()
+        for name, role in spec.roles
     )
     columns = ("role", "replicas", "processes each", "threads each", "GPUs each", "placement")
     return Section("roles", columns, rows)

@@ -47,7 +47,7 @@ def unmet(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> list
             "cannot run, one trainer owns the cartridges",
             "use 1",
         )
-    for name, role in mesh.roles.items():
+    for name, role in spec.roles:
         if role.procs != 1:
             why = "FSDP over ranks comes later" if name == "trainer" else "add replicas instead"
             cannot(f"roles.{name}.procs", role.procs, f"cannot run yet, {why}", "use 1")

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from learning.batching import pack, response_logits, stack_prefixes, token_logprobs
+from learning.losses import top_k
 from learning.prefixes import DocumentCache
 from learning.replay import is_stale, summed_by_pair
 from protocols.channels import PreferencePair, RLSample, SDPOItem, completions, hinted
@@ -85,6 +86,15 @@ def with_references(
         ]
     )
     return [next(fresh) if is_stale(p, version, max_age) else p for p in pairs]
+
+
+def kept(logits: Tensor, keep_top: int | None) -> dict[str, Tensor]:
+    """What is sent of a teacher's logits [N, V]: the top entries of each token, or all for None.
+    `learning.losses.Teacher(**kept(...))` reads it."""
+    if keep_top is None:
+        return {"logits": logits}
+    indices, logprobs = top_k(logits, keep_top)
+    return {"indices": indices, "logprobs": logprobs}
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
     RLSample         an episode with its reward               (grpo)
     SDPOItem         a turn of an RLSample, read under a hint (sdpo)
     PreferencePair   a better and a worse completion          (replay_dpo)
+    Lesson           all of one training step, with where its teachers' scores lie
 
 Token ids only: text is never re-tokenised on the way. Every record checks itself when it is made.
 """
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from protocols.errors import DataError
-from protocols.types import Sample, Sampling
+from protocols.types import Packet, Sample, Sampling
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,26 @@ class PreferencePair:
                 f"preference pair {self.id} has an empty context or completion: "
                 "there is nothing to compare"
             )
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What one step trains on. A packet is None where nothing was scored: no data, or no weight.
+
+    `doc_scores` are the document teacher's over every response token of `doc`, `sdpo_scores` the
+    hinted teacher's over every token of every item's turn (as `Scored` has them).
+    """
+
+    doc: tuple[Sample, ...] = ()
+    doc_scores: Packet | None = None
+    rl: tuple[RLSample, ...] = ()
+    sdpo: tuple[SDPOItem, ...] = ()
+    sdpo_scores: Packet | None = None
+    pairs: tuple[PreferencePair, ...] = ()
+
+    @property
+    def packets(self) -> tuple[Packet, ...]:
+        return tuple(p for p in (self.doc_scores, self.sdpo_scores) if p is not None)
 
 
 def hinted(items: Sequence[SDPOItem], samples: Sequence[RLSample]) -> list[Sample]:

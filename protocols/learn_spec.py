@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from protocols.objective_spec import EpisodesSpec, ObjectiveSpec
+from protocols.replay_spec import ReplaySpec
 from protocols.spec_base import AsTuple, Spec, broken, unique
 
 Arm = Literal["none", "document", "untrained", "offline", "on_policy"]
@@ -53,9 +55,10 @@ class ModelSpec(Spec):
 class DataSpec(Spec):
     """Patients, their documents and their questions."""
 
-    source: Literal["clinic", "longhealth"] = Field(
+    source: Literal["clinic", "longhealth", "desk"] = Field(
         default="clinic",
-        description="clinic: generated here; longhealth: LongHealth's JSON from data.path",
+        description="clinic: generated here; longhealth: LongHealth's JSON from data.path; desk: "
+        "handbooks of generated clinic desks, for episodes with tools",
     )
     path: str | None = Field(
         default=None,
@@ -63,9 +66,14 @@ class DataSpec(Spec):
         description="LongHealth JSON, a path or an http(s) URL, read in place of the clinic",
     )
     seed: int = Field(default=0, ge=0, description="seed of the generated clinic")
-    patients: int = Field(ge=1, description="patients to generate, or the first ones of the file")
+    patients: int = Field(
+        ge=1, description="patients or desks to generate, or the first patients of the file"
+    )
     facts: int | None = Field(
-        default=None, ge=1, validate_default=True, description="facts of a generated patient"
+        default=None,
+        ge=1,
+        validate_default=True,
+        description="facts of a generated patient, or fields in a desk's handbook",
     )
     notes: int | None = Field(
         default=None, ge=1, validate_default=True, description="notes of a generated patient"
@@ -88,10 +96,13 @@ class DataSpec(Spec):
     @classmethod
     def _clinic_only(cls, value: int | None, info: ValidationInfo) -> int | None:
         source, path = info.data.get("source"), info.data.get("path")
-        if source == "clinic" and path is None and value is None:
-            raise broken("must be given with data.source clinic", "set it to a count of 1 or more")
-        if source == "longhealth" and value is not None:
-            raise broken("must be left out with data.source longhealth", "remove it")
+        needed = source == "desk" and info.field_name == "facts"
+        if (needed or source == "clinic") and path is None and value is None:
+            raise broken(
+                f"must be given with data.source {source}", "set it to a count of 1 or more"
+            )
+        if (source == "longhealth" or (source == "desk" and not needed)) and value is not None:
+            raise broken(f"must be left out with data.source {source}", "remove it")
         facts = info.data.get("facts")
         if info.field_name == "notes" and value is not None and facts is not None and value > facts:
             raise broken(f"must be <= facts ({facts})", "a note needs a fact: lower it")
@@ -283,6 +294,13 @@ class LearnSpec(Spec):
         default=TeacherSpec(), description="the model that has the document"
     )
     loss: LossSpec = Field(default=LossSpec(), description="student against teacher")
+    objective: ObjectiveSpec = Field(
+        default=ObjectiveSpec(), description="the channels and their weights"
+    )
+    episodes: EpisodesSpec | None = Field(
+        default=None, description="episodes with an environment; null: self-study prompts"
+    )
+    replay: ReplaySpec | None = Field(default=None, description="external teachers that vote")
     train: TrainSpec = Field(description="the optimiser")
     evaluate: EvaluateSpec = Field(default=EvaluateSpec(), description="held-out questions")
 
@@ -308,10 +326,68 @@ def across_sections(spec: LearnSpec) -> None:
             key="loss.temperature",
             got=spec.loss.temperature,
         )
+    _across_channels(spec)
     if spec.loss.form == "pairs" and spec.loss.direction != "cross_entropy":
         raise broken(
             "belongs to loss.direction cross_entropy alone, for it is no divergence",
             "use tail, or set loss.direction: cross_entropy",
             key="loss.form",
             got=spec.loss.form,
+        )
+
+
+def _across_channels(spec: LearnSpec) -> None:
+    """What the channels need of other sections."""
+    objective, episodes = spec.objective, spec.episodes
+    if objective.of_episodes and episodes is None:
+        raise broken(
+            "must be 0 without episodes, which the channels but doc_kl learn from",
+            "add the section episodes",
+            key=next(f"objective.{k}" for k in ("w_rl", "alpha", "beta") if getattr(objective, k)),
+            got=max(objective.w_rl, objective.alpha, objective.beta),
+        )
+    if (episodes is None) != (spec.data.source != "desk"):
+        raise broken(
+            "must be desk with episodes, and only then",
+            "set data.source: desk, or remove the section episodes",
+            key="data.source",
+            got=spec.data.source,
+        )
+    if (objective.beta > 0) != (spec.replay is not None):
+        raise broken(
+            "must be > 0 with the section replay, and only then",
+            "set it, or remove the section replay",
+            key="objective.beta",
+            got=objective.beta,
+        )
+    if episodes is None:
+        return
+    if episodes.max_context > spec.train.row_tokens:
+        raise broken(
+            f"must be <= train.row_tokens ({spec.train.row_tokens})",
+            "an episode is trained in one row: lower it or raise train.row_tokens",
+            key="episodes.max_context",
+            got=episodes.max_context,
+        )
+    if spec.train.staleness:
+        raise broken(
+            "must be 0 with episodes, whose ratios are those of the version being trained",
+            "set it to 0",
+            key="train.staleness",
+            got=spec.train.staleness,
+        )
+    drawn = spec.rollout
+    if (drawn.temperature, drawn.top_p, drawn.top_k) != (1.0, 1.0, 0):
+        raise broken(
+            "must be 1, 1 and 0 (temperature, top_p, top_k) with episodes, or ratios are biased",
+            "remove the three",
+            key="rollout.temperature",
+            got=drawn.temperature,
+        )
+    if "offline" in spec.evaluate.arms:
+        raise broken(
+            "must not hold offline with episodes, which no teacher writes",
+            "remove offline",
+            key="evaluate.arms",
+            got=list(spec.evaluate.arms),
         )

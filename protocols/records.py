@@ -6,7 +6,8 @@ byte for byte; whatever a clock decides goes to `events.jsonl`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
 ARMS = ("none", "document", "untrained", "offline", "on_policy")  # the order they are shown in
@@ -42,7 +43,13 @@ class MetricRow:
 
     `{"arm": "on_policy", "step": 12, "version": 12, "kl": 0.431, "grad_norm": 0.87, "lr": 0.02,
     "tokens": 812, "stale_tokens": 0, "accuracy": null}`
-    `step` counts from 1 in each arm; `accuracy` is that of this step's probe, if any.
+    `step` counts from 1 in each arm; `accuracy` is that of this step's probe, if any. With
+    episodes there are three more, each left out where it is empty: `channels` has of every channel
+    that weighs something its value, denominator ("count"), weight and facts, `cosines` the angles
+    between channels' gradients, and `episodes` what the step's episodes came to:
+
+        {"channels": {"grpo": {"value": -0.02, "count": 512, "weight": 1.0}, ...},
+         "cosines": {"grpo/sdpo": 0.31}, "episodes": {"count": 64, "reward": 0.42, "errored": 0}}
     """
 
     arm: str
@@ -54,6 +61,9 @@ class MetricRow:
     tokens: int
     stale_tokens: int
     accuracy: float | None = None
+    channels: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    cosines: Mapping[str, float] = field(default_factory=dict)
+    episodes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,15 +95,16 @@ class RoleSpec(Spec):
 
 
 class RolesSpec(Spec):
-    """The roles of cartridge training."""
+    """The roles of cartridge training. A run has those that its channels need (`RunSpec.roles`)."""
 
     generator: RoleSpec = Field(default=RoleSpec(), description="samples with the cartridge")
     doc_teacher: RoleSpec = Field(default=RoleSpec(), description="scores with the document")
+    sdpo_teacher: RoleSpec = Field(
+        default=RoleSpec(), description="scores turns with a hint, and references of preferences"
+    )
+    environment: RoleSpec = Field(default=RoleSpec(), description="answers the student's calls")
+    teacher_replay: RoleSpec = Field(default=RoleSpec(), description="asks external teachers")
     trainer: RoleSpec = Field(default=RoleSpec(), description="optimises the cartridges")
-
-    def items(self) -> tuple[tuple[str, RoleSpec], ...]:
-        """(name, role), in the order that a step meets them."""
-        return tuple((name, getattr(self, name)) for name in type(self).model_fields)
 
 
 class MeshSpec(Spec):
@@ -166,6 +167,20 @@ class RunSpec(Spec):
 
     mesh: MeshSpec = Field(description="where it runs")
     learn: LearnSpec = Field(description="what it learns")
+
+    @property
+    def roles(self) -> tuple[tuple[str, RoleSpec], ...]:
+        """(name, role) of the roles that this run needs, in the order that a step meets them."""
+        learn, objective = self.learn, self.learn.objective
+        needed = {
+            "generator": True,
+            "doc_teacher": objective.w_doc > 0,
+            "sdpo_teacher": objective.alpha > 0 or objective.beta > 0,
+            "environment": learn.episodes is not None,
+            "teacher_replay": learn.replay is not None,
+            "trainer": True,
+        }
+        return tuple((name, getattr(self.mesh.roles, name)) for name, is_ in needed.items() if is_)
 
     @property
     def default_run_root(self) -> Path:

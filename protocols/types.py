@@ -175,7 +175,9 @@ class Stepped(Timed):
     """What one optimiser step did. `version` is the version that the step produced.
 
     `kl` is the mean doc_kl per trained token, `tokens` its denominator; `stale_tokens` counts
-    trained tokens whose version was older than the one trained.
+    trained tokens whose version was older than the one trained. `terms` and `cosines` are those of
+    `learning.step.StepResult`: each channel's value, denominator and facts, and the angles between
+    their gradients.
     """
 
     version: int = 0
@@ -184,6 +186,8 @@ class Stepped(Timed):
     lr: float = 0.0
     tokens: int = 0
     stale_tokens: int = 0
+    terms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    cosines: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -129,18 +129,15 @@ class ControllerActor(Actor):
         return outcome
 
     async def _drive(self, recorder: Recorder, mesh: Mesh, helm: Helm, begun: float) -> None:
-        from learning.model import load_tokenizer
+        from services.courses import open_course
         from services.roles import spawn_roles
         from services.run import Run
-        from services.tasks import Tasks, read_patients
 
         self._show(stage="starting the mesh")
-        learn = self._spec.learn
-        tasks = Tasks(learn, read_patients(learn.data), load_tokenizer(learn.model.path))
-        exams = tasks.exams if learn.evaluate.arms else []
+        course = open_course(self._spec, mesh, self._directory)
         last_state = self._directory.checkpoints / LAST_STATE
         last_state.unlink(missing_ok=True)  # an interrupted run's: this one starts where we say
-        await spawn_roles(self._spec, tasks.documents, tasks.end_ids, mesh, last_state)
+        await spawn_roles(self._spec, course.documents, course.end_ids, mesh, last_state)
         for role, pool in mesh.pools.items():
             recorder.event(
                 "role_ready",
@@ -150,8 +147,7 @@ class ControllerActor(Actor):
                 seconds=round(time.perf_counter() - begun, 3),
             )
         self._run = Run(
-            self._spec, tasks, exams, mesh, self._directory, recorder, self._show,
-            helm.between_steps,
+            self._spec, course, mesh, self._directory, recorder, self._show, helm.between_steps
         )  # fmt: skip
         if self._resume:
             await self._run.resume(self._newest_checkpoint())

@@ -19,15 +19,17 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from protocols.types import Completion, Packet, Sample, Scored, Stepped
+from protocols.channels import Lesson
+from protocols.episodes import Episode
+from protocols.types import Completion, Sample, Stepped, Timed
 from services.tasks import Prompt
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What one step trains on: samples with what was asked, and how long sampling took (seconds).
+    """What one step samples: samples with what was asked, and how long it took (seconds).
 
-    `compute` is the model time of the slowest replica.
+    `compute` is the model time of the slowest replica. Of `episodes`, the samples are the turns.
     """
 
     step: int
@@ -36,6 +38,14 @@ class Rollout:
     samples: Sequence[Sample]
     seconds: float
     compute: float
+    episodes: Sequence[Episode] = ()
+
+
+@dataclass(frozen=True)
+class Judged(Timed):
+    """A rollout with all that was found out about it: what a step trains on."""
+
+    lesson: Lesson = field(default_factory=Lesson)
 
 
 @dataclass(frozen=True)
@@ -54,13 +64,13 @@ class StepTimes:
 class Ports:
     """What the loop needs of the mesh; plain functions in tests.
 
-    sample(step, version) -> Rollout; score(step, samples) -> Scored; train(samples, packet,
-    version) -> Stepped; publish(version) makes a version visible to every generator.
+    sample(step, version) -> Rollout; score(rollout) -> Judged; train(judged, version) -> Stepped;
+    publish(version) makes a version visible to every generator.
     """
 
     sample: Callable[[int, int], Awaitable[Rollout]]
-    score: Callable[[int, Sequence[Sample]], Awaitable[Scored]]
-    train: Callable[[Sequence[Sample], Packet, int], Awaitable[Stepped]]
+    score: Callable[[Rollout], Awaitable[Judged]]
+    train: Callable[[Judged, int], Awaitable[Stepped]]
     publish: Callable[[int], Awaitable[None]]
     watch: Callable[[str], None] = field(default=lambda phase: None)
 
@@ -110,11 +120,11 @@ class OnPolicyLoop:
         sampled = time.perf_counter()
 
         ports.watch("score")
-        scored = await ports.score(step, rollout.samples)
-        judged = time.perf_counter()
+        judged = await ports.score(rollout)
+        scored = time.perf_counter()
 
         ports.watch("train")
-        stepped = await ports.train(rollout.samples, scored.packet, version)
+        stepped = await ports.train(judged, version)
         trained = time.perf_counter()
 
         ports.watch("publish")
@@ -123,11 +133,11 @@ class OnPolicyLoop:
 
         # Of a rollout that ran ahead only the waiting belongs to this step.
         waited = sampled - begun
-        compute = min(rollout.compute, waited) + scored.compute_seconds + stepped.compute_seconds
+        compute = min(rollout.compute, waited) + judged.compute_seconds + stepped.compute_seconds
         times = StepTimes(
             rollout=waited,
-            score=judged - sampled,
-            train=trained - judged,
+            score=scored - sampled,
+            train=trained - scored,
             publish=ended - trained,
             orchestration=ended - begun - compute,
             step=ended - begun,

@@ -11,7 +11,8 @@ class Position:
     """Where a run stands, all of it JSON: saved with every checkpoint.
 
     `step` steps of `arm` are done; `first_version` is the arm's version 0; `arms` the results so
-    far; `tokens` trained by each arm; `pending` the rollouts that ran ahead.
+    far; `tokens` trained by each arm; `pending` the rollouts that ran ahead; `course` what the
+    course itself has under way.
     """
 
     arm: str = "on_policy"
@@ -24,3 +25,4 @@ class Position:
     kl_first: float | None = None
     kl_last: float | None = None
     pending: list[dict[str, Any]] = field(default_factory=list)
+    course: dict[str, Any] = field(default_factory=dict)

@@ -135,7 +135,7 @@ async def spawn_roles(
     Raises RunError that names the role and replica.
     """
     store = spec.mesh.plane == "torchstore"
-    roles = [role for _, role in spec.mesh.roles.items() if not role.gpus]
+    roles = [role for _, role in spec.roles if not role.gpus]
     mesh.service.warm([1] * store + [role.threads for role in roles for _ in range(role.replicas)])
     if store:
         mesh.service.spawn(StoreActor, role="store", spec=RoleSpec(), prepare=mesh.open_plane)
@@ -143,7 +143,7 @@ async def spawn_roles(
     else:
         await mesh.open_plane()
     assert mesh.plane is not None
-    for name, role in spec.mesh.roles.items():
+    for name, role in spec.roles:
         base = BaseModel(
             path=spec.learn.model.path,
             dtype=spec.learn.model.dtype,

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from protocols.errors import PlaneError, PublishError, RunError
+from protocols.errors import PublishError, RunError
 from protocols.records import Measured, MetricRow, Results, RunOutcome
 from protocols.spec import RunSpec
-from protocols.types import (
-    Completion,
-    Generated,
-    GenerateRequest,
-    Packet,
-    Sample,
-    Scored,
-    Stepped,
-)
-from services.evaluation import measure
+from protocols.types import Completion, Generated, GenerateRequest, Stepped
+from services.course import Course
 from services.helm import Stopped
-from services.loop import Done, OnPolicyLoop, Ports, Rollout
-from services.packing import packed_bytes
+from services.lessons import Lessons
+from services.loop import Done, Judged, OnPolicyLoop, Ports, Rollout
 from services.position import Position
 from services.progress import Meter
 from services.recorder import Recorder
 from services.roles import Mesh
-from services.rollouts import as_rollout, as_rows, rollout_from
+from services.rollouts import rollout_from
 from services.rundir import RunDirectory
-from services.tasks import NO_DOCUMENT, Exam, Tasks
+from services.tasks import NO_DOCUMENT
 from services.tensors import Tensors
-
-OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call
 
 
 class Run:
@@ -43,8 +32,7 @@ class Run:
     def __init__(
         self,
         spec: RunSpec,
-        tasks: Tasks,
-        exams: Sequence[Exam],
+        course: Course,
         mesh: Mesh,
         directory: RunDirectory,
         recorder: Recorder,
@@ -52,11 +40,11 @@ class Run:
         between_steps: Callable[[Callable[[], Awaitable[str]]], Awaitable[None]],
     ) -> None:
         self._spec, self._learn = spec, spec.learn
-        self._tasks, self._exams = tasks, exams
+        self._course = course
         self._mesh = mesh
         self._tensors = Tensors(mesh, keep=1 + spec.learn.train.staleness)
+        self._lessons = Lessons(mesh, self._tensors)
         self._generators = mesh.pools["generator"]
-        self._teachers = mesh.pools["doc_teacher"]
         self._trainer = mesh.pools["trainer"]
         self._directory = directory
         self._recorder, self._show = recorder, show
@@ -64,8 +52,7 @@ class Run:
         self._at = Position()
         self._meter = Meter()
         self._loop: OnPolicyLoop | None = None
-        self._scored_in = 0  # the life of the plane that holds the scores of the step
-        self._moved: dict[str, int] = {}  # bytes of this step over the plane
+        self._published_bytes = 0
         self._resumed = False
         self._begun_arm = False
 
@@ -82,6 +69,7 @@ class Run:
             await self._tensors.tidied()
         finally:
             self._tensors.cancel()
+            await self._course.close()
         if await self._trainer.route("base_hash") != base:
             raise RunError("the base model's weights changed during the run: only cartridges may")
 
@@ -132,13 +120,13 @@ class Run:
             self._show(stage="training offline", arm="offline", steps=len(rollouts))
             timer = self._meter.start()
             self._watch("score")
-            scored = await self._score(step, rollouts[step].samples)
+            judged = await self._score(rollouts[step])
             timer.lap("score")
             self._watch("train")
-            stepped = await self._train(rollouts[step].samples, scored.packet, first + step)
+            stepped = await self._train(judged, first + step)
             timer.lap("train")
             await self._tensors.tidy()
-            times = timer.times(rollouts[step], scored.compute_seconds + stepped.compute_seconds)
+            times = timer.times(rollouts[step], judged.compute_seconds + stepped.compute_seconds)
             await self._record(Done(rollouts[step], stepped, times), len(rollouts))
         await self._publish(first + len(rollouts))
         await self._evaluate("offline", "cartridge", first + len(rollouts))
@@ -149,17 +137,7 @@ class Run:
         tokens = 0
         while tokens < budget:
             await self._look_up()
-            steps = range(len(rollouts), len(rollouts) + OFFLINE_CHUNK)
-            prompts = [self._tasks.offline(s) for s in steps]
-            flat = [p for step in prompts for p in step]
-            timer = self._meter.start()
-            completions, compute = await self._generate([p.request for p in flat])
-            seconds = timer.lap("rollout") / OFFLINE_CHUNK
-            for i, step in enumerate(steps):
-                share = slice(i * len(prompts[i]), (i + 1) * len(prompts[i]))
-                rollout = as_rollout(
-                    step, prompts[i], completions[share], seconds, compute / OFFLINE_CHUNK, True
-                )
+            for rollout in await self._course.offline(len(rollouts), self._generate):
                 rollouts.append(rollout)
                 tokens += sum(len(s.response_ids) for s in rollout.samples)
                 if tokens >= budget:
@@ -169,10 +147,7 @@ class Run:
     # -- the loop's ports -----------------------------------------------------------------------
 
     async def _sample(self, step: int, version: int) -> Rollout:
-        timer = self._meter.start()
-        prompts = self._tasks.rollout(step, version)
-        completions, compute = await self._generate([p.request for p in prompts])
-        return as_rollout(step, prompts, completions, timer.lap("rollout"), compute, False)
+        return await self._course.sample(step, version, self._generate)
 
     async def _generate(
         self, requests: Sequence[GenerateRequest]
@@ -194,46 +169,27 @@ class Run:
 
         return await self._generators.split(requests, share), max(compute, default=0.0)
 
-    async def _score(self, step: int, samples: Sequence[Sample]) -> Scored:
-        # One teacher scores a step: its packet must be one tensor in sample order.
-        stem = f"scores/{self._at.arm}/{step}"
-        while True:
-            self._scored_in = self._mesh.plane_life
-            try:
-                scored: Scored = await self._teachers.route("score", stem, tuple(samples))
-                break
-            except PlaneError as error:
-                await self._mesh.replaced(self._scored_in, error)
-        expected = sum(len(s.response_ids) for s in samples)
-        if scored.tokens != expected:
-            raise RunError(f"the teacher scored {scored.tokens} of {expected} tokens of {stem}")
-        self._moved["scores"] = 2 * packed_bytes(scored.packet.layout)  # put and got
-        return scored
+    async def _score(self, rollout: Rollout) -> Judged:
+        version = self._at.first_version + rollout.step
+        lesson = await self._course.lesson(rollout, version)
+        return await self._lessons.judge(self._stem(rollout.step), lesson, version)
 
-    async def _train(self, samples: Sequence[Sample], packet: Packet, version: int) -> Stepped:
-        """One step of the trainer. When the scores are lost with the plane they are made again."""
+    async def _train(self, judged: Judged, version: int) -> Stepped:
         step = version - self._at.first_version
-        while True:
-            call = self._trainer.route("step", tuple(samples), packet, version)
-            training = asyncio.ensure_future(call)
+        ahead = step + 1 + self._learn.train.staleness
+
+        def meanwhile() -> None:
             if self._at.arm == "on_policy":
-                await asyncio.sleep(0.001)  # the call goes out first; then there is time to spare
-                self._tasks.prepare(step + 1 + self._learn.train.staleness)
-            try:
-                stepped: Stepped = await training
-                break
-            except PlaneError as error:
-                await self._mesh.replaced(self._scored_in, error)
-                packet = (await self._score(step, samples)).packet
-        if self._scored_in == self._mesh.plane_life:
-            self._tensors.read(packet.key, self._scored_in)
-        else:  # replaced meanwhile: nobody can tell where they lie
-            self._tensors.replica_lost()
-        return stepped
+                self._course.prepare(ahead)
+
+        return await self._lessons.train(self._stem(step), judged.lesson, version, meanwhile)
+
+    def _stem(self, step: int) -> str:
+        return f"scores/{self._at.arm}/{step}"
 
     async def _publish(self, version: int) -> None:
         size = await self._tensors.publish(version)
-        self._moved["cartridges"] = size * (1 + len(self._generators))
+        self._published_bytes = size * (1 + self._tensors.readers)
 
     # -- what is recorded -----------------------------------------------------------------------
 
@@ -242,12 +198,13 @@ class Run:
         at, arm, step = self._at, self._at.arm, done.rollout.step + 1
         stepped = done.stepped
         accuracy = await self._probe(arm, step, stepped.version)
-        self._directory.append_rollouts(as_rows(done.rollout, arm, step, self._tasks.decode))
+        self._course.record(done.rollout, arm, step, self._directory)
         self._recorder.metric(
             MetricRow(
                 arm=arm, step=step, version=stepped.version, kl=stepped.kl,
                 grad_norm=stepped.grad_norm, lr=stepped.lr, tokens=stepped.tokens,
                 stale_tokens=stepped.stale_tokens, accuracy=accuracy,
+                **self._course.facts(done),
             )
         )  # fmt: skip
         # Only now does the position move: a checkpoint never claims a step without its rows.
@@ -263,7 +220,8 @@ class Run:
         self._recorder.event(
             "step", arm=arm, step=step,
             seconds={k: round(v, 6) for k, v in seconds.items()}, tokens_per_second=round(speed, 1),
-            bytes=dict(self._moved), rollouts=len(done.rollout.samples),
+            bytes={"scores": self._lessons.moved, "cartridges": self._published_bytes},
+            rollouts=len(done.rollout.samples),
         )  # fmt: skip
         self._meter.add(arm, seconds)
         shown = {} if accuracy is None else {"accuracy": accuracy}
@@ -280,8 +238,9 @@ class Run:
         evaluate = self._learn.evaluate
         if arm != "on_policy" or not evaluate.probe_every or step % evaluate.probe_every:
             return None
-        exams = self._exams[: evaluate.probe_questions]
-        measured = await self._answer(exams, "probe", "cartridge", version, sampled=False)
+        measured = await self._measure(
+            "probe", "cartridge", version, most=evaluate.probe_questions, sampled=False
+        )
         return measured["accuracy"]
 
     async def _evaluate(self, arm: str, prefix: str, version: int) -> None:
@@ -291,24 +250,22 @@ class Run:
         await self._look_up()
         self._show(stage=f"evaluating {arm}")
         self._watch("evaluate")
-        result: dict[str, Any] = dict(
-            await self._answer(self._exams, arm, prefix, version, sampled=False)
-        )
+        result: dict[str, Any] = dict(await self._measure(arm, prefix, version, sampled=False))
         result["sampled"] = None
         if self._learn.evaluate.sampled:
             await self._look_up()
-            result["sampled"] = await self._answer(self._exams, arm, prefix, version, sampled=True)
+            result["sampled"] = await self._measure(arm, prefix, version, sampled=True)
         self._at.arms[arm] = result
         self._recorder.event("evaluated", arm=arm, **result)
         self._show(accuracy=result["accuracy"])
         self._watch("")
 
-    async def _answer(
-        self, exams: Sequence[Exam], arm: str, prefix: str, version: int, *, sampled: bool
+    async def _measure(
+        self, arm: str, prefix: str, version: int, *, sampled: bool, most: int | None = None
     ) -> Measured:
-        requests = self._tasks.exam_requests(exams, arm, prefix, version, sampled)
-        completions, _ = await self._generate(requests)
-        return measure(exams, [self._tasks.decode(c.token_ids) for c in completions])
+        return await self._course.measure(
+            arm, prefix, version, most=most, sampled=sampled, generate=self._generate
+        )
 
     # -- checkpoints and results ----------------------------------------------------------------
 
@@ -334,6 +291,7 @@ class Run:
             and self._learn.train.staleness
         ):
             return ""  # a failure took the rollouts that ran ahead; the checkpoint before it stands
+        self._at.course = self._course.saved()
         self._watch("checkpoint")
         path = await self._trainer.route(
             "save", str(self._directory.checkpoints), asdict(self._at), self._version
@@ -353,6 +311,7 @@ class Run:
             self._at = Position(**await self._trainer.route("restore", str(path)))
             self._resumed = True
             self._begun_arm = True
+            self._course.stand(self._at.course)
         self._directory.truncate_after(self._at.arm, self._at.step)
         self._show(step=self._at.step, arm=self._at.arm)
 
@@ -362,7 +321,9 @@ class Run:
 
     def write_results(self, status: RunOutcome, wall_seconds: float) -> None:
         """results.json as far as the run came; the report is made from it."""
-        documents = [len(ids) for name, ids in self._tasks.documents.items() if name != NO_DOCUMENT]
+        documents = [
+            len(ids) for name, ids in self._course.documents.items() if name != NO_DOCUMENT
+        ]
         mean = sum(documents) / len(documents)
         tokens = self._learn.cartridge.tokens
         results = Results(

@@ -296,7 +296,8 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _record(row: MetricRow | RolloutRow) -> dict[str, Any]:
-    return {field.name: getattr(row, field.name) for field in fields(row)}
+    values = {field.name: getattr(row, field.name) for field in fields(row)}
+    return {name: value for name, value in values.items() if value != {}}
 
 
 def _position(arm: str, step: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """What a run keeps in the tensor plane: the published cartridges and the scores of a step.
 
-    publish(v)   trainer -> plane -> every generator in service, and those that come later
+    publish(v)   trainer -> plane -> every reader in service, and those that come later
     read(key)    nobody needs it any more; `tidy` deletes it beside the work that follows
 
 When the plane is lost with the process that held it, another is opened and `refill` publishes the
@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.types import Snapshot
 from services.packing import packed_bytes
-from services.pool import Update
+from services.pool import Pool, Update
 from services.roles import Mesh
+
+READERS = ("generator", "sdpo_teacher")  # the roles that read with the cartridges
 
 
 class Tensors:
@@ -38,7 +40,7 @@ class Tensors:
         mesh.refill = self.refill
 
     async def publish(self, version: int) -> int:
-        """Make the trainer's cartridges visible to every generator; returns their bytes."""
+        """Make the trainer's cartridges visible to every reader; returns their bytes."""
         while True:
             life = self._mesh.plane_life
             try:
@@ -63,17 +65,25 @@ class Tensors:
                 f"the trainer published version {snapshot.version} where {version} was due"
             )
         update = _update(snapshot)
-        await self._mesh.pools["generator"].update(
-            update.topic, version, update.method, *update.args, keep=self._keep
-        )
+        for pool in self._readers:
+            await pool.update(update.topic, version, update.method, *update.args, keep=self._keep)
         return snapshot
+
+    @property
+    def readers(self) -> int:
+        """How many replicas read what is published."""
+        return sum(len(pool) for pool in self._readers)
+
+    @property
+    def _readers(self) -> list[Pool]:
+        pools = self._mesh.pools
+        return [pools[role] for role in READERS if role in pools]
 
     async def refill(self) -> None:
         """Publish what is published into a plane that replaced the lost one, under new keys.
 
         A publish that the loss cut short is forgotten first: it is made again (`publish`).
         """
-        generators = self._mesh.pools["generator"]
         async with self._moving:
             life = self._mesh.plane_life
             there: list[tuple[int, Snapshot]] = []
@@ -89,8 +99,10 @@ class Tensors:
             # In one turn, once all are there: this plane may be lost as well, and then the next
             # one gets all of them.
             self._published = there
-            generators.remember("cartridge", [_update(snapshot) for _, snapshot in there])
-            await generators.tell()
+            for pool in self._readers:
+                pool.remember("cartridge", [_update(snapshot) for _, snapshot in there])
+            for pool in self._readers:
+                await pool.tell()
 
     def read(self, key: str, life: int) -> None:
         """Nobody reads this key any more. It is in the plane of that life."""
@@ -143,5 +155,5 @@ class Tensors:
 
 
 def _update(snapshot: Snapshot) -> Update:
-    """What a generator is told of it."""
+    """What a reader is told of it."""
     return Update("cartridge", snapshot.version, "load", (snapshot,))

@@ -13,8 +13,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from learning.step import check_fresh
-from protocols.types import Packet, Sample, Scored, Stepped, TensorLayout
-from services.loop import Done, OnPolicyLoop, Ports, Rollout
+from protocols.channels import Lesson
+from protocols.types import Packet, Sample, Stepped, TensorLayout
+from services.loop import Done, Judged, OnPolicyLoop, Ports, Rollout
 
 Event = tuple[Any, ...]
 Turns = Callable[[str, int], int]
@@ -55,12 +56,16 @@ class House:
         sample = Sample(f"{step}/0", "patient_01", (4, 5), ids, (-0.5,) * 3, (held,) * 3)
         return Rollout(step, (), (), (sample,), 0.0, 0.0)
 
-    async def score(self, step: int, samples: Sequence[Sample]) -> Scored:
+    async def score(self, rollout: Rollout) -> Judged:
+        step = rollout.step
         self.events.append(("score", step))
         await self.work("score", step)
-        return Scored(0.0, Packet(f"scores/{step}", TensorLayout(())), 3)
+        scores = Packet(f"scores/{step}", TensorLayout(()))
+        return Judged(0.0, Lesson(doc=tuple(rollout.samples), doc_scores=scores))
 
-    async def train(self, samples: Sequence[Sample], packet: Packet, version: int) -> Stepped:
+    async def train(self, judged: Judged, version: int) -> Stepped:
+        samples, packet = judged.lesson.doc, judged.lesson.doc_scores
+        assert packet is not None
         step = int(packet.key.removeprefix("scores/"))
         assert samples[0].id == f"{step}/0", "the scores of another step"
         stale = check_fresh(samples, version, self.staleness)

@@ -1,7 +1,6 @@
 """The loop over fake ports: the order of events, what runs ahead, and nothing left behind."""
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -9,8 +8,8 @@ from hypothesis import strategies as st
 from loop_house import House, delays, drive, run, sampled_versions, turns_of
 
 from protocols.errors import RunError
-from protocols.types import Packet, Sample, Scored, Stepped, TensorLayout
-from services.loop import Done, OnPolicyLoop, Ports, Rollout
+from protocols.types import Stepped
+from services.loop import Done, Judged, OnPolicyLoop, Ports, Rollout
 
 # -- strict -----------------------------------------------------------------------------------
 
@@ -61,10 +60,10 @@ def test_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         made = await house.sample(step, version)
         return Rollout(step, (), (), made.samples, 3.9, 3.5)
 
-    async def score(step: int, samples: Sequence[Sample]) -> Scored:
-        return Scored(0.75, Packet(f"scores/{step}", TensorLayout(())), 3)
+    async def score(rollout: Rollout) -> Judged:
+        return Judged(0.75)
 
-    async def train(samples: Sequence[Sample], packet: Packet, version: int) -> Stepped:
+    async def train(judged: Judged, version: int) -> Stepped:
         return Stepped(2.0, version=version + 1)
 
     ports = Ports(sample, score, train, house.publish)

@@ -17,8 +17,8 @@ from loop_house import House, delays, drive, run, sampled_versions, turns_of
 
 from learning.versions import VersionLedger
 from protocols.errors import PublishError, StaleTokenError
-from protocols.types import Packet, Sample, Scored, Stepped
-from services.loop import OnPolicyLoop, Ports, Rollout
+from protocols.types import Sample, Stepped
+from services.loop import Judged, OnPolicyLoop, Ports, Rollout
 
 bounds = st.integers(0, 4)
 firsts = st.integers(0, 3)
@@ -78,10 +78,10 @@ def test_rollouts_really_run_beside_training(b: int) -> None:
         ended[step].set()
         return rollout
 
-    async def train(samples: Sequence[Sample], packet: Packet, version: int) -> Stepped:
+    async def train(judged: Judged, version: int) -> Stepped:
         for later in ended[version : version + b + 1]:
             await later.wait()
-        return await house.train(samples, packet, version)
+        return await house.train(judged, version)
 
     async def scenario() -> None:
         ports = Ports(sample, house.score, train, house.publish)
@@ -166,13 +166,13 @@ class Fleet(House):
             await self.work(phase, step)
         await self.work("queue", step)
 
-    async def score(self, step: int, samples: Sequence[Sample]) -> Scored:
-        await self.lose("score", step)
-        return await super().score(step, samples)
+    async def score(self, rollout: Rollout) -> Judged:
+        await self.lose("score", rollout.step)
+        return await super().score(rollout)
 
-    async def train(self, samples: Sequence[Sample], packet: Packet, version: int) -> Stepped:
+    async def train(self, judged: Judged, version: int) -> Stepped:
         await self.lose("train", version)
-        return await super().train(samples, packet, version)
+        return await super().train(judged, version)
 
     async def publish(self, version: int) -> None:
         self.snapshots.append(version)
@@ -325,8 +325,7 @@ async def eager(house: House, steps: int) -> list[tuple[int, int]]:
         for version in range(steps):
             rollout = await queue.get()
             ages.append((version, rollout.samples[0].versions[0]))
-            scored = await house.score(version, rollout.samples)
-            await house.train(rollout.samples, scored.packet, version)
+            await house.train(await house.score(rollout), version)
             await house.publish(version + 1)
     except StaleTokenError as error:
         house.events.append(("refused", str(error)))

@@ -1,0 +1,150 @@
+"""The combined objective: which channels weigh what, and the form of each.
+
+    total = w_doc * doc_kl  +  w_rl * grpo  +  alpha * sdpo  +  beta * replay_dpo
+
+Every weight but w_doc is 0 unless it is given: a channel of weight 0 is left out of the step. What
+the keys do is told by `learning.grpo`, `learning.sdpo` and `learning.replay`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from protocols.spec_base import Spec, broken
+
+
+class MismatchSpec(Spec):
+    """What to do where sampler and trainer disagree on a token's probability."""
+
+    level: Literal["token", "sequence"] = Field(
+        default="token", description="weigh each token, or the episode by their product"
+    )
+    mode: Literal["truncate", "mask", "band"] = Field(
+        default="truncate",
+        description="at most high; nothing above high; nothing outside [low, high]",
+    )
+    high: float = Field(default=2.0, ge=1, description="largest weight")
+    low: float = Field(default=0.5, gt=0, le=1, description="smallest weight, of band")
+
+
+class GrpoSpec(Spec):
+    """The policy gradient over verifiable rewards."""
+
+    baseline: Literal["grpo", "dr_grpo", "rloo"] = Field(
+        default="grpo", description="what a reward is compared with, within its group"
+    )
+    ratio: Literal["token", "sequence"] = Field(
+        default="token", description="importance ratio of each token, or one of the episode"
+    )
+    clip_low: float = Field(default=0.2, ge=0, le=1, description="the ratio's least is 1 - this")
+    clip_high: float = Field(default=0.28, ge=0, description="the ratio's most is 1 + this")
+    dual_clip: float | None = Field(
+        default=None, gt=1, description="bounds the loss of negative advantages; null: unbounded"
+    )
+    reduction: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = Field(
+        default="dapo", description="the denominator: episodes, tokens, or episodes x max_length"
+    )
+    max_length: int | None = Field(
+        default=None, ge=1, validate_default=True, description="dr_grpo's length, tokens"
+    )
+    mismatch: MismatchSpec | None = Field(
+        default=MismatchSpec(), description="sampler against trainer; null: no correction"
+    )
+
+    @field_validator("max_length")
+    @classmethod
+    def _is_of_dr_grpo(cls, value: int | None, info: ValidationInfo) -> int | None:
+        reduction = info.data.get("reduction")
+        if reduction == "dr_grpo" and value is None:
+            raise broken("must be given with reduction dr_grpo, which divides by it", "set it")
+        if reduction not in ("dr_grpo", None) and value is not None:
+            raise broken("belongs to reduction dr_grpo alone", "remove it")
+        return value
+
+
+class SdpoSpec(Spec):
+    """Self-distillation from the model that has read a hint."""
+
+    variant: Literal["jsd", "sampled"] = Field(
+        default="jsd", description="divergence over the vocabulary, or the sampled token alone"
+    )
+    beta: float = Field(default=0.5, ge=0, le=1, description="jsd: 0 forward KL, 1 reverse KL")
+    temperature: float = Field(default=1.0, gt=0, description="divides both sides' logits")
+    token_clip: float | None = Field(
+        default=0.05, gt=0, description="most nats of one vocabulary entry; null: unbounded"
+    )
+
+    @field_validator("temperature")
+    @classmethod
+    def _plain_when_sampled(cls, value: float, info: ValidationInfo) -> float:
+        if info.data.get("variant") == "sampled" and value != 1.0:
+            raise broken("must be 1 with variant sampled, which has no distribution", "set it to 1")
+        return value
+
+
+class DpoSpec(Spec):
+    """Preferences of external teachers."""
+
+    variant: Literal["dpo", "dpo_length_normalised"] = Field(
+        default="dpo", description="log-probabilities summed over a completion, or its mean"
+    )
+    beta: float = Field(default=0.1, gt=0, description="sharpness of a preference")
+    max_reference_age: int | None = Field(
+        default=None, ge=0, description="versions after which a reference is stale; null: never"
+    )
+    pairs: int = Field(default=32, ge=1, description="most pairs of one step")
+    lag: int = Field(
+        default=1, ge=1, description="steps after its rollout in which a pair joins, if it is there"
+    )
+    max_age: int = Field(
+        default=8, ge=1, description="steps after its rollout at which a pair is given up"
+    )
+
+    @field_validator("max_age")
+    @classmethod
+    def _outlives_the_lag(cls, value: int, info: ValidationInfo) -> int:
+        lag = info.data.get("lag")
+        if lag is not None and value < lag:
+            raise broken(f"must be >= lag ({lag})", "no pair would ever join: raise it")
+        return value
+
+
+class ObjectiveSpec(Spec):
+    """Weights and forms of the channels; doc_kl's form is the section `loss`."""
+
+    w_doc: float = Field(default=1.0, ge=0, description="weight of document distillation")
+    w_rl: float = Field(default=0.0, ge=0, description="weight of verifiable rewards")
+    alpha: float = Field(default=0.0, ge=0, description="weight of hint distillation")
+    alpha_warmup_steps: int = Field(
+        default=0, ge=0, description="steps over which alpha rises from 0"
+    )
+    beta: float = Field(default=0.0, ge=0, description="weight of the teachers' preferences")
+    grpo: GrpoSpec = Field(default=GrpoSpec(), description="verifiable rewards")
+    sdpo: SdpoSpec = Field(default=SdpoSpec(), description="hint distillation")
+    dpo: DpoSpec = Field(default=DpoSpec(), description="the teachers' preferences")
+    micro_tokens: int | None = Field(
+        default=None, ge=2, description="tokens of one forward; null: the whole batch in one"
+    )
+    compare_gradients: bool = Field(
+        default=False, description="each channel's gradient norm and their cosines, every step"
+    )
+
+    @property
+    def of_episodes(self) -> bool:
+        """Whether any channel learns from episodes with an environment."""
+        return self.w_rl > 0 or self.alpha > 0 or self.beta > 0
+
+
+class EpisodesSpec(Spec):
+    """Episodes of several turns with an environment's tools, sampled in groups."""
+
+    tasks: int = Field(ge=1, description="tasks a step, over all documents")
+    group: int = Field(
+        default=8, ge=2, description="episodes of one task, whose rewards are compared"
+    )
+    max_turns: int = Field(default=5, ge=1, description="most turns of the student")
+    max_context: int = Field(
+        ge=2, description="most tokens of an episode after the cartridge; fits train.row_tokens"
+    )

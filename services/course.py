@@ -1,0 +1,60 @@
+"""What a run studies: a step's rollout, what is learned of it, and how arms are measured.
+
+SelfStudy   one answer to each prompt about a document     (services.self_study)
+Cases       episodes of several turns with a desk's tools  (services.cases)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from protocols.channels import Lesson
+from protocols.records import Measured
+from protocols.types import Completion, GenerateRequest
+from services.loop import Done, Rollout
+from services.rundir import RunDirectory
+
+# Completions in the order of the requests, and the model time of the slowest replica, seconds.
+Generate = Callable[[Sequence[GenerateRequest]], Awaitable[tuple[list[Completion], float]]]
+
+
+class Course(Protocol):
+    """`documents` maps each name to its token ids from position 0; `end_ids` end a response."""
+
+    documents: Mapping[str, tuple[int, ...]]
+    end_ids: frozenset[int]
+
+    def prepare(self, step: int) -> None:
+        """Make what `step` will ask beforehand, while the models work."""
+
+    async def sample(self, step: int, version: int, generate: Generate) -> Rollout:
+        """The on-policy rollout of 0-based `step`, over cartridge `version`."""
+
+    async def lesson(self, rollout: Rollout, version: int) -> Lesson:
+        """What `version` learns of a rollout, still without the teachers' scores."""
+
+    async def offline(self, first: int, generate: Generate) -> list[Rollout]:
+        """What the document teacher itself writes for the next few steps, from `first`."""
+
+    async def measure(
+        self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
+        generate: Generate,
+    ) -> Measured:  # fmt: skip
+        """One arm on the first `most` held-out questions (None: all), greedily or by sampling;
+        prefix "cartridge", "document" or "none"."""
+
+    def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
+        """Write a trained rollout down."""
+
+    def facts(self, done: Done) -> Mapping[str, Any]:
+        """What the step's row of metrics.jsonl has beside the usual."""
+
+    def saved(self) -> dict[str, Any]:
+        """What is under way, as JSON, for a checkpoint."""
+
+    def stand(self, saved: Mapping[str, Any]) -> None:
+        """Take up what a checkpoint's `saved` had under way."""
+
+    async def close(self) -> None:
+        """Give up what is under way."""

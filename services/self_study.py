@@ -1,0 +1,81 @@
+"""Self-study: single answers to prompts about a document, measured on five-option questions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from protocols.channels import Lesson
+from protocols.records import Measured
+from services.course import Generate
+from services.evaluation import measure
+from services.loop import Done, Rollout
+from services.progress import Timer
+from services.rollouts import as_rollout, as_rows
+from services.rundir import RunDirectory
+from services.tasks import Tasks
+
+OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call
+
+
+class SelfStudy:
+    """A `services.course.Course`, which also knows what the document teacher itself would write."""
+
+    def __init__(self, tasks: Tasks, *, measured: bool) -> None:
+        """Without `measured` no held-out question is needed."""
+        self._tasks = tasks
+        self._exams = tasks.exams if measured else []
+        self.documents: Mapping[str, tuple[int, ...]] = tasks.documents
+        self.end_ids = tasks.end_ids
+        self.prepare = tasks.prepare
+
+    async def sample(self, step: int, version: int, generate: Generate) -> Rollout:
+        timer = Timer()
+        prompts = self._tasks.rollout(step, version)
+        completions, compute = await generate([p.request for p in prompts])
+        return as_rollout(step, prompts, completions, timer.lap("rollout"), compute, False)
+
+    async def offline(self, first: int, generate: Generate) -> list[Rollout]:
+        """The teacher's answers to the prompts of the next few steps."""
+        steps = range(first, first + OFFLINE_CHUNK)
+        prompts = [self._tasks.offline(s) for s in steps]
+        flat = [p for step in prompts for p in step]
+        timer = Timer()
+        completions, compute = await generate([p.request for p in flat])
+        seconds = timer.lap("rollout") / OFFLINE_CHUNK
+        found = []
+        for i, step in enumerate(steps):
+            share = slice(i * len(prompts[i]), (i + 1) * len(prompts[i]))
+            found.append(
+                as_rollout(
+                    step, prompts[i], completions[share], seconds, compute / OFFLINE_CHUNK, True
+                )
+            )
+        return found
+
+    async def measure(
+        self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
+        generate: Generate,
+    ) -> Measured:  # fmt: skip
+        exams = self._exams[:most]
+        requests = self._tasks.exam_requests(exams, arm, prefix, version, sampled)
+        completions, _ = await generate(requests)
+        return measure(exams, [self._tasks.decode(c.token_ids) for c in completions])
+
+    async def lesson(self, rollout: Rollout, version: int) -> Lesson:
+        return Lesson(doc=tuple(rollout.samples))
+
+    def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
+        directory.append_rollouts(as_rows(rollout, arm, step, self._tasks.decode))
+
+    def facts(self, done: Done) -> Mapping[str, Any]:
+        return {}
+
+    def saved(self) -> dict[str, Any]:
+        return {}
+
+    def stand(self, saved: Mapping[str, Any]) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
