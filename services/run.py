@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from environments.conversation import NO_DOCUMENT
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.records import Measured, MetricRow, Results, RunOutcome
 from protocols.spec import RunSpec
@@ -30,7 +31,7 @@ from services.recorder import Recorder
 from services.roles import Mesh
 from services.rollouts import as_rollout, as_rows, rollout_from
 from services.rundir import RunDirectory
-from services.tasks import NO_DOCUMENT, Exam, Tasks
+from services.tasks import Exam, Tasks
 from services.tensors import Tensors
 
 OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call
