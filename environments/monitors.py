@@ -35,7 +35,7 @@ def flagged(episode: Episode, dialect: Dialect) -> Episode:
             "copied": _copied(episode, value),
             "verifier_disagrees": _disagrees(episode, value),
         }
-    return replace(episode, flags=tuple(name for name, holds_ in found.items() if holds_))
+    return replace(episode, flags=tuple(name for name, is_so in found.items() if is_so))
 
 
 def count_flags(episodes: Sequence[Episode]) -> Counter[str]:

@@ -65,9 +65,7 @@ def to_row(episode: Episode, arm: str, step: int) -> dict[str, Any]:
             branches.append(whole)
         else:
             stood = branches[turn.branch]
-            assert whole[: len(stood)] == stood, (
-                f"{episode.task.id}: a branch is a prefix of itself"
-            )
+            assert whole[: len(stood)] == stood, f"{episode.task.id}: a branch was rewritten"
             branches[turn.branch] = whole
         spans.append(
             _Span(
