@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from environments.conversation import NO_DOCUMENT
 from protocols.errors import PublishError, RunError
 from protocols.records import Measured, MetricRow, Results, RunOutcome
 from protocols.spec import RunSpec
@@ -21,7 +22,6 @@ from services.recorder import Recorder
 from services.roles import Mesh
 from services.rollouts import rollout_from
 from services.rundir import RunDirectory
-from services.tasks import NO_DOCUMENT
 from services.tensors import Tensors
 
 

@@ -20,11 +20,11 @@ from typing import Any
 from clinic.longhealth import Patient, Question, is_held_out, load_patients, parse_patients
 from clinic.patients import generate_clinic
 from clinic.prompts import option_prompt, self_study_prompt, sentence_ends
+from environments.conversation import NO_DOCUMENT, Conversation
 from protocols.errors import DataError
 from protocols.learn_spec import DataSpec, LearnSpec
+from protocols.replay import Message
 from protocols.types import GenerateRequest, PrefixRef, Sampling
-
-NO_DOCUMENT = "none"
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Tasks:
         self._spec = spec
         self._tokenizer = tokenizer
         self.patients = {p.id: p for p in patients}
+        self._conversation = Conversation(tokenizer, {p.id: p.document for p in patients})
         held_out = {
             p.id: [q for q in p.questions if is_held_out(q, spec.data.held_out)] for p in patients
         }
@@ -79,8 +80,8 @@ class Tasks:
         self._held_out = held_out
         self._prepared: dict[int, list[Prompt]] = {}
         self._ends = sorted({end for p in patients for end in sentence_ends(p)})
-        self.documents = {p.id: self._document_ids(p) for p in patients}
-        self.documents[NO_DOCUMENT] = tuple(self._template(None, "x")[:1])
+        self.documents = {p.id: self._conversation.head(p.id) for p in patients}
+        self.documents[NO_DOCUMENT] = self._conversation.head(None)
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -146,7 +147,7 @@ class Tasks:
         exams = []
         for q in chosen:
             text = option_prompt(q.text, q.options, self._spec.data.instruction)
-            exams.append(Exam(q, self._prompt_ids(q.patient, text), self._bare_ids(text)))
+            exams.append(Exam(q, self._prompt_ids(q.patient, text), self._prompt_ids(None, text)))
         return exams
 
     def exam_requests(
@@ -172,33 +173,8 @@ class Tasks:
             requests.append(GenerateRequest(name, ids, ref, sampling, draw))
         return requests
 
-    def _document_ids(self, patient: Patient) -> tuple[int, ...]:
-        return tuple(self._template(patient.document, None))
-
-    def _prompt_ids(self, document: str, text: str) -> tuple[int, ...]:
-        head = self.documents[document]
-        whole = tuple(self._template(self.patients[document].document, text))
-        if whole[: len(head)] != head:
-            raise DataError(
-                f"the chat template does not keep the document {document} as a prefix of the "
-                "conversation; a cartridge cannot stand in for it. Use a template whose system "
-                "block does not depend on what follows"
-            )
-        return whole[len(head) :]
-
-    def _bare_ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self._template(None, text)[1:])
-
-    def _template(self, document: str | None, user: str | None) -> list[int]:
-        messages = []
-        if document is not None:
-            messages.append({"role": "system", "content": document})
-        if user is not None:
-            messages.append({"role": "user", "content": user})
-        ids: list[int] = self._tokenizer.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=user is not None, return_dict=False
-        )
-        return ids
+    def _prompt_ids(self, document: str | None, text: str) -> tuple[int, ...]:
+        return self._conversation.opening(document, (Message("user", text),))
 
 
 def over(prompt: Prompt, prefix: PrefixRef) -> Prompt:

@@ -1,0 +1,105 @@
+"""Monitors: signs that a reward was not earned, or that a student has come apart. Pure.
+
+    answer_not_through_tools  rewarded for a value that no tool had shown before
+    degenerate                an empty turn, a loop, or every turn cut off at its length
+    copied                    a whole message given as the answer
+    verifier_disagrees        our own comparison with the expected answer differs from the reward
+
+A flag is for people to look at; nothing is trained differently for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from environments.channels import expected_of
+from environments.dialects import Dialect
+from environments.hints import holds, words
+from protocols.episodes import Episode, Turn
+from protocols.replay import Action, Choice, Text, ToolCall
+
+LOOP_TIMES = 4  # that often the same three tokens in one turn ...
+LOOP_SHARE = 0.25  # ... and that much of it: long JSON repeats its punctuation too
+COPIED_WORDS = 2  # a message of one word may well be the value itself
+
+
+def flagged(episode: Episode, dialect: Dialect) -> Episode:
+    """The episode with the flags that hold of it."""
+    found = {"degenerate": _degenerate(episode)}
+    if episode.reward is not None and episode.turns:
+        value = claimed(dialect.parse(episode.turns[-1].text))
+        found |= {
+            "answer_not_through_tools": _not_through_tools(episode, value, dialect),
+            "copied": _copied(episode, value),
+            "verifier_disagrees": _disagrees(episode, value),
+        }
+    return replace(episode, flags=tuple(name for name, is_so in found.items() if is_so))
+
+
+def count_flags(episodes: Sequence[Episode]) -> Counter[str]:
+    """How many episodes have each flag."""
+    return Counter(flag for e in episodes for flag in e.flags)
+
+
+def examples(episodes: Sequence[Episode], at_most: int) -> dict[str, list[Episode]]:
+    """The first few episodes of each flag, for a report."""
+    return {
+        flag: [e for e in episodes if flag in e.flags][:at_most] for flag in count_flags(episodes)
+    }
+
+
+def claimed(action: Action) -> str:
+    """What an action gives as the answer: a call's arguments, an option, or the text."""
+    match action:
+        case ToolCall(_, arguments):
+            return " ".join(str(value) for value in arguments.values())
+        case Choice(option):
+            return option
+        case Text(text):
+            return text
+
+
+def _degenerate(episode: Episode) -> bool:
+    full = episode.sampling.max_tokens
+    cut = bool(episode.turns) and all(len(t.response_ids) >= full for t in episode.turns)
+    return cut or any(not words(t.text) or _loops(t.response_ids) for t in episode.turns)
+
+
+def _loops(ids: Sequence[int]) -> bool:
+    most = max(Counter(zip(ids, ids[1:], ids[2:], strict=False)).values(), default=0)
+    return most >= LOOP_TIMES and 3 * most >= LOOP_SHARE * len(ids)
+
+
+def _not_through_tools(episode: Episode, value: str, dialect: Dialect) -> bool:
+    """Rewarded, and no allowed tool had said the value. A failed call does not count: its message
+    often repeats what was asked for."""
+    offered = {tool.name for tool in episode.opening.tools}
+
+    def showed(turn: Turn) -> bool:
+        action = dialect.parse(turn.text)
+        allowed = isinstance(action, ToolCall) and (not offered or action.tool in offered)
+        said = turn.observation
+        return (
+            allowed and not said.error_kind and any(holds(m.content, value) for m in said.messages)
+        )
+
+    return bool(episode.reward) and not any(showed(turn) for turn in episode.turns[:-1])
+
+
+def _copied(episode: Episode, value: str) -> bool:
+    expected = expected_of(episode)
+    if expected is not None and words(value) == words(expected):
+        return False
+    before = (episode.opening, *(turn.observation for turn in episode.turns[:-1]))
+    return any(
+        len(words(m.content)) >= COPIED_WORDS and holds(value, m.content)
+        for seen in before
+        for m in seen.messages
+    )
+
+
+def _disagrees(episode: Episode, value: str) -> bool:
+    expected = expected_of(episode)
+    return expected is not None and (words(value) == words(expected)) != bool(episode.reward)

@@ -1,0 +1,117 @@
+"""Rollouts of episodes: turn by turn in lockstep, one call of each port a turn. Pure.
+
+    reset    move([Move(task)] of every member)                    -> openings
+    turn t   generate([context t] of all that are still on)        -> responses
+             move([Move(task, actions 0..t)] of the same)          -> observations
+
+What an episode reads and says hangs on its own task, member and turn alone, never on who else is
+in the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from environments.conversation import NO_DOCUMENT, Conversation
+from protocols.episodes import Episode, Move, Observation, Task, Turn
+from protocols.errors import PublishError
+from protocols.ports import Generate
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+
+Moving = Callable[[Sequence[Move]], Awaitable[Sequence[Observation]]]
+
+BARE = PrefixRef(f"document/{NO_DOCUMENT}", 0)
+
+
+def over_cartridge(version: int) -> Callable[[Task], PrefixRef]:
+    """Every task over the cartridge of its document: what training samples from."""
+    return lambda task: PrefixRef(f"cartridge/{task.document}", version)
+
+
+async def run_episodes(
+    tasks: Sequence[Task],
+    generate: Generate,
+    move: Moving,
+    conversation: Conversation,
+    *,
+    group_size: int,
+    sampling: Sampling,
+    prefix: Callable[[Task], PrefixRef],
+    seed_of: Callable[[str], int],
+    max_context: int,
+    max_turns: int,
+) -> list[Episode]:
+    """`group_size` episodes of each task, in order, all of them ended.
+
+    Member m of the task "desk/12/0" is the episode "desk/12/0/m" of the group "desk/12/0", and its
+    turn t is asked for as "desk/12/0/m/t", with `seed_of` that name. `prefix` says what stands
+    before a task's conversation; over `BARE` there is no document in it. An episode whose context
+    grows over `max_context` tokens ends as "context_full", one that is still on after `max_turns`
+    as "no_verdict". Raises PublishError for a request that was refused.
+    """
+    members = [
+        (replace(task, id=f"{task.id}/{m}"), task.id) for task in tasks for m in range(group_size)
+    ]
+    openings = await move([Move(task) for task, _ in members]) if members else []
+    episodes = [
+        _judged(Episode(task, group, opening, (), sampling, None), opening)
+        for (task, group), opening in zip(members, openings, strict=True)
+    ]
+    for t in range(max_turns):
+        asked: dict[int, tuple[GenerateRequest, int]] = {}
+        for i, e in enumerate(episodes):
+            if not _is_on(e):
+                continue
+            ref = prefix(e.task)
+            document = None if ref == BARE else e.task.document
+            ids, branch = conversation.context(document, e.opening, e.turns)
+            if len(ids) > max_context:
+                episodes[i] = replace(e, error_kind="context_full")
+                continue
+            name = f"{e.task.id}/{t}"
+            asked[i] = (GenerateRequest(name, ids, ref, sampling, seed_of(name)), branch)
+        if not asked:
+            break
+        completions = await generate([request for request, _ in asked.values()])
+        turns = [
+            _turn(request, branch, completion, conversation)
+            for (request, branch), completion in zip(asked.values(), completions, strict=True)
+        ]
+        moves = [
+            Move(episodes[i].task, (*(said.text for said in episodes[i].turns), turn.text))
+            for i, turn in zip(asked, turns, strict=True)
+        ]
+        observations = await move(moves)
+        for i, turn, seen in zip(asked, turns, observations, strict=True):
+            turn = replace(turn, observation=seen)
+            episodes[i] = _judged(replace(episodes[i], turns=(*episodes[i].turns, turn)), seen)
+    return [replace(e, error_kind="no_verdict") if _is_on(e) else e for e in episodes]
+
+
+def _is_on(episode: Episode) -> bool:
+    return episode.reward is None and not episode.error_kind
+
+
+def _judged(episode: Episode, seen: Observation) -> Episode:
+    """The episode as the newest observation leaves it."""
+    if seen.error:
+        return replace(episode, error_kind=seen.error.partition(":")[0])
+    if not seen.done:
+        return episode
+    if seen.reward is None or not math.isfinite(seen.reward):
+        return replace(episode, error_kind="no_verdict")
+    return replace(episode, reward=seen.reward)
+
+
+def _turn(
+    request: GenerateRequest, branch: int, completion: Completion, conversation: Conversation
+) -> Turn:
+    """The student's part of a turn; what came of it is not known yet."""
+    if completion.error:
+        raise PublishError(f"{completion.request_id}: {completion.error}")
+    return Turn(
+        request.prompt_ids, completion.token_ids, completion.logprobs, completion.versions,
+        conversation.decode(completion.token_ids), Observation(), branch,
+    )  # fmt: skip
