@@ -98,6 +98,7 @@ class DpoSpec(Spec):
     lag: int = Field(
         default=1, ge=1, description="steps after its rollout in which a pair joins, if it is there"
     )
+    uses: int = Field(default=4, ge=1, description="steps that one pair is trained on")
     max_age: int = Field(
         default=8, ge=1, description="steps after its rollout at which a pair is given up"
     )

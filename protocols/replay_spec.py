@@ -111,6 +111,17 @@ class GateSpec(Spec):
     )
 
 
+class LocalSpec(Spec):
+    """A provider of our own on loopback in the teachers' place, for demos and tests: it reads the
+    desk's handbook. No key is needed, and its prices are paid in no money."""
+
+    right: float = Field(default=0.9, ge=0, le=1, description="share of its answers that are right")
+    rate_limit: float = Field(default=0.0, ge=0, lt=1, description="share of calls answered 429")
+    server_error: float = Field(default=0.0, ge=0, lt=1, description="share of calls answered 500")
+    latency_s: float = Field(default=0.0, ge=0, description="seconds that an answer takes")
+    seed: int = Field(default=0, ge=0, description="seed of its mistakes and failures")
+
+
 class ReplaySpec(Spec):
     """The teachers, how their votes are counted, and what they may cost together."""
 
@@ -121,7 +132,10 @@ class ReplaySpec(Spec):
     gate: GateSpec = Field(default=GateSpec(), description="which states are worth asking about")
     cap: float = Field(gt=0, description="most dollars that a run spends, over all actors")
     deadline_s: float = Field(
-        default=300.0, gt=0, description="seconds after which a state's missing votes abstain"
+        default=60.0, gt=0, description="seconds after which a state's missing votes abstain"
+    )
+    local: LocalSpec | None = Field(
+        default=None, description="answer by a provider of our own; null: the real ones"
     )
 
     @field_validator("teachers")

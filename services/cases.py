@@ -1,0 +1,246 @@
+"""Cases: episodes at clinic desks, where a student with tools looks a value up.
+
+    step  tasks -> episodes (generator and environment, turn by turn) -> monitors
+          -> Lesson: turns (doc_kl), episodes (grpo), hinted turns (sdpo), pairs of steps before
+             (replay_dpo); the step's own states go to the teachers, and nobody waits for them
+
+A document is a desk's handbook. Every case draws its note and value anew, so that a cartridge can
+learn how the desk works and no answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from clinic.desk import draw_desk
+from clinic.desk_hints import HINTS
+from environments.channels import replay_states, rl_samples, sdpo_items, turn_samples
+from environments.conversation import NO_DOCUMENT, Conversation
+from environments.dialects import DESK
+from environments.hints import Hints
+from environments.monitors import count_flags, flagged
+from environments.rollout import BARE, over_cartridge, run_episodes
+from environments.traces import to_row
+from protocols.channels import Lesson, PreferencePair, SDPOItem
+from protocols.episodes import Episode, Move, Observation, Task
+from protocols.errors import RunError
+from protocols.intervals import wilson_interval
+from protocols.learn_spec import LearnSpec
+from protocols.records import Measured
+from protocols.replay import Message
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from services.course import Generate
+from services.loop import Done, Rollout
+from services.preferences import Preferences, Question
+from services.progress import Timer
+from services.roles import Mesh
+from services.rundir import RunDirectory
+from services.tasks import stream_seed
+
+class Cases:
+    """A `services.course.Course` over the pools of a mesh."""
+
+    def __init__(self, spec: LearnSpec, tokenizer: Any, mesh: Mesh) -> None:
+        assert spec.episodes is not None
+        assert spec.data.facts is not None
+        self._spec, self._objective, self._episodes = spec, spec.objective, spec.episodes
+        self._mesh = mesh
+        desks = [
+            draw_desk(spec.data.seed, i, spec.data.facts) for i in range(1, spec.data.patients + 1)
+        ]
+        self._desks = [desk.id for desk in desks]
+        self._texts = {desk.id: desk.document for desk in desks}
+        self._conversation = Conversation(tokenizer, self._texts)
+        self._hints = Hints(HINTS)
+        self._preferences: Preferences | None = None
+        self._left_out: Counter[str] = Counter()  # error turns of the step without a hint, and why
+        self.documents: Mapping[str, tuple[int, ...]] = {
+            **{name: self._conversation.head(name) for name in self._desks},
+            NO_DOCUMENT: self._conversation.head(None),
+        }
+        self.end_ids = frozenset({tokenizer.eos_token_id})
+
+    def prepare(self, step: int) -> None:
+        pass  # tasks are drawn in no time
+
+    # -- episodes -------------------------------------------------------------------------------
+
+    async def sample(self, step: int, version: int, generate: Generate) -> Rollout:
+        timer = Timer()
+        each, seed = self._episodes.tasks, self._spec.train.seed
+        tasks = [
+            self._task(f"on_policy/{step + 1}/{i}", step * each + i, f"task/{seed}/{step}/{i}")
+            for i in range(each)
+        ]
+        sampling = Sampling(max_tokens=self._spec.rollout.max_tokens)
+        episodes, compute = await self._play(
+            tasks, self._episodes.group, sampling, over_cartridge(version), generate
+        )
+        episodes = [flagged(e, DESK) for e in episodes]
+        samples = turn_samples(episodes)
+        return Rollout(step, (), (), samples, timer.lap("rollout"), compute, episodes)
+
+    async def measure(
+        self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
+        generate: Generate,
+    ) -> Measured:  # fmt: skip
+        """The share of held-out cases that were answered rightly."""
+        evaluate, seed = self._spec.evaluate, self._spec.train.seed
+        tasks = [
+            self._task(f"evaluate/{arm}/{i}", i, f"exam/{seed}/{i}")
+            for i in range(min(evaluate.questions, most or evaluate.questions))
+        ]
+        # The draw does not depend on the arm, so that arms differ by their prefix alone.
+        sampling = Sampling(
+            temperature=evaluate.temperature if sampled else 0.0, max_tokens=evaluate.max_tokens
+        )
+
+        def over(task: Task) -> PrefixRef:
+            if prefix == NO_DOCUMENT:
+                return BARE
+            return PrefixRef(f"{prefix}/{task.document}", version)
+
+        episodes, _ = await self._play(tasks, 1, sampling, over, generate)
+        right = sum(e.reward == 1.0 for e in episodes)
+        low, high = wilson_interval(right, len(episodes))
+        unjudged = sum(e.reward is None for e in episodes)
+        return Measured(
+            accuracy=right / len(episodes), ci95=[low, high], n=len(episodes),
+            parse_failures=unjudged,
+        )  # fmt: skip
+
+    def _task(self, name: str, turn: int, stream: str) -> Task:
+        """A case; desks take turns."""
+        number = turn % len(self._desks)
+        arguments = {
+            "desk_seed": self._spec.data.seed,
+            "desk": number + 1,
+            "fields": self._spec.data.facts,
+            "seed": stream_seed(stream),
+            "max_turns": self._episodes.max_turns,
+        }
+        return Task(name, self._desks[number], arguments)
+
+    async def _play(
+        self,
+        tasks: Sequence[Task],
+        group: int,
+        sampling: Sampling,
+        prefix: Callable[[Task], PrefixRef],
+        generate: Generate,
+    ) -> tuple[list[Episode], float]:
+        """The episodes, and the model time of all their turns."""
+        spent: list[float] = []
+        seed = self._spec.train.seed
+
+        async def timed(requests: Sequence[GenerateRequest]) -> list[Completion]:
+            completions, compute = await generate(requests)
+            spent.append(compute)
+            return completions
+
+        episodes = await run_episodes(
+            tasks,
+            timed,
+            self._move,
+            self._conversation,
+            group_size=group,
+            sampling=sampling,
+            prefix=prefix,
+            seed_of=lambda name: stream_seed(f"sample/{seed}/{name.partition('/')[2]}"),
+            max_context=self._episodes.max_context,
+            max_turns=self._episodes.max_turns,
+        )
+        return episodes, sum(spent)
+
+    async def _move(self, moves: Sequence[Move]) -> list[Observation]:
+        pool = self._mesh.pools["environment"]
+
+        async def share(some: Sequence[Move]) -> list[Observation]:
+            try:
+                said: list[Observation] = await pool.route("move", tuple(some))
+            except RunError as error:  # its episodes end here; the others, and the run, go on
+                return [Observation(done=True, error=f"environment_died: {error}")] * len(some)
+            return said
+
+        return await pool.split(moves, share)
+
+    # -- lessons --------------------------------------------------------------------------------
+
+    async def lesson(self, rollout: Rollout, version: int) -> Lesson:
+        objective, episodes = self._objective, rollout.episodes
+        rl = rl_samples(episodes) if objective.w_rl or objective.alpha else []
+        items: list[SDPOItem] = []
+        if objective.alpha:
+            items, self._left_out = await sdpo_items(episodes, self._hints, self._conversation)
+        pairs: list[PreferencePair] = []
+        if objective.beta:
+            preferences = self._asking()
+            pairs = await preferences.due(rollout.step, version)
+            preferences.ask(self._questions(rollout.step, episodes))
+        doc = rollout.samples if objective.w_doc else ()
+        return Lesson(tuple(doc), None, tuple(rl), tuple(items), None, tuple(pairs))
+
+    def _questions(self, step: int, episodes: Sequence[Episode]) -> list[Question]:
+        """The episodes' states as teachers are shown them: with the handbook, which the student
+        has in its cartridge."""
+        desks = {e.task.id: e.task.document for e in episodes}
+        found = []
+        for state, context, response in replay_states(episodes, DESK):
+            document = desks[state.trace_id]
+            handbook = Message("system", self._texts[document])
+            shown = replace(state, messages=(handbook, *state.messages))
+            found.append(Question(step, document, shown, context, response))
+        return found
+
+    def _asking(self) -> Preferences:
+        if self._preferences is None:
+            assert self._spec.replay is not None
+            self._preferences = Preferences(
+                self._mesh.pools, self._spec.replay, self._objective.dpo, self._conversation, DESK
+            )
+        return self._preferences
+
+    async def offline(self, first: int, generate: Generate) -> list[Rollout]:
+        raise RunError("no teacher writes episodes: remove offline from evaluate.arms")
+
+    # -- what is recorded -----------------------------------------------------------------------
+
+    def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
+        directory.append_episodes(to_row(e, arm, step) for e in rollout.episodes)
+        if self._preferences is not None:
+            directory.append_votes(
+                {"arm": arm, "step": step, **row} for row in self._preferences.told()
+            )
+
+    def facts(self, done: Done) -> Mapping[str, Any]:
+        episodes, stepped = done.rollout.episodes, done.stepped
+        rewards = [e.reward for e in episodes if e.reward is not None]
+        errors = Counter(
+            t.observation.error_kind for e in episodes for t in e.turns if t.observation.error_kind
+        )
+        counts: dict[str, float] = {
+            "count": len(episodes),
+            "errored": len(episodes) - len(rewards),
+            "turns": sum(len(e.turns) for e in episodes),
+        }
+        if rewards:
+            counts["reward"] = math.fsum(rewards) / len(rewards)
+        counts |= {f"error/{kind}": n for kind, n in sorted(errors.items())}
+        counts |= {f"flag/{flag}": n for flag, n in sorted(count_flags(episodes).items())}
+        counts |= {f"no_hint/{why}": n for why, n in sorted(self._left_out.items())}
+        return {"channels": stepped.terms, "cosines": stepped.cosines, "episodes": counts}
+
+    def saved(self) -> dict[str, Any]:
+        return {} if self._preferences is None else self._preferences.saved()
+
+    def stand(self, saved: Mapping[str, Any]) -> None:
+        if saved:
+            self._asking().stand(saved)
+
+    async def close(self) -> None:
+        if self._preferences is not None:
+            await self._preferences.close()
