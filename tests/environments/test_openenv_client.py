@@ -4,7 +4,8 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
 from desk_tasks import a_task, expected_after, solution
@@ -32,6 +33,17 @@ def server() -> Iterator[LocalEnvironment]:
         yield running
 
 
+@asynccontextmanager
+async def client_of(
+    url: str, timeout_s: float = 30.0, action_key: str = "text"
+) -> AsyncIterator[OpenEnvClient]:
+    client = OpenEnvClient(url, timeout_s, action_key)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
 async def walk(client: OpenEnvClient, task: Task, actions: tuple[str, ...]) -> list[Observation]:
     """What the client sees after 0, 1, .. of the actions."""
     return [await client.move(Move(task, actions[:n])) for n in range(len(actions) + 1)]
@@ -43,10 +55,10 @@ def wanted(task: Task, actions: tuple[str, ...]) -> list[Observation]:
 
 def test_an_episode_says_what_the_desk_says(server: LocalEnvironment) -> None:
     async def play() -> list[Observation]:
-        client = OpenEnvClient(server.url)
-        seen = await walk(client, TASK, STRAY)
-        assert not client._waiting  # the session ended with the episode
-        return seen
+        async with client_of(server.url) as client:
+            seen = await walk(client, TASK, STRAY)
+            assert not client._waiting  # the session ended with the episode
+            return seen
 
     seen = asyncio.run(play())
     assert seen == wanted(TASK, STRAY)
@@ -67,29 +79,25 @@ def test_openenv_s_own_client_is_served_too(server: LocalEnvironment) -> None:
 def test_32_episodes_at_a_time_do_not_mix(server: LocalEnvironment) -> None:
     """Four of each task: they share sessions where they stand alike."""
     tasks = [a_task(seed) for seed in range(8) for _ in range(4)]
-    actions = [
-        (*(f"read note {n}." for n in range(i % 5)), *solution(t)) for i, t in enumerate(tasks)
-    ]
+    strays = [tuple(f"read note {n}." for n in range(i % 5)) for i in range(len(tasks))]
+    actions = [(*stray, *solution(task)) for stray, task in zip(strays, tasks, strict=True)]
 
     async def play() -> list[list[Observation]]:
-        client = OpenEnvClient(server.url)
-        try:
-            return await asyncio.gather(
-                *(walk(client, t, a) for t, a in zip(tasks, actions, strict=True))
-            )
-        finally:
-            await client.close()
+        async with client_of(server.url) as client:
+            walks = (walk(client, t, a) for t, a in zip(tasks, actions, strict=True))
+            return await asyncio.gather(*walks)
 
     assert asyncio.run(play()) == [wanted(t, a) for t, a in zip(tasks, actions, strict=True)]
 
 
 def test_a_lost_connection_does_not_end_the_episode(server: LocalEnvironment) -> None:
     async def play() -> list[Observation]:
-        client, seen = OpenEnvClient(server.url), []
-        for n in range(len(STRAY) + 1):
-            seen.append(await client.move(Move(TASK, STRAY[:n])))
-            for connection in client._waiting:
-                connection.transport.abort()
+        seen = []
+        async with client_of(server.url) as client:
+            for n in range(len(STRAY) + 1):
+                seen.append(await client.move(Move(TASK, STRAY[:n])))
+                for connection in client._waiting:
+                    connection.transport.abort()
         return seen
 
     assert asyncio.run(play()) == wanted(TASK, STRAY)
@@ -97,12 +105,9 @@ def test_a_lost_connection_does_not_end_the_episode(server: LocalEnvironment) ->
 
 def test_another_client_goes_on_with_the_episode(server: LocalEnvironment) -> None:
     async def play() -> Observation:
-        first, second = OpenEnvClient(server.url), OpenEnvClient(server.url)
-        await walk(first, TASK, STRAY[:2])
-        try:
+        async with client_of(server.url) as first, client_of(server.url) as second:
+            await walk(first, TASK, STRAY[:2])
             return await second.move(Move(TASK, STRAY[:4]))
-        finally:
-            await asyncio.gather(first.close(), second.close())
 
     assert asyncio.run(play()) == expected_after(TASK, STRAY[:4])
 
@@ -114,14 +119,11 @@ def test_sessions_that_wait_are_bounded(
     tasks = [a_task(seed) for seed in range(5)]
 
     async def play() -> list[Observation]:
-        client = OpenEnvClient(server.url)
-        for task in tasks:
-            await client.move(Move(task))
-        assert len(client._waiting) == 2
-        try:
+        async with client_of(server.url) as client:
+            for task in tasks:
+                await client.move(Move(task))
+            assert len(client._waiting) == 2
             return [await client.move(Move(t, solution(t)[:1])) for t in tasks]
-        finally:
-            await client.close()
 
     assert asyncio.run(play()) == [expected_after(t, solution(t)[:1]) for t in tasks]
 
@@ -136,10 +138,12 @@ def test_what_the_environment_refuses_is_its_own_error(server: LocalEnvironment)
 
 def test_a_server_that_is_gone_is_an_observation() -> None:
     async def play() -> tuple[Observation, Observation]:
-        with LocalEnvironment() as server:
-            client = OpenEnvClient(server.url, timeout_s=10.0)
+        server = LocalEnvironment()
+        await asyncio.to_thread(server.__enter__)
+        async with client_of(server.url, timeout_s=10.0) as client:
             await client.move(Move(TASK))
-        return await client.move(Move(TASK, STRAY[:1])), await client.move(Move(TASK))
+            await asyncio.to_thread(server.__exit__, None, None, None)
+            return await client.move(Move(TASK, STRAY[:1])), await client.move(Move(TASK))
 
     begun = time.monotonic()
     for seen in asyncio.run(play()):
@@ -168,11 +172,11 @@ def test_an_environment_that_does_not_repeat_itself_is_found_out() -> None:
     async def play() -> list[Observation]:
         async with serve(answer, "127.0.0.1", 0) as running:
             port = next(iter(running.sockets)).getsockname()[1]
-            client = OpenEnvClient(f"http://127.0.0.1:{port}", timeout_s=10.0)
-            seen = await walk(client, TASK, STRAY[:1])
-            for connection in client._waiting:
-                connection.transport.abort()
-            return [*seen, await client.move(Move(TASK, STRAY[:2]))]
+            async with client_of(f"http://127.0.0.1:{port}") as client:
+                seen = await walk(client, TASK, STRAY[:1])
+                for connection in client._waiting:
+                    connection.transport.abort()
+                return [*seen, await client.move(Move(TASK, STRAY[:2]))]
 
     opening, first, again = asyncio.run(play())
     assert (opening.messages, first.messages) == (
@@ -231,10 +235,15 @@ class Echo(Environment[Guess, Heard, State]):
 
 def test_a_foreign_environment_is_understood() -> None:
     server = Loopback(create_fastapi_app(Echo, Guess, Heard), "echo", ws="websockets-sansio")
+    task = Task("t", "", {"tries": 2, "unknown": 1})
+
+    async def play() -> list[Observation]:
+        async with client_of(server.url, action_key="word") as client:
+            return await walk(client, task, ("ab", "c"))
+
     server.start()
     try:
-        client = OpenEnvClient(server.url, action_key="word")
-        seen = asyncio.run(walk(client, Task("t", "", {"tries": 2, "unknown": 1}), ("ab", "c")))
+        seen = asyncio.run(play())
     finally:
         server.stop()
     assert seen == [
