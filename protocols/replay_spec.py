@@ -18,6 +18,17 @@ OFFICIAL_URLS: dict[Provider, str] = {
 KEY_NAMES: dict[Provider, str] = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
 
 
+def open_url(value: str, example: str, remedy: str) -> str:
+    """An http(s) URL that anyone may read, without a slash at its end; `remedy` is what to do with
+    a secret instead."""
+    url = urlsplit(value)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise broken("must be an http(s) URL", f"write it as {example}")
+    if url.username or url.password or url.query:
+        raise broken("must hold no user, password or query", remedy)
+    return value.rstrip("/")
+
+
 class PriceSpec(Spec):
     """Dollars per million tokens, in steps of 0.001: `PriceSpec(input=1.25, output=10.0)`."""
 
@@ -83,12 +94,7 @@ class TeacherSpec(Spec):
     def _holds_no_secret(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is None:
             return OFFICIAL_URLS.get(info.data.get("provider", "openai"))
-        url = urlsplit(value)
-        if url.scheme not in ("http", "https") or not url.hostname:
-            raise broken("must be an http(s) URL", "write it as https://openrouter.ai/api/v1")
-        if url.username or url.password or url.query:
-            raise broken("must hold no user, password or query", "give the key by key_env")
-        return value.rstrip("/")
+        return open_url(value, "https://openrouter.ai/api/v1", "give the key by key_env")
 
     @field_validator("key_env")
     @classmethod

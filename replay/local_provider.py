@@ -13,20 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import math
-import socket
-import threading
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any
 
-import uvicorn
-
-from protocols.errors import RunError
 from protocols.replay import Usage
 from protocols.replay_spec import PriceSpec
 from replay.local_wire import (
@@ -39,11 +32,9 @@ from replay.local_wire import (
     write_error,
     write_stream,
 )
+from replay.loopback import Loopback
 from replay.money import cost
 from replay.prompt import ATTEMPT_HEADER
-
-START_TIMEOUT_S = 20.0
-STOP_TIMEOUT_S = 20.0
 
 Rule = Callable[[Asked], str]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -132,22 +123,10 @@ class LocalProvider:
         self._rule, self._prices, self._key = rule, dict(prices), key
         self._times: Counter[str] = Counter()
         self._cached: set[str] = set()
-        self._socket = socket.socket()
-        config = uvicorn.Config(
-            self._app, lifespan="off", ws="none", http="h11", log_config=None, access_log=False,
-            log_level=logging.CRITICAL + 1, timeout_graceful_shutdown=1, interface="asgi3",
-        )  # fmt: skip
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._serve, name="local-provider", daemon=True)
+        self._server = Loopback(self._app, "local provider", ws="none")
 
     def __enter__(self) -> LocalProvider:
-        self._socket.bind(("127.0.0.1", 0))
-        self._thread.start()
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._server.started:
-            if time.monotonic() > deadline or not self._thread.is_alive():
-                raise RunError("the local provider did not start; is loopback there?")
-            time.sleep(0.005)
+        self._server.start()
         return self
 
     def __exit__(
@@ -156,13 +135,11 @@ class LocalProvider:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._server.should_exit = True
-        self._thread.join(STOP_TIMEOUT_S)
-        self._socket.close()
+        self._server.stop()
 
     @property
     def anthropic_url(self) -> str:
-        return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        return self._server.url
 
     @property
     def openai_url(self) -> str:
@@ -171,9 +148,6 @@ class LocalProvider:
     def money(self) -> int:
         """Nanodollars charged so far."""
         return sum(served.nanodollars for served in self.served)
-
-    def _serve(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
 
     async def _app(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         wire = PATHS.get(scope["path"])

@@ -1,0 +1,55 @@
+"""EnvironmentActor: steps the environment for many episodes at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from environments.openenv_client import OpenEnvClient
+from protocols.environment_spec import EnvironmentSpec
+from protocols.episodes import Move, Observation
+
+
+class EnvironmentActor(Actor):
+    """One of K that step the same environment: any of them can go on with any episode, since a
+    move brings all of its actions.
+
+    `service.spawn(EnvironmentActor, n=2, args=(spec,))`. With kind desk each serves a desk of its
+    own on loopback.
+    """
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._spec = spec
+        self._server = ExitStack()
+        self._client: OpenEnvClient | None = None
+
+    @concurrent_endpoint
+    async def ready(self) -> int:
+        """This process's id. Raises RunError where its own server cannot start."""
+        if self._client is None:
+            url = self._spec.url
+            if url is None:
+                url = await asyncio.to_thread(self._serve)
+            self._client = OpenEnvClient(url, self._spec.timeout_s, self._spec.action_key)
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def move(self, moves: Sequence[Move]) -> list[Observation]:
+        """What the environment says to each, in their order. Within the spec's `timeout_s`: an
+        environment that fails says so in `error`."""
+        assert self._client is not None, "the service asks `ready` first"
+        return list(await asyncio.gather(*(self._client.move(move) for move in moves)))
+
+    async def __cleanup__(self, _: Exception | None) -> None:
+        if self._client is not None:
+            await self._client.close()
+        await asyncio.to_thread(self._server.close)
+
+    def _serve(self) -> str:
+        from environments.server import LocalEnvironment  # OpenEnv takes a second to import
+
+        return self._server.enter_context(LocalEnvironment()).url

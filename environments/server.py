@@ -1,0 +1,66 @@
+"""The clinic desk served as OpenEnv serves: on loopback, by a thread here or by a process.
+
+with LocalEnvironment() as server:
+    ...  OpenEnvClient(server.url)  ...
+
+python -m environments.server --port 8000
+"""
+
+from __future__ import annotations
+
+import argparse
+from types import TracebackType
+
+import uvicorn
+from fastapi import FastAPI
+from openenv.core.env_server.http_server import create_fastapi_app
+
+from environments.desk_env import DeskAction, DeskEnvironment, DeskObservation, DeskState
+from replay.loopback import Loopback
+
+MAX_SESSIONS = 1024
+
+
+def desk_app() -> FastAPI:
+    return create_fastapi_app(
+        DeskEnvironment,
+        DeskAction,
+        DeskObservation,
+        max_concurrent_envs=MAX_SESSIONS,
+        env_name="desk",
+        state_cls=DeskState,
+    )
+
+
+class LocalEnvironment:
+    """The server, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._server = Loopback(desk_app(), "local environment", ws="websockets-sansio")
+
+    def __enter__(self) -> LocalEnvironment:
+        self._server.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._server.stop()
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serve the clinic desk on loopback.")
+    parser.add_argument("--port", type=int, required=True, help="0: one that the system picks")
+    port = parser.parse_args().port
+    uvicorn.run(desk_app(), host="127.0.0.1", port=port, ws="websockets-sansio", lifespan="off")
+
+
+if __name__ == "__main__":
+    main()
