@@ -19,7 +19,7 @@ from environments.channels import (
 from environments.dialects import DESK
 from environments.hints import Hints
 from protocols import replay
-from protocols.channels import hinted
+from protocols.channels import PreferencePair, SDPOItem, hinted
 from protocols.episodes import Episode
 from protocols.replay import Message, ToolCall
 from replay.actions import canonical
@@ -28,7 +28,9 @@ from replay.prompt import state_hash
 USER, END, ASSISTANT = 4, 2, 5
 
 
-def items_of(episodes: list[Episode], name: str, templates: dict[str, str]):  # type: ignore[no-untyped-def]
+def items_of(
+    episodes: list[Episode], name: str, templates: dict[str, str]
+) -> tuple[list[SDPOItem], Counter[str]]:
     return asyncio.run(sdpo_items(episodes, Hints(templates), conversation(name)))
 
 
@@ -189,13 +191,14 @@ def test_a_pair_is_said_in_the_students_tokens(name: str) -> None:
     state, context, response = replay_states([episode_of(LOST, name)], DESK)[0]
     better = canonical(ToolCall("find", {"field": "surgeon", "department": "cardiology"}), state)
 
-    def pair(chosen: str):  # type: ignore[no-untyped-def]
+    def pair(chosen: str) -> PreferencePair | None:
         return training_pair(
             preferred(chosen, state), context, response, conversation(name), DESK, "desk_01",
             -1.5, -0.5, 3,
         )  # fmt: skip
 
     made = pair(better)
+    assert made is not None
     assert made.id == "desk/12/0/1/0"
     assert made.chosen_ids == episode_of(RIGHT, name).turns[0].response_ids
     assert (made.context_ids, made.rejected_ids) == (context, response)
