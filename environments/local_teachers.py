@@ -19,7 +19,6 @@ from replay.local_provider import Faults, LocalProvider, sometimes_right
 from replay.local_wire import Asked
 
 KEY_ENV = "FORGE_LOCAL_PROVIDER_KEY"
-KEY = "local"  # no secret: the provider is this run's own, on loopback
 
 _TURN = re.compile(r"(?:^|\n\n)\[(system|user|assistant|tool)\]\n")
 _ASKED = re.compile(r"what is the (\S+)\?")
@@ -34,7 +33,7 @@ def local_provider(spec: ReplaySpec, local: LocalSpec) -> LocalProvider:
     )  # fmt: skip
     right = partial(_answer, right=True)
     rule = sometimes_right(right, partial(_answer, right=False), local.right, local.seed)
-    return LocalProvider(rule, {t.model: t.prices for t in spec.teachers}, faults, KEY)
+    return LocalProvider(rule, {t.model: t.prices for t in spec.teachers}, faults)
 
 
 def at(spec: ReplaySpec, provider: LocalProvider) -> ReplaySpec:

@@ -47,6 +47,8 @@ def monarch_environment(spec: RunSpec) -> dict[str, str]:
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
         "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s",
+        # No secret: the provider of replay.local is the run's own, and its clients want some key.
+        "FORGE_LOCAL_PROVIDER_KEY": "local",
     }
 
 

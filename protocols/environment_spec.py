@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.learn_spec import Spec, broken
 from protocols.replay_spec import open_url
+from protocols.spec_base import Spec, broken
 
 EnvironmentKind = Literal["desk", "openenv"]
 
@@ -29,7 +29,6 @@ class EnvironmentSpec(Spec):
     timeout_s: float = Field(
         default=30.0, gt=0, description="seconds that one move may take, lost sessions included"
     )
-    max_turns: int = Field(default=8, ge=1, description="turns after which an episode is over")
 
     @field_validator("url")
     @classmethod

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from protocols.environment_spec import EnvironmentSpec
 from protocols.spec_base import Spec, broken
 
 
@@ -141,6 +142,9 @@ class ObjectiveSpec(Spec):
 class EpisodesSpec(Spec):
     """Episodes of several turns with an environment's tools, sampled in groups."""
 
+    environment: EnvironmentSpec = Field(
+        default=EnvironmentSpec(), description="what answers the student's calls"
+    )
     tasks: int = Field(ge=1, description="tasks a step, over all documents")
     group: int = Field(
         default=8, ge=2, description="episodes of one task, whose rewards are compared"

@@ -41,6 +41,7 @@ from services.roles import Mesh
 from services.rundir import RunDirectory
 from services.tasks import stream_seed
 
+
 class Cases:
     """A `services.course.Course` over the pools of a mesh."""
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 ENGINE_STOP_SECONDS = 10.0  # an idle engine stops in 1 to 2 s
 STACK_SECONDS = 10.0  # for the stacks of every process of a run that stands still
-LAST_STATE = "last-state.safetensors"
 LOOK_SECONDS = 1.0  # between two looks at the run as a whole: sinks, watchdog
 
 
@@ -129,15 +128,23 @@ class ControllerActor(Actor):
         return outcome
 
     async def _drive(self, recorder: Recorder, mesh: Mesh, helm: Helm, begun: float) -> None:
+        from services.courses import teachers
+
+        with teachers(self._spec) as spec:
+            await self._drive_with(spec, recorder, mesh, helm, begun)
+
+    async def _drive_with(
+        self, spec: RunSpec, recorder: Recorder, mesh: Mesh, helm: Helm, begun: float
+    ) -> None:
         from services.courses import open_course
         from services.roles import spawn_roles
         from services.run import Run
 
         self._show(stage="starting the mesh")
-        course = open_course(self._spec, mesh, self._directory)
-        last_state = self._directory.checkpoints / LAST_STATE
-        last_state.unlink(missing_ok=True)  # an interrupted run's: this one starts where we say
-        await spawn_roles(self._spec, course.documents, course.end_ids, mesh, last_state)
+        course = open_course(spec, mesh)
+        # An interrupted run's: this one starts where we say.
+        self._directory.last_state.unlink(missing_ok=True)
+        await spawn_roles(spec, course.documents, course.end_ids, mesh, self._directory)
         for role, pool in mesh.pools.items():
             recorder.event(
                 "role_ready",
@@ -147,7 +154,7 @@ class ControllerActor(Actor):
                 seconds=round(time.perf_counter() - begun, 3),
             )
         self._run = Run(
-            self._spec, course, mesh, self._directory, recorder, self._show, helm.between_steps
+            spec, course, mesh, self._directory, recorder, self._show, helm.between_steps
         )  # fmt: skip
         if self._resume:
             await self._run.resume(self._newest_checkpoint())

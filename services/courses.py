@@ -1,19 +1,41 @@
-"""Which course a run takes."""
+"""Which course a run takes, and who stands in for its external teachers."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from learning.model import load_tokenizer
 from protocols.spec import RunSpec
 from services.course import Course
 from services.roles import Mesh
-from services.rundir import RunDirectory
-from services.self_study import SelfStudy
-from services.tasks import Tasks, read_patients
 
 
-def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory) -> Course:
+def open_course(spec: RunSpec, mesh: Mesh) -> Course:
     """The course of a spec, over pools that are yet to be spawned into `mesh`."""
     learn = spec.learn
     tokenizer = load_tokenizer(learn.model.path)
+    if learn.episodes is not None:
+        from services.cases import Cases
+
+        return Cases(learn, tokenizer, mesh)
+    from services.self_study import SelfStudy
+    from services.tasks import Tasks, read_patients
+
     tasks = Tasks(learn, read_patients(learn.data), tokenizer)
     return SelfStudy(tasks, measured=bool(learn.evaluate.arms))
+
+
+@contextmanager
+def teachers(spec: RunSpec) -> Iterator[RunSpec]:
+    """The spec with its teachers where they can be asked: where it says so, at a provider of our
+    own, which ends with the context."""
+    replay = spec.learn.replay
+    if replay is None or replay.local is None:
+        yield spec
+        return
+    from environments.local_teachers import at, local_provider
+
+    with local_provider(replay, replay.local) as provider:
+        learn = spec.learn.model_copy(update={"replay": at(replay, provider)})
+        yield spec.model_copy(update={"learn": learn})

@@ -1,8 +1,8 @@
 """The replay channel beside the training loop: states go to the teachers, pairs come back later.
 
-    step s       states worth a vote -> teacher_replay.vote (nobody waits for them)
-    step s + lag pairs whose verdicts are there join, oldest first, for `uses` steps; later ones
-                 join later, and are given up after s + max_age
+step s       states worth a vote -> teacher_replay.vote (nobody waits for them)
+step s + lag pairs whose verdicts are there join, oldest first, for `uses` steps; later ones
+             join later, and are given up after s + max_age
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from environments.channels import training_pair
 from environments.conversation import Conversation
@@ -48,6 +50,9 @@ class Held:
     begun: int
     pair: PreferencePair
     used: int = 0
+
+
+_HELD = TypeAdapter(Held)
 
 
 class Preferences:
@@ -111,7 +116,7 @@ class Preferences:
     def stand(self, saved: Mapping[str, Any]) -> None:
         """Take up what `saved` had under way."""
         self.counts = Counter(saved["counts"])
-        self._held = [Held(h["begun"], _pair_from(h["pair"]), h["used"]) for h in saved["held"]]
+        self._held = [_HELD.validate_python(h) for h in saved["held"]]
         for question in saved["asked"]:
             self._begin(_from_json(question))
 
@@ -144,8 +149,9 @@ class Preferences:
                 continue
             self.counts[verdict.reason] += 1
             preferred = pair_of(verdict)
-            records = (question.state, verdict, *([preferred] if preferred else []))
-            self._told += [to_row(record) for record in records]
+            self._told += [to_row(question.state), to_row(verdict)]
+            if preferred is not None:
+                self._told.append(to_row(preferred))
             pair = None if preferred is None else self._pair(question, preferred)
             if pair is not None:
                 self._held.append(Held(question.step, pair))
@@ -171,8 +177,3 @@ def _from_json(saved: Mapping[str, Any]) -> Question:
         saved["step"], saved["document"], state, tuple(saved["context_ids"]),
         tuple(saved["response_ids"]),
     )  # fmt: skip
-
-
-def _pair_from(saved: Mapping[str, Any]) -> PreferencePair:
-    tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
-    return PreferencePair(**tuples)

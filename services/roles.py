@@ -8,19 +8,24 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from monarch.actor import this_host
 
 from actors.doc_teacher import DocTeacherActor
+from actors.environment import EnvironmentActor
 from actors.generator import GeneratorActor
 from actors.pulse import StoreActor
+from actors.sdpo_teacher import SDPOTeacherActor
 from actors.setup import BaseModel, warm_up
+from actors.teacher_replay import TeacherReplayActor
 from actors.trainer import TrainerActor
 from actors.vllm_generator import VllmGeneratorActor
 from learning.combined import Objective
+from learning.grpo import GRPO, Mismatch
 from learning.losses import DocKL
+from learning.replay import DPO
+from learning.sdpo import SDPO
 from learning.trainer import TrainerConfig
 from protocols.errors import PlaneError
 from protocols.learn_spec import LearnSpec
@@ -30,12 +35,16 @@ from services.lives import Note
 from services.planes import OwnedPlane, open_plane
 from services.pool import Pool
 from services.replica import Replica, ask
+from services.rundir import RunDirectory
 from services.service import Service
 
 ROLES: dict[str, type[Any]] = {
     "generator": GeneratorActor,
     "generator on vllm": VllmGeneratorActor,
     "doc_teacher": DocTeacherActor,
+    "sdpo_teacher": SDPOTeacherActor,
+    "environment": EnvironmentActor,
+    "teacher_replay": TeacherReplayActor,
     "trainer": TrainerActor,
 }
 ALONE = ("trainer", "store")  # roles of which there is one
@@ -128,7 +137,7 @@ async def spawn_roles(
     documents: Mapping[str, tuple[int, ...]],
     end_ids: frozenset[int],
     mesh: Mesh,
-    last_state: Path,
+    directory: RunDirectory,
 ) -> None:
     """Spawn the plane and every role of the spec into `mesh`, and wait until each is ready.
 
@@ -154,7 +163,7 @@ async def spawn_roles(
         )
         mesh.service.spawn(
             ROLES[actor_of(name, spec.learn)],
-            args=role_arguments(name, spec.learn, base, end_ids, last_state),
+            args=role_arguments(name, spec.learn, base, end_ids, directory),
             role=name,
             spec=role,
             prepare=_recover if name == "trainer" else None,
@@ -185,22 +194,31 @@ def actor_of(name: str, learn: LearnSpec) -> str:
 
 
 def role_arguments(
-    name: str, learn: LearnSpec, base: BaseModel, end_ids: frozenset[int], last_state: Path
+    name: str, learn: LearnSpec, base: BaseModel, end_ids: frozenset[int], directory: RunDirectory
 ) -> tuple[Any, ...]:
     """What a role's actor is constructed with."""
     if name == "generator":
         # The version being sampled and those that rollouts running ahead are pinned to.
         held = (base, end_ids, learn.train.staleness + 2)
         return (*held, learn.generator) if learn.generator.backend == "vllm" else held
+    top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
     if name == "doc_teacher":
-        top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
         return (base, learn.train.row_tokens, top)
+    if name == "sdpo_teacher":
+        return (base, learn.train.row_tokens, top, learn.train.staleness + 2)
+    if name == "environment":
+        assert learn.episodes is not None
+        return (learn.episodes.environment,)
+    if name == "teacher_replay":
+        return (learn.replay, str(directory.ledger), directory.id)
     assert name == "trainer", name
-    return (base, trainer_config(learn), str(last_state))
+    return (base, trainer_config(learn), str(directory.last_state))
 
 
 def trainer_config(learn: LearnSpec) -> TrainerConfig:
-    loss = learn.loss
+    loss, chosen = learn.loss, learn.objective
+    rl = chosen.grpo.model_dump()
+    mismatch = rl.pop("mismatch")
     return TrainerConfig(
         tokens=learn.cartridge.tokens,
         frozen=learn.cartridge.frozen,
@@ -212,6 +230,16 @@ def trainer_config(learn: LearnSpec) -> TrainerConfig:
         publish_dtype=learn.model.dtype,
         keep_checkpoints=learn.train.keep_checkpoints,
         objective=Objective(
-            doc=DocKL(loss.direction, loss.beta or 0.5, loss.form, loss.temperature)
+            w_doc=chosen.w_doc,
+            w_rl=chosen.w_rl,
+            alpha=chosen.alpha,
+            beta=chosen.beta,
+            alpha_warmup_steps=chosen.alpha_warmup_steps,
+            doc=DocKL(loss.direction, loss.beta or 0.5, loss.form, loss.temperature),
+            rl=GRPO(**rl, mismatch=mismatch and Mismatch(**mismatch)),
+            sdpo=SDPO(**chosen.sdpo.model_dump()),
+            replay=DPO(chosen.dpo.variant, chosen.dpo.beta, chosen.dpo.max_reference_age),
         ),
+        micro_tokens=chosen.micro_tokens,
+        compare_gradients=chosen.compare_gradients,
     )

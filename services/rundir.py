@@ -6,6 +6,9 @@
         ├── spec.yaml        the resolved spec                         written once
         ├── metrics.jsonl    one row per step, decided by the seed     appended
         ├── rollouts.jsonl   one row per sampled response              appended
+        ├── episodes.jsonl   one row per episode, where there are any  appended
+        ├── votes.jsonl      what teachers said of its states          appended
+        ├── teachers.jsonl   every call to a teacher: the ledger       the teachers' business
         ├── events.jsonl     what happened when                        appended
         ├── trace.json       every request and phase, for Perfetto     appended
         ├── checkpoints/     the trainer's business
@@ -25,7 +28,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
@@ -103,12 +106,28 @@ class RunDirectory:
         return self.path / "rollouts.jsonl"
 
     @property
+    def episodes(self) -> Path:
+        return self.path / "episodes.jsonl"
+
+    @property
+    def votes(self) -> Path:
+        return self.path / "votes.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "teachers.jsonl"
+
+    @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def last_state(self) -> Path:
+        return self.checkpoints / "last-state.safetensors"
 
     @property
     def results(self) -> Path:
@@ -137,6 +156,14 @@ class RunDirectory:
     def append_rollouts(self, rows: Iterable[RolloutRow]) -> None:
         """Append the rows of one step in one write."""
         _append(self.rollouts, [_record(row) for row in rows])
+
+    def append_episodes(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append the episodes of one step (`environments.traces.to_row`) in one write."""
+        _append(self.episodes, list(rows))
+
+    def append_votes(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append what the teachers said by one step (`replay.records.to_row`) in one write."""
+        _append(self.votes, list(rows))
 
     def append_event(
         self, event: EventName, *, now: datetime | None = None, **fields: object
@@ -172,7 +199,8 @@ class RunDirectory:
         """
         end = _position(arm, step)
         dropped: dict[str, int] = {}
-        for file in (self.metrics, self.rollouts):
+        some = (file for file in (self.episodes, self.votes) if file.exists())
+        for file in (self.metrics, self.rollouts, *some):
             rows = list(iter_rows(file))
             kept = [row for row in rows if _position(row["arm"], row["step"]) <= end]
             write_atomically(file, "".join(map(_line, kept)))
@@ -275,7 +303,7 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
         os.close(folder)
 
 
-def _append(path: Path, rows: list[dict[str, Any]]) -> None:
+def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         infinite = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
         if infinite:
