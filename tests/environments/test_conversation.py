@@ -177,7 +177,7 @@ def test_a_newline_that_was_sampled_is_no_closing_token() -> None:
     )
     context, _ = talk.context("desk_01", ASKED, ())
     said, rest = ids_of("read\n"), ids_of("\ntool: note 17.\nassistant: ")
-    assert said[-1] in rest
+    assert said[-1] == rest[0]
     one = turn(said, context, Message("tool", "note 17."), name="shipped")
     assert talk.context("desk_01", ASKED, (one,)) == ((*context, *said, *rest), 0)
 
