@@ -170,13 +170,13 @@ def with_template(template: str) -> Conversation:
     return Conversation(found, {"desk_01": HANDBOOK})
 
 
-def test_a_newline_that_was_sampled_is_no_closing_token() -> None:
+def test_a_space_that_was_sampled_is_no_closing_token() -> None:
     talk = with_template(
-        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+        "{% for m in messages %}{{ m.role + ': ' + m.content + ' \\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     context, _ = talk.context("desk_01", ASKED, ())
-    said, rest = ids_of("read\n"), ids_of("\ntool: note 17.\nassistant: ")
+    said, rest = ids_of("read "), ids_of(" \ntool: note 17. \nassistant: ")
     assert said[-1] == rest[0]
     one = turn(said, context, Message("tool", "note 17."), name="shipped")
     assert talk.context("desk_01", ASKED, (one,)) == ((*context, *said, *rest), 0)
