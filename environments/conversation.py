@@ -43,6 +43,8 @@ class Conversation:
         self._tokenizer = tokenizer
         self._documents = documents
         self._heads: dict[str | None, tuple[int, ...]] = {}
+        # The last whole conversation, as text and ids: a group's openings are alike.
+        self._newest: tuple[str, tuple[int, ...]] = ("", ())
 
     def decode(self, ids: Sequence[int]) -> str:
         """What a response says: its text as it stands, without special tokens."""
@@ -64,7 +66,10 @@ class Conversation:
     ) -> tuple[int, ...]:
         """The ids of a conversation after its head, with the generation prompt at the end."""
         head = self.head(document)
-        whole = self._ids(document, messages, tools)
+        text = self._text(document, messages, tools)
+        if text != self._newest[0]:
+            self._newest = (text, self._ids(document, messages, tools))
+        whole = self._newest[1]
         if whole[: len(head)] != head:
             remedy = "Use a template whose system block does not depend on what follows"
             if tools:
@@ -94,8 +99,9 @@ class Conversation:
         if not stands.startswith(stood):
             return self.opening(document, messages, opening.tools), last.branch + 1
         rest = self._tokenise(stands[len(stood) :])
-        if last.response_ids and rest[:1] == last.response_ids[-1:]:
-            rest = rest[1:]  # the student sampled the closing token itself
+        sampled_end = last.response_ids[-1:]
+        if rest[:1] == sampled_end and set(sampled_end) & set(self._tokenizer.all_special_ids):
+            rest = rest[1:]  # the student closed its turn itself
         return (*last.context_ids, *last.response_ids, *rest), last.branch
 
     def with_hint(self, context_ids: Sequence[int], hint: str) -> tuple[int, ...]:
@@ -170,6 +176,11 @@ class Conversation:
         generation: bool,
         tokenize: bool,
     ) -> Any:
+        if document is not None and document not in self._documents:
+            raise DataError(
+                f"a task reads {document}, which is none of the run's documents: "
+                f"{', '.join(sorted(self._documents))}; add it, or name one of them"
+            )
         system = [] if document is None else [Message("system", self._documents[document])]
         try:
             return self._tokenizer.apply_chat_template(

@@ -85,7 +85,7 @@ def _not_through_tools(episode: Episode, value: str, dialect: Dialect) -> bool:
             allowed and not said.error_kind and any(holds(m.content, value) for m in said.messages)
         )
 
-    return bool(episode.reward) and not any(showed(turn) for turn in episode.turns[:-1])
+    return _rewarded(episode) and not any(showed(turn) for turn in episode.turns[:-1])
 
 
 def _copied(episode: Episode, value: str) -> bool:
@@ -102,4 +102,8 @@ def _copied(episode: Episode, value: str) -> bool:
 
 def _disagrees(episode: Episode, value: str) -> bool:
     expected = expected_of(episode)
-    return expected is not None and (words(value) == words(expected)) != bool(episode.reward)
+    return expected is not None and (words(value) == words(expected)) != _rewarded(episode)
+
+
+def _rewarded(episode: Episode) -> bool:
+    return episode.reward is not None and episode.reward > 0

@@ -170,6 +170,18 @@ def with_template(template: str) -> Conversation:
     return Conversation(found, {"desk_01": HANDBOOK})
 
 
+def test_a_space_that_was_sampled_is_no_closing_token() -> None:
+    talk = with_template(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + ' \\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    context, _ = talk.context("desk_01", ASKED, ())
+    said, rest = ids_of("read "), ids_of(" \ntool: note 17. \nassistant: ")
+    assert said[-1] == rest[0]
+    one = turn(said, context, Message("tool", "note 17."), name="shipped")
+    assert talk.context("desk_01", ASKED, (one,)) == ((*context, *said, *rest), 0)
+
+
 def test_templates_that_cannot_do_it_say_so() -> None:
     with pytest.raises(DataError, match="tell the agent of its tools in its first message"):
         conversation("keeps_some").opening("desk_01", (QUESTION,), TOOLS)
@@ -182,6 +194,8 @@ def test_templates_that_cannot_do_it_say_so() -> None:
     counts = with_template(
         "{% for m in messages %}{{ messages|length }}{{ m.content }}{% endfor %}"
     )
+    with pytest.raises(DataError, match=r"reads desk_02, .* documents: desk_01; add it"):
+        conversation().opening("desk_02", (QUESTION,))
     with pytest.raises(DataError, match="no hint can be spliced in"):
         counts.with_hint((1, 2), "x")
     with pytest.raises(DataError, match="no text can be put"):

@@ -88,6 +88,7 @@ def test_a_message_given_as_the_answer() -> None:
 def test_our_own_comparison() -> None:
     assert flags(*RIGHT, see=judged(0.0, expected="Weber.")) == ("verifier_disagrees",)
     assert flags(*RIGHT, see=judged(1.0, expected="lang")) == ("verifier_disagrees",)
+    assert flags(*RIGHT, see=judged(-1.0, expected="lang")) == ()
     assert flags(*RIGHT, see=judged(0.0)) == ()
 
 
