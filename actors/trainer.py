@@ -63,9 +63,14 @@ class TrainerActor(Actor):
 
         The scores are read off the tensor plane, not deleted. Raises StaleTokenError, RunError.
         """
+        doc_teacher = await self._scores(lesson.doc_scores)
+        if doc_teacher is not None and lesson.doc_trained is not None:
+            marks = torch.tensor([m for marks in lesson.doc_trained for m in marks])
+            doc_teacher = doc_teacher.rows(marks.nonzero().flatten())
         batch = Batch(
             doc=lesson.doc,
-            doc_teacher=await self._scores(lesson.doc_scores),
+            doc_trained=lesson.doc_trained,
+            doc_teacher=doc_teacher,
             rl=lesson.rl,
             sdpo=lesson.sdpo,
             sdpo_teacher=await self._scores(lesson.sdpo_scores),

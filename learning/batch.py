@@ -18,7 +18,9 @@ from protocols.types import Sample
 class Batch:
     """The data of every channel; any may be empty. RL samples have ids of their own.
 
-    doc, doc_teacher    samples, and the document teacher's view of their response tokens
+    doc, doc_teacher    samples, and the document teacher's view of their response tokens; with
+                        `doc_trained`, of those that it marks in each sample, and only they bear
+                        a loss (what a tool said between two turns does not)
     rl                  episodes; `old`, `ref`, `distill` are log-probabilities of *all* their
                         response tokens in order (those not trained on are never read): under the
                         version that sampled them (None: it is the one being trained), under the
@@ -28,6 +30,7 @@ class Batch:
     """
 
     doc: Sequence[Sample] = ()
+    doc_trained: Sequence[tuple[bool, ...]] | None = None
     doc_teacher: Teacher | None = None
     rl: Sequence[RLSample] = ()
     old: Tensor | None = None
@@ -37,15 +40,23 @@ class Batch:
     sdpo_teacher: Teacher | None = None
     pairs: Sequence[PreferencePair] = ()
 
+    @property
+    def doc_marks(self) -> Sequence[tuple[bool, ...]]:
+        """Of every document's sample, which response tokens bear a loss."""
+        if self.doc_trained is not None:
+            return self.doc_trained
+        return [(True,) * len(s.response_ids) for s in self.doc]
+
     def take(self, doc: Sequence[int], rl: Sequence[int], pairs: Sequence[int]) -> Batch:
         """Some of the samples, episodes and pairs by index, with what belongs to them."""
-        of_doc = _tokens([len(s.response_ids) for s in self.doc], doc)
+        of_doc = _tokens([sum(marks) for marks in self.doc_marks], doc)
         of_rl = _tokens([len(r.trained) for r in self.rl], rl)
         kept = {self.rl[i].sample.id for i in rl}
         items = [i for i, item in enumerate(self.sdpo) if item.sample in kept]
         of_items = _tokens([item.tokens for item in self.sdpo], items)
         return Batch(
             doc=[self.doc[i] for i in doc],
+            doc_trained=self.doc_trained and [self.doc_trained[i] for i in doc],
             doc_teacher=self.doc_teacher and self.doc_teacher.rows(of_doc),
             rl=[self.rl[i] for i in rl],
             old=None if self.old is None else self.old[of_rl],
@@ -125,7 +136,8 @@ def places(batch: Batch, rewarded: Collection[str]) -> Places:
             lengths.append(len(own))
     turns = [starts[item.sample] + t for item in batch.sdpo for t in range(item.start, item.stop)]
 
-    doc = sum(len(s.response_ids) for s in batch.doc)
+    of_doc = torch.tensor([m for marks in batch.doc_marks for m in marks], dtype=torch.bool)
+    doc = int(of_doc.sum())
     in_rl = torch.zeros(sum(len(r.trained) for r in batch.rl), dtype=torch.bool)
     in_rl[policy + turns] = True
     at = doc + in_rl.cumsum(0) - 1
@@ -133,7 +145,7 @@ def places(batch: Batch, rewarded: Collection[str]) -> Places:
         texts=texts,
         needed=torch.cat(
             [
-                torch.ones(doc, dtype=torch.bool),
+                of_doc,
                 in_rl,
                 torch.ones(sum(len(s.response_ids) for s in sides), dtype=torch.bool),
             ]

@@ -25,6 +25,7 @@ from learning.sdpo import SDPO, alpha_at, sdpo
 from learning.terms import Term
 from protocols.channels import RLSample, hinted
 from protocols.errors import DataError, SpecError, StaleTokenError
+from protocols.types import Sample
 
 CHANNELS = ("doc_kl", "grpo", "sdpo", "replay_dpo")
 
@@ -185,14 +186,19 @@ def _check_shapes(batch: Batch, objective: Objective) -> None:
         raise DataError(f"the batch has several RL samples of the ids {twice}; ids must be unique")
     turns = hinted(batch.sdpo, batch.rl)
     episodes = [r.sample for r in batch.rl]
-    for name, given, samples, needed in (
-        ("doc_teacher", batch.doc_teacher, batch.doc, True),
-        ("sdpo_teacher", batch.sdpo_teacher, turns, True),
-        ("old", batch.old, episodes, False),
-        ("ref", batch.ref, episodes, objective.w_rl > 0 and objective.rl.kl > 0),
-        ("distill", batch.distill, episodes, objective.w_rl > 0 and objective.rl.distill > 0),
+    marked = sum(sum(marks) for marks in batch.doc_marks)
+    for name, given, tokens, needed in (
+        ("doc_teacher", batch.doc_teacher, marked, True),
+        ("sdpo_teacher", batch.sdpo_teacher, _tokens_of(turns), True),
+        ("old", batch.old, _tokens_of(episodes), False),
+        ("ref", batch.ref, _tokens_of(episodes), objective.w_rl > 0 and objective.rl.kl > 0),
+        (
+            "distill",
+            batch.distill,
+            _tokens_of(episodes),
+            objective.w_rl > 0 and objective.rl.distill > 0,
+        ),
     ):
-        tokens = sum(len(s.response_ids) for s in samples)
         if given is None:
             if needed and tokens:
                 raise DataError(
@@ -207,6 +213,10 @@ def _check_shapes(batch: Batch, objective: Objective) -> None:
                 "entry for each response token, those not trained on included (of a hinted turn: "
                 "for each of its tokens)"
             )
+
+
+def _tokens_of(samples: Sequence[Sample]) -> int:
+    return sum(len(s.response_ids) for s in samples)
 
 
 def _check_versions(

@@ -136,11 +136,13 @@ class PreferencePair:
 class Lesson:
     """What one step trains on. A packet is None where nothing was scored: no data, or no weight.
 
-    `doc_scores` are the document teacher's over every response token of `doc`, `sdpo_scores` the
-    hinted teacher's over every token of every item's turn (as `Scored` has them).
+    `doc_scores` are the document teacher's over every response token of `doc`; those bear a loss
+    that `doc_trained` marks (None: all). `sdpo_scores` are the hinted teacher's over every token of
+    every item's turn (as `Scored` has them).
     """
 
     doc: tuple[Sample, ...] = ()
+    doc_trained: tuple[tuple[bool, ...], ...] | None = None
     doc_scores: Packet | None = None
     rl: tuple[RLSample, ...] = ()
     sdpo: tuple[SDPOItem, ...] = ()

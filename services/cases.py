@@ -173,7 +173,7 @@ class Cases:
 
     async def lesson(self, rollout: Rollout, version: int) -> Lesson:
         objective, episodes = self._objective, rollout.episodes
-        rl = rl_samples(episodes) if objective.w_rl or objective.alpha else []
+        rl = rl_samples(episodes)
         items: list[SDPOItem] = []
         if objective.alpha:
             items, self._left_out = await sdpo_items(episodes, self._hints, self._conversation)
@@ -182,8 +182,14 @@ class Cases:
             preferences = self._asking()
             pairs = await preferences.due(rollout.step, version)
             preferences.ask(self._questions(rollout.step, episodes))
-        doc = rollout.samples if objective.w_doc else ()
-        return Lesson(tuple(doc), None, tuple(rl), tuple(items), None, tuple(pairs))
+        doc = rl if objective.w_doc else []
+        return Lesson(
+            doc=tuple(r.sample for r in doc),
+            doc_trained=tuple(r.trained for r in doc),
+            rl=tuple(rl) if objective.w_rl or objective.alpha else (),
+            sdpo=tuple(items),
+            pairs=tuple(pairs),
+        )
 
     def _questions(self, step: int, episodes: Sequence[Episode]) -> list[Question]:
         """The episodes' states as teachers are shown them: with the handbook, which the student

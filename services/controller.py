@@ -203,7 +203,7 @@ class ControllerActor(Actor):
         from services.watchdog import InFlight, Progress, who_waits, write_stacks
 
         now = time.monotonic()
-        progress, moved, phase = Progress(now), recorder.moved, ("", "")
+        progress, moved, phase, stalled = Progress(now), recorder.moved, ("", ""), False
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             status = self._whole_status()
@@ -212,6 +212,9 @@ class ControllerActor(Actor):
             if (recorder.moved, (status.stage, status.phase)) != (moved, phase):
                 moved, phase = recorder.moved, (status.stage, status.phase)
                 progress.made(now)
+                if stalled:
+                    stalled = False
+                    self._show(message="")
             (progress.pause if status.paused else progress.resume)(now)
             if not progress.stalled(now, self._spec.mesh.watchdog):
                 continue
@@ -246,6 +249,7 @@ class ControllerActor(Actor):
             stacks = sorted({str(f.path.parent) for f in files if f.path is not None})
             recorder.event("stalled", message=message, stacks=stacks)
             moved = recorder.moved  # to say so is no progress
+            stalled = True
             self._show(message=message)
 
     def _report_sink(self, sink: str, message: str) -> None:

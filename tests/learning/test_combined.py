@@ -26,7 +26,7 @@ from learning.grpo import GRPO
 from learning.losses import DocKL, Teacher, doc_kl, jensen_shannon
 from learning.model import base_hash, document_kv, load_model, load_tokenizer
 from learning.replay import DPO
-from learning.scoring import response_logprobs, score_hinted, score_over
+from learning.scoring import response_logprobs, score, score_hinted, score_over
 from learning.sdpo import SDPO
 from learning.step import new_optimizer
 from protocols.channels import RLSample, SDPOItem
@@ -636,3 +636,44 @@ def test_a_term_that_is_no_number_ends_the_run_before_the_update(
 def test_weights_are_finite_and_not_negative(wrong: dict[str, float]) -> None:
     with pytest.raises(SpecError, match="must be finite and >= 0"):
         Objective(**wrong)  # type: ignore[arg-type]
+
+
+# -- marked tokens of document distillation -----------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_tokens", [None, 20])
+def test_an_episode_in_one_piece_is_distilled_as_its_turns_one_by_one(
+    llama: Twin, micro_tokens: int | None
+) -> None:
+    """The episode with its tool's answers, its own tokens marked, against each turn as a sample of
+    its own after all that stood before it."""
+    episodes = scene(llama, bank_of(llama)).rl
+    whole = [r.sample for r in episodes]
+    marks = [r.trained for r in episodes]
+    own = torch.tensor([m for trained in marks for m in trained]).nonzero().flatten()
+    turns = []
+    for r in episodes:
+        s, own_now = r.sample, r.trained
+        edges = [0, *(t for t in range(1, len(own_now)) if own_now[t] != own_now[t - 1])]
+        for start, stop in zip(edges, [*edges[1:], len(r.trained)], strict=True):
+            if r.trained[start]:
+                span = slice(start, stop)
+                turns.append(
+                    replace(
+                        s, id=f"{s.id}/{start}", prompt_ids=s.prompt_ids + s.response_ids[:start],
+                        response_ids=s.response_ids[span], versions=s.versions[span],
+                        sampler_logprobs=s.sampler_logprobs[span],
+                    )
+                )  # fmt: skip
+    teacher = score(llama.model, whole, llama.cached(), 64)
+    in_one = Batch(doc=whole, doc_trained=marks, doc_teacher=Teacher(logits=teacher).rows(own))
+    apart = Batch(
+        doc=turns, doc_teacher=Teacher(logits=score(llama.model, turns, llama.cached(), 64))
+    )
+    found = do(llama, in_one, Objective(), micro_tokens=micro_tokens)
+    expected = do(llama, apart, Objective())
+    assert found.result.terms["doc_kl"]["count"] == sum(map(sum, marks)) == 24
+    assert found.result.kl == pytest.approx(expected.result.kl, **CLOSE)
+    assert found.gradient is not None
+    assert expected.gradient is not None
+    torch.testing.assert_close(found.gradient, expected.gradient, rtol=2e-4, atol=1e-6)
