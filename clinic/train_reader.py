@@ -262,10 +262,11 @@ class Climber:
 
     rung: int = 0
     share: float = 0.0
+    top: int = len(LADDER) - 1
 
     def update(self, right: float) -> None:
         self.share += 0.05 * (right - self.share)
-        if self.share > CLIMB_AT and self.rung < len(LADDER) - 1:
+        if self.share > CLIMB_AT and self.rung < self.top:
             self.rung, self.share = self.rung + 1, 0.6
 
 
