@@ -25,7 +25,7 @@ FIELDS = (6, 24)  # of a handbook, when training is through its easier ones
 HANDBOOK_RATE = 0.5  # of the rows, below: of their episodes
 HINTED_WITH_HANDBOOK, HINTED_WITHOUT = 0.1, 0.3
 # Episodes to a handbook that are cut after the first taught call: of whole episodes, looking up is
-# one token in thirty, and it did not emerge from those alone (docs/log.md).
+# one token in fifty, and it did not emerge from those alone (docs/log.md).
 OPENINGS = 8
 UNNAMED_RATE = 0.1  # the handbook does not name the field (it is cut, say): the clerk guesses
 STUMBLING_RATE = 0.25  # with a handbook: the first calls are made as if there were none
