@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from clinic.corpus import Difficulty, Turn, draw_conversation, guess_turn
+from clinic.corpus import Difficulty, draw_conversation, guess_turn
 from clinic.tokenizer import build_tokenizer
 
 LADDER = (
@@ -52,6 +52,12 @@ LATER_TURNS = [
 GUESS_RATE = 0.25
 
 
+# Tokens of one kind, to be predicted; of the kind "" given.
+Piece = tuple[str, list[int]]
+# What all the row's conversations see (a chart), and the conversations, each piece by piece.
+Row = tuple[list[int], list[list[Piece]]]
+
+
 @dataclass
 class Batch:
     """Rows of chart + turns. `segment` 0 is the chart, 1.. the turns, -1 padding; all [B, T]."""
@@ -59,8 +65,8 @@ class Batch:
     ids: torch.Tensor
     segment: torch.Tensor
     position: torch.Tensor
-    trained: torch.Tensor  # bool: this token is to be predicted
-    kinds: list[list[str]]
+    trained: torch.Tensor  # which predicted piece of its row the token is of, from 1; 0: given
+    kinds: list[list[str]]  # of the predicted pieces of each row
 
 
 def new_model(
@@ -161,7 +167,7 @@ def draw_batch(
         tokenizer.get_vocab()[token] for token in ("<|user|>", "<|assistant|>", "<|end|>")
     )
     kinds = FIRST_TURNS if rung == 0 else LATER_TURNS
-    rows: list[tuple[list[int], list[tuple[Turn, list[int], list[int]]]]] = []
+    rows: list[Row] = []
     head: list[int]
     for _ in range(size):
         if rung > 0 and rng.random() < GUESS_RATE:
@@ -170,29 +176,38 @@ def draw_batch(
             patient, turns = draw_conversation(rng, LADDER[rung], kinds)
             head = tokenizer(f"<|bos|><|system|>{patient.document}<|end|>").input_ids
         texts = tokenizer([t for turn in turns for t in (turn.prompt, turn.response)]).input_ids
-        coded = []
+        coded: list[list[Piece]] = []
         for turn, prompt, response in zip(turns, texts[::2], texts[1::2], strict=True):
-            coded.append((turn, [user, *prompt, end, assistant], [*response, end]))
+            asked = [user, *prompt, end, assistant]
+            coded.append([("", asked), (turn.kind, [*response, end])])
         rows.append((head, coded))
+    return pack(rows, tokenizer.pad_token_id)
 
-    length = max(len(h) + sum(len(p) + len(r) for _, p, r in c) for h, c in rows)
-    ids = torch.full((size, length), tokenizer.pad_token_id)
-    segment = torch.full((size, length), -1)
-    position = torch.zeros(size, length, dtype=torch.long)
-    trained = torch.zeros(size, length, dtype=torch.bool)
+
+def pack(rows: list[Row], pad: int) -> Batch:
+    """One batch of rows; every conversation's positions go on from the end of its row's head."""
+    sizes = [len(h) + sum(len(ids) for c in coded for _, ids in c) for h, coded in rows]
+    shape = len(rows), max(sizes)
+    ids, segment = torch.full(shape, pad), torch.full(shape, -1)
+    position, trained = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    kinds: list[list[str]] = [[] for _ in rows]
     for b, (head, coded) in enumerate(rows):
         at = len(head)
         ids[b, :at] = torch.tensor(head)
         segment[b, :at] = 0
         position[b, :at] = torch.arange(at)
-        for s, (_, prompt, response) in enumerate(coded, start=1):
-            stop = at + len(prompt) + len(response)
-            ids[b, at:stop] = torch.tensor(prompt + response)
-            segment[b, at:stop] = s
-            position[b, at:stop] = len(head) + torch.arange(stop - at)
-            trained[b, at + len(prompt) : stop] = True
-            at = stop
-    return Batch(ids, segment, position, trained, [[t.kind for t, _, _ in c] for _, c in rows])
+        for s, pieces in enumerate(coded, start=1):
+            begin = at
+            for kind, piece in pieces:
+                stop = at + len(piece)
+                ids[b, at:stop] = torch.tensor(piece)
+                if kind:
+                    kinds[b].append(kind)
+                    trained[b, at:stop] = len(kinds[b])
+                at = stop
+            segment[b, begin:at] = s
+            position[b, begin:at] = len(head) + torch.arange(at - begin)
+    return Batch(ids, segment, position, trained, kinds)
 
 
 def block_mask(segment: torch.Tensor) -> torch.Tensor:
@@ -212,18 +227,17 @@ def losses(model: LlamaForCausalLM, batch: Batch) -> tuple[torch.Tensor, dict[st
         attention_mask=block_mask(batch.segment),
         use_cache=False,
     ).last_hidden_state
-    where = batch.trained[:, 1:]
+    turn = batch.trained[:, 1:]
+    where = turn > 0
     logits = model.lm_head(hidden[:, :-1][where])
     target = batch.ids[:, 1:][where]
     loss = F.cross_entropy(logits, target)
     right = torch.zeros_like(where)
     right[where] = logits.detach().argmax(-1) == target
     exact: dict[str, list[bool]] = defaultdict(list)
-    segment = batch.segment[:, 1:]
     for b, kinds in enumerate(batch.kinds):
-        for s, kind in enumerate(kinds, start=1):
-            own = where[b] & (segment[b] == s)
-            exact[kind].append(bool(right[b][own].all()))
+        for t, kind in enumerate(kinds, start=1):
+            exact[kind].append(bool(right[b][turn[b] == t].all()))
     return loss, exact
 
 
@@ -248,10 +262,11 @@ class Climber:
 
     rung: int = 0
     share: float = 0.0
+    top: int = len(LADDER) - 1
 
     def update(self, right: float) -> None:
         self.share += 0.05 * (right - self.share)
-        if self.share > CLIMB_AT and self.rung < len(LADDER) - 1:
+        if self.share > CLIMB_AT and self.rung < self.top:
             self.rung, self.share = self.rung + 1, 0.6
 
 
