@@ -95,6 +95,11 @@ class DpoSpec(Spec):
     max_reference_age: int | None = Field(
         default=None, ge=0, description="versions after which a reference is stale; null: never"
     )
+    states: int = Field(
+        default=16,
+        ge=1,
+        description="most states of a step that teachers are asked about, least confident first",
+    )
     pairs: int = Field(default=32, ge=1, description="most pairs of one step")
     lag: int = Field(
         default=1, ge=1, description="steps after its rollout in which a pair joins, if it is there"

@@ -70,14 +70,17 @@ class Preferences:
         self.counts: Counter[str] = Counter()
 
     def ask(self, questions: Sequence[Question]) -> None:
-        """Begin to ask about those that are worth it, each state once; returns at once."""
+        """Begin to ask about those that are most worth it, each state once; returns at once."""
+        worth = [q for q in questions if worth_asking(q.state, self._gate)]
+        worth.sort(key=lambda q: 1.0 if q.state.confidence is None else q.state.confidence)
         there = {state_hash(q.state) for q, _ in self._asked}
-        for question in questions:
+        asked = 0
+        for question in worth:
             key = state_hash(question.state)
-            if key in there or not worth_asking(question.state, self._gate):
-                continue
-            there.add(key)
-            self._begin(question)
+            if key not in there and asked < self._dpo.states:
+                asked += 1
+                there.add(key)
+                self._begin(question)
 
     async def due(self, step: int, version: int) -> list[PreferencePair]:
         """The pairs that join `step`, which trains `version`. Waits for no teacher: only for the
@@ -94,8 +97,8 @@ class Preferences:
             joining = [replace(h, pair=by_id.get(h.pair.id, h.pair)) for h in joining]
         self.counts["trained"] += len(new)
         used = [replace(h, used=h.used + 1) for h in joining]
-        # Those that were used go behind, so that every pair has its turn.
-        self._held = [*rest, *(h for h in used if h.used < self._dpo.uses)]
+        # Who has begun to be trained on goes on first.
+        self._held = [*(h for h in used if h.used < self._dpo.uses), *rest]
         return [h.pair for h in joining]
 
     def told(self) -> list[dict[str, Any]]:
