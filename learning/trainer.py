@@ -39,7 +39,7 @@ class TrainerConfig:
     keep_checkpoints: int = 2
     objective: Objective = field(default_factory=Objective)
     micro_tokens: int | None = None
-    compare_gradients: bool = False
+    compare_every: int = 0  # steps; 0 never
 
 
 class CartridgeTrainer:
@@ -113,13 +113,17 @@ class CartridgeTrainer:
             version=version,
             staleness=self.config.staleness,
             micro_tokens=self.config.micro_tokens,
-            compare_gradients=self.config.compare_gradients,
+            compare_gradients=self._compares(),
         )
         self._step += 1
         self.version += 1
         self._last = result
         self._keep()
         return result
+
+    def _compares(self) -> bool:
+        every = self.config.compare_every
+        return every > 0 and self._step % every == 0
 
     def snapshot(self, version: int) -> tuple[tuple[str, ...], Tensor]:
         """(names, detached copy [C, L, 2, H_kv, P, D]) of a version to publish, now or again.

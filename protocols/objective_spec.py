@@ -134,8 +134,11 @@ class ObjectiveSpec(Spec):
     micro_tokens: int | None = Field(
         default=None, ge=2, description="tokens of one forward; null: the whole batch in one"
     )
-    compare_gradients: bool = Field(
-        default=False, description="each channel's gradient norm and their cosines, every step"
+    compare_every: int = Field(
+        default=0,
+        ge=0,
+        description="steps between comparisons of the channels' gradients (norms, cosines), which "
+        "cost a backward for each channel; 0 never",
     )
 
     @property

@@ -241,5 +241,5 @@ def trainer_config(learn: LearnSpec) -> TrainerConfig:
             replay=DPO(chosen.dpo.variant, chosen.dpo.beta, chosen.dpo.max_reference_age),
         ),
         micro_tokens=chosen.micro_tokens,
-        compare_gradients=chosen.compare_gradients,
+        compare_every=chosen.compare_every,
     )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CONFIG = TrainerConfig(
     tokens=8, frozen=1, lr=0.02, warmup_steps=0, clip=1.0, row_tokens=24, micro_tokens=40,
-    compare_gradients=True, objective=replace(ALL, alpha=0.4, alpha_warmup_steps=2),
+    compare_every=1, objective=replace(ALL, alpha=0.4, alpha_warmup_steps=2),
 )  # fmt: skip
 
 
