@@ -79,7 +79,12 @@ class Cases:
         ]
         sampling = Sampling(max_tokens=self._spec.rollout.max_tokens)
         episodes, compute = await self._play(
-            tasks, self._episodes.group, sampling, over_cartridge(version), generate
+            tasks,
+            self._episodes.group,
+            sampling,
+            over_cartridge(version),
+            f"sample/{seed}/",
+            generate,
         )
         episodes = [flagged(e, DESK) for e in episodes]
         samples = turn_samples(episodes)
@@ -92,10 +97,9 @@ class Cases:
         """The share of held-out cases that were answered rightly."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
         tasks = [
-            self._task(f"evaluate/{arm}/{i}", i, f"exam/{seed}/{i}")
+            self._task(f"{arm}/{i}", i, f"exam/{seed}/{i}")
             for i in range(min(evaluate.questions, most or evaluate.questions))
         ]
-        # The draw does not depend on the arm, so that arms differ by their prefix alone.
         sampling = Sampling(
             temperature=evaluate.temperature if sampled else 0.0, max_tokens=evaluate.max_tokens
         )
@@ -105,7 +109,8 @@ class Cases:
                 return BARE
             return PrefixRef(f"{prefix}/{task.document}", version)
 
-        episodes, _ = await self._play(tasks, 1, sampling, over, generate)
+        # The draw does not depend on the arm, so that arms differ by their prefix alone.
+        episodes, _ = await self._play(tasks, 1, sampling, over, f"answer/{seed}/", generate)
         right = sum(e.reward == 1.0 for e in episodes)
         low, high = wilson_interval(right, len(episodes))
         unjudged = sum(e.reward is None for e in episodes)
@@ -132,11 +137,12 @@ class Cases:
         group: int,
         sampling: Sampling,
         prefix: Callable[[Task], PrefixRef],
+        stream: str,
         generate: Generate,
     ) -> tuple[list[Episode], float]:
-        """The episodes, and the model time of all their turns."""
+        """The episodes, and the model time of all their turns. `stream` and what follows the arm
+        in a request's name decide its draws."""
         spent: list[float] = []
-        seed = self._spec.train.seed
 
         async def timed(requests: Sequence[GenerateRequest]) -> list[Completion]:
             completions, compute = await generate(requests)
@@ -151,7 +157,7 @@ class Cases:
             group_size=group,
             sampling=sampling,
             prefix=prefix,
-            seed_of=lambda name: stream_seed(f"sample/{seed}/{name.partition('/')[2]}"),
+            seed_of=lambda name: stream_seed(stream + name.partition("/")[2]),
             max_context=self._episodes.max_context,
             max_turns=self._episodes.max_turns,
         )
