@@ -47,6 +47,8 @@ ROLES = (
     Role("store"),
     Role("controller", resumed=True),
 )
+# A run that learns from episodes has these as well.
+OF_CHANNELS = (Role("sdpo_teacher"), Role("environment"), Role("teacher_replay"))
 REPLACED = tuple(role.name for role in ROLES if not role.resumed)
 
 # What is silent is found fast, and nobody's budget ends a storm.

@@ -12,19 +12,18 @@ from monarch.actor import endpoint
 from small_run import MESH, SMALL
 
 from actors.generator import GeneratorActor
-from learning.model import load_tokenizer
 from protocols.errors import PublishError, StaleTokenError
 from protocols.spec import RunSpec
 from protocols.spec_loading import load_spec
 from protocols.status import RunStatus
 from protocols.types import Generated, GenerateRequest, PrefixRef, Snapshot
 from services import roles
+from services.courses import open_course
 from services.helm import Helm
 from services.recorder import Recorder
 from services.roles import open_mesh, spawn_roles
 from services.run import Run
 from services.rundir import RunDirectory
-from services.tasks import Tasks, read_patients
 from services.telemetry.hub import open_sinks
 
 pytestmark = [pytest.mark.mesh, pytest.mark.usefixtures("own_fault_hook")]
@@ -68,19 +67,14 @@ def small_spec() -> RunSpec:
 
 async def run_with(spec: RunSpec, directory: RunDirectory) -> Run:
     """A run driven from this process, without a controller."""
-    tokenizer = load_tokenizer(spec.learn.model.path)
-    tasks = Tasks(spec.learn, read_patients(spec.learn.data), tokenizer)
     hub = open_sinks(spec, directory, lambda sink, message: None)
     recorder = Recorder(directory, hub)
     mesh = await open_mesh(spec, recorder.event, recorder.span)
     helm = Helm(RunStatus, lambda **_: None, lambda: mesh.pools, recorder)
     try:
-        last_state = directory.checkpoints / "last-state.safetensors"
-        await spawn_roles(spec, tasks.documents, tasks.end_ids, mesh, last_state)
-        run = Run(
-            spec, tasks, tasks.exams, mesh, directory, recorder, lambda **_: None,
-            helm.between_steps,
-        )  # fmt: skip
+        course = open_course(spec, mesh)
+        await spawn_roles(spec, course.documents, course.end_ids, mesh, directory)
+        run = Run(spec, course, mesh, directory, recorder, lambda **_: None, helm.between_steps)
         await run.go()
         return run
     finally:
