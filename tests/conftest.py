@@ -81,9 +81,9 @@ def monarch_faults(_no_process_left: None) -> list[str]:
     return faults
 
 
-@pytest.fixture
-def own_fault_hook(monarch_faults: list[str]) -> Iterator[None]:
-    """For who makes a service in this process: it takes the hook, and the session's comes back."""
+@pytest.fixture(autouse=True)
+def _hook_comes_back(monarch_faults: list[str]) -> Iterator[None]:
+    """A service made in this process takes the hook for itself."""
     import monarch.actor
 
     hook = monarch.actor.unhandled_fault_hook

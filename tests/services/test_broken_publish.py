@@ -26,7 +26,7 @@ from services.run import Run
 from services.rundir import RunDirectory
 from services.telemetry.hub import open_sinks
 
-pytestmark = [pytest.mark.mesh, pytest.mark.usefixtures("own_fault_hook")]
+pytestmark = pytest.mark.mesh
 
 
 class Deaf(GeneratorActor):

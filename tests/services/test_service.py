@@ -26,7 +26,7 @@ from services.pool import Pool
 from services.processes import has_ended
 from services.service import Service
 
-pytestmark = [pytest.mark.mesh, pytest.mark.usefixtures("own_fault_hook")]
+pytestmark = pytest.mark.mesh
 
 HEALTH = HealthSpec(heartbeat_s=0.1, suspect_after_s=0.5, dead_after_s=2.0)
 SETTLE = 20.0
