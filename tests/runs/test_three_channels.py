@@ -144,16 +144,30 @@ def test_deaths_of_desk_hint_teacher_and_controller_change_nothing(tmp_path: Pat
 
 
 def test_teachers_that_are_all_down_are_done_without(tmp_path: Path) -> None:
-    sets = {"replay.local.server_error": 0.99, "replay.local.right": 1.0, "replay.deadline_s": 3.0}
-    path = whole_run(tmp_path, **sets, **{"evaluate.arms": ["on_policy"]}).path
+    """The provider fails nearly every call, and who asks it is killed as well."""
+    sets = {
+        "replay.local.server_error": 0.99, "replay.local.rate_limit": 0.0,
+        "replay.deadline_s": 3.0, "evaluate.arms": ["on_policy"],
+    }  # fmt: skip
+    with running(command(tmp_path, **sets), tmp_path) as run:
+        wait_for(tmp_path, 1)
+        (pid,) = pids(tmp_path)["teacher_replay"]
+        os.kill(pid, signal.SIGKILL)
+        said, _ = run.process.communicate(timeout=180)
+        assert run.process.returncode == 0, said
+        run.wait_until_gone(30)
+    path = directory(tmp_path)
     rows = read_rows(path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["channels"]["grpo"]["count"] for row in rows)
-    said = [record_from(row) for row in read_rows(path / "votes.jsonl")]
-    reasons = Counter(v.reason for v in said if isinstance(v, Verdict))
-    assert set(reasons) <= {"too_few_votes", "not_worth_asking"}
-    errors = {vote.error for v in said if isinstance(v, Verdict) for vote in v.votes}
+    verdicts = [record_from(row) for row in read_rows(path / "votes.jsonl")]
+    verdicts = [v for v in verdicts if isinstance(v, Verdict)]
+    assert {v.reason for v in verdicts} <= {"too_few_votes", "not_worth_asking"}
+    errors = {vote.error for v in verdicts for vote in v.votes}
     assert errors <= {"http_500", "circuit_open", "deadline", ""}
+    # The file says what the training went on without.
+    lost = [e["role"] for e in read_rows(path / "events.jsonl") if e["event"] == "replica_lost"]
+    assert lost == ["teacher_replay"]
 
 
 def wait_for(root: Path, step: int, timeout: float = 180.0) -> None:
