@@ -245,6 +245,9 @@ class Cases:
         counts |= {f"error/{kind}": n for kind, n in sorted(errors.items())}
         counts |= {f"flag/{flag}": n for flag, n in sorted(count_flags(episodes).items())}
         counts |= {f"no_hint/{why}": n for why, n in sorted(self._left_out.items())}
+        if self._preferences is not None:
+            became = self._preferences.counted()
+            counts |= {f"teachers/{what}": n for what, n in sorted(became.items())}
         return {"channels": stepped.terms, "cosines": stepped.cosines, "episodes": counts}
 
     def saved(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ _HELD = TypeAdapter(Held)
 
 
 class Preferences:
-    """Asks, keeps and hands out. `counts` is what became of all states so far."""
+    """Asks, keeps and hands out. `counts` is what became of states since they were last told."""
 
     def __init__(
         self, pools: Mapping[str, Pool], spec: ReplaySpec, dpo: DpoSpec,
@@ -100,6 +100,11 @@ class Preferences:
         # Who has begun to be trained on goes on first.
         self._held = [*(h for h in used if h.used < self._dpo.uses), *rest]
         return [h.pair for h in joining]
+
+    def counted(self) -> Counter[str]:
+        """`counts` since the last call."""
+        counted, self.counts = +self.counts, Counter()
+        return counted
 
     def told(self) -> list[dict[str, Any]]:
         """What came since the last call, for the record: rows of states and of their verdicts,

@@ -102,7 +102,8 @@ def test_pairs_join_after_the_lag_and_stay_for_their_uses() -> None:
         # Asked at step 0: at 1 too early, at 2 with references of version 12, at 3 once more.
         assert joined == [[], [12], [12], [], []]
         assert pools.referred == [(["0/0"], 12)]
-        assert (p.counts["pair"], p.counts["trained"], p.counts["given_up"]) == (1, 1, 0)
+        assert p.counted() == {"pair": 1, "trained": 1}
+        assert not p.counted()
 
     asyncio.run(scenario())
 
