@@ -8,73 +8,26 @@ follow the page into dark mode.
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from html import escape
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forge_run.display import duration, interval, number, percent, summary
+from forge_run.page import PAINT, Row, curve, figure, page, section, shortened
 from protocols.records import ARMS, PHASES, TRAINED_ARMS
 from services.rundir import RunDirectory, iter_rows, outcome, phase_means, write_atomically
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Row = dict[str, Any]
 Means = dict[str, dict[str, float]]  # arm -> phase -> seconds
 
 GOAL = 0.10  # orchestration's share of a step that we allow ourselves
 SAMPLES = 2  # rollouts shown of the first step and of the last
-LONGEST = 1200  # characters of a rollout's text
-HEADS = ("95% CI", "n", "unparsed")
-
-# matplotlib draws with stand-in colours; `_svg` turns each into the CSS variable of its name.
-VARIABLES = ("ink", "soft", "line", *ARMS, *PHASES)
-PAINT = {name: f"#dead{index:02x}" for index, name in enumerate(VARIABLES)}
 DASHES = {"none": ":", "document": "-.", "untrained": ":", "offline": "--", "on_policy": "--"}
-RC: dict[Any, Any] = {
-    **{"font.family": "sans-serif", "font.size": 9, "legend.frameon": False},
-    **{"axes.spines.top": False, "axes.spines.right": False},
-    **{"axes.grid": True, "axes.axisbelow": True, "grid.linewidth": 0.5},
-    **dict.fromkeys(("text.color", "axes.labelcolor"), PAINT["ink"]),
-    **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), PAINT["soft"]),
-    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), PAINT["line"]),
-    "svg.fonttype": "none",  # text stays text: small, selectable, read aloud
-}
-CSS = """
-:root{color-scheme:light dark;--page:#faf9f6;--ink:#1d2126;--soft:#5a636e;--line:#dcd8cf;
---none:#8a7f78;--document:#3b5bab;--untrained:#866a9b;--offline:#b45309;--on_policy:#0f766e;
---rollout:#2f4a63;--score:#5b7f9f;--train:#8fb2cc;--publish:#bcd0dd;--orchestration:#c2410c}
-@media(prefers-color-scheme:dark){:root{--page:#15181b;--ink:#e6e3dd;--soft:#a0a8b1;--line:#343a40;
---none:#9c948e;--document:#8fabf0;--untrained:#bba2d0;--offline:#f0a35e;--on_policy:#4fc3b4;
---rollout:#a9c6df;--score:#7199bd;--train:#4a7093;--publish:#365570;--orchestration:#f2895c}}
-*{box-sizing:border-box}
-body{margin:0 auto;padding:2rem 1rem 4rem;max-width:64rem;background:var(--page);color:var(--ink);
-font:1rem/1.5 system-ui,sans-serif}
-h1{font-size:1.5rem;line-height:1.25;margin:0;overflow-wrap:anywhere}p{margin:.4rem 0}
-h2{font-size:1.2rem;margin:2.5rem 0 .5rem}h3{font-size:1rem;margin:.5rem 0}
-.soft,figcaption,dt{color:var(--soft);font-size:.9rem}.status{font-weight:600}
-.finished{color:var(--on_policy)}.stopped,.unfinished{color:var(--offline)}
-.failed{color:var(--orchestration)}
-.error{border-left:3px solid var(--orchestration);padding:.2rem .8rem;overflow-wrap:anywhere}
-.scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th,td{padding:.35rem .6rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th{font-weight:500}th:first-child{text-align:left;padding-left:0}thead th{color:var(--soft)}
-tr.ours>*{font-weight:700}
-.plots{display:grid;gap:2rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,24rem),1fr))}
-figure{margin:0;min-width:0}figcaption{margin-top:.4rem}
-svg{display:block;width:100%;height:auto;stroke-linejoin:round;stroke-linecap:butt}
-svg text{font-family:system-ui,sans-serif!important}
-dl{display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(9rem,1fr));margin:.5rem 0}
-dd{margin:0;font-size:1.2rem;font-variant-numeric:tabular-nums}
-article{border-top:1px solid var(--line);padding:.6rem 0}summary{cursor:pointer}
-pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:.3rem 0;font:.875rem/1.5 monospace}
-"""
+HEADS = ("95% CI", "n", "unparsed")
 
 
 def write_report(run_path: Path) -> Path:
@@ -93,30 +46,8 @@ def write_report(run_path: Path) -> Path:
         _rollouts(_samples(iter_rows(run.rollouts))),
         _spec(spec),
     )
-    write_atomically(run.report, _page(name, "\n".join(body)))
+    write_atomically(run.report, page(name, "\n".join(body)))
     return run.report
-
-
-def _page(name: str, body: str) -> str:
-    # The policy forbids scripts and requests even if an escape were ever missed.
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{escape(name)}</title>
-<style>{CSS}</style>
-</head>
-<body><main>
-{body}
-</main></body>
-</html>
-"""
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section>\n<h2>{escape(title)}</h2>\n{body}\n</section>"
 
 
 def _header(name: str, results: Row, events: list[Row]) -> str:
@@ -137,7 +68,7 @@ def _header(name: str, results: Row, events: list[Row]) -> str:
 
 def _arms(arms: Row) -> str:
     if not arms:
-        return _section("Arms", "<p>No arm has its final evaluation.</p>")
+        return section("Arms", "<p>No arm has its final evaluation.</p>")
     rows = []
     for name in [*ARMS, *(arm for arm in arms if arm not in ARMS)]:
         arm = arms.get(name) or {}
@@ -154,7 +85,7 @@ names no option is unparsed and counts as wrong.</p>
 <tbody>
 {"".join(rows)}</tbody>
 </table></div>"""
-    return _section("Arms", body)
+    return section("Arms", body)
 
 
 def _cells(measured: Row | None) -> list[str]:
@@ -168,20 +99,20 @@ def _plots(metrics: list[Row], means: Means, arms: Row) -> str:
     figures = []
     if metrics:
         title, draw = "KL to the document teacher, per token", partial(_draw_kl, metrics=metrics)
-        figures.append(_figure(title, _kl_note(metrics), draw))
+        figures.append(figure(title, _kl_note(metrics), draw))
     if probes := [row for row in metrics if row.get("accuracy") is not None]:
         note = (
             "Probe questions while training" + bool(arms) * "; lines are the arms' final accuracy"
         )
         draw = partial(_draw_accuracy, probes=probes, arms=arms)
-        figures.append(_figure("Accuracy over steps", f"{note}.", draw))
+        figures.append(figure("Accuracy over steps", f"{note}.", draw))
     if means:
         shares = ", ".join(f"{arm} {percent(_share(phases))}" for arm, phases in means.items())
         note = f"Means. Orchestration: {shares}; the goal is {GOAL:.0%} of a step at most."
-        figures.append(_figure("Seconds per step", note, partial(_draw_phases, means=means)))
+        figures.append(figure("Seconds per step", note, partial(_draw_phases, means=means)))
     if not figures:
-        return _section("Training", "<p>No step was recorded.</p>")
-    return _section("Training", f'<div class="plots">\n{"".join(figures)}</div>')
+        return section("Training", "<p>No step was recorded.</p>")
+    return section("Training", f'<div class="plots">\n{"".join(figures)}</div>')
 
 
 def _kl_note(metrics: list[Row]) -> str:
@@ -196,59 +127,15 @@ def _share(phases: dict[str, float]) -> float:
     return phases["orchestration"] / phases["step"] if phases["step"] else 0.0
 
 
-def _figure(title: str, note: str, draw: Callable[[Figure], None]) -> str:
-    label = escape(f"{title}. {note}")
-    return f"""<figure>
-<h3>{escape(title)}</h3>
-{_svg(title, draw).replace("<svg", f'<svg role="img" aria-label="{label}"', 1)}
-<figcaption>{escape(note)}</figcaption>
-</figure>
-"""
-
-
-def _svg(salt: str, draw: Callable[[Figure], None]) -> str:
-    """A drawing as inline SVG: no prolog, no metadata, no style of its own, no fixed size."""
-    import matplotlib as mpl  # half a second, and only reports need it
-    from matplotlib.figure import Figure
-    from matplotlib.style import context
-
-    # The salt makes ids a function of the content, and parts the figures of one page.
-    with context("default"), mpl.rc_context({**RC, "svg.hashsalt": salt}):
-        # Near a phone's width, so that text is never scaled far from its size.
-        figure = Figure(figsize=(4.8, 3.0), layout="constrained")
-        draw(figure)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    svg = out.getvalue()
-    svg = svg[svg.index("<svg") :].strip()
-    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # ids like axes_1 would repeat from plot to plot
-    for name, colour in PAINT.items():
-        svg = svg.replace(colour, f"var(--{name})")
-    return svg
-
-
 def _draw_kl(figure: Figure, metrics: list[Row]) -> None:
     axes = figure.add_subplot(xlabel="step", ylabel="nats per token")
     for arm in TRAINED_ARMS:
         if rows := [row for row in metrics if row["arm"] == arm]:
-            _curve(axes, arm, [row["step"] for row in rows], [row["kl"] for row in rows])
+            x, y = [row["step"] for row in rows], [row["kl"] for row in rows]
+            line = "-" if arm == "on_policy" else "--"
+            curve(axes, arm, x, y, len(y) // 20, color=PAINT[arm], linestyle=line)
     axes.set_ylim(bottom=0)
     axes.legend()
-
-
-def _curve(axes: Axes, arm: str, x: list[int], y: list[float]) -> None:
-    """The numbers themselves, and over a long run their trailing mean in front of them."""
-    window = len(y) // 20
-    style: dict[str, Any] = {"color": PAINT[arm], "linestyle": "-" if arm == "on_policy" else "--"}
-    if window < 2:
-        axes.plot(x, y, label=arm, marker="o", markersize=3, **style)
-        return
-    axes.plot(x, y, color=PAINT[arm], alpha=0.3, linewidth=0.7)
-    smooth = [fmean(y[max(0, i + 1 - window) : i + 1]) for i in range(len(y))]
-    axes.plot(x, smooth, label=f"{arm}, mean of {window}", linewidth=1.6, **style)
 
 
 def _draw_accuracy(figure: Figure, probes: list[Row], arms: Row) -> None:
@@ -304,7 +191,7 @@ def _counters(results: Row) -> str:
         facts[f"tokens trained, {arm}"] = number(tokens, ",")
     facts["wall time"] = "-" if wall is None else duration(wall)
     items = (f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>\n" for k, v in facts.items())
-    return _section("Compression and policy", f"<dl>\n{''.join(items)}</dl>")
+    return section("Compression and policy", f"<dl>\n{''.join(items)}</dl>")
 
 
 def _samples(rows: Iterable[Row]) -> list[Row]:
@@ -322,7 +209,7 @@ def _samples(rows: Iterable[Row]) -> list[Row]:
 
 def _rollouts(samples: list[Row]) -> str:
     shown = "\n".join(map(_rollout, samples)) or "<p>No rollout was recorded.</p>"
-    return _section("Sample rollouts", shown)
+    return section("Sample rollouts", shown)
 
 
 def _rollout(row: Row) -> str:
@@ -332,14 +219,12 @@ def _rollout(row: Row) -> str:
         f"({len(row['response_ids'])} tokens, {row['finish_reason']}, "
         f"{'by the teacher' if hi < 0 else f'version {lo}' if lo == hi else f'versions {lo}-{hi}'})"
     )
-    text = row["text"]
-    if len(text) > LONGEST:
-        text = f"{text[:LONGEST]} ... ({len(text) - LONGEST} more characters)"
-    return f'<article>\n<p class="soft">{escape(head)}</p>\n<pre>{escape(text)}</pre>\n</article>'
+    text = escape(shortened(row["text"]))
+    return f'<article>\n<p class="soft">{escape(head)}</p>\n<pre>{text}</pre>\n</article>'
 
 
 def _spec(text: str) -> str:
     if not text:
-        return _section("Spec", "<p>There is no spec.yaml.</p>")
+        return section("Spec", "<p>There is no spec.yaml.</p>")
     shown = f"<summary>The resolved spec</summary>\n<pre>{escape(text)}</pre>"
-    return _section("Spec", f"<details>\n{shown}\n</details>")
+    return section("Spec", f"<details>\n{shown}\n</details>")
