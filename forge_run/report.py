@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_run.display import duration, interval, number, percent, summary
-from forge_run.page import PAINT, Row, curve, figure, page, section, shortened
+from forge_run.page import EPISODE_CSS, PAINT, Row, curve, figure, page, section, shortened
+from forge_run.report_channels import channels, rewards
+from forge_run.report_episodes import Monitors, episode, monitors
+from forge_run.report_votes import teachers
 from protocols.records import ARMS, PHASES, TRAINED_ARMS
 from services.rundir import RunDirectory, iter_rows, outcome, phase_means, write_atomically
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 Means = dict[str, dict[str, float]]  # arm -> phase -> seconds
 
 GOAL = 0.10  # orchestration's share of a step that we allow ourselves
-SAMPLES = 2  # rollouts shown of the first step and of the last
+SAMPLES = 2  # rollouts and episodes shown of the first step and of the last
 DASHES = {"none": ":", "document": "-.", "untrained": ":", "offline": "--", "on_policy": "--"}
 HEADS = ("95% CI", "n", "unparsed")
 
@@ -38,15 +41,25 @@ def write_report(run_path: Path) -> Path:
     whole = run.path.resolve()
     name = f"{whole.parent.name} / {whole.name}"
     spec = run.spec.read_text(encoding="utf-8") if run.spec.is_file() else ""
+    seen = Monitors()
+    samples = _samples(seen.watch(iter_rows(run.episodes)))
+    told = (  # by runs with episodes alone
+        rewards(metrics),
+        channels(metrics),
+        teachers(iter_rows(run.votes), iter_rows(run.ledger)),
+        monitors(seen),
+    )
     body = (
         _header(name, results, events),
         _arms(results.get("arms") or {}),
         _plots(metrics, phase_means(events), results.get("arms") or {}),
+        *filter(None, told),
         _counters(results),
-        _rollouts(_samples(iter_rows(run.rollouts))),
+        _rollouts(_samples(iter_rows(run.rollouts)), samples),
         _spec(spec),
     )
-    write_atomically(run.report, page(name, "\n".join(body)))
+    css = EPISODE_CSS if any(told) else ""
+    write_atomically(run.report, page(name, "\n".join(body), css))
     return run.report
 
 
@@ -195,7 +208,7 @@ def _counters(results: Row) -> str:
 
 
 def _samples(rows: Iterable[Row]) -> list[Row]:
-    """The first rollouts of the first and of the last step of each arm, in one pass."""
+    """The first rows of the first and of the last step of each arm, in one pass."""
     arms: dict[str, dict[int, list[Row]]] = {}
     for row in rows:
         steps = arms.setdefault(row["arm"], {})
@@ -207,8 +220,9 @@ def _samples(rows: Iterable[Row]) -> list[Row]:
     return [row for steps in arms.values() for group in steps.values() for row in group]
 
 
-def _rollouts(samples: list[Row]) -> str:
-    shown = "\n".join(map(_rollout, samples)) or "<p>No rollout was recorded.</p>"
+def _rollouts(rollouts: list[Row], episodes: list[Row]) -> str:
+    articles = [*map(_rollout, rollouts), *map(episode, episodes)]
+    shown = "\n".join(articles) or "<p>No rollout was recorded.</p>"
     return section("Sample rollouts", shown)
 
 

@@ -1,0 +1,209 @@
+"""The report's sections on the channels of a run with episodes, from metrics.jsonl.
+
+    rewards    mean reward and the errors that turns met, by step
+    channels   each channel's loss, how the gradients lie to each other, and the last numbers
+
+A run without episodes has neither section.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from forge_run.display import number
+from forge_run.page import HUES, PAINT, Row, curve, figure, section, table
+from protocols.records import TRAINED_ARMS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WINDOW = 10  # steps of a trailing mean at most, and a quarter of the run's at most
+ERROR = "error/"  # of a row's episodes: turns that met that kind
+PANEL = 1.3  # inches that one row of small multiples is high
+
+
+def rewards(metrics: Sequence[Row]) -> str:
+    """What the episodes came to; "" without any."""
+    rows = [row for row in metrics if row.get("episodes")]
+    if not rows:
+        return ""
+    figures = []
+    if any("reward" in row["episodes"] for row in rows):
+        title = "Mean reward of a step's episodes"
+        figures.append(figure(title, _reward_note(rows), partial(_draw_rewards, rows=rows)))
+    if kinds := _kinds(rows):
+        draw = partial(_draw_errors, rows=rows, kinds=kinds)
+        met = {kind: sum(row["episodes"].get(ERROR + kind, 0) for row in rows) for kind in kinds}
+        turns = sum(row["episodes"]["turns"] for row in rows)
+        note = "; ".join(f"{kind}: {n:,} of {turns:,} turns" for kind, n in met.items())
+        figures.append(figure("Turns that met an error", f"{note}.", draw))
+    return section("Rewards", f'<div class="plots">\n{"".join(figures)}</div>')
+
+
+def channels(metrics: Sequence[Row]) -> str:
+    """Every channel over the steps, and as it was when gradients were compared last."""
+    rows = [row for row in metrics if row.get("channels")]
+    if not rows:
+        return ""
+    names = _names(row["channels"] for row in rows)
+    figures = [
+        figure(
+            "Value of each channel",
+            "Each over its own denominator, before its weight; where that is 0, nothing is drawn.",
+            partial(_draw_values, rows=rows, names=names),
+            height=_height(len(names)),
+        )
+    ]
+    if pairs := _names(row.get("cosines") or {} for row in rows):
+        title = "Cosines between the channels' gradients"
+        note = "Below 0 two channels pull against each other."
+        draw = partial(_draw_cosines, rows=rows, pairs=pairs)
+        figures.append(figure(title, note, draw, height=_height(len(pairs))))
+    body = f'<div class="plots">\n{"".join(figures)}</div>'
+    return section("Channels", f"{body}\n{_tables(rows, names)}")
+
+
+def _tables(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """The channels and cosines of each arm's last step that compared gradients, or of its last."""
+    parts = []
+    for arm in TRAINED_ARMS:
+        of_arm = [row for row in rows if row["arm"] == arm]
+        if not of_arm:
+            continue
+        row = next((row for row in reversed(of_arm) if _compared(row)), of_arm[-1])
+        at = f"{arm}, step {row['step']}"
+        heads = ("channel", "weight", "value", "denominator", "gradient norm")
+        lines = [_cells(name, row["channels"].get(name)) for name in names]
+        parts += [f"<h3>{at}</h3>", table(f"Channels, {at}", heads, lines)]
+        if cosines := row.get("cosines"):
+            parts += [
+                '<p class="soft">Cosines of the gradients.</p>',
+                _square(f"Cosines, {at}", cosines),
+            ]
+    return "\n".join(parts)
+
+
+def _compared(row: Row) -> bool:
+    return any("grad_norm" in facts for facts in row["channels"].values())
+
+
+def _cells(name: str, facts: Row | None) -> tuple[str, ...]:
+    if facts is None:
+        return (name, *["-"] * 4)
+    value = facts["value"] if facts["count"] else None
+    return (
+        name, f"{facts['weight']:g}", number(value, ".4f"), number(facts["count"], ","),
+        number(facts.get("grad_norm"), ".3g"),
+    )  # fmt: skip
+
+
+def _square(name: str, cosines: Row) -> str:
+    """`{"grpo/sdpo": 0.31}` as a table, one row and one column for each channel."""
+    both = {tuple(pair.split("/")): cosine for pair, cosine in cosines.items()}
+    names = list(dict.fromkeys(side for pair in both for side in pair))
+    lines = []
+    for one in names:
+        of_one = [both.get((one, other), both.get((other, one))) for other in names]
+        lines.append((one, *(number(cosine, "+.2f") for cosine in of_one)))
+    return table(name, ("", *names), lines)
+
+
+def _names(mappings: Iterable[Row]) -> list[str]:
+    """All keys, as they first came."""
+    return list(dict.fromkeys(name for mapping in mappings for name in mapping))
+
+
+def _kinds(rows: Sequence[Row]) -> list[str]:
+    """The kinds of error, the most frequent first."""
+    met: Counter[str] = Counter()
+    for row in rows:
+        met.update({k: n for k, n in row["episodes"].items() if k.startswith(ERROR)})
+    ranked = sorted(met, key=lambda name: (-met[name], name))
+    return [name.removeprefix(ERROR) for name in ranked]
+
+
+def _reward_note(rows: Sequence[Row]) -> str:
+    notes = []
+    for arm in TRAINED_ARMS:
+        of_arm = [row["episodes"] for row in rows if row["arm"] == arm]
+        if means := [episodes["reward"] for episodes in of_arm if "reward" in episodes]:
+            count, errored = (sum(e[key] for e in of_arm) for key in ("count", "errored"))
+            notes.append(
+                f"{arm}: {means[0]:.3f} to {means[-1]:.3f} in {len(of_arm)} steps, "
+                f"{count:,} episodes, of which {errored:,} errored"
+            )
+    return "; ".join(notes) + "."
+
+
+def _draw_rewards(figure: Figure, rows: Sequence[Row]) -> None:
+    axes = figure.add_subplot(xlabel="step", ylabel="reward")
+    for arm in TRAINED_ARMS:
+        told = [row for row in rows if row["arm"] == arm and "reward" in row["episodes"]]
+        if told:
+            x, y = [row["step"] for row in told], [row["episodes"]["reward"] for row in told]
+            curve(axes, arm, x, y, min(WINDOW, len(y) // 4), color=PAINT[arm])
+    axes.legend()
+
+
+def _draw_errors(figure: Figure, rows: Sequence[Row], kinds: Sequence[str]) -> None:
+    axes = figure.add_subplot(xlabel="step")
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    for arm, line in zip(TRAINED_ARMS, ("-", "--"), strict=True):
+        told = [row for row in rows if row["arm"] == arm and row["episodes"]["turns"]]
+        x = [row["step"] for row in told]
+        for index, kind in enumerate(kinds):
+            y = [row["episodes"].get(ERROR + kind, 0) / row["episodes"]["turns"] for row in told]
+            label = kind if told and arm == told[0]["arm"] == rows[0]["arm"] else None
+            color = PAINT[HUES[index % len(HUES)]]
+            axes.plot(x, y, label=label, color=color, linestyle=line, marker="o", markersize=3)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+
+
+def _height(panels: int) -> float:
+    return 0.4 + PANEL * ((panels + 1) // 2)
+
+
+def _draw_values(figure: Figure, rows: Sequence[Row], names: Sequence[str]) -> None:
+    for index, name in enumerate(names):
+        axes = figure.add_subplot((len(names) + 1) // 2, 2, index + 1, title=name)
+        color = PAINT[HUES[index % len(HUES)]]
+        for arm, line in zip(TRAINED_ARMS, ("-", "--"), strict=True):
+            told = [
+                (row["step"], row["channels"][name]["value"])
+                for row in rows
+                if row["arm"] == arm and row["channels"].get(name, {}).get("count")
+            ]
+            if told:
+                x, y = zip(*told, strict=True)
+                axes.plot(x, y, color=color, linestyle=line, marker="o", markersize=2)
+        axes.set_xlim(*_span(rows))
+    figure.supxlabel("step", fontsize=9)
+
+
+def _draw_cosines(figure: Figure, rows: Sequence[Row], pairs: Sequence[str]) -> None:
+    for index, pair in enumerate(pairs):
+        axes = figure.add_subplot(
+            (len(pairs) + 1) // 2, 2, index + 1, title=pair.replace("/", ", "), ylim=(-1.05, 1.05)
+        )
+        axes.axhline(0, color=PAINT["soft"], linewidth=0.8)
+        for arm in TRAINED_ARMS:
+            told = [
+                (row["step"], row["cosines"][pair])
+                for row in rows
+                if row["arm"] == arm and pair in (row.get("cosines") or {})
+            ]
+            if told:
+                x, y = zip(*told, strict=True)
+                axes.plot(x, y, color=PAINT[arm], marker="o", markersize=2)
+        axes.set_xlim(*_span(rows))
+    figure.supxlabel("step", fontsize=9)
+
+
+def _span(rows: Sequence[Row]) -> tuple[float, float]:
+    """Where the steps lie, the same for all panels, with room for the marks."""
+    steps = [row["step"] for row in rows]
+    return min(steps) - 0.5, max(steps) + 0.5

@@ -1,0 +1,85 @@
+"""The report's sections on single episodes: what the monitors flagged, and samples to read.
+
+episodes.jsonl can be large: one pass over its rows serves both sections, and few rows are held.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from html import escape
+
+from forge_run.display import number, percent
+from forge_run.page import Row, section, shortened, table
+
+EXAMPLES = 2  # episodes shown of each flag
+TURNS = 12  # shown of an episode, half of them its last
+
+
+@dataclass
+class Monitors:
+    """What was flagged in the episodes that went by."""
+
+    episodes: int = 0
+    flags: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[Row]] = field(default_factory=dict)
+
+    def watch(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """The same rows, counted."""
+        for row in rows:
+            self.episodes += 1
+            for flag in row["flags"]:
+                self.flags[flag] += 1
+                shown = self.examples.setdefault(flag, [])
+                if len(shown) < EXAMPLES:
+                    shown.append(row)
+            yield row
+
+
+def monitors(seen: Monitors) -> str:
+    """The flags with their share of the episodes, and examples; "" without episodes."""
+    if not seen.episodes:
+        return ""
+    if not seen.flags:
+        return section("Monitors", f"<p>None of {seen.episodes:,} episodes was flagged.</p>")
+    ranked = sorted(seen.flags.items(), key=lambda item: (-item[1], item[0]))
+    lines = [(flag, f"{n:,}", percent(n / seen.episodes)) for flag, n in ranked]
+    name = f"Flags of {seen.episodes:,} episodes"
+    parts = [f'<p class="soft">{name}.</p>', table(name, ("flag", "episodes", "share"), lines)]
+    for flag, _ in ranked:
+        shown = "\n".join(map(episode, seen.examples[flag]))
+        parts.append(f"<details>\n<summary>{escape(flag)}</summary>\n{shown}\n</details>")
+    return section("Monitors", "\n".join(parts))
+
+
+def episode(row: Row) -> str:
+    """One row of episodes.jsonl as a conversation to read."""
+    ends = [row["error_kind"] or f"reward {number(row['reward'], 'g')}", *row["flags"]]
+    head = f"{row['arm']}, step {row['step']}: {row['task']['id']}, {row['task']['document']} "
+    head += f"({len(row['turns'])} turns, {', '.join(ends)})"
+    said = _messages(row["opening"])
+    left_out = range(TURNS // 2, len(row["turns"]) - TURNS // 2)
+    for index, turn in enumerate(row["turns"]):
+        if index in left_out:
+            if index == left_out[0]:
+                said.append(("...", f"{len(left_out)} turns"))
+            continue
+        said += [("student", turn["text"]), *_messages(turn["observation"])]
+    shown = talk((who, shortened(text)) for who, text in said)
+    return f'<article>\n<p class="soft">{escape(head)}</p>\n{shown}\n</article>'
+
+
+def talk(said: Iterable[tuple[str, str]]) -> str:
+    """(who, text) one below the other. Who speaks is markup of ours, so no text can pretend."""
+    items = (f"<dt>{escape(who)}</dt><dd><pre>{escape(text)}</pre></dd>\n" for who, text in said)
+    return f'<dl class="talk">\n{"".join(items)}</dl>'
+
+
+def _messages(observation: Row) -> list[tuple[str, str]]:
+    kind = observation["error_kind"]
+    said = [
+        (f"{message['role']}, {kind}" if kind else message["role"], message["content"])
+        for message in observation["messages"]
+    ]
+    return said + ([("environment", observation["error"])] if observation["error"] else [])

@@ -1,0 +1,149 @@
+"""The report's section on the teachers: who said what, and what it cost.
+
+From votes.jsonl (states, verdicts with every vote, pairs) and teachers.jsonl (the ledger), both
+read row by row: what is held is counts, and a few verdicts as an audit trail.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from forge_run.display import number, percent
+from forge_run.page import Row, section, shortened, table
+from forge_run.report_episodes import talk
+from protocols.replay import NANO
+
+AUDITED = 2  # pairs shown of the first and of the last
+LAST_MESSAGES = 4  # of a state
+
+
+@dataclass
+class Tally:
+    """What one teacher did over the verdicts of a run."""
+
+    asked: int = 0
+    valid: int = 0
+    abstained: Counter[str] = field(default_factory=Counter)
+    judged: int = 0  # valid votes where there was a majority
+    agreed: int = 0  # those that were of it
+    latency_s: float = 0.0  # of the valid votes, together
+
+
+def teachers(votes: Iterable[Row], ledger: Iterable[Row]) -> str:
+    """The whole section; "" where no teacher was asked."""
+    tallies: dict[str, Tally] = {}
+    reasons: Counter[str] = Counter()
+    because: Counter[str] = Counter()
+    first: list[tuple[Row, Row | None]] = []
+    last: list[tuple[Row, Row | None]] = []
+    state: Row | None = None  # a verdict's comes right before it
+    for row in votes:
+        if row["record"] == "state":
+            state = row
+        elif row["record"] == "verdict":
+            reasons[row["reason"]] += 1
+            because[row["asked_because"]] += 1
+            _count(row, tallies)
+            if row["reason"] == "pair":
+                met = state if state and state["state_hash"] == row["state_hash"] else None
+                (first if len(first) < AUDITED else last).append((row, met))
+                del last[:-AUDITED]
+    spent = _spent(ledger)
+    if not reasons and not spent:
+        return ""
+    parts = [_by_teacher(tallies, spent)]
+    if reasons:
+        parts += [_by_reason(reasons, because)]
+    if first:
+        parts += ["<h3>Some of the pairs</h3>", *(_audit(*pair) for pair in first + last)]
+    return section("Teachers' votes", "\n".join(parts))
+
+
+def _count(verdict: Row, tallies: dict[str, Tally]) -> None:
+    majority = _majority(verdict["counts"])
+    for vote in verdict["votes"]:
+        tally = tallies.setdefault(vote["teacher"], Tally())
+        tally.asked += 1
+        if vote["canonical"] is None:
+            tally.abstained[_kind(vote["error"])] += 1
+            continue
+        tally.valid += 1
+        tally.latency_s += vote["latency_s"]
+        tally.judged += majority is not None
+        tally.agreed += vote["canonical"] == majority
+
+
+def _majority(counts: Sequence[Sequence[object]]) -> object:
+    """The action of at least two votes and more than any other's; None for none such."""
+    (action, most), *others = counts or [(None, 0)]
+    alone = all(n != most for _, n in others)
+    return action if int(str(most)) > 1 and alone else None
+
+
+def _kind(error: str) -> str:
+    """`_kind("unparseable: no JSON") == "unparseable"`: what follows differs from vote to vote."""
+    return error.partition(":")[0]
+
+
+def _spent(ledger: Iterable[Row]) -> dict[str, int]:
+    """Nanodollars by teacher that are settled. Of two settlements of an attempt the first counts,
+    as in the books."""
+    spent: dict[str, int] = {}
+    settled: set[str] = set()
+    for row in ledger:
+        if row["kind"] == "settled" and row["attempt"] not in settled:
+            settled.add(row["attempt"])
+            spent[row["teacher"]] = spent.get(row["teacher"], 0) + row["nanodollars"]
+    return spent
+
+
+def _by_teacher(tallies: dict[str, Tally], spent: dict[str, int]) -> str:
+    heads = (
+        "teacher", "asked", "valid", "abstained", "with the majority", "dollars", "mean latency"
+    )  # fmt: skip
+    lines = []
+    for name in sorted(tallies.keys() | spent.keys()):
+        tally = tallies.get(name, Tally())
+        why = ", ".join(f"{reason} {n:,}" for reason, n in sorted(tally.abstained.items()))
+        paid = spent.get(name)
+        lines.append(
+            (
+                name, f"{tally.asked:,}", f"{tally.valid:,}", why or "0",
+                percent(tally.agreed / tally.judged if tally.judged else None),
+                number(None if paid is None else paid / NANO, ".4f"),
+                f"{tally.latency_s / tally.valid:.2f} s" if tally.valid else "-",
+            )
+        )  # fmt: skip
+    note = (
+        "A majority is one action of two teachers or more, and of more than any other. Dollars "
+        "are the ledger's, with calls that no verdict waited for; latency is of valid votes."
+    )
+    total = f"{sum(spent.values()) / NANO:.4f} dollars together."
+    return f'<p class="soft">{note} {total}</p>\n{table("Votes by teacher", heads, lines)}'
+
+
+def _by_reason(reasons: Counter[str], because: Counter[str]) -> str:
+    whole = reasons.total()
+    lines = [(name, f"{n:,}", percent(n / whole)) for name, n in reasons.most_common()]
+    asked = ", ".join(f"{why or 'not at all'} {n:,}" for why, n in because.most_common())
+    return f'<h3>Verdicts</h3>\n<p class="soft">Asked because: {escape(asked)}.</p>\n' + table(
+        "Verdicts by reason", ("verdict", "states", "share"), lines
+    )
+
+
+def _audit(verdict: Row, state: Row | None) -> str:
+    valid = sum(n for _, n in verdict["counts"])
+    head = (
+        f"{verdict['arm']}, step {verdict['step']}: {verdict['trace_id']}, turn {verdict['turn']}, "
+        f"{verdict['counts'][0][1]} of {valid} votes, {verdict['asked_because']}"
+    )
+    messages = [] if state is None else state["messages"][-LAST_MESSAGES:]
+    said = [(message["role"], message["content"]) for message in messages]
+    said += [("chosen", verdict["chosen"]), ("rejected", verdict["rejected"])]
+    for vote in verdict["votes"]:
+        said.append((vote["teacher"], vote["canonical"] or f"abstains: {vote['error']}"))
+    shown = talk((who, shortened(text)) for who, text in said)
+    return f'<article>\n<p class="soft">{escape(head)}</p>\n{shown}\n</article>'
