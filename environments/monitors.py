@@ -1,10 +1,5 @@
 """Monitors: signs that a reward was not earned, or that a student has come apart. Pure.
 
-    answer_not_through_tools  rewarded for a value that no tool had shown before
-    degenerate                an empty turn, a loop, or every turn cut off at its length
-    copied                    a whole message given as the answer
-    verifier_disagrees        our own comparison with the expected answer differs from the reward
-
 A flag is for people to look at; nothing is trained differently for it.
 """
 
@@ -19,6 +14,13 @@ from environments.dialects import Dialect
 from environments.hints import holds, words
 from protocols.episodes import Episode, Turn
 from protocols.replay import Action, Choice, Text, ToolCall
+
+FLAGS = {
+    "answer_not_through_tools": "rewarded for a value that no tool had shown before",
+    "degenerate": "an empty turn, a loop, or every turn cut off at its length",
+    "copied": "a whole message given as the answer",
+    "verifier_disagrees": "the expected answer, compared by us, differs from the reward",
+}
 
 LOOP_TIMES = 4  # that often the same three tokens in one turn ...
 LOOP_SHARE = 0.25  # ... and that much of it: long JSON repeats its punctuation too
@@ -35,7 +37,7 @@ def flagged(episode: Episode, dialect: Dialect) -> Episode:
             "copied": _copied(episode, value),
             "verifier_disagrees": _disagrees(episode, value),
         }
-    return replace(episode, flags=tuple(name for name, is_so in found.items() if is_so))
+    return replace(episode, flags=tuple(name for name in FLAGS if found.get(name)))
 
 
 def count_flags(episodes: Sequence[Episode]) -> Counter[str]:

@@ -31,6 +31,14 @@ GOAL = 0.10  # orchestration's share of a step that we allow ourselves
 SAMPLES = 2  # rollouts and episodes shown of the first step and of the last
 DASHES = {"none": ":", "document": "-.", "untrained": ":", "offline": "--", "on_policy": "--"}
 HEADS = ("95% CI", "n", "unparsed")
+QUESTIONS = (
+    "Held-out questions, decoded greedily and sampled. An answer that names no option is unparsed "
+    "and counts as wrong."
+)
+CASES = (
+    "Held-out cases, decoded greedily and sampled. A case that could not be judged is unparsed and "
+    "counts as wrong."
+)
 
 
 def write_report(run_path: Path) -> Path:
@@ -51,7 +59,7 @@ def write_report(run_path: Path) -> Path:
     )
     body = (
         _header(name, results, events),
-        _arms(results.get("arms") or {}),
+        _arms(results.get("arms") or {}, CASES if seen.episodes else QUESTIONS),
         _plots(metrics, phase_means(events), results.get("arms") or {}),
         *filter(None, told),
         _counters(results),
@@ -79,7 +87,7 @@ def _header(name: str, results: Row, events: list[Row]) -> str:
     return "<header>\n" + "\n".join(lines) + "\n</header>"
 
 
-def _arms(arms: Row) -> str:
+def _arms(arms: Row, note: str) -> str:
     if not arms:
         return section("Arms", "<p>No arm has its final evaluation.</p>")
     rows = []
@@ -91,8 +99,7 @@ def _arms(arms: Row) -> str:
         rows.append(f'<tr{ours}><th scope="row">{escape(name)}</th>{tds}</tr>\n')
     heads = ("arm", *(h for kind in ("accuracy", "sampled") for h in (kind, *HEADS)))
     ths = "".join(f'<th scope="col">{head}</th>' for head in heads)
-    body = f"""<p class="soft">Held-out questions, decoded greedily and sampled. An answer that \
-names no option is unparsed and counts as wrong.</p>
+    body = f"""<p class="soft">{note}</p>
 <div class="scroll" tabindex="0" role="region" aria-label="Table of arms"><table>
 <thead><tr>{ths}</tr></thead>
 <tbody>

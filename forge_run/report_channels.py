@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
+from html import escape
 from typing import TYPE_CHECKING
 
 from forge_run.display import number
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 WINDOW = 10  # steps of a trailing mean at most, and a quarter of the run's at most
 ERROR = "error/"  # of a row's episodes: turns that met that kind
+OWN_COLUMNS = ("weight", "value", "count", "grad_norm")  # of a channel; the others are means
 PANEL = 1.3  # inches that one row of small multiples is high
 
 
@@ -40,11 +42,14 @@ def rewards(metrics: Sequence[Row]) -> str:
         turns = sum(row["episodes"]["turns"] for row in rows)
         note = "; ".join(f"{kind}: {n:,} of {turns:,} turns" for kind, n in met.items())
         figures.append(figure("Turns that met an error", f"{note}.", draw))
+    if not figures:  # every environment died before it said anything
+        episodes = sum(row["episodes"]["count"] for row in rows)
+        return section("Rewards", f"<p>None of {episodes:,} episodes could be judged.</p>")
     return section("Rewards", f'<div class="plots">\n{"".join(figures)}</div>')
 
 
 def channels(metrics: Sequence[Row]) -> str:
-    """Every channel over the steps, and as it was when gradients were compared last."""
+    """Every channel over the steps, and as it was last."""
     rows = [row for row in metrics if row.get("channels")]
     if not rows:
         return ""
@@ -67,48 +72,50 @@ def channels(metrics: Sequence[Row]) -> str:
 
 
 def _tables(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """The channels and cosines of each arm's last step that compared gradients, or of its last."""
+    """The channels of each arm's last step, and its last comparison of their gradients."""
     parts = []
     for arm in TRAINED_ARMS:
         of_arm = [row for row in rows if row["arm"] == arm]
         if not of_arm:
             continue
-        row = next((row for row in reversed(of_arm) if _compared(row)), of_arm[-1])
-        at = f"{arm}, step {row['step']}"
-        heads = ("channel", "weight", "value", "denominator", "gradient norm")
-        lines = [_cells(name, row["channels"].get(name)) for name in names]
-        parts += [f"<h3>{at}</h3>", table(f"Channels, {at}", heads, lines)]
-        if cosines := row.get("cosines"):
-            parts += [
-                '<p class="soft">Cosines of the gradients.</p>',
-                _square(f"Cosines, {at}", cosines),
-            ]
+        last, compared = of_arm[-1], [row for row in of_arm if _norms(row)]
+        at = f"{arm}, step {last['step']}"
+        heads = ("channel", "weight", "value", "denominator", "means over its tokens or pairs")
+        lines = [_cells(name, last["channels"].get(name)) for name in names]
+        parts += [f"<h3>{escape(at)}</h3>", table(f"Channels, {at}", heads, lines)]
+        if compared:
+            parts.append(_gradients(arm, compared[-1]))
     return "\n".join(parts)
 
 
-def _compared(row: Row) -> bool:
-    return any("grad_norm" in facts for facts in row["channels"].values())
+def _norms(row: Row) -> dict[str, float]:
+    """Of each channel's own gradient, where the step compared them."""
+    channels = row["channels"].items()
+    return {name: facts["grad_norm"] for name, facts in channels if "grad_norm" in facts}
 
 
 def _cells(name: str, facts: Row | None) -> tuple[str, ...]:
     if facts is None:
         return (name, *["-"] * 4)
     value = facts["value"] if facts["count"] else None
+    means = [f"{key} {mean:.3g}" for key, mean in facts.items() if key not in OWN_COLUMNS]
     return (
         name, f"{facts['weight']:g}", number(value, ".4f"), number(facts["count"], ","),
-        number(facts.get("grad_norm"), ".3g"),
+        ", ".join(means) or "-",
     )  # fmt: skip
 
 
-def _square(name: str, cosines: Row) -> str:
-    """`{"grpo/sdpo": 0.31}` as a table, one row and one column for each channel."""
-    both = {tuple(pair.split("/")): cosine for pair, cosine in cosines.items()}
-    names = list(dict.fromkeys(side for pair in both for side in pair))
+def _gradients(arm: str, row: Row) -> str:
+    """Norms and cosines of one step, a row for each channel that had a gradient."""
+    at = f"Gradients of {arm}, step {row['step']}"
+    norms, cosines = _norms(row), row.get("cosines") or {}
     lines = []
-    for one in names:
-        of_one = [both.get((one, other), both.get((other, one))) for other in names]
-        lines.append((one, *(number(cosine, "+.2f") for cosine in of_one)))
-    return table(name, ("", *names), lines)
+    for one in norms:
+        of_one = [cosines.get(f"{one}/{other}", cosines.get(f"{other}/{one}")) for other in norms]
+        told = [number(cosine, "+.2f") for cosine in of_one]
+        lines.append((one, number(norms[one], ".3g"), *told))
+    heads = ("channel", "norm", *(f"cosine to {name}" for name in norms))
+    return f'<p class="soft">{escape(at)}.</p>\n{table(at, heads, lines)}'
 
 
 def _names(mappings: Iterable[Row]) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
 
+from environments.monitors import FLAGS
 from forge_run.display import number, percent
 from forge_run.page import Row, section, shortened, table
 
@@ -38,16 +39,21 @@ class Monitors:
 
 
 def monitors(seen: Monitors) -> str:
-    """The flags with their share of the episodes, and examples; "" without episodes."""
+    """What is watched for, how often it was met, and examples; "" without episodes."""
     if not seen.episodes:
         return ""
-    if not seen.flags:
-        return section("Monitors", f"<p>None of {seen.episodes:,} episodes was flagged.</p>")
-    ranked = sorted(seen.flags.items(), key=lambda item: (-item[1], item[0]))
-    lines = [(flag, f"{n:,}", percent(n / seen.episodes)) for flag, n in ranked]
+    names = [*FLAGS, *sorted(seen.flags.keys() - FLAGS.keys())]
+    ranked = sorted(names, key=lambda flag: -seen.flags[flag])
+    lines = [
+        (flag, f"{seen.flags[flag]:,}", percent(seen.flags[flag] / seen.episodes),
+         FLAGS.get(flag, "-"))
+        for flag in ranked
+    ]  # fmt: skip
     name = f"Flags of {seen.episodes:,} episodes"
-    parts = [f'<p class="soft">{name}.</p>', table(name, ("flag", "episodes", "share"), lines)]
-    for flag, _ in ranked:
+    note = f"{name}. They are for people to look at: nothing is trained differently for one."
+    heads = ("flag", "episodes", "share", "meaning")
+    parts = [f'<p class="soft">{note}</p>', table(name, heads, lines)]
+    for flag in filter(seen.flags.get, ranked):
         shown = "\n".join(map(episode, seen.examples[flag]))
         parts.append(f"<details>\n<summary>{escape(flag)}</summary>\n{shown}\n</details>")
     return section("Monitors", "\n".join(parts))
@@ -66,6 +72,8 @@ def episode(row: Row) -> str:
                 said.append(("...", f"{len(left_out)} turns"))
             continue
         said += [("student", turn["text"]), *_messages(turn["observation"])]
+        if turn["observation"]["expected"] is not None:
+            said.append(("right answer", turn["observation"]["expected"]))
     shown = talk((who, shortened(text)) for who, text in said)
     return f'<article>\n<p class="soft">{escape(head)}</p>\n{shown}\n</article>'
 

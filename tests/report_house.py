@@ -1,0 +1,130 @@
+"""What tests of the report share: a run by hand, texts that would be markup, and a page's parts."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from html.parser import HTMLParser
+from pathlib import Path
+
+from protocols.records import ArmResult, Measured, MetricRow, Results, RolloutRow
+from services.rundir import RunDirectory
+
+START = datetime(2026, 7, 26, 10, 15, 30, tzinfo=UTC)
+HOSTILE = "<script>alert('x')</script><img src=//evil.example/a.png>&\"quoted\""
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Page(HTMLParser):
+    """Every tag with its attributes, and the text outside of them; fails on tags left open."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def rollout(arm: str, step: int, index: int, text: str) -> RolloutRow:
+    return RolloutRow(
+        arm=arm,
+        step=step,
+        id=f"train/{step}/{index}",
+        document="patient_01",
+        kind="summarise",
+        prompt_ids=(4,),
+        response_ids=(17, 2),
+        sampler_logprobs=(-0.3, -0.1),
+        versions=(step - 1, step),
+        sampling={"temperature": 1.0},
+        finish_reason="stop",
+        text=text,
+    )
+
+
+def measured(accuracy: float) -> Measured:
+    ci95 = [accuracy - 0.03, accuracy + 0.02]
+    return {"accuracy": accuracy, "ci95": ci95, "n": 200, "parse_failures": 7}
+
+
+def arm(accuracy: float, sampled: float | None = None) -> ArmResult:
+    return {**measured(accuracy), "sampled": None if sampled is None else measured(sampled)}
+
+
+def results() -> Results:
+    return {
+        "arms": {
+            "none": arm(0.21),
+            "document": arm(0.975),
+            "offline": arm(0.76, 0.725),
+            "on_policy": arm(0.885, 0.86),
+        },
+        "kl": {"first": 2.0, "last": 0.5},
+        "compression": {
+            "document_tokens": 1180.0,
+            "cartridge_tokens": 128,
+            "ratio": 9.21875,
+        },
+        "policy": {"rollouts": 12, "tokens": 24601, "stale_tokens": 0},
+        "phases": {"rollout": 0.5},
+        "orchestration_share": 0.05,
+        "wall_seconds": 372.0,
+        "tokens_trained": {"on_policy": 3200, "offline": 3201},
+        "status": "finished",
+    }
+
+
+def make_run(root: Path, steps: int = 4, finished: bool = True) -> RunDirectory:
+    run = RunDirectory.create(root, "longhealth", f"seed: 0\nname: {HOSTILE}\n", now=START)
+    run.append_event("run_started", now=START)
+    for name, orchestration in (("on_policy", 0.05), ("offline", 0.25)):
+        for step in range(1, steps + 1):
+            texts = [f"{name} answer {step}.{i} {HOSTILE}" for i in range(3)]
+            run.append_rollouts(rollout(name, step, i, text) for i, text in enumerate(texts))
+            run.append_metric(
+                MetricRow(
+                    arm=name,
+                    step=step,
+                    version=step,
+                    kl=2.0 / step,
+                    grad_norm=1.0,
+                    lr=0.02,
+                    tokens=800,
+                    stale_tokens=0,
+                    accuracy=0.2 * step if step % 2 == 0 else None,
+                )
+            )
+            run.append_event(
+                "step",
+                now=START,
+                arm=name,
+                step=step,
+                seconds={"rollout": 0.5, "score": 0.1, "train": 0.3, "publish": 0.05}
+                | {"orchestration": orchestration, "step": 0.95 + orchestration},
+                tokens_per_second=900.0,
+            )
+    if finished:
+        run.write_results(results())
+        run.append_event("finished", now=START)
+    return run
+
+
+def svgs(html: str) -> list[str]:
+    return re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
