@@ -39,6 +39,7 @@ from services.preferences import Preferences, Question
 from services.progress import Timer
 from services.roles import Mesh
 from services.rundir import RunDirectory
+from services.spending import Spending
 from services.tasks import stream_seed
 
 
@@ -58,6 +59,7 @@ class Cases:
         self._conversation = Conversation(tokenizer, self._texts)
         self._hints = Hints(HINTS)
         self._preferences: Preferences | None = None
+        self._spending: Spending | None = None
         self._left_out: Counter[str] = Counter()  # error turns of the step without a hint, and why
         self.documents: Mapping[str, tuple[int, ...]] = {
             **{name: self._conversation.head(name) for name in self._desks},
@@ -249,6 +251,14 @@ class Cases:
             became = self._preferences.counted()
             counts |= {f"teachers/{what}": n for what, n in sorted(became.items())}
         return {"channels": stepped.terms, "cosines": stepped.cosines, "episodes": counts}
+
+    def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
+        """What the calls to the teachers came to since the run began."""
+        if self._preferences is None:
+            return {}
+        if self._spending is None:
+            self._spending = Spending(directory.ledger)
+        return {"teachers": self._spending.total()}
 
     def saved(self) -> dict[str, Any]:
         return {} if self._preferences is None else self._preferences.saved()

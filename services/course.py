@@ -50,6 +50,9 @@ class Course(Protocol):
     def facts(self, done: Done) -> Mapping[str, Any]:
         """What the step's row of metrics.jsonl has beside the usual."""
 
+    def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
+        """What the step's event has beside the usual: what a clock decides, and no seed."""
+
     def saved(self) -> dict[str, Any]:
         """What is under way, as JSON, for a checkpoint."""
 

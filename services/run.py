@@ -221,7 +221,7 @@ class Run:
             "step", arm=arm, step=step,
             seconds={k: round(v, 6) for k, v in seconds.items()}, tokens_per_second=round(speed, 1),
             bytes={"scores": self._lessons.moved, "cartridges": self._published_bytes},
-            rollouts=len(done.rollout.samples),
+            rollouts=len(done.rollout.samples), **self._course.heard(self._directory),
         )  # fmt: skip
         self._meter.add(arm, seconds)
         shown = {} if accuracy is None else {"accuracy": accuracy}

@@ -71,6 +71,9 @@ class SelfStudy:
     def facts(self, done: Done) -> Mapping[str, Any]:
         return {}
 
+    def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
+        return {}
+
     def saved(self) -> dict[str, Any]:
         return {}
 

@@ -51,10 +51,38 @@ def status(arm: str = "on_policy", step: int = 3, served: int = 40) -> RunStatus
 
 
 def row(arm: str, step: int) -> MetricRow:
+    """On policy with episodes: gradients are compared in the first step alone, and nothing was
+    preferred in the last."""
+    kl = 2.0 / step
+    channels: dict[str, dict[str, float]] = {
+        "doc_kl": {"value": kl, "count": 100 + step, "weight": 0.2},
+        "grpo": {"value": -0.25 * step, "count": 64, "weight": 1.0, "clipped": 0.125},
+        "replay_dpo": {"value": 0.5, "count": 3, "weight": 0.5},
+    }
+    if step == 1:
+        channels["grpo"]["grad_norm"] = 0.375
+    if step == STEPS:
+        channels["replay_dpo"] |= {"value": 0.0, "count": 0}
+    episodes = {
+        "count": 8, "errored": 1, "turns": 20, "reward": 0.25, "flag/copied": 2,
+        "teachers/pair": 2, "teachers/tie": 1, "teachers/trained": 2,
+    }  # fmt: skip
+    with_episodes: dict[str, Any] = {}
+    if arm == "on_policy":
+        with_episodes = {"channels": channels, "episodes": episodes}
     return MetricRow(
-        arm=arm, step=step, version=step, kl=2.0 / step, grad_norm=0.5 + step, lr=0.02,
+        arm=arm, step=step, version=step, kl=kl, grad_norm=0.5 + step, lr=0.02,
         tokens=100 + step, stale_tokens=0, accuracy=0.75 if step == STEPS else None,
+        **with_episodes,
     )  # fmt: skip
+
+
+def teachers(step: int) -> dict[str, Any]:
+    """What a "step" event tells of the teachers: counts since the run began."""
+    return {
+        "calls": {"opus": {"answered": 3 * step, "http_500": 1}, "gpt": {"unusable": 1}},
+        "dollars": {"opus": 0.5 * step, "gpt": 0.125},
+    }
 
 
 def tell(sink: Sink, now: float, served: int = 40) -> float:
@@ -69,9 +97,10 @@ def tell(sink: Sink, now: float, served: int = 40) -> float:
             now += STEP
             sink.metric(row(arm, step))
             seconds = {**SECONDS, "step": STEP}
+            heard = {"teachers": teachers(step)} if arm == "on_policy" else {}
             sink.event(
                 event("step", now, arm=arm, step=step, seconds=seconds, rollouts=6,
-                      tokens_per_second=round((100 + step) / STEP, 1), bytes=BYTES)
+                      tokens_per_second=round((100 + step) / STEP, 1), bytes=BYTES, **heard)
             )  # fmt: skip
             sink.status(status(arm, step, served))
         sink.event(event("checkpoint", now, arm=arm, step=STEPS, file=f"{arm}-4"))

@@ -23,8 +23,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from protocols.records import TRAINED_ARMS, MetricRow
 from protocols.status import ReplicaState, RunStatus
 from protocols.types import Span
+from services.telemetry.channel_metrics import ChannelMetrics, TeachersCollector
 from services.telemetry.metrics_server import MetricsServer
-from services.telemetry.values import LOSSES, role_of
+from services.telemetry.values import losses, role_of
 
 # Seconds. From a cached answer of the tiny model to a long rollout of a large one.
 BUCKETS = (
@@ -47,6 +48,9 @@ class PrometheusSink:
     def __init__(self, address: str, run: str, mesh: str, staleness: int) -> None:
         self.registry = CollectorRegistry()
         self._families(run, mesh, staleness)
+        self._channels = ChannelMetrics(self.registry)
+        self._teachers = TeachersCollector()
+        self.registry.register(self._teachers)
         self._pools = StatusCollector()
         self.registry.register(self._pools)
         ProcessCollector(registry=self.registry)
@@ -71,7 +75,9 @@ class PrometheusSink:
             ["arm"], buckets=BUCKETS, registry=to,
         )  # fmt: skip
         self._loss = Gauge(
-            "forge_training_loss", "Loss of the last step by channel, nats a token.",
+            "forge_training_loss",
+            "Loss of a channel in its last step with data, over its own denominator; of doc_kl in "
+            "nats a token.",
             ["arm", "channel"], registry=to,
         )  # fmt: skip
         self._gradient = Gauge(
@@ -150,12 +156,15 @@ class PrometheusSink:
         self._last_step.labels(arm).set(event["step"])
         if "rollouts" in event:
             self._rollouts.labels(arm).inc(event["rollouts"])
+        if "teachers" in event:
+            self._teachers.newest = event["teachers"]
         for tensors, count in event.get("bytes", {}).items():
             self._bytes.labels(tensors).inc(count)
 
     def metric(self, row: MetricRow) -> None:
-        for channel, loss in LOSSES.items():
-            self._loss.labels(row.arm, channel).set(loss(row))
+        for channel, loss in losses(row).items():
+            self._loss.labels(row.arm, channel).set(loss)
+        self._channels.metric(row)
         self._gradient.labels(row.arm).set(row.grad_norm)
         self._rate.labels(row.arm).set(row.lr)
         self._tokens.labels(row.arm).inc(row.tokens)

@@ -30,7 +30,7 @@ from protocols.errors import SpecError
 from protocols.records import MetricRow
 from protocols.status import RunStatus
 from protocols.types import Span
-from services.telemetry.values import LOSSES, epoch_seconds, role_of
+from services.telemetry.values import epoch_seconds, losses, role_of
 
 SERVICE = "cartridge-forge"
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
@@ -65,7 +65,8 @@ class OtlpSink:
         self._meters = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
         self._tracer = self._traces.get_tracer(SERVICE)
         meter = self._meters.get_meter(SERVICE)
-        self._loss = meter.create_gauge("forge.training.loss", "nat/{token}")
+        self._loss = meter.create_gauge("forge.training.loss")
+        self._reward = meter.create_gauge("forge.episode.reward")
         self._gradient = meter.create_gauge("forge.gradient.norm")
         self._rate = meter.create_gauge("forge.learning_rate")
         self._accuracy = meter.create_gauge("forge.accuracy", "1")
@@ -103,8 +104,10 @@ class OtlpSink:
 
     def metric(self, row: MetricRow) -> None:
         facts = {"arm": row.arm}
-        for channel, loss in LOSSES.items():
-            self._loss.set(loss(row), {**facts, "channel": channel})
+        for channel, loss in losses(row).items():
+            self._loss.set(loss, {**facts, "channel": channel})
+        if "reward" in row.episodes:
+            self._reward.set(row.episodes["reward"], facts)
         self._gradient.set(row.grad_norm, facts)
         self._rate.set(row.lr, facts)
         self._tokens.add(row.tokens, facts)

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 from protocols.records import MetricRow
 
-# channel -> its loss in a row of metrics.jsonl; a channel that comes later joins by one line.
-LOSSES: Mapping[str, Callable[[MetricRow], float]] = {"doc_kl": lambda row: row.kl}
+
+def losses(row: MetricRow) -> dict[str, float]:
+    """Channel -> its loss in the step; a channel that had no data has none. A run without episodes
+    has doc_kl alone."""
+    if not row.channels:
+        return {"doc_kl": row.kl}
+    return {name: facts["value"] for name, facts in row.channels.items() if facts["count"]}
 
 
 def row_values(row: MetricRow) -> dict[str, float]:
-    """`{"loss/doc_kl": 0.431, "optimizer/grad_norm": 0.87, ...}`: one step as the seed decides."""
-    values = {f"loss/{channel}": loss(row) for channel, loss in LOSSES.items()}
+    """`{"loss/doc_kl": 0.431, "optimizer/grad_norm": 0.87, ...}`: one step as the seed decides.
+
+    With episodes there are also "grpo/ratio", "cosine/grpo/sdpo", "episodes/reward" and the like:
+    every fact of the row under its own name.
+    """
+    values = {f"loss/{channel}": loss for channel, loss in losses(row).items()}
+    for channel, facts in row.channels.items():
+        values |= {f"{channel}/{name}": fact for name, fact in facts.items() if name != "value"}
+    values |= {f"cosine/{pair}": cosine for pair, cosine in row.cosines.items()}
+    values |= {f"episodes/{name}": count for name, count in row.episodes.items()}
     values |= {
         "optimizer/grad_norm": row.grad_norm,
         "optimizer/learning_rate": row.lr,
@@ -31,6 +44,8 @@ def step_values(event: Mapping[str, Any]) -> dict[str, float]:
     values = {f"seconds/{phase}": seconds for phase, seconds in event["seconds"].items()}
     values["tokens_per_second"] = event["tokens_per_second"]
     values |= {f"bytes/{kind}": count for kind, count in event.get("bytes", {}).items()}
+    spent = event.get("teachers", {}).get("dollars", {})
+    values |= {f"dollars/{teacher}": dollars for teacher, dollars in spent.items()}
     return values
 
 

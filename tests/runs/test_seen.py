@@ -19,7 +19,13 @@ pytestmark = [pytest.mark.run, pytest.mark.prometheus]
 
 WAIT_SECONDS = 60.0
 # Metric -> why a sound run has no sample of it.
-EMPTY = {"forge_replica_recovery_seconds": "no replica died"}
+EMPTY = {
+    "forge_replica_recovery_seconds": "no replica died",
+    **dict.fromkeys(
+        ("forge_channel_", "forge_episode", "forge_teacher_", "forge_replay_", "forge_preference_"),
+        "it has no episodes",
+    ),
+}
 
 
 def endpoints(path: Path) -> dict[str, Any]:

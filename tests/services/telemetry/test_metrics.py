@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from telemetry_stream import MEMORY, STEPS, event, status, tell
+from telemetry_stream import MEMORY, STEPS, event, row, status, tell
 
 from protocols.errors import SpecError
 from services.telemetry.metrics import PrometheusSink
@@ -64,6 +64,24 @@ def value(sink: PrometheusSink, name: str, **labels: str) -> float:
         ("forge_step_duration_seconds_bucket", {"arm": "on_policy", "le": "0.5"}, 0),
         ("forge_step_duration_seconds_bucket", {"arm": "on_policy", "le": "1.0"}, 4),
         ("forge_training_loss", {"arm": "on_policy", "channel": "doc_kl"}, 0.5),
+        ("forge_training_loss", {"arm": "on_policy", "channel": "grpo"}, -1.0),
+        ("forge_training_loss", {"channel": "replay_dpo"}, 0.5),  # of the last with data
+        ("forge_channel_denominator", {"channel": "replay_dpo"}, 0),
+        ("forge_channel_denominator", {"channel": "doc_kl"}, 104),
+        ("forge_channel_gradient_norm", {"channel": "grpo"}, 0.375),  # of the first step
+        ("forge_channel_clipped_ratio", {"channel": "grpo"}, 0.125),
+        ("forge_episode_reward", {"arm": "on_policy"}, 0.25),
+        ("forge_episodes_total", {"arm": "on_policy", "outcome": "judged"}, 4 * 7),
+        ("forge_episodes_total", {"arm": "on_policy", "outcome": "errored"}, 4),
+        ("forge_episode_flags_total", {"arm": "on_policy", "flag": "copied"}, 4 * 2),
+        ("forge_episode_flags_total", {"arm": "on_policy", "flag": "degenerate"}, 0),
+        # Counts since the run began, as the last step told them.
+        ("forge_teacher_calls_total", {"teacher": "opus", "outcome": "answered"}, 3 * STEPS),
+        ("forge_teacher_calls_total", {"teacher": "opus", "outcome": "http_500"}, 1),
+        ("forge_teacher_spent_dollars_total", {"teacher": "opus"}, 0.5 * STEPS),
+        ("forge_replay_states_total", {"verdict": "pair"}, 2 * STEPS),
+        ("forge_replay_states_total", {"verdict": "tie"}, STEPS),
+        ("forge_preference_pairs_total", {"outcome": "trained"}, 2 * STEPS),
         ("forge_gradient_norm", {"arm": "on_policy"}, 4.5),
         ("forge_learning_rate", {"arm": "on_policy"}, 0.02),
         ("forge_training_step", {"arm": "offline"}, STEPS),
@@ -116,6 +134,16 @@ def test_what_is_unknown_has_no_sample(told: PrometheusSink) -> None:
     assert memory == {"generator[0]", "doc_teacher[0]", "trainer[0]"}
     versions = {at["replica"] for at, _ in found["forge_replica_version"]}
     assert versions == {"generator[0]", "generator[1]"}
+
+
+def test_a_run_without_episodes_has_no_sample_of_them(sink: PrometheusSink) -> None:
+    sink.metric(row("offline", 1))
+    sink.event(event("step", time.time(), arm="offline", step=1, seconds={}))
+    names = ("forge_channel_", "forge_episode", "forge_teacher_", "forge_replay_", "forge_pref")
+    assert [name for name in scraped(sink) if name.startswith(names)] == []
+    assert [at for at, _ in scraped(sink)["forge_training_loss"]] == [
+        {"arm": "offline", "channel": "doc_kl"}
+    ]
 
 
 def test_counts_of_the_pools_are_mirrored_not_added(sink: PrometheusSink) -> None:

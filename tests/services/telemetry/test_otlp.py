@@ -153,6 +153,9 @@ def test_steps_are_metrics(collector: Collector) -> None:
     got = collector.newest()
     loss = point(got["forge.training.loss"], arm="offline", channel="doc_kl")
     assert loss.as_double == 0.5
+    loss = point(got["forge.training.loss"], arm="on_policy", channel="grpo")
+    assert loss.as_double == -1.0
+    assert point(got["forge.episode.reward"], arm="on_policy").as_double == 0.25
     assert point(got["forge.tokens.trained"], arm="on_policy").as_int == 101 + 102 + 103 + 104
     assert point(got["forge.plane.bytes"], tensors="scores").as_int == 2 * STEPS * 4096
     train = point(got["forge.step.phase.duration"], arm="on_policy", phase="train")

@@ -33,6 +33,12 @@ def test_each_arm_is_a_run_with_its_steps(tmp_path: Path) -> None:
         assert scalars(folder, "accuracy/sampled") == [(STEPS, 0.5)]
         assert scalars(folder, "bytes/cartridges")[0] == (1, 65536)
         assert scalars(folder, "seconds/train")[0] == (1, pytest.approx(0.3))
+    folder = tmp_path / "tensorboard" / "on_policy"
+    assert scalars(folder, "loss/grpo") == [(s, -0.25 * s) for s in range(1, STEPS + 1)]
+    assert scalars(folder, "loss/replay_dpo") == [(s, 0.5) for s in range(1, STEPS)]  # where it was
+    assert scalars(folder, "grpo/grad_norm") == [(1, 0.375)]
+    assert scalars(folder, "episodes/reward")[0] == (1, 0.25)
+    assert scalars(folder, "dollars/opus")[-1] == (STEPS, 0.5 * STEPS)
 
 
 def test_steps_done_again_after_a_resume_are_shown_once(tmp_path: Path) -> None:
