@@ -54,7 +54,7 @@ def write_report(run_path: Path) -> Path:
     told = (  # by runs with episodes alone
         rewards(metrics),
         channels(metrics),
-        teachers(iter_rows(run.votes), iter_rows(run.ledger)),
+        teachers(iter_rows(run.votes), iter_rows(run.ledger), metrics),
         monitors(seen),
     )
     body = (

@@ -1,7 +1,8 @@
 """The report's section on the teachers: who said what, and what it cost.
 
 From votes.jsonl (states, verdicts with every vote, pairs) and teachers.jsonl (the ledger), both
-read row by row: what is held is counts, and a few verdicts as an audit trail.
+read row by row: what is held is counts, and a few verdicts as an audit trail. What became of states
+and pairs afterwards is counted in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -18,6 +19,14 @@ from protocols.replay import NANO
 
 AUDITED = 2  # pairs shown of the first and of the last
 LAST_MESSAGES = 4  # of a state
+# Of what a row's episodes tell as "teachers/...": what is not in votes.jsonl.
+LATER = {
+    "trained": "pairs trained on",
+    "given_up": "pairs too old to train on",
+    "unsayable": "pairs that the student has no words for",
+    "too_late": "states whose verdict came too late",
+    "unanswered": "states lost with their replica",
+}
 
 
 @dataclass
@@ -32,7 +41,7 @@ class Tally:
     latency_s: float = 0.0  # of the valid votes, together
 
 
-def teachers(votes: Iterable[Row], ledger: Iterable[Row]) -> str:
+def teachers(votes: Iterable[Row], ledger: Iterable[Row], metrics: Iterable[Row]) -> str:
     """The whole section; "" where no teacher was asked."""
     tallies: dict[str, Tally] = {}
     reasons: Counter[str] = Counter()
@@ -56,7 +65,7 @@ def teachers(votes: Iterable[Row], ledger: Iterable[Row]) -> str:
         return ""
     parts = [_by_teacher(tallies, spent)]
     if reasons:
-        parts += [_by_reason(reasons, because)]
+        parts += [_by_reason(reasons, because), *_afterwards(metrics)]
     if first:
         parts += ["<h3>Some of the pairs</h3>", *(_audit(*pair) for pair in first + last)]
     return section("Teachers' votes", "\n".join(parts))
@@ -132,6 +141,15 @@ def _by_reason(reasons: Counter[str], because: Counter[str]) -> str:
     return f'<h3>Verdicts</h3>\n<p class="soft">Asked because: {escape(asked)}.</p>\n' + table(
         "Verdicts by reason", ("verdict", "states", "share"), lines
     )
+
+
+def _afterwards(metrics: Iterable[Row]) -> list[str]:
+    """What the votes table does not know: states without a verdict, and what became of pairs."""
+    told: Counter[str] = Counter()
+    for row in metrics:
+        told.update({what: row.get("episodes", {}).get(f"teachers/{what}", 0) for what in LATER})
+    ends = "; ".join(f"{meaning} {told[what]:,}" for what, meaning in LATER.items() if told[what])
+    return [f'<p class="soft">{escape(ends)}.</p>'] if ends else []
 
 
 def _audit(verdict: Row, state: Row | None) -> str:

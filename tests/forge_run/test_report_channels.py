@@ -131,14 +131,30 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
                 "replay_dpo": nothing,
             },
             cosines={"doc_kl/grpo": -0.25},
-            episodes={"count": 4, "errored": 1, "turns": 8, "reward": 0.5, "error/bad_call": 2},
+            episodes={
+                "count": 4,
+                "errored": 1,
+                "turns": 8,
+                "reward": 0.5,
+                "error/bad_call": 2,
+                "teachers/pair": 1,
+                "teachers/trained": 2,
+            },
         )
     )
     run.append_metric(
         metric(
             2,
             channels={"doc_kl": doc(0.375), "grpo": grpo, "sdpo": sdpo, "replay_dpo": nothing},
-            episodes={"count": 4, "errored": 0, "turns": 10, "reward": 0.75, "error/lost": 3},
+            episodes={
+                "count": 4,
+                "errored": 0,
+                "turns": 10,
+                "reward": 0.75,
+                "error/lost": 3,
+                "teachers/trained": 1,
+                "teachers/too_late": 4,
+            },
         )
     )
     run.append_episodes(episode_row(e, "on_policy", 1) for e in EPISODES)
@@ -214,6 +230,7 @@ def test_verdicts_are_counted_by_reason(html: str) -> None:
     ]
     text = Page(html).text
     assert "Asked because: error_turn 4." in text
+    assert "pairs trained on 3; states whose verdict came too late 4." in text
     # The one pair, with its last four messages and every vote.
     assert text.count("2 of 2 votes, error_turn") == 1
     assert [f"seen {i} " in text for i in range(6)] == [False, False, True, True, True, True]

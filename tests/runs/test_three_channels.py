@@ -113,7 +113,18 @@ def test_results_and_the_report_are_written(done: Finished) -> None:
     assert set(results["arms"]) == {"none", "document", "untrained", "on_policy"}
     assert results["arms"]["document"]["accuracy"] >= results["arms"]["none"]["accuracy"]
     assert results["policy"]["stale_tokens"] == 0
-    assert (done.path / "report.html").stat().st_size > 10_000
+    report = (done.path / "report.html").read_text()
+    for section in ("Rewards", "Channels", "Teachers&#x27; votes", "Monitors"):
+        assert f"<h2>{section}</h2>" in report
+
+
+def test_what_was_spent_is_told_with_each_step(done: Finished) -> None:
+    told = [e["teachers"] for e in read_rows(done.path / "events.jsonl") if e["event"] == "step"]
+    assert len(told) == STEPS
+    assert told[-1]["calls"]["open"]["answered"] > 0
+    spent = [sum(step["dollars"].values()) for step in told]
+    assert spent == sorted(spent)
+    assert 0 < spent[-1] <= 2.0
 
 
 def test_deaths_of_desk_hint_teacher_and_controller_change_nothing(tmp_path: Path) -> None:
