@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forge_run import roofline
+from forge_run import plan_channels, roofline
 from forge_run.roofline import A100, H200, MFU, Phase, Workload
 from forge_run.runnable import resolved_place, unmet
 from protocols.errors import SpecError
@@ -41,6 +41,7 @@ def plan(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> tuple
         _run_section(spec),
         _roles_section(spec),
         _memory_section(spec.learn, shape),
+        *_channel_sections(spec.learn),
         _budget_section(spec.learn),
         *_roofline_sections(spec, shape),
     ]
@@ -99,24 +100,46 @@ def model_shape(model: ModelSpec) -> ShapeSpec | None:
 
 
 def _run_section(spec: RunSpec) -> Section:
-    mesh, data = spec.mesh, spec.learn.data
-    source = data.path or (
-        f"clinic, seed {data.seed}: {data.facts} facts in {data.notes} notes a patient"
-        if data.source == "clinic"
-        else "longhealth, not at hand"
-    )
+    mesh = spec.mesh
     return Section(
         f"plan of {mesh.name}",
         ("", ""),
         (
             ("config", mesh.config),
             ("model", f"{spec.learn.model.path}, {spec.learn.model.dtype}"),
-            ("data", f"{data.patients} patients; {source}"),
+            ("data", _data_text(spec.learn)),
             ("run directory", f"{spec.default_run_root}/<run>"),
             ("tensor plane", mesh.plane),
             ("time-outs", f"{mesh.call_timeout_s:g} s a call, {mesh.spawn_timeout_s:g} s to start"),
         ),
     )
+
+
+def _data_text(learn: LearnSpec) -> str:
+    data = learn.data
+    if data.source == "desk":
+        return plan_channels.data_text(learn)
+    source = data.path or (
+        f"clinic, seed {data.seed}: {data.facts} facts in {data.notes} notes a patient"
+        if data.source == "clinic"
+        else "longhealth, not at hand"
+    )
+    return f"{data.patients} patients; {source}"
+
+
+def _channel_sections(learn: LearnSpec) -> list[Section]:
+    """What a run with episodes has beside the others."""
+    if learn.episodes is None:
+        return []
+    rows = plan_channels.channel_rows(learn)
+    sections = [Section("channels", plan_channels.CHANNEL_COLUMNS, rows)]
+    if replay := learn.replay:
+        asked = plan_channels.teacher_rows(replay)
+        sections += [
+            Section("teachers", plan_channels.TEACHER_COLUMNS, asked),
+            Section("votes", ("", ""), plan_channels.vote_rows(learn, replay)),
+        ]
+    return sections
 
 
 def _roles_section(spec: RunSpec) -> Section:
@@ -189,6 +212,8 @@ def _document_rows(learn: LearnSpec, per_token: int) -> list[tuple[str, str]]:
 
 
 def _budget_section(learn: LearnSpec) -> Section:
+    if learn.episodes is not None:
+        return Section("budget", ("", ""), plan_channels.budget_rows(learn, learn.episodes))
     prompts, steps = learn.rollout.prompts, learn.train.steps
     most = prompts * learn.rollout.max_tokens
     evaluate = learn.evaluate
@@ -211,6 +236,9 @@ def _budget_section(learn: LearnSpec) -> Section:
 
 def _roofline_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[Section]:
     learn = spec.learn
+    if learn.episodes is not None:
+        why = "not estimated for episodes, which end when they like"
+        return [Section("roofline of a step", ("",), ((why,),))]
     if shape is None or learn.data.document_tokens is None:
         missing = "the model's shape" if shape is None else "data.document_tokens"
         return [Section("roofline of a step", ("",), ((f"unknown: needs {missing}",),))]

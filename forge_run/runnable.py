@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from actors.setup import VLLM_REMEDY, missing_vllm
+from protocols.replay_spec import ReplaySpec, TeacherSpec
 from protocols.spec import RunSpec
 from protocols.spec_faults import Fault, combined
 from protocols.yaml_lines import Place
@@ -67,6 +69,7 @@ def unmet(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> list
         cannot("generator.backend", "vllm", "needs vLLM, which is not installed", VLLM_REMEDY)
     _check_model(learn.model.path, cannot)
     _check_data(spec, cannot)
+    _check_keys(learn.replay, cannot)
     return faults
 
 
@@ -78,6 +81,21 @@ def _check_model(path: str, cannot: Callable[[str, object, str, str], None]) -> 
             "has no config.json",
             "give a directory with config.json and *.safetensors, or a hub id",
         )
+
+
+def _check_keys(replay: ReplaySpec | None, cannot: Callable[[str, object, str, str], None]) -> None:
+    """A key that is missing is better known now than once everything has started."""
+    if replay is None or replay.local is not None:
+        return
+    for name in sorted({str(t.key_env) for t in replay.teachers if missing_key(t)}):
+        why = "is not in the environment, and a teacher's key is read from it"
+        remedy = "export it, or ask a provider of our own by --set replay.local={}"
+        cannot("replay.teachers", name, why, remedy)
+
+
+def missing_key(teacher: TeacherSpec) -> bool:
+    """Whether the environment has no API key for the teacher."""
+    return not os.environ.get(teacher.key_env or "")
 
 
 def _check_data(spec: RunSpec, cannot: Callable[[str, object, str, str], None]) -> None:
