@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WINDOW = 10  # steps of a trailing mean at most, and a quarter of the run's at most
 ERROR = "error/"  # of a row's episodes: turns that met that kind
-OWN_COLUMNS = ("weight", "value", "count", "grad_norm")  # of a channel; the others are means
+OWN_COLUMNS = ("weight", "value", "count", "grad_norm")  # of a channel; the others are its facts
 PANEL = 1.3  # inches that one row of small multiples is high
 
 
@@ -80,7 +80,7 @@ def _tables(rows: Sequence[Row], names: Sequence[str]) -> str:
             continue
         last, compared = of_arm[-1], [row for row in of_arm if _norms(row)]
         at = f"{arm}, step {last['step']}"
-        heads = ("channel", "weight", "value", "denominator", "means over its tokens or pairs")
+        heads = ("channel", "weight", "value", "denominator", "facts")
         lines = [_cells(name, last["channels"].get(name)) for name in names]
         parts += [f"<h3>{escape(at)}</h3>", table(f"Channels, {at}", heads, lines)]
         if compared:
@@ -98,10 +98,10 @@ def _cells(name: str, facts: Row | None) -> tuple[str, ...]:
     if facts is None:
         return (name, *["-"] * 4)
     value = facts["value"] if facts["count"] else None
-    means = [f"{key} {mean:.3g}" for key, mean in facts.items() if key not in OWN_COLUMNS]
+    others = [f"{key} {fact:.3g}" for key, fact in facts.items() if key not in OWN_COLUMNS]
     return (
         name, f"{facts['weight']:g}", number(value, ".4f"), number(facts["count"], ","),
-        ", ".join(means) or "-",
+        ", ".join(others) or "-",
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from report_house import HOSTILE, START, Page, make_run, results, svgs
@@ -151,7 +152,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
                 "errored": 0,
                 "turns": 10,
                 "reward": 0.75,
-                "error/lost": 3,
+                f"error/lost $x$ {HOSTILE}": 3,
                 "teachers/trained": 1,
                 "teachers/too_late": 4,
             },
@@ -185,7 +186,7 @@ def table(html: str, name: str) -> list[list[str]]:
 
 def test_channels_are_shown_as_they_were_last(html: str) -> None:
     assert table(html, "Channels, on_policy, step 2") == [
-        ["channel", "weight", "value", "denominator", "means over its tokens or pairs"],
+        ["channel", "weight", "value", "denominator", "facts"],
         ["doc_kl", "0.2", "0.3750", "10", "-"],
         ["grpo", "1", "-0.2500", "1,234", "ratio 1"],
         ["replay_dpo", "0.5", "-", "0", "-"],
@@ -204,7 +205,9 @@ def test_gradients_are_those_of_the_last_comparison(html: str) -> None:
 def test_rewards_and_errors_have_their_sums(html: str) -> None:
     text = Page(html).text
     assert "on_policy: 0.500 to 0.750 in 2 steps, 8 episodes, of which 1 errored." in text
-    assert "lost: 3 of 18 turns; bad_call: 2 of 18 turns." in text
+    assert f"lost $x$ {HOSTILE}: 3 of 18 turns; bad_call: 2 of 18 turns." in text
+    legend = "".join(ElementTree.fromstring(svgs(html)[2]).itertext())
+    assert f"lost $x$ {HOSTILE}" in legend
     assert "A case that could not be judged is unparsed and counts as wrong." in text
     assert len(svgs(html)) == 5  # KL, rewards, errors, values, cosines
 
