@@ -32,7 +32,7 @@ def test_the_budget_is_that_of_episodes() -> None:
     sections = planned(
         "episodes.tasks=3", "episodes.group=4", "train.steps=100", "train.warmup_steps=0",
         "evaluate.arms=[none, on_policy]", "evaluate.questions=30", "evaluate.probe_every=30",
-        "objective.compare_every=0",
+        "objective.compare_every=0", "data.patients=2",
     )  # fmt: skip
     budget = {what: text for what, (text,) in rows(sections, "budget").items()}
     assert budget["episodes"] == "3 tasks x 4 = 12 a step, 1,200 in all"
@@ -50,7 +50,7 @@ def test_the_budget_is_that_of_episodes() -> None:
 
 
 def test_channels_have_their_weights_and_sources() -> None:
-    channels = rows(planned("objective.alpha_warmup_steps=4"), "channels")
+    channels = rows(planned("objective.alpha_warmup_steps=4", "objective.w_doc=0.2"), "channels")
     assert {name: row[0] for name, row in channels.items()} == {
         "doc_kl": "0.2", "grpo": "1", "sdpo": "0 to 0.5 over 4 steps", "replay_dpo": "0.5",
     }  # fmt: skip

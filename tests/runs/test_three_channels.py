@@ -73,7 +73,7 @@ def test_every_channel_has_its_own_value_denominator_norm_and_angles(done: Finis
     for row in rows:
         assert list(row["channels"]) == list(CHANNELS)
         weights = [row["channels"][name]["weight"] for name in CHANNELS]
-        assert weights == [0.2, 1.0, 0.5, 0.5]
+        assert weights == [1.0, 1.0, 0.5, 0.5]
         assert row["episodes"]["count"] == TASKS * GROUP
     assert rows[0]["channels"]["replay_dpo"] == {"value": 0.0, "count": 0, "weight": 0.5}
     # By the last step every channel had data, and the teachers' pairs had come.

@@ -24,7 +24,9 @@ from services.cases import Cases
 from services.loop import Done, Rollout, StepTimes
 
 MESH = Path(__file__).resolve().parents[2] / "meshes" / "three_channels.yaml"
-QUIET = ("replay=null", "objective.beta=0", "episodes.tasks=3", "episodes.group=2")
+QUIET = (
+    "replay=null", "objective.beta=0", "episodes.tasks=3", "episodes.group=2", "data.patients=2",
+)  # fmt: skip
 TIMES = StepTimes(0, 0, 0, 0, 0, 0)
 
 
