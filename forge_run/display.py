@@ -100,6 +100,8 @@ class Display:
             parts.append(f"step {status.step}/{status.steps}")
         if status.kl is not None:
             parts.append(f"kl {status.kl:.4f}")
+        if status.reward is not None:
+            parts.append(f"reward {status.reward:.3f}")
         if status.accuracy is not None:
             parts.append(f"accuracy {percent(status.accuracy)}")
         if status.steps:
@@ -118,6 +120,8 @@ class Display:
         facts.add_column(style="dim", no_wrap=True)
         facts.add_column(overflow="fold")
         facts.add_row("KL", self._kl_text(status.kl))
+        if status.reward is not None:
+            facts.add_row("reward", number(status.reward, ".3f"))
         facts.add_row("accuracy", percent(status.accuracy))
         facts.add_row("cartridge", f"version {status.version}")
         facts.add_row("tokens/s", number(status.tokens_per_second, ",.0f"))

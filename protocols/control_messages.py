@@ -36,6 +36,7 @@ def run_message(status: RunStatus) -> pb.RunStatus:
         pools=[pool_message(pool) for pool in status.pools],
         done=status.done,
         error=status.error,
+        reward=status.reward,
     )
 
 
@@ -59,6 +60,7 @@ def run_status(message: pb.RunStatus) -> RunStatus:
         pools=tuple(pool_status(pool) for pool in message.pools),
         done=message.done,
         error=message.error if message.HasField("error") else None,
+        reward=message.reward if message.HasField("reward") else None,
     )
 
 

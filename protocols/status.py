@@ -65,7 +65,8 @@ class RunStatus:
 
     `stage` is a phrase for people ("evaluating document"), `phase` the part of the step now in
     progress, `phase_seconds` the mean seconds of each phase so far. `step` is the last finished
-    step of `arm` (0 before the first) out of `steps`. None means: not known yet.
+    step of `arm` (0 before the first) out of `steps`, `reward` the mean of its episodes, if it has
+    any. None means: not known yet.
     """
 
     stage: str = "starting"
@@ -84,3 +85,4 @@ class RunStatus:
     pools: tuple[PoolStatus, ...] = ()
     done: bool = False
     error: str | None = None
+    reward: float | None = None

@@ -198,15 +198,13 @@ class Run:
         at, arm, step = self._at, self._at.arm, done.rollout.step + 1
         stepped = done.stepped
         accuracy = await self._probe(arm, step, stepped.version)
-        self._course.record(done.rollout, arm, step, self._directory)
-        self._recorder.metric(
-            MetricRow(
-                arm=arm, step=step, version=stepped.version, kl=stepped.kl,
-                grad_norm=stepped.grad_norm, lr=stepped.lr, tokens=stepped.tokens,
-                stale_tokens=stepped.stale_tokens, accuracy=accuracy,
-                **self._course.facts(done),
-            )
+        row = MetricRow(
+            arm=arm, step=step, version=stepped.version, kl=stepped.kl,
+            grad_norm=stepped.grad_norm, lr=stepped.lr, tokens=stepped.tokens,
+            stale_tokens=stepped.stale_tokens, accuracy=accuracy, **self._course.facts(done),
         )  # fmt: skip
+        self._course.record(done.rollout, arm, step, self._directory)
+        self._recorder.metric(row)
         # Only now does the position move: a checkpoint never claims a step without its rows.
         at.step = step
         at.tokens[arm] = at.tokens.get(arm, 0) + stepped.tokens
@@ -226,7 +224,8 @@ class Run:
         self._meter.add(arm, seconds)
         shown = {} if accuracy is None else {"accuracy": accuracy}
         self._show(
-            step=step, kl=stepped.kl, version=stepped.version, tokens_per_second=speed,
+            step=step, kl=stepped.kl, reward=row.episodes.get("reward"), version=stepped.version,
+            tokens_per_second=speed,
             phase_seconds=self._meter.means(arm),
             seconds_left=self._meter.seconds_left(arm, steps - step), **shown,
         )  # fmt: skip

@@ -131,6 +131,13 @@ def test_status_is_readable_in_80_columns(running: tuple[Path, Served], capsys: 
     ]
 
 
+def test_status_of_a_run_with_episodes_has_their_reward() -> None:
+    console = Console(width=80, record=True)
+    console.print(status_view("r1", replace(STATUS, reward=0.4375)))
+    out = [line.rstrip() for line in console.export_text().splitlines()]
+    assert out[out.index("reward    0.438") + 1] == "accuracy  71.0%"
+
+
 def test_status_before_anything_is_known(capsys: Printed) -> None:
     Console(width=80).print(status_view("r1", RunStatus(error="no model at x")))
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
@@ -518,6 +525,7 @@ statuses = st.builds(
     phase=words, phase_seconds=st.dictionaries(words, floats, max_size=3),
     seconds_left=st.none() | floats, message=words, paused=st.booleans(),
     pools=st.lists(pools, max_size=3).map(tuple), done=st.booleans(), error=st.none() | words,
+    reward=st.none() | floats,
 )  # fmt: skip
 
 

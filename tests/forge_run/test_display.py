@@ -90,8 +90,11 @@ def test_off_a_terminal_a_status_is_one_plain_line() -> None:
     with Display("longhealth", console, clock=clock) as display:
         clock.now += 65
         display.update(STATUS)
+        display.update(replace(STATUS, stage="probing", reward=0.4375))
     assert text_of(console) == (
         "[1m05s]  training on_policy  step 12/300  kl 0.4312  accuracy 71.5%  cartridge v11  "
+        "1,834 tokens/s  3m10s left  probe in 8 steps\n"
+        "[1m05s]  probing  step 12/300  kl 0.4312  reward 0.438  accuracy 71.5%  cartridge v11  "
         "1,834 tokens/s  3m10s left  probe in 8 steps\n"
     )
 
