@@ -1,10 +1,13 @@
-"""Wilson's interval against values worked by hand with z = 1.96, z^2 = 3.8416."""
+"""Wilson's interval against values worked by hand with z = 1.96, z^2 = 3.8416; Student's against
+closed forms, the printed table and its density, integrated."""
+
+from math import gamma, pi, sqrt, tan
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.intervals import wilson_interval
+from protocols.intervals import Z95, mean_interval, student_t95, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -48,3 +51,57 @@ def test_it_holds_the_share_and_mirrors(counts: tuple[int, int]) -> None:
     lo, hi = wilson_interval(k, n)
     assert 0 <= lo <= k / n <= hi <= 1
     assert wilson_interval(n - k, n) == pytest.approx((1 - hi, 1 - lo), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("values", "lo", "hi"),
+    [
+        # two: one degree of freedom, 1 -+ 12.706 * sqrt(2) / sqrt(2)
+        ([0.0, 2.0], -11.7062, 13.7062),
+        # three: 2 -+ 4.3027 * 1 / sqrt(3)
+        ([1.0, 2.0, 3.0], -0.48414, 4.48414),
+        # five, deviation sqrt(2.5): 3 -+ 2.7764 * sqrt(0.5)
+        ([5.0, 1.0, 4.0, 2.0, 3.0], 1.03676, 4.96324),
+        ([0.7, 0.7, 0.7], 0.7, 0.7),
+    ],
+)
+def test_a_mean_over_a_few_values(values: list[float], lo: float, hi: float) -> None:
+    assert mean_interval(values) == pytest.approx((lo, hi), abs=1e-4)
+
+
+def test_one_value_has_no_interval_and_none_has_no_mean() -> None:
+    assert mean_interval([0.5]) is None
+    with pytest.raises(ValueError, match="a mean needs a value: got none"):
+        mean_interval([])
+
+
+def test_students_quantiles_of_one_and_two_degrees_have_closed_forms() -> None:
+    assert student_t95(1) == pytest.approx(tan(0.95 * pi / 2), rel=1e-12)
+    assert student_t95(2) == pytest.approx(0.95 * sqrt(2 / (1 - 0.95**2)), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "t"),
+    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (9, 2.262), (10, 2.228),
+     (19, 2.093), (30, 2.042), (60, 2.000), (120, 1.980)],
+)  # fmt: skip
+def test_students_quantiles_as_every_table_prints_them(freedom: int, t: float) -> None:
+    assert student_t95(freedom) == pytest.approx(t, abs=5.1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(3, 200))
+def test_the_density_between_the_quantiles_integrates_to_95_percent(freedom: int) -> None:
+    t, n = student_t95(freedom), 2000
+    scale = gamma((freedom + 1) / 2) / (sqrt(freedom * pi) * gamma(freedom / 2))
+    heights = [
+        scale * (1 + (t * i / n) ** 2 / freedom) ** (-(freedom + 1) / 2) for i in range(n + 1)
+    ]
+    simpson = heights[0] + heights[-1] + 4 * sum(heights[1::2]) + 2 * sum(heights[2:-1:2])
+    assert 2 * simpson * t / n / 3 == pytest.approx(0.95, abs=1e-9)
+    assert Z95 < student_t95(freedom + 1) < t
+
+
+def test_no_freedom_is_refused() -> None:
+    with pytest.raises(ValueError, match="freedom must be >= 1: got 0"):
+        student_t95(0)
