@@ -1,5 +1,6 @@
 """The command line: `forge-run MESH.yaml ...`, and `forge run|plan MESH.yaml ...` for the same;
-`forge status|scale|...` for a run that runs (forge_run.control).
+`forge ablate MESH.yaml` for its channels compared (forge_run.ablate); `forge status|scale|...` for
+a run that runs (forge_run.control).
 
 Only argparse is imported here: `--help` and a bad spec answer in well under a second. pydantic
 comes with the spec, torch and Monarch with the run, gRPC with a call to one.
@@ -42,12 +43,29 @@ def forge(argv: Sequence[str] | None = None) -> int:
     plan = commands.add_parser("plan", help="print a mesh's resolved plan and start nothing")
     _add_run_options(plan)
     plan.set_defaults(dry_run=True)
+    ablate = commands.add_parser("ablate", help="run a mesh with and without its channels, compare")
+    _add_mesh_options(ablate)
+    ablate.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="seeds of each arm (default: 3)"
+    )
+    ablate.set_defaults(act=_ablate)
     add_commands(commands)
     return _guarded(parser.parse_args(argv))
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    _add_mesh_options(parser)
     parser.set_defaults(act=_run)
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        nargs="?",
+        const="",
+        help="go on with a run: its id or path, or the latest; write it after MESH.yaml",
+    )
+
+
+def _add_mesh_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "mesh", metavar="MESH.yaml", help="which roles run, where, with which config"
     )
@@ -66,13 +84,6 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="lay a YAML file over the config, before --set; repeatable",
-    )
-    parser.add_argument(
-        "--resume",
-        metavar="RUN",
-        nargs="?",
-        const="",
-        help="go on with a run: its id or path, or the latest; write it after MESH.yaml",
     )
     parser.add_argument(
         "--run-dir",
@@ -111,3 +122,18 @@ def _run(options: argparse.Namespace) -> int:
     from forge_run.run import run
 
     return run(loaded.spec, run_dir=options.run_dir, resume=options.resume)
+
+
+def _ablate(options: argparse.Namespace) -> int:
+    from forge_run.ablate import command
+    from forge_run.plan import render
+
+    sections = command(
+        options.mesh,
+        overlays=options.overlays,
+        sets=options.sets,
+        seeds=options.seeds,
+        run_dir=options.run_dir,
+    )
+    sys.stdout.write(render(sections, terminal=sys.stdout.isatty()))
+    return 0
