@@ -19,7 +19,7 @@ from services.spending import Spending
 
 CAPTION = (
     "reward: mean of the last quarter of the steps; gain: that less the first step's, which is "
-    "untrained's",
+    "untrained's; over grpo: that less the reward of grpo's run of the same seed",
     "accuracy: greedy, held out; time: of a whole run, from its start to its evaluation",
     "means over the seeds, with Student's 95% interval; tokens, time and the teachers' dollars are "
     "those of one run",
@@ -70,23 +70,27 @@ def _rewards(directory: RunDirectory) -> tuple[float, float]:
 def summarise(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
     """arm -> figure -> values, one a seed, their mean, and ci95 or None with a single seed.
 
-    `runs` holds the figures of every run of an arm, seed by seed.
+    `runs` holds the figures of every run of an arm, seed by seed. `over_grpo` compares rewards
+    within a seed, whose arms met the same tasks: its interval is narrower than two rewards' are.
     """
     arms: dict[str, Any] = {}
     for arm, each in runs.items():
-        arms[arm] = {}
-        for figure in each[0]:
-            values = [figures[figure] for figures in each]
-            arms[arm][figure] = {
-                "mean": fmean(values), "ci95": mean_interval(values), "values": values,
-            }  # fmt: skip
+        columns = {figure: [figures[figure] for figures in each] for figure in each[0]}
+        if arm not in ("untrained", "grpo"):
+            rewards = zip(columns["reward"], runs["grpo"], strict=True)
+            columns["over_grpo"] = [reward - grpo["reward"] for reward, grpo in rewards]
+        arms[arm] = {
+            figure: {"mean": fmean(values), "ci95": mean_interval(values), "values": values}
+            for figure, values in columns.items()
+        }
     return arms
 
 
 def table(mesh: str, arms: Mapping[str, Any]) -> tuple[Section, ...]:
     """The arms side by side, and how to read them."""
     columns = (
-        "arm", "reward", "95% CI", "gain", "accuracy", "95% CI", "tokens", "time", "teachers",
+        "arm", "reward", "gain", "95% CI", "over grpo", "95% CI", "accuracy", "95% CI", "tokens",
+        "time", "teachers",
     )  # fmt: skip
     rows = tuple((arm, *_cells(figures)) for arm, figures in arms.items())
     seeds = len(arms["untrained"]["reward"]["values"])
@@ -109,8 +113,10 @@ def _cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
 
     return (
         mean("reward", "{:.3f}".format),
-        between("reward", 1, ".3f"),
         mean("gain", "{:+.3f}".format),
+        between("gain", 1, "+.3f"),
+        mean("over_grpo", "{:+.3f}".format),
+        between("over_grpo", 1, "+.3f"),
         mean("accuracy", percent),
         between("accuracy", 100, ".1f"),
         mean("tokens", count_text),

@@ -11,6 +11,7 @@ import pytest
 
 from environments.traces import to_row
 from forge_run.ablate import Trial, ablate, trials
+from forge_run.ablation_table import summarise
 from forge_run.plan import Section
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.errors import ForgeError, RunError, SpecError
@@ -234,16 +235,24 @@ def test_the_table_against_values_worked_by_hand(ablation: Ablation) -> None:
     table, notes = ablation(plan_of(seeds=3))
     assert table == Section(
         "ablation of three_channels, 3 seeds",
-        ("arm", "reward", "95% CI", "gain", "accuracy", "95% CI", "tokens", "time", "teachers"),
         (
-            ("untrained", "0.250", "0.250 .. 0.250", "-", "20.0%", "20.0 .. 20.0", "-", "-", "-"),
-            ("grpo", "0.400", "0.152 .. 0.648", "+0.150", "40.0%", "15.2 .. 64.8", *WITHOUT),
-            ("+sdpo", "0.500", "0.252 .. 0.748", "+0.250", "50.0%", "25.2 .. 74.8", *WITHOUT),
-            ("+replay", "0.600", "0.352 .. 0.848", "+0.350", "60.0%", "35.2 .. 84.8", *WITH),
-            ("all", "0.700", "0.452 .. 0.948", "+0.450", "70.0%", "45.2 .. 94.8", *WITH),
-            ("all+doc", "0.800", "0.552 .. 1.048", "+0.550", "80.0%", "55.2 .. 104.8", *WITH),
+            "arm", "reward", "gain", "95% CI", "over grpo", "95% CI", "accuracy", "95% CI",
+            "tokens", "time", "teachers",
         ),
-    )
+        (
+            ("untrained", "0.250", *["-"] * 4, "20.0%", "20.0 .. 20.0", "-", "-", "-"),
+            ("grpo", "0.400", "+0.150", "-0.098 .. +0.398", "-", "-",
+             "40.0%", "15.2 .. 64.8", *WITHOUT),
+            ("+sdpo", "0.500", "+0.250", "+0.002 .. +0.498", "+0.100", "+0.100 .. +0.100",
+             "50.0%", "25.2 .. 74.8", *WITHOUT),
+            ("+replay", "0.600", "+0.350", "+0.102 .. +0.598", "+0.200", "+0.200 .. +0.200",
+             "60.0%", "35.2 .. 84.8", *WITH),
+            ("all", "0.700", "+0.450", "+0.202 .. +0.698", "+0.300", "+0.300 .. +0.300",
+             "70.0%", "45.2 .. 94.8", *WITH),
+            ("all+doc", "0.800", "+0.550", "+0.302 .. +0.798", "+0.400", "+0.400 .. +0.400",
+             "80.0%", "55.2 .. 104.8", *WITH),
+        ),
+    )  # fmt: skip
     assert notes.rows[-1][0].startswith("objective.w_doc is 0 in all arms but all+doc")
 
     record = ablation.record()
@@ -257,11 +266,25 @@ def test_the_table_against_values_worked_by_hand(ablation: Ablation) -> None:
         assert (ablation.root / NAME / run / "results.json").is_file()
 
 
+def test_rewards_are_compared_within_a_seed() -> None:
+    """0.1, 0.2 and 0.3 more than grpo: 0.2 -+ 4.3027 * 0.1 / sqrt(3), though rewards lie apart."""
+    runs = {
+        "untrained": [{"reward": 0.2}] * 3,
+        "grpo": [{"reward": x} for x in (0.1, 0.5, 0.3)],
+        "all": [{"reward": x} for x in (0.2, 0.7, 0.6)],
+    }
+    arms = summarise(runs)
+    assert "over_grpo" not in arms["untrained"]
+    assert "over_grpo" not in arms["grpo"]
+    assert arms["all"]["over_grpo"]["values"] == pytest.approx([0.1, 0.2, 0.3])
+    assert arms["all"]["over_grpo"]["ci95"] == pytest.approx([-0.04841, 0.44841], abs=1e-5)
+
+
 def test_one_seed_has_no_interval(ablation: Ablation) -> None:
     section, _ = ablation(plan_of())
     assert section.title == "ablation of three_channels, 1 seed"
     assert section.rows[1] == (
-        "grpo", "0.300", "-", "+0.050", "30.0%", "-", "1.2 k", "1m01s", "$0.0000",
+        "grpo", "0.300", "+0.050", "-", "-", "-", "30.0%", "-", "1.2 k", "1m01s", "$0.0000",
     )  # fmt: skip
 
 
@@ -273,7 +296,7 @@ def test_without_document_distillation_the_caption_is_silent_of_it(ablation: Abl
 
 def test_untrained_that_was_not_measured_has_its_reward_alone(ablation: Ablation) -> None:
     section, _ = ablation(plan_of("evaluate.arms=[on_policy]", seeds=2))
-    assert section.rows[0] == ("untrained", "0.250", "0.250 .. 0.250", *["-"] * 6)
+    assert section.rows[0] == ("untrained", "0.250", *["-"] * 9)
 
 
 def test_a_run_that_was_never_rewarded_at_its_beginning_is_told(ablation: Ablation) -> None:
