@@ -117,9 +117,9 @@ def _cells(measured: Row | None) -> list[str]:
 
 def _plots(metrics: list[Row], means: Means, arms: Row) -> str:
     figures = []
-    if metrics:
-        title, draw = "KL to the document teacher, per token", partial(_draw_kl, metrics=metrics)
-        figures.append(figure(title, _kl_note(metrics), draw))
+    if distilled := [row for row in metrics if row["kl"] is not None]:
+        title, draw = "KL to the document teacher, per token", partial(_draw_kl, metrics=distilled)
+        figures.append(figure(title, _kl_note(distilled), draw))
     if probes := [row for row in metrics if row.get("accuracy") is not None]:
         note = (
             "Probe questions while training" + bool(arms) * "; lines are the arms' final accuracy"

@@ -43,10 +43,11 @@ class MetricRow:
 
     `{"arm": "on_policy", "step": 12, "version": 12, "kl": 0.431, "grad_norm": 0.87, "lr": 0.02,
     "tokens": 812, "stale_tokens": 0, "accuracy": null}`
-    `step` counts from 1 in each arm; `accuracy` is that of this step's probe, if any. With
-    episodes there are three more, each left out where it is empty: `channels` has of every channel
-    that weighs something its value, denominator ("count"), weight and facts, `cosines` the angles
-    between channels' gradients, and `episodes` what the step's episodes came to:
+    `step` counts from 1 in each arm; `kl` is null without document distillation; `accuracy` is
+    that of this step's probe, if any. With episodes there are three more, each left out where it is
+    empty: `channels` has of every channel that weighs something its value, denominator ("count"),
+    weight and facts, `cosines` the angles between channels' gradients, and `episodes` what the
+    step's episodes came to:
 
         {"channels": {"grpo": {"value": -0.02, "count": 512, "weight": 1.0}, ...},
          "cosines": {"grpo/sdpo": 0.31}, "episodes": {"count": 64, "reward": 0.42, "errored": 0}}
@@ -55,7 +56,7 @@ class MetricRow:
     arm: str
     step: int
     version: int
-    kl: float
+    kl: float | None
     grad_norm: float
     lr: float
     tokens: int

@@ -198,8 +198,9 @@ class Run:
         at, arm, step = self._at, self._at.arm, done.rollout.step + 1
         stepped = done.stepped
         accuracy = await self._probe(arm, step, stepped.version)
+        kl = stepped.kl if self._learn.objective.w_doc else None
         row = MetricRow(
-            arm=arm, step=step, version=stepped.version, kl=stepped.kl,
+            arm=arm, step=step, version=stepped.version, kl=kl,
             grad_norm=stepped.grad_norm, lr=stepped.lr, tokens=stepped.tokens,
             stale_tokens=stepped.stale_tokens, accuracy=accuracy, **self._course.facts(done),
         )  # fmt: skip
@@ -211,8 +212,8 @@ class Run:
         if arm == "on_policy":
             at.rollouts += len(done.rollout.samples)
             at.stale_tokens += stepped.stale_tokens
-            at.kl_first = stepped.kl if at.kl_first is None else at.kl_first
-            at.kl_last = stepped.kl
+            at.kl_first = kl if at.kl_first is None else at.kl_first
+            at.kl_last = kl
         seconds = asdict(done.times)
         speed = stepped.tokens / done.times.step
         self._recorder.event(
@@ -224,7 +225,7 @@ class Run:
         self._meter.add(arm, seconds)
         shown = {} if accuracy is None else {"accuracy": accuracy}
         self._show(
-            step=step, kl=stepped.kl, reward=row.episodes.get("reward"), version=stepped.version,
+            step=step, kl=kl, reward=row.episodes.get("reward"), version=stepped.version,
             tokens_per_second=speed,
             phase_seconds=self._meter.means(arm),
             seconds_left=self._meter.seconds_left(arm, steps - step), **shown,

@@ -13,7 +13,7 @@ def losses(row: MetricRow) -> dict[str, float]:
     """Channel -> its loss in the step; a channel that had no data has none. A run without episodes
     has doc_kl alone."""
     if not row.channels:
-        return {"doc_kl": row.kl}
+        return {} if row.kl is None else {"doc_kl": row.kl}
     return {name: facts["value"] for name, facts in row.channels.items() if facts["count"]}
 
 

@@ -291,6 +291,14 @@ def test_episodes_that_all_died_are_said_to_have(tmp_path: Path) -> None:
     assert "Teachers" not in text
 
 
+def test_a_run_without_document_distillation_has_no_curve_of_it(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "desk", "", now=START)
+    row = metric(1, episodes={"count": 3, "errored": 0, "turns": 3, "reward": 0.5})
+    run.append_metric(replace(row, kl=None))
+    html = write_report(run.path).read_text()
+    assert "KL to the document teacher" not in html
+
+
 def test_a_run_without_channels_shows_none(tmp_path: Path) -> None:
     html = write_report(make_run(tmp_path, steps=2).path).read_text()
     heads = re.findall(r"<h2>(.*?)</h2>", html)
