@@ -60,12 +60,16 @@ run: install ## the main job: train cartridges on policy, a few minutes on a lap
 run-vllm: install-vllm ## the main job, sampled by vLLM
 	$(BIN)/forge-run meshes/longhealth.yaml --set generator.backend=vllm
 
+# Those that start meshes come one by one: side by side, they would wait for each other's processes.
 test: install-vllm install-prometheus ## the whole test suite
-	FORGE_REQUIRE_VLLM=1 \
-	  FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) $(BIN)/python -m pytest
+	$(FAST)
+	FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
+	  $(BIN)/python -m pytest -m 'mesh or run or vllm or prometheus'
 
-test-fast: install ## the tests that spawn no process, under a minute
-	$(BIN)/python -m pytest -m 'not mesh and not run and not vllm and not prometheus'
+FAST = $(BIN)/python -m pytest -n 2 -m 'not mesh and not run and not vllm and not prometheus'
+
+test-fast: install ## the tests that need no mesh, under a minute
+	$(FAST)
 
 lint: install ## ruff, types, the layers contract and the .proto
 	$(BIN)/ruff check .
