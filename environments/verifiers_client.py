@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from environments.chat_endpoint import ChatEndpoint, Refused
 from environments.chat_record import ChatRecord, ChatRequest
@@ -22,7 +22,7 @@ from environments.conversation import Conversation
 from environments.dialects import Dialect
 from environments.rollout import BARE
 from environments.verifiers_process import Outcome
-from protocols.episodes import Episode, Task
+from protocols.episodes import Episode, Observation, Task
 from protocols.errors import PublishError
 from protocols.ports import Generate
 from protocols.replay import Usage
@@ -109,7 +109,8 @@ async def verifiers_episodes(
     sampled = asyncio.create_task(batches.run())
     played = asyncio.gather(*(play(task, group) for task, group in members))
     try:
-        await asyncio.wait({failed, played}, return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [failed, played]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             failed.result()
         return list(played.result())
@@ -131,16 +132,19 @@ def _episode(
     task: Task, group: str, record: ChatRecord, sampling: Sampling, outcome: Outcome, kind: str
 ) -> Episode:
     """The outcome stands on the last thing that was seen; our own ending goes before it."""
-    reward = None if kind else outcome.reward
-    end = {"done": True, "reward": reward, "error": "" if kind else outcome.error}
+    reward, error = (None, "") if kind else (outcome.reward, outcome.error)
+
+    def at_end(seen: Observation) -> Observation:
+        return replace(seen, done=True, reward=reward, error=error)
+
     opening, turns = record.opening, record.turns
     if turns:
         last = turns[-1]
-        turns = (*turns[:-1], replace(last, observation=replace(last.observation, **end)))
+        turns = (*turns[:-1], replace(last, observation=at_end(last.observation)))
     else:
-        opening = replace(opening, **end)
+        opening = at_end(opening)
     if reward is None and not kind:
-        kind = outcome.error.partition(":")[0] or "no_verdict"
+        kind = error.partition(":")[0] or "no_verdict"
     return Episode(task, group, opening, turns, sampling, reward, kind)
 
 

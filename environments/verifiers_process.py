@@ -10,10 +10,12 @@ that nothing is installed into the user's (set HF_HOME to keep what tasksets dow
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
 import secrets
+import shutil
 import signal
 import tempfile
 from asyncio.subprocess import PIPE, Process
@@ -43,8 +45,8 @@ LAST_WORDS_BYTES = 2000
 @dataclass(frozen=True)
 class Outcome:
     """What verifiers made of an episode. Without a reward `error` begins with
-    "environment_died" (no answer, or no process any more) or "environment_refused" (verifiers'
-    own error, a deadline among them); a taskset that rewards nothing has neither."""
+    "environment_died" (no end in time, or no process any more) or "environment_refused" (what
+    verifiers or the taskset raised); a taskset that rewards nothing has neither."""
 
     reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -59,8 +61,9 @@ class VerifiersWorker:
         self, paths: Sequence[Path] = (), timeout_s: float = 300.0, python: Path = PYTHON
     ) -> None:
         self.endpoint = ChatEndpoint()
-        self._paths, self._timeout_s, self._python = tuple(paths), timeout_s, python
-        self._home = tempfile.TemporaryDirectory(prefix="verifiers-", ignore_cleanup_errors=True)
+        self._paths = [path.resolve() for path in paths]
+        self._timeout_s, self._python = timeout_s, python
+        self._home = Path()  # while it is entered
         self._starting = asyncio.Lock()
         self._process: Process | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -70,8 +73,8 @@ class VerifiersWorker:
 
     async def __aenter__(self) -> VerifiersWorker:
         if not self._python.exists():
-            self._home.cleanup()
             raise RunError(f"verifiers is not installed in {self._python}: make install-verifiers")
+        self._home = Path(tempfile.mkdtemp(prefix="verifiers-"))
         self.endpoint.__enter__()
         return self
 
@@ -85,7 +88,7 @@ class VerifiersWorker:
             await self._end()
         finally:
             await asyncio.to_thread(self.endpoint.__exit__, kind, error, trace)
-            self._home.cleanup()
+            shutil.rmtree(self._home, ignore_errors=True)
 
     async def tasks(
         self,
@@ -118,12 +121,12 @@ class VerifiersWorker:
             reply = await self._ask(request, self._timeout_s + GRACE_S)
         except _Died as error:
             return Outcome(None, error=f"environment_died: {error}"[:500])
-        result = reply.get("result", {"error": reply.get("error")})
-        if result["error"]:
-            return Outcome(None, error=f"environment_refused: {result['error']}"[:500])
-        reward = result["reward"]
+        if "error" in reply:
+            kind = "environment_died" if reply["late"] else "environment_refused"
+            return Outcome(None, error=f"{kind}: {reply['error']}"[:500])
+        reward, metrics = reply["result"]["reward"], reply["result"]["metrics"]
         judged = reward is not None and math.isfinite(reward)
-        return Outcome(float(reward) if judged else None, result["metrics"])
+        return Outcome(float(reward) if judged else None, metrics)
 
     async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
         """Raises _Died; whoever does not answer in time is killed, and all that wait hear it."""
@@ -145,16 +148,18 @@ class VerifiersWorker:
 
     async def _started(self) -> Process:
         """The process, ready to be asked."""
-        if self._process is None or self._process.returncode is not None or self._reading is None:
-            await self._end()
+        if self._process is None or self._reading is None or self._reading.done():
             mark = secrets.token_hex(16)
             self._ready.clear()
-            with open(self._log, "wb") as log:
+            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
                 self._process = process = await asyncio.create_subprocess_exec(
                     self._python, "-P", WORKER, stdin=PIPE, stdout=PIPE, stderr=log,
-                    env=self._environment(mark), cwd=self._home.name, start_new_session=True,
+                    env=self._environment(mark), cwd=self._home, start_new_session=True,
                     limit=MAX_LINE_BYTES,
                 )  # fmt: skip
+            finally:
+                os.close(log)
             self._reading = asyncio.create_task(self._read(process, mark))
             ready = asyncio.create_task(self._ready.wait())
             await asyncio.wait(
@@ -202,23 +207,20 @@ class VerifiersWorker:
         await reading
 
     def _environment(self, mark: str) -> dict[str, str]:
-        home = self._home.name
-        own = {
-            "HOME": home,
+        """Ours without what would lead out of its home, and with what is the worker's own."""
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("XDG_")}
+        return {
+            **inherited,
+            "HOME": str(self._home),
             "PYTHONPATH": os.pathsep.join(map(str, self._paths)),
             "NO_PROXY": ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"])),
             KEY: self.endpoint.key,
             MARK: mark,
         }
-        folders = {
-            name: f"{home}/.{name.split('_')[1].lower()}"
-            for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")
-        }
-        return {**os.environ, **folders, **own}
 
     @property
     def _log(self) -> Path:
-        return Path(self._home.name, "worker.log")
+        return self._home / "worker.log"
 
     def _last_words(self) -> str:
         said = self._log.read_bytes()[-LAST_WORDS_BYTES:].decode(errors="replace")
@@ -232,10 +234,8 @@ class _Died(Exception):
 def _kill(process: Process) -> None:
     """Its session, before it is waited for; children may have sessions of their own."""
     if process.returncode is None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def _kill_marked(mark: str) -> None:

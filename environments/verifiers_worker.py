@@ -4,7 +4,8 @@
     stdout   {"id": 1, "result": {"tasks": [{"index": 0, "name": null}, ...]}}
     stdin    {"id": 2, "ask": "play", "taskset": "gsm8k", "arguments": {}, "index": 0,
               "url": "http://127.0.0.1:8000/episodes/x/v1", "timeout_s": 60.0}
-    stdout   {"id": 2, "result": {"reward": 1.0, "metrics": {}, "error": ""}}
+    stdout   {"id": 2, "result": {"reward": 1.0, "metrics": {}}}
+             {"id": 2, "error": "TaskError: ...", "late": false}    late: its deadline passed
 
 A line each way, any number at a time. The model is whatever answers chat completions under `url`,
 its key in $FORGE_CHAT_API_KEY. The end of stdin, or SIGTERM, is the end of this process.
@@ -24,7 +25,7 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 import httpx
@@ -94,6 +95,14 @@ def offer_harness() -> None:
     sys.modules[HARNESS] = module
 
 
+class Failed(Exception):
+    """A rollout without an outcome, and whether its deadline is why."""
+
+    def __init__(self, why: str, late: bool = False) -> None:
+        super().__init__(why)
+        self.late = late
+
+
 class Tasks:
     """The tasks of a taskset, read as far as they were asked for: it may have no end."""
 
@@ -160,7 +169,9 @@ class Worker:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # verifiers, and code of tasksets, may call sys.exit
-            reply["error"] = f"{type(error).__name__}: {error}"
+            reply |= {"error": f"{type(error).__name__}: {error}", "late": False}
+            if isinstance(error, Failed):
+                reply |= {"error": str(error), "late": error.late}
         self.say(reply)
 
     def _first(self, config: vf.EnvConfig, most: int) -> list[vf.Task]:
@@ -177,22 +188,29 @@ class Worker:
         client = vf.EvalClientConfig(base_url=asked["url"], api_key_var=KEY)
         # An environment for each rollout: it keeps a client open for every address it was given.
         env = vf.load_environment(config)
-        async with asyncio.timeout(asked["timeout_s"]), env.serving():
-            played = await env.run_episode(tasks[index], vf.ModelContext("student", client))
+        begun: list[vf.Trace] = []
+        try:
+            async with asyncio.timeout(asked["timeout_s"]) as deadline, env.serving():
+                context = vf.ModelContext("student", client)
+                played = await env.run_episode(tasks[index], context, on_trace=begun.append)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise Failed(f"no end within {asked['timeout_s']:g} s", late=True) from error
         if len(played.traces) > 1:
             raise ValueError(f"{asked['taskset']} ran its agent {len(played.traces)} times; once")
-        return outcome_of(played)
+        return outcome_of(played, begun)
 
 
-def outcome_of(played: vf.Episode) -> dict[str, Any]:
-    errors = [*played.errors, *(e for trace in played.traces for e in trace.errors)]
+def outcome_of(played: vf.Episode, begun: Sequence[vf.Trace]) -> dict[str, Any]:
     if not played.ok:
-        why = f"{errors[-1].type}: {errors[-1].message}" if errors else "verifiers gave no reason"
-        return {"reward": None, "metrics": {}, "error": why}
+        # An agent's first error says more than what became of it later, in the environment's hooks.
+        first = next((e for t in begun for e in t.errors), None) or next(iter(played.errors), None)
+        raise Failed(f"{first.type}: {first.message}" if first else "verifiers gave no reason")
     (trace,) = played.traces
     judged = bool(trace.rewards) and None not in trace.rewards.values()
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-    return {"reward": trace.reward if judged else None, "metrics": metrics, "error": ""}
+    return {"reward": trace.reward if judged else None, "metrics": metrics}
 
 
 def main() -> None:
