@@ -12,8 +12,10 @@ import asyncio
 import hmac
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -25,11 +27,18 @@ from replay.loopback import Loopback
 MODEL = "student"
 PATH = re.compile(r"/episodes/([\w-]+)/v1/chat/completions")
 
-Answer = Callable[[ChatRequest], Awaitable[Answered]]
+Answer = Callable[[ChatRequest], Coroutine[Any, Any, Answered]]
 
 
 class Refused(Exception):
     """What an episode does not answer, told as a 400: no client tries that again."""
+
+
+@dataclass(frozen=True)
+class _Episode:
+    answer: Answer
+    loop: asyncio.AbstractEventLoop
+    under_way: set[Future[Answered]] = field(default_factory=set)
 
 
 class ChatEndpoint:
@@ -38,7 +47,7 @@ class ChatEndpoint:
 
     def __init__(self) -> None:
         self.key = secrets.token_urlsafe(24)
-        self._episodes: dict[str, tuple[Answer, asyncio.AbstractEventLoop]] = {}
+        self._episodes: dict[str, _Episode] = {}
         self._server = Loopback(self._app, "chat endpoint", ws="none")
 
     def __enter__(self) -> ChatEndpoint:
@@ -55,13 +64,16 @@ class ChatEndpoint:
 
     @contextmanager
     def serving(self, answer: Answer) -> Iterator[str]:
-        """The base URL of a new episode; whoever asks after the block is answered 404."""
+        """The base URL of a new episode. At the end of the block answers that are under way are
+        cancelled; whoever asks later is answered 404."""
         name = secrets.token_urlsafe(24)
-        self._episodes[name] = answer, asyncio.get_running_loop()
+        episode = self._episodes[name] = _Episode(answer, asyncio.get_running_loop())
         try:
             yield f"{self._server.url}/episodes/{name}/v1"
         finally:
             del self._episodes[name]
+            for work in list(episode.under_way):
+                work.cancel()
 
     async def _app(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         headers = {k.lower(): v for k, v in scope["headers"]}
@@ -70,15 +82,18 @@ class ChatEndpoint:
         if not hmac.compare_digest(given, self.key.encode()):
             return await _fail(send, 401, "incorrect API key")
         found = PATH.fullmatch(scope["path"])
-        episode = self._episodes.get(found.group(1)) if found else None
+        name = found.group(1) if found else ""
+        episode = self._episodes.get(name)
         if episode is None or scope["method"] != "POST":
             return await _fail(send, 404, "no such path, or an episode that is over")
         try:
             request = read_chat(body)
         except (ValueError, KeyError, TypeError) as error:
             return await _fail(send, 400, f"bad request: {type(error).__name__}: {error}")
-        answer, loop = episode
-        work = asyncio.run_coroutine_threadsafe(_awaited(answer, request), loop)
+        work = asyncio.run_coroutine_threadsafe(episode.answer(request), episode.loop)
+        episode.under_way.add(work)
+        if name not in self._episodes:  # it ended meanwhile, in the other thread
+            work.cancel()
         try:
             said = await asyncio.wrap_future(work)
         except Refused as error:
@@ -89,15 +104,13 @@ class ChatEndpoint:
             return await _fail(send, 500, "the episode was ended")
         except Exception:  # the answer's own business, which told its caller
             return await _fail(send, 500, "no answer could be sampled")
+        finally:
+            episode.under_way.discard(work)
         asked = Asked("chat", MODEL, "", "", 0, request.stream, request.include_usage)
         serial = sum(m.role == "assistant" for m in request.messages)
         if request.stream:
             return await stream(send, write_stream(asked, said, serial), whole=True)
         await respond(send, 200, write_answer(asked, said, serial))
-
-
-async def _awaited(answer: Answer, request: ChatRequest) -> Answered:
-    return await answer(request)
 
 
 async def _fail(send: Send, status: int, why: str) -> None:

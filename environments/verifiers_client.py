@@ -166,15 +166,13 @@ class _Batches:
         while True:
             await self._some.wait()
             self._some.clear()
-            batch = [(r, answer) for r, answer in self._waiting if not answer.done()]
-            self._waiting.clear()
+            batch, self._waiting = self._waiting, []
             try:
                 completions = await self._generate([request for request, _ in batch])
+                for (_, answer), completion in zip(batch, completions, strict=True):
+                    if not answer.done():  # its episode may have ended meanwhile
+                        answer.set_result(completion)
             except Exception as error:
                 for _, answer in batch:
                     if not answer.done():
                         answer.set_exception(error)
-                continue
-            for (_, answer), completion in zip(batch, completions, strict=True):
-                if not answer.done():
-                    answer.set_result(completion)

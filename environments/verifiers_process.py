@@ -60,6 +60,9 @@ class VerifiersWorker:
     def __init__(
         self, paths: Sequence[Path] = (), timeout_s: float = 300.0, python: Path = PYTHON
     ) -> None:
+        """Raises RunError where that Python is not there."""
+        if not python.exists():
+            raise RunError(f"verifiers is not installed in {python}: make install-verifiers")
         self.endpoint = ChatEndpoint()
         self._paths = [path.resolve() for path in paths]
         self._timeout_s, self._python = timeout_s, python
@@ -72,8 +75,6 @@ class VerifiersWorker:
         self._serial = 0
 
     async def __aenter__(self) -> VerifiersWorker:
-        if not self._python.exists():
-            raise RunError(f"verifiers is not installed in {self._python}: make install-verifiers")
         self._home = Path(tempfile.mkdtemp(prefix="verifiers-"))
         self.endpoint.__enter__()
         return self
@@ -162,11 +163,13 @@ class VerifiersWorker:
                 os.close(log)
             self._reading = asyncio.create_task(self._read(process, mark))
             ready = asyncio.create_task(self._ready.wait())
-            await asyncio.wait(
-                {ready, self._reading}, timeout=START_TIMEOUT_S,
-                return_when=asyncio.FIRST_COMPLETED,
-            )  # fmt: skip
-            ready.cancel()
+            try:
+                await asyncio.wait(
+                    {ready, self._reading}, timeout=START_TIMEOUT_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )  # fmt: skip
+            finally:
+                ready.cancel()
             if not self._ready.is_set():
                 await self._end()
                 raise _Died(f"it did not start: {self._last_words()}")
@@ -209,11 +212,14 @@ class VerifiersWorker:
     def _environment(self, mark: str) -> dict[str, str]:
         """Ours without what would lead out of its home, and with what is the worker's own."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("XDG_")}
+        direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        direct = f"{direct},127.0.0.1" if direct else "127.0.0.1"
         return {
             **inherited,
+            "NO_PROXY": direct,
+            "no_proxy": direct,  # whoever reads both prefers this one
             "HOME": str(self._home),
             "PYTHONPATH": os.pathsep.join(map(str, self._paths)),
-            "NO_PROXY": ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"])),
             KEY: self.endpoint.key,
             MARK: mark,
         }

@@ -166,9 +166,10 @@ class Worker:
                 reply["result"] = {"tasks": rows}
             else:
                 reply["result"] = await self._play(config, asked)
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:  # verifiers, and code of tasksets, may call sys.exit
+            work = asyncio.current_task()
+            if work is not None and work.cancelling():  # this process ends
+                raise
             reply |= {"error": f"{type(error).__name__}: {error}", "late": False}
             if isinstance(error, Failed):
                 reply |= {"error": str(error), "late": error.late}
@@ -176,9 +177,10 @@ class Worker:
 
     def _first(self, config: vf.EnvConfig, most: int) -> list[vf.Task]:
         name = config.taskset.model_dump_json()
-        if name not in self._tasks:
-            self._tasks[name] = Tasks(config.taskset)
-        return self._tasks[name].first(most)
+        tasks = self._tasks.pop(name, None) or Tasks(config.taskset)
+        found = tasks.first(most)
+        self._tasks[name] = tasks  # not one that raised: it would look like one that is over
+        return found
 
     async def _play(self, config: vf.EnvConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
         index = asked["index"]

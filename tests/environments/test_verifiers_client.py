@@ -217,7 +217,13 @@ async def breaks(requests: Sequence[GenerateRequest]) -> list[Completion]:
     raise DataError("a prompt is empty")
 
 
-@pytest.mark.parametrize(("generate", "error"), [(refuses, PublishError), (breaks, DataError)])
+async def loses(requests: Sequence[GenerateRequest]) -> list[Completion]:
+    return []
+
+
+@pytest.mark.parametrize(
+    ("generate", "error"), [(refuses, PublishError), (breaks, DataError), (loses, ValueError)]
+)
 def test_what_the_generator_refuses_ends_all(
     endpoint: ChatEndpoint, generate: Any, error: type[Exception]
 ) -> None:
@@ -228,6 +234,33 @@ def test_what_the_generator_refuses_ends_all(
 
     with pytest.raises(error):
         run(endpoint, hangs_on, generate)
+
+
+def test_a_generator_that_never_answers_keeps_nobody(endpoint: ChatEndpoint) -> None:
+    async def main() -> list[Episode]:
+        asked = asyncio.Event()
+
+        async def never(requests: Sequence[GenerateRequest]) -> list[Completion]:
+            asked.set()
+            await asyncio.sleep(math.inf)
+            return []
+
+        async def late(task: Task, say: Say) -> Outcome:
+            waiting = asyncio.create_task(at_desk(task, say))
+            await asked.wait()
+            waiting.cancel()
+            return Outcome(None, error="environment_died: no end within 1 s")
+
+        player = Player(endpoint, late, seen_at_desk(()).tools, stream=False)
+        settings = {**USUAL, "group_size": 1}
+        episodes = await verifiers_episodes(player, (task(),), never, TALK, **settings)
+        left = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), 30)
+        return episodes
+
+    (episode,) = asyncio.run(main())
+    assert (episode.error_kind, episode.turns) == ("environment_died", ())
+    assert episode.opening.messages == seen_at_desk(()).messages
 
 
 def test_who_asks_while_a_batch_is_sampled_goes_with_the_next() -> None:
