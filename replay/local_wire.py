@@ -37,13 +37,24 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Called:
+    """A call of a tool, as chat completions have it: `arguments` is JSON as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Answered:
-    """What is to be said: words or a refusal, and whether they were cut at `max_tokens`."""
+    """What is to be said: words or a refusal, and whether they were cut at `max_tokens`. With
+    `calls` (chat completions alone) those are said, and no words."""
 
     text: str
     refused: bool
     cut: bool
     usage: Usage
+    calls: tuple[Called, ...] = ()
 
 
 def read_request(wire: Wire, body: bytes) -> Asked:
@@ -95,16 +106,18 @@ def _text(content: Any) -> str:
 
 
 def _chat(asked: Asked, said: Answered, serial: int) -> Mapping[str, Any]:
-    message = {
+    message: dict[str, Any] = {
         "role": "assistant",
-        "content": None if said.refused else said.text,
+        "content": None if said.refused or said.calls else said.text,
         "refusal": said.text if said.refused else None,
     }
+    if said.calls:
+        message["tool_calls"] = _chat_calls(said)
     choice = {
         "index": 0,
         "message": message,
         "logprobs": None,
-        "finish_reason": "length" if said.cut else "stop",
+        "finish_reason": _chat_reason(said),
     }
     return {
         "id": f"chatcmpl-{serial}",
@@ -114,6 +127,21 @@ def _chat(asked: Asked, said: Answered, serial: int) -> Mapping[str, Any]:
         "choices": [choice],
         "usage": _chat_usage(said.usage),
     }
+
+
+def _chat_reason(said: Answered) -> str:
+    return "tool_calls" if said.calls else "length" if said.cut else "stop"
+
+
+def _chat_calls(said: Answered) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in said.calls
+    ]
 
 
 def _chat_usage(usage: Usage) -> Mapping[str, Any]:
@@ -129,8 +157,12 @@ def _chat_usage(usage: Usage) -> Mapping[str, Any]:
 def _chat_chunks(asked: Asked, said: Answered, serial: int, pieces: list[str]) -> list[bytes]:
     field = "refusal" if said.refused else "content"
     deltas: list[tuple[dict[str, Any], str | None]] = [({"role": "assistant"}, None)]
-    deltas += [({field: piece}, None) for piece in pieces]
-    deltas.append(({}, "length" if said.cut else "stop"))
+    if said.calls:
+        calls = [{"index": i, **call} for i, call in enumerate(_chat_calls(said))]
+        deltas.append(({"tool_calls": calls}, None))
+    else:
+        deltas += [({field: piece}, None) for piece in pieces]
+    deltas.append(({}, _chat_reason(said)))
     chunks: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
         for delta, reason in deltas

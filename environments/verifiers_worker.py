@@ -1,0 +1,250 @@
+"""Plays tasksets of `verifiers` in a Python of their own; imports nothing of ours.
+
+    stdin    {"id": 1, "ask": "tasks", "taskset": "gsm8k", "arguments": {}, "most": 100}
+    stdout   {"id": 1, "result": {"tasks": [{"index": 0, "name": null}, ...]}}
+    stdin    {"id": 2, "ask": "play", "taskset": "gsm8k", "arguments": {}, "index": 0,
+              "url": "http://127.0.0.1:8000/episodes/x/v1", "timeout_s": 60.0}
+    stdout   {"id": 2, "result": {"reward": 1.0, "metrics": {}}}
+             {"id": 2, "error": "TaskError: ...", "late": false}    late: its deadline passed
+
+A line each way, any number at a time. The model is whatever answers chat completions under `url`,
+its key in $FORGE_CHAT_API_KEY. The end of stdin, or SIGTERM, is the end of this process.
+
+verifiers drives the model itself, by a harness: usually a program in a sandbox, for which it
+installs uv. `Chat` below is a harness without any process: messages go to the model, its calls to
+the taskset's tools, until it says something else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+import httpx
+import verifiers.v1 as vf
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+
+KEY = "FORGE_CHAT_API_KEY"
+HARNESS = "forge_chat"
+TOOLS_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 3.0  # for rollouts to take their runtimes down; then the process just ends
+
+
+class Chat(vf.Harness[vf.HarnessConfig]):
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+    ) -> vf.ProgramResult:
+        system, prompt = self.resolve_prompt(data)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or []]
+        servers = {n: {"url": url, "timeout": TOOLS_TIMEOUT_S} for n, url in mcp_urls.items()}
+        async with contextlib.AsyncExitStack() as stack:
+            tools, names, connections = await connect_mcp({"mcpServers": servers}, stack)
+            headers = {"Authorization": f"Bearer {secret}"}
+            client = await stack.enter_async_context(  # on loopback: no proxy, no certificates
+                httpx.AsyncClient(headers=headers, timeout=None, trust_env=False, verify=False)
+            )
+            body = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
+            while True:
+                reply = await client.post(f"{endpoint}/chat/completions", json=body)
+                if reply.is_error:
+                    raise RuntimeError(f"the model answered {reply.status_code}: {reply.text}")
+                said = reply.json()["choices"][0]["message"]
+                messages.append(said)
+                if not said.get("tool_calls"):
+                    return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+                for call in said["tool_calls"]:
+                    try:
+                        name = call["function"]["name"]
+                        arguments = json.loads(call["function"]["arguments"])
+                        seen = await call_mcp(connections, names, name, arguments)
+                    except Exception as error:  # a wrong call is the model's to hear of
+                        seen = f"error: {type(error).__name__}: {error}"
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": seen})
+
+
+def offer_harness() -> None:
+    """Harnesses are found by the name of a module."""
+    module = types.ModuleType(HARNESS)
+    module.__dict__.update({"Chat": Chat, "__all__": ["Chat"]})
+    sys.modules[HARNESS] = module
+
+
+class Failed(Exception):
+    """A rollout without an outcome, and whether its deadline is why."""
+
+    def __init__(self, why: str, late: bool = False) -> None:
+        super().__init__(why)
+        self.late = late
+
+
+class Tasks:
+    """The tasks of a taskset, read as far as they were asked for: it may have no end."""
+
+    def __init__(self, config: vf.TasksetConfig) -> None:
+        self._more: Iterator[vf.Task] = iter(vf.load_taskset(config))
+        self._read: list[vf.Task] = []
+
+    def first(self, most: int) -> list[vf.Task]:
+        while len(self._read) < most and (task := next(self._more, None)) is not None:
+            self._read.append(task)
+        return self._read[:most]
+
+
+def config_of(taskset: str, arguments: Mapping[str, Any]) -> vf.EnvConfig:
+    """The taskset's environment, its one agent played by `Chat`. Raises ValueError for others."""
+    seed = {**arguments, "id": taskset}
+    declared = vf.resolve_env_config({"taskset": seed})
+    agents = {name: spec for name, spec in declared if isinstance(spec, vf.AgentConfig)}
+    if len(agents) != 1:
+        raise ValueError(f"{taskset} has the agents {', '.join(agents)}; only one can be trained")
+    ((name, spec),) = agents.items()
+    own = spec.harness.id if spec.harness else vf.default_harness_id(taskset)
+    if own not in ("bash", "null"):  # what a taskset has that asks for none, and a bare chat
+        raise ValueError(f"{taskset} comes with the harness {own}; only chats are played")
+    played = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
+    return vf.resolve_env_config({"taskset": seed, name: played})
+
+
+class Worker:
+    def __init__(self, replies: TextIO) -> None:
+        self._replies = replies
+        self._tasks: dict[str, Tasks] = {}
+        self._at_work: set[asyncio.Task[None]] = set()
+
+    def begin(self, line: str) -> None:
+        work = asyncio.ensure_future(self._answer(json.loads(line)))
+        self._at_work.add(work)
+        work.add_done_callback(self._at_work.discard)
+
+    def say(self, reply: Mapping[str, Any]) -> None:
+        self._replies.write(f"{json.dumps(reply)}\n")
+        self._replies.flush()
+
+    async def serve(self) -> None:
+        """Until it is cancelled; whatever is at work then is taken down."""
+        self.say({"ready": True})
+        try:
+            await asyncio.Future()
+        finally:
+            for work in self._at_work:
+                work.cancel()
+            await asyncio.gather(*self._at_work, return_exceptions=True)
+
+    async def _answer(self, asked: Mapping[str, Any]) -> None:
+        reply: dict[str, Any] = {"id": asked["id"]}
+        try:
+            config = config_of(asked["taskset"], asked["arguments"])
+            if asked["ask"] == "tasks":
+                found = self._first(config, asked["most"])
+                rows = [{"index": t.data.idx, "name": t.data.id or t.data.name} for t in found]
+                reply["result"] = {"tasks": rows}
+            else:
+                reply["result"] = await self._play(config, asked)
+        except BaseException as error:  # verifiers, and code of tasksets, may call sys.exit
+            work = asyncio.current_task()
+            if work is not None and work.cancelling():  # this process ends
+                raise
+            reply |= {"error": f"{type(error).__name__}: {error}", "late": False}
+            if isinstance(error, Failed):
+                reply |= {"error": str(error), "late": error.late}
+        self.say(reply)
+
+    def _first(self, config: vf.EnvConfig, most: int) -> list[vf.Task]:
+        name = config.taskset.model_dump_json()
+        tasks = self._tasks.pop(name, None) or Tasks(config.taskset)
+        found = tasks.first(most)
+        self._tasks[name] = tasks  # not one that raised: it would look like one that is over
+        return found
+
+    async def _play(self, config: vf.EnvConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
+        index = asked["index"]
+        tasks = self._first(config, index + 1)
+        if not 0 <= index < len(tasks):
+            raise IndexError(f"{asked['taskset']} has {len(tasks)} tasks, none of index {index}")
+        client = vf.EvalClientConfig(base_url=asked["url"], api_key_var=KEY)
+        # An environment for each rollout: it keeps a client open for every address it was given.
+        env = vf.load_environment(config)
+        begun: list[vf.Trace] = []
+        try:
+            async with asyncio.timeout(asked["timeout_s"]) as deadline, env.serving():
+                context = vf.ModelContext("student", client)
+                played = await env.run_episode(tasks[index], context, on_trace=begun.append)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise Failed(f"no end within {asked['timeout_s']:g} s", late=True) from error
+        if len(played.traces) > 1:
+            raise ValueError(f"{asked['taskset']} ran its agent {len(played.traces)} times; once")
+        return outcome_of(played, begun)
+
+
+def outcome_of(played: vf.Episode, begun: Sequence[vf.Trace]) -> dict[str, Any]:
+    if not played.ok:
+        # An agent's first error says more than what became of it later, in the environment's hooks.
+        first = next((e for t in begun for e in t.errors), None) or next(iter(played.errors), None)
+        raise Failed(f"{first.type}: {first.message}" if first else "verifiers gave no reason")
+    (trace,) = played.traces
+    judged = bool(trace.rewards) and None not in trace.rewards.values()
+    metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+    return {"reward": trace.reward if judged else None, "metrics": metrics}
+
+
+def main() -> None:
+    # Tasksets may print, and their children inherit: the pipe's two ends are ours alone.
+    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    offer_harness()
+    loop = asyncio.new_event_loop()
+    worker = Worker(replies)
+    serving = loop.create_task(worker.serve())
+
+    def end(*_: object) -> None:
+        timer = threading.Timer(END_TIMEOUT_S, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+        loop.call_soon_threadsafe(serving.cancel)
+
+    def read() -> None:
+        for line in requests:
+            loop.call_soon_threadsafe(worker.begin, line)
+        end()
+
+    signal.signal(signal.SIGTERM, end)
+    threading.Thread(target=read, daemon=True).start()
+    while not serving.done():
+        # A task that exits takes the loop with it; its error still reaches whoever awaits it.
+        with contextlib.suppress(SystemExit, KeyboardInterrupt, asyncio.CancelledError):
+            loop.run_until_complete(serving)
+    os._exit(0)  # threads of a taskset's may still be blocked
+
+
+if __name__ == "__main__":
+    main()
