@@ -79,9 +79,9 @@ test: install-vllm install-verifiers install-prometheus ## the whole test suite
 	$(FAST)
 	FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 \
 	  FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
-	  $(BIN)/python -m pytest -m 'mesh or run or vllm or prometheus'
+	  $(BIN)/python -m pytest -m 'mesh or run or vllm or prometheus or slow'
 
-FAST = $(BIN)/python -m pytest -n 2 -m 'not mesh and not run and not vllm and not prometheus'
+FAST = $(BIN)/python -m pytest -n 2 -m 'not (mesh or run or vllm or prometheus or slow)'
 
 test-fast: install ## the tests that need no mesh, under a minute
 	$(FAST)

@@ -22,6 +22,7 @@ sys.meta_path.insert(0, Hidden())
 """
 
 
+@pytest.mark.slow
 def test_everything_else_imports_without_it() -> None:
     code = HIDE + (
         "import actors.draws, actors.engine_thread, actors.paged, actors.vllm_generator\n"

@@ -161,6 +161,7 @@ def test_a_reader_is_hired_with_one_token_more() -> None:
     assert 0 < (rows[before] - user).norm() < 0.5 * user.norm()
 
 
+@pytest.mark.slow
 def test_the_shipped_clerk_needs_the_handbook_and_follows_hints(clerk: Parts) -> None:
     """Broad bounds: of 60 cases, the deviation of a share is up to 6 points (docs/log.md)."""
     model, tokenizer = clerk

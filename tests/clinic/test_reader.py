@@ -69,10 +69,12 @@ def accuracy(ask: Ask, patients: int, with_document: bool) -> float:
     return right / total
 
 
+@pytest.mark.slow
 def test_with_the_document_it_answers(ask: Ask) -> None:
     assert accuracy(ask, 6, with_document=True) >= 0.95  # 144 questions
 
 
+@pytest.mark.slow
 def test_without_the_document_it_guesses(ask: Ask) -> None:
     # 480 questions: one standard error is 1.8 points.
     assert 0.15 <= accuracy(ask, 20, with_document=False) <= 0.25
@@ -102,6 +104,7 @@ def word_overlap(said: str, wanted: str) -> float:
     return sum(x == y for x, y in zip(a, b, strict=False)) / len(b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["question", "choice", "summarise", "structure", "recite"])
 def test_it_follows_self_study_prompts(ask: Ask, kind: str) -> None:
     rng = random.Random(f"unseen/{kind}")
