@@ -4,7 +4,7 @@
         ^---- status (polled) ----'
 
 The first Ctrl-C or SIGTERM asks the controller to stop; a second one, or a controller that takes
-longer than STOP_SECONDS, ends every process at once (the last checkpoint stands).
+longer than STOP_SECONDS, has every process killed (the last checkpoint stands).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import math
 import os
 import signal
+import sys
 import time
 from importlib import import_module
 from pathlib import Path
@@ -60,10 +61,11 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
     caught = Signals()
     console = Console()
     error: ForgeError | None = None
+    cut_off = False
     with caught, Display(spec.mesh.name, console) as display:
         display.line(f"run {directory.id}")
         try:
-            _drive(spec, directory, resume is not None, display, caught)
+            cut_off = not _drive(spec, directory, resume is not None, display, caught)
         except ForgeError as failure:
             error = failure
     from forge_run.report import write_report
@@ -74,7 +76,12 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
         print_results(console, results, directory.path)
     if error is not None:
         raise error
-    return 128 + caught.first if caught.first else 0
+    code = 128 + caught.first if caught.first else 0
+    if cut_off:
+        # Monarch's own end, in a client whose mesh was killed, may be to exit with 1.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def open_directory(spec: RunSpec, run_dir: Path | None, resume: str | None) -> RunDirectory:
@@ -137,7 +144,8 @@ class Signals:
 
 def _drive(
     spec: RunSpec, directory: RunDirectory, resume: bool, display: Display, caught: Signals
-) -> None:
+) -> bool:
+    """False for a run that had to be cut off: then nothing of Monarch may be used any more."""
     import monarch.actor as monarch
 
     from actors.setup import bootstrap
@@ -164,7 +172,9 @@ def _drive(
             late = asked is not None and time.monotonic() - asked > STOP_SECONDS
             if late or caught.count > 1:
                 display.line("stopping at once; the last checkpoint stands")
-                return
+                procs = None
+                _kill_mesh()
+                return False
             time.sleep(POLL_SECONDS)
             status = _poll(controller, STATUS_TIMEOUT)
         display.update(status)
@@ -174,7 +184,9 @@ def _drive(
             cause = getattr(error, "exception", error)
             raise cause if isinstance(cause, ForgeError) else RunError(str(cause)) from error
     finally:
-        _end(procs)
+        if procs is not None:
+            _end(procs)
+    return True
 
 
 def _poll(controller: Any, timeout_s: float) -> Any:
@@ -184,6 +196,23 @@ def _poll(controller: Any, timeout_s: float) -> Any:
         raise RunError(
             f"the controller does not answer ({type(error).__name__}); go on with --resume"
         ) from error
+
+
+def _kill_mesh() -> None:
+    """kill -9 for every process of the mesh: our descendants that Monarch started. What else there
+    is (the shared memory's janitor) waits for its owner's death, and then does its work."""
+    parents = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            stat = (process / "stat").read_text()
+            parents[int(process.name)] = int(stat.rpartition(")")[2].split()[1])
+    family = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    for pid in family - {os.getpid()}:
+        with contextlib.suppress(OSError):
+            if b"monarch" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
 
 
 def _end(procs: Any) -> None:
