@@ -157,6 +157,7 @@ def _drive(
     procs = monarch.this_host().spawn_procs(
         per_host={"procs": 1}, name="controller", bootstrap=bootstrap(1)
     )
+    cut_off = False
     try:
         controller = procs.spawn("controller", ControllerActor, spec, str(directory.path), resume)
         running = controller.run.call_one()
@@ -172,7 +173,7 @@ def _drive(
             late = asked is not None and time.monotonic() - asked > STOP_SECONDS
             if late or caught.count > 1:
                 display.line("stopping at once; the last checkpoint stands")
-                procs = None
+                cut_off = True
                 _kill_mesh()
                 return False
             time.sleep(POLL_SECONDS)
@@ -184,7 +185,7 @@ def _drive(
             cause = getattr(error, "exception", error)
             raise cause if isinstance(cause, ForgeError) else RunError(str(cause)) from error
     finally:
-        if procs is not None:
+        if not cut_off:
             _end(procs)
     return True
 

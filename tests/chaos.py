@@ -33,11 +33,13 @@ from services.rundir import read_rows
 @dataclass(frozen=True)
 class Role:
     """Something that dies. `goal_s` is the promised median from kill -9 to HEALTHY again. What is
-    `resumed` ends the run, which goes on with --resume; all others are replaced by the service."""
+    `resumed` ends the run, which goes on with --resume; all others are replaced by the service.
+    Those `of_channels` are of runs that learn from episodes alone (test_three_channels)."""
 
     name: str
     goal_s: float | None = None
     resumed: bool = False
+    of_channels: bool = False
 
 
 ROLES = (
@@ -46,10 +48,12 @@ ROLES = (
     Role("trainer", goal_s=10.0),
     Role("store"),
     Role("controller", resumed=True),
+    Role("sdpo_teacher", of_channels=True),
+    Role("environment", of_channels=True),
+    Role("teacher_replay", of_channels=True),
 )
-# A run that learns from episodes has these as well.
-OF_CHANNELS = (Role("sdpo_teacher"), Role("environment"), Role("teacher_replay"))
-REPLACED = tuple(role.name for role in ROLES if not role.resumed)
+REPLACED = tuple(role.name for role in ROLES if not role.resumed and not role.of_channels)
+OF_CHANNELS = tuple(role.name for role in ROLES if role.of_channels)
 
 # What is silent is found fast, and nobody's budget ends a storm.
 HASTY: dict[str, Any] = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos import OF_CHANNELS
 from small_run import ROOT, Finished, run_to_end, running
 
 from environments.traces import from_row
@@ -41,6 +42,7 @@ SMALL: dict[str, Any] = {
     "health.heartbeat_s": 0.3,
 }
 WITHOUT_TEACHERS = {"replay": None, "objective.beta": 0.0}
+WITHOUT_ASKING = tuple(role for role in OF_CHANNELS if role != "teacher_replay")
 
 
 def command(root: Path, *extra: str, **sets: Any) -> list[str]:
@@ -134,7 +136,7 @@ def test_deaths_of_desk_hint_teacher_and_controller_change_nothing(tmp_path: Pat
     root = tmp_path / "struck"
     with running(command(root, **WITHOUT_TEACHERS), root) as run:
         wait_for(root, 1)
-        for role in ("environment", "sdpo_teacher"):
+        for role in WITHOUT_ASKING:
             (pid,) = pids(root)[role]
             os.kill(pid, signal.SIGKILL)
         wait_for(root, 2)
@@ -147,7 +149,7 @@ def test_deaths_of_desk_hint_teacher_and_controller_change_nothing(tmp_path: Pat
         for e in read_rows(directory(root) / "events.jsonl")
         if e["event"] == "replica_lost"
     ]
-    assert set(lost) >= {"environment", "sdpo_teacher"}
+    assert set(lost) >= set(WITHOUT_ASKING)
     process = run_to_end(command(root, "--resume", **WITHOUT_TEACHERS))
     assert process.returncode == 0, process.stdout + process.stderr
     for name in ("metrics.jsonl", "episodes.jsonl"):
@@ -155,15 +157,16 @@ def test_deaths_of_desk_hint_teacher_and_controller_change_nothing(tmp_path: Pat
 
 
 def test_teachers_that_are_all_down_are_done_without(tmp_path: Path) -> None:
-    """The provider fails nearly every call, and who asks it is killed as well."""
+    """The provider fails nearly every call, and every role of the channels is killed as well."""
     sets = {
         "replay.local.server_error": 0.99, "replay.local.rate_limit": 0.0,
         "replay.deadline_s": 3.0, "evaluate.arms": ["on_policy"],
     }  # fmt: skip
     with running(command(tmp_path, **sets), tmp_path) as run:
         wait_for(tmp_path, 1)
-        (pid,) = pids(tmp_path)["teacher_replay"]
-        os.kill(pid, signal.SIGKILL)
+        for role in OF_CHANNELS:
+            (pid,) = pids(tmp_path)[role]
+            os.kill(pid, signal.SIGKILL)
         said, _ = run.process.communicate(timeout=180)
         assert run.process.returncode == 0, said
         run.wait_until_gone(30)
@@ -179,7 +182,7 @@ def test_teachers_that_are_all_down_are_done_without(tmp_path: Path) -> None:
     # The record says what the training went on without.
     assert sum(row["episodes"].get("teachers/too_few_votes", 0) for row in rows) > 0
     lost = [e["role"] for e in read_rows(path / "events.jsonl") if e["event"] == "replica_lost"]
-    assert lost == ["teacher_replay"]
+    assert set(lost) == set(OF_CHANNELS)
 
 
 def wait_for(root: Path, step: int, timeout: float = 180.0) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from chaos import OF_CHANNELS, ROLES
+from chaos import ROLES
 
 from protocols.spec import RolesSpec
 from services.roles import ALONE
 
 
 def test_every_role_is_in_the_table_of_the_chaos_suite() -> None:
-    struck = {role.name for role in (*ROLES, *OF_CHANNELS)}
+    struck = {role.name for role in ROLES}
     assert struck == {*RolesSpec.model_fields, *ALONE, "controller"}
