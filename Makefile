@@ -89,7 +89,7 @@ test-fast: install ## the tests that need no mesh, under a minute
 lint: install ## ruff, types, the layers contract and the .proto
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy protocols learning clinic replay environments actors services forge_run
+	$(BIN)/mypy protocols learning clinic replay environments strategies actors services forge_run
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 

@@ -38,12 +38,38 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Until:
+    """Where a response ends before its end token: looked at after every token.
+
+    `Until(strings=("\\n\\n",), patterns=(r"answer:.*\\n",), after=4)` ends with the token that
+    completes one of the strings, or a match of one of the regular expressions, in the text of the
+    tokens so far, once there are `after` tokens. That token belongs to the response, so that text
+    and ids agree; with `before` the response ends before the match instead: the first token that
+    is part of it, and all behind, are dropped.
+
+    `window` and `floor` stop a trace that has lost its way (DeepConf, Fu et al. 2025): it ends with
+    the first `window` tokens whose mean confidence, -mean of the top `top` log-probabilities, is
+    below `floor`. Window 0 does not look.
+    """
+
+    strings: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+    after: int = 1
+    before: bool = False
+    window: int = 0
+    floor: float = 0.0
+    top: int = 20
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """One prompt to complete. Token ids in: text is never re-tokenised on the way.
 
     `GenerateRequest("on_policy/3/0", (4, 91, 2, 5), PrefixRef("cartridge/p1", 3), Sampling(), 17)`
     Position ids of the prompt start where the prefix ends. The same `seed` gives the same tokens
-    whatever else is in the batch. `prompt_logprobs` asks for the prompt's log-probabilities too.
+    whatever else is in the batch. `prompt_logprobs` asks for the prompt's log-probabilities too,
+    `top_logprobs` for so many of the likeliest tokens at every place. A response that goes on in
+    several requests draws as in one if each begins with `first_draw`, the tokens said before.
     """
 
     id: str
@@ -52,17 +78,22 @@ class GenerateRequest:
     sampling: Sampling
     seed: int
     prompt_logprobs: bool = False
+    top_logprobs: int = 0
+    until: Until | None = None
+    first_draw: int = 0
 
 
 @dataclass(frozen=True)
 class Completion:
     """What was sampled for one request: per token its id, log-probability and cartridge version.
 
-    `finish_reason` is "stop" (the end token is the last of `token_ids`), "length", or "error":
+    `finish_reason` is "stop" (the end token is the last of `token_ids`), "length", "until" (then
+    `ended_by` is the string or pattern that was met, or "confidence"), "cancelled", or "error":
     then there are no tokens and `error` says why this request, and no other, was refused.
     `logprobs[t]` is the natural log of the probability under the distribution the token was drawn
     from at temperature 1, before truncation. `prompt_logprobs[t]` is that of `prompt_ids[t + 1]`,
     where the request asked: the first prompt token follows a cartridge, which predicts nothing.
+    `top_logprobs[t]` are (token id, log-probability) pairs, likeliest first.
     """
 
     request_id: str
@@ -72,6 +103,8 @@ class Completion:
     finish_reason: str
     prompt_logprobs: tuple[float, ...] = ()
     error: str = ""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    ended_by: str = ""
 
 
 def refused(request: GenerateRequest, why: str) -> Completion:

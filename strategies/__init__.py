@@ -1,0 +1,1 @@
+"""Test-time scaling and recursive self-aggregation, over anything that samples."""
