@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learning.decoding import draw
+from learning.sampling import draw
 from protocols.types import Sampling
 
 
@@ -16,7 +16,7 @@ from protocols.types import Sampling
 class DrawnRow:
     """A row of a batch whose next token is drawn.
 
-    `uniforms` are all the request's draws (`learning.decoding.uniforms`), `tokens` the tokens so
+    `uniforms` are all the request's draws (`learning.sampling.uniforms`), `tokens` the tokens so
     far: a list that the engine goes on filling, so its length says which draw is next.
     """
 

@@ -46,7 +46,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from actors.draws import DrawnRow, leave_drawn
 from actors.engine_thread import CARTRIDGE
 from actors.paged import PLACEHOLDER, Fill, cache_salt, check_shape, kv_heads, slots
-from learning.decoding import uniforms
+from learning.sampling import uniforms
 from protocols.errors import DataError, RunError
 from protocols.learn_spec import GeneratorSpec
 from protocols.types import Completion, GenerateRequest, Sampling, refused

@@ -48,8 +48,25 @@ class DecodeCache:
         self.values[layer, :, :, self.used : stop] = values
         return self.keys[layer, :, :, :stop], self.values[layer, :, :, :stop]
 
-    def keep_rows(self, rows: Tensor) -> None:
-        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+    def keep(self, rows: Tensor, trim: int = 0) -> None:
+        """Keep these rows alone, without their first `trim` columns."""
+        self.keys, self.values = self.keys[:, rows, :, trim:], self.values[:, rows, :, trim:]
+        self.used -= trim
+
+    def join(self, other: DecodeCache, size: int) -> None:
+        """Append another's rows, both right-aligned at the longer's `used`, with room for `size`
+        columns in all."""
+        mine, used = self.keys.shape[1], max(self.used, other.used)
+        layers, rows, heads, _, width = self.keys.shape
+        shape = (layers, rows + other.keys.shape[1], heads, size, width)
+        for name in ("keys", "values"):
+            whole = getattr(self, name).new_zeros(shape)
+            whole[:, :mine, :, used - self.used : used] = getattr(self, name)[..., : self.used, :]
+            whole[:, mine:, :, used - other.used : used] = getattr(other, name)[
+                ..., : other.used, :
+            ]
+            setattr(self, name, whole)
+        self.used = used
 
 
 @dataclass

@@ -107,6 +107,20 @@ class Completion:
     ended_by: str = ""
 
 
+@dataclass(frozen=True)
+class Came:
+    """Tokens of a response while it is being sampled, from the `first`-th on: as in `Completion`.
+
+    With `Until(before=True)` the response may end before tokens that came already.
+    """
+
+    request_id: str
+    first: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
 def refused(request: GenerateRequest, why: str) -> Completion:
     """The completion of a request that could not be served: no tokens, and the reason."""
     return Completion(request.id, (), (), (), "error", error=why)

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning import decoding
-from learning.decoding import draw, generate
+from learning import decoding, lane
+from learning.decoding import generate
+from learning.sampling import draw
 from learning.versions import CartridgeVersions
 from protocols.errors import DataError
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
@@ -85,7 +86,7 @@ def test_greedy_equals_transformers_generate(twin: Twin, monkeypatch: pytest.Mon
     """Three prefixes of different lengths, ragged prompts, and budgets so different that finished
     rows are dropped on the way, twice."""
     kept: list[int] = []
-    compaction = decoding._compaction
+    compaction = lane.compaction
 
     def recorded(slots: list, groups: int) -> list[int] | None:
         keep = compaction(slots, groups)
@@ -93,7 +94,7 @@ def test_greedy_equals_transformers_generate(twin: Twin, monkeypatch: pytest.Mon
             kept.append(len(keep))
         return keep
 
-    monkeypatch.setattr(decoding, "_compaction", recorded)
+    monkeypatch.setattr(lane, "compaction", recorded)
     done = generate(twin.model, RAGGED, lookup(twin), NO_END)
     assert [c.request_id for c in done] == list("pqrstuvwxy")
     assert [c.token_ids for c in done] == [by_transformers(twin, r, NO_END) for r in RAGGED]
@@ -132,13 +133,13 @@ def test_very_uneven_groups_are_decoded_apart_with_the_same_result(
     requests = [request(str(i), A, 1 + i, 5, temperature=0) for i in range(6)]
     requests += [request("b", B, 4, 5, temperature=0), request("c", C, 2, 5, temperature=0)]
     batches: list[list[int]] = []
-    decode = decoding._decode
 
-    def recorded(model: object, groups: list[list], *rest: object) -> None:
-        batches.append([len(g) for g in groups])
-        decode(model, groups, *rest)
+    class Recorded(lane.Lane):
+        def __init__(self, model: object, prefixes: object, groups: list[list], *rest: object):
+            batches.append([len(group) for group in groups])
+            super().__init__(model, prefixes, groups, *rest)
 
-    monkeypatch.setattr(decoding, "_decode", recorded)
+    monkeypatch.setattr(decoding, "Lane", Recorded)
     done = generate(twin.model, requests, lookup(twin), NO_END)
     assert batches == [[6], [1], [1]]  # 3 groups of 6 would have been 18 rows for 8 requests
     assert [c.token_ids for c in done] == [by_transformers(twin, r, NO_END) for r in requests]

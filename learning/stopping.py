@@ -1,0 +1,118 @@
+"""Responses while they are being said: their text, token by token, and where `Until` ends them.
+
+token -> TokenText (whole characters alone) -> Stopper -> None: go on
+                                                          Cut:  end here, keep so many tokens
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from protocols.errors import DataError
+from protocols.types import Until
+
+Decode = Callable[[Sequence[int]], str]
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how tokenizers write a character that is not yet whole
+
+
+class TokenText:
+    """The text of tokens that come one by one: `text` never ends in half a character.
+
+    `ends[t]` is the length of the text with token t; a token that ends inside a character adds
+    nothing until the character is whole. Tokens are decoded a few at a time, so that a long
+    response costs no more a token than a short one.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        # Decoding starts at `_from`, whose text up to `_read` is known: a token's text can depend
+        # on the one before it (a leading blank), never on those before that.
+        self._from = self._read = 0
+        self.text = ""
+        self.ends: list[int] = []
+
+    def add(self, token: int) -> str:
+        """The text that the token adds."""
+        self._ids.append(token)
+        known = self._decode(self._ids[self._from : self._read])
+        whole = self._decode(self._ids[self._from :])
+        new = ""
+        if len(whole) > len(known) and not whole.endswith(UNFINISHED):
+            new = whole[len(known) :]
+            self._from, self._read = self._read, len(self._ids)
+        self.text += new
+        self.ends.append(len(self.text))
+        return new
+
+    def rest(self) -> str:
+        """What is held back at the end of a response, however unfinished; added to the text."""
+        known = self._decode(self._ids[self._from : self._read])
+        new = self._decode(self._ids[self._from :])[len(known) :]
+        self._from = self._read = len(self._ids)
+        self.text += new
+        return new
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A response ends: how many of its tokens stay, and what ended it."""
+
+    keep: int
+    by: str
+
+
+class Stopper:
+    """Looks at one response after every token. Raises DataError for a pattern that is none."""
+
+    def __init__(self, until: Until, decode: Decode) -> None:
+        self._until = until
+        self._said = TokenText(decode)
+        self._confidence: list[float] = []
+        try:
+            self._patterns = [re.compile(p) for p in until.patterns]
+        except re.error as error:
+            raise DataError(f"until.patterns holds no regular expression: {error}") from error
+
+    def add(self, token: int, top: Sequence[float]) -> Cut | None:
+        """`top` are the largest log-probabilities at this place, at least `until.top` of them
+        where `until.window` looks at them."""
+        until, new = self._until, len(self._said.text)
+        self._said.add(token)
+        count = len(self._said.ends)
+        if until.window:
+            likeliest = top[: until.top]
+            self._confidence.append(-sum(likeliest) / len(likeliest))
+            if count >= until.window and self._mean() < until.floor:
+                return Cut(count, "confidence")
+        if count < until.after:
+            return None
+        # Before `after` tokens nothing was looked for: then the whole text is new.
+        since = 0 if count == until.after or until.before else new
+        for string in until.strings:
+            at = self._said.text.find(string, max(0, since - len(string) + 1))
+            while at >= 0:
+                if cut := self._cut(at, string):
+                    return cut
+                at = self._said.text.find(string, at + 1)
+        for pattern in self._patterns:
+            for found in pattern.finditer(self._said.text):
+                if cut := self._cut(found.start(), pattern.pattern):
+                    return cut
+        return None
+
+    def _mean(self) -> float:
+        window = self._until.window
+        return sum(self._confidence[-window:]) / window
+
+    def _cut(self, start: int, by: str) -> Cut | None:
+        """The end of the response for a match; None where too few tokens would stay."""
+        if not self._until.before:
+            return Cut(len(self._said.ends), by)
+        ends = [0, *self._said.ends]
+        keep = next(t for t, end in enumerate(self._said.ends) if end > start)
+        while keep and ends[keep] == ends[keep - 1]:  # the bytes that its first character begins
+            keep -= 1
+        return Cut(keep, by) if keep >= self._until.after else None
