@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from protocols.types import Completion, GenerateRequest
+from protocols.types import Came, Completion, GenerateRequest
 
-
-@dataclass(frozen=True)
-class TokensCame:
-    """Tokens of one request, as they are sampled: those from `first_index` of its response on.
-
-    The same indices may come twice, with the same tokens: a replica that takes over for a dead one
-    begins again. `logprobs` and `top_logprobs` are one a token, as in `protocols.types.Completion`.
-    """
-
-    request_id: str
-    first_index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-
-
-OnTokens = Callable[[TokensCame], None]
+# Tokens as they are sampled. The same may come twice: a replica that takes over for a dead one
+# begins again, and says the same.
+OnTokens = Callable[[Came], None]
 
 
 class Backend(Protocol):

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.types import Completion
-from serving.backend import TokensCame
-from serving.detokenize import Detokenizer
+from protocols.types import Came, Completion
 from serving.stops import StopFilter
 from serving.telling import Piece, Teller
 
@@ -30,7 +28,7 @@ def tell(
     logprobs = tuple(-float(i) for i in range(len(ids)))
     teller = Teller(decode, stops, frozenset({END}))
     pieces = [
-        teller.feed(TokensCame("r", i, ids[i : i + size], logprobs[i : i + size]))
+        teller.feed(Came("r", i, ids[i : i + size], logprobs[i : i + size]))
         for i in range(0, len(ids), size)
     ]
     done = Completion("r", ids, logprobs, (0,) * len(ids), "stop" if end else "length")
@@ -55,8 +53,7 @@ def test_any_bytes_are_told_as_they_decode(data: bytes) -> None:
 
 
 def test_a_character_of_four_tokens_comes_with_its_last() -> None:
-    detokenizer = Detokenizer(decode)
-    assert [detokenizer.feed(b) for b in "a😀".encode()] == ["a", "", "", "", "😀"]
+    assert [p.text for p in tell("a😀")] == ["a", "", "", "", "😀", "", ""]
 
 
 def test_a_character_that_never_becomes_whole_is_marked_at_the_end() -> None:
@@ -116,9 +113,9 @@ def test_tokens_of_a_split_character_share_its_place_and_the_end_token_is_none()
 @pytest.mark.parametrize("again", [0, 1, 3])
 def test_tokens_that_come_again_are_told_once(again: int) -> None:
     teller = Teller(decode, (), frozenset({END}))
-    first = teller.feed(TokensCame("r", 0, (97, 98, 99), (0.0, 0.0, 0.0)))
-    second = teller.feed(TokensCame("r", again, (97, 98, 99, 100)[again:], (0.0,) * (4 - again)))
+    first = teller.feed(Came("r", 0, (97, 98, 99), (0.0, 0.0, 0.0)))
+    second = teller.feed(Came("r", again, (97, 98, 99, 100)[again:], (0.0,) * (4 - again)))
     assert (first.text, second.text) == ("abc", "d")
-    assert teller.feed(TokensCame("r", 9, (120,), (0.0,))).text == ""  # a gap: the end has it all
+    assert teller.feed(Came("r", 9, (120,), (0.0,))).text == ""  # a gap: the end has it all
     ids = (97, 98, 99, 100, 101)
     assert teller.finish(Completion("r", ids, (0.0,) * 5, (0,) * 5, "length")).text == "e"
