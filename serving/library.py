@@ -14,8 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,10 +29,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from protocols.errors import DataError
-from serving.names import CartridgeName, is_name, parse_cartridge
+from serving.names import VERSION, CartridgeName, is_name, parse_cartridge
 
 FILE, MANIFEST, LAST, INCOMING = "cartridge.safetensors", "manifest.json", "last", ".incoming"
 SCHEMA = 1
+ABANDONED_SECONDS = 3600
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of a config.json, what says how it was saved and not what the model computes.
 VOLATILE = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
@@ -111,11 +114,12 @@ class Library:
     whole files say so. Raises DataError, with rule and remedy."""
 
     def __init__(self, directory: Path, base: Base) -> None:
-        self.directory = directory.absolute()
+        self.directory = Path(os.path.abspath(directory))
         self.base = base
         self.directory.mkdir(parents=True, exist_ok=True)
-        # What a server that was killed had not let in yet.
-        shutil.rmtree(self.directory / INCOMING, ignore_errors=True)
+        for left in (self.directory / INCOMING).glob("*"):  # by who was killed, not who works
+            if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
 
     def names(self) -> list[str]:
         found = (p for p in self.directory.iterdir() if p.is_dir() and is_name(p.name))
@@ -148,10 +152,10 @@ class Library:
         try:
             return self.get(parse_cartridge(text))
         except ValueError:
-            path = (self.directory / text).resolve()
-        root = self.directory.resolve()
-        parts = path.relative_to(root).parts if path.is_relative_to(root) else ()
-        if parts[2:] in ((), (FILE,)) and len(parts) >= 2 and parts[1].isdecimal():
+            path = Path(os.path.normpath(self.directory / text))
+        inside = path.is_relative_to(self.directory)
+        parts = path.relative_to(self.directory).parts if inside else ()
+        if parts[2:] in ((), (FILE,)) and len(parts) >= 2 and re.fullmatch(VERSION, parts[1]):
             return self.get(CartridgeName(parts[0], int(parts[1])))
         raise DataError(
             "a local cartridge is named NAME or NAME@VERSION, or by its path in the library, "
@@ -184,7 +188,8 @@ class Library:
                 name=name, version=version, tokens=shape[3], shape=shape, dtype=dtype,
                 bytes=file.stat().st_size, sha256=sha256(file),
                 base_config_sha256=self.base.config_sha256,
-                created=datetime.now(UTC).isoformat(timespec="seconds"), source={**stated, **source},
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                source={**stated, **source},
             )  # fmt: skip
             (folder / MANIFEST).write_text(json.dumps(manifest.as_dict(), indent=1))
             for path in (file, folder / MANIFEST, folder):
