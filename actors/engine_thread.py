@@ -2,6 +2,7 @@
 
     submit, hold, ask  ->  inbox, in order  ->  the thread: jobs that are due, then one step, ...
                                                 finished requests -> their futures
+                                                tokens of streams -> whoever was named for them
 
 What is published while requests are in flight either joins between two steps (`finish`: they end
 on the version they started with) or waits, and everything behind it, until they have (`drain`).
@@ -16,7 +17,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from learning.versions import VersionLedger
 from protocols.errors import ForgeError, PublishError
-from protocols.types import Completion, EngineReport, GenerateRequest, refused
+from protocols.types import Came, Completion, EngineReport, GenerateRequest, refused
 
 CARTRIDGE = "cartridge/"
 
@@ -35,12 +36,16 @@ class Engine(Protocol):
 
     first_token_seconds: float | None
 
-    def add(self, key: str, request: GenerateRequest) -> None:
+    def add(self, key: str, request: GenerateRequest, stream: bool = False) -> None:
         """Take a request whose prefix is held. Raises DataError for a malformed one."""
         ...
 
-    def step(self) -> Iterable[tuple[str, Completion]]:
-        """One forward pass; the requests that ended with it."""
+    def step(self) -> Iterable[tuple[str, Came | Completion]]:
+        """One forward pass: the requests that ended with it, and what came of streams."""
+        ...
+
+    def cancel(self, key: str) -> None:
+        """End a request that is not wanted any more: it ends, "cancelled", with a later step."""
         ...
 
     def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> None:
@@ -73,6 +78,8 @@ class _Job:
 class _InFlight:
     future: Future[Completion]
     version: int | None  # of the cartridge, to be kept meanwhile
+    id: str
+    told: Callable[[Came], None] | None
 
 
 class EngineThread:
@@ -95,12 +102,26 @@ class EngineThread:
 
     # -- from any thread ------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest) -> Future[Completion]:
-        """The completion to come; of `finish_reason` "error" when its prefix is not held.
+    def submit(
+        self, request: GenerateRequest, told: Callable[[Came], None] | None = None
+    ) -> Future[Completion]:
+        """The completion to come; of `finish_reason` "error" when its prefix is not held. `told`
+        gets its tokens as they come, in the engine's thread: it must not wait for anything.
 
         Like every future here it raises EngineDied when the engine does not live to answer.
         """
-        return self._post(_Job(lambda future: self._begin(request, future), _promise()))
+        return self._post(_Job(lambda future: self._begin(request, future, told), _promise()))
+
+    def cancel(self, ids: Collection[str]) -> Future[None]:
+        """End the requests of these ids that are here; their completions say "cancelled"."""
+
+        def work(future: Future[None]) -> None:
+            for key, running in self._running.items():
+                if running.id in ids:
+                    self._engine.cancel(key)
+            future.set_result(None)
+
+        return self._post(_Job(work, _promise()))
 
     def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> Future[int]:
         """The version, once requests may name it. PublishError for an id that was used before."""
@@ -112,6 +133,16 @@ class EngineThread:
             future.set_result(version)
 
         return self._post(_Job(work, _promise(), when_idle=self._drain))
+
+    def drop(self, version: int) -> Future[None]:
+        """Serve a version no more; requests in flight over it end first. PublishError for one that
+        is not held."""
+
+        def work(future: Future[None]) -> None:
+            self._let_go(self._ledger.drop(version))
+            future.set_result(None)
+
+        return self._post(_Job(work, _promise()))
 
     def report(self) -> Future[EngineReport]:
         return self._post(_Job(lambda future: future.set_result(self._report()), _promise()))
@@ -151,8 +182,11 @@ class EngineThread:
             while self._closing is None:
                 self._work_off()
                 if self._running:
-                    for key, completion in self._engine.step():
-                        self._end(key, completion)
+                    for key, news in self._engine.step():
+                        if isinstance(news, Completion):
+                            self._end(key, news)
+                        elif told := self._running[key].told:
+                            told(news)
         except BaseException as error:
             self._fail_all(error)
             with contextlib.suppress(Exception):  # it is dead: how it falls does not matter
@@ -179,7 +213,12 @@ class EngineThread:
                 job.future.set_exception(EngineDied(f"the engine failed on this: {error!r}"))
                 raise
 
-    def _begin(self, request: GenerateRequest, future: Future[Completion]) -> None:
+    def _begin(
+        self,
+        request: GenerateRequest,
+        future: Future[Completion],
+        told: Callable[[Came], None] | None,
+    ) -> None:
         version = None
         if request.prefix.name.startswith(CARTRIDGE):
             version = request.prefix.version
@@ -189,8 +228,8 @@ class EngineThread:
                 future.set_result(refused(request, str(error)))
                 return
         key = next(self._keys)
-        self._engine.add(key, request)
-        self._running[key] = _InFlight(future, version)
+        self._engine.add(key, request, stream=told is not None)
+        self._running[key] = _InFlight(future, version, request.id, told)
         if version is not None:
             self._ledger.begin(version)
 

@@ -1,4 +1,7 @@
-"""GeneratorActor: samples over cartridge versions and documents (the embedded torch backend)."""
+"""GeneratorActor: samples whole batches over cartridge versions and documents (embedded torch).
+
+`actors.engine_generator` serves requests that come and go.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from actors.setup import BaseModel
 from learning.decoding import generate
-from learning.model import document_kv, load_model
+from learning.model import document_kv, load_model, text_of
 from learning.prefixes import DocumentCache
 from learning.versions import CartridgeVersions
 from protocols.ports import TensorPlane
@@ -32,6 +35,7 @@ class GeneratorActor(Actor):
         self._model = load_model(base.path, base.dtype)
         self._plane = base.plane
         self._end_ids = end_ids
+        self._text = text_of(base.path)
         self._cartridges = CartridgeVersions(keep_versions)
         self._documents = DocumentCache(
             partial(document_kv, self._model), base.documents, base.max_kv_bytes
@@ -58,7 +62,7 @@ class GeneratorActor(Actor):
     @endpoint
     async def generate(self, requests: Sequence[GenerateRequest]) -> Generated:
         begun = time.perf_counter()
-        done = generate(self._model, requests, self._lookup, self._end_ids)
+        done = generate(self._model, requests, self._lookup, self._end_ids, self._text)
         return Generated(time.perf_counter() - begun, tuple(done))
 
     def _lookup(self, ref: PrefixRef) -> Tensor:

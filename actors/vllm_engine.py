@@ -46,15 +46,18 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from actors.draws import DrawnRow, leave_drawn
 from actors.engine_thread import CARTRIDGE
 from actors.paged import PLACEHOLDER, Fill, cache_salt, check_shape, kv_heads, slots
+from learning.lane import Row, new_row
 from learning.sampling import uniforms
+from learning.stopping import Decode
 from protocols.errors import DataError, RunError
 from protocols.learn_spec import GeneratorSpec
-from protocols.types import Completion, GenerateRequest, Sampling, refused
+from protocols.types import Came, Completion, GenerateRequest, Sampling, refused
 
+MAX_LOGPROBS = 20  # at a place; vLLM's own choice, and the most that others' APIs give
 MAX_REQUESTS = 256  # in one step; vLLM's own choice for most machines
 GIB = 1024**3
 LOADED = "cartridge"  # key in kv_transfer_params: [name, version, P]
-DRAWN = "draw"  # key in extra_args: [seed, temperature, top_p, top_k]
+DRAWN = "draw"  # key in extra_args: [seed, temperature, top_p, top_k, first draw]
 
 
 class VllmEngine:
@@ -67,13 +70,18 @@ class VllmEngine:
         documents: Mapping[str, tuple[int, ...]],
         end_ids: frozenset[int],
         spec: GeneratorSpec,
+        text: Decode,
     ) -> None:
         self.first_token_seconds: float | None = None
         self._documents = documents
+        self._text = text
         self._end_ids = sorted(end_ids)
         self._tensor_parallel = spec.tensor_parallel
         self._first_request: float | None = None
         self._running: dict[str, GenerateRequest] = {}
+        self._followed: dict[str, Row] = {}  # those that are looked at token by token
+        self._streams: set[str] = set()
+        self._to_cancel: list[str] = []
         self._tokens: dict[int, int] = {}  # version -> P
         try:
             self._engine = LLMEngine.from_engine_args(engine_arguments(path, dtype, spec))
@@ -90,9 +98,13 @@ class VllmEngine:
             model.get_head_size(),
         )
 
-    def add(self, key: str, request: GenerateRequest) -> None:
-        if not request.prompt_ids:
-            raise DataError(f"request {request.id} has an empty prompt; give it a token")
+    def add(self, key: str, request: GenerateRequest, stream: bool = False) -> None:
+        row = new_row(request, self._text)
+        if row.top_wanted > MAX_LOGPROBS:
+            raise DataError(
+                f"request {request.id} asks for {row.top_wanted} log-probabilities at a place, and "
+                f"vLLM gives at most {MAX_LOGPROBS}; ask for fewer (top_logprobs, until.top)"
+            )
         kind, _, name = request.prefix.name.partition("/")
         version = request.prefix.version
         extra: dict[str, Any] = {}
@@ -118,35 +130,91 @@ class VllmEngine:
         if self._first_request is None:
             self._first_request = time.perf_counter()
         sampling = request.sampling
+        followed = stream or row.stopper is not None
         if sampling.temperature > 0:
-            extra[DRAWN] = [request.seed, sampling.temperature, sampling.top_p, sampling.top_k]
+            extra[DRAWN] = [
+                request.seed, sampling.temperature, sampling.top_p, sampling.top_k,
+                request.first_draw,
+            ]  # fmt: skip
         parameters = SamplingParams(
             temperature=0.0,  # SeededDraw leaves the drawn token alone to choose from
             max_tokens=sampling.max_tokens,
             stop_token_ids=self._end_ids,
             ignore_eos=True,  # end_ids alone end a response, as with the embedded backend
-            logprobs=0,
+            logprobs=row.top_wanted,
             prompt_logprobs=0 if request.prompt_logprobs else None,
             # vLLM would skip the connector as well, and compute the placeholders as tokens.
             skip_reading_prefix_cache=False if salt else None,
             detokenize=False,
-            # The first request alone tells of its first token; no other need be built twice.
-            output_kind=RequestOutputKind.FINAL_ONLY
+            # The first request tells of its first token; the others, unless somebody looks at their
+            # tokens as they come, need not be built twice.
+            output_kind=RequestOutputKind.DELTA
+            if followed
+            else RequestOutputKind.FINAL_ONLY
             if self._running or self.first_token_seconds
             else RequestOutputKind.CUMULATIVE,
             extra_args=extra or None,
         )
         self._engine.add_request(key, tokens_input(ids, cache_salt=salt), parameters)
         self._running[key] = request
+        if followed:
+            self._followed[key] = row
+        if stream:
+            self._streams.add(key)
 
-    def step(self) -> Iterable[tuple[str, Completion]]:
+    def step(self) -> Iterable[tuple[str, Came | Completion]]:
         outputs = self._engine.step()
         if outputs and self.first_token_seconds is None and self._first_request is not None:
             self.first_token_seconds = time.perf_counter() - self._first_request
         for output in outputs:
             assert isinstance(output, RequestOutput)
-            if output.finished:
-                yield output.request_id, completed(self._running.pop(output.request_id), output)
+            key = output.request_id
+            if key in self._followed:
+                yield from self._follow(key, output)
+            elif output.finished:
+                yield key, completed(self._running.pop(key), output)
+        yield from self._cancelled()
+
+    def cancel(self, key: str) -> None:
+        if key in self._running:
+            self._to_cancel.append(key)
+
+    def _follow(self, key: str, output: RequestOutput) -> Iterable[tuple[str, Came | Completion]]:
+        """The new tokens of a request that is looked at as it goes on."""
+        row, (made,) = self._followed[key], output.outputs
+        if made.finish_reason not in (None, "stop", "length"):
+            del self._followed[key]
+            self._streams.discard(key)
+            yield key, completed(self._running.pop(key), output)
+            return
+        told, ends = len(row.tokens), set(self._end_ids)
+        if output.prompt_logprobs is not None and not row.prompt_logprobs:
+            row.prompt_logprobs = prompt_logprobs(row.request, output)
+        assert made.logprobs is not None
+        for token, at in zip(made.token_ids, made.logprobs, strict=True):
+            if not row.reason:
+                row.add(token, at[token].logprob, likeliest(at, row.top_wanted), token in ends)
+        if key in self._streams and len(row.tokens) > told:
+            yield key, row.came(told)
+        if row.reason:
+            if not output.finished:
+                self._engine.abort_request([key])
+            yield key, self._ended(key)
+
+    def _cancelled(self) -> Iterable[tuple[str, Completion]]:
+        keys, self._to_cancel = self._to_cancel, []
+        for key in keys:
+            if key in self._running:
+                self._engine.abort_request([key])
+                request = self._running[key]
+                row = self._followed.setdefault(key, new_row(request, self._text))
+                row.reason = "cancelled"
+                yield key, self._ended(key)
+
+    def _ended(self, key: str) -> Completion:
+        self._streams.discard(key)
+        del self._running[key]
+        return self._followed.pop(key).completion()
 
     def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> None:
         check_shape(kv.shape, *self._shape, len(names))
@@ -179,6 +247,7 @@ def engine_arguments(path: str, dtype: str, spec: GeneratorSpec) -> EngineArgs:
         dtype=dtype,
         skip_tokenizer_init=True,  # token ids in, token ids out
         generation_config="vllm",  # the model's own sampling defaults do not apply
+        max_logprobs=MAX_LOGPROBS,
         logprobs_mode="raw_logprobs",  # at temperature 1, before truncation
         enable_prefix_caching=True,
         block_size=spec.block_tokens,
@@ -213,17 +282,28 @@ def completed(request: GenerateRequest, output: RequestOutput) -> Completion:
     ids = tuple(made.token_ids)
     assert made.logprobs is not None
     logprobs = tuple(at[token].logprob for at, token in zip(made.logprobs, ids, strict=True))
-    prompt: tuple[float, ...] = ()
-    wanted = len(request.prompt_ids) - 1
-    if request.prompt_logprobs and wanted:
-        # Counted from the end: what stands before depends on where computing began.
-        assert output.prompt_logprobs is not None
-        last = output.prompt_logprobs[-wanted:]
-        prompt = tuple(
-            at[token].logprob for at, token in zip(last, request.prompt_ids[1:], strict=True)
-        )
     versions = (request.prefix.version,) * len(ids)
-    return Completion(request.id, ids, logprobs, versions, made.finish_reason, prompt)
+    wanted = request.top_logprobs
+    return Completion(
+        request.id, ids, logprobs, versions, made.finish_reason, prompt_logprobs(request, output),
+        top_logprobs=tuple(likeliest(at, wanted) for at in made.logprobs) if wanted else (),
+    )  # fmt: skip
+
+
+def prompt_logprobs(request: GenerateRequest, output: RequestOutput) -> tuple[float, ...]:
+    wanted = len(request.prompt_ids) - 1
+    if not request.prompt_logprobs or not wanted:
+        return ()
+    # Counted from the end: what stands before depends on where computing began.
+    assert output.prompt_logprobs is not None
+    last = output.prompt_logprobs[-wanted:]
+    return tuple(at[token].logprob for at, token in zip(last, request.prompt_ids[1:], strict=True))
+
+
+def likeliest(at: Mapping[int, Any], count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` likeliest tokens at a place, as (id, log-probability); vLLM adds the chosen."""
+    ranked = sorted(at.items(), key=lambda item: item[1].rank)
+    return tuple((token, told.logprob) for token, told in ranked[:count])
 
 
 @dataclass
@@ -371,9 +451,9 @@ def _drawn_row(
     drawn = (parameters.extra_args or {}).get(DRAWN)
     if drawn is None:
         return None
-    seed, temperature, top_p, top_k = drawn
+    seed, temperature, top_p, top_k, first = drawn
     assert parameters.max_tokens is not None
-    stream = uniforms(seed, parameters.max_tokens)
+    stream = uniforms(seed, parameters.max_tokens, first)
     return DrawnRow(Sampling(temperature, top_p, top_k), stream, tokens)
 
 

@@ -106,16 +106,16 @@ async def replica(
     gib: float,
 ) -> Pool:
     """A generator of one thread in a process of its own: on vLLM, or embedded for gib 0."""
+    from actors.engine_generator import EngineGeneratorActor
     from actors.generator import GeneratorActor
     from actors.setup import BaseModel
-    from actors.vllm_generator import VllmGeneratorActor
     from protocols.learn_spec import GeneratorSpec
 
     base = BaseModel(model, dtype, 1, documents, 1 << 30, place.plane)
     common = (base, frozenset[int](), 2)
     if gib:
         spec = GeneratorSpec(backend="vllm", block_tokens=BLOCK, kv_gib=gib)
-        pool = place.service.spawn(VllmGeneratorActor, role=name, args=(*common, spec))
+        pool = place.service.spawn(EngineGeneratorActor, role=name, args=(*common, spec))
     else:
         pool = place.service.spawn(GeneratorActor, role=name, args=common)
     await place.service.ready()

@@ -133,6 +133,10 @@ class Conversation:
         end = self._tokenizer.eos_token_id
         return (*ids[: ids.index(end)], end) if end in ids else (*ids, end)
 
+    def ids_of(self, text: str) -> tuple[int, ...]:
+        """The ids of words in the middle of a response, without special tokens."""
+        return self._tokenise(text)
+
     def _hint_block(self, hint: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids of the hint as a user message after others, and of the generation prompt."""
         user = (Message("user", "x"),)

@@ -126,19 +126,8 @@ class TorchEngine:
             row, told = self._rows[key], self._told[key]
             if len(row.tokens) > told:
                 self._told[key] = len(row.tokens)
-                yield key, came(row.request, told, row)
+                yield key, row.came(told)
         for key in [key for key, row in self._rows.items() if row.reason]:
             row = self._rows.pop(key)
             self._told.pop(key, None)
             yield key, row.completion()
-
-
-def came(request: GenerateRequest, first: int, row: Row) -> Came:
-    """The tokens from `first` on."""
-    return Came(
-        request.id,
-        first,
-        tuple(row.tokens[first:]),
-        tuple(row.logprobs[first:]),
-        tuple(row.top[first:]),
-    )

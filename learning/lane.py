@@ -24,7 +24,7 @@ from learning.model import hidden_states, kv_shape
 from learning.sampling import draw, uniforms
 from learning.stopping import Decode, Stopper
 from protocols.errors import DataError
-from protocols.types import Completion, GenerateRequest, Sampling, refused
+from protocols.types import Came, Completion, GenerateRequest, Sampling, refused
 
 
 @dataclass
@@ -63,6 +63,16 @@ class Row:
             del self.tokens[cut.keep :], self.logprobs[cut.keep :], self.top[cut.keep :]
         elif len(self.tokens) == self.request.sampling.max_tokens:
             self.reason = "length"
+
+    def came(self, first: int) -> Came:
+        """Its tokens from the `first`-th on."""
+        return Came(
+            self.request.id,
+            first,
+            tuple(self.tokens[first:]),
+            tuple(self.logprobs[first:]),
+            tuple(self.top[first:]),
+        )
 
     def completion(self) -> Completion:
         if self.error:

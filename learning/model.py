@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -40,6 +42,20 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if not tokenizer.chat_template:
         raise DataError(f"the tokenizer at {path!r} has no chat template; add one to its files")
     return tokenizer
+
+
+def text_of(path: str) -> Callable[[Sequence[int]], str]:
+    """What ids say, without special tokens, by the tokenizer beside a model; it is loaded when it
+    is first needed."""
+
+    @cache
+    def tokenizer() -> PreTrainedTokenizerBase:
+        return AutoTokenizer.from_pretrained(path)
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer().decode(list(ids), skip_special_tokens=True))
+
+    return decode
 
 
 def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:

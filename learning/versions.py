@@ -44,6 +44,14 @@ class VersionLedger:
                 "ids are never reused and never go back; publish a new one"
             )
 
+    def drop(self, version: int) -> list[int]:
+        """Hold a version no more; returns it, unless requests over it are in flight: then the last
+        of them lets go of it. Raises PublishError for one that is not held."""
+        if version not in self._names:
+            raise PublishError(f"cartridge version {version} is not held: nothing to drop")
+        del self._names[version]
+        return [] if self._in_flight[version] else [version]
+
     def index(self, name: str, version: int) -> int:
         """Which of its version's cartridges `name` is. Raises PublishError for what is not held."""
         if version not in self._names:

@@ -13,6 +13,7 @@ from typing import Any
 from monarch.actor import this_host
 
 from actors.doc_teacher import DocTeacherActor
+from actors.engine_generator import EngineGeneratorActor
 from actors.environment import EnvironmentActor
 from actors.generator import GeneratorActor
 from actors.pulse import StoreActor
@@ -20,7 +21,6 @@ from actors.sdpo_teacher import SDPOTeacherActor
 from actors.setup import BaseModel, warm_up
 from actors.teacher_replay import TeacherReplayActor
 from actors.trainer import TrainerActor
-from actors.vllm_generator import VllmGeneratorActor
 from learning.combined import Objective
 from learning.grpo import GRPO, Mismatch
 from learning.losses import DocKL
@@ -40,7 +40,7 @@ from services.service import Service
 
 ROLES: dict[str, type[Any]] = {
     "generator": GeneratorActor,
-    "generator on vllm": VllmGeneratorActor,
+    "generator on vllm": EngineGeneratorActor,
     "doc_teacher": DocTeacherActor,
     "sdpo_teacher": SDPOTeacherActor,
     "environment": EnvironmentActor,

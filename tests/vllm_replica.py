@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -21,14 +23,15 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
+from actors.engine_generator import EngineGeneratorActor
 from actors.setup import BaseModel, bootstrap, missing_vllm
-from actors.vllm_generator import VllmGeneratorActor
 from learning.decoding import generate
-from learning.model import document_kv, load_model
+from learning.model import document_kv, load_model, text_of
 from protocols.learn_spec import GeneratorSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, Snapshot
 from services.replica import Replica as Member
@@ -108,6 +111,8 @@ def tiny_model(family: str, path: Path) -> Tiny:
             if "norm" in name:  # all ones as initialised: a skipped norm's weight would not show
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(path)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
     plain = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     )
@@ -158,7 +163,8 @@ class Replica:
 
     def embedded(self, *requests: GenerateRequest) -> list[Completion]:
         """What the torch backend makes of the same requests."""
-        return generate(self.model.ours, requests, self.lookup, NO_END)
+        text = text_of(self.model.path)
+        return generate(self.model.ours, requests, self.lookup, NO_END, text)
 
     def loads(self) -> tuple[int, int]:
         report = self.call("report")
@@ -168,7 +174,7 @@ class Replica:
 @contextmanager
 def replica(
     model: Tiny,
-    actor: type[Any] = VllmGeneratorActor,
+    actor: type[Any] = EngineGeneratorActor,
     *,
     end_ids: frozenset[int] = NO_END,
     keep: int = 3,
@@ -183,7 +189,7 @@ def replica(
     )
     try:
         base = BaseModel(model.path, "float32", 1, model.documents, 1 << 28, plane)
-        chosen = GeneratorSpec(backend="vllm", **{"kv_gib": 0.05, **spec})
+        chosen = GeneratorSpec(**{"backend": "vllm", "kv_gib": 0.05, **spec})
         member = Member("generator", 0)
         member.actor = procs.spawn("generator0", actor, base, end_ids, keep, chosen)
         started = Replica(model, plane, member)

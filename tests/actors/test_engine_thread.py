@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.engine_thread import EngineDied, EngineThread
 from protocols.errors import DataError, PublishError
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from protocols.types import Came, Completion, GenerateRequest, PrefixRef, Sampling
 
 KV = torch.zeros(1, 1, 2, 1, 1, 1)
 SOON = 5.0
@@ -32,28 +32,38 @@ class Fake:
         self.turns = threading.Semaphore(0)
         self.thread = threading.current_thread()
         self.closing_fails = False
+        self.streams: set[str] = set()
 
     def _note(self, *event: Any) -> None:
         assert threading.current_thread() is self.thread, "another thread touched the engine"
         self.events.append(event)
 
-    def add(self, key: str, request: GenerateRequest) -> None:
+    def add(self, key: str, request: GenerateRequest, stream: bool = False) -> None:
         self._note("add", request.id)
         if not request.prompt_ids:
             raise DataError("an empty prompt")
         self.left[key] = (request, request.sampling.max_tokens)
+        if stream:
+            self.streams.add(key)
 
-    def step(self) -> Iterable[tuple[str, Completion]]:
+    def cancel(self, key: str) -> None:
+        self._note("cancel", self.left[key][0].id)
+        self.left[key] = (self.left[key][0], 0)
+
+    def step(self) -> Iterable[tuple[str, Came | Completion]]:
         assert self.turns.acquire(timeout=SOON), "the test let no step through"
         self._note("step", *sorted(r.id for r, _ in self.left.values()))
         for key, (request, left) in list(self.left.items()):
             if request.id == "poison":
                 raise MemoryError("no block left")
+            if key in self.streams and left:
+                yield key, Came(request.id, request.sampling.max_tokens - left, (5,), (0.0,))
             if left > 1:
                 self.left[key] = (request, left - 1)
             else:
                 del self.left[key]
-                yield key, Completion(request.id, (5,), (0.0,), (request.prefix.version,), "stop")
+                reason = "stop" if left else "cancelled"
+                yield key, Completion(request.id, (5,), (0.0,), (request.prefix.version,), reason)
 
     def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> None:
         self._note("hold", version)
@@ -248,3 +258,44 @@ def test_nobody_can_cancel_the_engine_s_work(start: Start) -> None:
     assert given_up.cancel() is False
     fake.turns.release(1)
     assert given_up.result(SOON).request_id == "given up"
+
+
+def test_a_stream_is_told_token_by_token_and_before_its_completion(start: Start) -> None:
+    thread, fake = start()
+    came: list[Came] = []
+    future = thread.submit(request("s", -1, steps=3), came.append)
+    plain = thread.submit(request("p", -1, steps=3))
+    future.add_done_callback(lambda done: came.append(done.result()))
+    fake.turns.release(3)
+    plain.result(SOON)
+    assert [type(c) for c in came] == [Came, Came, Came, Completion]
+    assert [c.first for c in came[:3]] == [0, 1, 2]
+
+
+def test_cancelling_ends_those_requests_alone(start: Start) -> None:
+    thread, fake = start()
+    long, other = thread.submit(request("a", -1, steps=99)), thread.submit(request("b", -1, 2))
+    fake.turns.release(1)
+    thread.cancel({"a", "never there"}).result(SOON)
+    fake.turns.release(3)
+    assert long.result(SOON).finish_reason == "cancelled"
+    assert other.result(SOON).finish_reason == "stop"
+    assert [e for e in fake.events if e[0] == "cancel"] == [("cancel", "a")]
+
+
+def test_a_dropped_version_is_refused_and_let_go_of_once_nothing_uses_it(start: Start) -> None:
+    thread, fake = start()
+    thread.hold(0, ("p",), KV).result(SOON)
+    running = thread.submit(request("a", 0, steps=4))
+    dropped = thread.drop(0)
+    fake.turns.release(1)
+    dropped.result(SOON)
+    late = thread.submit(request("b", 0))
+    fake.turns.release(1)
+    assert late.result(SOON).finish_reason == "error"
+    assert ("let go", 0) not in fake.events
+    fake.turns.release(2)
+    assert running.result(SOON).finish_reason == "stop"
+    with pytest.raises(PublishError, match="nothing to drop"):
+        thread.drop(0).result(SOON)
+    assert ("let go", 0) in fake.events

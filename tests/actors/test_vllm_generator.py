@@ -15,7 +15,7 @@ import torch
 from monarch.actor import concurrent_endpoint
 from vllm_replica import Replica, over, prompts, replica, require_vllm, tiny_model
 
-from actors.vllm_generator import VllmGeneratorActor
+from actors.engine_generator import EngineGeneratorActor
 from protocols.errors import DataError, PublishError
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 ALIGNED, UNALIGNED, LONG = 64, 50, 200  # whole blocks; not; and more than four chunks
 
 
-class Forgetful(VllmGeneratorActor):
+class Forgetful(EngineGeneratorActor):
     """Its worker can be made to lose a version that requests may still name."""
 
     @concurrent_endpoint

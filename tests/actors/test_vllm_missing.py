@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from actors.engine_generator import EngineGeneratorActor
 from actors.setup import BaseModel
-from actors.vllm_generator import VllmGeneratorActor
 from protocols.errors import RunError
 from protocols.learn_spec import GeneratorSpec
 
@@ -25,7 +25,7 @@ sys.meta_path.insert(0, Hidden())
 @pytest.mark.slow
 def test_everything_else_imports_without_it() -> None:
     code = HIDE + (
-        "import actors.draws, actors.engine_thread, actors.paged, actors.vllm_generator\n"
+        "import actors.draws, actors.engine_thread, actors.paged, actors.engine_generator\n"
         "import forge_run.cli, forge_run.run, services.controller, services.roles, services.run\n"
         "assert 'vllm' not in sys.modules"
     )
@@ -33,9 +33,9 @@ def test_everything_else_imports_without_it() -> None:
 
 
 def test_the_actor_says_which_command_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.vllm_generator.missing_vllm", lambda: True)
-    monkeypatch.setattr("actors.vllm_generator.environment", lambda base: {})
+    monkeypatch.setattr("actors.engine_generator.missing_vllm", lambda: True)
+    monkeypatch.setattr("actors.engine_generator.environment", lambda base: {})
     base = BaseModel("m", "float32", 1, {}, 1, None)  # type: ignore[arg-type]  # no plane
-    actor = VllmGeneratorActor(base, frozenset(), 2, GeneratorSpec(backend="vllm"))
+    actor = EngineGeneratorActor(base, frozenset(), 2, GeneratorSpec(backend="vllm"))
     with pytest.raises(RunError, match="not installed: run `make install-vllm`"):
         actor._engine.started.result(5)  # what its `ready` awaits

@@ -12,7 +12,7 @@ import pytest
 from monarch.actor import concurrent_endpoint
 from vllm_replica import END, Replica, Tiny, over, replica, require_vllm, tiny_model
 
-from actors.vllm_generator import VllmGeneratorActor
+from actors.engine_generator import EngineGeneratorActor
 from learning.decoding import generate
 from protocols.errors import RunError
 from services.replica import Lost
@@ -21,7 +21,7 @@ require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-class Fragile(VllmGeneratorActor):
+class Fragile(EngineGeneratorActor):
     """Its engine's next step can be made to fail, as when memory runs out."""
 
     @concurrent_endpoint

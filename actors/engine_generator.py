@@ -1,0 +1,186 @@
+"""EngineGeneratorActor: an engine, vLLM's or the embedded one, steps in a thread of this process.
+
+Many calls are in flight at a time; each request ends in its own time, may be streamed, and may be
+cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from monarch.actor import Actor, concurrent_endpoint
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from actors.engine_thread import Engine, EngineThread
+from actors.setup import VLLM_REMEDY, BaseModel, missing_vllm
+from learning.engine import TorchEngine
+from learning.model import document_kv, load_model, text_of
+from learning.prefixes import DocumentCache
+from protocols.errors import PublishError, RunError
+from protocols.learn_spec import GeneratorSpec
+from protocols.ports import TensorPlane
+from protocols.types import Came, Completion, EngineReport, Generated, GenerateRequest, Snapshot
+
+TELL_SECONDS = 0.02  # how long tokens of a stream gather before they are sent
+
+
+class EngineGeneratorActor(Actor):
+    """One replica of the `Generate` port, as GeneratorActor is; many calls may be in flight.
+
+    Needs a process of its own: vLLM reads the environment and keeps global state.
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        end_ids: frozenset[int],
+        keep_versions: int,
+        spec: GeneratorSpec,
+    ) -> None:
+        torch.set_num_threads(base.threads)
+        if spec.backend == "vllm":
+            os.environ.update(environment(base))
+        self._plane = base.plane
+        build = partial(_vllm_engine if spec.backend == "vllm" else _torch_engine, base, end_ids)
+        self._engine = EngineThread(partial(build, spec), keep_versions, spec.in_flight)
+
+    @concurrent_endpoint
+    async def ready(self) -> int:
+        """This process's id, once the engine serves."""
+        await asyncio.wrap_future(self._engine.started)
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def use_plane(self, plane: TensorPlane) -> None:
+        """Tensors pass over this plane from now on: the one before was lost."""
+        self._plane = plane
+
+    @concurrent_endpoint
+    async def load(self, snapshot: Snapshot) -> int:
+        """Take a published version from the tensor plane; requests may name it from now on.
+
+        With `in_flight: drain` it first waits for the requests in flight, and later ones for it.
+        """
+        tensors = await self._plane.get(snapshot.packet)
+        held = self._engine.hold(snapshot.version, snapshot.names, tensors["kv"])
+        return await asyncio.wrap_future(held)
+
+    @concurrent_endpoint
+    async def load_file(self, version: int, name: str, path: str) -> int:
+        """Take one cartridge, "kv" [L, 2, H_kv, P, D] of a safetensors file, as a version of its
+        own. Raises PublishError for a file that is none, or does not fit the model."""
+        try:
+            kv = (await asyncio.to_thread(load_file, path))["kv"]
+        except (OSError, SafetensorError, KeyError) as error:
+            raise PublishError(f"{path} holds no cartridge: {error!r}; upload it again") from error
+        return await asyncio.wrap_future(self._engine.hold(version, (name,), kv[None]))
+
+    @concurrent_endpoint
+    async def drop(self, version: int) -> None:
+        """Serve a version no more; requests in flight over it end first."""
+        await asyncio.wrap_future(self._engine.drop(version))
+
+    @concurrent_endpoint
+    async def generate(
+        self, requests: Sequence[GenerateRequest], stream: Any | None = None
+    ) -> Generated:
+        """Completions in the order of the requests; raises DataError for a malformed one.
+
+        `stream`, a Monarch port, is sent lists of `Came` while they are sampled; all of a request's
+        tokens have been sent when its call returns.
+        """
+        begun = time.perf_counter()
+        told = None if stream is None else _Teller(stream)
+        add = None if told is None else told.add
+        futures = [asyncio.wrap_future(self._engine.submit(r, add)) for r in requests]
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        if told is not None:
+            told.flush()
+        done: list[Completion] = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            done.append(result)
+        return Generated(time.perf_counter() - begun, tuple(done))
+
+    @concurrent_endpoint
+    async def cancel(self, ids: Collection[str]) -> None:
+        """End the requests of these ids, where they are here."""
+        await asyncio.wrap_future(self._engine.cancel(ids))
+
+    @concurrent_endpoint
+    async def report(self) -> EngineReport:
+        return await asyncio.wrap_future(self._engine.report())
+
+    @concurrent_endpoint
+    async def shut_down(self) -> EngineReport:
+        """Stop the engine and its processes; the last report."""
+        return await asyncio.wrap_future(self._engine.close())
+
+
+class _Teller:
+    """Gathers what comes, and sends it to a port a few times a second: a message for every token
+    would cost more than the token."""
+
+    def __init__(self, port: Any) -> None:
+        self._port = port
+        self._loop = asyncio.get_running_loop()
+        self._gathered: list[Came] = []
+        self._due = False
+
+    def add(self, came: Came) -> None:
+        """From the engine's thread."""
+        self._loop.call_soon_threadsafe(self._add, came)
+
+    def flush(self) -> None:
+        gathered, self._gathered, self._due = self._gathered, [], False
+        if gathered:
+            self._port.send(gathered)
+
+    def _add(self, came: Came) -> None:
+        self._gathered.append(came)
+        if not self._due:
+            self._due = True
+            self._loop.call_later(TELL_SECONDS, self.flush)
+
+
+def _vllm_engine(base: BaseModel, end_ids: frozenset[int], spec: GeneratorSpec) -> Engine:
+    if missing_vllm():
+        raise RunError(f"this generator needs vLLM, which is not installed: {VLLM_REMEDY}")
+    from actors.vllm_engine import VllmEngine  # reads the environment: not before
+
+    return VllmEngine(base.path, base.dtype, base.documents, end_ids, spec, text_of(base.path))
+
+
+def _torch_engine(base: BaseModel, end_ids: frozenset[int], spec: GeneratorSpec) -> Engine:
+    model = load_model(base.path, base.dtype)
+    cache = DocumentCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
+    return TorchEngine(model, cache.get, end_ids, text_of(base.path))
+
+
+def environment(base: BaseModel) -> dict[str, str]:
+    """What vLLM and torch read from the environment, before either is told anything else."""
+    chosen = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core steps in this process
+        # vLLM 0.32 has two model runners; on CPUs it takes this one. What is tested is what runs.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the mesh says how many threads; none has a core
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "VLLM_HOST_IP": "127.0.0.1",  # all processes of an engine are on this host
+    }
+    if Path(base.path).is_dir():
+        chosen["HF_HUB_OFFLINE"] = "1"
+    if not torch.cuda.is_available():
+        # Compiling takes a CPU longer than it ever wins back (9-50 s before the first token).
+        chosen["TORCHDYNAMO_DISABLE"] = "1"
+    return chosen

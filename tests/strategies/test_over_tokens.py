@@ -1,0 +1,95 @@
+"""Asks in exact tokens, with the shipped model's tokenizer and a generator that is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from environments.conversation import Conversation
+from learning.model import load_tokenizer
+from protocols.errors import DataError, PublishError
+from protocols.replay import Message
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, Until, refused
+from strategies.over_tokens import TokenSampler
+from strategies.port import ABILITIES, Ask, Begun
+
+MODEL = Path(__file__).parents[2] / "models" / "clinic-reader"
+PREFIX = PrefixRef("cartridge/p", 3)
+DOCUMENT = "chart of anna weber. note 1: surgery, 14 march. sodium 41 mmol."
+
+
+@pytest.fixture(scope="module")
+def conversation() -> Conversation:
+    return Conversation(load_tokenizer(str(MODEL)), {"p": DOCUMENT})
+
+
+class Scripted:
+    def __init__(self, conversation: Conversation, *says: str) -> None:
+        self.says, self.conversation = says, conversation
+        self.requests: list[GenerateRequest] = []
+
+    async def __call__(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        self.requests += requests
+        found = []
+        for r, words in zip(requests, self.says, strict=True):
+            ids = self.conversation.ids_of(words)
+            tops = tuple(((i, -0.5), (0, -2.0)) for i in ids)
+            found.append(
+                Completion(r.id, ids, (-0.5,) * len(ids), (3,) * len(ids), "until",
+                           ended_by=".", top_logprobs=tops)
+            )  # fmt: skip
+        return found
+
+
+def ask(*begun: Begun) -> Ask:
+    return Ask(
+        "q/0", (Message("user", "what is the sodium?"),), Sampling(max_tokens=9), 5,
+        *(begun or (Begun(),)), Until(strings=(".",)), 2,
+    )  # fmt: skip
+
+
+def test_an_ask_is_the_opening_after_the_document_s_head(conversation: Conversation) -> None:
+    generate = Scripted(conversation, "the chart says sodium 41 mmol.")
+    sampler = TokenSampler(generate, conversation, "p", PREFIX)
+    (answer,) = asyncio.run(sampler([ask()]))
+    (r,) = generate.requests
+    assert r == GenerateRequest(
+        "q/0", conversation.opening("p", (Message("user", "what is the sodium?"),)), PREFIX,
+        Sampling(max_tokens=9), 5, top_logprobs=2, until=Until(strings=(".",)),
+    )  # fmt: skip
+    assert answer.text == conversation.decode(answer.token_ids)
+    assert answer.text.strip() == "the chart says sodium 41 mmol."
+    assert (answer.tokens, answer.prompt_tokens) == (len(answer.token_ids), len(r.prompt_ids))
+    assert answer.top_logprobs[0][0] == (conversation.decode(answer.token_ids[:1]), -0.5)
+    assert sampler.abilities == ABILITIES
+
+
+def test_a_response_goes_on_from_its_own_ids_and_words_after_them(
+    conversation: Conversation,
+) -> None:
+    first = conversation.ids_of("the chart says")
+    text = conversation.decode(first)
+    generate = Scripted(conversation, " 41 mmol.")
+    sampler = TokenSampler(generate, conversation, "p", PREFIX)
+    asyncio.run(sampler([ask(Begun(f"{text} sodium", first))]))
+    (r,) = generate.requests
+    opening = conversation.opening("p", (Message("user", "what is the sodium?"),))
+    assert r.prompt_ids == (*opening, *first, *conversation.ids_of(" sodium"))
+    assert r.first_draw == len(first) + 1
+
+
+def test_words_that_are_not_the_ids_are_refused(conversation: Conversation) -> None:
+    sampler = TokenSampler(Scripted(conversation, "x"), conversation, "p", PREFIX)
+    with pytest.raises(DataError, match="give the text of the ids"):
+        asyncio.run(sampler([ask(Begun("another", conversation.ids_of("the chart says")))]))
+
+
+def test_a_prefix_that_nobody_holds_is_told(conversation: Conversation) -> None:
+    async def none(requests: Sequence[GenerateRequest]) -> list[Completion]:
+        return [refused(r, "cartridge p version 3 is not held here") for r in requests]
+
+    with pytest.raises(PublishError, match="q/0: cartridge p version 3"):
+        asyncio.run(TokenSampler(none, conversation, "p", PREFIX)([ask()]))
