@@ -1,4 +1,5 @@
-"""From `meshes/x.yaml`, its config, `--config` overlays and `--set` overrides to a RunSpec.
+"""From `meshes/x.yaml`, its config, `--config` overlays and `--set` overrides to a RunSpec;
+from `meshes/serve.yaml` and `--set` overrides to a ServeSpec.
 
     mesh file                <-  --set of a mesh key
     config it names  <-  --config FILE, in order  <-  --set of a config key
@@ -18,7 +19,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from protocols.errors import SpecError
-from protocols.learn_spec import LearnSpec
+from protocols.learn_spec import LearnSpec, ModelSpec
+from protocols.serve_spec import SERVE_KEYS, ServeSpec
 from protocols.spec import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
 from protocols.spec_faults import (
     Fault,
@@ -27,6 +29,7 @@ from protocols.spec_faults import (
     fault,
     faults_of,
     place_of,
+    unknown_key,
     unknown_override,
 )
 from protocols.yaml_lines import Document, Key, Place, parse_document, parse_value, read_yaml
@@ -85,6 +88,39 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
     return Loaded(spec, mesh_places, learn_places)
 
 
+@dataclass(frozen=True)
+class LoadedServe:
+    """A resolved spec of a server and where each of its keys was written."""
+
+    spec: ServeSpec
+    places: Mapping[Key, Place]
+
+    def place(self, key: str) -> Place:
+        """Where a dotted key was written, or its nearest written parent: `"http.listen"`."""
+        return place_of(tuple(key.split(".")), self.places)
+
+
+def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServe:
+    """Read and check `meshes/serve.yaml` with `--set` overrides.
+
+    Raises SpecError as `load_spec` does.
+    """
+    faults: list[Fault] = []
+    document = read_yaml(Path(path), path)
+    values, places = dict(document.values), dict(document.places)
+    for override in _overrides(sets, faults):
+        if override.key[0] in SERVE_KEYS:
+            _override(values, places, override, faults)
+        else:
+            faults.append(unknown_key(override.key[:1], ServeSpec, override.place))
+    spec = _checked(ServeSpec, values, places, faults)
+    if faults or spec is None:
+        raise combined(faults)
+    model = _with_local_model(spec.model, place_of(("model", "path"), places).directory)
+    library = str(_absolute(spec.library, place_of(("library",), places).directory))
+    return LoadedServe(spec.model_copy(update={"model": model, "library": library}), places)
+
+
 def load_resolved(path: Path) -> RunSpec:
     """Read a resolved spec that a run wrote with `dump_yaml(spec.as_dict())`.
 
@@ -118,6 +154,19 @@ class _Override:
 def _route(sets: Sequence[str], faults: list[Fault]) -> tuple[list[_Override], list[_Override]]:
     """The overrides of the mesh and of the config; what is neither becomes a fault."""
     mesh, learn = [], []
+    for override in _overrides(sets, faults):
+        if override.key[0] in MESH_KEYS:
+            mesh.append(override)
+        elif override.key[0] in LEARN_KEYS:
+            learn.append(override)
+        else:
+            faults.append(unknown_override(override.key, override.place))
+    return mesh, learn
+
+
+def _overrides(sets: Sequence[str], faults: list[Fault]) -> list[_Override]:
+    """What `--set` texts say; one that says nothing becomes a fault."""
+    found = []
     for text in sets:
         place = Place(f"--set {text}", 0, Path.cwd())
         name, equals, value_text = text.partition("=")
@@ -128,17 +177,10 @@ def _route(sets: Sequence[str], faults: list[Fault]) -> tuple[list[_Override], l
             )
             continue
         try:
-            override = _Override(key, parse_value(value_text, place.source), place)
+            found.append(_Override(key, parse_value(value_text, place.source), place))
         except SpecError as error:
             faults.append(Fault(place, str(error)))
-            continue
-        if key[0] in MESH_KEYS:
-            mesh.append(override)
-        elif key[0] in LEARN_KEYS:
-            learn.append(override)
-        else:
-            faults.append(unknown_override(key, place))
-    return mesh, learn
+    return found
 
 
 def _override(
@@ -263,15 +305,19 @@ def _with_local_files(spec: MeshSpec, places: Mapping[Key, Place]) -> MeshSpec:
 
 def _with_local_paths(spec: LearnSpec, places: Mapping[Key, Place]) -> LearnSpec:
     """The spec with local paths absolute; hub ids and URLs stay as they are."""
-    model, data = spec.model, spec.data
-    directory = place_of(("model", "path"), places).directory
-    local = _absolute(model.path, directory)
-    if model.path.startswith((".", "/", "~")) or local.is_dir():
-        model = model.model_copy(update={"path": str(local)})
+    data = spec.data
+    model = _with_local_model(spec.model, place_of(("model", "path"), places).directory)
     if data.path is not None and not data.path.startswith(("http://", "https://")):
         directory = place_of(("data", "path"), places).directory
         data = data.model_copy(update={"path": str(_absolute(data.path, directory))})
     return spec.model_copy(update={"model": model, "data": data})
+
+
+def _with_local_model(model: ModelSpec, directory: Path) -> ModelSpec:
+    local = _absolute(model.path, directory)
+    if model.path.startswith((".", "/", "~")) or local.is_dir():
+        return model.model_copy(update={"path": str(local)})
+    return model
 
 
 def _absolute(path: str, directory: Path) -> Path:

@@ -45,7 +45,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunSpec, Path | None, st
 
 
 def test_every_shipped_mesh_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    for mesh in sorted((REPOSITORY / "meshes").glob("*.yaml")):
+    for mesh in sorted(
+        set((REPOSITORY / "meshes").glob("*.yaml")) - {REPOSITORY / "meshes/serve.yaml"}
+    ):
         assert forge_run([str(mesh), "--dry-run"]) == 0
         out, err = capsys.readouterr()
         assert out.startswith(f"plan of {mesh.stem}\n")

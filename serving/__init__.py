@@ -1,0 +1,1 @@
+"""The HTTP door in front of the generators: OpenAI's wire, cartridges and strategies by name."""

@@ -1,0 +1,80 @@
+"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`.
+
+400 invalid_request_error   what the request says, `param` naming the field
+401 authentication_error    a key that is missing or wrong
+403 permission_error        an admin route that is off
+404 not_found_error         no such model, cartridge, version or route
+413 / 408                   a body that is too large, or comes too slowly
+429 rate_limit_error        the queue is full; Retry-After says when there is room
+503 / 504 service_error     draining or starting; the request's deadline passed
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class ErrorBody(BaseModel):
+    """What went wrong, in OpenAI's fields."""
+
+    message: str = Field(description="what is wrong, and the remedy")
+    type: str = Field(description="the family of the error")
+    param: str | None = Field(description="the field of the request that is at fault")
+    code: str | None = Field(description="a word for programs")
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is no success."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """What a client is told instead of an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after = retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = KINDS.get(self.status, "service_error")
+        error = ErrorBody(message=self.message, type=kind, param=self.param, code=self.code)
+        return ErrorAnswer(error=error).model_dump()
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+
+
+def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def plain_json(value: Any) -> bytes:
+    """JSON in ASCII: a lone surrogate in what a client sent cannot break the answer to it."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()

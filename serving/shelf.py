@@ -1,0 +1,98 @@
+"""Which cartridge versions the generators hold: loaded when first asked for, the least recently
+used ones dropped, none while a request reads it.
+
+A version of the library gets a number of the generators' own when it is loaded, which only grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from protocols.types import PrefixRef
+from serving.backend import Backend
+from serving.errors import ApiError
+from serving.library import Entry, sha256
+
+Key = tuple[str, int]
+
+
+@dataclass
+class _Held:
+    version: int
+    loading: asyncio.Task[None]
+    users: int = 0
+    dropped: bool = field(default=False)
+
+
+class Shelf:
+    """At most `most` versions, but for those in use."""
+
+    def __init__(self, backend: Backend, most: int) -> None:
+        self._backend, self._most = backend, most
+        self._held: OrderedDict[Key, _Held] = OrderedDict()
+        self._versions = itertools.count(1)
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    @property
+    def held(self) -> list[Key]:
+        return list(self._held)
+
+    @asynccontextmanager
+    async def using(self, entry: Entry) -> AsyncIterator[PrefixRef]:
+        """The prefix to ask the generators for, there for as long as the block lasts. Raises
+        ApiError for a file that is damaged, or what the generators say of it."""
+        held = self._held.get(entry.key)
+        if held is None:
+            version = next(self._versions)
+            # One task for all who ask meanwhile, which the first one's leaving does not cancel.
+            held = _Held(version, asyncio.create_task(self._load(entry, version)))
+            self._held[entry.key] = held
+        self._held.move_to_end(entry.key)
+        held.users += 1
+        try:
+            await asyncio.shield(held.loading)
+            yield PrefixRef(f"cartridge/{entry.manifest.name}", held.version)
+        finally:
+            held.users -= 1
+            failed = held.loading.done() and (
+                held.loading.cancelled() or held.loading.exception() is not None
+            )
+            if failed and self._held.get(entry.key) is held:
+                del self._held[entry.key]
+            self._tidy()
+
+    def drop(self, key: Key) -> None:
+        """The library has it no more: let go of it once its last request has ended."""
+        if key in self._held:
+            self._held[key].dropped = True
+            self._tidy()
+
+    async def close(self) -> None:
+        """Wait for what is being dropped."""
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+
+    async def _load(self, entry: Entry, version: int) -> None:
+        if await asyncio.to_thread(sha256, entry.path) != entry.manifest.sha256:
+            name, number = entry.key
+            raise ApiError(
+                503,
+                f"the file of cartridge {name}@{number} is damaged: it does not match its "
+                "checksum; drop it and add it again",
+                param="cartridge",
+                code="cartridge_damaged",
+            )
+        await self._backend.load(version, entry.manifest.name, entry.path)
+
+    def _tidy(self) -> None:
+        for key, held in list(self._held.items()):
+            spare = held.dropped or len(self._held) > self._most
+            if spare and not held.users and held.loading.done():
+                del self._held[key]
+                task = asyncio.create_task(self._backend.drop(held.version))
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
