@@ -150,10 +150,9 @@ def parse_answer(response: str, question: Question) -> str | None:
     Of two options with one text the first is returned; either is scored alike. Text wins over
     letter, for an option's text may begin with one ("a fracture").
     """
-    found = list(_ANSWER.finditer(response))
-    if not found:
+    rest = said_answer(response)
+    if rest is None:
         return None
-    rest = response[found[-1].end() :]
     said = _fold(rest)
     texts = [_fold(o) for o in question.options]
     exact = [i for i, t in enumerate(texts) if t == said]
@@ -164,6 +163,12 @@ def parse_answer(response: str, question: Question) -> str | None:
         return LETTERS[best[0]]
     letter = _LETTER.match(rest.strip(_AROUND))
     return letter.group(1).lower() if letter else None
+
+
+def said_answer(response: str) -> str | None:
+    """What follows the last "answer is" / "answer:", to the end; None where nothing does."""
+    found = list(_ANSWER.finditer(response))
+    return response[found[-1].end() :] if found else None
 
 
 def _fold(text: str) -> str:

@@ -1,0 +1,138 @@
+r"""When two mathematical answers are one: 0.5, \frac{1}{2} and 1/2.
+
+    same text, but for spacing      -> yes
+    both plain numbers              -> by exact fractions
+    else                            -> math-verify, in a process of its own  (`math_judge`)
+
+Most pairs need no more than the first two, and sympy is imported by nobody but the judge. A pair
+that the judge cannot settle in time is not the same; nor is any with an answer that it cannot even
+compare with 1 (a power tower), which is tried once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import re
+import select
+import subprocess
+import sys
+import threading
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+
+from protocols.errors import RunError
+
+SECONDS = 2.0  # a comparison takes milliseconds; the first ones of a process, tenths of a second
+GRACE_S = 10.0  # for the judge's own alarm to end it, on a machine that stalls
+START_S = 120.0
+LONGEST = 300  # characters: what is longer is no number that anyone votes for
+
+_NUMBER = re.compile(r"([+-]?)(?:(\d+|\d{1,3}(?:,\d{3})+)?(?:\.(\d*))?)")
+_FRACTION = re.compile(r"([+-]?)(?:\\frac\{(\d+)\}\{(\d+)\}|\\frac(\d)(\d)|(\d+)/(\d+))")
+_SPACING = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\s+|\$")
+
+
+def same_math(a: str, b: str) -> bool:
+    """Whether two answers, as LaTeX or plain text, mean the same. Blocks for `SECONDS` and little
+    more; raises RunError where the judge cannot start."""
+    a, b = _plain(a), _plain(b)
+    if a == b:
+        return True
+    if max(len(a), len(b)) > LONGEST or not a or not b:
+        return False
+    left, right = _number(a), _number(b)
+    if left is not None and right is not None:
+        return left == right
+    return _comparable(a) and _comparable(b) and _judged(*sorted((a, b)))
+
+
+def _plain(answer: str) -> str:
+    text = re.sub(r"\\[dt]frac", r"\\frac", answer)
+    return _SPACING.sub("", text).rstrip(".")
+
+
+def _number(text: str) -> Fraction | None:
+    """Exactly, or None. Without exponents: 1e999999999 has too many digits for anyone."""
+    if found := _FRACTION.fullmatch(text):
+        sign, *parts = found.groups()
+        top, bottom = (int(p) for p in parts if p is not None)
+        return (-1 if sign == "-" else 1) * Fraction(top, bottom) if bottom else None
+    found = _NUMBER.fullmatch(text)
+    if not found or not (found[2] or found[3]):
+        return None
+    whole, rest = (found[2] or "0").replace(",", ""), found[3] or ""
+    return (-1 if found[1] == "-" else 1) * Fraction(int(whole + rest), 10 ** len(rest))
+
+
+@lru_cache(maxsize=4096)
+def _comparable(answer: str) -> bool:
+    return _number(answer) is not None or _judge.ask(answer, "1") is not None
+
+
+@lru_cache(maxsize=4096)
+def _judged(a: str, b: str) -> bool:
+    return bool(_judge.ask(a, b))
+
+
+class _Judge:
+    """The process that runs math-verify: started at the first question, again after it died."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, a: str, b: str) -> bool | None:
+        """Whether they are the same; None where that took too long, or too much memory."""
+        with self._lock:
+            process = self._process or self._start()
+            assert process.stdin is not None
+            line = json.dumps({"a": a, "b": b, "seconds": SECONDS}) + "\n"
+            try:
+                process.stdin.write(line.encode())
+                process.stdin.flush()
+            except BrokenPipeError:
+                said = b""
+            else:
+                said = _line(process, SECONDS + GRACE_S)
+            if not said:
+                self.end()
+                return None
+            return said == b"1"
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # -I: this folder's files must not shadow anybody's modules.
+        program = [sys.executable, "-I", str(Path(__file__).with_name("math_judge.py"))]
+        self._process = subprocess.Popen(
+            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        atexit.register(self.end)
+        if _line(self._process, START_S) != b"ready":
+            self.end()
+            raise RunError("math-verify does not start, and answers cannot be compared without; "
+                           "is it installed? run `make install`")  # fmt: skip
+        return self._process
+
+    def end(self) -> None:
+        process, self._process = self._process, None
+        atexit.unregister(self.end)
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """The one short line that it writes, or nothing by the end of time, or of it."""
+    assert process.stdout is not None
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    return process.stdout.readline().strip() if poll.poll(seconds * 1000) else b""
+
+
+_judge = _Judge()
+
+
+def end_judge() -> None:
+    """End the judge's process, if there is one; the next question starts another."""
+    _judge.end()

@@ -1,0 +1,115 @@
+"""Where answers stand in responses, and which of them are one."""
+
+import threading
+import time
+
+import pytest
+
+from protocols.errors import DataError
+from strategies.answers import Form, clusters, extract, same
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "answer"),
+    [
+        ("math", r"so \boxed{4} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        ("math", r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        ("math", r"\boxed{}", None),
+        ("math", r"\boxed{12", None),
+        ("math", "12", None),
+        ("rg", "<answer>1</answer> no: <answer>\n2 </answer>", "2"),
+        ("rg", "<answer>1 <answer>2</answer>", "2"),
+        ("rg", "<answer></answer>", None),
+        ("rg", "<answer>3", None),
+        ("supergpqa", r"\boxed{C}", "C"),
+        ("supergpqa", r"\boxed{\text{(j)}}", "J"),
+        ("supergpqa", r"\boxed{B. mitosis}", "B"),
+        ("supergpqa", r"\boxed{mitosis}", None),
+        ("supergpqa", "B", None),
+        ("clinic", "the answer is 41.5 Gram daily. that is all.", "41.5 gram daily"),
+        ("clinic", "the answer is a fracture.", "a fracture"),
+        ("clinic", "answer: (B) 41 gram", "b"),
+        ("clinic", "the answer is c.", "c"),
+        ("clinic", "the answer is 3. no, the answer is 4.", "4"),
+        ("clinic", "the answer is", None),
+        ("clinic", "four", None),
+        ("general", "2 + 2\nThe answer is: 4\nbye", "4"),
+        ("general", "Answer:\n 4", "4"),
+        ("general", "Answer: 4\nAnswer:", None),
+        ("general", "  four \n", "four"),
+        ("general", " \n", None),
+    ],
+)
+def test_extract(form: Form, text: str, answer: str | None) -> None:
+    assert extract(text, form) == answer
+
+
+def test_an_unknown_form_is_named() -> None:
+    with pytest.raises(DataError, match=r"'maths'.*math, rg"):
+        extract("", "maths")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("form", "a", "b", "equal"),
+    [
+        ("math", "0.5", r"\dfrac{1}{2}", True),
+        ("math", "1/2", r"\frac12", True),
+        ("math", "-1/2", "-.50", True),
+        ("math", "1,000", "1000.", True),
+        ("math", "0.333", r"\frac{1}{3}", False),
+        ("math", "1,00", "100", False),
+        ("math", r"\left( 1, 2 \right)", "(1,2)", True),
+        ("math", "12", "21", False),
+        ("rg", "A b", "a b", False),
+        ("supergpqa", "A", "A", True),
+        ("clinic", "41 Gram", "41  gram", True),
+        ("general", '"Four".', "four", True),
+    ],
+)
+def test_same(form: Form, a: str, b: str, equal: bool) -> None:
+    assert same(a, b, form) is same(b, a, form) is equal
+
+
+# These need math-verify: one process, about a second to start.
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    [
+        (r"\sqrt{8}", r"2\sqrt 2", True),
+        ("x^2+2x+1", "(x+1)^2", True),
+        ("x=3", "3", True),
+        (r"50\%", "0.5", True),
+        (r"\{1,2\}", r"\{2,1\}", True),
+        ("(1,2)", "(2,1)", False),
+        ("[0,1]", "[0,1)", False),
+        (r"\infty", r"-\infty", False),
+        (r"\frac{1}{0}", "3", False),
+        (r"\frac{", "3", False),
+    ],
+)
+def test_same_by_math_verify(a: str, b: str, equal: bool) -> None:
+    assert same(a, b, "math") is same(b, a, "math") is equal
+
+
+def test_what_never_ends_ends_outside_the_main_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.equivalence.SECONDS", 0.3)
+    tower = "7^{9^{9^{9}}}"
+    found: list[bool] = []
+
+    def ask() -> None:
+        found.append(same(tower, "2", "math"))
+        found.append(same(tower, r"\sqrt{3}", "math"))  # known by now: no second wait
+        found.append(same(tower, tower, "math"))
+
+    begun = time.perf_counter()
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(60)
+    assert found == [False, False, True]
+    assert time.perf_counter() - begun < 20
+    # The judge that the tower ended has a successor.
+    assert same(r"\sqrt{12}", r"2\sqrt 3", "math")
+
+
+def test_clusters_in_order_of_appearance() -> None:
+    assert clusters(["1/2", None, "3", "0.5", "3.0"], "math") == [[0, 3], [2, 4]]
+    assert clusters([None, None], "rg") == []
