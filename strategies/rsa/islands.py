@@ -18,6 +18,7 @@ import random
 from dataclasses import dataclass
 
 from protocols.errors import DataError
+from protocols.rsa import shape_fault
 
 Parents = tuple[tuple[int, ...], ...]
 
@@ -33,27 +34,10 @@ class Shape:
     T: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("M", "N", "K", "T"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise DataError(f"rsa: {name} must be a whole number >= 1: got {value!r}; raise it")
-        if self.M & (self.M - 1):
-            raise DataError(
-                f"rsa: M must be a power of two, for islands merge in pairs: got {self.M}; "
-                f"use {1 << (self.M.bit_length() - 1)} or {1 << self.M.bit_length()}"
-            )
-        if self.K > self.N:
-            raise DataError(
-                f"rsa: K must be <= N ({self.N}), the candidates of an island: got {self.K}; lower "
-                "K or raise N"
-            )
-        if self.T % (self.merges + 1):
-            below = self.T - self.T % (self.merges + 1)
-            raise DataError(
-                f"rsa: T must be divisible by log2(M) + 1 = {self.merges + 1}, so that every stage "
-                f"of merging takes as many populations: got T = {self.T} with M = {self.M}; use "
-                f"{f'{below} or ' if below else ''}{below + self.merges + 1}, or another M"
-            )
+        fault = shape_fault(self.M, self.N, self.K, self.T)
+        if fault is not None:
+            name, rule, remedy = fault
+            raise DataError(f"rsa: {name} {rule}: got {getattr(self, name)!r}; {remedy}")
 
     @property
     def slots(self) -> int:

@@ -58,7 +58,7 @@ def test_blocks_are_neighbours_and_a_merge_makes_one_of_two() -> None:
         ({"M": 0}, "M must be a whole number >= 1: got 0"),
         ({"N": 2.0}, "N must be a whole number >= 1: got 2.0"),
         ({"K": 5}, r"K must be <= N \(4\), .*: got 5; lower K or raise N"),
-        ({"M": 4, "T": 4}, r"T must be divisible by log2\(M\) \+ 1 = 3.*T = 4 .*; use 3 or 6"),
+        ({"M": 4, "T": 4}, r"T must be divisible by log2\(M\) \+ 1 = 3.*: got 4; use 3 or 6"),
         ({"M": 4, "T": 1}, "T must be divisible.*use 3, or another M"),
     ],
 )
