@@ -113,7 +113,7 @@ async def run(
 def _metered(judge: Sampler | Judge, meter: Meter) -> Judge:
     if hasattr(judge, "abilities"):
         return token_judge(meter.beside(cast(Sampler, judge)))
-    return cast(Judge, judge)
+    return judge
 
 
 def _near(name: str) -> str:
