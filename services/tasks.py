@@ -10,7 +10,6 @@ ever appears in the middle.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from environments.conversation import NO_DOCUMENT, Conversation
 from protocols.errors import DataError
 from protocols.learn_spec import DataSpec, LearnSpec
 from protocols.replay import Message
+from protocols.seeds import stream_seed
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 
 
@@ -180,11 +180,6 @@ class Tasks:
 def over(prompt: Prompt, prefix: PrefixRef) -> Prompt:
     """The same prompt with another prefix before it."""
     return replace(prompt, request=replace(prompt.request, prefix=prefix))
-
-
-def stream_seed(name: str) -> int:
-    """A 63-bit seed from a name: the same in every process (no `hash`)."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
 def in_turns(rows: Sequence[Sequence[Question]]) -> list[Question]:

@@ -52,7 +52,8 @@ class Answer:
 
     `tokens` and `prompt_tokens` are what the backend counts. `token_ids`, `logprobs` and
     `top_logprobs` (per token the likeliest, as (text, log-probability), likeliest first) are empty
-    where it does not tell. `finish_reason` and `ended_by` as in `protocols.types.Completion`.
+    where it does not tell. `finish_reason` and `ended_by` as in `protocols.types.Completion`; the
+    `Meter` alone says "budget", for a response that is cut short by it.
     `text` is that of all `token_ids`, but for special tokens.
     """
 

@@ -1,0 +1,99 @@
+"""Adaptive scaling: further candidates only where the model is less sure than it has been.
+
+    probe step: u = -mean log-probability of its tokens, m the momentum of u so far
+      t = 0, or exp(m) / gamma >= exp(u)   keep the probe
+      else                                 N - 1 more candidates (1 call), the best by the scorer
+    m <- alpha * m + (1 - alpha) * u of the probe
+
+Momentum uncertainty (Yan et al. 2025). m starts at 0 and so lags behind for some steps: of a
+constant u = 0.3 steps 1 to 9 are scaled. "bias_corrected" divides it by 1 - alpha^t (as Adam does),
+and scales none of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+from pydantic import Field
+
+from protocols.spec_base import Spec
+from strategies.detectors import Detector
+from strategies.meter import BudgetSpent, Meter
+from strategies.port import require
+from strategies.question import Question
+from strategies.result import Result
+from strategies.scorers import ScorerName, scorer
+from strategies.search import best_first, conclude, scored_candidates
+from strategies.steps import Path, Stepper, concluding, path_result
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """The running mean of a path's uncertainty, after `steps` of them."""
+
+    alpha: float
+    gamma: float
+    corrected: bool
+    value: float = 0.0
+    steps: int = 0
+
+    def scales(self, uncertainty: float) -> bool:
+        """Whether a probe this unsure is worth more candidates; the first never is."""
+        if self.steps == 0:
+            return False
+        usual = self.value / (1 - self.alpha**self.steps) if self.corrected else self.value
+        return usual - math.log(self.gamma) < uncertainty
+
+    def after(self, uncertainty: float) -> Momentum:
+        value = self.alpha * self.value + (1 - self.alpha) * uncertainty
+        return Momentum(self.alpha, self.gamma, self.corrected, value, self.steps + 1)
+
+
+class AdaptiveScaling(Spec):
+    """Best-of-N at the steps where the model is unsure, one candidate elsewhere."""
+
+    candidates: int = Field(default=4, ge=2, description="candidates of an unsure step")
+    alpha: float = Field(default=0.9, ge=0, lt=1, description="weight of the past in the momentum")
+    gamma: float = Field(
+        default=0.9, gt=0, le=1, description="how much less sure a step must be: 1 is any less"
+    )
+    momentum: Literal["plain", "bias_corrected"] = Field(
+        default="plain", description="bias_corrected: does not lag behind at the start"
+    )
+    max_steps: int = Field(default=32, ge=1, description="steps before the final answer")
+    scorer: ScorerName = Field(default="perplexity", description="what a step is chosen by")
+    detector: Detector = Field(default=Detector(), description="where steps end")
+
+    async def solve(self, meter: Meter, question: Question) -> Result:
+        by = scorer(self.scorer, question)
+        require(meter, "adaptive_scaling", "continue", "until", "logprobs", *by.needs)
+        stepper = Stepper(meter, question, self.detector, by.top_logprobs)
+        momentum = Momentum(self.alpha, self.gamma, self.momentum == "bias_corrected")
+        path, spent = Path(), False
+        log: list[dict[str, Any]] = []
+        try:
+            for t in range(self.max_steps):
+                grown = await scored_candidates(stepper, by, [path], 1, f"probe/{t}")
+                said = grown[0].steps[-1].logprobs
+                unsure = -fmean(said) if said else 0.0
+                scaled = momentum.scales(unsure)
+                log.append({"uncertainty": unsure, "momentum": momentum.value, "scaled": scaled})
+                if scaled:
+                    path = grown[0]  # stands, if the budget ends here
+                    more = self.candidates - 1
+                    grown += await scored_candidates(
+                        stepper, by, [path.before()], more, f"step/{t}"
+                    )
+                path = best_first(grown, lambda scores: scores[-1])[0]
+                momentum = momentum.after(unsure)
+                if path.state != "on":
+                    break
+            if path.state != "done":
+                count = self.candidates
+                path = (await conclude(stepper, by, [path], count, "final"))[0]
+        except BudgetSpent:
+            spent, path = True, concluding(path)
+        return path_result(path, meter, question, {"log": log}, spent=spent)

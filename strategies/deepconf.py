@@ -1,0 +1,154 @@
+"""DeepConf: the surest traces vote by their confidence (Fu et al. 2025).
+
+    offline   N traces --confidence--> the surest share votes, weighted by confidence
+    online    warm-up traces --> s, the lowest group of the last one that is kept
+              further traces, each stopped at its first full window below s
+              warm-up and surviving traces vote; with `consensus` further ones are asked for in
+              batches, until the leading answer cannot be overtaken
+
+How far an answer can still be lifted has no bound (one sure token is worth any number of unsure
+ones), so each trace to come is taken to weigh as much as the heaviest so far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from protocols.spec_base import Spec
+from protocols.types import Until
+from strategies.answers import extract
+from strategies.confidence import Measure, token_confidences, trace_confidence
+from strategies.meter import BudgetSpent, Meter
+from strategies.port import Answer, require
+from strategies.question import Question
+from strategies.result import Result
+from strategies.votes import Vote, surest, tally
+
+
+@dataclass(frozen=True)
+class _Trace:
+    said: Answer
+    answer: str | None
+    confidence: float  # by the measure that weighs votes
+    lowest: float  # of its groups: what the threshold is held against
+
+
+class DeepConf(Spec):
+    """The surest traces vote by their confidence."""
+
+    mode: Literal["offline", "online"] = Field(
+        default="offline", description="online: stop traces that are unsure"
+    )
+    traces: int = Field(default=16, ge=1, description="traces in all, warm-up included")
+    measure: Measure = Field(default="lowest_group", description="what a trace's confidence is")
+    window: int = Field(default=2048, ge=1, description="tokens of a group, and of the tail")
+    top: int = Field(default=20, ge=1, description="log-probabilities behind a token's confidence")
+    keep_fraction: float = Field(
+        default=0.1, gt=0, le=1, description="share of the traces, the surest, that vote"
+    )
+    warmup: int = Field(default=16, ge=1, description="online: traces that set the threshold")
+    consensus: bool = Field(
+        default=False, description="online: stop when the answer cannot be overtaken"
+    )
+    batch: int = Field(default=8, ge=1, description="traces a call, with consensus")
+
+    async def solve(self, meter: Meter, question: Question) -> Result:
+        if self.mode == "online":
+            require(meter, "deepconf (online)", "top_logprobs", "confidence")
+            return await self._online(meter, question)
+        require(meter, "deepconf", "top_logprobs")
+        traces = await self._sample(meter, question, range(self.traces))
+        kept = surest([t.confidence for t in traces], self.keep_fraction)
+        return await self._voted(meter, question, traces, kept, {})
+
+    async def _online(self, meter: Meter, question: Question) -> Result:
+        first = min(self.warmup, self.traces)
+        traces = await self._sample(meter, question, range(first))
+        lowest = [t.lowest for t in traces]
+        floor = min(lowest[i] for i in surest(lowest, self.keep_fraction))
+        until = Until(window=self.window, floor=floor, top=self.top)
+        details: dict[str, object] = {"threshold": floor, "warmup": first}
+        while len(traces) < self.traces:
+            if self.consensus and await self._decided(traces, question):
+                details["consensus"] = True
+                break
+            more = self.batch if self.consensus else self.traces
+            asked = range(len(traces), min(len(traces) + more, self.traces))
+            try:
+                traces += await self._sample(meter, question, asked, until)
+            except BudgetSpent:
+                details["budget_spent"] = True
+                break
+        return await self._voted(meter, question, traces, _surviving(traces), details)
+
+    async def _sample(
+        self, meter: Meter, question: Question, which: range, until: Until | None = None
+    ) -> list[_Trace]:
+        asks = [question.ask(str(i), until=until, top_logprobs=self.top) for i in which]
+        found = []
+        for said in await meter(asks):
+            confidences = token_confidences(said.top_logprobs, self.top)
+            found.append(
+                _Trace(
+                    said,
+                    extract(said.text, question.form),
+                    trace_confidence(confidences, self.measure, self.window),
+                    trace_confidence(confidences, "lowest_group", self.window),
+                )
+            )
+        return found
+
+    async def _decided(self, traces: list[_Trace], question: Question) -> bool:
+        votes = await _votes(traces, _surviving(traces), question)
+        if not votes:
+            return False
+        second = votes[1].weight if len(votes) > 1 else 0.0
+        heaviest = max(t.confidence for t in traces)
+        return votes[0].weight - second > (self.traces - len(traces)) * heaviest
+
+    async def _voted(
+        self,
+        meter: Meter,
+        question: Question,
+        traces: list[_Trace],
+        kept: list[int],
+        details: dict[str, object],
+    ) -> Result:
+        votes = await _votes(traces, kept, question)
+        voters = votes[0].traces if votes else kept
+        chosen = traces[max(voters, key=lambda i: (traces[i].confidence, -i))].said
+        details |= {
+            "traces": [
+                {
+                    "answer": t.answer,
+                    "confidence": t.confidence,
+                    "tokens": t.said.tokens,
+                    "stopped": _stopped(t),
+                }
+                for t in traces
+            ],
+            "kept": kept,
+            "votes": [v.plain() for v in votes],
+        }
+        spent = "budget_spent" in details
+        return Result(
+            chosen.text, votes[0].answer if votes else None, meter.spent,
+            "budget" if spent else chosen.finish_reason, chosen.token_ids, details,
+        )  # fmt: skip
+
+
+def _stopped(trace: _Trace) -> bool:
+    return trace.said.ended_by == "confidence"
+
+
+def _surviving(traces: list[_Trace]) -> list[int]:
+    return [i for i, t in enumerate(traces) if not _stopped(t)]
+
+
+async def _votes(traces: list[_Trace], kept: list[int], question: Question) -> list[Vote]:
+    """Of the kept traces, by their place among all."""
+    answers = [t.answer if i in kept else None for i, t in enumerate(traces)]
+    return await tally(answers, question.form, [t.confidence for t in traces])

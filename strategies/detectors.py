@@ -1,0 +1,117 @@
+r"""Where a step ends, and when an answer is there: patterns, as `Until` takes them.
+
+    structured   a step pattern ("\n\n") or an answer pattern ends the step
+    thinking     inside a thinking block a step ends before the next marker ("Wait", "So"); with the
+                 block's end begins the last step, which is the whole answer
+
+An answer pattern with a group holds its answer there: r"answer is ([^.\n]+)\." ends the response
+once it is complete. Without a group the answer is what stands behind, and since a response ends
+*with* the pattern, there is nothing yet: then the step is dropped and a final answer sampled.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from protocols.spec_base import Spec, broken
+from protocols.types import Until
+from strategies.answers import Form
+
+STEP_PATTERNS: dict[Form, tuple[str, ...]] = {
+    "math": (r"\n\n",),
+    "rg": (r"\n\n",),
+    "supergpqa": (r"\n\n",),
+    "clinic": (r"\.\s",),
+    "general": (r"\n\n",),
+}
+_BOXED = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
+ANSWER_PATTERNS: dict[Form, tuple[str, ...]] = {
+    "math": (_BOXED,),
+    "rg": (r"<answer>((?s:.*?))</answer>",),
+    "supergpqa": (_BOXED,),
+    # The blank tells the end of the sentence from the point in 41.5; an end token tells it too.
+    "clinic": (r"answer is ([^\n]*?)\.\s",),
+    "general": (r"(?i:answer(?: is|:))[ \t]*(\S[^\n]*)\n",),
+}
+MARKERS = (
+    "wait", "but", "so", "hmm", "alternatively", "however", "therefore", "thus", "first", "next",
+    "then", "finally", "now", "let me", "let's", "actually", "maybe", "okay",
+)  # fmt: skip
+END_OF_THINKING = "</think>"
+# A step that began with its marker, or with the blanks before it, must not end there at once.
+_FAR_ENOUGH = 12  # characters
+
+
+class Detector(Spec):
+    """Where steps end. Patterns are regular expressions; none given: those of the answer's form."""
+
+    kind: Literal["structured", "thinking"] = Field(
+        default="structured", description="what steps are told by"
+    )
+    step_patterns: tuple[str, ...] = Field(default=(), description="what ends a step")
+    answer_patterns: tuple[str, ...] = Field(
+        default=(), description="what ends the response: an answer"
+    )
+    markers: tuple[str, ...] = Field(
+        default=MARKERS, min_length=1, description="thinking: words that begin a step"
+    )
+    min_tokens: int = Field(default=1, ge=1, description="fewest tokens of a step")
+    max_tokens: int = Field(default=256, ge=1, description="most tokens of a step")
+
+    @field_validator("step_patterns", "answer_patterns")
+    @classmethod
+    def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                compiled = re.compile(pattern)
+            except re.error as error:
+                raise broken(
+                    f"must be regular expressions ({error})", f"mend {pattern!r}"
+                ) from None
+            if compiled.match(""):
+                raise broken("must match some text", f"{pattern!r} matches none; mend it")
+        return patterns
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _holds_the_fewest(cls, most: int, info: ValidationInfo) -> int:
+        fewest = info.data.get("min_tokens", 1)
+        if most < fewest:
+            raise broken(f"must be >= min_tokens ({fewest})", "raise it")
+        return most
+
+    def until(self, so_far: str, form: Form) -> Until | None:
+        """Where the step after the text `so_far` ends; None: with the response."""
+        if self.kind == "structured":
+            steps = self.step_patterns or STEP_PATTERNS[form]
+            return Until(patterns=(*self._answers(form), *steps), after=self.min_tokens)
+        if END_OF_THINKING in so_far:
+            return None
+        words = "|".join(re.escape(m) for m in self.markers)
+        marked = (
+            rf"(?<=[\s\S]{{{_FAR_ENOUGH}}})"
+            rf"(?:(?<=[.!?])\s+|(?<=\S)[ \t]*\n\s*)(?i:{words})\b"
+        )
+        # The response ends before what is met, and the block's end belongs to it: so what is met is
+        # the character behind.
+        ended = rf"(?<={END_OF_THINKING})[\s\S]"
+        return Until(patterns=(ended, marked), after=self.min_tokens, before=True)
+
+    def answered(self, so_far: str, step: str, form: Form) -> bool | None:
+        """Whether the step holds an answer: None without an answer pattern in it, False where one
+        stands with nothing in its group, or behind it."""
+        if self.kind == "thinking" and END_OF_THINKING not in so_far:
+            return None
+        found = None
+        for pattern in self._answers(form):
+            for match in re.finditer(pattern, step):
+                groups = match.re.groups
+                content = match[1] if groups else step[match.end() :]
+                found = bool(found) or bool(content and content.strip())
+        return found
+
+    def _answers(self, form: Form) -> tuple[str, ...]:
+        return self.answer_patterns or ANSWER_PATTERNS[form]

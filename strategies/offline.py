@@ -1,0 +1,37 @@
+"""Whole responses, then a choice by their answers alone: any backend will do."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from protocols.spec_base import Spec
+from strategies.answers import extract
+from strategies.meter import Meter
+from strategies.question import Question
+from strategies.result import Result
+from strategies.votes import tally
+
+
+class ChainOfThought(Spec):
+    """One response."""
+
+    async def solve(self, meter: Meter, question: Question) -> Result:
+        (said,) = await meter([question.ask("0")])
+        answer = extract(said.text, question.form)
+        return Result(said.text, answer, meter.spent, said.finish_reason, said.token_ids)
+
+
+class SelfConsistency(Spec):
+    """The most frequent answer of several responses (Wang et al. 2022), sampled in one call."""
+
+    samples: int = Field(default=16, ge=1, description="responses that vote")
+
+    async def solve(self, meter: Meter, question: Question) -> Result:
+        traces = await meter([question.ask(str(i)) for i in range(self.samples)])
+        answers = [extract(t.text, question.form) for t in traces]
+        votes = await tally(answers, question.form)
+        chosen = traces[votes[0].traces[0] if votes else 0]
+        return Result(
+            chosen.text, votes[0].answer if votes else None, meter.spent, chosen.finish_reason,
+            chosen.token_ids, {"answers": answers, "votes": [v.plain() for v in votes]},
+        )  # fmt: skip

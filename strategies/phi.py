@@ -1,0 +1,188 @@
+"""Phi decoding: steps chosen by where they lead, as look-aheads see it (Xu et al. 2025).
+
+    B beams --R rollouts each (1 call)--> B x R steps, F = mean log-probability
+      width     keep F > mean - deviation (all, where every F is equal)
+      foresee   one look-ahead to the end from each that is kept (1 call), F' its mean
+      weigh     advantage A = F' - F' of the beam's own look-ahead before; the look-aheads
+                clustered by their words, C = share of the cluster
+                weight = (softmax(A / 0.1) + softmax(C)) / 2
+      depth     all look-aheads agree, or the largest cluster holds the threshold: stop (one alone
+                agrees with nobody)
+      sample    B of them without replacement, by weight
+
+A step that ends the response is its own look-ahead; from one that stops at an empty answer the
+look-ahead begins before it, and is the final answer. A look-ahead is a whole response: the answer
+is that of the largest cluster with the most weight, when depth is pruned, or else the last beams'.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, pstdev
+from typing import Any
+
+from pydantic import Field
+
+from protocols.spec_base import Spec
+from strategies.answers import extract
+from strategies.detectors import Detector
+from strategies.meter import BudgetSpent, Meter
+from strategies.port import Answer, require
+from strategies.question import Question
+from strategies.result import Result
+from strategies.scorers import NOTHING
+from strategies.steps import Path, Stepper, concluding, path_result
+from strategies.text_clusters import text_clusters
+from strategies.votes import tally
+
+SHARPNESS = 0.1  # temperature of the advantages
+
+
+@dataclass(frozen=True)
+class Beam:
+    """A path, the whole response that it was foreseen to become, and that look-ahead's F'."""
+
+    path: Path = field(default_factory=Path)
+    ahead: Path = field(default_factory=Path)
+    value: float = 0.0
+
+
+class PhiDecoding(Spec):
+    """Steps sampled by the promise of their look-aheads."""
+
+    beams: int = Field(default=4, ge=1, description="paths that are kept")
+    rollouts: int = Field(default=4, ge=1, description="candidate steps of a path")
+    clusters: int = Field(default=3, ge=1, description="clusters of look-aheads, at most")
+    threshold: float = Field(
+        default=0.7, gt=0, le=1, description="share of the largest cluster that ends the search"
+    )
+    max_steps: int = Field(default=8, ge=1, description="steps that are foreseen")
+    detector: Detector = Field(default=Detector(), description="where steps end")
+
+    async def solve(self, meter: Meter, question: Question) -> Result:
+        require(meter, "phi_decoding", "continue", "until", "logprobs")
+        stepper = Stepper(meter, question, self.detector)
+        beams, best = [Beam()] * self.beams, Beam()
+        log: list[dict[str, Any]] = []
+        spent = False
+        try:
+            for t in range(self.max_steps):
+                foreseen = await self._foreseen(stepper, beams, t)
+                ahead = [b for b, _ in foreseen]
+                labels = text_clusters(
+                    [_rollout_text(b) for b in ahead],
+                    self.clusters,
+                    question.stream(f"clusters/{t}"),
+                )
+                weights = weigh([a for _, a in foreseen], labels)
+                largest, share = _largest(labels)
+                agree = await _agree([b.ahead for b in ahead], question)
+                stop = len(ahead) > 1 and (agree or share >= self.threshold)
+                log.append(_logged(foreseen, labels, weights, stop))
+                if stop:
+                    inside = [i for i, label in enumerate(labels) if agree or label == largest]
+                    best = ahead[max(inside, key=lambda i: (weights[i], -i))]
+                    break
+                chosen = sample(weights, self.beams, question.stream(f"beams/{t}"))
+                beams = [ahead[i] for i in chosen]
+                best = ahead[max(chosen, key=lambda i: (weights[i], -i))]
+                if all(b.path.state == "done" for b in beams):
+                    break
+        except BudgetSpent:
+            spent = True
+        return path_result(best.ahead, meter, question, {"log": log}, spent=spent)
+
+    async def _foreseen(
+        self, stepper: Stepper, beams: Sequence[Beam], t: int
+    ) -> list[tuple[Beam, float]]:
+        """The beams that may come next, each with its advantage. Beams that are done stay."""
+        found = [(b, 0.0) for b in beams if b.path.state == "done"]
+        on = [b for b in beams if b.path.state != "done"]
+        grown = await stepper.candidates([b.path for b in on], self.rollouts, f"step/{t}")
+        steps = [(p, b.value) for b, of_beam in zip(on, grown, strict=True) for p in of_beam]
+        kept = [steps[i] for i in width([_mean(p.steps[-1]) for p, _ in steps])]
+        open_ = [p for p, _ in kept if p.state != "done"]
+        endings = iter(await stepper.endings([concluding(p) for p in open_], 1, f"ahead/{t}"))
+        for path, before in kept:
+            if path.state == "done":
+                beam = Beam(path, path, _mean(path.steps[-1]))
+            else:
+                (ahead,) = next(endings)
+                # After an empty answer the look-ahead is the final answer, and the path ends.
+                beam = Beam(ahead if path.state == "empty" else path, ahead, _mean(ahead.steps[-1]))
+            found.append((beam, beam.value - before))
+        return found
+
+
+def width(values: Sequence[float]) -> list[int]:
+    """Indices of the values above mean - deviation: all where they are equal."""
+    floor = fmean(values) - pstdev(values)
+    return [i for i, v in enumerate(values) if v > floor] or list(range(len(values)))
+
+
+def weigh(advantages: Sequence[float], labels: Sequence[int]) -> list[float]:
+    """(softmax(A / 0.1) + softmax(C)) / 2, which sums to 1; C is the share of each one's cluster.
+
+    `weigh([0.0, 0.0], [0, 1])` is [0.5, 0.5].
+    """
+    sizes = Counter(labels)
+    promise = _softmax([a / SHARPNESS for a in advantages])
+    company = _softmax([sizes[label] / len(labels) for label in labels])
+    return [(a + c) / 2 for a, c in zip(promise, company, strict=True)]
+
+
+def sample(weights: Sequence[float], count: int, rng: random.Random) -> list[int]:
+    """`count` different indices by weight, in the order drawn; all where there are no more."""
+    left = dict(enumerate(weights))
+    drawn: list[int] = []
+    while left and len(drawn) < count:
+        (i,) = rng.choices(list(left), list(left.values()))
+        drawn.append(i)
+        del left[i]
+    return drawn
+
+
+def _softmax(values: Sequence[float]) -> list[float]:
+    most = max(values)
+    exps = [math.exp(v - most) for v in values]
+    return [e / math.fsum(exps) for e in exps]
+
+
+def _mean(said: Answer) -> float:
+    return fmean(said.logprobs) if said.logprobs else NOTHING
+
+
+def _rollout_text(beam: Beam) -> str:
+    """What the look-ahead added to the path; what ended the path, where that is done."""
+    return beam.ahead.steps[-1].text
+
+
+def _largest(labels: Sequence[int]) -> tuple[int, float]:
+    """The largest cluster, of equals the first, and its share."""
+    label, size = Counter(labels).most_common(1)[0]
+    return label, size / len(labels)
+
+
+async def _agree(aheads: Sequence[Path], question: Question) -> bool:
+    """Whether every look-ahead has an answer, and all the same."""
+    votes = await tally([extract(a.text, question.form) for a in aheads], question.form)
+    return bool(votes) and len(votes[0].traces) == len(aheads)
+
+
+def _logged(
+    foreseen: Sequence[tuple[Beam, float]],
+    labels: Sequence[int],
+    weights: Sequence[float],
+    stop: bool,
+) -> dict[str, Any]:
+    return {
+        "candidates": [
+            {"text": b.path.steps[-1].text, "advantage": a, "cluster": label, "weight": weight}
+            for (b, a), label, weight in zip(foreseen, labels, weights, strict=True)
+        ],
+        "stopped": stop,
+    }

@@ -1,0 +1,153 @@
+r"""Step scorers: how good the last step of a path is; the higher the better.
+
+    sequence_logprob   sum of the log-probabilities of its tokens
+    perplexity         -exp(-mean log-probability)
+    entropy            -mean entropy of the next-token distributions, in nats
+    gap                mean of p(likeliest) - p(second), in [0, 1]
+    process_reward     P(positive) after the step, of a judge that reads the text
+
+Four different numbers: two tokens of probability 0.5 out of (0.5, 0.5) score -1.386, -2, -0.693
+and 0. A backend tells the top k of a distribution alone; what they leave of the mass counts as one
+token more, so that the entropy is a lower bound of the true one. A step without tokens scores
+`NOTHING`, which is worse than any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from protocols.errors import DataError
+from protocols.replay import Message
+from protocols.types import Sampling
+from strategies.port import Ability, Answer, Ask, Sampler, require
+from strategies.question import Judge, Question
+from strategies.steps import Path
+
+ScorerName = Literal["sequence_logprob", "perplexity", "entropy", "gap", "process_reward"]
+NOTHING = -1e9
+TOP = 20  # log-probabilities asked for, where the scorer needs them
+SEPARATOR = "\n\n"  # between steps, as a judge reads them
+INSTRUCTION = (
+    "You check a solution step by step. Say + if the last step is right and helps to solve the "
+    "problem, and - if not. Answer with that one character."
+)
+
+Told = Sequence[tuple[str, float]]
+
+
+def sequence_logprob(step: Answer) -> float:
+    return math.fsum(step.logprobs)
+
+
+def perplexity(step: Answer) -> float:
+    """Negative, so that higher is better."""
+    return -math.exp(min(-fmean(step.logprobs), math.log(-NOTHING)))
+
+
+def entropy(step: Answer) -> float:
+    return -fmean(_entropy(place) for place in step.top_logprobs)
+
+
+def gap(step: Answer) -> float:
+    return fmean(_gap(place) for place in step.top_logprobs)
+
+
+def _entropy(place: Told) -> float:
+    masses = [math.exp(logprob) for _, logprob in place]
+    masses.append(max(1.0 - math.fsum(masses), 0.0))
+    return -math.fsum(p * math.log(p) for p in masses if p > 0)
+
+
+def _gap(place: Told) -> float:
+    first, second = (*(math.exp(logprob) for _, logprob in place[:2]), 0.0)[:2]
+    return first - second
+
+
+_MEASURES: Mapping[str, tuple[Ability, int, Callable[[Answer], float]]] = {
+    "sequence_logprob": ("logprobs", 0, sequence_logprob),
+    "perplexity": ("logprobs", 0, perplexity),
+    "entropy": ("top_logprobs", TOP, entropy),
+    "gap": ("top_logprobs", TOP, gap),
+}
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores the last step of each path; many paths at once."""
+
+    needs: tuple[Ability, ...]
+    top_logprobs: int
+    score: Callable[[Sequence[Path]], Awaitable[list[float]]]
+
+
+def scorer(name: ScorerName, question: Question) -> Scorer:
+    """Raises DataError for "process_reward" without a judge."""
+    if name == "process_reward":
+        judge = question.judge
+        if judge is None:
+            raise DataError(
+                "scorer process_reward: got no judge; give the strategy one (run's `judge`: a "
+                "sampler that says + or -, or a function from texts to probabilities)"
+            )
+
+        async def judged(paths: Sequence[Path]) -> list[float]:
+            found = await judge([judged_text(question, p) for p in paths]) if paths else []
+            return [float(p) for p in found]
+
+        return Scorer((), 0, judged)
+    needs, top, measure = _MEASURES[name]
+
+    async def measured(paths: Sequence[Path]) -> list[float]:
+        return [measure(step) if step.tokens else NOTHING for step in (p.steps[-1] for p in paths)]
+
+    return Scorer((needs,), top, measured)
+
+
+def judged_text(question: Question, path: Path) -> str:
+    """The question and the steps so far, each closed by the separator behind which a process
+    reward model judges."""
+    asked = next((m.content for m in reversed(question.messages) if m.role == "user"), "")
+    return "".join(f"{part.strip()}{SEPARATOR}" for part in (asked, *(s.text for s in path.steps)))
+
+
+def token_judge(
+    sampler: Sampler,
+    *,
+    positive: str = "+",
+    negative: str = "-",
+    instruction: str = INSTRUCTION,
+) -> Judge:
+    """A judge that asks a sampler for one token of each text: P(+) / (P(+) + P(-)), out of the
+    top log-probabilities; 0.5 where neither is among them.
+
+    Raises DataError for a sampler that does not tell them, BudgetSpent when it is metered.
+    """
+    require(sampler, "a process reward model", "top_logprobs")
+
+    async def judge(texts: Sequence[str]) -> list[float]:
+        asks = [
+            Ask(
+                f"judge/{i}",
+                (Message("system", instruction), Message("user", text)),
+                Sampling(temperature=0.0, max_tokens=1),
+                seed=0,  # greedy
+                top_logprobs=TOP,
+            )
+            for i, text in enumerate(texts)
+        ]
+        return [_positive(a, positive, negative) for a in await sampler(asks)]
+
+    return judge
+
+
+def _positive(answer: Answer, positive: str, negative: str) -> float:
+    place = answer.top_logprobs[0] if answer.top_logprobs else ()
+    yes, no = (
+        math.fsum(math.exp(lp) for text, lp in place if text.strip() == word)
+        for word in (positive, negative)
+    )
+    return yes / (yes + no) if yes + no > 0 else 0.5

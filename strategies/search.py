@@ -1,0 +1,158 @@
+"""Search over steps: expand, score, keep the best. Best-of-N is the search with one beam.
+
+    B active paths --C candidates each (1 call)--> B x C --scorer, aggregate--> ranked
+      from the top: those that are done are set aside, until B are active again
+      a path that stops at an empty answer loses that step; C final answers, the best stays
+    ends with B set aside, with none active, with `max_steps`, or with the budget
+    nothing set aside: C final answers to the best active path
+
+Sums favour long paths or short ones, by the sign of the scores; "mean" favours neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+from pydantic import Field
+
+from protocols.spec_base import Spec
+from strategies.detectors import Detector
+from strategies.meter import BudgetSpent, Meter
+from strategies.port import require
+from strategies.question import Question
+from strategies.result import Result
+from strategies.scorers import NOTHING, Scorer, ScorerName, scorer
+from strategies.steps import Path, Stepper, concluding, path_result
+
+Aggregate = Literal["last", "mean", "sum", "product", "min", "max"]
+AGGREGATES: dict[Aggregate, Callable[[Sequence[float]], float]] = {
+    "last": lambda scores: scores[-1],
+    "mean": fmean,
+    "sum": sum,
+    "product": math.prod,
+    "min": min,
+    "max": max,
+}
+
+
+class BestOfN(Spec):
+    """At every step the best of several candidates."""
+
+    candidates: int = Field(default=4, ge=1, description="candidates of a step")
+    max_steps: int = Field(default=32, ge=1, description="steps before the final answer")
+    scorer: ScorerName = Field(default="perplexity", description="what a step is chosen by")
+    detector: Detector = Field(default=Detector(), description="where steps end")
+
+    async def solve(self, meter: Meter, question: Question) -> Result:
+        found = _search(meter, question, "best_of_n", self.scorer, self.detector)
+        return await found.run(1, self.candidates, self.max_steps, "last")
+
+
+class BeamSearch(Spec):
+    """Several paths at once, ranked by all their steps."""
+
+    beams: int = Field(default=2, ge=1, description="paths that stay active")
+    candidates: int = Field(default=4, ge=1, description="candidates of a path's next step")
+    max_steps: int = Field(default=32, ge=1, description="steps before the final answer")
+    aggregate: Aggregate = Field(default="mean", description="a path's rank from its steps' scores")
+    scorer: ScorerName = Field(default="perplexity", description="how a step is scored")
+    detector: Detector = Field(default=Detector(), description="where steps end")
+
+    async def solve(self, meter: Meter, question: Question) -> Result:
+        found = _search(meter, question, "beam_search", self.scorer, self.detector)
+        return await found.run(self.beams, self.candidates, self.max_steps, self.aggregate)
+
+
+def _search(
+    meter: Meter, question: Question, strategy: str, name: ScorerName, detector: Detector
+) -> _Search:
+    by = scorer(name, question)
+    require(meter, strategy, "continue", "until", *by.needs)
+    return _Search(Stepper(meter, question, detector, by.top_logprobs), by)
+
+
+@dataclass(frozen=True)
+class _Search:
+    stepper: Stepper
+    by: Scorer
+
+    async def run(self, beams: int, count: int, max_steps: int, aggregate: Aggregate) -> Result:
+        rank = AGGREGATES[aggregate]
+        active: list[Path] = [Path()]
+        aside: list[Path] = []
+        unanswered: list[Path] = []
+        log: list[dict[str, int]] = []
+        spent = False
+        try:
+            for t in range(max_steps):
+                grown = await scored_candidates(self.stepper, self.by, active, count, f"step/{t}")
+                active, over = _kept(best_first(grown, rank), beams)
+                aside += [p for p in over if p.state == "done"]
+                unanswered = [p for p in over if p.state == "empty"]
+                log.append(
+                    {
+                        "candidates": len(grown),
+                        "active": len(active),
+                        "done": len(over) - len(unanswered),
+                        "empty": len(unanswered),
+                    }
+                )
+                aside += await conclude(self.stepper, self.by, unanswered, count, f"final/{t}")
+                if len(aside) >= beams or not active:
+                    break
+            if not aside:
+                aside = await conclude(self.stepper, self.by, active[:1], count, "final")
+        except BudgetSpent:
+            spent = True
+        chosen = best_first(aside or [*active, *map(concluding, unanswered)], rank)[0]
+        details = {"log": log, "finished": [_plain(p, rank) for p in aside]}
+        return path_result(chosen, self.stepper.meter, self.stepper.question, details, spent=spent)
+
+
+def _kept(ranked: Sequence[Path], beams: int) -> tuple[list[Path], list[Path]]:
+    """The first `beams` paths that are on, and those before them that are not."""
+    active: list[Path] = []
+    over: list[Path] = []
+    for path in ranked:
+        (active if path.state == "on" else over).append(path)
+        if len(active) == beams:
+            break
+    return active, over
+
+
+async def scored_candidates(
+    stepper: Stepper, by: Scorer, paths: Sequence[Path], count: int, name: str
+) -> list[Path]:
+    """`count` scored next steps of each path, path by path. Raises BudgetSpent."""
+    grown = [c for of_path in await stepper.candidates(paths, count, name) for c in of_path]
+    return [p.scored(s) for p, s in zip(grown, await by.score(grown), strict=True)]
+
+
+async def conclude(
+    stepper: Stepper, by: Scorer, paths: Sequence[Path], count: int, name: str
+) -> list[Path]:
+    """The best of `count` final answers of each path, from before a step that stopped at an empty
+    answer. Raises BudgetSpent."""
+    if not paths:
+        return []
+    endings = await stepper.endings([concluding(p) for p in paths], count, name)
+    flat = [e for of_path in endings for e in of_path]
+    scores = iter(await by.score(flat))
+    best = []
+    for of_path in endings:
+        scored = [e.scored(next(scores)) for e in of_path]
+        best.append(best_first(scored, lambda s: s[-1])[0])
+    return best
+
+
+def best_first(paths: Sequence[Path], rank: Callable[[Sequence[float]], float]) -> list[Path]:
+    """By rank, of equals the earliest first; a path without steps last."""
+    return sorted(paths, key=lambda p: -(rank(p.scores) if p.scores else NOTHING))
+
+
+def _plain(path: Path, rank: Callable[[Sequence[float]], float]) -> dict[str, Any]:
+    return {"text": path.text, "tokens": path.tokens, "score": rank(path.scores)}
