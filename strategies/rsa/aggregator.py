@@ -1,6 +1,6 @@
 """One step of a run between two populations: judge the one that was, ask for the one to come.
 
-Standing --judge--> candidates --cluster--> chosen
+Standing --judge--> candidates --vote--> chosen
          --draw parents--> prompts of the next population                      -> Judged
 """
 
@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from protocols.errors import DataError
 from protocols.rsa import Candidate, Judged, Problem, Standing
-from strategies.answers import Form, clustered
+from strategies.answers import Form
 from strategies.rsa.islands import Shape
-from strategies.rsa.populations import ask, majority
+from strategies.rsa.populations import ask, chosen_of
+from strategies.votes import tally
 
 Judge = Callable[[Problem, Sequence[str]], Awaitable[Sequence[Candidate]]]
 
@@ -32,7 +33,7 @@ async def aggregate(standing: Standing, shape: Shape, task: Form, judge: Judge) 
     candidates, chosen = tuple[Candidate, ...](), None
     if step:
         candidates = tuple(await judge(problem, texts))
-        chosen = majority(await clustered([c.answer for c in candidates], task))
+        chosen = chosen_of(await tally([c.answer for c in candidates], task))
     if step == shape.T:
         return Judged(candidates, chosen)
     prompts, parents = ask(problem.question, texts, shape, step, task, standing.stream)

@@ -13,43 +13,47 @@ Source: Venkatraman et al. 2025, "Recursive Self-Aggregation Unlocks Deep Thinki
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from protocols.errors import DataError
 from protocols.replay import Message
 from protocols.types import Sampling
-from strategies.answers import clustered, extract
+from strategies.answers import extract
 from strategies.meter import BudgetSpent, Meter, Spent
-from strategies.port import Ask, Sampler
+from strategies.port import Answer, Ask, Sampler
+from strategies.question import Question
 from strategies.rsa.islands import Parents, Shape
-from strategies.rsa.populations import METRICS, Population, ask, majority, measure
+from strategies.rsa.populations import METRICS, Population, ask, chosen_of, measure
 from strategies.rsa.prompts import as_task
+from strategies.votes import Vote, tally
 
 Score = Callable[[str, str], float]  # question, text -> 1 or more where it is right
 
 
 @dataclass(frozen=True)
 class Run:
-    """What became of one question: `populations` in order, and the vote of the last.
+    """What became of one question: `populations` in order, and the votes of the last.
 
-    `clusters` are slots with the same answer, `chosen` the one that speaks for the largest (None:
-    nobody gave an answer). `metrics` is empty without a scorer. `finish_reason` is "budget" where
-    the token budget ended the run before T populations, "" otherwise.
+    `chosen` is the slot that speaks for most of it (None: nobody gave an answer). `metrics` is
+    empty without a scorer. `finish_reason` is "budget" where the token budget ended the run before
+    T populations, "" otherwise.
     """
 
     question: str
     populations: tuple[Population, ...]
-    clusters: tuple[tuple[int, ...], ...]
-    chosen: int | None
-    metrics: Mapping[str, float]
+    votes: tuple[Vote, ...] = ()
+    metrics: Mapping[str, float] | None = None
     finish_reason: str = ""
 
     @property
+    def chosen(self) -> int | None:
+        return chosen_of(self.votes)
+
+    @property
     def answer(self) -> str | None:
-        return None if self.chosen is None else self.populations[-1].answers[self.chosen]
+        return self.votes[0].answer if self.votes else None
 
 
 @dataclass(frozen=True)
@@ -86,94 +90,100 @@ class RSAEngine:
         self._generate = generate
         self._shape, self._task = Shape(M, N, K, T), as_task(task)
         self._max_tokens, self._seed, self._budget = max_tokens, seed, budget
-        self._score = scorer
+        self._scorer = scorer
 
     def run(self, questions: Sequence[str], temperature: float = 0.7) -> RSAResult:
         """`arun` for scripts, in an event loop of its own."""
         return asyncio.run(self.arun(questions, temperature))
 
-    async def arun(
-        self, questions: Sequence[str | tuple[Message, ...]], temperature: float = 0.7
-    ) -> RSAResult:
-        """All T populations of every question: its text, or a conversation that ends with it."""
+    async def arun(self, questions: Sequence[str], temperature: float = 0.7) -> RSAResult:
+        """All T populations of every question."""
         if isinstance(questions, str):
             raise DataError("rsa: questions must be a list of them: got one text; put it in [...]")
         sampling = Sampling(temperature=temperature, max_tokens=self._max_tokens)
-        talks = [(Message("user", q),) if isinstance(q, str) else q for q in questions]
-        meter = Meter(self._generate, self._budget)
-        populations: list[list[Population]] = [[] for _ in talks]
-        ended = ""
-        for step in range(self._shape.T):
-            try:
-                drawn = await self._population(meter, talks, populations, step, sampling)
-            except BudgetSpent:
-                ended = "budget"
-                break
-            for so_far, population in zip(populations, drawn, strict=True):
-                so_far.append(population)
-        runs = [
-            await self._ended(talk[-1].content, so_far, ended)
-            for talk, so_far in zip(talks, populations, strict=True)
+        asked = [
+            Question((Message("user", text),), self._task, self._seed, sampling, str(i))
+            for i, text in enumerate(questions)
         ]
-        scored = [r.metrics for r in runs if r.metrics]
+        meter = Meter(self._generate, self._budget)
+        runs = await evolve(meter, asked, self._shape, self._scorer)
+        scored = [run.metrics for run in runs if run.metrics]
         means = {name: fmean(m[name] for m in scored) for name in METRICS} if scored else {}
         return RSAResult(tuple(runs), means, meter.spent)
 
-    async def _population(
-        self,
-        sampler: Sampler,
-        talks: Sequence[tuple[Message, ...]],
-        before: Sequence[Sequence[Population]],
-        step: int,
-        sampling: Sampling,
-    ) -> list[Population]:
-        """Population `step` of every question, by one call."""
-        shape = self._shape
-        asks: list[Ask] = []
-        told: list[tuple[tuple[str, ...], Parents]] = []
-        for q, talk in enumerate(talks):
-            previous = before[q][-1].texts if step else ()
-            stream = f"rsa/{self._seed}/{q}"
-            prompts, parents = ask(talk[-1].content, previous, shape, step, self._task, stream)
-            told.append((prompts, parents))
-            asks += [
-                Ask(
-                    f"{q}/{step}/{slot}",
-                    (*talk[:-1], Message("user", prompt)),
-                    sampling,
-                    random.Random(f"{stream}/sample/{step}/{slot}").getrandbits(63),
-                )
-                for slot, prompt in enumerate(prompts)
-            ]
-        answers = await sampler(asks)
-        found = []
-        for q, (prompts, parents) in enumerate(told):
-            own = slice(q * shape.slots, (q + 1) * shape.slots)
-            texts = tuple(a.text for a in answers[own])
-            question = talks[q][-1].content
-            found.append(
-                Population(
-                    step=step,
-                    islands=shape.schedule[step],
-                    ids=tuple(a.id for a in asks[own]),
-                    prompts=prompts,
-                    parents=parents,
-                    texts=texts,
-                    token_ids=tuple(a.token_ids for a in answers[own]),
-                    finish_reasons=tuple(a.finish_reason for a in answers[own]),
-                    answers=tuple(extract(text, self._task) for text in texts),
-                    scores=tuple(self._score(question, t) for t in texts) if self._score else (),
-                )
-            )
-        return found
 
-    async def _ended(self, question: str, populations: Sequence[Population], ended: str) -> Run:
-        if not populations:
-            return Run(question, (), (), None, {}, ended)
-        last = populations[-1]
-        clusters = await clustered(last.answers, self._task)
-        chosen = majority(clusters)
-        metrics = measure(last.scores, chosen) if last.scores else {}
-        return Run(
-            question, tuple(populations), tuple(map(tuple, clusters)), chosen, metrics, ended
+async def evolve(
+    meter: Meter, questions: Sequence[Question], shape: Shape, scorer: Score | None = None
+) -> list[Run]:
+    """A run of each question, the last of whose messages is aggregated; the others stay before it.
+
+    Ends early, with the populations there are, where the meter's budget is spent.
+    """
+    populations: list[list[Population]] = [[] for _ in questions]
+    ended = ""
+    for step in range(shape.T):
+        told = [_ask(*of_one, shape, step) for of_one in zip(questions, populations, strict=True)]
+        try:
+            answers = iter(await meter([one for asks, _ in told for one in asks]))
+        except BudgetSpent:
+            ended = "budget"
+            break
+        for question, so_far, (asks, parents) in zip(questions, populations, told, strict=True):
+            own = [next(answers) for _ in asks]
+            so_far.append(_population(question, shape, step, asks, parents, own, scorer))
+    return [
+        await _ended(question, so_far, ended)
+        for question, so_far in zip(questions, populations, strict=True)
+    ]
+
+
+def _ask(
+    question: Question, before: Sequence[Population], shape: Shape, step: int
+) -> tuple[list[Ask], Parents]:
+    """The asks of population `step`, and the parents of each."""
+    previous = before[-1].texts if before else ()
+    *earlier, last = question.messages
+    stream = f"rsa/{question.seed}/{question.name}"
+    prompts, parents = ask(last.content, previous, shape, step, question.form, stream)
+    asks = [
+        replace(
+            question.ask(f"{step}/{slot}"),
+            messages=(*earlier, replace(last, content=prompt)),
         )
+        for slot, prompt in enumerate(prompts)
+    ]
+    return asks, parents
+
+
+def _population(
+    question: Question,
+    shape: Shape,
+    step: int,
+    asks: Sequence[Ask],
+    parents: Parents,
+    answers: Sequence[Answer],
+    scorer: Score | None,
+) -> Population:
+    text = question.messages[-1].content
+    return Population(
+        step=step,
+        islands=shape.schedule[step],
+        ids=tuple(a.id for a in asks),
+        prompts=tuple(a.messages[-1].content for a in asks),
+        parents=parents,
+        texts=tuple(a.text for a in answers),
+        token_ids=tuple(a.token_ids for a in answers),
+        finish_reasons=tuple(a.finish_reason for a in answers),
+        answers=tuple(extract(a.text, question.form) for a in answers),
+        scores=tuple(scorer(text, a.text) for a in answers) if scorer else (),
+    )
+
+
+async def _ended(question: Question, populations: Sequence[Population], ended: str) -> Run:
+    text = question.messages[-1].content
+    if not populations:
+        return Run(text, (), finish_reason=ended)
+    last = populations[-1]
+    votes = tuple(await tally(last.answers, question.form))
+    metrics = measure(last.scores, chosen_of(votes)) if last.scores else None
+    return Run(text, tuple(populations), votes, metrics, ended)

@@ -16,6 +16,7 @@ from typing import Any
 from strategies.answers import Form
 from strategies.rsa.islands import Parents, Shape, draw_parents
 from strategies.rsa.prompts import aggregation_prompt, opening_prompt
+from strategies.votes import Vote
 
 METRICS = ("mean_accuracy", "majority_vote", "pass_at_n")
 
@@ -67,9 +68,9 @@ def ask(
     return tuple(prompts), parents
 
 
-def majority(clusters: Sequence[Sequence[int]]) -> int | None:
-    """The first slot of the largest cluster, of equally large ones the earliest; None without."""
-    return max(clusters, key=len)[0] if clusters else None
+def chosen_of(votes: Sequence[Vote]) -> int | None:
+    """The slot that speaks for most, the earliest of them; None where nobody voted."""
+    return votes[0].traces[0] if votes else None
 
 
 def measure(scores: Sequence[float], chosen: int | None) -> dict[str, float]:

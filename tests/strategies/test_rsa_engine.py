@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from math import comb
 
 import pytest
@@ -11,9 +12,12 @@ from rsa_house import Scripted, place
 from protocols.errors import DataError
 from protocols.intervals import wilson_interval
 from protocols.replay import Message
+from strategies.catalog import parse, run
 from strategies.port import Ask
+from strategies.result import Result
 from strategies.rsa import RSAEngine
-from strategies.rsa.populations import majority, measure, reward
+from strategies.rsa.populations import chosen_of, measure, reward
+from strategies.votes import Vote
 
 RIGHT, WRONG = r"so \boxed{1}", r"so \boxed{0}"
 
@@ -105,36 +109,37 @@ def test_a_population_is_one_call_for_all_questions() -> None:
 
 def test_what_is_recorded_is_what_was_asked_and_said() -> None:
     sampler = Scripted(lambda ask, shown: rf"\boxed{{{place(ask)[2] // 2}}}")
-    (run,) = RSAEngine(sampler, N=4, K=2, T=3, seed=1).run(["2 + 2?"]).runs
-    assert [p.step for p in run.populations] == [0, 1, 2]
-    for population, batch in zip(run.populations, sampler.batches, strict=True):
+    (only,) = RSAEngine(sampler, N=4, K=2, T=3, seed=1).run(["2 + 2?"]).runs
+    assert [p.step for p in only.populations] == [0, 1, 2]
+    for population, batch in zip(only.populations, sampler.batches, strict=True):
         assert population.ids == tuple(a.id for a in batch)
         assert population.prompts == tuple(a.messages[-1].content for a in batch)
         assert population.answers == ("0", "0", "1", "1")
         assert population.token_ids == ((1,) * 10,) * 4
-    first, second, _ = run.populations
+    first, second, _ = only.populations
     assert first.parents == ((),) * 4
     for prompt, own in zip(second.prompts, second.parents, strict=True):
         places = [prompt.index(f"Attempt {i}:\n{first.texts[p]}") for i, p in enumerate(own, 1)]
         assert places == sorted(places)
     # Two against two: the earliest speaks. Without a scorer there is an answer, and no metrics.
-    assert (run.clusters, run.chosen, run.answer) == (((0, 1), (2, 3)), 0, "0")
-    assert run.metrics == {}
-    assert all(p.scores == () for p in run.populations)
+    assert [vote.traces for vote in only.votes] == [(0, 1), (2, 3)]
+    assert (only.chosen, only.answer, only.metrics) == (0, "0", None)
+    assert all(p.scores == () for p in only.populations)
 
 
 def test_equivalent_answers_vote_together_and_missing_ones_not_at_all() -> None:
     says = [r"\boxed{3}", r"\boxed{0.5}", r"\boxed{\frac{1}{2}}", "hm"]
     sampler = Scripted(lambda ask, shown: says[place(ask)[2]])
-    (run,) = RSAEngine(sampler, N=4, T=1).run(["?"]).runs
-    assert (run.clusters, run.answer) == (((0,), (1, 2)), "0.5")
+    (only,) = RSAEngine(sampler, N=4, T=1).run(["?"]).runs
+    assert [vote.traces for vote in only.votes] == [(1, 2), (0,)]
+    assert only.answer == "0.5"
     (silent,) = RSAEngine(Scripted(lambda ask, shown: "hm"), T=1).run(["?"]).runs
-    assert (silent.clusters, silent.chosen, silent.answer) == ((), None, None)
+    assert (silent.votes, silent.chosen, silent.answer) == ((), None, None)
 
 
 def test_metrics_and_reward_by_hand() -> None:
-    assert majority([[1], [0, 2], [3, 4]]) == 0
-    assert majority([]) is None
+    assert chosen_of([Vote("a", 2.0, (3, 4)), Vote("b", 1.0, (0,))]) == 3
+    assert chosen_of([]) is None
     scores = [1.0, 0.5, 0.0, 2.0]
     found = measure(scores, 1)
     assert found == {"mean_accuracy": 0.5, "majority_vote": 0.0, "pass_at_n": 1.0}
@@ -150,13 +155,13 @@ def test_a_budget_ends_a_run_with_the_populations_it_has() -> None:
     """4 x 10 tokens a population: 30 are left for the third, and nothing for a fourth."""
     sampler = oracle(1)
     result = RSAEngine(sampler, N=4, K=2, T=5, budget=110, scorer=scored).run(["a?"])
-    (run,) = result.runs
-    assert (len(run.populations), run.finish_reason) == (3, "budget")
+    (only,) = result.runs
+    assert (len(only.populations), only.finish_reason) == (3, "budget")
     assert result.spent.tokens == 40 + 40 + 28  # seven for each of the last: two are left over
-    assert run.answer is not None
+    assert only.answer is not None
     nothing = RSAEngine(oracle(1), budget=3).run(["a?"])
-    (run,) = nothing.runs
-    assert (run.populations, run.answer, run.finish_reason) == ((), None, "budget")
+    (only,) = nothing.runs
+    assert (only.populations, only.answer, only.finish_reason) == ((), None, "budget")
     assert nothing.spent.calls == 0
 
 
@@ -173,13 +178,49 @@ def test_metrics_are_means_over_questions() -> None:
         engine.run("a?")
 
 
-def test_a_conversation_keeps_what_stood_before_its_question() -> None:
-    sampler = oracle(0)
+def test_the_strategy_keeps_what_stood_before_its_question_and_tells_how_it_came() -> None:
+    sampler = oracle(2)
     before = Message("system", "you are terse")
-    engine = RSAEngine(sampler, N=2, T=2)
+    messages = (before, Message("user", "2 + 2?"))
+    strategy = parse("rsa", {"N": 4, "K": 3, "T": 2})
 
-    asyncio.run(engine.arun([(before, Message("user", "2 + 2?"))]))
+    def solve(budget: int | None) -> Result:
+        return asyncio.run(
+            run(
+                strategy,
+                sampler,
+                messages,
+                form="math",
+                seed=1,
+                max_tokens=64,
+                name="0",
+                budget=budget,
+            )
+        )
+
+    result = solve(None)
     for batch in sampler.batches:
         for asked in batch:
             assert asked.messages[0] == before
             assert asked.messages[1].content.count("2 + 2?") == 1
+    assert (result.answer, result.text, result.finish_reason) == ("1", RIGHT, "stop")
+    assert result.token_ids == (1,) * 10
+    assert (result.spent.tokens, result.spent.calls) == (80, 2)
+    assert [len(p["texts"]) for p in result.details["populations"]] == [4, 4]
+    assert result.details["votes"] == [{"answer": "1", "weight": 4.0, "traces": [0, 1, 2, 3]}]
+    assert json.loads(json.dumps(result.details)) == result.details
+    cut, nothing = solve(43), solve(3)
+    assert (cut.finish_reason, len(cut.details["populations"])) == ("budget", 1)
+    assert (nothing.finish_reason, nothing.answer, nothing.spent.calls) == ("budget", None, 0)
+    with pytest.raises(DataError, match="M must be a power of two"):
+        asyncio.run(
+            run(
+                parse("rsa", {"M": 3}),
+                sampler,
+                messages,
+                form="math",
+                seed=1,
+                max_tokens=64,
+                name="0",
+            )
+        )
