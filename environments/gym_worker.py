@@ -21,14 +21,14 @@ import sys
 from functools import lru_cache
 from typing import Any
 
+import reasoning_gym
+
 MOST_BYTES = 4 << 30
 
 
 @lru_cache(maxsize=64)
 def _dataset(task: str, arguments: str, seed: int) -> Any:
     """A dataset of one problem: some tasks draw all of theirs when they are made."""
-    import reasoning_gym
-
     return reasoning_gym.create_dataset(task, **{**json.loads(arguments), "seed": seed, "size": 1})
 
 

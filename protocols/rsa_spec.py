@@ -70,7 +70,7 @@ class RsaSpec(Spec):
     K: int = Field(default=2, ge=1, description="candidates that are aggregated into one")
     T: int = Field(default=3, ge=1, description="populations, the first included")
     task: Literal["general", "math", "supergpqa", "rg", "clinic"] = Field(
-        default="rg", description="how answers are asked for, and where they are looked for"
+        default="clinic", description="how answers are asked for, and where they are looked for"
     )
     final_reward_metric: Literal["mean_accuracy", "majority_vote", "pass_at_n"] = Field(
         default="mean_accuracy", description="of the last population: what a run is worth"
