@@ -79,7 +79,7 @@ def test_reasoning_gym_draws_by_seed_and_judges_by_its_own_score() -> None:
 @pytest.mark.slow
 def test_an_unknown_task_is_named() -> None:
     spec = ProblemsSpec(kind="reasoning_gym", name="chain_sums")
-    with pytest.raises(DataError, match="cannot draw chain_sums 0: .*; name one of its tasks"):
+    with pytest.raises(DataError, match=r"cannot draw chain_sums 0: .*; name one of its tasks"):
         over(spec, lambda p: p.draw([0], "primer"))
 
 
