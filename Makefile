@@ -28,11 +28,12 @@ $(BIN)/python:
 
 # torchstore 0.1.2 pins a torch that nothing else here can use: installed last, without its
 # dependencies (docs/adr/0002-tensor-plane.md). openenv 0.10.0 pins a fastmcp that vLLM's mcp cannot
-# stand beside; a newer one, in pyproject.toml, serves it as well.
+# stand beside; a newer one, in pyproject.toml, serves it as well. reasoning-gym pins an old tabulate.
 $(STAMP): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -q $(PIP_OPTIONS) torch==2.13.0
 	$(BIN)/python -m pip install -q $(PIP_OPTIONS) -e '.[dev]'
-	$(BIN)/python -m pip install -q $(PIP_OPTIONS) --no-deps torchstore==0.1.2 openenv==0.10.0
+	$(BIN)/python -m pip install -q $(PIP_OPTIONS) --no-deps torchstore==0.1.2 openenv==0.10.0 \
+	  reasoning-gym==0.1.25
 	@touch $@
 
 install-vllm: $(VLLM_STAMP) ## add vLLM to .venv, for generator.backend vllm (VLLM=vllm==0.32.0 for GPUs)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forge_run import plan_channels, roofline
+from forge_run import plan_channels, plan_rsa, roofline
 from forge_run.roofline import A100, H200, MFU, Phase, Workload
 from forge_run.runnable import resolved_place, unmet
 from protocols.errors import SpecError
@@ -119,6 +119,8 @@ def _data_text(learn: LearnSpec) -> str:
     data = learn.data
     if data.source == "desk":
         return plan_channels.data_text(learn)
+    if data.source == "primer":
+        return plan_rsa.data_text(learn)
     source = data.path or (
         f"clinic, seed {data.seed}: {data.facts} facts in {data.notes} notes a patient"
         if data.source == "clinic"
@@ -128,7 +130,10 @@ def _data_text(learn: LearnSpec) -> str:
 
 
 def _channel_sections(learn: LearnSpec) -> list[Section]:
-    """What a run with episodes has beside the others."""
+    """What a run with rewards has beside the others."""
+    if learn.rsa is not None:
+        rows = plan_rsa.channel_rows(learn, learn.rsa)
+        return [Section("channels", plan_channels.CHANNEL_COLUMNS, rows)]
     if learn.episodes is None:
         return []
     rows = plan_channels.channel_rows(learn)
@@ -214,6 +219,8 @@ def _document_rows(learn: LearnSpec, per_token: int) -> list[tuple[str, str]]:
 def _budget_section(learn: LearnSpec) -> Section:
     if learn.episodes is not None:
         return Section("budget", ("", ""), plan_channels.budget_rows(learn, learn.episodes))
+    if learn.rsa is not None:
+        return Section("budget", ("", ""), plan_rsa.budget_rows(learn, learn.rsa))
     prompts, steps = learn.rollout.prompts, learn.train.steps
     most = prompts * learn.rollout.max_tokens
     evaluate = learn.evaluate
@@ -236,8 +243,10 @@ def _budget_section(learn: LearnSpec) -> Section:
 
 def _roofline_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[Section]:
     learn = spec.learn
-    if learn.episodes is not None:
+    if learn.episodes is not None or learn.rsa is not None:
         why = "not estimated for episodes, which end when they like"
+        if learn.rsa is not None:
+            why = "not estimated for rsa, whose prompts hold what was said before"
         return [Section("roofline of a step", ("",), ((why,),))]
     if shape is None or learn.data.document_tokens is None:
         missing = "the model's shape" if shape is None else "data.document_tokens"

@@ -1,6 +1,7 @@
 """What a run learns: the typed `configs/*.yaml`.
 
-Rules between sections stand in `across_sections`; for those inside one see `protocols.spec_base`.
+Rules between sections stand in `protocols.learn_rules`; for those inside one see
+`protocols.spec_base`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from protocols.learn_rules import across_sections
 from protocols.objective_spec import EpisodesSpec, ObjectiveSpec
 from protocols.replay_spec import ReplaySpec
+from protocols.rsa_spec import RsaSpec
 from protocols.spec_base import AsTuple, Spec, broken, unique
 
 Arm = Literal["none", "document", "untrained", "offline", "on_policy"]
@@ -55,10 +58,11 @@ class ModelSpec(Spec):
 class DataSpec(Spec):
     """Patients, their documents and their questions."""
 
-    source: Literal["clinic", "longhealth", "desk"] = Field(
+    source: Literal["clinic", "longhealth", "desk", "primer"] = Field(
         default="clinic",
         description="clinic: generated here; longhealth: LongHealth's JSON from data.path; desk: "
-        "handbooks of generated clinic desks, for episodes with tools",
+        "handbooks of generated clinic desks, for episodes with tools; primer: a page on solving "
+        "problems, for those of rsa that are about no document",
     )
     path: str | None = Field(
         default=None,
@@ -101,7 +105,8 @@ class DataSpec(Spec):
             raise broken(
                 f"must be given with data.source {source}", "set it to a count of 1 or more"
             )
-        if (source == "longhealth" or (source == "desk" and not needed)) and value is not None:
+        without = source in ("longhealth", "primer") or (source == "desk" and not needed)
+        if without and value is not None:
             raise broken(f"must be left out with data.source {source}", "remove it")
         facts = info.data.get("facts")
         if info.field_name == "notes" and value is not None and facts is not None and value > facts:
@@ -300,6 +305,9 @@ class LearnSpec(Spec):
     episodes: EpisodesSpec | None = Field(
         default=None, description="episodes with an environment; null: self-study prompts"
     )
+    rsa: RsaSpec | None = Field(
+        default=None, description="runs of recursive self-aggregation; null: single answers"
+    )
     replay: ReplaySpec | None = Field(default=None, description="external teachers that vote")
     train: TrainSpec = Field(description="the optimiser")
     evaluate: EvaluateSpec = Field(default=EvaluateSpec(), description="held-out questions")
@@ -308,86 +316,3 @@ class LearnSpec(Spec):
     def _across(self) -> LearnSpec:
         across_sections(self)
         return self
-
-
-def across_sections(spec: LearnSpec) -> None:
-    """Raise for the first rule between sections that a config breaks."""
-    if spec.rollout.max_tokens >= spec.train.row_tokens:
-        raise broken(
-            f"must be < train.row_tokens ({spec.train.row_tokens})",
-            "a row holds the prompt too: lower it or raise train.row_tokens",
-            key="rollout.max_tokens",
-            got=spec.rollout.max_tokens,
-        )
-    if spec.loss.temperature != 1.0 and spec.teacher.top_k != "full":
-        raise broken(
-            "must be 1 with a top-k teacher, which sends no whole distribution to divide",
-            "set it to 1 or teacher.top_k to full",
-            key="loss.temperature",
-            got=spec.loss.temperature,
-        )
-    _across_channels(spec)
-    if spec.loss.form == "pairs" and spec.loss.direction != "cross_entropy":
-        raise broken(
-            "belongs to loss.direction cross_entropy alone, for it is no divergence",
-            "use tail, or set loss.direction: cross_entropy",
-            key="loss.form",
-            got=spec.loss.form,
-        )
-
-
-def _across_channels(spec: LearnSpec) -> None:
-    """What the channels need of other sections."""
-    objective, episodes = spec.objective, spec.episodes
-    if objective.of_episodes and episodes is None:
-        raise broken(
-            "must be 0 without episodes, which the channels but doc_kl learn from",
-            "add the section episodes",
-            key=next(f"objective.{k}" for k in ("w_rl", "alpha", "beta") if getattr(objective, k)),
-            got=max(objective.w_rl, objective.alpha, objective.beta),
-        )
-    if (episodes is None) != (spec.data.source != "desk"):
-        raise broken(
-            "must be desk with episodes, and only then",
-            "set data.source: desk, or remove the section episodes",
-            key="data.source",
-            got=spec.data.source,
-        )
-    if (objective.beta > 0) != (spec.replay is not None):
-        raise broken(
-            "must be > 0 with the section replay, and only then",
-            "set it, or remove the section replay",
-            key="objective.beta",
-            got=objective.beta,
-        )
-    if episodes is None:
-        return
-    if episodes.max_context > spec.train.row_tokens:
-        raise broken(
-            f"must be <= train.row_tokens ({spec.train.row_tokens})",
-            "an episode is trained in one row: lower it or raise train.row_tokens",
-            key="episodes.max_context",
-            got=episodes.max_context,
-        )
-    if spec.train.staleness:
-        raise broken(
-            "must be 0 with episodes, whose ratios are those of the version being trained",
-            "set it to 0",
-            key="train.staleness",
-            got=spec.train.staleness,
-        )
-    drawn = spec.rollout
-    if (drawn.temperature, drawn.top_p, drawn.top_k) != (1.0, 1.0, 0):
-        raise broken(
-            "must be 1, 1 and 0 (temperature, top_p, top_k) with episodes, or ratios are biased",
-            "remove the three",
-            key="rollout.temperature",
-            got=drawn.temperature,
-        )
-    if "offline" in spec.evaluate.arms:
-        raise broken(
-            "must not hold offline with episodes, which no teacher writes",
-            "remove offline",
-            key="evaluate.arms",
-            got=list(spec.evaluate.arms),
-        )

@@ -143,7 +143,7 @@ class ObjectiveSpec(Spec):
 
     @property
     def of_episodes(self) -> bool:
-        """Whether any channel learns from episodes with an environment."""
+        """Whether any channel learns from episodes, with an environment or of rsa."""
         return self.w_rl > 0 or self.alpha > 0 or self.beta > 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 ARMS = ("none", "document", "untrained", "offline", "on_policy")  # the order they are shown in
 TRAINED_ARMS = ("on_policy", "offline")  # the order they are trained in
@@ -110,16 +110,30 @@ class Seconds(TypedDict):
     step: float
 
 
+class Populations(TypedDict):
+    """What runs of recursive self-aggregation came to: means over the questions.
+
+    `{"accuracy": [0.52, 0.61, 0.66], "majority_vote": 0.7, "pass_at_n": 0.81}`: `accuracy` is the
+    share of right candidates of each population, the others are of the last.
+    """
+
+    accuracy: list[float]
+    majority_vote: float
+    pass_at_n: float
+
+
 class Measured(TypedDict):
     """Accuracy on n held-out questions; answers that name no option count as wrong and apart.
 
-    `{"accuracy": 0.88, "ci95": [0.828, 0.918], "n": 200, "parse_failures": 1}`
+    `{"accuracy": 0.88, "ci95": [0.828, 0.918], "n": 200, "parse_failures": 1}`. With `populations`
+    the accuracy is that of the last of them, and parse failures count its candidates.
     """
 
     accuracy: float
     ci95: list[float]
     n: int
     parse_failures: int
+    populations: NotRequired[Populations]
 
 
 class ArmResult(Measured):
@@ -133,6 +147,20 @@ class KlResult(TypedDict):
 
     first: float | None
     last: float | None
+
+
+class AggregationGain(TypedDict):
+    """What training gained, on_policy over untrained: of the last population, of the first, and
+    the rest, which aggregation owes to it; `share` is the rest's of the whole, None where nothing
+    was gained.
+
+    `{"last": 0.2, "first": 0.08, "aggregation": 0.12, "share": 0.6}`
+    """
+
+    last: float
+    first: float
+    aggregation: float
+    share: float | None
 
 
 class Compression(TypedDict):
@@ -167,3 +195,4 @@ class Results(TypedDict):
     wall_seconds: float
     tokens_trained: dict[str, int]
     status: RunOutcome
+    aggregation: NotRequired[AggregationGain]

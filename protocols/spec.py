@@ -104,6 +104,9 @@ class RolesSpec(Spec):
     )
     environment: RoleSpec = Field(default=RoleSpec(), description="answers the student's calls")
     teacher_replay: RoleSpec = Field(default=RoleSpec(), description="asks external teachers")
+    rsa_aggregator: RoleSpec = Field(
+        default=RoleSpec(), description="judges populations and asks for the next"
+    )
     trainer: RoleSpec = Field(default=RoleSpec(), description="optimises the cartridges")
 
 
@@ -178,6 +181,7 @@ class RunSpec(Spec):
             "sdpo_teacher": objective.alpha > 0 or objective.beta > 0,
             "environment": learn.episodes is not None,
             "teacher_replay": learn.replay is not None,
+            "rsa_aggregator": learn.rsa is not None,
             "trainer": True,
         }
         return tuple((name, getattr(self.mesh.roles, name)) for name, is_ in needed.items() if is_)

@@ -2,6 +2,7 @@
 
 SelfStudy   one answer to each prompt about a document     (services.self_study)
 Cases       episodes of several turns with a desk's tools  (services.cases)
+RsaCourse   runs of recursive self-aggregation             (services.rsa_course)
 """
 
 from __future__ import annotations

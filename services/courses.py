@@ -19,6 +19,10 @@ def open_course(spec: RunSpec, mesh: Mesh) -> Course:
         from services.cases import Cases
 
         return Cases(learn, tokenizer, mesh)
+    if learn.rsa is not None:
+        from services.rsa_course import RsaCourse
+
+        return RsaCourse(learn, tokenizer, mesh)
     from services.self_study import SelfStudy
     from services.tasks import Tasks, read_patients
 

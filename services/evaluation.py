@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from clinic.prompts import parse_answer
 from protocols.intervals import wilson_interval
-from protocols.records import Measured
+from protocols.records import AggregationGain, ArmResult, Measured
 from services.tasks import Exam
 
 
@@ -24,3 +24,15 @@ def measure(exams: Sequence[Exam], answers: Sequence[str]) -> Measured:
         n=len(exams),
         parse_failures=sum(letter is None for letter in letters),
     )
+
+
+def aggregation_gain(arms: Mapping[str, ArmResult]) -> AggregationGain | None:
+    """What training gained of populations, and how much of it aggregating; None where the arms
+    untrained and on_policy have no populations."""
+    both = [arms[arm].get("populations") for arm in ("untrained", "on_policy") if arm in arms]
+    if len(both) < 2 or both[0] is None or both[1] is None:
+        return None
+    before, after = both[0]["accuracy"], both[1]["accuracy"]
+    last, first = after[-1] - before[-1], after[0] - before[0]
+    share = (last - first) / last if last > 0 else None
+    return AggregationGain(last=last, first=first, aggregation=last - first, share=share)

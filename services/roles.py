@@ -17,6 +17,7 @@ from actors.engine_generator import EngineGeneratorActor
 from actors.environment import EnvironmentActor
 from actors.generator import GeneratorActor
 from actors.pulse import StoreActor
+from actors.rsa_aggregator import RSAAggregatorActor
 from actors.sdpo_teacher import SDPOTeacherActor
 from actors.setup import BaseModel, warm_up
 from actors.teacher_replay import TeacherReplayActor
@@ -45,6 +46,7 @@ ROLES: dict[str, type[Any]] = {
     "sdpo_teacher": SDPOTeacherActor,
     "environment": EnvironmentActor,
     "teacher_replay": TeacherReplayActor,
+    "rsa_aggregator": RSAAggregatorActor,
     "trainer": TrainerActor,
 }
 ALONE = ("trainer", "store")  # roles of which there is one
@@ -211,6 +213,8 @@ def role_arguments(
         return (learn.episodes.environment,)
     if name == "teacher_replay":
         return (learn.replay, str(directory.ledger), directory.id)
+    if name == "rsa_aggregator":
+        return (learn.rsa,)
     assert name == "trainer", name
     return (base, trainer_config(learn), str(directory.last_state))
 

@@ -13,6 +13,7 @@ from protocols.records import Measured, MetricRow, Results, RunOutcome
 from protocols.spec import RunSpec
 from protocols.types import Completion, Generated, GenerateRequest, Stepped
 from services.course import Course
+from services.evaluation import aggregation_gain
 from services.helm import Stopped
 from services.lessons import Lessons
 from services.loop import Done, Judged, OnPolicyLoop, Ports, Rollout
@@ -343,6 +344,9 @@ class Run:
             tokens_trained=dict(self._at.tokens),
             status=status,
         )  # fmt: skip
+        gain = aggregation_gain(self._at.arms)
+        if gain is not None:
+            results["aggregation"] = gain
         self._directory.write_results(results)
 
     def _watch(self, phase: str) -> None:

@@ -64,7 +64,7 @@ class AdaptiveScaling(Spec):
         default="plain", description="bias_corrected: does not lag behind at the start"
     )
     max_steps: int = Field(default=32, ge=1, description="steps before the final answer")
-    scorer: ScorerName = Field(default="sequence_logprob", description="what a step is chosen by")
+    scorer: ScorerName = Field(default="perplexity", description="what a step is chosen by")
     detector: Detector = Field(default=Detector(), description="where steps end")
 
     async def solve(self, meter: Meter, question: Question) -> Result:

@@ -28,6 +28,7 @@ from strategies.phi import PhiDecoding
 from strategies.port import Sampler
 from strategies.question import Judge, Question
 from strategies.result import Result
+from strategies.rsa.strategy import RecursiveSelfAggregation
 from strategies.scorers import token_judge
 from strategies.search import BeamSearch, BestOfN
 
@@ -50,6 +51,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
     "beam_search": BeamSearch,
     "phi_decoding": PhiDecoding,
     "adaptive_scaling": AdaptiveScaling,
+    "rsa": RecursiveSelfAggregation,
 }
 
 
@@ -113,7 +115,7 @@ async def run(
 def _metered(judge: Sampler | Judge, meter: Meter) -> Judge:
     if hasattr(judge, "abilities"):
         return token_judge(meter.beside(cast(Sampler, judge)))
-    return cast(Judge, judge)
+    return judge
 
 
 def _near(name: str) -> str:

@@ -24,8 +24,10 @@ from pathlib import Path
 
 from protocols.errors import RunError
 
-SECONDS = 2.0  # a comparison takes milliseconds; the first ones of a process, tenths of a second
-GRACE_S = 10.0  # for the judge's own alarm to end it, on a machine that stalls
+SECONDS = (
+    2.0  # of the processor; a comparison takes milliseconds, the first ones tenths of a second
+)
+LONGEST_S = 60.0  # of any clock: the machine stalls, or the judge's own timer failed
 START_S = 120.0
 LONGEST = 300  # characters: what is longer is no number that anyone votes for
 
@@ -35,8 +37,8 @@ _SPACING = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\s+|\$")
 
 
 def same_math(a: str, b: str) -> bool:
-    """Whether two answers, as LaTeX or plain text, mean the same. Blocks for `SECONDS` and little
-    more; raises RunError where the judge cannot start."""
+    """Whether two answers, as LaTeX or plain text, mean the same. Blocks for `SECONDS` and
+    little more; raises RunError where the judge cannot start."""
     a, b = _plain(a), _plain(b)
     if a == b:
         return True
@@ -95,7 +97,7 @@ class _Judge:
             except BrokenPipeError:
                 said = b""
             else:
-                said = _line(process, SECONDS + GRACE_S)
+                said = _line(process, LONGEST_S)
             if not said:
                 self.end()
                 return None

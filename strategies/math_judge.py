@@ -5,8 +5,8 @@
     stdout   1                                                     0: not, or not to be told
 
 A power tower such as 9^{9^{9^9}} is computed in C, where no exception of Python's arrives: so the
-kernel ends this process by the alarm that each question sets, and the asker starts another. The
-end of stdin is the end of this process.
+kernel ends this process once a question took its seconds of processor time (a machine that stalls
+changes no verdict), and the asker starts another. The end of stdin is the end of this process.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ def _same(a: str, b: str) -> bool:
 
 
 def main() -> None:
-    logging.disable(logging.CRITICAL)  # its warnings of disabled timeouts: ours is the alarm
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    logging.disable(logging.CRITICAL)  # its warnings of disabled timeouts: ours is below
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the asker's Ctrl-C ends stdin, and that ends us
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    _same(r"\frac{1}{2}", "x+1")  # makes the parser's tables, so that no question waits for them
     print("ready", flush=True)  # noqa: T201
     for line in sys.stdin:
         asked = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, asked["seconds"])
+        signal.setitimer(signal.ITIMER_PROF, asked["seconds"])
         try:
             verdict = _same(asked["a"], asked["b"])
         except Exception:  # whatever sympy makes of it, the answers are not known to be the same
             verdict = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(int(verdict), flush=True)  # noqa: T201
 
 

@@ -44,7 +44,7 @@ class BestOfN(Spec):
 
     candidates: int = Field(default=4, ge=1, description="candidates of a step")
     max_steps: int = Field(default=32, ge=1, description="steps before the final answer")
-    scorer: ScorerName = Field(default="sequence_logprob", description="what a step is chosen by")
+    scorer: ScorerName = Field(default="perplexity", description="what a step is chosen by")
     detector: Detector = Field(default=Detector(), description="where steps end")
 
     async def solve(self, meter: Meter, question: Question) -> Result:
@@ -59,7 +59,7 @@ class BeamSearch(Spec):
     candidates: int = Field(default=4, ge=1, description="candidates of a path's next step")
     max_steps: int = Field(default=32, ge=1, description="steps before the final answer")
     aggregate: Aggregate = Field(default="mean", description="a path's rank from its steps' scores")
-    scorer: ScorerName = Field(default="sequence_logprob", description="how a step is scored")
+    scorer: ScorerName = Field(default="perplexity", description="how a step is scored")
     detector: Detector = Field(default=Detector(), description="where steps end")
 
     async def solve(self, meter: Meter, question: Question) -> Result:

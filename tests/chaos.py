@@ -34,12 +34,14 @@ from services.rundir import read_rows
 class Role:
     """Something that dies. `goal_s` is the promised median from kill -9 to HEALTHY again. What is
     `resumed` ends the run, which goes on with --resume; all others are replaced by the service.
-    Those `of_channels` are of runs that learn from episodes alone (test_three_channels)."""
+    Those `of_channels` are of runs that learn from episodes alone (test_three_channels), those
+    `of_rsa` of runs that learn from recursive self-aggregation (test_rsagent)."""
 
     name: str
     goal_s: float | None = None
     resumed: bool = False
     of_channels: bool = False
+    of_rsa: bool = False
 
 
 ROLES = (
@@ -51,8 +53,11 @@ ROLES = (
     Role("sdpo_teacher", of_channels=True),
     Role("environment", of_channels=True),
     Role("teacher_replay", of_channels=True),
+    Role("rsa_aggregator", of_rsa=True),
 )
-REPLACED = tuple(role.name for role in ROLES if not role.resumed and not role.of_channels)
+REPLACED = tuple(
+    role.name for role in ROLES if not (role.resumed or role.of_channels or role.of_rsa)
+)
 OF_CHANNELS = tuple(role.name for role in ROLES if role.of_channels)
 
 # What is silent is found fast, and nobody's budget ends a storm.

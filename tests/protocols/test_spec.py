@@ -19,7 +19,7 @@ def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 def test_every_field_is_described_and_every_section_frozen_and_closed() -> None:
     found = set(sections(RunSpec))
-    assert len(found) == 33
+    assert len(found) == 35
     for model in found:
         assert model.model_config["frozen"] is True
         assert model.model_config["extra"] == "forbid"
@@ -33,7 +33,7 @@ def test_defaults() -> None:
     assert (mesh.hosts.kind, mesh.plane) == ("local", "torchstore")
     assert (mesh.call_timeout_s, mesh.spawn_timeout_s) == (120.0, 120.0)
     roles = [getattr(mesh.roles, name) for name in type(mesh.roles).model_fields]
-    assert [(r.replicas, r.procs, r.threads, r.gpus) for r in roles] == [(1, 1, 1, 0)] * 6
+    assert [(r.replicas, r.procs, r.threads, r.gpus) for r in roles] == [(1, 1, 1, 0)] * 7
     assert (TeacherSpec().top_k, TeacherSpec().max_kv_bytes) == (20, 2_147_483_648)
     assert (LossSpec().direction, LossSpec().form, LossSpec().beta) == ("forward", "tail", None)
     assert EvaluateSpec().arms == ("none", "document", "untrained", "offline", "on_policy")

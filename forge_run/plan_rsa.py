@@ -1,0 +1,57 @@
+"""The plan of a run that trains by recursive self-aggregation: what it asks, and how much."""
+
+from __future__ import annotations
+
+from protocols.learn_spec import LearnSpec
+from protocols.rsa_spec import RsaSpec
+
+Rows = tuple[tuple[str, ...], ...]
+
+
+def data_text(learn: LearnSpec) -> str:
+    """What stands in the row `data` of a run without any document of its own."""
+    assert learn.rsa is not None
+    problems = learn.rsa.problems
+    return f"a page on solving problems, for {problems.kind}: {problems.name}"
+
+
+def channel_rows(learn: LearnSpec, rsa: RsaSpec) -> Rows:
+    """The channels with their weights."""
+    weighed = f" + {rsa.greedy_reward_weight:g} x mean score" if rsa.greedy_reward_weight else ""
+    source = {
+        "rollout": f"{rsa.final_reward_metric} of the last population{weighed}, compared among "
+        f"{rsa.rollouts_per_example} runs of a problem",
+        "population": "each candidate's own score, compared with its population's",
+    }[rsa.advantage]
+    doc = learn.objective.w_doc
+    told = f"{learn.loss.direction} KL to the model with the document, on all candidates"
+    return (
+        ("doc_kl", f"{doc:g}", told if doc else "left out"),
+        ("grpo", f"{learn.objective.w_rl:g}", source),
+    )
+
+
+def budget_rows(learn: LearnSpec, rsa: RsaSpec) -> Rows:
+    """What is sampled, at most."""
+    steps, evaluate, each = learn.train.steps, learn.evaluate, learn.rollout.max_tokens
+    runs = rsa.examples * rsa.rollouts_per_example
+    asked = runs * rsa.candidates
+    problems = rsa.problems
+    about = "questions of the patients" if problems.name is None else problems.name
+    answers = len(evaluate.arms) * evaluate.questions * rsa.candidates
+    probes = steps // evaluate.probe_every if evaluate.probe_every else 0
+    return (
+        ("steps", f"{steps}, on policy"),
+        ("problems", f"{problems.kind}: {about}; {rsa.examples} a step, asked as {rsa.task}"),
+        (
+            "a run",
+            f"T {rsa.T} populations of M {rsa.M} x N {rsa.N}, each but the first made of K {rsa.K} "
+            f"of the one before: {rsa.candidates} candidates in {rsa.T} calls",
+        ),
+        ("runs", f"{rsa.rollouts_per_example} a problem, {runs} a step, {runs * steps:,} in all"),
+        ("candidates", f"{asked:,} a step, {asked * steps:,} in all, each a training sample"),
+        ("response tokens", f"at most {asked * each:,} a step, {asked * each * steps:,} in all"),
+        ("packed rows", f"{learn.train.row_tokens} tokens"),
+        ("probes", f"{probes} of {evaluate.probe_questions} runs"),
+        ("evaluation", f"{answers:,} candidates: {', '.join(evaluate.arms)}"),
+    )

@@ -1,0 +1,40 @@
+"""One step of a run between two populations: judge the one that was, ask for the one to come.
+
+Standing --judge--> candidates --vote--> chosen
+         --draw parents--> prompts of the next population                      -> Judged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from protocols.errors import DataError
+from protocols.rsa import Candidate, Judged, Problem, Standing
+from strategies.answers import Form
+from strategies.rsa.islands import Shape
+from strategies.rsa.populations import ask, chosen_of
+from strategies.votes import tally
+
+Judge = Callable[[Problem, Sequence[str]], Awaitable[Sequence[Candidate]]]
+
+
+async def aggregate(standing: Standing, shape: Shape, task: Form, judge: Judge) -> Judged:
+    """What became of the last population, and what the next is asked; nothing after the last of T.
+
+    The same Standing gives the same, in any process. Raises DataError for one that is none of this
+    shape's.
+    """
+    step, texts, problem = standing.step, standing.texts, standing.problem
+    if not 0 <= step <= shape.T or len(texts) != (shape.slots if step else 0):
+        raise DataError(
+            f"rsa: {standing.name} stands before population {step} with {len(texts)} texts; there "
+            f"are {shape.T} populations of {shape.slots}, and none before the first"
+        )
+    candidates, chosen = tuple[Candidate, ...](), None
+    if step:
+        candidates = tuple(await judge(problem, texts))
+        chosen = chosen_of(await tally([c.answer for c in candidates], task))
+    if step == shape.T:
+        return Judged(candidates, chosen)
+    prompts, parents = ask(problem.question, texts, shape, step, task, standing.stream)
+    return Judged(candidates, chosen, prompts, parents)

@@ -1,0 +1,189 @@
+"""RSAEngine: whole runs of recursive self-aggregation, over anything that samples.
+
+    step 0        M * N times the question                        -> population 0
+    step t        for every slot K parents -> aggregation prompt  -> population t
+    after T - 1   the answers of the last population vote
+
+Every population is one batched call, for all questions together: T calls in all. Parents, and the
+seeds of the samples, hang on `seed`, the question's place in the list, step and slot alone.
+
+Source: Venkatraman et al. 2025, "Recursive Self-Aggregation Unlocks Deep Thinking in LLMs".
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from protocols.errors import DataError
+from protocols.replay import Message
+from protocols.types import Sampling
+from strategies.answers import extract
+from strategies.meter import BudgetSpent, Meter, Spent
+from strategies.port import Answer, Ask, Sampler
+from strategies.question import Question
+from strategies.rsa.islands import Parents, Shape
+from strategies.rsa.populations import METRICS, Population, ask, chosen_of, measure
+from strategies.rsa.prompts import as_task
+from strategies.votes import Vote, tally
+
+Score = Callable[[str, str], float]  # question, text -> 1 or more where it is right
+
+
+@dataclass(frozen=True)
+class Run:
+    """What became of one question: `populations` in order, and the votes of the last.
+
+    `chosen` is the slot that speaks for most of it (None: nobody gave an answer). `metrics` is
+    empty without a scorer. `finish_reason` is "budget" where the token budget ended the run before
+    T populations, "" otherwise.
+    """
+
+    question: str
+    populations: tuple[Population, ...]
+    votes: tuple[Vote, ...] = ()
+    metrics: Mapping[str, float] | None = None
+    finish_reason: str = ""
+
+    @property
+    def chosen(self) -> int | None:
+        return chosen_of(self.votes)
+
+    @property
+    def answer(self) -> str | None:
+        return self.votes[0].answer if self.votes else None
+
+
+@dataclass(frozen=True)
+class RSAResult:
+    """The runs in the order of the questions, the means of their metrics, and what all cost."""
+
+    runs: tuple[Run, ...]
+    metrics: Mapping[str, float]
+    spent: Spent
+
+
+class RSAEngine:
+    """`RSAEngine(sampler, M=1, N=4, K=2, T=3, task="math").run(["What is 2 + 2?"])`.
+
+    `scorer(question, text)` is asked for every candidate, where there is one. `budget` is the most
+    tokens that one `run` samples: it then ends with the populations it has. Raises DataError for
+    numbers that do not go together, and for an unknown task.
+    """
+
+    def __init__(
+        self,
+        generate: Sampler,
+        M: int = 1,
+        N: int = 4,
+        K: int = 2,
+        T: int = 3,
+        task: str = "math",
+        *,
+        max_tokens: int = 4096,
+        seed: int = 0,
+        budget: int | None = None,
+        scorer: Score | None = None,
+    ) -> None:
+        self._generate = generate
+        self._shape, self._task = Shape(M, N, K, T), as_task(task)
+        self._max_tokens, self._seed, self._budget = max_tokens, seed, budget
+        self._scorer = scorer
+
+    def run(self, questions: Sequence[str], temperature: float = 0.7) -> RSAResult:
+        """`arun` for scripts, in an event loop of its own."""
+        return asyncio.run(self.arun(questions, temperature))
+
+    async def arun(self, questions: Sequence[str], temperature: float = 0.7) -> RSAResult:
+        """All T populations of every question."""
+        if isinstance(questions, str):
+            raise DataError("rsa: questions must be a list of them: got one text; put it in [...]")
+        sampling = Sampling(temperature=temperature, max_tokens=self._max_tokens)
+        asked = [
+            Question((Message("user", text),), self._task, self._seed, sampling, str(i))
+            for i, text in enumerate(questions)
+        ]
+        meter = Meter(self._generate, self._budget)
+        runs = await evolve(meter, asked, self._shape, self._scorer)
+        scored = [run.metrics for run in runs if run.metrics]
+        means = {name: fmean(m[name] for m in scored) for name in METRICS} if scored else {}
+        return RSAResult(tuple(runs), means, meter.spent)
+
+
+async def evolve(
+    meter: Meter, questions: Sequence[Question], shape: Shape, scorer: Score | None = None
+) -> list[Run]:
+    """A run of each question, the last of whose messages is aggregated; the others stay before it.
+
+    Ends early, with the populations there are, where the meter's budget is spent.
+    """
+    populations: list[list[Population]] = [[] for _ in questions]
+    ended = ""
+    for step in range(shape.T):
+        told = [_ask(*of_one, shape, step) for of_one in zip(questions, populations, strict=True)]
+        try:
+            answers = iter(await meter([one for asks, _ in told for one in asks]))
+        except BudgetSpent:
+            ended = "budget"
+            break
+        for question, so_far, (asks, parents) in zip(questions, populations, told, strict=True):
+            own = [next(answers) for _ in asks]
+            so_far.append(_population(question, shape, step, asks, parents, own, scorer))
+    return [
+        await _ended(question, so_far, ended)
+        for question, so_far in zip(questions, populations, strict=True)
+    ]
+
+
+def _ask(
+    question: Question, before: Sequence[Population], shape: Shape, step: int
+) -> tuple[list[Ask], Parents]:
+    """The asks of population `step`, and the parents of each."""
+    previous = before[-1].texts if before else ()
+    *earlier, last = question.messages
+    stream = f"rsa/{question.seed}/{question.name}"
+    prompts, parents = ask(last.content, previous, shape, step, question.form, stream)
+    asks = [
+        replace(
+            question.ask(f"{step}/{slot}"),
+            messages=(*earlier, replace(last, content=prompt)),
+        )
+        for slot, prompt in enumerate(prompts)
+    ]
+    return asks, parents
+
+
+def _population(
+    question: Question,
+    shape: Shape,
+    step: int,
+    asks: Sequence[Ask],
+    parents: Parents,
+    answers: Sequence[Answer],
+    scorer: Score | None,
+) -> Population:
+    text = question.messages[-1].content
+    return Population(
+        step=step,
+        islands=shape.schedule[step],
+        ids=tuple(a.id for a in asks),
+        prompts=tuple(a.messages[-1].content for a in asks),
+        parents=parents,
+        texts=tuple(a.text for a in answers),
+        token_ids=tuple(a.token_ids for a in answers),
+        finish_reasons=tuple(a.finish_reason for a in answers),
+        answers=tuple(extract(a.text, question.form) for a in answers),
+        scores=tuple(scorer(text, a.text) for a in answers) if scorer else (),
+    )
+
+
+async def _ended(question: Question, populations: Sequence[Population], ended: str) -> Run:
+    text = question.messages[-1].content
+    if not populations:
+        return Run(text, (), finish_reason=ended)
+    last = populations[-1]
+    votes = tuple(await tally(last.answers, question.form))
+    metrics = measure(last.scores, chosen_of(votes)) if last.scores else None
+    return Run(text, tuple(populations), votes, metrics, ended)

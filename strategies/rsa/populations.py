@@ -1,0 +1,93 @@
+"""A population of candidates: what it is asked, how it votes, and what a whole run was worth. Pure.
+
+metrics    mean_accuracy   share of a population that scores 1 or more
+           majority_vote   whether the answer that most gave does
+           pass_at_n       whether any does
+reward     metric of the last population + greedy_weight * mean score of all T * M * N
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from strategies.answers import Form
+from strategies.rsa.islands import Parents, Shape, draw_parents
+from strategies.rsa.prompts import aggregation_prompt, opening_prompt
+from strategies.votes import Vote
+
+METRICS = ("mean_accuracy", "majority_vote", "pass_at_n")
+
+
+@dataclass(frozen=True)
+class Population:
+    """One step of one run; every field but `step` and `islands` has an entry for each slot.
+
+    `parents` are slots of the population before. `answers` are as extracted, None where a text
+    gives none; `scores` is empty without a scorer, `token_ids` of a slot where nobody tells them.
+    """
+
+    step: int
+    islands: int
+    ids: tuple[str, ...]
+    prompts: tuple[str, ...]
+    parents: Parents
+    texts: tuple[str, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    finish_reasons: tuple[str, ...]
+    answers: tuple[str | None, ...]
+    scores: tuple[float, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "step": self.step,
+            "islands": self.islands,
+            "ids": list(self.ids),
+            "prompts": list(self.prompts),
+            "parents": [list(slots) for slots in self.parents],
+            "texts": list(self.texts),
+            "token_ids": [list(ids) for ids in self.token_ids],
+            "finish_reasons": list(self.finish_reasons),
+            "answers": list(self.answers),
+            "scores": list(self.scores),
+        }
+
+
+def ask(
+    question: str, previous: Sequence[str], shape: Shape, step: int, task: Form, stream: str
+) -> tuple[tuple[str, ...], Parents]:
+    """The prompts of population `step`, and each one's parents among `previous`, the texts of the
+    population before (none at step 0). `stream` names the draw of the parents."""
+    parents = draw_parents(shape, step, stream)
+    if step == 0:
+        return (opening_prompt(question, task),) * shape.slots, parents
+    prompts = (aggregation_prompt(question, [previous[p] for p in own], task) for own in parents)
+    return tuple(prompts), parents
+
+
+def chosen_of(votes: Sequence[Vote]) -> int | None:
+    """The slot that speaks for most, the earliest of them; None where nobody voted."""
+    return votes[0].traces[0] if votes else None
+
+
+def measure(scores: Sequence[float], chosen: int | None) -> dict[str, float]:
+    """METRICS of one population, `chosen` the slot that speaks for its majority."""
+    right = [score >= 1.0 for score in scores]
+    return {
+        "mean_accuracy": fmean(right),
+        "majority_vote": float(chosen is not None and right[chosen]),
+        "pass_at_n": float(any(right)),
+    }
+
+
+def reward(
+    metrics: Mapping[str, float],
+    metric: str,
+    scores: Sequence[Sequence[float]],
+    greedy_weight: float = 0.0,
+) -> float:
+    """What a run was worth: `metrics` are its last population's, `scores` those of all."""
+    return metrics[metric] + greedy_weight * fmean(s for population in scores for s in population)

@@ -1,0 +1,65 @@
+"""What an RSA run asks: the question, and later the question with candidates to aggregate. Pure.
+
+    general      the question as it stands
+    math         an answer in \\boxed{}
+    supergpqa    the letter of an option in \\boxed{}
+    rg           an answer between <answer> and </answer>, as reasoning_gym reads it
+    clinic       the embedded clinic's own words, for a model that knows no others
+
+An aggregation says that candidates may be wrong, then the problem, the numbered candidates, and
+the form of the answer. One candidate is not aggregated but refined. A task's name is that of the
+form in which its answers are looked for (`strategies.answers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from clinic import panel
+from protocols.errors import DataError
+from strategies.answers import Form
+
+REFINE = (
+    "Below are a problem and an attempt at it. The attempt may be right, wrong or unfinished. "
+    "Check its reasoning step by step: keep what holds and repair what does not. If the whole "
+    "approach fails, set it aside and solve the problem in another way."
+)
+AGGREGATE = (
+    "Below are a problem and several attempts at it. Each attempt may be right, wrong or "
+    "unfinished, and many that agree may still be wrong. Compare them, take over the steps that "
+    "hold, and combine what is useful into one solution that is better than any of them. If all "
+    "attempts fail, set them aside and solve the problem in another way."
+)
+INSTRUCTIONS: Mapping[Form, str] = {
+    "general": "",
+    "math": "Reason step by step, and end with the final answer in \\boxed{}.",
+    "supergpqa": "Reason step by step, and end with the letter of the right option, and nothing "
+    "else, in \\boxed{}.",
+    "rg": "Reason step by step, and end with the final answer as <answer>...</answer>.",
+    "clinic": "",
+}
+
+
+def as_task(name: str) -> Form:
+    """Raises DataError for a name that is no task's."""
+    for task in INSTRUCTIONS:
+        if name == task:
+            return task
+    raise DataError(
+        f"rsa: task must be one of {', '.join(INSTRUCTIONS)}: got {name!r}; general fits any"
+    )
+
+
+def opening_prompt(question: str, task: Form) -> str:
+    """What step 0 asks: the question, and the form of its answer."""
+    return "\n\n".join(filter(None, (question, INSTRUCTIONS[task])))
+
+
+def aggregation_prompt(question: str, candidates: Sequence[str], task: Form) -> str:
+    """What a later step asks of K >= 1 candidates, in their order."""
+    if task == "clinic":
+        return panel.aggregation_prompt(question, candidates)
+    parts = [REFINE if len(candidates) == 1 else AGGREGATE, f"Problem:\n{question}"]
+    parts += [f"Attempt {i}:\n{text.strip()}" for i, text in enumerate(candidates, start=1)]
+    parts.append(f"Write the improved solution. {INSTRUCTIONS[task]}".strip())
+    return "\n\n".join(parts)

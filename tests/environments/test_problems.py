@@ -1,0 +1,104 @@
+"""Problems and what texts to them are worth: of the clinic, reasoning_gym and verifiers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from clinic.longhealth import Question
+from environments.problems import Problems, clinic_problem, open_problems
+from environments.verifiers_process import PYTHON
+from protocols.errors import DataError
+from protocols.rsa import Candidate, Problem
+from protocols.rsa_spec import ProblemsSpec
+
+TASKSETS = Path(__file__).resolve().parents[1] / "tasksets"
+QUESTION = Question(
+    "patient_01/7", "patient_01", "what is the ecg?",
+    ("ulcer", "edema", "cyst", "polyp", "murmur"), "cyst",
+)  # fmt: skip
+T = TypeVar("T")
+
+
+def tagged(text: str) -> str | None:
+    return text.removeprefix("answer ") if text.startswith("answer ") else None
+
+
+def over(spec: ProblemsSpec, use: Callable[[Problems], Awaitable[T]]) -> T:
+    async def bounded() -> T:
+        problems = open_problems(spec, tagged)
+        try:
+            return await asyncio.wait_for(use(problems), 120)
+        finally:
+            await problems.close()
+
+    return asyncio.run(bounded())
+
+
+def test_a_letter_and_its_options_text_are_one_answer() -> None:
+    problem = clinic_problem(QUESTION, "be brief")
+    assert problem.question.endswith("e) murmur\nbe brief")
+    texts = ["the answer is cyst.", "the answer is c.", "the answer is edema.", "hm"]
+    judged = over(ProblemsSpec(), lambda p: p.judge(problem, texts))
+    assert judged == [
+        Candidate("cyst", 1.0), Candidate("cyst", 1.0), Candidate("edema", 0.0),
+        Candidate(None, 0.0),
+    ]  # fmt: skip
+
+
+async def gym(
+    problems: Problems, numbers: Sequence[int], texts: Sequence[str]
+) -> tuple[list[Problem], list[Candidate]]:
+    drawn = await problems.draw(numbers, "primer")
+    return drawn, await problems.judge(drawn[0], texts)
+
+
+@pytest.mark.slow
+def test_reasoning_gym_draws_by_seed_and_judges_by_its_own_score() -> None:
+    """`9**9**9**9` never ends: it costs its own worker, and the next answer asks another."""
+    texts = ["answer 9**9**9**9", "no", "answer 1", "answer 94*4 - 61 - 6"]
+    spec = ProblemsSpec(kind="reasoning_gym", name="countdown", seed=1, timeout_s=3.0)
+    drawn, judged = over(spec, partial(gym, numbers=(0, 1), texts=texts))
+    again, _ = over(spec, partial(gym, numbers=(0, 1), texts=[]))
+    assert drawn == again
+    assert drawn[0].question.startswith("Calculate 309 using all of these numbers: 6, 61, 94, 4.")
+    assert [p.id for p in drawn] == ["countdown/0", "countdown/1"]
+    assert drawn[0].question != drawn[1].question
+    assert [c.answer for c in judged] == ["9**9**9**9", None, "1", "94*4 - 61 - 6"]
+    assert [c.score for c in judged[:2]] == [0.0, 0.0]
+    assert judged[2].score is not None
+    assert judged[2].score < 1.0
+    assert judged[3].score == 1.0
+
+
+@pytest.mark.slow
+def test_an_unknown_task_is_named() -> None:
+    spec = ProblemsSpec(kind="reasoning_gym", name="chain_sums")
+    with pytest.raises(DataError, match=r"cannot draw chain_sums 0: .*; name one of its tasks"):
+        over(spec, lambda p: p.draw([0], "primer"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="make install-verifiers")
+def test_verifiers_judges_each_text_as_an_episode_of_one_turn() -> None:
+    arguments = {"numbers": [4, 7, 11]}
+    spec = ProblemsSpec(
+        kind="verifiers", name="forge_numbers", folder=str(TASKSETS), arguments=arguments, most=3
+    )
+
+    async def use(problems: Problems) -> tuple[list[Problem], list[Candidate]]:
+        drawn = await problems.draw([1, 2], "primer")
+        with pytest.raises(DataError, match="has 3 problems: got number 3; lower"):
+            await problems.draw([3], "primer")
+        return drawn, await problems.judge(drawn[0], ["answer 8", "9"])
+
+    drawn, judged = over(spec, use)
+    assert [p.question for p in drawn] == ["after 7?", "after 11?"]
+    assert [c.answer for c in judged] == ["8", None]
+    # This taskset wants two turns, which no candidate has: it asks again, and is refused.
+    assert all(c.score == 0.0 or c.error for c in judged)
