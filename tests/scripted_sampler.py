@@ -148,9 +148,11 @@ def babble(ask: Ask) -> list[Word]:
             ((w, math.log(m / sum(masses))) for (w, _), m in zip(BABBLE, masses, strict=True)),
             key=lambda x: -x[1],
         )
-        for text, logprob in told:
-            left -= math.exp(logprob)
+        text, logprob = told[-1]
+        for word, mass in told:
+            left -= math.exp(mass)
             if left < 0:
+                text, logprob = word, mass
                 break
         said.append(Word(text, logprob, tuple(told), end=not text))
         if not text:
