@@ -120,6 +120,6 @@ def test_what_a_scorer_lacks_is_told_before_anything_is_sampled() -> None:
     with pytest.raises(DataError, match="process_reward: got no judge"):
         asyncio.run(run(strategy, sampler, ASKED, form="rg", seed=1, max_tokens=9))
     blind = Scripted(lambda ask: [], frozenset({"seed"}))
-    with pytest.raises(DataError, match="process reward model needs .* top_logprobs"):
+    with pytest.raises(DataError, match=r"process reward model needs .* top_logprobs"):
         asyncio.run(run(strategy, sampler, ASKED, form="rg", seed=1, max_tokens=9, judge=blind))
     assert sampler.calls == blind.calls == []
