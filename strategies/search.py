@@ -1,7 +1,7 @@
 """Search over steps: expand, score, keep the best. Best-of-N is the search with one beam.
 
     B active paths --C candidates each (1 call)--> B x C --scorer, aggregate--> ranked
-      from the top: those that are done are set aside, until B are active again
+      from the top: those that are done are set aside, until B are active or B set aside
       a path that stops at an empty answer loses that step; C final answers, the best stays
     ends with B set aside, with none active, with `max_steps`, or with the budget
     nothing set aside: C final answers to the best active path
@@ -90,7 +90,7 @@ class _Search:
         try:
             for t in range(max_steps):
                 grown = await scored_candidates(self.stepper, self.by, active, count, f"step/{t}")
-                active, over = _kept(best_first(grown, rank), beams)
+                active, over = _kept(best_first(grown, rank), beams, beams - len(aside))
                 aside += [p for p in over if p.state == "done"]
                 unanswered = [p for p in over if p.state == "empty"]
                 log.append(
@@ -113,13 +113,14 @@ class _Search:
         return path_result(chosen, self.stepper.meter, self.stepper.question, details, spent=spent)
 
 
-def _kept(ranked: Sequence[Path], beams: int) -> tuple[list[Path], list[Path]]:
-    """The first `beams` paths that are on, and those before them that are not."""
+def _kept(ranked: Sequence[Path], beams: int, room: int) -> tuple[list[Path], list[Path]]:
+    """From the top, the paths that are on and those that are not, until there are `beams` of the
+    ones or `room` of the others."""
     active: list[Path] = []
     over: list[Path] = []
     for path in ranked:
         (active if path.state == "on" else over).append(path)
-        if len(active) == beams:
+        if len(active) == beams or len(over) == room:
             break
     return active, over
 

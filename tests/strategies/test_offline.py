@@ -5,10 +5,10 @@ import json
 from collections.abc import Sequence
 
 import pytest
+from scripted_sampler import Babbler, Scripted, Word, at, by_name, words
 
 from protocols.errors import DataError
 from protocols.replay import Message
-from scripted_sampler import Babbler, Scripted, Word, at, by_name, words
 from strategies.answers import Form
 from strategies.catalog import Strategy, run
 from strategies.confidence import group_confidences, token_confidences
