@@ -1,6 +1,7 @@
 """The command line: `forge-run MESH.yaml ...`, and `forge run|plan MESH.yaml ...` for the same;
-`forge ablate MESH.yaml` for its channels compared (forge_run.ablate); `forge status|scale|...` for
-a run that runs (forge_run.control).
+`forge ablate MESH.yaml` for its channels compared (forge_run.ablate); `forge frontier RUN` for
+strategies over a run's cartridges; `forge status|scale|...` for a run that runs
+(forge_run.control).
 
 Only argparse is imported here: `--help` and a bad spec answer in well under a second. pydantic
 comes with the spec, torch and Monarch with the run, gRPC with a call to one.
@@ -49,6 +50,15 @@ def forge(argv: Sequence[str] | None = None) -> int:
         "--seeds", type=int, default=3, metavar="N", help="seeds of each arm (default: 3)"
     )
     ablate.set_defaults(act=_ablate)
+    frontier = commands.add_parser(
+        "frontier", help="compare test-time strategies over the cartridges of a run"
+    )
+    frontier.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    frontier.add_argument(
+        "--arms", type=Path, metavar="FILE", help="strategies (default: configs/frontier.yaml)"
+    )
+    frontier.add_argument("--questions", type=int, metavar="N", help="most held-out questions")
+    frontier.set_defaults(act=_frontier)
     add_commands(commands)
     return _guarded(parser.parse_args(argv))
 
@@ -134,6 +144,20 @@ def _ablate(options: argparse.Namespace) -> int:
         sets=options.sets,
         seeds=options.seeds,
         run_dir=options.run_dir,
+    )
+    sys.stdout.write(render(sections, terminal=sys.stdout.isatty()))
+    return 0
+
+
+def _frontier(options: argparse.Namespace) -> int:
+    from forge_run.frontier import command
+    from forge_run.plan import render
+
+    sections = command(
+        options.run,
+        arms=options.arms,
+        questions=options.questions,
+        show=lambda line: print(line, file=sys.stderr, flush=True),
     )
     sys.stdout.write(render(sections, terminal=sys.stdout.isatty()))
     return 0

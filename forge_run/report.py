@@ -18,6 +18,7 @@ from forge_run.display import duration, interval, number, percent, summary
 from forge_run.page import EPISODE_CSS, PAINT, Row, curve, figure, page, section, shortened
 from forge_run.report_channels import channels, rewards
 from forge_run.report_episodes import Monitors, episode, monitors
+from forge_run.report_frontier import frontier
 from forge_run.report_votes import teachers
 from protocols.records import ARMS, PHASES, TRAINED_ARMS
 from services.rundir import RunDirectory, iter_rows, outcome, phase_means, write_atomically
@@ -61,7 +62,7 @@ def write_report(run_path: Path) -> Path:
         _header(name, results, events),
         _arms(results.get("arms") or {}, CASES if seen.episodes else QUESTIONS),
         _plots(metrics, phase_means(events), results.get("arms") or {}),
-        *filter(None, told),
+        *filter(None, (*told, frontier(run.path))),
         _counters(results),
         _rollouts(_samples(iter_rows(run.rollouts)), samples),
         _spec(spec),

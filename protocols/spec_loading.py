@@ -121,6 +121,16 @@ def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServe:
     return LoadedServe(spec.model_copy(update={"model": model, "library": library}), places)
 
 
+def load_file(model: type[Model], path: Path) -> Model:
+    """A spec that is one file. Raises SpecError as `load_spec` does."""
+    faults: list[Fault] = []
+    document = read_yaml(path, str(path))
+    spec = _checked(model, document.values, document.places, faults)
+    if spec is None:
+        raise combined(faults)
+    return spec
+
+
 def load_resolved(path: Path) -> RunSpec:
     """Read a resolved spec that a run wrote with `dump_yaml(spec.as_dict())`.
 

@@ -15,6 +15,7 @@
         ├── endpoints.json   where the run is reached                  while it runs
         ├── stacks/          of every process, when nothing moved      written once
         ├── results.json     the arms, at the end                      replaced whole
+        ├── frontier.json    what strategies came to: `forge frontier` replaced whole
         └── report.html      made from the files above                 replaced whole
 
 Whole files are replaced by rename, so a reader sees the old one or the new one. Rows are appended
@@ -39,6 +40,7 @@ from protocols.errors import CheckpointError, RunError
 from protocols.records import PHASES, TRAINED_ARMS, EventName, MetricRow, Results, RolloutRow
 
 LATEST = "latest"
+FRONTIER = "frontier.json"
 
 
 @dataclass(frozen=True)

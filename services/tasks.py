@@ -38,9 +38,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Exam:
-    """A held-out question ready to be answered, over a prefix and without any document."""
+    """A held-out question ready to be answered, over a prefix and without any document; `text` is
+    what is asked."""
 
     question: Question
+    text: str
     prompt_ids: tuple[int, ...]
     bare_ids: tuple[int, ...]
 
@@ -70,7 +72,7 @@ class Tasks:
         self._spec = spec
         self._tokenizer = tokenizer
         self.patients = {p.id: p for p in patients}
-        self._conversation = Conversation(tokenizer, {p.id: p.document for p in patients})
+        self.conversation = Conversation(tokenizer, {p.id: p.document for p in patients})
         held_out = {
             p.id: [q for q in p.questions if is_held_out(q, spec.data.held_out)] for p in patients
         }
@@ -80,8 +82,8 @@ class Tasks:
         self._held_out = held_out
         self._prepared: dict[int, list[Prompt]] = {}
         self._ends = sorted({end for p in patients for end in sentence_ends(p)})
-        self.documents = {p.id: self._conversation.head(p.id) for p in patients}
-        self.documents[NO_DOCUMENT] = self._conversation.head(None)
+        self.documents = {p.id: self.conversation.head(p.id) for p in patients}
+        self.documents[NO_DOCUMENT] = self.conversation.head(None)
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -147,7 +149,8 @@ class Tasks:
         exams = []
         for q in chosen:
             text = option_prompt(q.text, q.options, self._spec.data.instruction)
-            exams.append(Exam(q, self._prompt_ids(q.patient, text), self._prompt_ids(None, text)))
+            over, bare = self._prompt_ids(q.patient, text), self._prompt_ids(None, text)
+            exams.append(Exam(q, text, over, bare))
         return exams
 
     def exam_requests(
@@ -174,7 +177,7 @@ class Tasks:
         return requests
 
     def _prompt_ids(self, document: str | None, text: str) -> tuple[int, ...]:
-        return self._conversation.opening(document, (Message("user", text),))
+        return self.conversation.opening(document, (Message("user", text),))
 
 
 def over(prompt: Prompt, prefix: PrefixRef) -> Prompt:

@@ -14,7 +14,7 @@ Z = 1.959963984540054
 def exam(correct: str, *options: str) -> Exam:
     options = options or ("stenosis", "fracture", "cyst", "ulcer", "normal")
     question = Question("patient_01/0", "patient_01", "which?", options, correct)
-    return Exam(question, (4, 5), (4, 5))
+    return Exam(question, "what?", (4, 5), (4, 5))
 
 
 def test_right_wrong_and_unreadable() -> None:

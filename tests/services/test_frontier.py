@@ -1,0 +1,111 @@
+"""Arms over scripted answers: accuracies, gains and what was spent, counted by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from math import sqrt
+
+import pytest
+
+from clinic.longhealth import Question
+from protocols.errors import DataError, SpecError
+from protocols.frontier_spec import FrontierArm, FrontierSpec
+from protocols.intervals import student_t95, wilson_interval
+from protocols.spec_loading import load_file
+from services.frontier import ArmRow, compare
+from services.tasks import Exam
+from strategies.catalog import parse
+from strategies.port import ABILITIES, Answer, Ask
+
+OPTIONS = ("cyst", "ulcer", "normal", "edema", "murmur")
+# What the samples 0, 1, 2 say of each question; all are asked with the right answer "cyst".
+SAYS = {
+    "q/0": ("cyst", "cyst", "ulcer"),
+    "q/1": ("ulcer", "cyst", "cyst"),
+    "q/2": ("ulcer", "cyst", "cyst"),
+    "q/3": ("", "normal", "normal"),
+}
+
+
+class Scripted:
+    """Says what the ask's name is to get; of a document, so that prefixes are told apart."""
+
+    abilities = ABILITIES
+
+    def __init__(self, document: str, calls: list[tuple[str, list[str]]]) -> None:
+        self.document, self.calls = document, calls
+
+    async def __call__(self, asks: Sequence[Ask]) -> list[Answer]:
+        self.calls.append((self.document, [a.id for a in asks]))
+        found = []
+        for ask in asks:
+            question, _, sample = ask.id.rpartition("/")
+            word = SAYS[question][int(sample)]
+            text = f"the answer is {word}." if word else "no idea"
+            found.append(Answer(text, len(text.split()), 7, "stop"))
+        return found
+
+
+EXAMS = [
+    Exam(Question(name, f"p{i % 2}", "which?", OPTIONS, "cyst"), "which? options", (4,), (5,))
+    for i, name in enumerate(SAYS)
+]
+
+
+def rows(*arms: FrontierArm, questions: int = 4) -> tuple[list[ArmRow], list[tuple]]:
+    calls: list[tuple[str, list[str]]] = []
+    spec = FrontierSpec(questions=questions, arms=arms)
+    shown: list[ArmRow] = []
+    found = asyncio.run(compare(spec, EXAMS, lambda d: Scripted(d, calls), shown.append))
+    assert shown == found
+    return found, calls
+
+
+ONE = FrontierArm(strategy="chain_of_thought")
+THREE = FrontierArm(strategy="self_consistency", options={"samples": 3})
+
+
+def test_arms_are_counted_by_hand() -> None:
+    (one, three), calls = rows(ONE, THREE)
+    assert (one.accuracy, one.ci95, one.n, one.unparsed) == (0.25, wilson_interval(1, 4), 4, 1)
+    assert (one.gain, one.gain_ci95) == (None, None)
+    assert (one.tokens, one.prompt_tokens, one.calls) == ((4 + 4 + 4 + 2) / 4, 7, 1)
+    assert (three.name, three.accuracy, three.unparsed) == ("self_consistency samples=3", 0.75, 0)
+    # Question by question 0, 1, 1, 0 more: mean 1/2, deviation 1/sqrt(3).
+    assert three.gain == 0.5
+    half = student_t95(3) / sqrt(3) / sqrt(4)
+    assert three.gain_ci95 == pytest.approx((0.5 - half, 0.5 + half))
+    assert (three.prompt_tokens, three.calls) == (21, 1)
+    assert 0 <= one.latency <= one.seconds
+    # Every question over its own document, and arms share the samples that they have in common.
+    assert calls[:4] == [(f"p{i % 2}", [f"q/{i}/0"]) for i in range(4)]
+    assert calls[4:] == [(f"p{i % 2}", [f"q/{i}/{s}" for s in range(3)]) for i in range(4)]
+
+
+def test_a_budget_and_fewer_questions() -> None:
+    (row,), _ = rows(THREE.model_copy(update={"budget": 2}), questions=1)
+    assert (row.n, row.tokens, row.accuracy) == (1, 0, 0.0)  # no token for each of three
+    assert row.name.endswith("budget=2")
+
+
+def test_wrong_arms_are_refused_before_anything_is_sampled() -> None:
+    for arm in (FrontierArm(strategy="guess"), FrontierArm(strategy="rsa", options={"Q": 1})):
+        with pytest.raises(DataError):
+            rows(ONE, arm)
+
+
+def test_the_shipped_arms_are_strategies_and_an_arm_is_listed_once(tmp_path) -> None:
+    from forge_run.frontier import ARMS
+
+    shipped = load_file(FrontierSpec, ARMS)
+    for arm in shipped.arms:
+        parse(arm.strategy, arm.options)
+    assert {arm.strategy for arm in shipped.arms} >= {
+        "chain_of_thought", "self_consistency", "deepconf", "best_of_n", "beam_search",
+        "phi_decoding", "adaptive_scaling", "rsa",
+    }  # fmt: skip
+    file = tmp_path / "twice.yaml"
+    file.write_text("arms:\n  - {strategy: rsa}\n  - {strategy: rsa}\n")
+    with pytest.raises(SpecError, match=r"each arm once.*\n?.*twice\.yaml:1"):
+        load_file(FrontierSpec, file)
