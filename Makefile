@@ -102,8 +102,9 @@ proto: install ## write protocols/control_pb2* anew from control.proto
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
 	  protocols/control.proto
 
-bench: install ## measure the tensor planes against memcpy
+bench: install ## measure the tensor planes against memcpy, and RSA's batched calls
 	$(BIN)/python -m benchmarks.tensor_plane
+	$(BIN)/python -m benchmarks.rsa_batching
 
 bench-vllm: install-vllm ## a cartridge on vLLM against prompt tokens, the document, and torch
 	$(BIN)/python -m benchmarks.vllm_throughput

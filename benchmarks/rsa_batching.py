@@ -1,0 +1,97 @@
+"""One RSA run in T batched calls, against the same work one response at a time:
+
+    python -m benchmarks.rsa_batching
+
+Both sample the same prompts with the same seeds on the embedded backend, one thread, over the KV of
+a clinic document, and say the same; the ratio of their times is of this run alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from clinic.prompts import option_prompt
+from environments.conversation import Conversation
+from learning.decoding import generate
+from learning.model import document_kv, load_model, load_tokenizer
+from protocols.learn_spec import DataSpec
+from protocols.types import Completion, GenerateRequest, PrefixRef
+from services.tasks import read_patients
+from strategies.over_tokens import TokenSampler
+from strategies.rsa.engine import RSAEngine
+
+MODEL = Path(__file__).parents[1] / "models" / "clinic-reader"
+
+
+def measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | int]:
+    """Medians of `repeats` runs: seconds of both, their ratio, and the calls of each."""
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(str(MODEL)), load_tokenizer(str(MODEL))
+    (patient,) = read_patients(
+        DataSpec(source="clinic", patients=1, facts=24, notes=4, held_out=1.0)
+    )
+    conversation = Conversation(tokenizer, {patient.id: patient.document})
+    kv = document_kv(model, conversation.head(patient.id))
+    end_ids = frozenset({int(tokenizer.eos_token_id)})
+    asked = patient.questions[0]
+    question = option_prompt(asked.text, asked.options)
+    calls = {"batched": 0, "sequential": 0}
+
+    def sample(requests: Sequence[GenerateRequest]) -> list[Completion]:
+        return generate(model, requests, lambda ref: kv, end_ids, conversation.decode)
+
+    async def batched(requests: Sequence[GenerateRequest]) -> list[Completion]:
+        calls["batched"] += 1
+        return sample(requests)
+
+    async def sequential(requests: Sequence[GenerateRequest]) -> list[Completion]:
+        calls["sequential"] += len(requests)
+        return [c for request in requests for c in sample([request])]
+
+    async def one(how: str) -> tuple[float, tuple[tuple[str, ...], ...]]:
+        generating = batched if how == "batched" else sequential
+        sampler = TokenSampler(
+            generating, conversation, patient.id, PrefixRef(f"document/{patient.id}", 0)
+        )
+        engine = RSAEngine(sampler, M, N, K, T, "clinic", max_tokens=32)
+        begun = time.perf_counter()
+        result = await engine.arun([question], temperature=1.0)
+        texts = tuple(p.texts for p in result.runs[0].populations)
+        return time.perf_counter() - begun, texts
+
+    asyncio.run(one("batched"))  # the first call of anything pays for more than itself
+    calls.update(batched=0)
+    seconds: dict[str, list[float]] = {"batched": [], "sequential": []}
+    for _ in range(repeats):
+        (fast, said), (slow, same) = asyncio.run(one("batched")), asyncio.run(one("sequential"))
+        assert said == same, "the two did not do the same work"
+        seconds["batched"].append(fast)
+        seconds["sequential"].append(slow)
+    medians = {how: sorted(times)[repeats // 2] for how, times in seconds.items()}
+    return {
+        "M": M, "N": N, "K": K, "T": T,
+        "batched_s": round(medians["batched"], 4),
+        "sequential_s": round(medians["sequential"], 4),
+        "ratio": round(medians["sequential"] / medians["batched"], 2),
+        "batched_calls": calls["batched"] // repeats,
+        "sequential_calls": calls["sequential"] // repeats,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    for name, default in (("M", 1), ("N", 16), ("K", 4), ("T", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    print(json.dumps(measure(**vars(parser.parse_args()))))
+
+
+if __name__ == "__main__":
+    main()
