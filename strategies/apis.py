@@ -12,8 +12,8 @@ No `seed`: it is sent, but promised to nobody. Token ids are not told. So they s
 that look at whole responses.
 
 A key goes to the host that it is for, by name: the providers' usual variables to their own hosts
-alone, and nothing is redirected. An endpoint is the operator's; a server never takes one from a
-client.
+alone. Nothing is redirected, and what the SDKs add to every call out of the environment goes to no
+other host. An endpoint is the operator's: a server never takes one from a client.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import anthropic
+import httpx2
 import openai
 
 from protocols.errors import DataError, RunError
@@ -42,6 +43,11 @@ KEY_HOSTS = {
     "GEMINI_API_KEY": ("https", "generativelanguage.googleapis.com"),
     "OPENROUTER_API_KEY": ("https", "openrouter.ai"),
 }
+
+HEADERS = frozenset({
+    "host", "user-agent", "accept", "accept-encoding", "connection", "content-type",
+    "content-length", "transfer-encoding", "authorization", "anthropic-version",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,7 @@ def _checked(endpoint: Endpoint) -> tuple[str, str]:
 def _openai(endpoint: Endpoint, url: str, key: str) -> tuple[Say, Close]:
     client = openai.AsyncOpenAI(
         api_key=key, base_url=url, timeout=endpoint.timeout_s, max_retries=0,
-        http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),
+        http_client=openai.DefaultAsyncHttpxClient(**_discreet(url, key)),
     )  # fmt: skip
 
     async def say(ask: Ask) -> Answer:
@@ -226,7 +232,7 @@ def _openai(endpoint: Endpoint, url: str, key: str) -> tuple[Say, Close]:
 def _anthropic(endpoint: Endpoint, url: str, key: str) -> tuple[Say, Close]:
     client = anthropic.AsyncAnthropic(
         api_key=key, base_url=url, timeout=endpoint.timeout_s, max_retries=0,
-        http_client=anthropic.DefaultAsyncHttpxClient(follow_redirects=False),
+        http_client=anthropic.DefaultAsyncHttpxClient(**_discreet(url, key)),
     )  # fmt: skip
 
     async def say(ask: Ask) -> Answer:
@@ -250,6 +256,21 @@ def _anthropic(endpoint: Endpoint, url: str, key: str) -> tuple[Say, Close]:
         )
 
     return say, client.close
+
+
+def _discreet(url: str, key: str) -> dict[str, Any]:
+    """Options of an HTTP client that takes nothing elsewhere: no redirections, and to a host that
+    is not the SDK's own neither organisation nor $OPENAI_CUSTOM_HEADERS and its like, which the
+    SDKs send to any host."""
+
+    async def only_ours(request: httpx2.Request) -> None:
+        for name in list(request.headers):
+            if name not in HEADERS and not name.startswith("x-stainless-"):
+                del request.headers[name]
+        request.headers["authorization"] = f"Bearer {key}"
+
+    hooks = [] if url in OFFICIAL_URLS.values() else [only_ours]
+    return {"follow_redirects": False, "event_hooks": {"request": hooks}}
 
 
 def _unusual(ask: Ask) -> dict[str, float]:

@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from protocols.errors import DataError
+from protocols.errors import DataError, RunError
 from strategies.answers import Form, clusters, extract, same
+from strategies.equivalence import end_judge, need_judge
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,19 @@ def test_what_never_ends_ends_outside_the_main_thread_too(monkeypatch: pytest.Mo
     assert time.perf_counter() - begun < 20
     # The judge that the tower ended has a successor.
     assert same(r"\sqrt{12}", r"2\sqrt 3", "math")
+
+
+def test_a_judge_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    end_judge()
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(RunError, match=r"math-verify does not start.*make install"):
+        same(r"\sqrt{20}", r"2\sqrt{5}", "math")
+
+
+def test_answers_that_need_no_judge() -> None:
+    assert not need_judge(["1/2", "0.5", r"\frac{3}{4}"])
+    assert not need_judge([r"\sqrt 2", r"\sqrt2", r" \sqrt 2."])
+    assert need_judge([r"\sqrt 2", "1.4"])
 
 
 def test_clusters_in_order_of_appearance() -> None:

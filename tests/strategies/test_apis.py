@@ -302,6 +302,26 @@ def test_a_key_does_not_follow_a_redirection(
     assert len(records.sent) == 1
 
 
+@pytest.mark.parametrize("at", [openai_at, anthropic_at])
+def test_the_environment_tells_other_hosts_nothing(
+    at: Any, recorder: tuple[Recorder, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The SDKs send these to whatever host they are pointed at."""
+    for sdk in ("OPENAI", "ANTHROPIC"):
+        headers = "Authorization: Bearer sk-secret\nX-Api-Key: sk-secret\nX-Gateway: sk-secret"
+        monkeypatch.setenv(f"{sdk}_CUSTOM_HEADERS", headers)
+        monkeypatch.setenv(f"{sdk}_API_KEY", "sk-secret")
+        monkeypatch.setenv(f"{sdk}_AUTH_TOKEN", "sk-secret")
+    monkeypatch.setenv("OPENAI_ORG_ID", "sk-secret")
+    monkeypatch.setenv("OPENAI_PROJECT_ID", "sk-secret")
+    records, url = recorder
+    records.status = 400
+    with pytest.raises(RunError, match="http_400"):
+        say(at(url), asks())
+    assert "sk-secret" not in json.dumps(records.heads)
+    assert records.heads[0]["authorization"] == f"Bearer {KEY}"
+
+
 @pytest.mark.parametrize("name", ["OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", None])
 @pytest.mark.parametrize("provider_name", ["openai", "anthropic"])
 def test_a_key_goes_to_no_other_host(

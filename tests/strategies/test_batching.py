@@ -58,6 +58,21 @@ def test_a_call_holds_no_more_than_it_may() -> None:
     asyncio.run(go())
 
 
+def test_what_lingers_goes_together() -> None:
+    async def go() -> None:
+        under = Scripted(lambda a: words(a.id))
+        batching = Batching(under, linger_s=0.5)
+
+        async def late() -> None:
+            await asyncio.sleep(0.01)
+            await batching([ask("b")])
+
+        await asyncio.gather(batching([ask("a")]), late())
+        assert [[a.id for a in c] for c in under.calls] == [["a", "b"]]
+
+    asyncio.run(go())
+
+
 class Refusing(Scripted):
     def __init__(self, error: Exception) -> None:
         super().__init__(lambda a: words(a.id))
