@@ -46,6 +46,7 @@ def test_options_are_read_as_json_has_them() -> None:
             r"option warmup: must be < traces \(16\); lower it, .* got 16",
         ),
         ("deepconf", {"measure": "median"}, "option measure: .* 'lowest_group'"),
+        ("beam_search", {"aggregate": "product"}, "option scorer: must be gap or process_reward"),
         ("adaptive_scaling", {"alpha": 1.0}, "option alpha: .* less than 1"),
         ("beam_search", {"detector": {"min": 1}}, "option detector.min: there is none"),
     ],
