@@ -47,7 +47,11 @@ _FAR_ENOUGH = 12  # characters
 
 
 class Detector(Spec):
-    """Where steps end. Patterns are regular expressions; none given: those of the answer's form."""
+    """Where steps end. Patterns are regular expressions; none given: those of the answer's form.
+
+    They are searched for after every token, and some expressions never end: take none from a
+    client whom you do not trust.
+    """
 
     kind: Literal["structured", "thinking"] = Field(
         default="structured", description="what steps are told by"

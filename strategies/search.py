@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec_base import Spec
+from protocols.spec_base import Spec, broken
 from strategies.detectors import Detector
 from strategies.meter import BudgetSpent, Meter
 from strategies.port import require
@@ -61,6 +61,17 @@ class BeamSearch(Spec):
     aggregate: Aggregate = Field(default="mean", description="a path's rank from its steps' scores")
     scorer: ScorerName = Field(default="perplexity", description="how a step is scored")
     detector: Detector = Field(default=Detector(), description="where steps end")
+
+    @field_validator("scorer")
+    @classmethod
+    def _may_be_multiplied(cls, name: ScorerName, info: ValidationInfo) -> ScorerName:
+        if info.data.get("aggregate") == "product" and name not in ("gap", "process_reward"):
+            raise broken(
+                "must be gap or process_reward with the aggregate product: the product of "
+                "negative scores ranks nothing",
+                "take the aggregate sum or mean",
+            )
+        return name
 
     async def solve(self, meter: Meter, question: Question) -> Result:
         found = _search(meter, question, "beam_search", self.scorer, self.detector)

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+from typing import Any
 
 from scripted_sampler import Babbler
 
@@ -11,13 +12,13 @@ from strategies.catalog import STRATEGIES, parse, run
 from strategies.result import Result
 
 ASKED = (Message("user", "what is it?"),)
-SMALL = {
+SMALL: dict[str, dict[str, Any]] = {
     "self_consistency": {"samples": 5},
     "deepconf": {"traces": 6, "window": 4, "keep_fraction": 0.5},
     "phi_decoding": {"beams": 2, "rollouts": 3},
 }
 # Every strategy as it stands, and in the ways that sample differently.
-VARIANTS = [
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((name, SMALL.get(name, {})) for name in STRATEGIES),
     ("deepconf", {"mode": "online", "traces": 9, "warmup": 3, "window": 4, "keep_fraction": 0.5}),
     (
@@ -49,7 +50,7 @@ def solve(variant: int, seed: int, budget: int | None = None) -> tuple[Result, B
 
 def digest() -> str:
     """Of all variants' results, but for the time they took."""
-    found = []
+    found: list[Any] = []
     for variant in range(len(VARIANTS)):
         result, sampler = solve(variant, 3)
         found.append([result.text, result.answer, result.finish_reason, result.token_ids])

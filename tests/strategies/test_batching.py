@@ -58,6 +58,21 @@ def test_a_call_holds_no_more_than_it_may() -> None:
     asyncio.run(go())
 
 
+def test_what_lingers_goes_together() -> None:
+    async def go() -> None:
+        under = Scripted(lambda a: words(a.id))
+        batching = Batching(under, linger_s=0.5)
+
+        async def late() -> None:
+            await asyncio.sleep(0.01)
+            await batching([ask("b")])
+
+        await asyncio.gather(batching([ask("a")]), late())
+        assert [[a.id for a in c] for c in under.calls] == [["a", "b"]]
+
+    asyncio.run(go())
+
+
 class Refusing(Scripted):
     def __init__(self, error: Exception) -> None:
         super().__init__(lambda a: words(a.id))
@@ -100,14 +115,14 @@ class Slow(Scripted):
         super().__init__(lambda a: words(a.id))
         self.begun = asyncio.Event()
         self.go_on = asyncio.Event()
-        self.cancelled = False
+        self.cancelled = asyncio.Event()
 
     async def __call__(self, asks: Sequence[Ask]) -> list[Answer]:
         self.begun.set()
         try:
             await self.go_on.wait()
         except asyncio.CancelledError:
-            self.cancelled = True
+            self.cancelled.set()
             raise
         return await super().__call__(asks)
 
@@ -123,7 +138,7 @@ def test_a_call_lives_as_long_as_one_of_its_callers() -> None:
             await first
         under.go_on.set()
         assert (await second)[0].text == "b"
-        assert not under.cancelled
+        assert not under.cancelled.is_set()
 
         under.begun.clear()
         under.go_on.clear()
@@ -133,7 +148,6 @@ def test_a_call_lives_as_long_as_one_of_its_callers() -> None:
         with pytest.raises(asyncio.CancelledError):
             await alone
         async with asyncio.timeout(10):
-            while not under.cancelled:
-                await asyncio.sleep(0)
+            await under.cancelled.wait()
 
     asyncio.run(go())

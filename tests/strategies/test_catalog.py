@@ -40,7 +40,13 @@ def test_options_are_read_as_json_has_them() -> None:
         ("best_of_n", {"candidates": "4"}, "option candidates: .* valid integer, got '4'"),
         ("best_of_n", {"n": 4}, "option n: there is none of this name; remove it"),
         ("deepconf", {"keep_fraction": 90}, "option keep_fraction: .* equal to 1, got 90"),
+        (
+            "deepconf",
+            {"mode": "online", "traces": 16},
+            r"option warmup: must be < traces \(16\); lower it, .* got 16",
+        ),
         ("deepconf", {"measure": "median"}, "option measure: .* 'lowest_group'"),
+        ("beam_search", {"aggregate": "product"}, "option scorer: must be gap or process_reward"),
         ("adaptive_scaling", {"alpha": 1.0}, "option alpha: .* less than 1"),
         ("beam_search", {"detector": {"min": 1}}, "option detector.min: there is none"),
     ],

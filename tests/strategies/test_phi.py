@@ -145,6 +145,17 @@ def test_an_empty_answer_is_dropped_and_an_end_is_not() -> None:
     assert (result.text, result.answer, len(sampler.calls)) == ("so <answer>", None, 1)
 
 
+def test_the_budget_leaves_the_first_step() -> None:
+    script = {f"step/0/{i}/0": words(f"{i}\n\nx") for i in range(2)}
+    strategy = PhiDecoding(beams=2, rollouts=1)
+    solving = run(
+        strategy, Scripted(by_name(script)), ASKED, form="rg", seed=7, max_tokens=60, budget=5
+    )
+    result = asyncio.run(solving)
+    # Two steps of two tokens; two look-aheads do not fit in one.
+    assert (result.text, result.finish_reason) == ("0\n\n", "budget")
+
+
 def test_tf_idf_by_hand() -> None:
     rows = tf_idf(["a a b", "B", ""])
     # Of three texts, "a" is in one and "b" in two.

@@ -7,7 +7,7 @@ from math import exp, log
 import pytest
 from scripted_sampler import Scripted, Word
 
-from protocols.errors import DataError
+from protocols.errors import DataError, RunError
 from protocols.replay import Message
 from protocols.types import Sampling
 from strategies.catalog import parse, run
@@ -41,7 +41,10 @@ def question(judge: Judge | None = None) -> Question:
 
 
 def scores(name: ScorerName, *paths: Path, judge: Judge | None = None) -> list[float]:
-    return asyncio.run(scorer(name, question(judge)).score(paths))
+    async def score() -> list[float]:
+        return await scorer(name, question(judge)).score(paths)
+
+    return asyncio.run(score())
 
 
 def test_the_four_numbers_of_a_step() -> None:
@@ -77,6 +80,10 @@ def test_a_step_without_tokens_is_worse_than_any() -> None:
     nothing = Path((Answer("", 0, 0, "until"),))
     names: tuple[ScorerName, ...] = ("sequence_logprob", "perplexity", "entropy", "gap")
     assert [scores(n, nothing) for n in names] == [[NOTHING]] * 4
+    silent = Path((Answer("a", 1, 0, "until"),))
+    for name in names:
+        with pytest.raises(RunError, match=f"scorer {name}: the backend .* told none"):
+            scores(name, silent)
     # So long as probabilities are floats, perplexity is no worse.
     hopeless = Answer("a", 1, 0, "until", logprobs=(-5000.0,))
     assert scores("perplexity", Path((hopeless,))) == [pytest.approx(NOTHING)]
@@ -103,7 +110,11 @@ def test_a_token_judge_weighs_plus_against_minus() -> None:
     ]
     sampler = Scripted(lambda ask: [Word("+", -1.0, places[int(ask.id[-1])])])
     judge = token_judge(sampler)
-    found = asyncio.run(judge(["a", "b", "c"]))  # type: ignore[arg-type]
+
+    async def judged() -> list[float]:
+        return list(await judge(["a", "b", "c"]))
+
+    found = asyncio.run(judged())
     assert found == pytest.approx([0.6 / 0.8, 0.0, 0.5])
     (asks,) = sampler.calls
     assert [a.messages[-1].content for a in asks] == ["a", "b", "c"]
