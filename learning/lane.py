@@ -40,6 +40,7 @@ class Row:
     prompt_logprobs: tuple[float, ...] = ()
     reason: str = ""
     ended_by: str = ""
+    dropped: int = 0
     error: str = ""
 
     @property
@@ -60,6 +61,7 @@ class Row:
             self.reason = "stop"
         elif cut is not None:
             self.reason, self.ended_by = "until", cut.by
+            self.dropped = len(self.tokens) - cut.keep
             del self.tokens[cut.keep :], self.logprobs[cut.keep :], self.top[cut.keep :]
         elif len(self.tokens) == self.request.sampling.max_tokens:
             self.reason = "length"
@@ -86,6 +88,7 @@ class Row:
             prompt_logprobs=self.prompt_logprobs,
             top_logprobs=tuple(self.top),
             ended_by=self.ended_by,
+            dropped=self.dropped,
         )
 
 

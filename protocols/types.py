@@ -93,7 +93,8 @@ class Completion:
     `logprobs[t]` is the natural log of the probability under the distribution the token was drawn
     from at temperature 1, before truncation. `prompt_logprobs[t]` is that of `prompt_ids[t + 1]`,
     where the request asked: the first prompt token follows a cartridge, which predicts nothing.
-    `top_logprobs[t]` are (token id, log-probability) pairs, likeliest first.
+    `top_logprobs[t]` are (token id, log-probability) pairs, likeliest first. `dropped` counts the
+    tokens that were sampled and are not told, for the response ended before them.
     """
 
     request_id: str
@@ -105,6 +106,7 @@ class Completion:
     error: str = ""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     ended_by: str = ""
+    dropped: int = 0
 
 
 @dataclass(frozen=True)

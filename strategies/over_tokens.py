@@ -74,7 +74,7 @@ class TokenSampler:
         before = decode(begun)
         return Answer(
             text=decode((*begun, *completion.token_ids))[len(before) :],
-            tokens=len(completion.token_ids),
+            tokens=len(completion.token_ids) + completion.dropped,
             prompt_tokens=len(request.prompt_ids),
             finish_reason=completion.finish_reason,
             ended_by=completion.ended_by,

@@ -47,8 +47,8 @@ def alone(twin: Twin, r: GenerateRequest) -> Completion:
 
 
 def same(one: Completion, other: Completion) -> None:
-    assert (one.request_id, one.token_ids, one.finish_reason, one.ended_by) == (
-        other.request_id, other.token_ids, other.finish_reason, other.ended_by,
+    assert (one.request_id, one.token_ids, one.finish_reason, one.ended_by, one.dropped) == (
+        other.request_id, other.token_ids, other.finish_reason, other.ended_by, other.dropped,
     )  # fmt: skip
     assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
@@ -172,3 +172,13 @@ def test_bad_requests_are_refused_at_once(twin: Twin) -> None:
         served.add("z", request("z", "z", 2, 3))
     with pytest.raises(DataError, match="no tokenizer is here"):
         generate(twin.model, [request("u", "a", 2, 3, until=Until())], twin.kv.__getitem__, END)
+
+
+def test_tokens_that_a_response_ended_before_are_counted(twin: Twin) -> None:
+    free = alone(twin, request("d", "a", 4, 12))
+    word = decode(free.token_ids[4:7])
+    until = Until(strings=(word,), before=True)
+    cut = alone(twin, request("d", "a", 4, 12, until=until))
+    kept = decode(free.token_ids).index(word)
+    assert cut.token_ids == free.token_ids[:kept]
+    assert (cut.finish_reason, cut.ended_by, cut.dropped) == ("until", word, 3)

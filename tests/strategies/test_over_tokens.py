@@ -39,7 +39,7 @@ class Scripted:
             tops = tuple(((i, -0.5), (0, -2.0)) for i in ids)
             found.append(
                 Completion(r.id, ids, (-0.5,) * len(ids), (3,) * len(ids), "until",
-                           ended_by=".", top_logprobs=tops)
+                           ended_by=".", top_logprobs=tops, dropped=2)
             )  # fmt: skip
         return found
 
@@ -62,7 +62,7 @@ def test_an_ask_is_the_opening_after_the_document_s_head(conversation: Conversat
     )  # fmt: skip
     assert answer.text == conversation.decode(answer.token_ids)
     assert answer.text.strip() == "the chart says sodium 41 mmol."
-    assert (answer.tokens, answer.prompt_tokens) == (len(answer.token_ids), len(r.prompt_ids))
+    assert (answer.tokens, answer.prompt_tokens) == (len(answer.token_ids) + 2, len(r.prompt_ids))
     assert answer.top_logprobs[0][0] == (conversation.decode(answer.token_ids[:1]), -0.5)
     assert sampler.abilities == ABILITIES
 
