@@ -26,7 +26,7 @@ from clinic.prompts import option_prompt, parse_answer
 CUT_RATE, NONE_RATE = 0.25, 0.15  # of the rows
 CUT_WORDS = (16, 110)  # left of a chart that is cut off
 ABSENT_RATE = 0.25  # a question about what the whole chart does not say
-FIRST_SLIP, REVIEWED_SLIP = 0.2, 0.04  # answers that name any other option
+FIRST_SLIP, REVIEWED_SLIP = 0.1, 0.03  # answers that name any other option
 MOST_CANDIDATES = 4
 RIGHT = (0.1, 0.95)  # how surely a candidate is right, drawn for each turn
 # Wrong candidates agree with each other more often than chance: so do a model's own mistakes.
