@@ -18,6 +18,7 @@ from forge_run.display import duration, interval, number, percent, summary
 from forge_run.page import EPISODE_CSS, PAINT, Row, curve, figure, page, section, shortened
 from forge_run.report_channels import channels, rewards
 from forge_run.report_episodes import Monitors, episode, monitors
+from forge_run.report_rsa import aggregation
 from forge_run.report_votes import teachers
 from protocols.records import ARMS, PHASES, TRAINED_ARMS
 from services.rundir import RunDirectory, iter_rows, outcome, phase_means, write_atomically
@@ -53,6 +54,7 @@ def write_report(run_path: Path) -> Path:
     samples = _samples(seen.watch(iter_rows(run.episodes)))
     told = (  # by runs with episodes alone
         rewards(metrics),
+        aggregation(metrics, results),
         channels(metrics),
         teachers(iter_rows(run.votes), iter_rows(run.ledger), metrics),
         monitors(seen),
