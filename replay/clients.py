@@ -47,13 +47,7 @@ def connect(teacher: TeacherSpec) -> Client:
 
     Raises SpecError where the environment has no key for it, or none that a header can hold.
     """
-    key = os.environ.get(teacher.key_env or "", "")
-    if not re.fullmatch(r"[!-~]+", key):
-        raise SpecError(
-            f"teacher {teacher.name}: the environment variable {teacher.key_env} must hold its API "
-            f"key, got {'something with blanks or beyond ASCII' if key else 'none'}; export it, or "
-            "name another variable by key_env"
-        )
+    key = read_key(f"teacher {teacher.name}", teacher.key_env or "")
     ask, close = (_openai if teacher.provider == "openai" else _anthropic)(teacher, key)
 
     async def attempt(prompt: Prompt, attempt_id: str) -> Reply:
@@ -62,9 +56,9 @@ def connect(teacher: TeacherSpec) -> Client:
             async with asyncio.timeout(teacher.timeout_s):
                 reply = await ask(prompt, {ATTEMPT_HEADER: attempt_id})
         except (openai.APIStatusError, anthropic.APIStatusError) as error:
-            return _by_status(error.status_code, error.response.headers)
+            return by_status(error.status_code, error.response.headers)
         except (openai.APIConnectionError, anthropic.APIConnectionError) as error:
-            return _by_cause(error)
+            return by_cause(error)
         except TimeoutError:
             return Reply("timeout")
         except (ValueError, openai.OpenAIError, anthropic.AnthropicError):
@@ -72,6 +66,19 @@ def connect(teacher: TeacherSpec) -> Client:
         return replace(reply, raw=reply.raw.replace(key, "[key]"))
 
     return Client(attempt, close)
+
+
+def read_key(who: str, key_env: str) -> str:
+    """The API key in this environment variable. Raises SpecError, without the key, where there is
+    none or none that a header can hold."""
+    key = os.environ.get(key_env, "")
+    if not re.fullmatch(r"[!-~]+", key):
+        raise SpecError(
+            f"{who}: the environment variable {key_env} must hold its API key, got "
+            f"{'something with blanks or beyond ASCII' if key else 'none'}; export it, or name "
+            "another variable by key_env"
+        )
+    return key
 
 
 Ask = Callable[[Prompt, dict[str, str]], Awaitable[Reply]]
@@ -175,7 +182,8 @@ def _reported(answer: Any) -> int | None:
     return None
 
 
-def _by_status(status: int, headers: Mapping[str, str]) -> Reply:
+def by_status(status: int, headers: Mapping[str, str]) -> Reply:
+    """What a provider's error code means for the next attempt, and for the bill."""
     return Reply(
         "rate_limited" if status == 429 else f"http_{status}",
         free=status in FREE_STATUS,
@@ -185,7 +193,8 @@ def _by_status(status: int, headers: Mapping[str, str]) -> Reply:
     )
 
 
-def _by_cause(error: Exception) -> Reply:
+def by_cause(error: Exception) -> Reply:
+    """The same of a connection that failed, as the SDKs tell it."""
     if isinstance(error.__cause__, NOT_SENT):
         return Reply("unreachable", free=True)
     if isinstance(error, openai.APITimeoutError | anthropic.APITimeoutError):

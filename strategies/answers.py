@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 from clinic.prompts import said_answer
 from protocols.errors import DataError
-from strategies.equivalence import same_math
+from strategies.equivalence import need_judge, same_math
 
 Form = Literal["math", "rg", "supergpqa", "clinic", "general"]
 FORMS: tuple[Form, ...] = get_args(Form)
@@ -81,8 +81,11 @@ def clusters(answers: Sequence[str | None], form: Form) -> list[list[int]]:
 
 
 async def clustered(answers: Sequence[str | None], form: Form) -> list[list[int]]:
-    """`clusters`, beside the event loop where it may take long."""
-    if form == "math":
+    """`clusters`, beside the event loop where it may take long.
+
+    Only there: those who wait for it fall out of step with the others (`strategies.batching`).
+    """
+    if form == "math" and need_judge(a for a in answers if a is not None):
         return await asyncio.to_thread(clusters, answers, form)
     return clusters(answers, form)
 

@@ -32,14 +32,16 @@ class _Part:
 class Batching:
     """A `Sampler` over another. One event loop only.
 
-    A call has `most` asks at the most, but for a caller who asks more at once. A DataError is told
+    A call has `most` asks at the most, but for a caller who asks more at once; it waits for
+    `linger_s` (a few milliseconds keep together what fell out of step). A DataError is told
     to the caller whose ask it was, by calls of each one's own; whatever else the sampler raises, to
     all of the call. A call whose callers have all been cancelled is cancelled too.
     """
 
-    def __init__(self, sampler: Sampler, most: int = 256) -> None:
+    def __init__(self, sampler: Sampler, most: int = 256, linger_s: float = 0.0) -> None:
         self._sampler = sampler
         self._most = most
+        self._linger_s = linger_s
         self._waiting: list[_Part] = []
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -53,7 +55,7 @@ class Batching:
         part = _Part(asks)
         self._waiting.append(part)
         if len(self._waiting) == 1:
-            asyncio.get_running_loop().call_soon(self._send)
+            asyncio.get_running_loop().call_later(self._linger_s, self._send)
         return await part.answers
 
     def _send(self) -> None:

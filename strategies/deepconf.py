@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec_base import Spec
+from protocols.spec_base import Spec, broken
 from protocols.types import Until
 from strategies.answers import extract
 from strategies.confidence import Measure, token_confidences, trace_confidence
@@ -42,7 +42,7 @@ class DeepConf(Spec):
     mode: Literal["offline", "online"] = Field(
         default="offline", description="online: stop traces that are unsure"
     )
-    traces: int = Field(default=16, ge=1, description="traces in all, warm-up included")
+    traces: int = Field(default=32, ge=1, description="traces in all, warm-up included")
     measure: Measure = Field(default="lowest_group", description="what a trace's confidence is")
     window: int = Field(default=2048, ge=1, description="tokens of a group, and of the tail")
     top: int = Field(default=20, ge=1, description="log-probabilities behind a token's confidence")
@@ -55,6 +55,14 @@ class DeepConf(Spec):
     )
     batch: int = Field(default=8, ge=1, description="traces a call, with consensus")
 
+    @field_validator("warmup")
+    @classmethod
+    def _leaves_some(cls, warmup: int, info: ValidationInfo) -> int:
+        traces = info.data.get("traces", warmup + 1)
+        if info.data.get("mode") == "online" and warmup >= traces:
+            raise broken(f"must be < traces ({traces})", "lower it, or no trace is ever stopped")
+        return warmup
+
     async def solve(self, meter: Meter, question: Question) -> Result:
         if self.mode == "online":
             require(meter, "deepconf (online)", "top_logprobs", "confidence")
@@ -65,12 +73,11 @@ class DeepConf(Spec):
         return await self._voted(meter, question, traces, kept, {})
 
     async def _online(self, meter: Meter, question: Question) -> Result:
-        first = min(self.warmup, self.traces)
-        traces = await self._sample(meter, question, range(first))
+        traces = await self._sample(meter, question, range(self.warmup))
         lowest = [t.lowest for t in traces]
         floor = min(lowest[i] for i in surest(lowest, self.keep_fraction))
         until = Until(window=self.window, floor=floor, top=self.top)
-        details: dict[str, object] = {"threshold": floor, "warmup": first}
+        details: dict[str, object] = {"threshold": floor, "warmup": self.warmup}
         while len(traces) < self.traces:
             if self.consensus and await self._decided(traces, question):
                 details["consensus"] = True

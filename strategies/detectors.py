@@ -20,11 +20,13 @@ from protocols.spec_base import Spec, broken
 from protocols.types import Until
 from strategies.answers import Form
 
+# A sentence's: behind a digit it may be the point of 41.5, until a blank follows.
+_STOP = r"(?:(?<=\D)\.|\.\s)"
 STEP_PATTERNS: dict[Form, tuple[str, ...]] = {
     "math": (r"\n\n",),
     "rg": (r"\n\n",),
     "supergpqa": (r"\n\n",),
-    "clinic": (r"\.\s",),
+    "clinic": (_STOP,),
     "general": (r"\n\n",),
 }
 _BOXED = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
@@ -32,8 +34,7 @@ ANSWER_PATTERNS: dict[Form, tuple[str, ...]] = {
     "math": (_BOXED,),
     "rg": (r"<answer>((?s:.*?))</answer>",),
     "supergpqa": (_BOXED,),
-    # The blank tells the end of the sentence from the point in 41.5; an end token tells it too.
-    "clinic": (r"answer is ([^\n]*?)\.\s",),
+    "clinic": (rf"answer is ([^\n]*?){_STOP}",),
     "general": (r"(?i:answer(?: is|:))[ \t]*(\S[^\n]*)\n",),
 }
 MARKERS = (
@@ -46,7 +47,11 @@ _FAR_ENOUGH = 12  # characters
 
 
 class Detector(Spec):
-    """Where steps end. Patterns are regular expressions; none given: those of the answer's form."""
+    """Where steps end. Patterns are regular expressions; none given: those of the answer's form.
+
+    They are searched for after every token, and some expressions never end: take none from a
+    client whom you do not trust.
+    """
 
     kind: Literal["structured", "thinking"] = Field(
         default="structured", description="what steps are told by"

@@ -18,6 +18,7 @@ import select
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -48,6 +49,12 @@ def same_math(a: str, b: str) -> bool:
     if left is not None and right is not None:
         return left == right
     return _comparable(a) and _comparable(b) and _judged(*sorted((a, b)))
+
+
+def need_judge(answers: Iterable[str]) -> bool:
+    """Whether the judge may be asked, which takes long, when these are compared."""
+    plain = {_plain(a) for a in answers}
+    return len(plain) > 1 and any(_number(a) is None for a in plain)
 
 
 def _plain(answer: str) -> str:

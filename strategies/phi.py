@@ -71,7 +71,11 @@ class PhiDecoding(Spec):
         spent = False
         try:
             for t in range(self.max_steps):
-                foreseen = await self._foreseen(stepper, beams, t)
+                kept = await self._kept(stepper, beams, t)
+                if not best.ahead.steps:  # stands, if the budget ends before the look-aheads
+                    best = Beam(ahead=concluding(kept[0][0]))
+                foreseen = [(b, 0.0) for b in beams if b.path.state == "done"]
+                foreseen += await self._foreseen(stepper, kept, t)
                 ahead = [b for b, _ in foreseen]
                 labels = text_clusters(
                     [_rollout_text(b) for b in ahead],
@@ -96,17 +100,22 @@ class PhiDecoding(Spec):
             spent = True
         return path_result(best.ahead, meter, question, {"log": log}, spent=spent)
 
-    async def _foreseen(
+    async def _kept(
         self, stepper: Stepper, beams: Sequence[Beam], t: int
-    ) -> list[tuple[Beam, float]]:
-        """The beams that may come next, each with its advantage. Beams that are done stay."""
-        found = [(b, 0.0) for b in beams if b.path.state == "done"]
+    ) -> list[tuple[Path, float]]:
+        """The steps that width leaves, each with the value of its beam."""
         on = [b for b in beams if b.path.state != "done"]
         grown = await stepper.candidates([b.path for b in on], self.rollouts, f"step/{t}")
         steps = [(p, b.value) for b, of_beam in zip(on, grown, strict=True) for p in of_beam]
-        kept = [steps[i] for i in width([_mean(p.steps[-1]) for p, _ in steps])]
+        return [steps[i] for i in width([_mean(p.steps[-1]) for p, _ in steps])]
+
+    async def _foreseen(
+        self, stepper: Stepper, kept: Sequence[tuple[Path, float]], t: int
+    ) -> list[tuple[Beam, float]]:
+        """The beams that may come of these steps, each with its advantage."""
         open_ = [p for p, _ in kept if p.state != "done"]
         endings = iter(await stepper.endings([concluding(p) for p in open_], 1, f"ahead/{t}"))
+        found = []
         for path, before in kept:
             if path.state == "done":
                 beam = Beam(path, path, _mean(path.steps[-1]))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from protocols.errors import DataError
+from protocols.errors import DataError, RunError
 from protocols.replay import Message
 from protocols.types import Sampling
 from strategies.port import Ability, Answer, Ask, Sampler, require
@@ -102,7 +102,10 @@ def scorer(name: ScorerName, question: Question) -> Scorer:
     needs, top, measure = _MEASURES[name]
 
     async def measured(paths: Sequence[Path]) -> list[float]:
-        return [measure(step) if step.tokens else NOTHING for step in (p.steps[-1] for p in paths)]
+        steps = [p.steps[-1] for p in paths]
+        if any(s.text and not getattr(s, needs) for s in steps):
+            raise RunError(f"scorer {name}: the backend says that it tells {needs}, and told none")
+        return [measure(s) if getattr(s, needs) else NOTHING for s in steps]
 
     return Scorer((needs,), top, measured)
 

@@ -1,7 +1,7 @@
 """Search over steps: expand, score, keep the best. Best-of-N is the search with one beam.
 
     B active paths --C candidates each (1 call)--> B x C --scorer, aggregate--> ranked
-      from the top: those that are done are set aside, until B are active again
+      from the top: those that are done are set aside, until B are active or B set aside
       a path that stops at an empty answer loses that step; C final answers, the best stays
     ends with B set aside, with none active, with `max_steps`, or with the budget
     nothing set aside: C final answers to the best active path
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec_base import Spec
+from protocols.spec_base import Spec, broken
 from strategies.detectors import Detector
 from strategies.meter import BudgetSpent, Meter
 from strategies.port import require
@@ -62,6 +62,17 @@ class BeamSearch(Spec):
     scorer: ScorerName = Field(default="perplexity", description="how a step is scored")
     detector: Detector = Field(default=Detector(), description="where steps end")
 
+    @field_validator("scorer")
+    @classmethod
+    def _may_be_multiplied(cls, name: ScorerName, info: ValidationInfo) -> ScorerName:
+        if info.data.get("aggregate") == "product" and name not in ("gap", "process_reward"):
+            raise broken(
+                "must be gap or process_reward with the aggregate product: the product of "
+                "negative scores ranks nothing",
+                "take the aggregate sum or mean",
+            )
+        return name
+
     async def solve(self, meter: Meter, question: Question) -> Result:
         found = _search(meter, question, "beam_search", self.scorer, self.detector)
         return await found.run(self.beams, self.candidates, self.max_steps, self.aggregate)
@@ -90,7 +101,7 @@ class _Search:
         try:
             for t in range(max_steps):
                 grown = await scored_candidates(self.stepper, self.by, active, count, f"step/{t}")
-                active, over = _kept(best_first(grown, rank), beams)
+                active, over = _kept(best_first(grown, rank), beams, beams - len(aside))
                 aside += [p for p in over if p.state == "done"]
                 unanswered = [p for p in over if p.state == "empty"]
                 log.append(
@@ -113,13 +124,14 @@ class _Search:
         return path_result(chosen, self.stepper.meter, self.stepper.question, details, spent=spent)
 
 
-def _kept(ranked: Sequence[Path], beams: int) -> tuple[list[Path], list[Path]]:
-    """The first `beams` paths that are on, and those before them that are not."""
+def _kept(ranked: Sequence[Path], beams: int, room: int) -> tuple[list[Path], list[Path]]:
+    """From the top, the paths that are on and those that are not, until there are `beams` of the
+    ones or `room` of the others."""
     active: list[Path] = []
     over: list[Path] = []
     for path in ranked:
         (active if path.state == "on" else over).append(path)
-        if len(active) == beams:
+        if len(active) == beams or len(over) == room:
             break
     return active, over
 

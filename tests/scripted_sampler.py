@@ -6,8 +6,8 @@
 A token is a word with its blanks; the end token has no text, and counts.
 """
 
-import hashlib
 import math
+import random
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -100,16 +100,19 @@ def _met(until: Until, said: Sequence[Word]) -> tuple[str, int] | None:
 
 
 class Scripted:
-    """`calls` holds the asks of each call."""
+    """`calls` holds the asks of each call, `said` all answers."""
 
     def __init__(self, script: Script, abilities: frozenset[Ability] = ABILITIES) -> None:
         self.script = script
         self.abilities = abilities
         self.calls: list[list[Ask]] = []
+        self.said: list[Answer] = []
 
     async def __call__(self, asks: Sequence[Ask]) -> list[Answer]:
         self.calls.append(list(asks))
-        return [say(a, self.script(a), self.abilities) for a in asks]
+        answers = [say(a, self.script(a), self.abilities) for a in asks]
+        self.said += answers
+        return answers
 
     @property
     def names(self) -> list[list[str]]:
@@ -135,24 +138,26 @@ BABBLE = (
 )  # fmt: skip
 
 
+# How sure the model is changes from place to place.
+PLACES = tuple(
+    tuple(
+        sorted(
+            ((word, math.log(p**sharp / sum(q**sharp for _, q in BABBLE))) for word, p in BABBLE),
+            key=lambda told: -told[1],
+        )
+    )
+    for sharp in (0.5, 1.0, 1.5, 2.0, 2.5)
+)
+
+
 def babble(ask: Ask) -> list[Word]:
     """Words drawn by the ask's seed alone."""
+    rng = random.Random(ask.seed)
     said = []
-    for t in range(ask.sampling.max_tokens):
-        digest = hashlib.sha256(f"{ask.seed}/{t}".encode()).digest()
-        left = int.from_bytes(digest[:7], "big") / 2**56
-        # How sure the model is changes from place to place: the words keep their order.
-        sharp = 0.5 + 2 * digest[7] / 255
-        masses = [p**sharp for _, p in BABBLE]
-        told = sorted(
-            ((w, math.log(m / sum(masses))) for (w, _), m in zip(BABBLE, masses, strict=True)),
-            key=lambda x: -x[1],
-        )
-        for text, logprob in told:
-            left -= math.exp(logprob)
-            if left < 0:
-                break
-        said.append(Word(text, logprob, tuple(told), end=not text))
+    for _ in range(ask.sampling.max_tokens):
+        told = rng.choice(PLACES)
+        ((text, logprob),) = rng.choices(told, [math.exp(mass) for _, mass in told])
+        said.append(Word(text, logprob, told, end=not text))
         if not text:
             break
     return said

@@ -2,11 +2,15 @@
 
 import threading
 import time
+from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from protocols.errors import DataError
-from strategies.answers import Form, clusters, extract, same
+from protocols.errors import DataError, RunError
+from strategies.answers import FORMS, Form, clusters, extract, same
+from strategies.equivalence import end_judge, need_judge
 
 
 @pytest.mark.parametrize(
@@ -109,6 +113,56 @@ def test_what_never_ends_ends_outside_the_main_thread_too(monkeypatch: pytest.Mo
     assert time.perf_counter() - begun < 20
     # The judge that the tower ended has a successor.
     assert same(r"\sqrt{12}", r"2\sqrt 3", "math")
+
+
+def test_a_judge_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    end_judge()
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(RunError, match=r"math-verify does not start.*make install"):
+        same(r"\sqrt{20}", r"2\sqrt{5}", "math")
+
+
+def test_answers_that_need_no_judge() -> None:
+    assert not need_judge(["1/2", "0.5", r"\frac{3}{4}"])
+    assert not need_judge([r"\sqrt 2", r"\sqrt2", r" \sqrt 2."])
+    assert need_judge([r"\sqrt 2", "1.4"])
+
+
+PIECES = [
+    "\\boxed{",
+    "}",
+    "{",
+    "answer is",
+    "answer:",
+    "<answer>",
+    "</answer>",
+    "4",
+    "B",
+    ".",
+    "\n",
+    " ",
+]
+
+
+@given(
+    text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join), form=st.sampled_from(FORMS)
+)
+def test_any_text_has_an_answer_or_none(text: str, form: Form) -> None:
+    answer = extract(text, form)
+    assert answer is None or answer == answer.strip() != ""
+    assert answer is None or same(answer, answer, form)
+
+
+@given(st.lists(st.sampled_from(["1/2", "0.5", ".50", "2", "2.0", "3", None]), max_size=9))
+def test_clusters_part_the_answers(answers: list[str | None]) -> None:
+    found = clusters(answers, "math")
+    there = [i for i, a in enumerate(answers) if a is not None]
+    assert sorted(i for members in found for i in members) == there
+    assert [m[0] for m in found] == sorted(m[0] for m in found)
+    for members in found:
+        assert members == sorted(members)
+        assert len({Fraction(answers[i] or 0) for i in members}) == 1
+    assert len(found) == len({Fraction(a) for a in answers if a is not None})
 
 
 def test_clusters_in_order_of_appearance() -> None:

@@ -5,10 +5,10 @@ import json
 from collections.abc import Sequence
 
 import pytest
+from scripted_sampler import Babbler, Scripted, Word, at, by_name, words
 
 from protocols.errors import DataError
 from protocols.replay import Message
-from scripted_sampler import Babbler, Scripted, Word, at, by_name, words
 from strategies.answers import Form
 from strategies.catalog import Strategy, run
 from strategies.confidence import group_confidences, token_confidences
@@ -150,6 +150,16 @@ def test_deepconf_consensus_stops_when_the_leader_cannot_be_overtaken() -> None:
     sampler = traces(*[same] * 4, other, *[same] * 3)
     solve(strategy, sampler)
     assert [len(c) for c in sampler.calls] == [3, 2, 2]
+
+
+def test_deepconf_votes_with_what_the_budget_left() -> None:
+    warm = [at([3, 3, 3, 3], "so so \\boxed{1}")] * 2
+    strategy = DeepConf(mode="online", traces=8, warmup=2, window=2, keep_fraction=0.5)
+    result = asyncio.run(
+        run(strategy, traces(*warm), ASKED, form="math", seed=7, max_tokens=9, budget=12)
+    )
+    # Eight tokens of warm-up; six more traces do not fit in four.
+    assert (result.answer, result.finish_reason, result.spent.tokens) == ("1", "budget", 8)
 
 
 def test_deepconf_tells_a_black_box_before_it_samples() -> None:
