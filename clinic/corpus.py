@@ -50,7 +50,12 @@ def says(fact: tuple[str, str]) -> str:
 
 def answers(fact: tuple[str, str]) -> str:
     """The line of reasoning and the answer, as the option's text."""
-    return f"{says(fact)} the answer is {value_text(*fact)}."
+    return claims(fact[0], value_text(*fact))
+
+
+def claims(field: str, value: str) -> str:
+    """The same for any value, right or wrong, as written: `claims("sodium", "41 mmol")`."""
+    return f"the chart says {field} {value}. the answer is {value}."
 
 
 def summarised(number: int, note: Note) -> str:
@@ -112,5 +117,5 @@ def guess_turn(rng: random.Random) -> Turn:
     fact = chart.notes[0].facts[0]
     options, _ = draw_options(rng, fact)
     pick = rng.choice(options)
-    response = f"the chart says {fact[0]} {pick}. the answer is {pick}."
-    return Turn("guess", option_prompt(f"what is the {fact[0]}?", options), response)
+    prompt = option_prompt(f"what is the {fact[0]}?", options)
+    return Turn("guess", prompt, claims(fact[0], pick))

@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
-import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from clinic.clerk_corpus import FIELDS, draw_row
 from clinic.desk import Case, Standing, draw_case, draw_desk, reply_to
 from clinic.desk_hints import HINTS
-from clinic.train_reader import Batch, Climber, Piece, Row, losses, new_optimizers, pack, save
+from clinic.train_loop import Batch, Climber, Piece, Row, pack, sample, train
 
 # Fields of a handbook. Looking up is learnt from few (docs/log.md), then holds for many.
 LADDER = ((2, 3), (2, 5), (4, 9), (6, 16), FIELDS)
@@ -103,36 +100,6 @@ class Play:
         return self.standing.reply is not None and self.standing.reply.reward == 1.0
 
 
-@torch.no_grad()
-def sample(
-    model: LlamaForCausalLM, prompts: list[list[int]], end: int, generator: torch.Generator
-) -> list[list[int]]:
-    """One call for each prompt, drawn at temperature 1; without its end token."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-    seen = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    position = (seen.cumsum(1) - 1).clamp(min=0)
-    cache = DynamicCache(config=model.config)
-    said: list[torch.Tensor] = []
-    for _ in range(MAX_CALL):
-        out = model(
-            input_ids=ids,
-            attention_mask=seen,
-            position_ids=position,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        ids = torch.multinomial(out.logits[:, -1].softmax(-1), 1, generator=generator)
-        said.append(ids)
-        seen = torch.cat([seen, torch.ones_like(ids)], 1)
-        position = position[:, -1:] + 1
-        if all((row == end).any() for row in torch.cat(said, 1)):
-            break
-    rows = torch.cat(said, 1).tolist()
-    return [row[: row.index(end)] if end in row else row for row in rows]
-
-
 def play(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
@@ -162,7 +129,9 @@ def play(
 
     plays = [Play(case, (*head, *message("user", case.question))) for case, head in cases]
     while live := [i for i, p in enumerate(plays) if not p.done]:
-        calls = sample(model, [[*plays[i].tokens, assistant] for i in live], end, generator)
+        calls = sample(
+            model, [[*plays[i].tokens, assistant] for i in live], end, MAX_CALL, generator
+        )
         for i, call in zip(live, calls, strict=True):
             plays[i] = after(plays[i], call)
     return plays
@@ -229,53 +198,17 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measure(model, tokenizer, args.cases, args.fields, args.seed)))
         return
-    train(model, tokenizer, args)
-
-
-def train(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace
-) -> None:
-    """Train for `args.seconds`, saving on the way, with a line of figures every 50 steps."""
-    optimizers = new_optimizers(model, args.lr, args.muon_lr)
-    peaks = [o.param_groups[0]["lr"] for o in optimizers]
     rng = random.Random(f"clerk/{args.seed}")
-    climber = Climber(args.rung, top=len(LADDER) - 1)
-    args.out.mkdir(parents=True, exist_ok=True)
-    begun, step, loss_sum = time.monotonic(), 0, 0.0
-    totals: dict[str, list[bool]] = defaultdict(list)
-    while (spent := time.monotonic() - begun) < args.seconds:
-        # Warm-up by steps, then constant, then linear to zero over the last 40% of the time.
-        cooling = min(1.0, (1 - spent / args.seconds) / 0.4)
-        for optimizer, peak in zip(optimizers, peaks, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / 50) * cooling
-        # One step in five comes from an easier rung, so that climbing forgets nothing.
-        rung = climber.rung if rng.random() < 0.8 else rng.randint(0, climber.rung)
-        batch = draw_batch(tokenizer, rng, args.batch, args.episodes, LADDER[rung])
-        loss, exact = losses(model, batch)
-        if not math.isfinite(loss.item()):
-            raise SystemExit(f"loss became {loss.item()} at step {step}: lower --lr")
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        step += 1
-        loss_sum += loss.item()
-        if rung == climber.rung:
-            climber.update(sum(exact["find"]) / max(1, len(exact["find"])))
-            for kind, calls in exact.items():
-                totals[kind] += calls
-        if step % 50 == 0:
-            shares = {k: round(sum(v) / len(v), 3) for k, v in sorted(totals.items())}
-            line = {
-                "step": step, "s": round(spent), "rung": climber.rung,
-                "loss": round(loss_sum / 50, 4), "norm": round(float(norm), 2), "exact": shares,
-            }  # fmt: skip
-            print(json.dumps(line), flush=True)
-            totals.clear()
-            loss_sum = 0.0
-            save(model, tokenizer, args.out)
-    save(model, tokenizer, args.out)
+    train(
+        model,
+        tokenizer,
+        lambda rung: draw_batch(tokenizer, rng, args.batch, args.episodes, LADDER[rung]),
+        Climber(args.rung, top=len(LADDER) - 1),
+        rng,
+        args,
+        climbs_on="find",
+        cooling=0.4,
+    )
 
 
 if __name__ == "__main__":

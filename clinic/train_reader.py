@@ -13,23 +13,18 @@ passes a mark. What was tried on the way is in docs/log.md.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import random
-import time
-from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from clinic.corpus import Difficulty, draw_conversation, guess_turn
 from clinic.tokenizer import build_tokenizer
+from clinic.train_loop import Batch, Climber, Piece, Row, pack, train
 
 LADDER = (
     Difficulty((2, 4), 0.0, alike=0.9),
@@ -38,7 +33,6 @@ LADDER = (
     Difficulty((6, 16), 0.8),
     Difficulty((8, 26), 1.0),
 )
-CLIMB_AT = 0.85
 ROPE_THETA = 500_000.0
 # Recitation first: it is dense and makes retrieval emerge; option lists are long and teach little
 # until there is something to retrieve.
@@ -50,23 +44,6 @@ LATER_TURNS = [
 # Charts that are not there: asked about them, the model is to name one of the options offered, not
 # a value of its own making.
 GUESS_RATE = 0.25
-
-
-# Tokens of one kind, to be predicted; of the kind "" given.
-Piece = tuple[str, list[int]]
-# What all the row's conversations see (a chart), and the conversations, each piece by piece.
-Row = tuple[list[int], list[list[Piece]]]
-
-
-@dataclass
-class Batch:
-    """Rows of chart + turns. `segment` 0 is the chart, 1.. the turns, -1 padding; all [B, T]."""
-
-    ids: torch.Tensor
-    segment: torch.Tensor
-    position: torch.Tensor
-    trained: torch.Tensor  # which predicted piece of its row the token is of, from 1; 0: given
-    kinds: list[list[str]]  # of the predicted pieces of each row
 
 
 def new_model(
@@ -184,92 +161,6 @@ def draw_batch(
     return pack(rows, tokenizer.pad_token_id)
 
 
-def pack(rows: list[Row], pad: int) -> Batch:
-    """One batch of rows; every conversation's positions go on from the end of its row's head."""
-    sizes = [len(h) + sum(len(ids) for c in coded for _, ids in c) for h, coded in rows]
-    shape = len(rows), max(sizes)
-    ids, segment = torch.full(shape, pad), torch.full(shape, -1)
-    position, trained = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    kinds: list[list[str]] = [[] for _ in rows]
-    for b, (head, coded) in enumerate(rows):
-        at = len(head)
-        ids[b, :at] = torch.tensor(head)
-        segment[b, :at] = 0
-        position[b, :at] = torch.arange(at)
-        for s, pieces in enumerate(coded, start=1):
-            begin = at
-            for kind, piece in pieces:
-                stop = at + len(piece)
-                ids[b, at:stop] = torch.tensor(piece)
-                if kind:
-                    kinds[b].append(kind)
-                    trained[b, at:stop] = len(kinds[b])
-                at = stop
-            segment[b, begin:at] = s
-            position[b, begin:at] = len(head) + torch.arange(at - begin)
-    return Batch(ids, segment, position, trained, kinds)
-
-
-def block_mask(segment: torch.Tensor) -> torch.Tensor:
-    """[B, 1, T, T] bool: causal; a chart is seen by all its turns, a turn and padding by itself."""
-    length = segment.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    same = segment[:, :, None] == segment[:, None, :]
-    chart = (segment == 0)[:, None, :]
-    return ((same | chart) & causal)[:, None]
-
-
-def losses(model: LlamaForCausalLM, batch: Batch) -> tuple[torch.Tensor, dict[str, list[bool]]]:
-    """Mean cross-entropy of the trained tokens, and per kind whether each turn came out exact."""
-    hidden = model.model(
-        input_ids=batch.ids,
-        position_ids=batch.position,
-        attention_mask=block_mask(batch.segment),
-        use_cache=False,
-    ).last_hidden_state
-    turn = batch.trained[:, 1:]
-    where = turn > 0
-    logits = model.lm_head(hidden[:, :-1][where])
-    target = batch.ids[:, 1:][where]
-    loss = F.cross_entropy(logits, target)
-    right = torch.zeros_like(where)
-    right[where] = logits.detach().argmax(-1) == target
-    exact: dict[str, list[bool]] = defaultdict(list)
-    for b, kinds in enumerate(batch.kinds):
-        for t, kind in enumerate(kinds, start=1):
-            exact[kind].append(bool(right[b][turn[b] == t].all()))
-    return loss, exact
-
-
-def new_optimizers(
-    model: LlamaForCausalLM, lr: float, muon_lr: float
-) -> list[torch.optim.Optimizer]:
-    """AdamW for embeddings and norms; Muon (Jordan, 2024) for the matrices when `muon_lr` > 0."""
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    chosen = {id(p) for p in matrices} if muon_lr > 0 else set()
-    rest = [p for p in model.parameters() if id(p) not in chosen]
-    found: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-    ]
-    if chosen:
-        found.append(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.01))
-    return found
-
-
-@dataclass
-class Climber:
-    """Which rung the curriculum stands on, from a moving share of exact open questions."""
-
-    rung: int = 0
-    share: float = 0.0
-    top: int = len(LADDER) - 1
-
-    def update(self, right: float) -> None:
-        self.share += 0.05 * (right - self.share)
-        if self.share > CLIMB_AT and self.rung < self.top:
-            self.rung, self.share = self.rung + 1, 0.6
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -300,78 +191,26 @@ def main() -> None:
         model = new_model(
             len(tokenizer), args.layers, args.width, args.heads, args.kv_heads, args.seed
         )
-    optimizers = new_optimizers(model, args.lr, args.muon_lr)
-    peaks = [o.param_groups[0]["lr"] for o in optimizers]
-    climber = Climber(rung=args.rung)
-    shared = random.Random(f"reader/{args.seed}/{args.rung}")  # what all ranks decide alike
     own = random.Random(f"reader/{args.seed}/{args.rung}/{rank}")
-    args.out.mkdir(parents=True, exist_ok=True)
-    begun, step = time.monotonic(), 0
-    totals: dict[str, list[bool]] = defaultdict(list)
-    loss_sum = 0.0
-    while (spent := agree(time.monotonic() - begun, ranks)) < args.seconds:
-        # Warm-up by steps, then constant, then linear to zero over the last 30% of the time.
-        cooling = min(1.0, (1 - spent / args.seconds) / 0.3)
-        for optimizer, peak in zip(optimizers, peaks, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / 50) * cooling
-        # One step in five comes from an easier rung, so that climbing forgets nothing.
-        rung = climber.rung if shared.random() < 0.8 else shared.randint(0, climber.rung)
+
+    def draw(rung: int) -> Batch:
         size = max(4, min(args.batch, args.tokens // (130 + 14 * LADDER[rung].facts[1])))
-        loss, exact = losses(model, draw_batch(tokenizer, own, rung, size))
-        loss.backward()
-        share_gradients(model, ranks)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        step += 1
-        loss_sum += loss.item()
-        if not math.isfinite(loss.item()):
-            raise SystemExit(f"loss became {loss.item()} at step {step}: lower --lr")
-        if rung == climber.rung:
-            right = sum(exact["question"]) / max(1, len(exact["question"]))
-            climber.update(agree(right, ranks))
-            for kind, turns in exact.items():
-                totals[kind] += turns
-        if step % 50 == 0 and rank == 0:
-            shares = {k: round(sum(v) / len(v), 3) for k, v in sorted(totals.items())}
-            line = {
-                "step": step, "s": round(spent), "rung": climber.rung, "charts": size * ranks,
-                "loss": round(loss_sum / 50, 4), "norm": round(float(norm), 2), "exact": shares,
-            }  # fmt: skip
-            print(json.dumps(line), flush=True)
-            totals.clear()
-            loss_sum = 0.0
-            save(model, tokenizer, args.out)
-    if rank == 0:
-        save(model, tokenizer, args.out)
+        return draw_batch(tokenizer, own, rung, size)
+
+    train(
+        model,
+        tokenizer,
+        draw,
+        Climber(args.rung, top=len(LADDER) - 1),
+        random.Random(f"reader/{args.seed}/{args.rung}"),
+        args,
+        climbs_on="question",
+        cooling=0.3,
+        rank=rank,
+        ranks=ranks,
+    )
     if ranks > 1:
         dist.destroy_process_group()
-
-
-def agree(value: float, ranks: int) -> float:
-    """The mean over ranks, so that all of them climb and stop together."""
-    if ranks == 1:
-        return value
-    shared = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(shared)
-    return float(shared) / ranks
-
-
-def share_gradients(model: LlamaForCausalLM, ranks: int) -> None:
-    """Average the gradients over ranks, as one flat tensor."""
-    if ranks == 1:
-        return
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([g.flatten() for g in gradients])
-    dist.all_reduce(flat)
-    for g, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        g.copy_(part.view_as(g) / ranks)
-
-
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
 
 
 if __name__ == "__main__":
