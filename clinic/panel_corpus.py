@@ -23,11 +23,11 @@ from clinic.panel import aggregation_prompt
 from clinic.patients import draw_options
 from clinic.prompts import option_prompt, parse_answer
 
-CUT_RATE, NONE_RATE = 0.25, 0.15  # of the rows
+CUT_RATE, NONE_RATE = 0.2, 0.35  # of the rows
 CUT_WORDS = (16, 110)  # left of a chart that is cut off
-ABSENT_RATE = 0.25  # a question about what the whole chart does not say
+ABSENT_RATE = 0.4  # a question about what the whole chart does not say
 FIRST_SLIP, REVIEWED_SLIP = 0.1, 0.03  # answers that name any other option
-MOST_CANDIDATES = 4
+CANDIDATES = (1, 2, 3, 3, 4, 4, 4)  # how many, drawn for each turn: voting is what is hard
 RIGHT = (0.1, 0.95)  # how surely a candidate is right, drawn for each turn
 # Wrong candidates agree with each other more often than chance: so do a model's own mistakes.
 AGREE_RATE, FAVOURITE_RATE = 0.5, 0.7
@@ -126,7 +126,7 @@ def draw_candidates(rng: random.Random, question: Question) -> list[str]:
     wrong = [o for o in question.options if o != question.correct]
     favourite = rng.choice(wrong) if rng.random() < AGREE_RATE else ""
     field, candidates = field_of(question), []
-    for _ in range(rng.randint(1, MOST_CANDIDATES)):
+    for _ in range(rng.choice(CANDIDATES)):
         if rng.random() < sure:
             option = question.correct
         elif favourite and rng.random() < FAVOURITE_RATE:

@@ -173,7 +173,7 @@ def test_a_sitting_tells_what_can_be_read() -> None:
     assert set(kinds["none"]) == unread
     assert set(kinds["cut"]) == unread | {"told", "options"}
     assert set(kinds["whole"]) == unread | {"told", "options", "recite"}
-    assert near(kinds["none"]["sittings"], 400, 0.15)
+    assert near(kinds["none"]["sittings"], 400, 0.35)
 
 
 def test_what_is_trained_is_the_conversation_of_the_template(panel: Parts) -> None:
