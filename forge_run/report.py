@@ -41,6 +41,11 @@ CASES = (
     "counts as wrong."
 )
 
+RUNS = (
+    "Held-out problems, a run of recursive self-aggregation each, always sampled: the mean accuracy of "
+    "the last population. A candidate without an answer is unparsed and counts as wrong."
+)
+
 
 def write_report(run_path: Path) -> Path:
     """Write `report.html` into the run directory and return its path."""
@@ -50,6 +55,7 @@ def write_report(run_path: Path) -> Path:
     whole = run.path.resolve()
     name = f"{whole.parent.name} / {whole.name}"
     spec = run.spec.read_text(encoding="utf-8") if run.spec.is_file() else ""
+    arms = results.get("arms") or {}
     seen = Monitors()
     samples = _samples(seen.watch(iter_rows(run.episodes)))
     told = (  # by runs with episodes alone
@@ -61,8 +67,8 @@ def write_report(run_path: Path) -> Path:
     )
     body = (
         _header(name, results, events),
-        _arms(results.get("arms") or {}, CASES if seen.episodes else QUESTIONS),
-        _plots(metrics, phase_means(events), results.get("arms") or {}),
+        _arms(arms, _note(arms, seen)),
+        _plots(metrics, phase_means(events), arms),
         *filter(None, told),
         _counters(results),
         _rollouts(_samples(iter_rows(run.rollouts)), samples),
@@ -87,6 +93,12 @@ def _header(name: str, results: Row, events: list[Row]) -> str:
         text = ", ".join(f"{key}: {value}" for key, value in fields.items())
         lines.append(f'<p class="error" role="note">{escape(text or "no reason was recorded")}</p>')
     return "<header>\n" + "\n".join(lines) + "\n</header>"
+
+
+def _note(arms: Row, seen: Monitors) -> str:
+    if any("populations" in arm for arm in arms.values()):
+        return RUNS
+    return CASES if seen.episodes else QUESTIONS
 
 
 def _arms(arms: Row, note: str) -> str:
