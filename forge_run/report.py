@@ -19,6 +19,7 @@ from forge_run.page import EPISODE_CSS, PAINT, Row, curve, figure, page, section
 from forge_run.report_channels import channels, rewards
 from forge_run.report_episodes import Monitors, episode, monitors
 from forge_run.report_frontier import frontier
+from forge_run.report_rsa import aggregation
 from forge_run.report_votes import teachers
 from protocols.records import ARMS, PHASES, TRAINED_ARMS
 from services.rundir import RunDirectory, iter_rows, outcome, phase_means, write_atomically
@@ -41,6 +42,11 @@ CASES = (
     "counts as wrong."
 )
 
+RUNS = (
+    "Held-out problems, a run of recursive self-aggregation each, always sampled: the mean accuracy "
+    "of the last population. A candidate without an answer is unparsed and counts as wrong."
+)
+
 
 def write_report(run_path: Path) -> Path:
     """Write `report.html` into the run directory and return its path."""
@@ -50,18 +56,20 @@ def write_report(run_path: Path) -> Path:
     whole = run.path.resolve()
     name = f"{whole.parent.name} / {whole.name}"
     spec = run.spec.read_text(encoding="utf-8") if run.spec.is_file() else ""
+    arms = results.get("arms") or {}
     seen = Monitors()
     samples = _samples(seen.watch(iter_rows(run.episodes)))
     told = (  # by runs with episodes alone
         rewards(metrics),
+        aggregation(metrics, results),
         channels(metrics),
         teachers(iter_rows(run.votes), iter_rows(run.ledger), metrics),
         monitors(seen),
     )
     body = (
         _header(name, results, events),
-        _arms(results.get("arms") or {}, CASES if seen.episodes else QUESTIONS),
-        _plots(metrics, phase_means(events), results.get("arms") or {}),
+        _arms(arms, _note(arms, seen)),
+        _plots(metrics, phase_means(events), arms),
         *filter(None, (*told, frontier(run.path))),
         _counters(results),
         _rollouts(_samples(iter_rows(run.rollouts)), samples),
@@ -86,6 +94,12 @@ def _header(name: str, results: Row, events: list[Row]) -> str:
         text = ", ".join(f"{key}: {value}" for key, value in fields.items())
         lines.append(f'<p class="error" role="note">{escape(text or "no reason was recorded")}</p>')
     return "<header>\n" + "\n".join(lines) + "\n</header>"
+
+
+def _note(arms: Row, seen: Monitors) -> str:
+    if any("populations" in arm for arm in arms.values()):
+        return RUNS
+    return CASES if seen.episodes else QUESTIONS
 
 
 def _arms(arms: Row, note: str) -> str:

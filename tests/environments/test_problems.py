@@ -83,22 +83,35 @@ def test_an_unknown_task_is_named() -> None:
         over(spec, lambda p: p.draw([0], "primer"))
 
 
+def taskset(name: str) -> ProblemsSpec:
+    arguments = {"numbers": [4, 7, 11]}
+    return ProblemsSpec(
+        kind="verifiers", name=name, folder=str(TASKSETS), arguments=arguments, most=3,
+        timeout_s=60.0,
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason="make install-verifiers")
-def test_verifiers_judges_each_text_as_an_episode_of_one_turn() -> None:
-    arguments = {"numbers": [4, 7, 11]}
-    spec = ProblemsSpec(
-        kind="verifiers", name="forge_numbers", folder=str(TASKSETS), arguments=arguments, most=3
-    )
-
+def test_verifiers_rewards_each_text_as_an_episode_of_one_turn() -> None:
     async def use(problems: Problems) -> tuple[list[Problem], list[Candidate]]:
         drawn = await problems.draw([1, 2], "primer")
         with pytest.raises(DataError, match="has 3 problems: got number 3; lower"):
             await problems.draw([3], "primer")
-        return drawn, await problems.judge(drawn[0], ["answer 8", "9"])
+        return drawn, await problems.judge(drawn[0], ["answer 8", "9", "answer 9"])
 
-    drawn, judged = over(spec, use)
+    drawn, judged = over(taskset("forge_sums"), use)
     assert [p.question for p in drawn] == ["after 7?", "after 11?"]
-    assert [c.answer for c in judged] == ["8", None]
-    # This taskset wants two turns, which no candidate has: it asks again, and is refused.
-    assert all(c.score == 0.0 or c.error for c in judged)
+    assert judged == [Candidate("8", 1.0), Candidate(None, 0.0), Candidate("9", 0.0)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="make install-verifiers")
+def test_a_taskset_that_goes_on_asking_cannot_judge() -> None:
+    """It sends a second turn, which no candidate has."""
+    drawn, judged = over(
+        taskset("forge_numbers"), partial(gym, numbers=[0], texts=["answer 5", "6"])
+    )
+    assert drawn[0].question == "after 4?"
+    assert [c.score for c in judged] == [None, None]
+    assert {c.error.partition(":")[0] for c in judged} == {"environment_refused"}

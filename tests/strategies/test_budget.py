@@ -42,7 +42,7 @@ def test_what_is_spent_is_told(variant: int) -> None:
     spent = result.spent
     asks = [a for call in sampler.calls for a in call]
     assert spent.tokens == sum(a.tokens for a in sampler.said) > 0
-    assert spent.prompt_tokens == 3 * len(asks)
+    assert spent.prompt_tokens == sum(a.prompt_tokens for a in sampler.said) >= 3 * len(asks)
     assert (spent.calls, spent.asks) == (len(sampler.calls), len(asks))
     assert spent.seconds > 0
     # No two asks share a name or a draw.
