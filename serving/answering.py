@@ -70,7 +70,7 @@ class Desk:
         deadline = time.monotonic() + self.deadline_s
         if asked.strategy is not None:
             with as_api_errors("forge.options"):
-                self.strategies.check(asked.strategy.name, asked.strategy.options)
+                self.strategies.check(asked.strategy)
         held = AsyncExitStack()
         try:
             held.enter_context(self.admission.let_in(asked.responses))
