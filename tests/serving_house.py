@@ -122,7 +122,9 @@ class Twice:
 
     def check(self, strategy: StrategyAsked) -> None:
         if set(strategy.options) - {"pause"}:
-            raise DataError(f"strategy {strategy.name} has no option {[*strategy.options][0]}")
+            raise DataError(
+                f"strategy {strategy.name} has no option {next(iter(strategy.options))}"
+            )
 
     async def run(self, asked: Asked, prefix: PrefixRef) -> Result:
         assert asked.strategy is not None
