@@ -46,6 +46,7 @@ UNSERVED = {
     "tool_choice": "tools are not served; leave it out",
     "tools": "tools are not served; leave it out",
 }
+TYPES = ("str", "int", "float", "bool", "none")  # what pydantic puts into places for unions
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,10 @@ def _tell_errors(api: FastAPI) -> None:
 
     @api.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
-        return error_response(_of_body(error.errors()[0]))
+        # Of a field that may be one of several types, the type that came furthest.
+        faults = error.errors()
+        mine = [f for f in faults if f["loc"][:2] == faults[0]["loc"][:2]]
+        return error_response(_of_body(max(mine, key=lambda f: len(f["loc"]))))
 
     @api.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
@@ -138,7 +142,11 @@ def _tell_errors(api: FastAPI) -> None:
 
 def _of_body(fault: dict[str, Any]) -> ApiError:
     """pydantic's first fault in OpenAI's fields: which field, what is wrong, what to do."""
-    names = [p for p in fault["loc"][1:] if isinstance(p, int) or p.isidentifier()]
+    names = [
+        part
+        for part in fault["loc"][1:]
+        if isinstance(part, int) or (part.isidentifier() and part not in TYPES)
+    ]
     kind, said = fault["type"], fault["msg"]
     if kind == "json_invalid":
         why = fault.get("ctx", {}).get("error", said)

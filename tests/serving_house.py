@@ -47,7 +47,8 @@ class InProcess:
     """A backend over one engine's thread. `pause` slows every step down, seconds; `cancelled`
     counts the calls that were."""
 
-    def __init__(self, pause: float = 0.0) -> None:
+    def __init__(self, pause: float = 0.0, ends: frozenset[int] = END) -> None:
+        self._ends = ends
         self.pause, self.cancelled, self.calls, self.active = pause, 0, 0, 0
         self.loaded: list[tuple[int, str]] = []
         self._engine = EngineThread(self._build, 2**30, "finish")
@@ -55,7 +56,7 @@ class InProcess:
 
     def _build(self) -> Engine:
         cache = DocumentCache(partial(document_kv, model()), {"none": (1,)}, 2**20)
-        engine = TorchEngine(model(), cache.get, END, text_of(str(READER)))
+        engine = TorchEngine(model(), cache.get, self._ends, text_of(str(READER)))
         step = engine.step
 
         def slowly() -> Iterator[tuple[str, Came | Completion]]:
@@ -178,9 +179,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(directory: Path, pause: float = 0.0, **more: Any) -> Iterator[Served]:
-    """A door over an engine of its own, reached over TCP."""
-    backend = InProcess(pause)
+def serving(
+    directory: Path, pause: float = 0.0, ends: frozenset[int] = END, **more: Any
+) -> Iterator[Served]:
+    """A door over an engine of its own, reached over TCP; `ends` end its responses."""
+    backend = InProcess(pause, ends)
     house = new_house(directory, backend, **more)
     started: list[Door] = []
     listening = socket.socket()

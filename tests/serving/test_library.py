@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from learning.checkpoint import Checkpoint, write_checkpoint
 from protocols.errors import DataError
@@ -133,7 +133,7 @@ def test_by_path_within_the_library_alone(library: Library) -> None:
 def test_a_damaged_manifest_is_named(library: Library) -> None:
     entry = add(library)
     (entry.path.parent / MANIFEST).write_text("{")
-    with pytest.raises(DataError, match="p1@1 has no readable manifest.json"):
+    with pytest.raises(DataError, match=r"p1@1 has no readable manifest\.json"):
         library.get(CartridgeName("p1"))
 
 
@@ -162,8 +162,6 @@ def test_the_newest_checkpoint_of_a_run_is_added(library: Library, tmp_path: Pat
     one, two = add_from_run(library, run)
     assert [one.key, two.key] == [("p1", 1), ("p2", 1)]
     assert one.manifest.source["checkpoint"] == "version-000002"
-    from safetensors.torch import load_file
-
     kv = load_file(two.path)["kv"]
     assert kv.shape == (2, 2, 1, 3, 4)
     assert kv[0, 0, 0, :, 0].tolist() == [1.0, 22.0, 22.0]  # the frozen token, then the trained
