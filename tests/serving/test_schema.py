@@ -24,13 +24,14 @@ ROUTES = (
     "/custom/cartridge/chat/completions",
     "/custom/cartridge/completions",
 )
+WORDS = st.text(st.characters(), max_size=6)  # halves of surrogate pairs, too
 ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(max_size=6),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
-    ),
+    st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
     max_leaves=4,
 )
+PLAIN = {"model": MODEL, "max_tokens": 1}
+CHAT = {**PLAIN, "messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def served(directory: Path, *sets: str) -> Iterator[tuple[subprocess.Popen[str],
         yield process, found[1], process.pid
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def alive(directory: Path) -> list[str]:
