@@ -258,6 +258,7 @@ class Reader:
         for what, given in (
             ("n", asked.n > 1),
             ("stop", bool(asked.stops)),
+            ("top_k", asked.sampling.top_k > 0),
             ("logprobs", asked.top_logprobs is not None),
         ):
             if given:

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from serving.asked import Asked, StrategyAsked
 from serving.backend import OnTokens
 from serving.library import Library, read_base
 from serving.reading import Limits
+from serving.strategy_port import Strategies
 from serving.texts import Texts
 from strategies.meter import Spent
 from strategies.result import Result
@@ -144,12 +145,17 @@ class Twice:
         return Result(text, text, spent, best.finish_reason, details={"votes": votes})
 
 
-def new_house(directory: Path, backend: Any, **more: Any) -> House:
+def new_house(
+    directory: Path,
+    backend: Any,
+    strategies: Callable[[Any, Texts], Strategies] = Twice,
+    **more: Any,
+) -> House:
     texts = Texts(load_tokenizer(str(READER)))
     base = read_base(READER)
     limits = Limits(max_tokens=512, context=base.context, max_choices=64)
     house = House(
-        MODEL, backend, texts, Library(directory / "library", base), Twice(backend, texts),
+        MODEL, backend, texts, Library(directory / "library", base), strategies(backend, texts),
         limits, END,
     )  # fmt: skip
     return replace(house, **more)
