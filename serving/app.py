@@ -17,7 +17,7 @@ from serving.admission import Admission
 from serving.answering import Desk
 from serving.backend import Backend
 from serving.errors import ApiError, bad_request
-from serving.http import Bodies, Guard, Watch, error_response
+from serving.http import CLIENT_LEFT, Bodies, Gone, Guard, Watch, error_response
 from serving.library import Library
 from serving.metrics import ServingMetrics
 from serving.reading import Limits, Reader
@@ -121,6 +121,10 @@ def _tell_errors(api: FastAPI) -> None:
     @api.exception_handler(ApiError)
     async def told(request: Request, error: ApiError) -> Response:
         return error_response(error)
+
+    @api.exception_handler(Gone)
+    async def gone(request: Request, error: Gone) -> Response:
+        return Response(status_code=CLIENT_LEFT)  # nobody reads it
 
     @api.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:

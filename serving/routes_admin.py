@@ -6,6 +6,7 @@ makes a browser speak to 127.0.0.1 sends an Origin, or another Host.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 
 from protocols.errors import DataError
 from protocols.service_spec import LOOPBACK
 from serving.errors import ApiError, bad_request
-from serving.http import UPLOADS, json_response, too_large
+from serving.http import UPLOADS, Gone, json_response, too_large
 from serving.library import Entry, Library
 from serving.names import VERSION, CartridgeName, is_name
 from serving.routes import REFUSALS
 from serving.shelf import Shelf
+
+UPLOAD_SECONDS = 600.0
 
 
 class CartridgeEntry(BaseModel):
@@ -147,11 +151,18 @@ async def _receive(request: Request, file: Path, most: int) -> None:
     got = 0
     opened = await run_in_threadpool(file.open, "wb")
     try:
-        async for part in request.stream():
-            got += len(part)
-            if got > most:
-                raise too_large(most)
-            await run_in_threadpool(opened.write, part)
+        async with asyncio.timeout(UPLOAD_SECONDS):
+            async for part in request.stream():
+                got += len(part)
+                if got > most:
+                    raise too_large(most)
+                await run_in_threadpool(opened.write, part)
+    except TimeoutError as error:
+        raise ApiError(
+            408, f"the upload did not come within {UPLOAD_SECONDS:g} s; send it faster"
+        ) from error
+    except ClientDisconnect as error:
+        raise Gone from error
     finally:
         await run_in_threadpool(opened.close)
 
