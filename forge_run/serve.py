@@ -39,6 +39,11 @@ def serve(loaded: LoadedServe) -> int:
         raise combined(faults)
     spec = loaded.spec
     listening = listen(spec.http.listen)
+    # A terminal's Ctrl-C reaches the whole process group. The generators, whenever they are
+    # started, inherit that it is ignored. Here it is also blocked, in every thread there will be,
+    # and one of them waits for it: so this comes before the imports that start threads.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.environ.update(monarch_environment(spec))
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     with listening:
@@ -227,14 +232,8 @@ class _Server:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first drains, the second ends at once.
-
-        A terminal's Ctrl-C reaches the whole process group. The generators, whenever they are
-        started, inherit that it is ignored; here it is also blocked, and a thread waits for it.
-        """
+        """The first drains, the second ends at once."""
         loop = asyncio.get_running_loop()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
         def end(number: int) -> None:
             if self.signal and self._web is not None:

@@ -38,6 +38,7 @@ class Asked:
     seed: int
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None
+    stream: bool = False
     entry: Entry | None = None
     messages: tuple[Message, ...] = ()
     strategy: StrategyAsked | None = None

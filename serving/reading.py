@@ -228,6 +228,7 @@ class Reader:
             seed=drawn_seed(request_id) if body.seed is None else body.seed,
             stops=tuple(dict.fromkeys(stop)),
             top_logprobs=top_logprobs,
+            stream=bool(body.stream),
             entry=entry,
             messages=messages,
         )

@@ -102,7 +102,7 @@ def test_a_seed_gives_the_same_again_and_every_answer_tells_its_own(client: Open
 
     first = say()
     assert say(seed=first.forge["seed"]).choices[0].text == first.choices[0].text
-    assert len({say(seed=s).choices[0].text for s in range(8)}) > 1
+    assert len({say(seed=s).choices[0].text for s in range(5)}) > 1
     assert say(temperature=0).choices == say(temperature=0, seed=9).choices
     assert say(top_p=0).choices[0].text == say(temperature=0).choices[0].text
 
@@ -239,8 +239,8 @@ def test_many_at_once_say_what_each_says_alone(served: Served) -> None:
                 )  # fmt: skip
                 return answer.choices[0].message.content
 
-            together = await asyncio.gather(*(one(i) for i in range(24)))
-            return [together, [await one(i) for i in range(24)]]
+            together = await asyncio.gather(*(one(i) for i in range(12)))
+            return [together, [await one(i) for i in range(12)]]
 
     together, alone = asyncio.run(all_at_once())
     assert together == alone
@@ -495,7 +495,7 @@ def test_without_a_key_the_library_is_changed_from_this_machine_alone(served: Se
 
 
 def test_what_prometheus_is_told(served: Served, client: OpenAI) -> None:
-    client.completions.create(model=MODEL, prompt="x", max_tokens=2)
+    list(client.completions.create(model=MODEL, prompt="x", max_tokens=2, stream=True))
     refused(served, "/v1/completions", {})
     _, headers, content = raw(served, "/metrics", method="GET")
     assert headers["content-type"].startswith("text/plain; version=0.0.4")
