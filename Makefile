@@ -12,7 +12,7 @@ VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed-$(subst ==,-,$(VERIFIERS))
 PIP_OPTIONS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-prometheus run run-vllm test test-fast \
+.PHONY: help install install-vllm install-verifiers install-prometheus run run-vllm serve test test-fast \
         lint format proto bench bench-vllm chaos clean
 
 help: ## show this list
@@ -69,6 +69,9 @@ install-prometheus: | $(BIN)/python ## add Prometheus to .venv, where there is a
 	    apt-get -qq $$private update && apt-get -qq $$private download prometheus; }; } && \
 	  dpkg-deb -x prometheus_*.deb . && rm -rf apt prometheus_*.deb; }
 
+serve: install ## serve the tiny reader with the library's cartridges, on 127.0.0.1:8000
+	$(BIN)/forge serve meshes/serve.yaml
+
 run: install ## the main job: train cartridges on policy, a few minutes on a laptop
 	$(BIN)/forge-run meshes/longhealth.yaml
 
@@ -90,7 +93,7 @@ test-fast: install ## the tests that need no mesh, under a minute
 lint: install ## ruff, types, the layers contract and the .proto
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy protocols learning clinic replay environments strategies actors services forge_run
+	$(BIN)/mypy protocols learning clinic replay environments strategies actors services serving forge_run
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 

@@ -174,7 +174,7 @@ def _drive(
             if late or caught.count > 1:
                 display.line("stopping at once; the last checkpoint stands")
                 cut_off = True
-                _kill_mesh()
+                kill_mesh()
                 return False
             time.sleep(POLL_SECONDS)
             status = _poll(controller, STATUS_TIMEOUT)
@@ -199,7 +199,7 @@ def _poll(controller: Any, timeout_s: float) -> Any:
         ) from error
 
 
-def _kill_mesh() -> None:
+def kill_mesh() -> None:
     """kill -9 for every process of the mesh: our descendants that Monarch started. What else there
     is (the shared memory's janitor) waits for its owner's death, and then does its work."""
     parents = {}

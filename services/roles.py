@@ -30,10 +30,11 @@ from learning.sdpo import SDPO
 from learning.trainer import TrainerConfig
 from protocols.errors import PlaneError
 from protocols.learn_spec import LearnSpec
+from protocols.serve_spec import ServeSpec
 from protocols.spec import RoleSpec, RunSpec
 from protocols.types import Span
 from services.lives import Note
-from services.planes import OwnedPlane, open_plane
+from services.planes import NoPlane, OwnedPlane, open_plane
 from services.pool import Pool
 from services.replica import Replica, ask
 from services.rundir import RunDirectory
@@ -51,6 +52,8 @@ ROLES: dict[str, type[Any]] = {
 }
 ALONE = ("trainer", "store")  # roles of which there is one
 ANSWER_SECONDS = 2.0  # a heartbeat takes milliseconds
+EVERY_VERSION = 2**31  # a server drops versions by name, whichever were used last
+SERVED_KV_BYTES = 2**20  # of the first token: a server reads no other document
 
 
 class Mesh:
@@ -132,6 +135,29 @@ async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[Span], None]) 
         observe=observe,
     )
     return Mesh(service, spec)
+
+
+async def open_generators(
+    spec: ServeSpec,
+    documents: Mapping[str, tuple[int, ...]],
+    end_ids: frozenset[int],
+    note: Note,
+) -> tuple[Service, Pool]:
+    """The generators of a server, which start meanwhile, in a service of this process's own."""
+    role, model = spec.roles.generator, spec.model
+    service = await Service.of(
+        this_host(),
+        health=spec.health,
+        spares=spec.spares,
+        warm=partial(warm_up, model.path, model.dtype),
+        call_timeout_s=spec.http.deadline_s,
+        spawn_timeout_s=spec.spawn_timeout_s,
+        note=note,
+    )
+    service.warm([role.threads] * role.replicas)
+    base = BaseModel(model.path, model.dtype, role.threads, documents, SERVED_KV_BYTES, NoPlane())
+    args = (base, end_ids, EVERY_VERSION, spec.generator)
+    return service, service.spawn(EngineGeneratorActor, args=args, role="generator", spec=role)
 
 
 async def spawn_roles(

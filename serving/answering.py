@@ -70,7 +70,7 @@ class Desk:
         deadline = time.monotonic() + self.deadline_s
         if asked.strategy is not None:
             with as_api_errors("forge.options"):
-                self.strategies.check(asked.strategy.name, asked.strategy.options)
+                self.strategies.check(asked.strategy)
         held = AsyncExitStack()
         try:
             held.enter_context(self.admission.let_in(asked.responses))
@@ -128,7 +128,8 @@ class Plain(_Answer):
         tellers = [Teller(desk.texts.decode, asked.stops, desk.end_ids) for _ in requests]
         queue: asyncio.Queue[Came | None] = asyncio.Queue()
         begun, first = time.monotonic(), True
-        work = asyncio.create_task(desk.backend.generate(requests, queue.put_nowait))
+        told = queue.put_nowait if asked.stream else None
+        work = asyncio.create_task(desk.backend.generate(requests, told))
         work.add_done_callback(lambda _: queue.put_nowait(None))
         try:
             while True:
@@ -136,11 +137,11 @@ class Plain(_Answer):
                     came = await asyncio.wait_for(queue.get(), self._left())
                 except TimeoutError as error:
                     raise self._late() from error
+                if came is None:
+                    break
                 if first:
                     desk.metrics.first_token(time.monotonic() - begun)
                     first = False
-                if came is None:
-                    break
                 choice = index[came.request_id]
                 piece = tellers[choice].feed(came)
                 if piece.text or piece.tokens:

@@ -49,7 +49,7 @@ class ChatWire:
         choices = [
             ChatChoice(
                 index=i,
-                message=AnswerMessage(content=piece.text),
+                message=AnswerMessage(role="assistant", content=piece.text, refusal=None),
                 logprobs=self._logprobs(piece.tokens),
                 finish_reason=_reason(piece.finish_reason) or "stop",
             )
@@ -95,7 +95,7 @@ class ChatWire:
     def _logprobs(self, tokens: Sequence[ToldToken]) -> ChatLogprobs | None:
         if self._top is None:
             return None
-        return ChatLogprobs(content=[self._told(t) for t in tokens])
+        return ChatLogprobs(content=[self._told(t) for t in tokens], refusal=None)
 
     def _told(self, token: ToldToken) -> TokenLogprob:
         text, data = self._token(token.id)

@@ -15,10 +15,11 @@ from serving.texts import Prompt
 
 @dataclass(frozen=True)
 class StrategyAsked:
-    """`StrategyAsked("self_consistency", {"samples": 8}, 512)`."""
+    """`StrategyAsked("self_consistency", {"samples": 8}, "math", 512)`."""
 
     name: str
     options: Mapping[str, Any]
+    form: str
     budget: int | None
 
 
@@ -37,6 +38,7 @@ class Asked:
     seed: int
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None
+    stream: bool = False
     entry: Entry | None = None
     messages: tuple[Message, ...] = ()
     strategy: StrategyAsked | None = None

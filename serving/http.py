@@ -21,6 +21,7 @@ T = TypeVar("T")
 OPEN = ("/health", "/ready", "/ping")  # answered without a key: they say nothing but how it stands
 UPLOADS = "/admin/cartridges/"  # bodies that their route reads as they come, and counts
 BODY_SECONDS = 30.0  # a body comes within this
+CLIENT_LEFT = 499  # what metrics are told where nobody is left to be answered
 DONE = b"data: [DONE]\n\n"
 log = logging.getLogger("forge.serve")
 
@@ -51,7 +52,7 @@ class Watch:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        begun, status = time.monotonic(), 499
+        begun, status = time.monotonic(), CLIENT_LEFT
 
         async def seen(message: Message) -> None:
             nonlocal status
@@ -61,8 +62,6 @@ class Watch:
 
         try:
             await self._app(scope, receive, seen)
-        except Gone:
-            status = 499
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.answered(route, status, time.monotonic() - begun)

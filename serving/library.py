@@ -150,9 +150,11 @@ class Library:
     def by_path(self, text: str) -> Entry:
         """A cartridge by its name, or by the path of a version in the library, never beyond it."""
         try:
-            return self.get(parse_cartridge(text))
+            named = parse_cartridge(text)
         except ValueError:
             path = Path(os.path.normpath(self.directory / text))
+        else:
+            return self.get(named)
         inside = path.is_relative_to(self.directory)
         parts = path.relative_to(self.directory).parts if inside else ()
         if parts[2:] in ((), (FILE,)) and len(parts) >= 2 and re.fullmatch(VERSION, parts[1]):

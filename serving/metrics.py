@@ -23,7 +23,7 @@ class ServingMetrics:
             ["route"], buckets=SECONDS, registry=registry,
         )  # fmt: skip
         self._first = Histogram(
-            "forge_serve_first_token_seconds", "From being let in to the first token.",
+            "forge_serve_first_token_seconds", "From being let in to the first token, of streams.",
             buckets=SECONDS, registry=registry,
         )  # fmt: skip
         self._tokens = Counter(

@@ -21,6 +21,7 @@ from serving.wire_completions import CompletionRequest
 from serving.wire_tokasaurus import CartridgeChatRequest, CartridgeCompletionRequest
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
+GENERAL = "general"  # the form of answers where none is named
 LEAST_MASS = 1e-9  # top_p 0 keeps the likeliest token alone
 
 
@@ -128,9 +129,9 @@ class Reader:
                     "forge.strategy",
                 )
             strategy = forge.strategy
-        if strategy is None and (forge.options is not None or forge.budget is not None):
+        if strategy is None and not forge.options is forge.form is forge.budget is None:
             raise bad_request(
-                "forge.options and forge.budget belong to a strategy; name one in forge.strategy",
+                "forge.options, form and budget belong to a strategy; name one in forge.strategy",
                 "forge.strategy",
             )
         return ModelName(name.base, cartridge, strategy)
@@ -227,6 +228,7 @@ class Reader:
             seed=drawn_seed(request_id) if body.seed is None else body.seed,
             stops=tuple(dict.fromkeys(stop)),
             top_logprobs=top_logprobs,
+            stream=bool(body.stream),
             entry=entry,
             messages=messages,
         )
@@ -257,6 +259,7 @@ class Reader:
         for what, given in (
             ("n", asked.n > 1),
             ("stop", bool(asked.stops)),
+            ("top_k", asked.sampling.top_k > 0),
             ("logprobs", asked.top_logprobs is not None),
         ):
             if given:
@@ -265,7 +268,7 @@ class Reader:
                     "`forge` how it came; leave it out",
                     what,
                 )
-        chosen = StrategyAsked(strategy, forge.options or {}, forge.budget)
+        chosen = StrategyAsked(strategy, forge.options or {}, forge.form or GENERAL, forge.budget)
         return replace(asked, strategy=chosen)
 
     def _too_many(self) -> ApiError:

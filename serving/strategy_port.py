@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from protocols.types import PrefixRef
-from serving.asked import Asked
+from serving.asked import Asked, StrategyAsked
 from strategies.result import Result
 
 
@@ -15,8 +14,8 @@ class Strategies(Protocol):
 
     def names(self) -> list[str]: ...
 
-    def check(self, name: str, options: Mapping[str, Any]) -> None:
-        """Raise DataError for options that the strategy does not take."""
+    def check(self, strategy: StrategyAsked) -> None:
+        """Raise DataError for options that the strategy does not take, or an unknown form."""
         ...
 
     async def run(self, asked: Asked, prefix: PrefixRef) -> Result:

@@ -32,7 +32,7 @@ class Texts:
     take time with the length of the text, and are called in a thread."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._conversation = Conversation(tokenizer, {STAND_IN: "x"})
         self._special = frozenset(tokenizer.all_special_ids)
         byte_level = any(name.startswith("Ġ") for name in tokenizer.get_vocab())
@@ -60,7 +60,7 @@ class Texts:
         """A prompt as text, or as ids, which are read as they are."""
         if isinstance(prompt, str):
             _check_text(prompt, param)
-            ids = tuple(self._tokenizer(prompt, add_special_tokens=not cartridge).input_ids)
+            ids = tuple(self.tokenizer(prompt, add_special_tokens=not cartridge).input_ids)
         else:
             ids = tuple(prompt)
             wrong = next((i for i in ids if not 0 <= i < self.vocabulary), None)
@@ -81,12 +81,12 @@ class Texts:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def token(self, token_id: int) -> tuple[str, list[int]]:
         """A token's text and its bytes. Of a part of a character the text is a replacement mark."""
-        piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        piece = str(self.tokenizer.convert_ids_to_tokens(token_id))
         if token_id not in self._special and all(c in self._byte_of for c in piece):
             data = bytes(self._byte_of[c] for c in piece)
             return data.decode("utf-8", "replace"), list(data)
@@ -96,12 +96,12 @@ class Texts:
         if piece.startswith("▁"):  # SentencePiece's blank, which decoding one token alone drops
             text = piece.replace("▁", " ")
         else:
-            text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+            text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
         return text, list(text.encode())
 
     def name(self, token_id: int) -> str:
         """The tokenizer's own name of a token."""
-        return str(self._tokenizer.convert_ids_to_tokens(token_id))
+        return str(self.tokenizer.convert_ids_to_tokens(token_id))
 
 
 def _check_text(text: str, param: str) -> None:

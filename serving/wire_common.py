@@ -47,6 +47,11 @@ class ForgeOptions(Wire):
         default=None, max_length=64, description="a strategy's name, as `GET /v1/models` lists them"
     )
     options: dict[str, Any] | None = Field(default=None, description="the strategy's own options")
+    form: str | None = Field(
+        default=None,
+        max_length=64,
+        description="how answers are found in responses: general, math, rg, supergpqa",
+    )
     budget: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="most tokens that the strategy may sample in all"
     )

@@ -1,0 +1,284 @@
+"""`forge serve meshes/serve.yaml`: generators, and the HTTP door in front of them.
+
+    listen -> generators start -> serve ... SIGTERM or Ctrl-C -> drain -> generators end
+
+Nothing outlives this process: what does not end in time is killed. A second signal ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from forge_run.plan import Section
+from protocols.errors import SpecError
+from protocols.serve_spec import ServeSpec
+from protocols.service_spec import LOOPBACK
+from protocols.spec_faults import Fault, combined
+from protocols.spec_loading import LoadedServe
+
+STOP_SECONDS = 8.0
+END_SECONDS = 3.0
+
+
+def serve(loaded: LoadedServe) -> int:
+    """Serve until told to end. Returns the exit code: 0 after SIGTERM, 130 after Ctrl-C. Raises
+    ForgeError for what keeps it from starting, or ended it."""
+    faults = unmet(loaded)
+    if faults:
+        raise combined(faults)
+    spec = loaded.spec
+    listening = listen(spec.http.listen)
+    # A terminal's Ctrl-C reaches the whole process group. The generators, whenever they are
+    # started, inherit that it is ignored. Here it is also blocked, in every thread there will be,
+    # and one of them waits for it: so this comes before the imports that start threads.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    os.environ.update(monarch_environment(spec))
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    with listening:
+        server = _Server(spec, listening)
+        try:
+            asyncio.run(server.run())
+        finally:
+            _end_monarch(server.cut_off)
+    return 130 if server.signal == signal.SIGINT else 0
+
+
+def plan(loaded: LoadedServe) -> list[Section]:
+    """What would be served, and where; starts nothing."""
+    from serving.library import Library, read_base
+
+    spec = loaded.spec
+    role, http = spec.roles.generator, spec.http
+    base = read_base(Path(spec.model.path))
+    context = spec.context_tokens or base.context
+    key = f"the key in {http.key_env}" if http.key_env else "no key"
+    rows = [
+        ("model", f"{spec.name}: {spec.model.path}, {spec.model.dtype}"),
+        ("shape", f"L {base.layers}, H_kv {base.kv_heads}, D {base.head_dim}, {context} positions"),
+        ("generators", f"{role.replicas} x {spec.generator.backend}, {role.threads} threads each"),
+        ("listens on", f"http://{http.listen}, {key}"),
+        ("at a time", f"{http.max_pending} responses, {http.deadline_s:g} s each at most"),
+        ("library", spec.library),
+    ]
+    sections = [Section(f"serve {spec.name}", ("", ""), tuple(rows))]
+    if Path(spec.library).is_dir():
+        library = Library(Path(spec.library), base)
+        held = tuple((n, ", ".join(map(str, library.versions(n)))) for n in library.names())
+        if held:
+            sections.append(Section("cartridges", ("name", "versions"), held))
+    reasons = tuple((fault.text,) for fault in unmet(loaded))
+    if reasons:
+        sections.append(Section("cannot serve here yet", ("",), reasons))
+    return sections
+
+
+def unmet(loaded: LoadedServe) -> list[Fault]:
+    """Why this cannot be served here and now; empty when it can."""
+    from actors.setup import VLLM_REMEDY, missing_vllm
+
+    spec, faults = loaded.spec, []
+
+    def cannot(key: str, value: object, why: str, remedy: str) -> None:
+        where = loaded.place(key)
+        faults.append(Fault(where, f"{key}: {value} {why}: set at {where}; {remedy}"))
+
+    if not (Path(spec.model.path) / "config.json").is_file():
+        cannot("model.path", spec.model.path, "has no config.json", "give a model's directory")
+    role = spec.roles.generator
+    if role.procs != 1:
+        cannot("roles.generator.procs", role.procs, "cannot run", "use 1, and more replicas")
+    if spec.generator.backend == "vllm" and missing_vllm():
+        cannot("generator.backend", "vllm", "needs vLLM, which is not installed", VLLM_REMEDY)
+    if spec.generator.backend == "torch" and role.gpus:
+        cannot("roles.generator.gpus", role.gpus, "cannot run, torch stays on the CPU", "use 0")
+    if spec.http.key_env and not os.environ.get(spec.http.key_env):
+        why = "is not in the environment, and the API key is read from it"
+        cannot("http.key_env", spec.http.key_env, why, "export it, or set http.key_env to null")
+    return faults
+
+
+def listen(address: str) -> socket.socket:
+    """A socket on host:port. Raises SpecError where it is taken."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    made = socket.socket(family)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host.strip("[]"), int(port)))
+    except OSError as error:
+        made.close()
+        raise SpecError(
+            f"http.listen: cannot listen on {address}: {error.strerror}; choose another port, or "
+            "127.0.0.1:0 for any free one"
+        ) from error
+    return made
+
+
+def monarch_environment(spec: ServeSpec) -> dict[str, str]:
+    """What Monarch reads when it is imported, as `forge_run.run.monarch_environment`."""
+    patience = f"{max(1, round(spec.health.dead_after_s))}s"
+    return {
+        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
+        "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
+        "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
+        "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s",
+    }
+
+
+class _Server:
+    """One server's life. `signal` is the one that ended it; `cut_off` what could not be ended."""
+
+    def __init__(self, spec: ServeSpec, listening: socket.socket) -> None:
+        self.spec, self.listening = spec, listening
+        self.signal = 0
+        self.cut_off = False
+        self._told = asyncio.Event()
+        self._web: Any = None
+
+    async def run(self) -> None:
+        """Raises ForgeError: generators that do not start, or cannot be kept alive."""
+        from learning.model import load_tokenizer
+        from services.roles import open_generators
+        from serving.texts import Texts
+
+        spec = self.spec
+        with self._signals():
+            tokenizer = await asyncio.to_thread(load_tokenizer, spec.model.path)
+            texts = Texts(tokenizer)
+            end_ids = ids_of_the_end(Path(spec.model.path), tokenizer)
+            service, pool = await open_generators(spec, texts.documents, end_ids, _note)
+            try:
+                if await self._first(service.ready()):
+                    service.keep_spares()
+                    await self._serve(service, pool, texts, end_ids)
+            finally:
+                try:
+                    await asyncio.wait_for(service.stop(), STOP_SECONDS)
+                except TimeoutError:
+                    self.cut_off = True
+
+    async def _serve(self, service: Any, pool: Any, texts: Any, end_ids: frozenset[int]) -> None:
+        import uvicorn
+
+        from serving.app import House, create_door
+        from serving.catalogue import CatalogueStrategies
+        from serving.library import Library, read_base
+        from serving.pool_backend import PoolBackend
+        from serving.reading import Limits
+
+        spec, http = self.spec, self.spec.http
+        base = read_base(Path(spec.model.path))
+        backend = PoolBackend(pool, http.deadline_s)
+        host, port = http.listen.rpartition(":")[0], self.listening.getsockname()[1]
+        context = min(base.context, spec.context_tokens or base.context)
+        door = create_door(
+            House(
+                model=spec.name, backend=backend, texts=texts,
+                library=Library(Path(spec.library), base),
+                strategies=CatalogueStrategies(backend, texts),
+                limits=Limits(spec.max_tokens, context, http.max_choices), end_ids=end_ids,
+                held_cartridges=spec.held_cartridges, max_pending=http.max_pending,
+                deadline_s=http.deadline_s, keep_alive_s=http.keep_alive_s,
+                max_body_bytes=http.max_body_bytes, max_upload_bytes=http.max_upload_bytes,
+                key=os.environ[http.key_env] if http.key_env else None,
+                loopback=host in LOOPBACK, draining=self._told.is_set,
+            )
+        )  # fmt: skip
+        self._web = uvicorn.Server(
+            uvicorn.Config(
+                door.app, log_config=None, access_log=False, lifespan="off", ws="none",
+                server_header=False, timeout_graceful_shutdown=round(http.drain_s),
+            )
+        )  # fmt: skip
+        self._web.capture_signals = contextlib.nullcontext  # they are ours
+        running = asyncio.create_task(self._web.serve(sockets=[self.listening]))
+        print(f"serving {spec.name} on http://{host}:{port}; Ctrl-C drains and ends", flush=True)
+        try:
+            await asyncio.wait(
+                {running, service.failure, asyncio.create_task(self._told.wait())},
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            self._web.should_exit = True
+            await running
+            if service.failure.done():
+                service.failure.result()
+        finally:
+            await door.close()
+
+    async def _first(self, starting: Any) -> bool:
+        """Whether it started before anybody ended it; raises what kept it from starting."""
+        begun = asyncio.ensure_future(starting)
+        told = asyncio.ensure_future(self._told.wait())
+        await asyncio.wait({begun, told}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if begun.done():
+            begun.result()
+            return not self._told.is_set()
+        begun.cancel()
+        await asyncio.wait({begun})
+        return False
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first drains, the second ends at once."""
+        loop = asyncio.get_running_loop()
+
+        def end(number: int) -> None:
+            if self.signal and self._web is not None:
+                self._web.force_exit = True
+            self.signal = self.signal or number
+            self._told.set()
+
+        def wait() -> None:
+            while True:
+                signal.sigwait({signal.SIGINT})
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(end, signal.SIGINT)
+
+        threading.Thread(target=wait, daemon=True).start()
+        loop.add_signal_handler(signal.SIGTERM, end, signal.SIGTERM)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
+
+
+def ids_of_the_end(model: Path, tokenizer: Any) -> frozenset[int]:
+    """What ends a response: the tokenizer's end token, and those of generation_config.json."""
+    ids = {tokenizer.eos_token_id}
+    with contextlib.suppress(OSError, ValueError):
+        given = json.loads((model / "generation_config.json").read_bytes()).get("eos_token_id")
+        ids |= set(given if isinstance(given, list) else [given])
+    return frozenset(ids - {None})
+
+
+def _note(event: str, **facts: Any) -> None:
+    told = " ".join(f"{k}={v}" for k, v in facts.items())
+    print(f"{event} {told}", file=sys.stderr, flush=True)
+
+
+def _end_monarch(cut_off: bool) -> None:
+    """End this client's part of the mesh; kill what did not end."""
+    import monarch.actor as monarch
+
+    from forge_run.run import kill_mesh
+
+    if cut_off:
+        kill_mesh()
+        sys.stdout.flush()
+        os._exit(1)
+    with contextlib.suppress(Exception):
+        monarch.shutdown_context().get(timeout=END_SECONDS)
+    kill_mesh()

@@ -1,0 +1,172 @@
+"""The application: routes, what stands around them, and every error in OpenAI's shape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from serving.admission import Admission
+from serving.answering import Desk
+from serving.backend import Backend
+from serving.errors import ApiError, bad_request
+from serving.http import CLIENT_LEFT, Bodies, Gone, Guard, Watch, error_response
+from serving.library import Library
+from serving.metrics import ServingMetrics
+from serving.reading import Limits, Reader
+from serving.routes import Counter, routes
+from serving.routes_admin import admin_routes
+from serving.routes_models import model_routes
+from serving.shelf import Shelf
+from serving.strategy_port import Strategies
+from serving.texts import Texts
+
+# Fields of OpenAI's that are not served, and what to do instead.
+UNSERVED = {
+    "audio": "text alone is served",
+    "best_of": "ask for n responses, or a strategy in forge.strategy",
+    "echo": "the prompt is not said again; leave it out",
+    "frequency_penalty": "leave it out, or send 0",
+    "function_call": "tools are not served; leave it out",
+    "functions": "tools are not served; leave it out",
+    "ignore_eos": "a response ends at its end token; leave it out",
+    "logit_bias": "leave it out",
+    "modalities": "text alone is served",
+    "presence_penalty": "leave it out, or send 0",
+    "reasoning_effort": "name a strategy in forge.strategy instead",
+    "response_format": "text alone is served; leave it out",
+    "suffix": "a response stands at the end; leave it out",
+    "tool_choice": "tools are not served; leave it out",
+    "tools": "tools are not served; leave it out",
+}
+TYPES = ("str", "int", "float", "bool", "none")  # what pydantic puts into places for unions
+
+
+@dataclass(frozen=True)
+class House:
+    """What an application is made of. `key` None: nobody is asked for one."""
+
+    model: str
+    backend: Backend
+    texts: Texts
+    library: Library
+    strategies: Strategies
+    limits: Limits
+    end_ids: frozenset[int]
+    held_cartridges: int = 16
+    max_pending: int = 256
+    deadline_s: float = 120.0
+    keep_alive_s: float = 5.0
+    max_body_bytes: int = 4 * 1024**2
+    max_upload_bytes: int = 1024**3
+    key: str | None = None
+    loopback: bool = True
+    draining: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class Door:
+    """`app` is what a server serves; `api` has its schema; `close` once nothing is served."""
+
+    app: ASGIApp
+    api: FastAPI
+    admission: Admission
+    shelf: Shelf
+    reading: ThreadPoolExecutor
+
+    async def close(self) -> None:
+        await self.shelf.close()
+        self.reading.shutdown(wait=False, cancel_futures=True)
+
+
+def create_door(house: House) -> Door:
+    admission = Admission(house.max_pending)
+    metrics = ServingMetrics(lambda: admission.pending, house.backend.depth)
+    shelf = Shelf(house.backend, house.held_cartridges)
+    desk = Desk(
+        house.backend, house.texts, shelf, admission, metrics, house.strategies, house.end_ids,
+        house.deadline_s,
+    )  # fmt: skip
+    reader = Reader(
+        house.model, house.texts, house.library, house.limits,
+        lambda name: name in house.strategies.names(),
+    )  # fmt: skip
+    # One thread: a tokenizer may not be used by two at a time.
+    reading = ThreadPoolExecutor(1, "reading")
+    counter = Counter(desk, reader, reading, house.keep_alive_s)
+    api = FastAPI(title="Cartridge Forge", version="0.1.0", docs_url=None, redoc_url=None)
+    api.include_router(routes(counter, reader))
+    started = int(time.time())
+    api.include_router(model_routes(desk, reader, house.library, started, house.draining))
+    api.include_router(
+        admin_routes(
+            house.library, shelf, house.max_upload_bytes,
+            has_key=house.key is not None, loopback=house.loopback,
+        )
+    )  # fmt: skip
+    _tell_errors(api)
+    inner = Bodies(api, house.max_body_bytes)
+    app = Watch(Guard(inner, house.key), metrics)
+    return Door(app, api, admission, shelf, reading)
+
+
+def _tell_errors(api: FastAPI) -> None:
+    @api.exception_handler(ApiError)
+    async def told(request: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @api.exception_handler(Gone)
+    async def gone(request: Request, error: Gone) -> Response:
+        return Response(status_code=CLIENT_LEFT)  # nobody reads it
+
+    @api.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> Response:
+        # Of a field that may be one of several types, the type that came furthest.
+        faults = error.errors()
+        mine = [f for f in faults if f["loc"][:2] == faults[0]["loc"][:2]]
+        return error_response(_of_body(max(mine, key=lambda f: len(f["loc"]))))
+
+    @api.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 404:
+            return error_response(ApiError(404, "there is no such route; see /openapi.json"))
+        return error_response(ApiError(error.status_code, str(error.detail)))
+
+    @api.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return error_response(ApiError(500, "an error of the server's own", code="internal_error"))
+
+
+def _of_body(fault: dict[str, Any]) -> ApiError:
+    """pydantic's first fault in OpenAI's fields: which field, what is wrong, what to do."""
+    names = [
+        part
+        for part in fault["loc"][1:]
+        if isinstance(part, int) or (part.isidentifier() and part not in TYPES)
+    ]
+    kind, said = fault["type"], fault["msg"]
+    if kind == "json_invalid":
+        why = fault.get("ctx", {}).get("error", said)
+        return bad_request(f"the body is no JSON: {why}", None, "invalid_json")
+    if not names:
+        return bad_request(
+            "the body is a JSON object, sent as content-type: application/json", None
+        )
+    field = str(names[0])
+    param = field + "".join(f"[{n}]" if isinstance(n, int) else f".{n}" for n in names[1:])
+    if field in UNSERVED:
+        return bad_request(f"{field} is not served: {UNSERVED[field]}", field, "unsupported")
+    if kind == "extra_forbidden":
+        return bad_request(
+            f"{param} is no field of this request; remove it, or see /openapi.json",
+            param,
+            "unknown_field",
+        )
+    return bad_request(f"{param}: {said[:1].lower()}{said[1:]}", param)

@@ -1,0 +1,66 @@
+"""The backend over a pool of generators: routed, retried when a replica dies, told as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from protocols.errors import PublishError, RunError
+from protocols.status import ReplicaState
+from protocols.types import Completion, GenerateRequest
+from services import streams
+from services.pool import Pool, Update
+from serving.backend import OnTokens
+
+TOPIC = "cartridge"
+
+
+class PoolBackend:
+    """`deadline_s` bounds one call, its retries included."""
+
+    def __init__(self, pool: Pool, deadline_s: float) -> None:
+        self._pool, self._deadline_s = pool, deadline_s
+        self._held: dict[int, Update] = {}
+        self._changing = asyncio.Lock()  # what is remembered of cartridges, one change at a time
+
+    async def generate(
+        self, requests: Sequence[GenerateRequest], on_tokens: OnTokens | None = None
+    ) -> list[Completion]:
+        """Shared out over the replicas; a request's first is told while others wait."""
+
+        async def share(some: Sequence[GenerateRequest]) -> list[Completion]:
+            return await streams.generate(self._pool, some, on_tokens, self._deadline_s)
+
+        return await self._pool.split(requests, share)
+
+    async def load(self, version: int, name: str, path: Path) -> None:
+        async with self._changing:
+            update = Update(TOPIC, version, "load_file", (version, name, str(path)))
+            self._held[version] = update
+            try:
+                self._remember()
+                await self._pool.tell()
+            except BaseException:
+                # Nobody is told it again: a cartridge that cannot be loaded keeps no replica out.
+                del self._held[version]
+                self._remember()
+                raise
+
+    async def drop(self, version: int) -> None:
+        async with self._changing:
+            self._held.pop(version, None)
+            self._remember()
+            # A replica that never held it, or that dies with it, has let go of it.
+            with contextlib.suppress(PublishError, RunError):
+                await self._pool.fanout("drop", version)
+
+    def depth(self) -> int:
+        return len(self._pool.in_flight)
+
+    def healthy(self) -> int:
+        return sum(r.state is ReplicaState.HEALTHY for r in self._pool.replicas)
+
+    def _remember(self) -> None:
+        self._pool.remember(TOPIC, [self._held[v] for v in sorted(self._held)])

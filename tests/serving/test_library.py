@@ -1,0 +1,185 @@
+"""The library: what is let in, what is refused and why, numbers that are never used again."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from learning.checkpoint import Checkpoint, write_checkpoint
+from protocols.errors import DataError
+from serving.imports import add_from_run
+from serving.library import FILE, INCOMING, MANIFEST, Base, Library, config_hash, sha256
+from serving.names import CartridgeName
+
+BASE = Base(layers=2, kv_heads=1, head_dim=4, context=64, config_sha256="c" * 64)
+
+
+def kv(tokens: int = 3, value: float = 0.5) -> torch.Tensor:
+    return torch.full((2, 2, 1, tokens, 4), value)
+
+
+def add(library: Library, name: str = "p1", tensors: Any = None, **metadata: str) -> Any:
+    with library.incoming() as file:
+        save_file({"kv": kv()} if tensors is None else tensors, file, metadata=metadata or None)
+        return library.add(name, file, {"by": "test"})
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Library:
+    return Library(tmp_path / "library", BASE)
+
+
+def test_a_version_is_added_found_and_whole(library: Library) -> None:
+    first, second = add(library), add(library, tensors={"kv": kv(5)})
+    assert [e.key for e in (first, second)] == [("p1", 1), ("p1", 2)]
+    assert library.get(CartridgeName("p1")).key == ("p1", 2)
+    found = library.get(CartridgeName("p1", 1))
+    assert found.path == library.directory / "p1/1" / FILE
+    assert found.manifest.sha256 == sha256(found.path)
+    assert (found.manifest.tokens, found.manifest.shape) == (3, (2, 2, 1, 3, 4))
+    assert found.manifest.source == {"by": "test"}
+    assert library.names() == ["p1"]
+    assert not any((library.directory / INCOMING).iterdir())
+
+
+def test_a_number_is_never_used_again(library: Library) -> None:
+    add(library)
+    add(library)
+    assert library.drop("p1", 2) == [2]
+    assert library.versions("p1") == [1]
+    assert add(library).key == ("p1", 3)
+    assert library.drop("p1") == [1, 3]
+    assert library.names() == []
+    assert add(library).key == ("p1", 4)
+    again = Library(library.directory, BASE)  # another process
+    assert add(again).key == ("p1", 5)
+
+
+def test_two_who_add_at_once_get_two_numbers(library: Library) -> None:
+    added: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: added.append(add(library).manifest.version))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(added) == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"kv": torch.zeros(3, 2, 1, 3, 4)}, r"has the shape \[2, 2, 1, P, 4\]: got \[3, 2, 1"),
+        ({"kv": torch.zeros(2, 2, 1, 3)}, "has the shape"),
+        ({"kv": torch.zeros(2, 2, 1, 0, 4)}, "has the shape"),
+        ({"kv": kv(63)}, "leaves none of the model's 64 positions"),
+        ({"kv": kv(value=float("nan"))}, "layer 0 .* not finite"),
+        ({"kv": kv().long()}, "is float32, bfloat16 or float16: got torch.int64"),
+        ({"keys": kv()}, 'one tensor "kv" .*: got keys'),
+        ({"kv": kv(), "more": kv()}, "got kv, more"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_reason(
+    library: Library, tensors: Any, said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
+        add(library, tensors=tensors)
+    assert library.names() == []
+    assert not any((library.directory / INCOMING).iterdir())
+
+
+def test_another_base_is_refused(library: Library) -> None:
+    with pytest.raises(DataError, match="trained for another base model"):
+        add(library, base_config_sha256="d" * 64)
+    assert add(library, base_config_sha256="c" * 64).key == ("p1", 1)
+
+
+def test_a_pickle_is_never_loaded(library: Library, tmp_path: Path) -> None:
+    with library.incoming() as file:
+        torch.save({"kv": kv()}, file)
+        with pytest.raises(DataError, match="no safetensors file"):
+            library.add("p1", file, {})
+    with library.incoming() as file:
+        file.write_bytes(b"\xff" * 64)  # a header longer than the file
+        with pytest.raises(DataError, match="no safetensors file"):
+            library.add("p1", file, {})
+
+
+@pytest.mark.parametrize("name", ["../p1", ".p1", "", "a/b", "p" * 65, "p\0"])
+def test_no_name_leads_out_of_the_library(library: Library, name: str) -> None:
+    with pytest.raises(DataError, match="is no cartridge's name"):
+        add(library, name)
+
+
+def test_by_path_within_the_library_alone(library: Library) -> None:
+    add(library)
+    inside = ("p1", "p1@1", "p1@latest", "p1/1", f"p1/1/{FILE}", str(library.directory / "p1/1"))
+    for text in inside:
+        assert library.by_path(text).key == ("p1", 1)
+    outside = ("/etc/passwd", "../p1/1", "p1/1/../../..", f"p1/1/{MANIFEST}", "p1/01", "p1/\0", ".")
+    for text in outside:
+        with pytest.raises(DataError):
+            library.by_path(text)
+
+
+def test_a_damaged_manifest_is_named(library: Library) -> None:
+    entry = add(library)
+    (entry.path.parent / MANIFEST).write_text("{")
+    with pytest.raises(DataError, match=r"p1@1 has no readable manifest\.json"):
+        library.get(CartridgeName("p1"))
+
+
+def test_the_hash_of_a_config_is_that_of_what_is_computed() -> None:
+    config = {"hidden_size": 8, "rope": {"theta": 1}, "transformers_version": "1"}
+    assert config_hash(config) == config_hash({**config, "transformers_version": "2"})
+    assert config_hash(config) != config_hash({**config, "rope": {"theta": 2}})
+
+
+def checkpoint(run: Path, version: int) -> None:
+    names, shape = ["p1", "p2"], (2, 2, 2, 1)
+    facts = {"names": names, "arm": "on_policy", "step": version, "version": version}
+    tensors = {
+        "frozen": torch.full((*shape, 1, 4), 1.0),
+        "trainable": torch.stack(
+            [torch.full((*shape[1:], 2, 4), 10.0 * version + c) for c in (1, 2)]
+        ),
+    }
+    write_checkpoint(run / "checkpoints", f"version-{version:06d}", Checkpoint(facts, tensors), 2)
+
+
+def test_the_newest_checkpoint_of_a_run_is_added(library: Library, tmp_path: Path) -> None:
+    run = tmp_path / "runs/longhealth/r1"
+    checkpoint(run, 1)
+    checkpoint(run, 2)
+    one, two = add_from_run(library, run)
+    assert [one.key, two.key] == [("p1", 1), ("p2", 1)]
+    assert one.manifest.source["checkpoint"] == "version-000002"
+    kv = load_file(two.path)["kv"]
+    assert kv.shape == (2, 2, 1, 3, 4)
+    assert kv[0, 0, 0, :, 0].tolist() == [1.0, 22.0, 22.0]  # the frozen token, then the trained
+    (renamed,) = add_from_run(library, run / "checkpoints/version-000001", {"p2": "ward"})
+    assert load_file(renamed.path)["kv"][0, 0, 0, :, 0].tolist() == [1.0, 12.0, 12.0]
+    assert library.names() == ["p1", "p2", "ward"]
+
+
+def test_a_run_without_what_is_asked_for(library: Library, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no checkpoint in"):
+        add_from_run(library, tmp_path)
+    checkpoint(tmp_path / "r", 1)
+    with pytest.raises(DataError, match="the run has no cartridge p9; it has p1, p2"):
+        add_from_run(library, tmp_path / "r", {"p9": "p9"})
+
+
+def test_the_manifest_is_plain_json(library: Library) -> None:
+    entry = add(library)
+    plain = json.loads((entry.path.parent / MANIFEST).read_text())
+    assert plain["schema"] == 1
+    assert plain == entry.manifest.as_dict()

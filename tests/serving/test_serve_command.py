@@ -1,0 +1,106 @@
+"""`forge serve` as a user starts and ends it: nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from forge_run.cli import forge
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVE = str(ROOT / "meshes/serve.yaml")
+
+
+@contextmanager
+def served(directory: Path, *sets: str) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+    """The process, the server's URL, and the process group that a terminal would signal."""
+    words = [f"library={directory / 'library'}", "http.listen=127.0.0.1:0", *sets]
+    code = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "serve", SERVE, *[w for s in words for w in ("--set", s)]],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        cwd=directory, env={**os.environ, "FORGE_TEST_SERVE": str(directory)},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.search(r"on (http://\S+);", line):
+                break
+        else:
+            pytest.fail("it did not start")
+        yield process, found[1], process.pid
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def alive(directory: Path) -> list[str]:
+    mark = f"FORGE_TEST_SERVE={directory}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
+def test_it_drains_and_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
+    with served(tmp_path, "roles.generator.replicas=1", "spares=0") as (process, url, group):
+        with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            stream = client.completions.create(
+                model="clinic-reader", prompt="Who?", max_tokens=100, temperature=2, seed=1,
+                stream=True,
+            )  # fmt: skip
+            chunks = [next(stream)]
+            assert len(alive(tmp_path)) >= 2
+            # A terminal's Ctrl-C reaches the whole process group.
+            os.killpg(group, end) if end is signal.SIGINT else process.send_signal(end)
+            chunks += list(stream)
+            assert chunks[-1].choices[0].finish_reason in ("stop", "length"), "it was cut off"
+        assert process.wait(30) == (130 if end is signal.SIGINT else 0)
+    deadline = time.monotonic() + 10
+    while alive(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert alive(tmp_path) == []
+
+
+def test_the_plan_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["serve", SERVE, "--dry-run", "--set", f"library={tmp_path}"]
+    assert forge([*words, "--set", "http.key_env=FORGE_NO_SUCH_KEY"]) == 0
+    said = capsys.readouterr().out
+    assert "L 4, H_kv 2, D 32, 4096 positions" in said
+    assert "http.key_env: FORGE_NO_SUCH_KEY is not in the environment" in said
+
+
+def test_what_keeps_it_from_starting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for setting, said in (
+        ("http.key_env=FORGE_NO_SUCH_KEY", "export it, or set http.key_env to null"),
+        ("model.path=/nowhere", "has no config.json"),
+        ("http.listen=203.0.113.1:1", "set http.key_env to an environment variable"),
+    ):
+        assert forge(["serve", SERVE, "--set", setting, "--set", f"library={tmp_path}"]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_an_address_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert forge(["serve", SERVE, "--set", f"http.listen={address}"]) == 2
+    assert f"cannot listen on {address}" in capsys.readouterr().err

@@ -1,0 +1,230 @@
+"""A door over an engine in this process, for tests: the real engine, the real tiny reader."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from safetensors.torch import load_file, save_file
+
+from actors.engine_thread import Engine, EngineThread
+from learning.engine import TorchEngine
+from learning.model import document_kv, load_model, load_tokenizer, text_of
+from learning.prefixes import DocumentCache
+from protocols.errors import DataError
+from protocols.types import Came, Completion, GenerateRequest, PrefixRef
+from serving.app import Door, House, create_door
+from serving.asked import Asked, StrategyAsked
+from serving.backend import OnTokens
+from serving.library import Library, read_base
+from serving.reading import Limits
+from serving.strategy_port import Strategies
+from serving.texts import Texts
+from strategies.meter import Spent
+from strategies.result import Result
+
+READER = Path(__file__).parent.parent / "models/clinic-reader"
+MODEL = "clinic-reader"
+END = frozenset({2})
+QUESTION = "Who is the surgeon?"
+
+
+@cache
+def model() -> Any:
+    return load_model(str(READER))
+
+
+class InProcess:
+    """A backend over one engine's thread. `pause` slows every step down, seconds; `cancelled`
+    counts the calls that were."""
+
+    def __init__(self, pause: float = 0.0, ends: frozenset[int] = END) -> None:
+        self._ends = ends
+        self.pause, self.cancelled, self.calls, self.active = pause, 0, 0, 0
+        self.loaded: list[tuple[int, str]] = []
+        self._engine = EngineThread(self._build, 2**30, "finish")
+        self._engine.started.result(60)
+
+    def _build(self) -> Engine:
+        cache = DocumentCache(partial(document_kv, model()), {"none": (1,)}, 2**20)
+        engine = TorchEngine(model(), cache.get, self._ends, text_of(str(READER)))
+        step = engine.step
+
+        def slowly() -> Iterator[tuple[str, Came | Completion]]:
+            time.sleep(self.pause)
+            return step()
+
+        engine.step = slowly  # type: ignore[method-assign]
+        return engine
+
+    async def generate(
+        self, requests: Sequence[GenerateRequest], on_tokens: OnTokens | None = None
+    ) -> list[Completion]:
+        loop = asyncio.get_running_loop()
+        self.calls += 1
+        told = None
+
+        if on_tokens is not None:
+
+            def told(came: Came) -> None:
+                loop.call_soon_threadsafe(on_tokens, came)
+
+        futures = [asyncio.wrap_future(self._engine.submit(r, told)) for r in requests]
+        self.active += len(requests)
+        try:
+            return list(await asyncio.gather(*futures))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            self._engine.cancel([r.id for r in requests])
+            raise
+        finally:
+            self.active -= len(requests)
+
+    def decoding(self) -> int:
+        """Requests that the engine itself has."""
+        return len(self._engine._running)
+
+    async def load(self, version: int, name: str, path: Path) -> None:
+        kv = load_file(path)["kv"]
+        await asyncio.wrap_future(self._engine.hold(version, (name,), kv[None]))
+        self.loaded.append((version, name))
+
+    async def drop(self, version: int) -> None:
+        await asyncio.wrap_future(self._engine.drop(version))
+        self.loaded = [(v, n) for v, n in self.loaded if v != version]
+
+    def depth(self) -> int:
+        return self.active
+
+    def healthy(self) -> int:
+        return 1
+
+    def close(self) -> None:
+        self._engine.close().result(30)
+
+
+class Twice:
+    """A strategy for the wire: two samples of the generators, the longer one wins."""
+
+    def __init__(self, backend: Any, texts: Texts) -> None:
+        self._backend, self._texts = backend, texts
+
+    def names(self) -> list[str]:
+        return ["twice"]
+
+    def check(self, strategy: StrategyAsked) -> None:
+        if set(strategy.options) - {"pause"}:
+            raise DataError(
+                f"strategy {strategy.name} has no option {next(iter(strategy.options))}"
+            )
+
+    async def run(self, asked: Asked, prefix: PrefixRef) -> Result:
+        assert asked.strategy is not None
+        await asyncio.sleep(asked.strategy.options.get("pause", 0))
+        ids = asked.prompts[0].ids
+        sampled = [
+            GenerateRequest(f"{asked.id}/{i}", ids, prefix, asked.sampling, asked.seed + i)
+            for i in range(2)
+        ]
+        done = await self._backend.generate(sampled)
+        best = max(done, key=lambda c: len(c.token_ids))
+        tokens = sum(len(c.token_ids) for c in done)
+        spent = Spent(tokens, 2 * len(ids), 1, 2, 0.5)
+        text = self._texts.decode(best.token_ids)
+        votes = [len(c.token_ids) for c in done]
+        return Result(text, text, spent, best.finish_reason, details={"votes": votes})
+
+
+def new_house(
+    directory: Path,
+    backend: Any,
+    strategies: Callable[[Any, Texts], Strategies] = Twice,
+    **more: Any,
+) -> House:
+    texts = Texts(load_tokenizer(str(READER)))
+    base = read_base(READER)
+    limits = Limits(max_tokens=512, context=base.context, max_choices=64)
+    house = House(
+        MODEL, backend, texts, Library(directory / "library", base), strategies(backend, texts),
+        limits, END,
+    )  # fmt: skip
+    return replace(house, **more)
+
+
+def cartridge(seed: int = 0, tokens: int = 8, **shape: Any) -> torch.Tensor:
+    """Keys and values as the tiny reader has them: of drawn tokens."""
+    ids = torch.randint(6, 1400, (tokens,), generator=torch.Generator().manual_seed(seed))
+    return document_kv(model(), (1, *ids.tolist()[1:]))
+
+
+def add_cartridge(library: Library, name: str, seed: int = 0, tokens: int = 8) -> None:
+    with library.incoming() as file:
+        save_file({"kv": cartridge(seed, tokens)}, file)
+        library.add(name, file, {"seed": seed})
+
+
+@dataclass
+class Served:
+    """A server in a thread of its own."""
+
+    url: str
+    door: Door
+    house: House
+    backend: Any
+    server: uvicorn.Server = field(repr=False, default=None)  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def serving(
+    directory: Path, pause: float = 0.0, ends: frozenset[int] = END, **more: Any
+) -> Iterator[Served]:
+    """A door over an engine of its own, reached over TCP; `ends` end its responses."""
+    backend = InProcess(pause, ends)
+    house = new_house(directory, backend, **more)
+    started: list[Door] = []
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    server: list[uvicorn.Server] = []
+
+    async def serve() -> None:
+        door = create_door(house)
+        started.append(door)
+        config = uvicorn.Config(
+            door.app, log_config=None, access_log=False, lifespan="off", ws="none", http="h11",
+            timeout_graceful_shutdown=2,
+        )  # fmt: skip
+        server.append(uvicorn.Server(config))
+        await server[0].serve(sockets=[listening])
+        await door.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not (server and server[0].started):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    try:
+        yield Served(url, started[0], house, backend, server[0])
+    finally:
+        server[0].should_exit = True
+        thread.join(20)
+        listening.close()
+        backend.close()
+
+
+def wait_until(true: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.01)
