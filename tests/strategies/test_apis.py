@@ -72,10 +72,8 @@ class Recorder:
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Recorder, str]]:
     recorder = Recorder()
-    serving = Loopback(recorder.app, "recorder", ws="none")
-    serving.start()
-    yield recorder, serving.url
-    serving.stop()
+    with Loopback(recorder.app, "recorder", ws="none") as serving:
+        yield recorder, serving.url
 
 
 @pytest.fixture
