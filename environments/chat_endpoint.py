@@ -16,7 +16,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from environments.chat_record import ChatRequest, read_chat
@@ -41,26 +40,14 @@ class _Episode:
     under_way: set[Future[Answered]] = field(default_factory=set)
 
 
-class ChatEndpoint:
+class ChatEndpoint(Loopback):
     """The server, in a thread of its own; answers are awaited in the event loop that they were
     given in. Any `key` but its own is answered 401."""
 
     def __init__(self) -> None:
         self.key = secrets.token_urlsafe(24)
         self._episodes: dict[str, _Episode] = {}
-        self._server = Loopback(self._app, "chat endpoint", ws="none")
-
-    def __enter__(self) -> ChatEndpoint:
-        self._server.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.stop()
+        super().__init__(self._app, "chat endpoint", ws="none")
 
     @contextmanager
     def serving(self, answer: Answer) -> Iterator[str]:
@@ -69,7 +56,7 @@ class ChatEndpoint:
         name = secrets.token_urlsafe(24)
         episode = self._episodes[name] = _Episode(answer, asyncio.get_running_loop())
         try:
-            yield f"{self._server.url}/episodes/{name}/v1"
+            yield f"{self.url}/episodes/{name}/v1"
         finally:
             del self._episodes[name]
             for work in list(episode.under_way):

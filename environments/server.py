@@ -9,7 +9,6 @@ python -m environments.server --port 8000
 from __future__ import annotations
 
 import argparse
-from types import TracebackType
 
 import uvicorn
 from fastapi import FastAPI
@@ -32,27 +31,11 @@ def desk_app() -> FastAPI:
     )
 
 
-class LocalEnvironment:
+class LocalEnvironment(Loopback):
     """The server, in a thread of its own."""
 
     def __init__(self) -> None:
-        self._server = Loopback(desk_app(), "local environment", ws="websockets-sansio")
-
-    def __enter__(self) -> LocalEnvironment:
-        self._server.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.stop()
-
-    @property
-    def url(self) -> str:
-        return self._server.url
+        super().__init__(desk_app(), "local environment", ws="websockets-sansio")
 
 
 def main() -> None:

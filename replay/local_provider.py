@@ -17,7 +17,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from types import TracebackType
 from typing import Any
 
 from protocols.replay import Usage
@@ -106,7 +105,7 @@ def uniform(seed: int, what: str) -> float:
     return int.from_bytes(digest[:7]) / 2**56
 
 
-class LocalProvider:
+class LocalProvider(Loopback):
     """The server, in a thread of its own. `faults` may be set anew while it runs."""
 
     def __init__(
@@ -122,23 +121,11 @@ class LocalProvider:
         self._rule, self._prices, self._key = rule, dict(prices), key
         self._times: Counter[str] = Counter()
         self._cached: set[str] = set()
-        self._server = Loopback(self._app, "local provider", ws="none")
-
-    def __enter__(self) -> LocalProvider:
-        self._server.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.stop()
+        super().__init__(self._app, "local provider", ws="none")
 
     @property
     def anthropic_url(self) -> str:
-        return self._server.url
+        return self.url
 
     @property
     def openai_url(self) -> str:

@@ -7,7 +7,8 @@ import logging
 import socket
 import threading
 import time
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import uvicorn
 
@@ -18,36 +19,42 @@ STOP_TIMEOUT_S = 20.0
 
 
 class Loopback:
-    """An ASGI application, served from `start` to `stop`; it may be started once."""
+    """An ASGI application, served inside its `with`; it may be entered once."""
 
     def __init__(self, app: Any, name: str, ws: Literal["none", "websockets-sansio"]) -> None:
-        self._name = name
+        self._title = name
         self._socket = socket.socket()
         config = uvicorn.Config(
             app, lifespan="off", ws=ws, http="h11", log_config=None, access_log=False,
             log_level=logging.CRITICAL + 1, timeout_graceful_shutdown=1, interface="asgi3",
         )  # fmt: skip
-        self._server = uvicorn.Server(config)
+        self._uvicorn = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def __enter__(self) -> Self:
+        """Serves, once this returns. Raises RunError."""
+        self._socket.bind(("127.0.0.1", 0))
+        self._thread.start()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._uvicorn.started:
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                raise RunError(f"the {self._title} did not start; is loopback there?")
+            time.sleep(0.005)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._uvicorn.should_exit = True
+        self._thread.join(STOP_TIMEOUT_S)
+        self._socket.close()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
 
-    def start(self) -> None:
-        """Serve, once this returns. Raises RunError."""
-        self._socket.bind(("127.0.0.1", 0))
-        self._thread.start()
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._server.started:
-            if time.monotonic() > deadline or not self._thread.is_alive():
-                raise RunError(f"the {self._name} did not start; is loopback there?")
-            time.sleep(0.005)
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(STOP_TIMEOUT_S)
-        self._socket.close()
-
     def _serve(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
+        asyncio.run(self._uvicorn.serve(sockets=[self._socket]))

@@ -241,11 +241,8 @@ def test_a_foreign_environment_is_understood() -> None:
         async with client_of(server.url, action_key="word") as client:
             return await walk(client, task, ("ab", "c"))
 
-    server.start()
-    try:
+    with server:
         seen = asyncio.run(play())
-    finally:
-        server.stop()
     assert seen == [
         Observation((Message("user", "2 tries"),)),
         Observation((Message("tool", "AB"),)),
