@@ -11,7 +11,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from protocols.types import PrefixRef
 from serving.backend import Backend
@@ -26,7 +26,7 @@ class _Held:
     version: int
     loading: asyncio.Task[None]
     users: int = 0
-    dropped: bool = field(default=False)
+    dropped: bool = False
 
 
 class Shelf:
@@ -90,7 +90,8 @@ class Shelf:
 
     def _tidy(self) -> None:
         for key, held in list(self._held.items()):
-            spare = held.dropped or len(self._held) > self._most
+            kept = sum(not h.dropped for h in self._held.values())
+            spare = held.dropped or kept > self._most
             if spare and not held.users and held.loading.done():
                 del self._held[key]
                 task = asyncio.create_task(self._backend.drop(held.version))

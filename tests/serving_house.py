@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
+import json
 import socket
 import threading
 import time
@@ -37,6 +39,7 @@ READER = Path(__file__).parent.parent / "models/clinic-reader"
 MODEL = "clinic-reader"
 END = frozenset({2})
 QUESTION = "Who is the surgeon?"
+CHAT: list[Any] = [{"role": "user", "content": QUESTION}]
 
 
 @cache
@@ -228,3 +231,22 @@ def wait_until(true: Any, seconds: float = 20.0) -> None:
     while not true():
         assert time.monotonic() < deadline, "it did not come about in time"
         time.sleep(0.01)
+
+
+def raw(served: Served, path: str, body: Any = None, method: str = "POST", **headers: str) -> Any:
+    """(status, headers, body) by hand: what no client would send."""
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=20)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json", **headers}
+    connection.request(method, path, data if method == "POST" else None, headers)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, answer.headers, content
+
+
+def refused(served: Served, path: str, body: Any, **headers: str) -> tuple[int, str, str]:
+    status, _, content = raw(served, path, body, **headers)
+    error = json.loads(content)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return status, error["param"], error["message"]

@@ -17,6 +17,7 @@ from serving_house import MODEL, InProcess, new_house
 
 from serving.app import Door, create_door
 from serving.errors import ErrorAnswer
+from serving.reading import Limits
 
 ROUTES = (
     "/v1/chat/completions",
@@ -37,7 +38,9 @@ CHAT = {**PLAIN, "messages": [{"role": "user", "content": "x"}]}
 @pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     backend = InProcess()
-    yield create_door(new_house(tmp_path_factory.mktemp("schema"), backend, max_body_bytes=4096))
+    directory = tmp_path_factory.mktemp("schema")
+    limits = Limits(max_tokens=4, context=256, max_choices=4)
+    yield create_door(new_house(directory, backend, max_body_bytes=4096, limits=limits))
     backend.close()
 
 

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from openai import OpenAI
 
 from forge_run.cli import forge
+from learning.checkpoint import Checkpoint, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVE = str(ROOT / "meshes/serve.yaml")
@@ -85,6 +87,23 @@ def test_the_plan_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().out
     assert "L 4, H_kv 2, D 32, 4096 positions" in said
     assert "http.key_env: FORGE_NO_SUCH_KEY is not in the environment" in said
+
+
+def test_cartridges_of_a_run_are_added(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"names": ["p1", "p2"], "arm": "on_policy", "step": 9}
+    parts = {"frozen": torch.ones(2, 4, 2, 2, 1, 32), "trainable": torch.ones(2, 4, 2, 2, 3, 32)}
+    write_checkpoint(tmp_path / "run/checkpoints", "version-000009", Checkpoint(facts, parts), 2)
+    words = ["cartridges", "add", str(tmp_path / "run"), "--serve", SERVE]
+    words += ["--set", f"library={tmp_path / 'library'}"]
+    assert forge(words) == 0
+    assert forge([*words, "--name", "p2=ward"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "p1@1: 4 tokens, version-000009",
+        "p2@1: 4 tokens, version-000009",
+        "ward@1: 4 tokens, version-000009",
+    ]
+    assert forge([*words, "--name", "p9"]) == 2
+    assert "the run has no cartridge p9; it has p1, p2" in capsys.readouterr().err
 
 
 def test_what_keeps_it_from_starting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

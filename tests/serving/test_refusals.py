@@ -1,0 +1,94 @@
+"""What is not served names the field; what asks for nothing is taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from serving_house import (
+    CHAT,
+    MODEL,
+    Served,
+    raw,
+    refused,
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "said"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "tools are not served"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "is not served"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "leave it out, or send 0"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "text alone"),
+        ({"temprature": 1}, "temprature", "is no field of this request"),
+        ({"temperature": 3}, "temperature", "less than or equal to 2"),
+        ({"temperature": "hot"}, "temperature", "valid number"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 65}, "n", "may ask for 64 responses"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 600}, "max_tokens", "may have 512 tokens"),
+        ({"max_tokens": 5000}, "max_tokens", "4096 positions: 12 are read"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"stop": [""]}, "stop[0]", "at least 1 character"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "'system'"),
+        ({"forge": {"cartridge": "../x"}}, "forge.cartridge", "is no cartridge"),
+        ({"forge": {"cartridge": "p9"}}, "forge.cartridge", "the library has p1"),
+        ({"forge": {"strategy": "none"}}, "forge.strategy", "none there is"),
+        ({"forge": {"options": {}}}, "forge.strategy", "belong to a strategy"),
+        ({"forge": {"strategy": "twice"}, "n": 2}, "n", "not served with a strategy"),
+        ({"forge": {"strategy": "twice", "options": {"x": 1}}}, "forge.options", "no option x"),
+        ({"model": f"{MODEL}+p1@1", "forge": {"cartridge": "p1@2"}}, "forge.cartridge", "name one"),
+        ({"model": "gpt-4"}, "model", "ask for clinic-reader"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "surrogate"),
+    ],
+)
+def test_what_is_not_served_names_the_field(
+    served: Served, more: dict[str, Any], param: str, said: str
+) -> None:
+    body = {"model": MODEL, "messages": CHAT, **more}
+    status, at, message = refused(served, "/v1/chat/completions", body)
+    assert status == (404 if param == "model" or "p9" in str(more) else 400)
+    assert at == param
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [99_999]}, "prompt"),
+        ({"prompt": [[1, 2], ["x"]]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"forge": {"strategy": "twice"}}, "forge.strategy"),
+        ({"logprobs": 21}, "logprobs"),
+    ],
+)
+def test_completions_refuse_by_name(served: Served, more: dict[str, Any], param: str) -> None:
+    status, at, _ = refused(served, "/v1/completions", {"model": MODEL, "prompt": "x", **more})
+    assert status == 400
+    assert at.startswith(param)
+
+
+def test_what_asks_for_nothing_is_taken(client: OpenAI) -> None:
+    client.chat.completions.create(
+        model=MODEL, messages=CHAT, max_completion_tokens=2, frequency_penalty=0,
+        presence_penalty=0, logit_bias={}, user="u", response_format={"type": "text"}, tools=[],
+        parallel_tool_calls=True, store=False,
+    )  # fmt: skip
+    client.completions.create(
+        model=MODEL, prompt="x", max_tokens=1, echo=False, best_of=1, suffix=None
+    )
+
+
+def test_routes_that_there_are_not(served: Served) -> None:
+    assert refused(served, "/v1/embeddings", {})[0] == 404
+    assert raw(served, "/v1/chat/completions", method="GET")[0] == 405
