@@ -14,16 +14,19 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from safetensors.torch import save_file
+
 from forge_run.display import interval, percent
 from forge_run.plan import Section
-from protocols.errors import DataError, SpecError
+from protocols.errors import SpecError
 from protocols.frontier_spec import FrontierSpec
 from protocols.spec import RunSpec
 from protocols.spec_loading import load_file, load_resolved
-from protocols.types import Completion, GenerateRequest, PrefixRef
+from protocols.types import PrefixRef
 from services.frontier import ArmRow, compare
 from services.rundir import FRONTIER, RunDirectory, write_atomically
 
+ONGOING = 4096  # calls of one generator: its engine queues the rest
 ARMS = Path(__file__).parents[1] / "configs" / "frontier.yaml"
 HEADS = (
     "strategy",
@@ -83,79 +86,36 @@ def cells(row: ArmRow) -> tuple[str, ...]:
 async def _measure(
     spec: RunSpec, directory: RunDirectory, chosen: FrontierSpec, show: Callable[[str], None]
 ) -> tuple[list[ArmRow], int]:
-    import monarch.actor as monarch
-
-    from actors.engine_generator import EngineGeneratorActor
-    from actors.setup import BaseModel
     from learning.model import load_tokenizer
-    from services.service import Service
-    from services.shared_memory import SharedMemoryPlane
+    from services.roles import open_generators
     from services.tasks import Tasks, read_patients
+    from serving.imports import newest_checkpoint, read_cartridges
+    from serving.pool_backend import PoolBackend
     from strategies.over_tokens import TokenSampler
 
-    learn, role = spec.learn, spec.mesh.roles.generator
+    learn, mesh = spec.learn, spec.mesh
+    version, cartridges = read_cartridges(newest_checkpoint(directory.path))
     tasks = Tasks(learn, read_patients(learn.data), load_tokenizer(learn.model.path))
-    exams = tasks.exams[: chosen.questions]
-    plane = await SharedMemoryPlane.start()
-    service = await Service.of(
-        monarch.this_host(),
-        health=spec.mesh.health,
-        call_timeout_s=spec.mesh.call_timeout_s,
-        spawn_timeout_s=spec.mesh.spawn_timeout_s,
-    )
+    role = mesh.roles.generator.model_copy(update={"max_ongoing": ONGOING})
+    service, pool = await open_generators(
+        learn.model, learn.generator, role, tasks.documents, tasks.end_ids,
+        health=mesh.health, spawn_timeout_s=mesh.spawn_timeout_s,
+        call_timeout_s=mesh.call_timeout_s,
+    )  # fmt: skip
     try:
-        base = BaseModel(
-            learn.model.path, learn.model.dtype, role.threads, tasks.documents,
-            learn.teacher.max_kv_bytes, plane,
-        )  # fmt: skip
-        pool = service.spawn(
-            EngineGeneratorActor,
-            role="generator",
-            spec=role.model_copy(update={"max_ongoing": 4096}),
-            args=(base, tasks.end_ids, len(tasks.patients), learn.generator),
-        )
         await service.ready()
+        backend = PoolBackend(pool, mesh.call_timeout_s)
+        samplers = {}
         with tempfile.TemporaryDirectory(prefix="forge-frontier-") as made:
-            version, files = write_cartridges(directory.checkpoints, Path(made))
-            refs = {}
-            for number, (name, path) in enumerate(sorted(files.items())):
-                await pool.update(f"cartridge/{name}", 0, "load_file", number, name, str(path))
-                refs[name] = PrefixRef(f"cartridge/{name}", number)
-
-            async def generate(requests: Sequence[GenerateRequest]) -> list[Completion]:
-                async def share(some: Sequence[GenerateRequest]) -> list[Completion]:
-                    done = await pool.route("generate", tuple(some))
-                    return list(done.completions)
-
-                return await pool.split(requests, share)
-
-            samplers = {
-                name: TokenSampler(generate, tasks.conversation, name, ref)
-                for name, ref in refs.items()
-            }
+            for number, (name, kv) in enumerate(sorted(cartridges.items())):
+                file = Path(made) / f"{number}.safetensors"
+                save_file({"kv": kv.contiguous()}, file)
+                await backend.load(number, name, file)
+                prefix = PrefixRef(f"cartridge/{name}", number)
+                samplers[name] = TokenSampler(backend.generate, tasks.conversation, name, prefix)
             rows = await compare(
-                chosen, exams, samplers.__getitem__, lambda row: show("  ".join(cells(row)))
+                chosen, tasks.exams, samplers.__getitem__, lambda row: show("  ".join(cells(row)))
             )
         return rows, version
     finally:
         await service.stop()
-        await plane.stop()
-
-
-def write_cartridges(checkpoints: Path, directory: Path) -> tuple[int, dict[str, Path]]:
-    """The newest checkpoint's version, and each of its cartridges as a file of `directory`."""
-    import torch
-    from safetensors.torch import save_file
-
-    from learning.checkpoint import list_checkpoints, read_checkpoint
-
-    found = list_checkpoints(checkpoints)
-    if not found:
-        raise DataError(f"there is no checkpoint in {checkpoints}: let the run reach one")
-    checkpoint = read_checkpoint(found[-1])
-    kv = torch.cat([checkpoint.tensors["frozen"], checkpoint.tensors["trainable"]], dim=4)
-    files = {}
-    for name, one in zip(checkpoint.facts["names"], kv, strict=True):
-        files[name] = directory / f"{name}.safetensors"
-        save_file({"kv": one.contiguous()}, files[name])
-    return int(checkpoint.facts["version"]), files

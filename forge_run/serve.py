@@ -158,7 +158,11 @@ class _Server:
             tokenizer = await asyncio.to_thread(load_tokenizer, spec.model.path)
             texts = Texts(tokenizer)
             end_ids = ids_of_the_end(Path(spec.model.path), tokenizer)
-            service, pool = await open_generators(spec, texts.documents, end_ids, _note)
+            service, pool = await open_generators(
+                spec.model, spec.generator, spec.roles.generator, texts.documents, end_ids,
+                health=spec.health, spawn_timeout_s=spec.spawn_timeout_s,
+                call_timeout_s=spec.http.deadline_s, spares=spec.spares, note=_note,
+            )  # fmt: skip
             try:
                 if await self._first(service.ready()):
                     service.keep_spares()

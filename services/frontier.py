@@ -23,6 +23,8 @@ from strategies.catalog import Strategy, parse, run
 from strategies.port import Sampler
 from strategies.result import Result
 
+AT_ONCE = 32  # questions: more would wait in the engines until their calls time out
+
 
 @dataclass(frozen=True)
 class ArmRow:
@@ -65,9 +67,9 @@ async def compare(
     rows: list[ArmRow] = []
     first: list[bool] | None = None
     for arm, strategy in zip(spec.arms, strategies, strict=True):
-        begun = time.perf_counter()
+        begun, places = time.perf_counter(), asyncio.Semaphore(AT_ONCE)
         results = await asyncio.gather(
-            *(_solve(strategy, arm, spec, exam, sampler_of) for exam in chosen)
+            *(_solve(strategy, arm, spec, exam, sampler_of, places) for exam in chosen)
         )
         seconds = time.perf_counter() - begun
         letters = [parse_answer(r.text, e.question) for e, r in zip(chosen, results, strict=True)]
@@ -87,19 +89,21 @@ async def _solve(
     spec: FrontierSpec,
     exam: Exam,
     sampler_of: Callable[[str], Sampler],
+    places: asyncio.Semaphore,
 ) -> Result:
-    return await run(
-        strategy,
-        sampler_of(exam.question.patient),
-        (Message("user", exam.text),),
-        form="clinic",
-        seed=spec.seed,
-        max_tokens=spec.max_tokens,
-        temperature=spec.temperature,
-        budget=arm.budget,
-        # The draws hang on the question alone: arms share the samples that they have in common.
-        name=exam.question.id,
-    )
+    async with places:
+        return await run(
+            strategy,
+            sampler_of(exam.question.patient),
+            (Message("user", exam.text),),
+            form="clinic",
+            seed=spec.seed,
+            max_tokens=spec.max_tokens,
+            temperature=spec.temperature,
+            budget=arm.budget,
+            # Draws hang on the question alone: arms share the samples that they have in common.
+            name=exam.question.id,
+        )
 
 
 def _row(

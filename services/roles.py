@@ -29,8 +29,7 @@ from learning.replay import DPO
 from learning.sdpo import SDPO
 from learning.trainer import TrainerConfig
 from protocols.errors import PlaneError
-from protocols.learn_spec import LearnSpec
-from protocols.serve_spec import ServeSpec
+from protocols.learn_spec import GeneratorSpec, LearnSpec, ModelSpec
 from protocols.spec import RoleSpec, RunSpec
 from protocols.types import Span
 from services.lives import Note
@@ -138,25 +137,31 @@ async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[Span], None]) 
 
 
 async def open_generators(
-    spec: ServeSpec,
+    model: ModelSpec,
+    generator: GeneratorSpec,
+    role: RoleSpec,
     documents: Mapping[str, tuple[int, ...]],
     end_ids: frozenset[int],
-    note: Note,
+    *,
+    health: HealthSpec,
+    spawn_timeout_s: float,
+    call_timeout_s: float,
+    spares: int = 0,
+    note: Note = lambda event, **facts: None,
 ) -> tuple[Service, Pool]:
-    """The generators of a server, which start meanwhile, in a service of this process's own."""
-    role, model = spec.roles.generator, spec.model
+    """Generators that serve, which start meanwhile, in a service of this process's own."""
     service = await Service.of(
         this_host(),
-        health=spec.health,
-        spares=spec.spares,
+        health=health,
+        spares=spares,
         warm=partial(warm_up, model.path, model.dtype),
-        call_timeout_s=spec.http.deadline_s,
-        spawn_timeout_s=spec.spawn_timeout_s,
+        call_timeout_s=call_timeout_s,
+        spawn_timeout_s=spawn_timeout_s,
         note=note,
     )
     service.warm([role.threads] * role.replicas)
     base = BaseModel(model.path, model.dtype, role.threads, documents, SERVED_KV_BYTES, NoPlane())
-    args = (base, end_ids, EVERY_VERSION, spec.generator)
+    args = (base, end_ids, EVERY_VERSION, generator)
     return service, service.spawn(EngineGeneratorActor, args=args, role="generator", spec=role)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -29,6 +29,7 @@ from strategies.result import Result
 
 T = TypeVar("T")
 
+PATTERNS = frozenset({"step_patterns", "answer_patterns"})
 THREADS = 32  # strategies at a time; more of them wait
 
 
@@ -45,6 +46,13 @@ class CatalogueStrategies:
     def check(self, strategy: StrategyAsked) -> None:
         if strategy.form not in FORMS:
             raise DataError(f"forge.form is one of {', '.join(FORMS)}: got {strategy.form!r}")
+        detector = strategy.options.get("detector")
+        if isinstance(detector, Mapping) and not PATTERNS.isdisjoint(detector):
+            raise DataError(
+                "forge.options.detector: patterns are not taken over the wire, for one that "
+                "backtracks for ever would hold a generator up; leave out "
+                f"{', '.join(sorted(PATTERNS & set(detector)))}, or run the strategy from Python"
+            )
         parse(strategy.name, strategy.options)
 
     async def run(self, asked: Asked, prefix: PrefixRef) -> Result:

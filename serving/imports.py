@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from learning.checkpoint import MANIFEST, list_checkpoints, read_checkpoint
 from protocols.errors import DataError
@@ -28,6 +29,21 @@ def newest_checkpoint(path: Path) -> Path:
     return found[-1]
 
 
+def read_cartridges(checkpoint: Path) -> tuple[int, dict[str, Tensor]]:
+    """The version of a checkpoint, and the keys and values [L, 2, H_kv, P, D] of its cartridges.
+
+    Raises DataError or CheckpointError.
+    """
+    read = read_checkpoint(checkpoint)
+    try:
+        kv = torch.cat([read.tensors["frozen"], read.tensors["trainable"]], dim=4)
+        return int(read.facts["version"]), dict(zip(read.facts["names"], kv, strict=True))
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise DataError(
+            f"{checkpoint} is no checkpoint of a run's cartridges ({error!r})"
+        ) from error
+
+
 def add_from_run(
     library: Library, path: Path, names: Mapping[str, str] | None = None
 ) -> list[Entry]:
@@ -36,27 +52,22 @@ def add_from_run(
     Raises DataError or CheckpointError.
     """
     chosen = newest_checkpoint(path.resolve())
-    checkpoint = read_checkpoint(chosen)
-    facts, tensors = checkpoint.facts, checkpoint.tensors
-    try:
-        have = list(facts["names"])
-        kv = torch.cat([tensors["frozen"], tensors["trainable"]], dim=4)
-        arm, step = facts["arm"], facts["step"]
-    except (KeyError, RuntimeError) as error:
-        raise DataError(f"{chosen} is no checkpoint of a run's cartridges ({error!r})") from error
+    _, have = read_cartridges(chosen)
+    facts = read_checkpoint(chosen).facts
     wanted = names or {name: name for name in have}
     missing = sorted(set(wanted) - set(have))
     if missing:
         raise DataError(f"the run has no cartridge {missing[0]}; it has {', '.join(have)}")
     source: dict[str, Any] = {
-        "run": chosen.parent.parent.name, "checkpoint": chosen.name, "arm": arm, "step": step,
+        "run": chosen.parent.parent.name, "checkpoint": chosen.name,
+        "arm": facts.get("arm", ""), "step": facts.get("step", 0),
         "base_hash": facts.get("base_hash", ""),
     }  # fmt: skip
     metadata = _base_of(chosen.parent.parent)
     added = []
     for name, new in wanted.items():
         with library.incoming() as file:
-            save_file({"kv": kv[have.index(name)].contiguous()}, file, metadata=metadata)
+            save_file({"kv": have[name].contiguous()}, file, metadata=metadata)
             added.append(library.add(new, file, {**source, "name": name}))
     return added
 

@@ -9,9 +9,9 @@ import openai
 import pytest
 from openai import OpenAI
 from serving_house import MODEL, QUESTION, Served, add_cartridge, serving, wait_until
-from strategies.catalog import STRATEGIES
 
 from serving.catalogue import CatalogueStrategies
+from strategies.catalog import STRATEGIES
 
 CHAT: list[Any] = [{"role": "user", "content": QUESTION}]
 
@@ -97,3 +97,10 @@ def test_a_client_that_leaves_ends_a_strategys_decoding(served: Served) -> None:
         wait_until(lambda: served.door.admission.pending == 0)
     finally:
         served.backend.pause = 0.0
+
+
+def test_a_pattern_of_a_client_s_is_refused(client: OpenAI) -> None:
+    """It would run in the generator's thread, and can be made to backtrack for ever."""
+    options = {"detector": {"step_patterns": ["(a+)+b"]}}
+    with pytest.raises(openai.BadRequestError, match="not taken over the wire"):
+        ask(client, "best_of_n", options=options)

@@ -62,7 +62,12 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         def note(event: str, **facts: Any) -> None:
             notes.append((event, facts))
 
-        service, pool = await open_generators(spec, {"none": (1,)}, END, note)
+        service, pool = await open_generators(
+            spec.model, spec.generator, spec.roles.generator, {"none": (1,)}, END,
+            health=spec.health, spawn_timeout_s=spec.spawn_timeout_s,
+            call_timeout_s=spec.http.deadline_s, spares=spec.spares, note=note,
+        )  # fmt: skip
+
         await service.ready()
         service.keep_spares()
         house = new_house(directory, PoolBackend(pool, 60.0))
