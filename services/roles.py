@@ -30,6 +30,7 @@ from learning.sdpo import SDPO
 from learning.trainer import TrainerConfig
 from protocols.errors import PlaneError
 from protocols.learn_spec import GeneratorSpec, LearnSpec, ModelSpec
+from protocols.service_spec import HealthSpec
 from protocols.spec import RoleSpec, RunSpec
 from protocols.types import Span
 from services.lives import Note
