@@ -42,8 +42,8 @@ CASES = (
 )
 
 RUNS = (
-    "Held-out problems, a run of recursive self-aggregation each, always sampled: the mean accuracy "
-    "of the last population. A candidate without an answer is unparsed and counts as wrong."
+    "Held-out problems, a run of recursive self-aggregation each, always sampled: the mean "
+    "accuracy of the last population. A candidate without an answer is unparsed and counts as wrong."
 )
 
 
