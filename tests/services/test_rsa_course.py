@@ -30,7 +30,8 @@ from strategies.rsa.islands import Shape
 MESH = Path(__file__).resolve().parents[2] / "meshes" / "rsagent.yaml"
 SMALL = (
     "data.patients=2", "rsa.M=2", "rsa.N=2", "rsa.K=2", "rsa.T=4", "rsa.examples=3",
-    "rsa.rollouts_per_example=2", "evaluate.questions=5",
+    "rsa.rollouts_per_example=2", "rsa.advantage=rollout", "rsa.problems.kind=clinic",
+    "data.facts=24", "data.notes=4", "data.held_out=0.5", "evaluate.questions=5",
 )  # fmt: skip
 TIMES = StepTimes(0, 0, 0, 0, 0, 0)
 EACH = 4 * 4  # candidates of a run
