@@ -1,7 +1,7 @@
 """What the tiny panel is asked: to review several answers to a question, then to give its own.
 
-The aggregation prompt of recursive self-aggregation (Venkatraman et al., 2025), in the words that
-the tiny tokenizer holds in single tokens.
+The aggregation prompt of recursive self-aggregation (Venkatraman et al., 2025), in words that
+the tiny tokenizer knows: any other would fall apart into bytes.
 """
 
 from __future__ import annotations
