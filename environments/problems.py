@@ -1,6 +1,6 @@
 """Problems, and what answers to them are worth: of the clinic, reasoning_gym and verifiers.
 
-    clinic          an option question; the letter, or the option's text, is right or wrong
+    clinic          an option question; its letter, or the option's text, is right or wrong
     reasoning_gym   problem i has seed `seed` + i; the task's own score of the extracted answer
     verifiers       a taskset's problem i; each text is played as an episode of one turn, whose
                     reward is its score. A taskset that goes on asking cannot be judged so
@@ -29,7 +29,7 @@ from protocols.episodes import Task
 from protocols.errors import DataError, RunError
 from protocols.replay import Usage
 from protocols.rsa import Candidate, Problem
-from protocols.rsa_spec import ProblemsSpec
+from protocols.rsa_spec import OF_DOCUMENTS, ProblemsSpec
 from replay.local_wire import Answered
 
 Extract = Callable[[str], str | None]  # the answer in a text, None where there is none
@@ -52,7 +52,7 @@ class Problems(Protocol):
 
 def open_problems(spec: ProblemsSpec, extract: Extract) -> Problems:
     """Those of the spec; nothing is started before it is asked."""
-    if spec.kind == "clinic":
+    if spec.kind in OF_DOCUMENTS:
         return ClinicProblems()
     return GymProblems(spec, extract) if spec.kind == "reasoning_gym" else Taskset(spec, extract)
 

@@ -44,8 +44,7 @@ CASES = (
 
 RUNS = (
     "Held-out problems, a run of recursive self-aggregation each, always sampled: the mean "
-    "accuracy of the last population. A candidate without an answer is unparsed and counts as "
-    "wrong."
+    "accuracy of the last population. Without an answer a candidate is unparsed and wrong."
 )
 
 

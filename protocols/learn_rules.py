@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from protocols.rsa import shape_fault
+from protocols.rsa_spec import OF_DOCUMENTS
 from protocols.spec_base import broken
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _across_rsa(spec: LearnSpec, rsa: RsaSpec) -> None:
             key="objective.w_rl",
             got=objective.w_rl,
         )
-    of_documents = rsa.problems.kind == "clinic"
+    of_documents = rsa.problems.kind in OF_DOCUMENTS
     if of_documents == (spec.data.source == "primer"):
         raise broken(
             "must be primer with rsa.problems that are about no document, and only then",
@@ -139,7 +140,7 @@ def _across_rsa(spec: LearnSpec, rsa: RsaSpec) -> None:
             key="data.patients",
             got=spec.data.patients,
         )
-    if rsa.problems.kind != "clinic" and rsa.problems.most <= spec.evaluate.questions:
+    if not of_documents and rsa.problems.most <= spec.evaluate.questions:
         raise broken(
             f"must be > evaluate.questions ({spec.evaluate.questions}), which are held out of them",
             "raise it, or ask fewer",

@@ -17,7 +17,8 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from protocols.spec_base import Spec, broken
 
-ProblemKind = Literal["clinic", "reasoning_gym", "verifiers"]
+ProblemKind = Literal["clinic", "sentences", "reasoning_gym", "verifiers"]
+OF_DOCUMENTS = ("clinic", "sentences")
 
 
 class ProblemsSpec(Spec):
@@ -25,8 +26,9 @@ class ProblemsSpec(Spec):
 
     kind: ProblemKind = Field(
         default="clinic",
-        description="clinic: option questions about the patients of data; reasoning_gym: a "
-        "procedural task; verifiers: a taskset",
+        description="clinic: the patients' option questions that are not held out; sentences: such "
+        "questions made of the documents' own sentences; reasoning_gym: a procedural task; "
+        "verifiers: a taskset",
     )
     name: str | None = Field(
         default=None,
@@ -55,9 +57,9 @@ class ProblemsSpec(Spec):
     @classmethod
     def _names_what_is_not_the_clinic(cls, value: str | None, info: ValidationInfo) -> str | None:
         kind = info.data.get("kind")
-        if kind == "clinic" and value is not None:
+        if kind in OF_DOCUMENTS and value is not None:
             raise broken("belongs to the kinds reasoning_gym and verifiers", "remove it")
-        if kind not in ("clinic", None) and value is None:
+        if kind not in (*OF_DOCUMENTS, None) and value is None:
             raise broken(f"must be given with kind {kind}", "name its task or taskset")
         return value
 

@@ -1,6 +1,8 @@
 """What a course of recursive self-aggregation is about: problems to train on, problems held out.
 
     clinic       option questions of the run's patients, split by their words as in `services.tasks`
+    sentences    trained on: how a document's own sentence ends, with look-alikes (self-study's
+                 "choice"); held out: as of clinic
     all others   problems by number, from the aggregators: the first evaluate.questions are held out
 
 The documents that cartridges begin as are the patients', or a page on solving problems.
@@ -12,11 +14,13 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
-from clinic.longhealth import is_held_out
+from clinic.longhealth import LETTERS, Question, is_held_out
+from clinic.prompts import cued_sentences, look_alikes, question_prompt, sentence_ends
 from environments.problems import clinic_problem
 from protocols.errors import DataError
 from protocols.learn_spec import LearnSpec
 from protocols.rsa import Problem
+from protocols.rsa_spec import OF_DOCUMENTS
 from services.tasks import in_turns, read_patients
 
 PRIMER = "primer"
@@ -52,11 +56,11 @@ class Source(Protocol):
 def open_source(spec: LearnSpec, draw: Draw) -> Source:
     """The problems of a spec; `draw` asks an aggregator for those of some numbers."""
     assert spec.rsa is not None
-    return OfPatients(spec) if spec.rsa.problems.kind == "clinic" else ByNumber(spec, draw)
+    return OfPatients(spec) if spec.rsa.problems.kind in OF_DOCUMENTS else ByNumber(spec, draw)
 
 
 class OfPatients:
-    """Documents take turns; which of a document's questions is asked is drawn."""
+    """Documents take turns; which of a document's questions or sentences is asked is drawn."""
 
     def __init__(self, spec: LearnSpec) -> None:
         """Raises DataError for patients without a question to train on, or to measure with."""
@@ -64,6 +68,8 @@ class OfPatients:
         self._each, self._seed = spec.rsa.examples, spec.train.seed
         patients = read_patients(spec.data)
         self.documents: Mapping[str, str] = {p.id: p.document for p in patients}
+        self._ends = sorted({end for p in patients for end in sentence_ends(p)})
+        self._sentences = spec.rsa.problems.kind == "sentences"
         share, instruction = spec.data.held_out, spec.data.instruction
         held = {p.id: [q for q in p.questions if is_held_out(q, share)] for p in patients}
         self._training = {
@@ -73,7 +79,14 @@ class OfPatients:
         rows = [held[name] for name in sorted(held)]
         chosen = in_turns(rows)[: spec.evaluate.questions]
         self._held_out = [clinic_problem(q, instruction) for q in chosen]
-        without = sorted(name for name, own in self._training.items() if not own)
+        self._instruction = instruction
+        self._askable = {
+            p.id: [(cue, end) for _, cue, end in cued_sentences(p) if end] for p in patients
+        }
+        askable: Mapping[str, Sequence[object]] = (
+            self._askable if self._sentences else self._training
+        )
+        without = sorted(name for name, own in askable.items() if not own)
         if without or not self._held_out:
             who = f"{without[0]} has no question to train on" if without else "none is held out"
             raise DataError(
@@ -85,9 +98,23 @@ class OfPatients:
         names = sorted(self.documents)
         found = []
         for i in range(self._each):
-            own = self._training[names[(step * self._each + i) % len(names)]]
-            found.append(random.Random(f"problem/{self._seed}/{step}/{i}").choice(own))
+            name, rng = names[(step * self._each + i) % len(names)], self._rng(step, i)
+            if self._sentences:
+                found.append(self._of_sentence(name, f"{name}/{step}/{i}", rng))
+            else:
+                found.append(rng.choice(self._training[name]))
         return found
+
+    def _rng(self, step: int, i: int) -> random.Random:
+        return random.Random(f"problem/{self._seed}/{step}/{i}")
+
+    def _of_sentence(self, patient: str, name: str, rng: random.Random) -> Problem:
+        """How a sentence of the document goes on, among what looks like it."""
+        cue, end = rng.choice(self._askable[patient])
+        options = [end, *look_alikes(end, self._ends, len(LETTERS) - 1, rng)]
+        rng.shuffle(options)
+        question = Question(name, patient, question_prompt(cue), tuple(options), end)
+        return clinic_problem(question, self._instruction)
 
     async def held_out(self, most: int | None) -> Sequence[Problem]:
         return self._held_out[:most]

@@ -19,7 +19,8 @@ def planned(*sets: str) -> dict[str, dict[str, tuple[str, ...]]]:
 def test_the_budget_counts_candidates() -> None:
     """2 problems x 3 runs x 6 populations x 4 x 2 = 288 candidates of 24 tokens a step."""
     found = planned(
-        "rsa.M=4", "rsa.N=2", "rsa.T=6", "rsa.examples=2", "rsa.rollouts_per_example=3",
+        "rsa.M=4", "rsa.N=2", "rsa.K=2", "rsa.T=6", "rsa.advantage=rollout", "rsa.examples=2",
+        "rsa.rollouts_per_example=3",
         "train.steps=10", "train.warmup_steps=0", "rollout.max_tokens=24",
         "evaluate.arms=[untrained, on_policy]", "evaluate.questions=5", "evaluate.probe_every=3",
     )  # fmt: skip

@@ -59,7 +59,7 @@ def test_the_shipped_mesh_has_its_roles_and_reads_back_equal() -> None:
 )
 def test_a_broken_rule_names_its_place_and_a_remedy(sets: tuple[str, ...], told: str) -> None:
     with pytest.raises(SpecError, match=told):
-        loaded("evaluate.questions=48", "rollout.max_tokens=24", *sets)
+        loaded("evaluate.questions=48", "rollout.max_tokens=24", "rsa.K=2", *sets)
 
 
 def test_a_task_or_taskset_has_a_name_and_the_clinic_none() -> None:

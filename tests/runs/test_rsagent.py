@@ -30,6 +30,7 @@ SMALL: dict[str, Any] = {
     "rsa.T": 4,
     "rsa.examples": 2,
     "rsa.rollouts_per_example": 2,
+    "rsa.advantage": "rollout",
     "evaluate.arms": ["untrained", "on_policy"],
     "evaluate.questions": 6,
     "evaluate.probe_every": 2,

@@ -23,14 +23,15 @@ from services.courses import open_course
 from services.evaluation import aggregation_gain
 from services.loop import Done, StepTimes
 from services.rsa_course import RsaCourse, RsaRollout
-from services.rsa_problems import ByNumber
+from services.rsa_problems import ByNumber, OfPatients
 from strategies.rsa.aggregator import aggregate
 from strategies.rsa.islands import Shape
 
 MESH = Path(__file__).resolve().parents[2] / "meshes" / "rsagent.yaml"
 SMALL = (
     "data.patients=2", "rsa.M=2", "rsa.N=2", "rsa.K=2", "rsa.T=4", "rsa.examples=3",
-    "rsa.rollouts_per_example=2", "evaluate.questions=5",
+    "rsa.rollouts_per_example=2", "rsa.advantage=rollout", "rsa.problems.kind=clinic",
+    "data.facts=24", "data.notes=4", "data.held_out=0.5", "evaluate.questions=5",
 )  # fmt: skip
 TIMES = StepTimes(0, 0, 0, 0, 0, 0)
 EACH = 4 * 4  # candidates of a run
@@ -256,6 +257,25 @@ def test_arms_are_measured_on_the_same_held_out_questions_and_draws() -> None:
     gain = aggregation_gain({"untrained": found[1], "on_policy": found[0]})  # type: ignore[dict-item]
     assert gain == {"last": 0.5, "first": 0.0, "aggregation": 0.5, "share": 1.0}
     assert aggregation_gain({"untrained": found[1]}) is None  # type: ignore[dict-item]
+
+
+def test_sentences_ask_of_the_whole_document_in_words_of_their_own() -> None:
+    """Every answer stands in the document; no held-out question is among them."""
+    learn = spec('rsa.problems={"kind": "sentences"}', "data.held_out=1.0")
+    source = OfPatients(learn)
+    asked = [p for step in range(20) for p in asyncio.run(source.training(step))]
+    assert asked[:3] == list(asyncio.run(OfPatients(learn).training(0)))
+    assert [p.document for p in asked[:4]] == ["patient_01", "patient_02"] * 2
+    for problem in asked:
+        options, right = problem.facts["options"], problem.facts["correct"]
+        cue = problem.facts["text"].removeprefix("what about ").removesuffix("?")
+        assert len(options) == 5
+        assert right in options
+        document = source.documents[problem.document]
+        assert document.index(cue) < document.index(right, document.index(cue))
+    held = {p.question for p in asyncio.run(source.held_out(None))}
+    assert held
+    assert not held & {p.question for p in asked}
 
 
 def test_problems_by_number_are_held_out_first_and_go_round() -> None:
