@@ -27,6 +27,10 @@ from strategies.question import Question
 from strategies.result import Result
 from strategies.votes import Vote, surest, tally
 
+# Nats. The same trace in a batch of another composition differs in its last bits, and a trace that
+# says what the threshold's own said is not to be stopped for that.
+ROUNDING = 1e-3
+
 
 @dataclass(frozen=True)
 class _Trace:
@@ -76,7 +80,7 @@ class DeepConf(Spec):
         traces = await self._sample(meter, question, range(self.warmup))
         lowest = [t.lowest for t in traces]
         floor = min(lowest[i] for i in surest(lowest, self.keep_fraction))
-        until = Until(window=self.window, floor=floor, top=self.top)
+        until = Until(window=self.window, floor=floor - ROUNDING, top=self.top)
         details: dict[str, object] = {"threshold": floor, "warmup": self.warmup}
         while len(traces) < self.traces:
             if self.consensus and await self._decided(traces, question):
