@@ -18,6 +18,7 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from actors.engine_thread import Engine, EngineThread
 from actors.setup import VLLM_REMEDY, BaseModel, missing_vllm
@@ -49,8 +50,8 @@ class EngineGeneratorActor(Actor):
         if spec.backend == "vllm":
             os.environ.update(environment(base))
         self._plane = base.plane
-        build = partial(_vllm_engine if spec.backend == "vllm" else _torch_engine, base, end_ids)
-        self._engine = EngineThread(partial(build, spec), keep_versions, spec.in_flight)
+        build = partial(build_engine, base, end_ids, spec)
+        self._engine = EngineThread(build, keep_versions, spec.in_flight)
 
     @concurrent_endpoint
     async def ready(self) -> int:
@@ -77,10 +78,7 @@ class EngineGeneratorActor(Actor):
     async def load_file(self, version: int, name: str, path: str) -> int:
         """Take one cartridge, "kv" [L, 2, H_kv, P, D] of a safetensors file, as a version of its
         own. Raises PublishError for a file that is none, or does not fit the model."""
-        try:
-            kv = (await asyncio.to_thread(load_file, path))["kv"]
-        except (OSError, SafetensorError, KeyError) as error:
-            raise PublishError(f"{path} holds no cartridge: {error!r}; upload it again") from error
+        kv = await asyncio.to_thread(read_cartridge, path)
         return await asyncio.wrap_future(self._engine.hold(version, (name,), kv[None]))
 
     @concurrent_endpoint
@@ -152,18 +150,26 @@ class _Teller:
             self._loop.call_later(TELL_SECONDS, self.flush)
 
 
-def _vllm_engine(base: BaseModel, end_ids: frozenset[int], spec: GeneratorSpec) -> Engine:
-    if missing_vllm():
-        raise RunError(f"this generator needs vLLM, which is not installed: {VLLM_REMEDY}")
-    from actors.vllm_engine import VllmEngine  # reads the environment: not before
+def build_engine(base: BaseModel, end_ids: frozenset[int], spec: GeneratorSpec) -> Engine:
+    """The engine of a spec, for an EngineThread to build in its thread."""
+    text = text_of(base.path)
+    if spec.backend == "vllm":
+        if missing_vllm():
+            raise RunError(f"this generator needs vLLM, which is not installed: {VLLM_REMEDY}")
+        from actors.vllm_engine import VllmEngine  # reads the environment: not before
 
-    return VllmEngine(base.path, base.dtype, base.documents, end_ids, spec, text_of(base.path))
-
-
-def _torch_engine(base: BaseModel, end_ids: frozenset[int], spec: GeneratorSpec) -> Engine:
+        return VllmEngine(base.path, base.dtype, base.documents, end_ids, spec, text)
     model = load_model(base.path, base.dtype)
     cache = DocumentCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
-    return TorchEngine(model, cache.get, end_ids, text_of(base.path))
+    return TorchEngine(model, cache.get, end_ids, text)
+
+
+def read_cartridge(path: str) -> Tensor:
+    """ "kv" [L, 2, H_kv, P, D] of a safetensors file. Raises PublishError for one without it."""
+    try:
+        return load_file(path)["kv"]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise PublishError(f"{path} holds no cartridge: {error!r}; upload it again") from error
 
 
 def environment(base: BaseModel) -> dict[str, str]:

@@ -8,8 +8,14 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from protocols.errors import PlaneError
 from protocols.ports import TensorPlane
+from protocols.types import Packet
+
+if TYPE_CHECKING:  # a process says how many threads it has before torch is imported
+    import torch
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,22 @@ class BaseModel:
     documents: Mapping[str, tuple[int, ...]]
     max_kv_bytes: int
     plane: TensorPlane
+
+
+class NoPlane:
+    """Where no tensors travel between processes: generators that are served from files."""
+
+    async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> Packet:
+        raise PlaneError(f"there is no tensor plane here to put {key} into; pass a file's path")
+
+    async def get(self, packet: Packet) -> dict[str, torch.Tensor]:
+        raise PlaneError(f"there is no tensor plane here that has {packet.key}; pass a file's path")
+
+    async def delete(self, key: str) -> None:
+        raise PlaneError(f"there is no tensor plane here that has {key}")
+
+    async def keys(self, prefix: str = "") -> list[str]:
+        return []
 
 
 def bootstrap(threads: int, gpus: Sequence[int] = ()) -> Callable[[], None]:

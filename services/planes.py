@@ -6,15 +6,12 @@ shared_memory   one host; bytes in /dev/shm, mapped by readers without a copy
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from protocols.errors import PlaneError, SpecError
+from protocols.errors import SpecError
 from protocols.ports import TensorPlane
-from protocols.types import Packet
 
 if TYPE_CHECKING:
-    import torch
     from monarch.actor import ProcMesh
 
 PlaneKind = Literal["torchstore", "shared_memory"]
@@ -24,22 +21,6 @@ class OwnedPlane(TensorPlane, Protocol):
     """A plane as the one who opened it sees it: `stop` frees everything it holds."""
 
     async def stop(self) -> None: ...
-
-
-class NoPlane:
-    """Where no tensors travel between processes: generators that are served from files."""
-
-    async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> Packet:
-        raise PlaneError(f"there is no tensor plane here to put {key} into; pass a file's path")
-
-    async def get(self, packet: Packet) -> dict[str, torch.Tensor]:
-        raise PlaneError(f"there is no tensor plane here that has {packet.key}; pass a file's path")
-
-    async def delete(self, key: str) -> None:
-        raise PlaneError(f"there is no tensor plane here that has {key}")
-
-    async def keys(self, prefix: str = "") -> list[str]:
-        return []
 
 
 async def open_plane(

@@ -19,7 +19,7 @@ from actors.generator import GeneratorActor
 from actors.pulse import StoreActor
 from actors.rsa_aggregator import RSAAggregatorActor
 from actors.sdpo_teacher import SDPOTeacherActor
-from actors.setup import BaseModel, warm_up
+from actors.setup import BaseModel, NoPlane, warm_up
 from actors.teacher_replay import TeacherReplayActor
 from actors.trainer import TrainerActor
 from learning.combined import Objective
@@ -34,7 +34,7 @@ from protocols.service_spec import HealthSpec
 from protocols.spec import RoleSpec, RunSpec
 from protocols.types import Span
 from services.lives import Note
-from services.planes import NoPlane, OwnedPlane, open_plane
+from services.planes import OwnedPlane, open_plane
 from services.pool import Pool
 from services.replica import Replica, ask
 from services.rundir import RunDirectory

@@ -1,0 +1,83 @@
+"""A sampler without a mesh: RSA over the shipped panel, by a document and by a cartridge of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm_replica import require_vllm
+
+from actors.local import local_sampler
+from actors.setup import missing_vllm
+from clinic.longhealth import parse_patients
+from clinic.patients import generate_clinic
+from clinic.prompts import option_prompt
+from environments.conversation import Conversation
+from learning.model import document_kv, load_model, load_tokenizer
+from protocols.errors import PublishError
+from strategies.rsa import RSAEngine
+
+MODEL = str(Path(__file__).parents[2] / "models" / "clinic-panel")
+(PATIENT,) = parse_patients(generate_clinic(1, 1, 6, 2), "the test")
+QUESTIONS = [option_prompt(q.text, q.options) for q in PATIENT.questions[:2]]
+
+
+@pytest.mark.slow
+def test_a_document_and_all_of_it_as_a_cartridge_answer_alike(tmp_path: Path) -> None:
+    head = Conversation(load_tokenizer(MODEL), {"p": PATIENT.document}).head("p")
+    file = tmp_path / "p.safetensors"
+    save_file({"kv": document_kv(load_model(MODEL), head)}, file)
+    told = []
+    for before in (
+        {"document": PATIENT.document},
+        {"document": PATIENT.document, "cartridge": file},
+    ):
+        with local_sampler(MODEL, **before) as sampler:
+            engine = RSAEngine(sampler, M=1, N=4, K=2, T=3, task="clinic", max_tokens=24)
+            result = engine.run(QUESTIONS, temperature=0.7)
+        assert (result.spent.calls, result.spent.asks) == (3, 3 * 4 * 2)
+        told.append([(r.answer, [p.texts for p in r.populations]) for r in result.runs])
+    assert told[0] == told[1]
+    right = [q.correct for q in PATIENT.questions[:2]]
+    assert [answer for answer, _ in told[0]] == right
+    with local_sampler(MODEL) as sampler:  # nothing to read: other words
+        result = RSAEngine(sampler, N=4, K=2, T=1, task="clinic", max_tokens=24).run(QUESTIONS)
+    assert result.runs[0].populations[0].texts != told[0][0][1][0]
+
+
+def test_a_cartridge_of_another_model_is_refused(tmp_path: Path) -> None:
+    save_file({"kv": torch.zeros(1, 2, 2, 8, 32)}, tmp_path / "other.safetensors")
+    with (
+        pytest.raises(PublishError, match="do not fit this model"),
+        local_sampler(MODEL, cartridge=tmp_path / "other.safetensors"),
+    ):
+        pass
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_vllm_in_a_script_says_the_same() -> None:
+    if missing_vllm():
+        require_vllm()
+    script = f"""
+import sys
+from actors.local import local_sampler
+from strategies.rsa import RSAEngine
+with local_sampler({MODEL!r}, backend=sys.argv[1], document={PATIENT.document!r}, kv_gib=0.2) as s:
+    run = RSAEngine(s, N=3, K=2, T=2, task="clinic", max_tokens=24, seed=4).run({QUESTIONS!r})
+    print([[p.texts for p in r.populations] for r in run.runs])
+"""
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", script, backend], capture_output=True, text=True, timeout=200,
+            cwd=Path(__file__).parents[2],
+        )
+        for backend in ("torch", "vllm")
+    ]  # fmt: skip
+    assert [p.returncode for p in said] == [0, 0], said[1].stderr[-2000:]
+    assert "the answer is" in said[0].stdout
+    assert said[0].stdout.splitlines()[-1] == said[1].stdout.splitlines()[-1]
