@@ -90,7 +90,7 @@ def test_the_plan_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_cartridges_of_a_run_are_added(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = {"names": ["p1", "p2"], "arm": "on_policy", "step": 9}
+    facts = {"names": ["p1", "p2"], "version": 9, "arm": "on_policy", "step": 9}
     parts = {"frozen": torch.ones(2, 4, 2, 2, 1, 32), "trainable": torch.ones(2, 4, 2, 2, 3, 32)}
     write_checkpoint(tmp_path / "run/checkpoints", "version-000009", Checkpoint(facts, parts), 2)
     words = ["cartridges", "add", str(tmp_path / "run"), "--serve", SERVE]
