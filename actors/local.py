@@ -16,7 +16,7 @@ from typing import Literal
 
 from actors.engine_generator import build_engine, environment, read_cartridge
 from actors.engine_thread import EngineThread
-from actors.setup import BaseModel, NoPlane
+from actors.setup import BaseModel, NoPlane, keep_freed_memory
 from environments.conversation import NO_DOCUMENT, Conversation
 from learning.model import load_tokenizer
 from protocols.learn_spec import GeneratorSpec
@@ -46,6 +46,7 @@ def local_sampler(
     vLLM reads the environment once, and so takes one such engine a process. Raises DataError,
     PublishError for a cartridge of another model, RunError for an engine that cannot start.
     """
+    keep_freed_memory()
     spec = GeneratorSpec(backend=backend, kv_gib=kv_gib)
     conversation = Conversation(load_tokenizer(model), {DOCUMENT: document or "-"})
     documents = {NO_DOCUMENT: conversation.head(None), DOCUMENT: conversation.head(DOCUMENT)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import logging
 import os
@@ -16,6 +18,9 @@ from protocols.types import Packet
 
 if TYPE_CHECKING:  # a process says how many threads it has before torch is imported
     import torch
+
+KEPT_BYTES = 256 * 1024**2
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,22 @@ def bootstrap(threads: int, gpus: Sequence[int] = ()) -> Callable[[], None]:
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         logging.getLogger("transformers").setLevel(logging.ERROR)
+        keep_freed_memory()
 
     return prepare
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep up to KEPT_BYTES that it freed, instead of giving them back at once.
+
+    A forward pass frees and takes again the same megabytes layer by layer; glibc returns them each
+    time, and the page faults of taking them again made half of a long prefill here (docs/log.md).
+    Other C libraries are left as they are.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        library.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
 
 
 def warm_up(path: str, dtype: str) -> None:

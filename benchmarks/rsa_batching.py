@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from actors.setup import keep_freed_memory
 from clinic.prompts import option_prompt
 from environments.conversation import Conversation
 from learning.decoding import generate
@@ -27,12 +28,13 @@ from services.tasks import read_patients
 from strategies.over_tokens import TokenSampler
 from strategies.rsa.engine import RSAEngine
 
-MODEL = Path(__file__).parents[1] / "models" / "clinic-reader"
+MODEL = Path(__file__).parents[1] / "models" / "clinic-panel"
 
 
 def measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | int]:
     """Medians of `repeats` runs: seconds of both, their ratio, and the calls of each."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as the generators' processes do
     model, tokenizer = load_model(str(MODEL)), load_tokenizer(str(MODEL))
     (patient,) = read_patients(
         DataSpec(source="clinic", patients=1, facts=24, notes=4, held_out=1.0)
