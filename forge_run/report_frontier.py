@@ -65,4 +65,4 @@ def _draw(figure: Figure, rows: list[ArmRow]) -> None:
             x, y, yerr=bars, label=name, color=colour, marker=marker, markersize=4,
             linewidth=0.9, elinewidth=0.5,
         )  # fmt: skip
-    axes.legend(fontsize=7, ncols=2)
+    axes.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))

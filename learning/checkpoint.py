@@ -55,15 +55,15 @@ def write_checkpoint(directory: Path, name: str, checkpoint: Checkpoint, keep: i
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_file({k: v.contiguous() for k, v in checkpoint.tensors.items()}, partial / STATE)
-    manifest = {"schema": SCHEMA, "sha256": _sha256(partial / STATE), "facts": checkpoint.facts}
+    manifest = {"schema": SCHEMA, "sha256": sha256_of(partial / STATE), "facts": checkpoint.facts}
     manifest["facts_sha256"] = _facts_sha256(checkpoint.facts)
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
     for path in (partial / STATE, partial / MANIFEST, partial):
-        _flush(path)
+        flush(path)
     if final.exists():
         shutil.rmtree(final)
     partial.rename(final)
-    _flush(directory)
+    flush(directory)
     for old in list_checkpoints(directory)[:-keep]:
         shutil.rmtree(old)
     return final
@@ -89,7 +89,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             f"checkpoint {path} has schema {schema}, this version reads {SCHEMA}; use the "
             "cartridge-forge version that wrote it"
         )
-    if not (path / STATE).is_file() or _sha256(path / STATE) != stated:
+    if not (path / STATE).is_file() or sha256_of(path / STATE) != stated:
         raise CheckpointError(
             f"checkpoint {path} is damaged: {STATE} does not match its checksum{_instead(path)}"
         )
@@ -154,12 +154,14 @@ def _crc32(facts: str, tensors: Mapping[str, Tensor]) -> str:
     return f"{crc:08x}"
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """The checksum of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have the disk keep a file, or the names in a directory, before this returns."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

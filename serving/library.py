@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from learning.checkpoint import flush, sha256_of
 from protocols.errors import DataError
 from serving.names import VERSION, CartridgeName, is_name, parse_cartridge
 
@@ -188,14 +189,14 @@ class Library:
             version = self._last(name) + 1
             manifest = Manifest(
                 name=name, version=version, tokens=shape[3], shape=shape, dtype=dtype,
-                bytes=file.stat().st_size, sha256=sha256(file),
+                bytes=file.stat().st_size, sha256=sha256_of(file),
                 base_config_sha256=self.base.config_sha256,
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 source={**stated, **source},
             )  # fmt: skip
             (folder / MANIFEST).write_text(json.dumps(manifest.as_dict(), indent=1))
             for path in (file, folder / MANIFEST, folder):
-                _flush(path)
+                flush(path)
             (self.directory / name).mkdir(exist_ok=True)
             try:
                 folder.rename(self.directory / name / str(version))
@@ -204,7 +205,7 @@ class Library:
                     raise
                 continue  # somebody else was first: the next number
             self._note_last(name, version)
-            _flush(self.directory / name)
+            flush(self.directory / name)
             return self._entry(name, version)
 
     def drop(self, name: str, version: int | None = None) -> list[int]:
@@ -294,16 +295,3 @@ def _check_shape(shape: tuple[int, ...], base: Base) -> None:
             f"a cartridge of {tokens} tokens leaves none of the model's {base.context} positions "
             "for a prompt; train a shorter one"
         )
-
-
-def sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

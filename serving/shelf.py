@@ -13,10 +13,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from learning.checkpoint import sha256_of
 from protocols.types import PrefixRef
 from serving.backend import Backend
 from serving.errors import ApiError
-from serving.library import Entry, sha256
+from serving.library import Entry
 
 Key = tuple[str, int]
 
@@ -77,7 +78,7 @@ class Shelf:
         await asyncio.gather(*self._leaving, return_exceptions=True)
 
     async def _load(self, entry: Entry, version: int) -> None:
-        if await asyncio.to_thread(sha256, entry.path) != entry.manifest.sha256:
+        if await asyncio.to_thread(sha256_of, entry.path) != entry.manifest.sha256:
             name, number = entry.key
             raise ApiError(
                 503,

@@ -97,7 +97,7 @@ def test_all_is_on_disk_before_it_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    flush, rename = checkpoint._flush, Path.rename
+    flush, rename = checkpoint.flush, Path.rename
 
     def flushed(path: Path) -> None:
         events.append(f"flush {path.name}")
@@ -107,7 +107,7 @@ def test_all_is_on_disk_before_it_gets_its_name(
         events.append(f"{self.name} -> {target.name}")
         return rename(self, target)
 
-    monkeypatch.setattr(checkpoint, "_flush", flushed)
+    monkeypatch.setattr(checkpoint, "flush", flushed)
     monkeypatch.setattr(Path, "rename", renamed)
     write(tmp_path, 5)
     assert events == [
@@ -137,7 +137,7 @@ def flip(path: Path) -> None:
 
 def forge(path: Path) -> None:
     (path / STATE).write_bytes(b"no safetensors")
-    edit(path, lambda m: m.update(sha256=checkpoint._sha256(path / STATE)))
+    edit(path, lambda m: m.update(sha256=checkpoint.sha256_of(path / STATE)))
 
 
 DAMAGE = r"is damaged: state.safetensors does not match its checksum"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from learning.checkpoint import Checkpoint, write_checkpoint
+from learning.checkpoint import Checkpoint, sha256_of, write_checkpoint
 from protocols.errors import DataError
 from serving.imports import add_from_run
-from serving.library import FILE, INCOMING, MANIFEST, Base, Library, config_hash, sha256
+from serving.library import FILE, INCOMING, MANIFEST, Base, Library, config_hash
 from serving.names import CartridgeName
 
 BASE = Base(layers=2, kv_heads=1, head_dim=4, context=64, config_sha256="c" * 64)
@@ -41,7 +41,7 @@ def test_a_version_is_added_found_and_whole(library: Library) -> None:
     assert library.get(CartridgeName("p1")).key == ("p1", 2)
     found = library.get(CartridgeName("p1", 1))
     assert found.path == library.directory / "p1/1" / FILE
-    assert found.manifest.sha256 == sha256(found.path)
+    assert found.manifest.sha256 == sha256_of(found.path)
     assert (found.manifest.tokens, found.manifest.shape) == (3, (2, 2, 1, 3, 4))
     assert found.manifest.source == {"by": "test"}
     assert library.names() == ["p1"]
