@@ -1,7 +1,7 @@
 """The command line: `forge-run MESH.yaml ...`, and `forge run|plan MESH.yaml ...` for the same;
 `forge ablate MESH.yaml` for its channels compared (forge_run.ablate); `forge status|scale|...` for
 a run that runs (forge_run.control); `forge frontier`, `forge serve` and `forge cartridges` for what
-came of one.
+came of one; `forge k8s render` for the manifests of a mesh (forge_run.k8s).
 
 Only argparse is imported here: `--help` and a bad spec answer in well under a second. pydantic
 comes with the spec, torch and Monarch with the run, gRPC with a call to one.
@@ -65,6 +65,7 @@ def forge(argv: Sequence[str] | None = None) -> int:
     serving.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     serving.set_defaults(act=_serve)
     _add_cartridges(commands)
+    _add_k8s(commands)
     add_commands(commands)
     return _guarded(parser.parse_args(argv))
 
@@ -120,6 +121,19 @@ def _add_cartridges(commands: Any) -> None:
         help="override a key of it, such as library=DIR",
     )  # fmt: skip
     add.set_defaults(act=_add_from_run)
+
+
+def _add_k8s(commands: Any) -> None:
+    k8s = commands.add_parser("k8s", help="a mesh as Kubernetes manifests")
+    render = k8s.add_subparsers(required=True, metavar="VERB").add_parser(
+        "render", help="write the manifests of a mesh, or of a server; applies nothing"
+    )
+    _add_mesh_and_sets(render)
+    render.add_argument(
+        "--out", type=Path, metavar="DIR", default=Path("deploy/k8s"),
+        help="where they are written (default: deploy/k8s)",
+    )  # fmt: skip
+    render.set_defaults(act=_k8s_render)
 
 
 def _add_mesh_options(parser: argparse.ArgumentParser) -> None:
@@ -182,6 +196,14 @@ def _serve(options: argparse.Namespace) -> int:
         sys.stdout.write(render(serve.plan(loaded), terminal=sys.stdout.isatty()))
         return 0
     return serve.serve(loaded)
+
+
+def _k8s_render(options: argparse.Namespace) -> int:
+    from forge_run.k8s import command
+
+    for path in command(options.mesh, options.sets, options.out):
+        print(path)
+    return 0
 
 
 def _add_from_run(options: argparse.Namespace) -> int:

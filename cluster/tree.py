@@ -1,0 +1,189 @@
+"""The files of deploy/k8s: a Kustomize base, what may be added to it, and overlays.
+
+    base  <-  overlays/cpu       kind or minikube
+          <-  overlays/gpu       H100-class nodes; components/monitoring
+          <-  overlays/teachers  the gpu overlay with more replicas of teacher_replay
+    overlays/serve               the door; needs no base
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from cluster.door import door
+from cluster.mesh import MeshFiles, base, instance, provisioning, space_of
+from cluster.monitoring import monitoring
+from cluster.parts import GPU, IMAGE, Object, Resources, mesh_name
+from cluster.sizing import HOLDS_MODEL, ModelSize
+from protocols.serve_spec import ServeSpec
+from protocols.spec import RunSpec
+
+H100 = "NVIDIA-H100-80GB-HBM3"  # as NVIDIA's feature discovery names it, in nvidia.com/gpu.product
+TEACHERS = 8  # replicas of teacher_replay in overlays/teachers: they wait for others' servers
+LAPTOP_CPU = "100m"  # requested a pod in overlays/cpu; the limit stays at its threads
+OVERLAYS = ("cpu", "gpu", "teachers")
+CONTAINER = "/spec/podTemplate/spec/containers/0"
+
+Tree = dict[str, str]
+
+
+def mesh_tree(
+    spec: RunSpec, files: MeshFiles, size: ModelSize, rules: Mapping[str, Any], dashboard: str
+) -> Tree:
+    """Base, components and overlays of a training mesh: text by path under deploy/k8s."""
+    parts = base(spec, files, size)
+    tree = _folder("base", parts)
+    watched = monitoring(instance(spec), space_of(spec), rules, dashboard)
+    tree |= _folder("components/monitoring", {"monitoring.yaml": watched}, kind="Component")
+    granted = {"access.yaml": provisioning(spec)}
+    tree |= _folder("components/provisioning", granted, kind="Component")
+    tree |= _overlay("cpu", ["../../base"], cpu_patches(spec))
+    tree |= _overlay("gpu", ["../../base"], gpu_patches(spec), ["../../components/monitoring"])
+    if "teacher_replay" in dict(spec.roles):
+        tree |= _overlay("teachers", ["../gpu"], [_patch("teacher_replay", _more(TEACHERS))])
+    return _headed(tree, files)
+
+
+def door_tree(spec: ServeSpec, files: MeshFiles, resources: Resources) -> Tree:
+    """The serving door's overlay, of an image for CPUs, or for GPUs where the spec has any."""
+    parts = door(spec, files, resources)
+    target = "cuda" if resources.gpus else "cpu"
+    image = _replace("/spec/template/spec/containers/0/image", f"{IMAGE}-{target}")
+    patch = {"target": {"kind": "Deployment", "name": "door"}, "patch": text([image])}
+    return _headed(_folder("overlays/serve", parts, patches=[patch]), files)
+
+
+def cpu_patches(spec: RunSpec) -> list[Object]:
+    """One laptop: the CPU image, no GPU, little requested that all pods find room."""
+    image = f"{IMAGE}-cpu"
+    little = _replace(f"{CONTAINER}/resources/requests/cpu", LAPTOP_CPU)
+    ask_none = [
+        {"op": "remove", "path": f"{CONTAINER}/resources/{kind}/{_escaped(GPU)}"}
+        for kind in ("requests", "limits")
+    ]
+    return [
+        _all_pools([_replace(f"{CONTAINER}/image", image), little]),
+        *(_patch(name, ask_none) for name, role in spec.roles if role.gpus),
+        _controller([
+            _replace(_of_job("image"), image),
+            _replace(_of_job("resources/requests/cpu"), LAPTOP_CPU),
+        ]),
+    ]  # fmt: skip
+
+
+def gpu_patches(spec: RunSpec) -> list[Object]:
+    """H100-class nodes: every role that holds the model has the GPUs of its spec, at least one."""
+    image = f"{IMAGE}-cuda"
+    patches = [_all_pools([_replace(f"{CONTAINER}/image", image)])]
+    for name, role in spec.roles:
+        if name in HOLDS_MODEL:
+            gpus = str(role.procs * max(1, role.gpus))
+            asked = [
+                _add(f"{CONTAINER}/resources/{kind}/{_escaped(GPU)}", gpus)
+                for kind in ("requests", "limits")
+            ]
+            patches.append(_patch(name, [*asked, *_on_gpu_nodes()]))
+    return [*patches, _controller([_replace(_of_job("image"), image)])]
+
+
+def text(value: Any) -> str:
+    """YAML as every file here is written: block style, long lines, `|` for texts of several lines."""
+    return yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100
+    )  # fmt: skip
+
+
+def _on_gpu_nodes() -> list[Object]:
+    tainted = {"key": GPU, "operator": "Exists", "effect": "NoSchedule"}
+    return [
+        _add("/spec/podTemplate/spec/nodeSelector", {f"{GPU}.product": H100}),
+        _add("/spec/podTemplate/spec/tolerations", [tainted]),
+    ]
+
+
+def _more(replicas: int) -> list[Object]:
+    return [_replace("/spec/replicas", replicas)]
+
+
+def _of_job(path: str) -> str:
+    return f"/spec/template/spec/containers/0/{path}"
+
+
+def _all_pools(operations: Sequence[Object]) -> Object:
+    return {"target": {"kind": "MonarchMesh"}, "patch": text(list(operations))}
+
+
+def _patch(role: str, operations: Sequence[Object]) -> Object:
+    target = {"kind": "MonarchMesh", "name": mesh_name(role)}
+    return {"target": target, "patch": text(list(operations))}
+
+
+def _controller(operations: Sequence[Object]) -> Object:
+    return {"target": {"kind": "Job", "name": "controller"}, "patch": text(list(operations))}
+
+
+def _replace(path: str, value: Any) -> Object:
+    return {"op": "replace", "path": path, "value": value}
+
+
+def _add(path: str, value: Any) -> Object:
+    return {"op": "add", "path": path, "value": value}
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _folder(
+    folder: str,
+    parts: Mapping[str, Sequence[Object]],
+    *,
+    kind: str = "Kustomization",
+    patches: Sequence[Object] = (),
+) -> Tree:
+    """Its files, and the kustomization that lists them."""
+    tree = {
+        f"{folder}/{name}": "---\n".join(text(found) for found in objects)
+        for name, objects in parts.items()
+    }
+    fields: Object = {"resources": list(parts)}
+    if patches:
+        fields["patches"] = list(patches)
+    return {**tree, f"{folder}/kustomization.yaml": _kustomization(kind, fields)}
+
+
+def _overlay(
+    name: str, resources: list[str], patches: Sequence[Object], components: Sequence[str] = ()
+) -> Tree:
+    fields: Object = {"resources": resources}
+    if components:
+        fields["components"] = list(components)
+    fields["patches"] = list(patches)
+    return {f"overlays/{name}/kustomization.yaml": _kustomization("Kustomization", fields)}
+
+
+def _kustomization(kind: str, fields: Object) -> str:
+    version = "v1alpha1" if kind == "Component" else "v1beta1"
+    return text({"apiVersion": f"kustomize.config.k8s.io/{version}", "kind": kind, **fields})
+
+
+def _headed(tree: Tree, files: MeshFiles) -> Tree:
+    sets = "".join(f" --set {value}" for value in files.sets)
+    head = f"# Rendered by: forge k8s render meshes/{files.mesh_name}{sets}\n"
+    return {path: head + body for path, body in tree.items()}
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in value else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _string)

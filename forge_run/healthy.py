@@ -1,0 +1,44 @@
+"""`python -m forge_run.healthy HOST:PORT [CA.pem [TOKEN_ENV]]`: the control plane's gRPC health
+service. Exit code 0 where it serves. kubelet's own gRPC probe speaks no TLS and sends no token.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+SECONDS = 5.0
+
+
+def serves(address: str, ca: bytes | None = None, token: str | None = None) -> bool:
+    """Whether what listens there says that it serves. Raises grpc.RpcError where nothing does."""
+    channel = (
+        grpc.insecure_channel(address)
+        if ca is None
+        else grpc.secure_channel(address, grpc.ssl_channel_credentials(ca))
+    )
+    metadata = [] if token is None else [("authorization", f"Bearer {token}")]
+    with channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        answer = check(health_pb2.HealthCheckRequest(), timeout=SECONDS, metadata=metadata)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def main(words: Sequence[str]) -> int:
+    address, *others = words
+    ca = Path(others[0]).read_bytes() if others else None
+    token = os.environ[others[1]] if len(others) > 1 else None
+    try:
+        return 0 if serves(address, ca, token) else 1
+    except grpc.RpcError as error:
+        print(f"{address}: {error.code().name}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""`forge k8s render MESH.yaml`: the Kubernetes manifests of a mesh or of a server, as files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.mesh import MeshFiles
+from cluster.sizing import ModelSize, door_resources
+from cluster.tree import Tree, door_tree, mesh_tree
+from forge_run import roofline
+from forge_run.plan import VALUE_BYTES, model_shape
+from protocols.errors import SpecError
+from protocols.learn_spec import ModelSpec
+from protocols.spec_loading import load_serve, load_spec
+from protocols.yaml_lines import read_yaml
+
+MONITORING = Path(__file__).parents[1] / "deploy" / "monitoring"
+CARTRIDGE_TOKENS = 2048  # of a door's cartridges, whose sizes its library alone knows
+
+
+def command(mesh: str, sets: Sequence[str], out: Path) -> list[Path]:
+    """Write the manifests under `out`. Returns what was written. Raises SpecError."""
+    written = []
+    for name, text in render(mesh, sets).items():
+        path = out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def render(mesh: str, sets: Sequence[str] = ()) -> Tree:
+    """The files' texts by path: those of a mesh, or of a server's `meshes/serve.yaml`."""
+    if "config" in read_yaml(Path(mesh), mesh).values:
+        return _mesh(mesh, sets)
+    return _door(mesh, sets)
+
+
+def _mesh(mesh: str, sets: Sequence[str]) -> Tree:
+    spec = load_spec(mesh, sets=sets).spec
+    config = Path(spec.mesh.config)
+    files = MeshFiles(
+        mesh_name=Path(mesh).name,
+        mesh_text=Path(mesh).read_text(encoding="utf-8"),
+        config_name=os.path.relpath(config, Path(mesh).absolute().parent),
+        config_text=config.read_text(encoding="utf-8"),
+        sets=tuple(sets),
+    )
+    rules: Mapping[str, Any] = yaml.safe_load((MONITORING / "rules.yml").read_bytes())
+    dashboard = (MONITORING / "dashboard.json").read_text(encoding="utf-8")
+    return mesh_tree(spec, files, model_size(spec.learn.model), rules, dashboard)
+
+
+def _door(mesh: str, sets: Sequence[str]) -> Tree:
+    spec = load_serve(mesh, sets=sets).spec
+    text = Path(mesh).read_text(encoding="utf-8")
+    files = MeshFiles(Path(mesh).name, text, "", "", tuple(sets))
+    resources = door_resources(spec, model_size(spec.model), CARTRIDGE_TOKENS)
+    return door_tree(spec, files, resources)
+
+
+def model_size(model: ModelSpec) -> ModelSize:
+    """The bytes that the plan counts. Raises SpecError where the shape is not at hand."""
+    shape = model_shape(model)
+    if shape is None:
+        raise SpecError(
+            f"model.path: {model.path} has no config.json here, and memory is asked for by the "
+            "model's shape; give model.shape"
+        )
+    values, each = roofline.kv_values_per_token(shape), VALUE_BYTES[model.dtype]
+    return ModelSize(roofline.matmul_parameters(shape) * each, values * each, values)
