@@ -13,10 +13,10 @@ PIP_OPTIONS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm install-verifiers install-prometheus run run-vllm serve test test-fast \
-        lint format proto bench bench-vllm chaos clean
+        lint format proto k8s k8s-check bench bench-vllm chaos clean
 
 help: ## show this list
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 install: $(STAMP) ## make .venv with the pinned dependencies and the console scripts
 
@@ -90,10 +90,10 @@ FAST = $(BIN)/python -m pytest -n 2 -m 'not (mesh or run or vllm or prometheus o
 test-fast: install ## the tests that need no mesh, under a minute
 	$(FAST)
 
-lint: install ## ruff, types, the layers contract and the .proto
+lint: install k8s-check ## ruff, types, the layers contract, the .proto and the manifests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy protocols learning clinic replay environments strategies actors services serving forge_run
+	$(BIN)/mypy protocols learning clinic replay environments strategies actors services serving cluster forge_run
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 
@@ -104,6 +104,13 @@ format: install ## let ruff rewrite what it can
 proto: install ## write protocols/control_pb2* anew from control.proto
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
 	  protocols/control.proto
+
+k8s: install ## write the manifests under deploy/k8s anew from their mesh files
+	$(BIN)/forge k8s render meshes/three_channels.yaml --set replay.local=null
+	$(BIN)/forge k8s render meshes/serve.yaml
+
+k8s-check: install ## the manifests against a fresh render, schemas and each other; asks no cluster
+	$(BIN)/python -m forge_run.k8s_check
 
 bench: install ## measure the tensor planes against memcpy, and RSA's batched calls
 	$(BIN)/python -m benchmarks.tensor_plane

@@ -101,7 +101,10 @@ def _deployment(
     )
     # No replicas: their number is the autoscaler's, and applying this again would set it back.
     body = {
-        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1},
+        },
         "selector": {"matchLabels": mine},
         "template": template,
     }

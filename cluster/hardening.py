@@ -70,8 +70,9 @@ def _container(name: str, container: Object, volumes: Sequence[Object]) -> Itera
         yield f"{name}: has no readinessProbe"
     if container.get("command", ["?"])[0] != "tini":
         yield f"{name}: is process 1 and ignores SIGTERM; start it under tini"
-    if container["image"].rpartition(":")[2] in ("latest", container["image"]):
-        yield f"{name}: image {container['image']} names no version"
+    image, _, version = container.get("image", "").rpartition(":")
+    if not image or version == "latest":
+        yield f"{name}: its image, {container.get('image')}, names no version"
     asked = container.get("resources", {})
     for amount in ("cpu", "memory"):
         for kind in ("requests", "limits"):

@@ -222,7 +222,14 @@ def _arguments(files: MeshFiles) -> list[str]:
 
 def _asks() -> list[str]:
     """The gRPC health service over TLS, with the token."""
-    return ["python", "-m", "forge_run.healthy", f"localhost:{CONTROL_PORT}", f"{PEMS}/ca.crt", TOKEN]
+    return [
+        "python",
+        "-m",
+        "forge_run.healthy",
+        f"localhost:{CONTROL_PORT}",
+        f"{PEMS}/ca.crt",
+        TOKEN,
+    ]
 
 
 def _mesh_path(files: MeshFiles) -> str:

@@ -11,9 +11,7 @@ POD_MONITOR_API = "monitoring.coreos.com/v1"
 METRICS_EVERY = "5s"
 
 
-def monitoring(
-    instance: str, space: str, rules: Mapping[str, Any], dashboard: str
-) -> list[Object]:
+def monitoring(instance: str, space: str, rules: Mapping[str, Any], dashboard: str) -> list[Object]:
     """What scrapes a run, its recording and alert rules, and the dashboard for Grafana's sidecar.
 
     `rules` is the content of deploy/monitoring/rules.yml, `dashboard` the text of dashboard.json.

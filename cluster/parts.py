@@ -148,7 +148,10 @@ def pod(
             "containers": [container],
             "volumes": [
                 {"name": "tmp", "emptyDir": {"sizeLimit": "4Gi"}},
-                {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{resources.shm}Gi"}},
+                {
+                    "name": "shm",
+                    "emptyDir": {"medium": "Memory", "sizeLimit": f"{resources.shm}Gi"},
+                },
                 *volumes,
             ],
         },

@@ -1,8 +1,8 @@
 """Whether what the manifests name exists, and is named alike: no schema looks across objects.
 
-    RoleBinding -> Role, ServiceAccount     pod -> ServiceAccount, ConfigMap, PVC, Secret, volume
-    selector -> some pod's labels           probe, Service, PodMonitor -> a port of that pod
-    HorizontalPodAutoscaler -> its target   NetworkPolicy -> ports that its pods have
+RoleBinding -> Role, ServiceAccount     pod -> ServiceAccount, ConfigMap, PVC, Secret, volume
+selector -> some pod's labels           probe, Service, PodMonitor -> a port of that pod
+HorizontalPodAutoscaler -> its target   NetworkPolicy -> ports that its pods have
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ HOLDS_MODEL = ("generator", "doc_teacher", "sdpo_teacher", "trainer")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Bytes of the weights and of one token's KV; numbers in that KV: `ModelSize(6e9, 114688, 57344)`."""
+    """Bytes of the weights, bytes of one token's KV, and the numbers in it:
+    `ModelSize(6_425_149_440, 114_688, 57_344)`."""
 
     weights: int
     kv_token: int

@@ -1,9 +1,9 @@
 """The files of deploy/k8s: a Kustomize base, what may be added to it, and overlays.
 
-    base  <-  overlays/cpu       kind or minikube
-          <-  overlays/gpu       H100-class nodes; components/monitoring
-          <-  overlays/teachers  the gpu overlay with more replicas of teacher_replay
-    overlays/serve               the door; needs no base
+base  <-  overlays/cpu       kind or minikube
+      <-  overlays/gpu       H100-class nodes; components/monitoring
+      <-  overlays/teachers  the gpu overlay with more replicas of teacher_replay
+overlays/serve               the door; needs no base
 """
 
 from __future__ import annotations
@@ -90,10 +90,8 @@ def gpu_patches(spec: RunSpec) -> list[Object]:
 
 
 def text(value: Any) -> str:
-    """YAML as every file here is written: block style, long lines, `|` for texts of several lines."""
-    return yaml.dump(
-        value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100
-    )  # fmt: skip
+    """YAML as every file here is written: in blocks, with `|` for texts of several lines."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100)
 
 
 def _on_gpu_nodes() -> list[Object]:
