@@ -3,9 +3,9 @@
     ConfigMap mesh -> Job controller --attaches (pods get, list, watch)--> MonarchMesh generator
         PVC runs  <--------'                                               MonarchMesh trainer ...
 
-The controller is a Job, not a Deployment: a run ends, its exit code says how, and a Deployment would
-start a finished run again. A pod that is lost is replaced once it is gone (never two writers of one
-run), and goes on with --resume.
+The controller is a Job, not a Deployment: a run ends, its exit code says how, and a Deployment
+would start a finished run again. A pod that is lost is replaced once it is gone (never two writers
+of one run), and goes on with --resume.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def _dns() -> Object:
 
 
 def disruption(spec: RunSpec) -> list[Object]:
-    """Drains take one pod of a pool at a time, and the controller's not before its run has ended."""
+    """Drains take one pod of a pool at a time, and the controller's once its run has ended."""
     space = space_of(spec)
     pools = [
         budget(dashed(name), space, labels(instance(spec), dashed(name)), maxUnavailable=1)

@@ -51,7 +51,7 @@ def dashed(name: str) -> str:
 
 
 def mesh_name(role: str) -> str:
-    """A role as the operator allows a MonarchMesh to be named: `"doc_teacher"` -> `"docteacher"`."""
+    """A role as the operator lets a MonarchMesh be named: `"doc_teacher"` -> `"docteacher"`."""
     return role.replace("_", "")
 
 

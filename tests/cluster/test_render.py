@@ -1,0 +1,145 @@
+"""What a mesh file becomes, in values worked by hand; and who may what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.kustomize import build
+from cluster.mesh import CONTROL_PORT
+from cluster.parts import Resources
+from cluster.sizing import ModelSize, pod_resources
+from forge_run.cli import forge
+from forge_run.k8s import render
+from protocols.errors import SpecError
+from protocols.spec_loading import load_spec
+from services.worker import address
+
+REPOSITORY = Path(__file__).parents[2]
+THREE_CHANNELS = str(REPOSITORY / "meshes" / "three_channels.yaml")
+EXTERNAL = ("replay.local=null",)
+LLAMA_3B = ModelSize(weights=6_425_149_440, kv_token=114_688, kv_values=57_344)
+
+
+@pytest.fixture(scope="module")
+def tree() -> dict[str, str]:
+    return render(THREE_CHANNELS, EXTERNAL)
+
+
+def pools(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"] == "MonarchMesh"}
+
+
+def container(pool: dict[str, Any]) -> Any:
+    return pool["podTemplate"]["spec"]["containers"][0]
+
+
+def test_every_role_is_a_pool_of_its_replicas(tree: dict[str, str]) -> None:
+    found = pools(build(tree, "overlays/cpu"))
+    assert {name: pool["replicas"] for name, pool in found.items()} == {
+        "generator": 2, "docteacher": 1, "sdpoteacher": 1, "environment": 1,
+        "teacherreplay": 2, "trainer": 1,
+    }  # fmt: skip
+    assert {pool["port"] for pool in found.values()} == {26600}
+    assert {container(pool)["image"] for pool in found.values()} == {"cartridge-forge:0.1.0-cpu"}
+
+
+def test_a_change_of_the_mesh_file_changes_the_manifests(tree: dict[str, str]) -> None:
+    more = render(THREE_CHANNELS, (*EXTERNAL, "roles.generator={replicas: 5, threads: 3}"))
+    pool = pools(build(more, "overlays/gpu"))["generator"]
+    assert pool["replicas"] == 5
+    assert container(pool)["resources"]["limits"]["cpu"] == "3"
+    assert more["base/network.yaml"].splitlines()[1:] == tree["base/network.yaml"].splitlines()[1:]
+
+
+def test_memory_of_a_3b_model_by_hand() -> None:
+    # Cartridges: 20 x 2048 x 114,688 B = 4.70 GB, twice in /dev/shm: 9 GiB.
+    # Document teacher: 1.5 x (6.43 + 4.70 + 27.53 GB of documents) + 2 GiB = 56 GiB.
+    # Generator: 1.5 x (6.43 + 4.70 + 24 GiB of pages) + 2 GiB = 54 GiB.
+    # Trainer: 1.5 x (6.43 + 4.70 + 16 B x 20 x 2047 x 57,344) + 2 GiB = 71 GiB.
+    spec = load_spec(str(REPOSITORY / "meshes" / "longhealth_3b.yaml")).spec
+    found = {name: pod_resources(spec, name, role, LLAMA_3B) for name, role in spec.roles}
+    assert found == {
+        "generator": Resources(cpu=4, memory=54 + 9, shm=9, gpus=1),
+        "doc_teacher": Resources(cpu=4, memory=56 + 9, shm=9, gpus=1),
+        "trainer": Resources(cpu=4, memory=71 + 9, shm=9, gpus=1),
+    }
+
+
+def test_gpus_are_for_roles_with_the_model_and_leave_with_the_cpu_overlay() -> None:
+    tree = render(str(REPOSITORY / "meshes" / "longhealth_3b.yaml"))
+    on_gpus = pools(build(tree, "overlays/gpu"))
+    for name in ("generator", "docteacher", "trainer"):
+        asked = container(on_gpus[name])["resources"]
+        assert asked["requests"]["nvidia.com/gpu"] == asked["limits"]["nvidia.com/gpu"] == "1"
+        assert on_gpus[name]["podTemplate"]["spec"]["nodeSelector"] == {
+            "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"
+        }
+    assert "overlays/teachers/kustomization.yaml" not in tree  # no role asks external teachers
+    without = [container(pool)["resources"] for pool in pools(build(tree, "overlays/cpu")).values()]
+    assert all("nvidia.com/gpu" not in r["limits"] | r["requests"] for r in without)
+
+
+def test_keys_and_the_internet_are_for_the_replay_pool_alone(tree: dict[str, str]) -> None:
+    objects = build(tree, "overlays/teachers")
+    keys = {
+        name: [e["name"] for e in container(pool)["env"] if "valueFrom" in e]
+        for name, pool in pools(objects).items()
+    }
+    assert keys.pop("teacherreplay") == ["ANTHROPIC_API_KEY", "OPENAI_API_KEY"]
+    assert set(map(tuple, keys.values())) == {()}
+    assert pools(objects)["teacherreplay"]["replicas"] == 8
+    (policy,) = (o for o in objects if o["metadata"]["name"] == "teachers")
+    assert policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == (
+        "teacher-replay"
+    )
+    local = render(THREE_CHANNELS)  # its teachers are a server of the run's own
+    assert "forge-teachers" not in "".join(local.values())
+
+
+def test_the_controller_gets_the_very_files_and_the_overrides(tree: dict[str, str]) -> None:
+    objects = {o["kind"]: o for o in build(tree, "overlays/cpu")}
+    job = objects["Job"]["spec"]["template"]["spec"]["containers"][0]
+    found = dict(zip(job["command"][:-1], job["command"][1:], strict=True))
+    assert found["forge-run"] == "/app/meshes/three_channels.yaml"
+    assert "replay.local=null" in job["command"]
+    assert f"control.listen=0.0.0.0:{CONTROL_PORT}" in job["command"]
+    mounted = {m["subPath"]: m["mountPath"] for m in job["volumeMounts"] if "subPath" in m}
+    assert mounted == {
+        "mesh.yaml": "/app/meshes/three_channels.yaml",
+        "config.yaml": "/app/configs/three_channels.yaml",
+    }
+    (files,) = (o for o in yaml.safe_load_all(tree["base/files.yaml"]) if o["kind"] == "ConfigMap")
+    assert files["data"]["mesh.yaml"] == Path(THREE_CHANNELS).read_text(encoding="utf-8")
+
+
+def test_the_spec_takes_the_controllers_overrides(tree: dict[str, str], tmp_path: Path) -> None:
+    job = next(o for o in build(tree, "overlays/cpu") if o["kind"] == "Job")
+    words = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    sets = [word for flag, word in zip(words, words[1:], strict=False) if flag == "--set"]
+    spec = load_spec(THREE_CHANNELS, sets=sets).spec
+    assert (spec.mesh.hosts.kind, spec.mesh.telemetry.metrics) == ("kubernetes", "0.0.0.0:9464")
+
+
+def test_the_command_writes_what_is_rendered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tree: dict[str, str]
+) -> None:
+    words = ["k8s", "render", THREE_CHANNELS, "--set", *EXTERNAL, "--out", str(tmp_path)]
+    assert forge(words) == 0
+    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert {str(p.relative_to(tmp_path)): p.read_text(encoding="utf-8") for p in written} == tree
+
+
+def test_a_model_of_unknown_shape_is_refused() -> None:
+    mesh = str(REPOSITORY / "meshes" / "longhealth_3b.yaml")
+    with pytest.raises(SpecError, match=r"has no config\.json here.*give model\.shape"):
+        render(mesh, ("model.shape=null",))
+
+
+def test_where_a_worker_is_reached() -> None:
+    assert address("generator-0.generator-svc", 26600) == (
+        "tcp://generator-0.generator-svc:26600@tcp://0.0.0.0:26600"
+    )
