@@ -36,7 +36,7 @@ STOP_SECONDS = 15  # what ending the generators may take, after http.drain_s
 
 def door(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, list[Object]]:
     """Every object, by file. Of `files` the config is empty: a server has none."""
-    name = dashed(spec.name.lower())
+    name = dashed(spec.name)
     space, mine = f"forge-{name}", labels(name, "door")
     variable = spec.http.key_env or "FORGE_API_KEY"
     watching = [from_namespace("kubernetes.io/metadata.name", MONITORING_NAMESPACE)]

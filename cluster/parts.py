@@ -7,6 +7,7 @@ Objects are plain dicts in Kubernetes' own words. Nothing here reads a file or a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +47,8 @@ class Resources:
 
 
 def dashed(name: str) -> str:
-    """A mesh or role as a DNS label: `"doc_teacher"` -> `"doc-teacher"`."""
-    return name.replace("_", "-").strip("-")
+    """A mesh, role or server as part of a DNS label: `"doc_teacher"` -> `"doc-teacher"`."""
+    return re.sub("[^a-z0-9]+", "-", name.lower())[:50].strip("-")
 
 
 def mesh_name(role: str) -> str:

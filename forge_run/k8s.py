@@ -20,6 +20,7 @@ from protocols.spec_loading import load_serve, load_spec
 from protocols.yaml_lines import read_yaml
 
 MONITORING = Path(__file__).parents[1] / "deploy" / "monitoring"
+PODS = "hosts=kubernetes"
 CARTRIDGE_TOKENS = 2048  # of a door's cartridges, whose sizes its library alone knows
 
 
@@ -42,7 +43,7 @@ def render(mesh: str, sets: Sequence[str] = ()) -> Tree:
 
 
 def _mesh(mesh: str, sets: Sequence[str]) -> Tree:
-    spec = load_spec(mesh, sets=sets).spec
+    spec = load_spec(mesh, sets=(*sets, PODS)).spec  # what cannot span pods is refused now
     config = Path(spec.mesh.config)
     files = MeshFiles(
         mesh_name=Path(mesh).name,

@@ -28,7 +28,7 @@ def rendered() -> dict[str, str]:
 
 def found(tree: Mapping[str, str]) -> Iterator[str]:
     """Every fault, a line: `overlays/gpu: references: Job/controller: ...`."""
-    yield from (f"drift: {line}" for line in drift(committed(), rendered()))
+    yield from (f"drift: {line}" for line in drift(tree, rendered()))
     also = "resources: [../../base]\ncomponents: [../../components/provisioning]\n"
     whole = {**tree, f"{PROVISIONING}/kustomization.yaml": also}
     kinds = definitions()

@@ -75,6 +75,18 @@ def test_a_broken_overlay_is_told(old: str, new: str, said: str) -> None:
         build(tree, "overlays/cpu")
 
 
+def test_the_check_tells_target_check_and_object() -> None:
+    path = "overlays/teachers/kustomization.yaml"
+    lines = list(k8s_check.found({**TREE, path: TREE[path].replace("teacherreplay", "replay")}))
+    assert lines[0] == f"drift: {path}: differs from its render"
+    assert lines[1].startswith(f"overlays/teachers: build: {path}: a patch meets no object")
+    path = "components/provisioning/access.yaml"
+    lines = list(k8s_check.found({**TREE, path: TREE[path].replace("patch", "watch")}))
+    assert lines[1:] == [
+        "overlays/with-provisioning: hardening: Role/forge-provision: grants watch on monarchmeshes"
+    ]
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not here")
 @pytest.mark.parametrize("target", targets(TREE))
 def test_kustomize_itself_builds_the_same(

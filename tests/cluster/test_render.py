@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,14 @@ import yaml
 
 from cluster.kustomize import build
 from cluster.mesh import CONTROL_PORT
-from cluster.parts import Resources
+from cluster.parts import Resources, dashed
 from cluster.sizing import ModelSize, pod_resources
 from forge_run.cli import forge
-from forge_run.k8s import render
+from forge_run.k8s import MONITORING, render
 from protocols.errors import SpecError
 from protocols.spec_loading import load_spec
 from services.worker import address
+from serving.metrics import ServingMetrics
 
 REPOSITORY = Path(__file__).parents[2]
 THREE_CHANNELS = str(REPOSITORY / "meshes" / "three_channels.yaml")
@@ -119,7 +122,7 @@ def test_the_controller_gets_the_very_files_and_the_overrides(tree: dict[str, st
 def test_the_spec_takes_the_controllers_overrides(tree: dict[str, str], tmp_path: Path) -> None:
     job = next(o for o in build(tree, "overlays/cpu") if o["kind"] == "Job")
     words = job["spec"]["template"]["spec"]["containers"][0]["command"]
-    sets = [word for flag, word in zip(words, words[1:], strict=False) if flag == "--set"]
+    sets = [word for flag, word in itertools.pairwise(words) if flag == "--set"]
     spec = load_spec(THREE_CHANNELS, sets=sets).spec
     assert (spec.mesh.hosts.kind, spec.mesh.telemetry.metrics) == ("kubernetes", "0.0.0.0:9464")
 
@@ -137,6 +140,45 @@ def test_a_model_of_unknown_shape_is_refused() -> None:
     mesh = str(REPOSITORY / "meshes" / "longhealth_3b.yaml")
     with pytest.raises(SpecError, match=r"has no config\.json here.*give model\.shape"):
         render(mesh, ("model.shape=null",))
+
+
+def test_a_plane_of_one_host_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"plane must reach every host.*set plane: torchstore"):
+        render(THREE_CHANNELS, ("plane=shared_memory",))
+
+
+def test_monitoring_is_that_of_a_run_on_one_host(tree: dict[str, str]) -> None:
+    objects = {
+        o["kind"]: o for o in yaml.safe_load_all(tree["components/monitoring/monitoring.yaml"])
+    }
+    rules = yaml.safe_load((MONITORING / "rules.yml").read_bytes())
+    assert objects["PrometheusRule"]["spec"] == rules
+    board = json.loads(objects["ConfigMap"]["data"]["forge.json"])
+    assert board == json.loads((MONITORING / "dashboard.json").read_bytes())
+    (end,) = objects["PodMonitor"]["spec"]["podMetricsEndpoints"]
+    assert end["relabelings"] == [
+        {"targetLabel": "job", "replacement": "forge"}
+    ]  # as rules.yml asks
+
+
+def test_doors_are_added_by_a_metric_that_they_have() -> None:
+    (scaler,) = (
+        o
+        for o in build(render(str(REPOSITORY / "meshes" / "serve.yaml")), "overlays/serve")
+        if o["kind"] == "HorizontalPodAutoscaler"
+    )
+    (metric,) = scaler["spec"]["metrics"]
+    page = ServingMetrics(pending=lambda: 0, decoding=lambda: 0).page().decode()
+    assert f"# TYPE {metric['pods']['metric']['name']} gauge" in page
+    assert metric["pods"]["target"]["averageValue"] == "64"  # half of 2 generators of 64
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [("three_channels", "three-channels"), ("Org/Model.v2_", "org-model-v2"), ("a" * 80, "a" * 50)],
+)
+def test_names_are_dns_labels(name: str, label: str) -> None:
+    assert dashed(name) == label
 
 
 def test_where_a_worker_is_reached() -> None:
