@@ -31,10 +31,14 @@ KUBERNETES = Path(__file__).parents[1] / "deploy" / "k8s"
 def faults(
     objects: Sequence[Object], definitions: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[str]]:
-    """The faults that each check finds in one built target; those that find none are left out."""
+    """The faults that each check finds in one built target; those that find none are left out.
+
+    Where an object is not of its kind's shape, the checks that read it as such are not asked.
+    """
+    shapes = {"schema": built_in(objects), "custom": custom(objects, definitions)}
+    if any(shapes.values()):
+        return {name: lines for name, lines in shapes.items() if lines}
     found = {
-        "schema": built_in(objects),
-        "custom": custom(objects, definitions),
         "references": dangling(objects),
         "labels": unlabelled(objects),
         "hardening": unsafe(objects),

@@ -86,6 +86,16 @@ FAULTS: Sequence[Fault] = (
             one(o, "PersistentVolumeClaim", "runs")["spec"], "accessModes", "ReadWriteOnce"
         ),
     ),
+    Fault(
+        "job-without-a-pod",
+        "schema",
+        lambda o: one(o, "Job", "controller")["spec"].pop("template"),
+    ),
+    Fault(
+        "binding-without-a-role",
+        "schema",
+        lambda o: one(o, "RoleBinding", "forge-attach").pop("roleRef"),
+    ),
     # What the Monarch operator and the Prometheus operator refuse.
     Fault(
         "mesh-without-replicas",

@@ -17,7 +17,7 @@ from cluster.sizing import ModelSize, pod_resources
 from forge_run.cli import forge
 from forge_run.k8s import MONITORING, render
 from protocols.errors import SpecError
-from protocols.spec_loading import load_spec
+from protocols.spec_loading import load_serve, load_spec
 from services.worker import address
 from serving.metrics import ServingMetrics
 
@@ -159,6 +159,19 @@ def test_monitoring_is_that_of_a_run_on_one_host(tree: dict[str, str]) -> None:
     assert end["relabelings"] == [
         {"targetLabel": "job", "replacement": "forge"}
     ]  # as rules.yml asks
+
+
+def test_a_door_holds_its_generators() -> None:
+    objects = build(render(str(REPOSITORY / "meshes" / "serve.yaml")), "overlays/serve")
+    pod = next(o for o in objects if o["kind"] == "Deployment")["spec"]["template"]["spec"]
+    (door,) = pod["containers"]
+    # A core for it and for each of two generators. 5 processes of 1 GiB, 1.5 x 2 x (7 MB of weights
+    # + 16 cartridges of 2048 tokens of 2 KiB) and /dev/shm.
+    assert door["resources"]["limits"] == {"cpu": "3", "memory": "7Gi"}
+    sets = [word for flag, word in itertools.pairwise(door["command"]) if flag == "--set"]
+    spec = load_serve(str(REPOSITORY / "meshes" / "serve.yaml"), sets=sets).spec
+    assert (spec.http.listen, spec.http.key_env) == ("0.0.0.0:8000", "FORGE_API_KEY")
+    assert pod["terminationGracePeriodSeconds"] > spec.http.drain_s
 
 
 def test_doors_are_added_by_a_metric_that_they_have() -> None:
