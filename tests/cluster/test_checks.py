@@ -87,6 +87,7 @@ def test_the_check_tells_target_check_and_object() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not here")
 @pytest.mark.parametrize("target", targets(TREE))
 def test_kustomize_itself_builds_the_same(
