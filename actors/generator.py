@@ -16,7 +16,7 @@ from torch import Tensor
 
 from actors.setup import BaseModel
 from learning.decoding import generate
-from learning.model import document_kv, load_model, text_of
+from learning.model import document_kv, flush_denormals, load_model, text_of
 from learning.prefixes import DocumentCache
 from learning.versions import CartridgeVersions
 from protocols.ports import TensorPlane
@@ -32,6 +32,7 @@ class GeneratorActor(Actor):
 
     def __init__(self, base: BaseModel, end_ids: frozenset[int], keep_versions: int) -> None:
         torch.set_num_threads(base.threads)
+        flush_denormals()
         self._model = load_model(base.path, base.dtype)
         self._plane = base.plane
         self._end_ids = end_ids

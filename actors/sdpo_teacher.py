@@ -15,7 +15,7 @@ from monarch.actor import Actor, endpoint
 from torch import Tensor
 
 from actors.setup import BaseModel, fresh_key
-from learning.model import load_model
+from learning.model import flush_denormals, load_model
 from learning.scoring import kept, score_over, with_references
 from learning.versions import CartridgeVersions
 from protocols.channels import PreferencePair
@@ -31,6 +31,7 @@ class SDPOTeacherActor(Actor):
     ) -> None:
         """`keep_top` entries a token are sent, or all logits for None."""
         torch.set_num_threads(base.threads)
+        flush_denormals()
         self._model = load_model(base.path, base.dtype)
         self._plane = base.plane
         self._row_tokens = row_tokens

@@ -15,7 +15,7 @@ from actors.setup import BaseModel, fresh_key
 from learning.batch import Batch
 from learning.checkpoint import read_checkpoint
 from learning.losses import Teacher
-from learning.model import document_kv, load_model
+from learning.model import document_kv, flush_denormals, load_model
 from learning.prefixes import DocumentCache
 from learning.trainer import CartridgeTrainer, TrainerConfig
 from protocols.channels import Lesson
@@ -29,6 +29,7 @@ class TrainerActor(Actor):
     def __init__(self, base: BaseModel, config: TrainerConfig, last_state: str) -> None:
         """`last_state` is the file in which every state is kept before it is told of."""
         torch.set_num_threads(base.threads)
+        flush_denormals()
         model = load_model(base.path, base.dtype)
         self._plane = base.plane
         cache = DocumentCache(partial(document_kv, model), base.documents, base.max_kv_bytes)

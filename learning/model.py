@@ -22,10 +22,6 @@ def load_model(path: str, dtype: str = "float32") -> PreTrainedModel:
 
     Raises DataError when there is no model there.
     """
-    # Attention weights of tokens that are not looked at underflow, and a CPU computes with such
-    # numbers many times slower: a prefill of 16 rows took 178 ms with them, and 112 without.
-    # Threads that this one starts later inherit it.
-    torch.set_flush_denormal(True)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation=IMPLEMENTATION
@@ -38,6 +34,16 @@ def load_model(path: str, dtype: str = "float32") -> PreTrainedModel:
     model.requires_grad_(False)
     model.eval()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return model
+
+
+def flush_denormals() -> None:
+    """Let this thread, and those that it starts, compute as if the tiniest numbers were 0.
+
+    Attention weights of tokens that are not looked at underflow, and a CPU computes with such
+    numbers many times slower: a prefill of 16 rows took 178 ms with them, and 112 without. For
+    threads of models alone: other code may mean such numbers.
+    """
+    torch.set_flush_denormal(True)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
