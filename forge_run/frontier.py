@@ -49,9 +49,11 @@ def command(
     if not directory.spec.is_file():
         raise SpecError(f"{run} is no run directory: name one, such as runs/longhealth/latest")
     spec = load_resolved(directory.spec)
-    if spec.learn.data.source == "desk" or not spec.learn.evaluate.questions:
+    if spec.learn.data.source not in ("clinic", "longhealth"):
         raise SpecError(f"run {directory.id} has no option questions: strategies answer those")
     chosen = load_file(FrontierSpec, arms or ARMS)
+    if questions is not None and questions < 1:
+        raise SpecError(f"--questions must be >= 1: got {questions}")
     if questions is not None:
         chosen = chosen.model_copy(update={"questions": questions})
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
