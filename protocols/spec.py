@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from protocols.hosts_spec import HostsSpec
 from protocols.learn_spec import LearnSpec
 from protocols.service_spec import (
     AutoscaleSpec,
@@ -22,39 +23,7 @@ from protocols.service_spec import (
     TelemetrySpec,
     WatchdogSpec,
 )
-from protocols.spec_base import AsTuple, Spec, broken
-
-_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})")
-
-
-class HostsSpec(Spec):
-    """The machines that the roles are spread over."""
-
-    kind: Literal["local", "addresses", "kubernetes"] = Field(
-        default="local",
-        description="local: this host; addresses: hosts that already listen; kubernetes: pods",
-    )
-    addresses: Annotated[tuple[str, ...], AsTuple] = Field(
-        default=(), description="tcp://host:port of every host, with kind addresses"
-    )
-
-    @field_validator("addresses")
-    @classmethod
-    def _of_kind_addresses(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        kind = info.data.get("kind")
-        if kind == "addresses" and not value:
-            raise broken("must be given with hosts.kind addresses", "list tcp://host:port")
-        if kind not in ("addresses", None) and value:
-            raise broken("belongs to hosts.kind addresses alone", "remove it or change hosts.kind")
-        for address in value:
-            found = _ADDRESS.fullmatch(address)
-            if not found or not 1 <= int(found[2]) <= 65535:
-                raise broken(
-                    "must hold tcp://host:port addresses", f"write {address!r} as tcp://host:26600"
-                )
-        if len(set(value)) < len(value):
-            raise broken("must list each host once", "remove the second")
-        return value
+from protocols.spec_base import Spec, broken
 
 
 class RoleSpec(Spec):

@@ -14,8 +14,9 @@ A connection that was cut for long is tried again ever more seldom, by the kerne
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from protocols.errors import RunError
 
@@ -31,6 +32,42 @@ LINK_ENVIRONMENT = {
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "24h",
     "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "10m",
 }
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A Monarch worker that runs, as whoever found it tells of it.
+
+    name       in status and events: "generator-0"; of those there are at a time it is its alone
+    address    where it is attached to: "tcp://10.0.0.2:26600"; "" where `mesh` is attached already
+    role       the only role whose replicas run there; "" for any
+    capacity   most replicas there at a time; 0 for any number
+    """
+
+    name: str
+    address: str
+    role: str = ""
+    capacity: int = 0
+    mesh: HostMesh | None = None
+
+
+class HostSource(Protocol):
+    """Where workers come from. Its failures are RunErrors that name the remedy."""
+
+    def workers(self) -> AsyncGenerator[tuple[Worker, ...]]:
+        """All there are, whenever that changes, until it is closed: at first once those that were
+        asked for are there. Who is missing from a later answer is to be left, or is gone. Those of
+        a role are in the order in which `want` keeps them."""
+        ...
+
+    async def want(self, role: str, replicas: int) -> None:
+        """Have workers for so many replicas of a role: more come in time, the last are taken away
+        (they are empty by then). Where workers are not a role's own, nothing changes."""
+        ...
+
+    async def close(self) -> None:
+        """Give back what was made for the run."""
+        ...
 
 
 async def attach(workers: Sequence[str], timeout_s: float = 30.0) -> list[HostMesh]:
