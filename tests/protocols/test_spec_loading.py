@@ -262,7 +262,7 @@ BAD_OVERRIDES = [
      "arms must be a list: got 'on_policy' at --set evaluate.arms=on_policy (evaluate.arms); "
      "write it as [a, b]"),
     ("hosts=clouds",
-     "kind must be one of local, addresses, kubernetes: got 'clouds' at --set hosts=clouds "
+     "kind must be one of local, addresses, kubernetes, slurm: got 'clouds' at --set hosts=clouds "
      "(hosts.kind); pick one of them"),
     ("train.steps=",
      "steps must be a whole number: got null at --set train.steps= (train.steps); "
