@@ -5,7 +5,7 @@
 
 The controller is a Job, not a Deployment: a run ends, its exit code says how, and a Deployment
 would start a finished run again. A pod that is lost is replaced once it is gone (never two writers
-of one run), and goes on with --resume.
+of one run), and goes on with --resume unfinished.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
     mine = labels(instance(spec), "controller")
     template = pod(
         "controller",
-        ["sh", "-c", _script(spec), "forge-run", *_arguments(files)],
+        ["forge-run", *_arguments(files)],
         controller_resources(spec, size),
         "forge-controller",
         mine,
@@ -201,12 +201,6 @@ def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
 _PATIENCE = {"periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 3}
 
 
-def _script(spec: RunSpec) -> str:
-    """Go on with the run that the volume holds, else begin one."""
-    latest = f"/runs/{spec.mesh.name}/latest"
-    return f'if [ -e {latest} ]; then set -- "$@" --resume; fi; exec forge-run "$@"'
-
-
 def _arguments(files: MeshFiles) -> list[str]:
     own = (
         "hosts=kubernetes",
@@ -217,7 +211,7 @@ def _arguments(files: MeshFiles) -> list[str]:
         f"telemetry.metrics=0.0.0.0:{METRICS_PORT}",
     )
     sets = [word for value in (*files.sets, *own) for word in ("--set", value)]
-    return [_mesh_path(files), "--run-dir", "/runs", *sets]
+    return [_mesh_path(files), "--resume", "unfinished", "--run-dir", "/runs", *sets]
 
 
 def _asks() -> list[str]:

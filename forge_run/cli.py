@@ -78,7 +78,8 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         nargs="?",
         const="",
-        help="go on with a run: its id or path, or the latest; write it after MESH.yaml",
+        help="go on with a run: its id or path, the latest, or `unfinished`: the latest if it "
+        "did not finish, else a new one; write it after MESH.yaml",
     )
 
 

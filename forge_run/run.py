@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -29,6 +30,7 @@ from protocols.spec_loading import load_resolved
 from protocols.yaml_lines import dump_yaml
 from services.rundir import RunDirectory
 
+UNFINISHED = "unfinished"  # in place of a run to resume: the latest, unless it finished
 POLL_SECONDS = 0.25
 STOP_SECONDS = 6.0
 END_SECONDS = 1.5  # with STOP_SECONDS, twice this and the report all are gone within 10 s
@@ -56,7 +58,7 @@ def monarch_environment(spec: RunSpec) -> dict[str, str]:
 def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
     """Run to the end, or to a checkpoint when interrupted. Returns the exit code:
     0 finished, 130 / 143 stopped by SIGINT / SIGTERM. Raises ForgeError for what failed."""
-    directory = open_directory(spec, run_dir, resume)
+    directory, resumed = open_directory(spec, run_dir, resume)
     os.environ.update(monarch_environment(spec))
     caught = Signals()
     console = Console()
@@ -65,7 +67,7 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
     with caught, Display(spec.mesh.name, console) as display:
         display.line(f"run {directory.id}")
         try:
-            cut_off = not _drive(spec, directory, resume is not None, display, caught)
+            cut_off = not _drive(spec, directory, resumed, display, caught)
         except ForgeError as failure:
             error = failure
     from forge_run.report import write_report
@@ -84,22 +86,46 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
     return code
 
 
-def open_directory(spec: RunSpec, run_dir: Path | None, resume: str | None) -> RunDirectory:
-    """A new run directory, or the one to resume, whose spec must be this spec."""
-    root = run_dir or Path("runs")
-    text = dump_yaml(spec.as_dict())
+def open_directory(
+    spec: RunSpec, run_dir: Path | None, resume: str | None, tell: Callable[[str], None] = print
+) -> tuple[RunDirectory, bool]:
+    """A new run directory, or the one to resume and True; its spec must be this spec, but for the
+    hosts: no result depends on them."""
+    root = (run_dir or Path("runs")).absolute()
+    if resume == UNFINISHED:
+        resume = _unfinished(spec, root, tell)
     if resume is None:
-        return RunDirectory.create(root.absolute(), spec.mesh.name, text)
-    directory = RunDirectory.open(root.absolute(), spec.mesh.name, resume or "latest")
-    before = load_resolved(directory.spec).as_dict()
-    changed = differences(before, spec.as_dict())
+        return RunDirectory.create(root, spec.mesh.name, dump_yaml(spec.as_dict())), False
+    directory = RunDirectory.open(root, spec.mesh.name, resume or "latest")
+    changed = _changed(directory, spec)
     if changed:
         raise CheckpointError(
             f"run {directory.id} was made with another spec; it differs in {', '.join(changed)}. "
             f"Resume with what is in {directory.spec}, or start anew without --resume"
         )
     directory.make_latest()
-    return directory
+    return directory, True
+
+
+def _unfinished(spec: RunSpec, root: Path, tell: Callable[[str], None]) -> str | None:
+    """The latest run, where it has not finished and is of this spec: for who starts us again after
+    any end, as a Job does of a pod."""
+    try:
+        latest = RunDirectory.open(root, spec.mesh.name)
+    except CheckpointError:  # there is none yet
+        return None
+    if (latest.read_results() or {}).get("status") == "finished":
+        return None
+    changed = _changed(latest, spec)
+    if changed:
+        tell(f"run {latest.id} did not finish and is of another spec ({', '.join(changed)})")
+        return None
+    return latest.id
+
+
+def _changed(directory: RunDirectory, spec: RunSpec) -> list[str]:
+    before = load_resolved(directory.spec).as_dict()
+    return [k for k in differences(before, spec.as_dict()) if not k.startswith("mesh.hosts")]
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:

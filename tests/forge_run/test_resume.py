@@ -1,0 +1,48 @@
+"""Which run directory a run goes on in: values by hand, on directories of this test's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forge_run.run import UNFINISHED, open_directory
+from protocols.errors import CheckpointError
+from protocols.spec import RunSpec
+from protocols.spec_loading import load_spec
+
+MESH = "meshes/longhealth.yaml"
+
+
+def spec(*sets: str) -> RunSpec:
+    return load_spec(MESH, overlays=[], sets=list(sets)).spec
+
+
+def test_a_run_that_finished_is_followed_by_another(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def opened(*sets: str) -> tuple[str, bool]:
+        directory, resumed = open_directory(spec(*sets), tmp_path, UNFINISHED, said.append)
+        return directory.id, resumed
+
+    first, resumed = opened()
+    assert not resumed
+    assert opened() == (first, True)  # it has no results
+    results = tmp_path / "longhealth" / first / "results.json"
+    results.write_text('{"status": "stopped"}')
+    assert opened() == (first, True)
+    results.write_text('{"status": "finished"}')
+    second, resumed = opened()
+    assert (second != first, resumed, said) == (True, False, [])
+    third, resumed = opened("train.steps=70")
+    assert (third != second, resumed) == (True, False)
+    assert said == [f"run {second} did not finish and is of another spec (learn.train.steps)"]
+
+
+def test_a_run_goes_on_on_other_hosts_and_with_no_other_spec(tmp_path: Path) -> None:
+    first, resumed = open_directory(spec(), tmp_path, None)
+    assert not resumed
+    elsewhere = spec("hosts={kind: addresses, addresses: [tcp://10.0.0.2:26600]}")
+    assert open_directory(elsewhere, tmp_path, first.id) == (first, True)
+    with pytest.raises(CheckpointError, match=r"it differs in learn\.train\.lr\. Resume with"):
+        open_directory(spec("train.lr=0.5"), tmp_path, "")
