@@ -47,11 +47,12 @@ class Unheard(RunError):
 def versions(*, torchstore: bool = True) -> dict[str, str]:
     """What must be equal on both sides, as it is here; "none" for what is not installed.
 
-    TorchStore counts where it is the tensor plane. Imports none of them."""
+    TorchStore counts where it is the tensor plane. A version for CPUs and one for GPUs
+    ("2.13.0+cpu") are the same. Imports none of them."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for package in (*PACKAGES, *(["torchstore"] if torchstore else [])):
         try:
-            found[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
             found[package] = "none"
     return found

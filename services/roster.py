@@ -27,6 +27,7 @@ from services.processes import Processes
 
 POLL_SECONDS = 1.0  # between two hellos of a worker
 ATTACH_SECONDS = 30.0
+FIRST_SECONDS = 10.0  # for workers that are being started beside the run
 CLOSE_SECONDS = 5.0  # for a source to give back what it made
 
 Note = Callable[..., None]
@@ -123,10 +124,14 @@ class Roster:
     async def _attend(self, member: Member) -> None:
         """One worker, for as long as the source has it: through all times that it is started."""
         worker, told = member.worker, ""
+        patience = time.monotonic() + FIRST_SECONDS
         while not member.gone.is_set():
             try:
                 hello, host = await self._join(worker)
             except RunError as error:
+                if isinstance(error, Unheard) and time.monotonic() < patience:
+                    await self._pause(member)
+                    continue
                 if not member.joined.done():
                     member.joined.set_exception(error)
                 # Who is away says nothing new every second.
