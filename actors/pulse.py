@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,12 @@ class PulseActor(Actor):
         prepare()
         self._asked = time.monotonic()
 
+    @concurrent_endpoint
+    async def look(self, paths: Sequence[str]) -> dict[str, tuple[str, bool]]:
+        """What this process sees of files: each's digest ("" where there is none to read), and
+        whether it may write beside it."""
+        return {path: (digest(Path(path)), os.access(Path(path).parent, os.W_OK)) for path in paths}
+
     def _end_alone(self, alone_s: float) -> None:
         while time.monotonic() - self._asked < alone_s:
             time.sleep(min(1.0, alone_s / 4))
@@ -61,6 +68,14 @@ class StoreActor(Actor):
     @concurrent_endpoint
     async def ready(self) -> int:
         return os.getpid()
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file of this host, in hex; "" where it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def resident_bytes(pid: int) -> int:

@@ -66,6 +66,7 @@ def forge(argv: Sequence[str] | None = None) -> int:
     serving.set_defaults(act=_serve)
     _add_cartridges(commands)
     _add_k8s(commands)
+    _add_worker(commands)
     add_commands(commands)
     return _guarded(parser.parse_args(argv))
 
@@ -137,6 +138,20 @@ def _add_k8s(commands: Any) -> None:
     render.set_defaults(act=_k8s_render)
 
 
+def _add_worker(commands: Any) -> None:
+    worker = commands.add_parser("worker", help="lend this host to runs, until SIGTERM")
+    worker.add_argument(
+        "--address", metavar="tcp://HOST:PORT[@tcp://LISTEN:PORT]",
+        help="how others reach this host, and where it listens if not there; the port after it is "
+        "used too (default: this host's name in DNS, and $MONARCH_PORT or 26600)",
+    )  # fmt: skip
+    worker.add_argument(
+        "--grace", type=float, default=25.0, metavar="SECONDS",
+        help="most time for runs to leave, after SIGTERM (default: 25)",
+    )  # fmt: skip
+    worker.set_defaults(act=_worker)
+
+
 def _add_mesh_options(parser: argparse.ArgumentParser) -> None:
     _add_mesh_and_sets(parser)
     parser.add_argument(
@@ -197,6 +212,12 @@ def _serve(options: argparse.Namespace) -> int:
         sys.stdout.write(render(serve.plan(loaded), terminal=sys.stdout.isatty()))
         return 0
     return serve.serve(loaded)
+
+
+def _worker(options: argparse.Namespace) -> int:
+    from services.worker import main
+
+    main(options.address, options.grace)
 
 
 def _k8s_render(options: argparse.Namespace) -> int:

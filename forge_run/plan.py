@@ -153,6 +153,7 @@ def _roles_section(spec: RunSpec) -> Section:
         "local": f"this host ({os.cpu_count()} cores)",
         "addresses": ", ".join(mesh.hosts.addresses),
         "kubernetes": "pods",
+        "slurm": "nodes of a job",
     }[mesh.hosts.kind]
     rows = tuple(
         (name, str(role.replicas), str(role.procs), str(role.threads), str(role.gpus), where)

@@ -24,11 +24,14 @@ from typing import Any
 from rich.console import Console
 
 from forge_run.display import Display, print_results
+from forge_run.reach import reached_at
 from protocols.errors import CheckpointError, ForgeError, RunError
 from protocols.spec import RunSpec
 from protocols.spec_loading import load_resolved
 from protocols.yaml_lines import dump_yaml
+from services.hosts import LINK_ENVIRONMENT
 from services.rundir import RunDirectory
+from services.system import descendants
 
 UNFINISHED = "unfinished"  # in place of a run to resume: the latest, unless it finished
 POLL_SECONDS = 0.25
@@ -42,14 +45,16 @@ def monarch_environment(spec: RunSpec) -> dict[str, str]:
 
     A killed process is noticed in fractions of a second instead of ten. Where its end was not seen,
     or it is silent, Monarch's patience is ours (its own would be 30 s): so long do calls to a dead
-    tensor store hang in the actors that made them.
+    tensor store hang in the actors that made them. Over other hosts a message is kept for as long
+    as its link may be down.
     """
+    local = spec.mesh.hosts.kind == "local"
     patience = f"{math.ceil(spec.mesh.health.dead_after_s)}s"
     return {
         "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
-        "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s",
+        **({"HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s"} if local else LINK_ENVIRONMENT),
         # No secret: the provider of replay.local is the run's own, and its clients want some key.
         "FORGE_LOCAL_PROVIDER_KEY": "local",
     }
@@ -177,6 +182,8 @@ def _drive(
     from actors.setup import bootstrap
     from services.controller import ControllerActor
 
+    if spec.mesh.hosts.kind != "local":  # or everything speaks through this host's own sockets
+        monarch.enable_transport(f"tcp://{reached_at(spec.mesh.hosts)}:0")
     # The controller supervises the mesh; what reaches this process is the controller's own death,
     # which the next poll sees as well. The default would end us with KeyboardInterrupt.
     monarch.unhandled_fault_hook = lambda failure: None
@@ -228,15 +235,7 @@ def _poll(controller: Any, timeout_s: float) -> Any:
 def kill_mesh() -> None:
     """kill -9 for every process of the mesh: our descendants that Monarch started. What else there
     is (the shared memory's janitor) waits for its owner's death, and then does its work."""
-    parents = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone meanwhile
-            stat = (process / "stat").read_text()
-            parents[int(process.name)] = int(stat.rpartition(")")[2].split()[1])
-    family = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in family} - family:
-        family |= more
-    for pid in family - {os.getpid()}:
+    for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):
             if b"monarch" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)

@@ -37,10 +37,6 @@ def unmet(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> list
         faults.append(Fault(where, f"{key}: {value} {why}: set at {where}; {remedy}"))
 
     mesh, learn = spec.mesh, spec.learn
-    if mesh.hosts.kind != "local":
-        cannot(
-            "hosts.kind", mesh.hosts.kind, "cannot run yet, only this host can", "use kind: local"
-        )
     trainer = mesh.roles.trainer
     if trainer.replicas != 1:
         cannot(

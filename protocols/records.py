@@ -26,7 +26,11 @@ EventName = Literal[
     "engine",
     "replica_lost",  # role, replica, reason
     "replica_back",  # role, replica, seconds since it was lost, pid
-    "replica_moved",  # role, replica: to a host that is back
+    "replica_moved",  # role, replica: to a host that is back, or from one that is left
+    "host_joined",  # host, role ("" for any): also when a silent one answers again
+    "host_drained",  # host, reason, seconds until nothing ran there any more
+    "host_lost",  # host, reason, seconds
+    "host_refused",  # host, reason: it came and cannot be used
     "scaled",  # role, replicas, before
     "paused",
     "resumed",

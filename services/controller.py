@@ -87,7 +87,9 @@ class ControllerActor(Actor):
         recorder = self._recorder = Recorder(self._directory, sinks)
         recorder.event("run_started", resumed=self._resume, mesh=self._spec.mesh.name)
         mesh = self._mesh = await open_mesh(self._spec, self._note(recorder), recorder.span)
-        helm = self._helm = Helm(self._whole_status, self._show, lambda: mesh.pools, recorder)
+        helm = self._helm = Helm(
+            self._whole_status, self._show, lambda: mesh.pools, recorder, mesh.service.scale
+        )
         if self._stop_asked:
             await helm.stop()
         control = ControlPlane(helm, self._spec.mesh.control, self._directory.id)

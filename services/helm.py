@@ -28,8 +28,10 @@ class Helm:
         show: Callable[..., None],
         pools: Callable[[], Mapping[str, Pool]],
         recorder: Recorder,
+        scale: Callable[[str, int], Awaitable[None]],
     ) -> None:
         self._status, self._show, self._pools, self._recorder = status, show, pools, recorder
+        self._scale = scale
         self._stopping = False
         self._going = asyncio.Event()
         self._going.set()
@@ -58,7 +60,7 @@ class Helm:
             )
         if replicas != pool.target:
             before = pool.target
-            pool.scale(replicas)
+            await self._scale(role, replicas)
             self._recorder.event("scaled", role=role, replicas=replicas, before=before, by="hand")
         return pool.status()
 

@@ -2,8 +2,8 @@
 
     os.environ.update(LINK_ENVIRONMENT)              # and so in the environment of every worker
     monarch.actor.enable_transport("tcp://10.0.0.1:0")   # where this host is reached
-    hosts = await attach(["tcp://10.0.0.2:26600", "tcp://10.0.0.3:26600"])
-    service = await Service.of(hosts, local=False)
+    hosts = Addresses(["tcp://10.0.0.2:26600", "tcp://10.0.0.3:26600"])
+    service = await Service.over(hosts)                  # services.roster greets and attaches them
 
 One mesh per worker: a mesh with a dead host among its hosts neither spawns nor shuts down.
 
@@ -18,7 +18,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from protocols.errors import RunError
+from protocols.errors import RunError, SpecError
+from protocols.spec import RunSpec
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
@@ -68,6 +69,47 @@ class HostSource(Protocol):
     async def close(self) -> None:
         """Give back what was made for the run."""
         ...
+
+
+class Addresses:
+    """A `HostSource` of workers that somebody else starts and ends: always the same, for any role.
+
+    One that is drained or lost, and is started again at its address, is used again."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._workers = tuple(Worker(a.removeprefix("tcp://"), a) for a in addresses)
+
+    async def workers(self) -> AsyncGenerator[tuple[Worker, ...]]:
+        yield self._workers
+        await asyncio.Event().wait()  # until it is closed
+
+    async def want(self, role: str, replicas: int) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def host_source(spec: RunSpec) -> HostSource:
+    """Where the run's workers come from, by `hosts.kind`, imported by kind: each may need packages
+    of its own. Raises SpecError that names a missing one."""
+    kind = spec.mesh.hosts.kind
+    try:
+        if kind == "kubernetes":
+            from services.kubernetes_hosts import KubernetesHosts
+
+            return KubernetesHosts(spec)
+        if kind == "slurm":
+            from services.slurm_hosts import SlurmHosts
+
+            return SlurmHosts(spec)
+    except ModuleNotFoundError as error:
+        raise SpecError(
+            f"hosts.kind {kind} needs the package {error.name}, which is not installed here; "
+            f"run `pip install {error.name}`, or use other hosts"
+        ) from error
+    assert kind == "addresses", kind
+    return Addresses(spec.mesh.hosts.addresses)
 
 
 async def attach(workers: Sequence[str], timeout_s: float = 30.0) -> list[HostMesh]:

@@ -3,6 +3,7 @@
 (start) process -> actor -> `prepare` -> what it missed -> service
 lost    calls end, the process is ended, a successor starts while the budget of restarts lasts
 drain   no new requests; ended once it has none
+move    drained where its host is left, or crowded; its successor starts elsewhere
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from protocols.status import ReplicaState
 from services.autoscale import Loads
 from services.health import IN_SERVICE, drained, refitted
 from services.pool import Pool
-from services.processes import Process, Processes
+from services.process import Process
+from services.processes import Processes
 from services.replica import Lost, Replica, ask, last_line
 
 RETRY_SECONDS = 0.5
@@ -28,17 +30,23 @@ DRAIN_SECONDS = 120.0
 MOVE_PAUSE_SECONDS = 10.0  # after a move to another host that failed
 
 Prepare = Callable[[Replica], Awaitable[None]]
+Check = Callable[[Process], Awaitable[None]]
 Note = Callable[..., None]
 
 
 @dataclass
 class Role:
-    """How a pool's replicas are made, and the load that its size follows."""
+    """How a pool's replicas are made, and the load that its size follows. `check` raises RunError
+    for a process that the actor cannot work in."""
 
     actor: type[Any]
     args: tuple[Any, ...]
     prepare: Prepare | None
+    check: Check | None = None
     loads: Loads = field(default_factory=Loads)
+    scaling: asyncio.Lock = field(default_factory=asyncio.Lock)
+    refused: str = ""  # what the last scaling by load failed on
+    wait: float = 0.0  # until when (monotonic seconds) none is tried
 
 
 class Lives:
@@ -81,9 +89,10 @@ class Lives:
             self.failure.cancel()
 
     def resize(self, pool: Pool) -> None:
-        """Start the replicas that are missing; let the surplus drain, the highest slots first."""
+        """Start the replicas that are missing; let the surplus drain: those on the last of the
+        role's own workers first, else the highest slots."""
         kept = _staying(pool)
-        for replica in sorted(kept, key=lambda r: r.slot)[pool.target :]:
+        for replica in sorted(kept, key=self._rank)[pool.target :]:
             replica.life = drained(replica.life)
             self.begin(self._drain(pool, replica))
         taken = {r.slot for r in pool.replicas}
@@ -93,6 +102,10 @@ class Lives:
             pool.replicas.append(replica)
             self.begin(self._live(pool, replica))
         pool.changed()
+
+    def _rank(self, replica: Replica) -> tuple[int, int]:
+        on = self._processes.rank(replica.process) if replica.process is not None else 0
+        return on, replica.slot
 
     async def _live(self, pool: Pool, replica: Replica) -> None:
         """Bring a replica into service, or bury it."""
@@ -125,13 +138,15 @@ class Lives:
     ) -> None:
         """Process, actor, `prepare`, everything that it missed; then, in one turn, service."""
         spec = pool.spec
-        deadline = time.monotonic() + self._spawn_timeout_s
         gpus = range(replica.slot * spec.gpus, (replica.slot + 1) * spec.gpus)
         name = f"{pool.role.replace('_', '')}{replica.slot}"  # Monarch: letters and digits only
-        process = await self._processes.take(name, spec.threads, gpus, away_from)
+        process = await self._processes.take(name, spec.threads, gpus, away_from, pool.role)
         if replica.state is ReplicaState.DRAINING:  # scaled down meanwhile
             return await self._processes.discard(process)
+        deadline = time.monotonic() + self._spawn_timeout_s
         replica.process, replica.beaten = process, time.monotonic()
+        if role.check is not None:
+            await role.check(process)
         replica.actor_name = f"{name}on{process.name}"
         replica.actor = process.procs.spawn(replica.actor_name, role.actor, *role.args)
         await ask(replica, "ready", (), deadline)
@@ -210,6 +225,27 @@ class Lives:
             self._moving = True
             self.begin(self._move(*chosen))
 
+    def leave(self) -> None:
+        """Empty the hosts that are being left; called at every heartbeat."""
+        leaving = self._processes.leaving()
+        for pool in self._pools.values() if leaving else ():
+            for replica in [r for r in _staying(pool) if r.process in leaving]:
+                replica.life = drained(replica.life)
+                self._note("replica_moved", role=pool.role, replica=replica.name)
+                successor = Replica(pool.role, replica.slot, replica.generation + 1)
+                pool.replicas.append(successor)
+                pool.replicas.sort(key=lambda r: r.slot)
+                self.begin(self._hand_over(pool, replica, successor))
+
+    async def _hand_over(self, pool: Pool, replica: Replica, successor: Replica) -> None:
+        """Let a replica drain and its successor start: beside each other, where it is not one that
+        takes up what the one before left off."""
+        draining = self.begin(self._drain(pool, replica))
+        if self.roles[pool.role].prepare is not None:
+            await asyncio.wait({draining})
+        if successor in _staying(pool):  # not scaled down meanwhile
+            await self._live(pool, successor)
+
     async def _move(self, pool: Pool, replica: Replica) -> None:
         """Start a replica's successor on another host, and drain it when that serves."""
         successor = Replica(pool.role, replica.slot, replica.generation + 1)
@@ -246,11 +282,12 @@ class Lives:
         away = replica.process is not None and not replica.process.local
         return away and time.monotonic() - replica.beaten >= self._health.dead_after_s
 
-    def begin(self, work: Coroutine[Any, Any, Any]) -> None:
+    def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run it beside everything else; held until it is done, and cancelled by `stop`."""
         task = asyncio.create_task(work, context=self.context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

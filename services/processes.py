@@ -1,7 +1,8 @@
 """Processes for replicas: one process mesh each, warm spares, and an end for the dead.
 
 The only caller of `spawn_procs` beside the client that starts the controller. A process mesh with
-a failed actor takes no new ones, so a replica's successor always gets another.
+a failed actor takes no new ones, so a replica's successor always gets another. On which host one
+starts is services.placement's; hosts come (`join`) and go (`leave`) meanwhile.
 """
 
 from __future__ import annotations
@@ -9,24 +10,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import signal
-import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
-from monarch.actor import HostMesh, ProcMesh
+from monarch.actor import HostMesh
 
-from actors.pulse import Beat, PulseActor
+from actors.pulse import PulseActor
 from actors.setup import bootstrap
 from protocols.errors import RunError
 from protocols.service_spec import HealthSpec
+from services.hosts import Worker
+from services.placement import choose, crowded, lack
+from services.process import Host, Process, finish
 
 SPARE_SECONDS = 1.0  # an idle process answers in a millisecond
-STOP_SECONDS = 3.0  # an idle process stops in 0.5 s, one in a computation not before its end
 RETRY_SECONDS = 1.0  # between two trials of a host that fails them at once
 START_SHARE = 0.25  # of the time for a start, for one host of several
 ALONE = 2.0  # times dead_after_s without a question: by then its owner has given it up
@@ -34,82 +32,26 @@ ALONE = 2.0  # times dead_after_s without a question: by then its owner has give
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
-class Process:
-    """One process of the mesh with the actor that answers for it. `pid` is 0 until it did;
-    `heard` is when it last answered (monotonic seconds); `given_up` once Monarch reports it lost,
-    as it does of one that only stood still for too long."""
-
-    name: str
-    host: str
-    procs: ProcMesh
-    pulse: Any
-    local: bool
-    pid: int = 0
-    given_up: bool = False
-    heard: float = field(default_factory=time.monotonic)
-
-    @property
-    def silent_s(self) -> float:
-        return time.monotonic() - self.heard
-
-    async def beat(self) -> Beat:
-        beat: Beat = await self.pulse.beat.call_one()
-        self.pid, self.heard = beat.pid, time.monotonic()
-        return beat
-
-    def gone(self) -> bool:
-        """Whether it has surely ended: known of processes of this host alone."""
-        return self.local and self.pid > 0 and has_ended(self.pid)
-
-    async def end(self) -> None:
-        """Stop it, and kill it where it does not: a stopped (SIGSTOP) process answers nobody."""
-        with contextlib.suppress(Exception):  # being thrown away: how does not matter
-            await asyncio.wait_for(_finish(self.procs.stop()), STOP_SECONDS)
-        self.kill()
-
-    def kill(self) -> None:
-        if self.local and self.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-
-@dataclass(eq=False)
-class Host:
-    """A machine that processes are started on. `trial` runs while it is doubted, and ends once a
-    process has started there again; `gates` are what to resolve when it is doubted."""
-
-    label: str
-    mesh: HostMesh
-    living: list[Process] = field(default_factory=list)
-    gates: set[asyncio.Future[None]] = field(default_factory=set)
-    trial: asyncio.Task[None] | None = None
-
-
 class Processes:
-    """Starts processes over one or several hosts, and keeps `spares` warm ones of each number
+    """Starts processes over the hosts that joined, and keeps `spares` warm ones of each number
     of threads.
 
     `warm` is what a spare does beforehand, in its own process (it is pickled): the imports that
-    take a replica seconds. `local` says that all processes are this host's: these can be killed,
-    and their ends seen. Of several hosts, one on which a process fell silent or did not start gets
-    no others until one that is started there on trial answers.
+    take a replica seconds. Of several hosts that take a role, one on which a process fell silent
+    or did not start gets no others until one that is started there on trial answers.
     """
 
     def __init__(
         self,
-        hosts: Sequence[HostMesh],
         health: HealthSpec,
         *,
         spares: int = 0,
         warm: Callable[[], None] | None = None,
         timeout_s: float = 120.0,
-        local: bool = True,
     ) -> None:
-        here = socket.gethostname()
-        self._hosts = [Host(here if local else f"host{i}", mesh) for i, mesh in enumerate(hosts)]
+        self._hosts: list[Host] = []
+        self._left: list[Host] = []  # nothing starts there any more
         self._health = health
-        self._local = local
         self._spares: dict[
             asyncio.Task[Process], int
         ] = {}  # to the threads that it was started for
@@ -120,6 +62,7 @@ class Processes:
         self._timeout_s = timeout_s
         self._count = itertools.count()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._changed = asyncio.Event()
         self._closed = False
 
     async def take(
@@ -128,12 +71,17 @@ class Processes:
         threads: int,
         gpus: Sequence[int] = (),
         away_from: Process | None = None,
+        role: str = "any",
     ) -> Process:
-        """A process for a replica: a spare, warm or still warming, where no device is asked for,
-        or a new one on the host that has the fewest, other than that of `away_from`.
-        `name`: lower-case letters and digits."""
+        """A process for a replica: a spare, warm or still warming, where no device is asked for
+        and no worker is the role's own, or a new one on a host that takes the role, other than
+        that of `away_from`. It waits for such a host as long as for a start.
+
+        `name`: lower-case letters and digits; `gpus`: devices by number on this host, on another
+        as many that are free there."""
         self._threads.add(threads)
-        while not gpus and away_from is None and not self._closed:
+        own = any(host.worker.role == role for host in self._hosts)
+        while not (gpus or own or self._closed) and away_from is None:
             # Of as many threads: OpenMP reads their number once, and torch's results depend on it.
             fit = (spare for spare, count in self._spares.items() if count == threads)
             warming = next(fit, None)
@@ -151,11 +99,16 @@ class Processes:
             except Exception:  # dead, stopped or out of reach while it waited: the next, or a new
                 self._begin(self.discard(spare))
                 continue
+            if self._host_of(spare) in self._left:
+                self._begin(self.discard(spare))
+                continue
+            spare.taken = True
             return spare
         if self._closed:
             raise RunError("the mesh is stopping: it starts no process")
-        crowded = None if away_from is None else self._host_of(away_from)
-        _, process = await self._start(name, threads, gpus, crowded)
+        without = None if away_from is None else self._host_of(away_from)
+        _, process = await self._start(name, role, threads, gpus, without)
+        process.taken = True
         return process
 
     def keep_spares(self) -> None:
@@ -167,8 +120,11 @@ class Processes:
             self.warm([threads] * (self._wanted_spares - there))
 
     def warm(self, threads: Sequence[int]) -> None:
-        """Start a spare for each, of so many threads, beside one another."""
-        for count in () if self._closed else threads:
+        """Start a spare for each, of so many threads, beside one another; none where every worker
+        is a role's own."""
+        if self._closed or not any(host.spot.fits("") for host in self._hosts):
+            return
+        for count in threads:
             self._spares[self._begin(self._start_spare(count))] = count
 
     async def discard(self, process: Process) -> None:
@@ -184,8 +140,9 @@ class Processes:
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
-        await asyncio.gather(*(p.end() for host in self._hosts for p in host.living))
-        for host in self._hosts:
+        hosts = [*self._hosts, *self._left]
+        await asyncio.gather(*(p.end() for host in hosts for p in host.living))
+        for host in hosts:
             host.living.clear()
 
     def lost(self, process: Process) -> None:
@@ -197,9 +154,9 @@ class Processes:
     def mind(self) -> None:
         """Ask the spares of other hosts for a sign of life, as the service asks its replicas';
         called at every heartbeat."""
-        if self._local:
-            return
         for task, spare in self._warm_spares().items():
+            if spare.local:
+                continue
             if spare.silent_s < self._health.dead_after_s:
                 self._begin(self._hear(spare))
             else:
@@ -207,63 +164,131 @@ class Processes:
                 self.lost(spare)
                 self._begin(self.discard(spare))
 
+    # -- hosts that come and go -----------------------------------------------------------------
+
+    def join(self, worker: Worker, mesh: HostMesh, *, local: bool = False) -> Host:
+        """From now on processes start there too."""
+        host = Host(worker, mesh, local)
+        self._hosts.append(host)
+        self._change()
+        if self._keeping:
+            self.keep_spares()
+        return host
+
+    def arrange(self, workers: Sequence[str]) -> None:
+        """Put the hosts in the order of their workers' names: the last are given up first."""
+        place = {name: i for i, name in enumerate(workers)}
+        self._hosts.sort(key=lambda host: place.get(host.label, -1))
+
+    def leave(self, host: Host) -> None:
+        """Start nothing there any more. Who owns replicas there moves them (`leaving`); spares
+        and whatever starts there end now."""
+        if host not in self._hosts:
+            return
+        self._hosts.remove(host)
+        self._left.append(host)
+        if host.trial is not None:
+            host.trial.cancel()
+        host.open_gates()
+        here = {task: p for task, p in self._warm_spares().items() if p in host.living}
+        for task in here:
+            del self._spares[task]
+        for process in host.living:
+            if not process.taken:
+                self._begin(self.discard(process))
+        if self._keeping:
+            self.keep_spares()
+        self._change()
+
+    async def left(self, host: Host) -> None:
+        """Return once no process is there, and forget the host."""
+        while host.living:
+            await self._changed.wait()
+        self._left.remove(host)
+
+    def leaving(self) -> Sequence[Process]:
+        """Processes at work on hosts that are being left."""
+        return [p for host in self._left for p in host.living if p.taken]
+
+    def rank(self, process: Process) -> int:
+        """Where its host comes among the workers of one role; 0 where they are for any."""
+        host = self._host_of(process)
+        in_order = host in self._hosts and host is not None and host.worker.role
+        return self._hosts.index(host) if in_order and host is not None else 0
+
+    def lack(self, role: str) -> str:
+        """Why a process of the role is waited for, for people."""
+        return lack([host.spot for host in self._hosts], role)
+
     def crowded(self) -> Sequence[Process]:
-        """The processes at work on a host that has two more than another, which could take one."""
+        """The processes at work on a host that has two more than another of its role, which could
+        take one."""
         idle = self._warm_spares().values()
-        well = (h for h in self._hosts if h.trial is None)
-        at_work = sorted(([p for p in h.living if p not in idle] for h in well), key=len)
-        if not at_work or len(at_work[-1]) - len(at_work[0]) < 2:
-            return ()
-        return at_work[-1]
+        at_work = [[p for p in host.living if p not in idle] for host in self._hosts]
+        most = crowded([host.spot for host in self._hosts], [len(there) for there in at_work])
+        return () if most is None else at_work[most]
 
     def _warm_spares(self) -> dict[asyncio.Task[Process], Process]:
         done = (t for t in self._spares if t.done() and not t.cancelled())
         return {t: t.result() for t in done if t.exception() is None}
 
-    # -- hosts ----------------------------------------------------------------------------------
+    # -- starts ---------------------------------------------------------------------------------
 
     async def _start_spare(self, threads: int) -> Process:
-        host, process = await self._start("spare", threads, gpus=())
+        host, process = await self._start("spare", "", threads, gpus=())
         if self._warm is not None:
             try:
-                warming = self._begin(_finish(process.pulse.warm.call_one(self._warm)))
-                await self._unless_lost(host, warming, self._timeout_s)
+                warming = self._begin(finish(process.pulse.warm.call_one(self._warm)))
+                await host.unless_lost(warming, self._timeout_s)
             except Exception as error:
                 await self.discard(process)
                 raise RunError(f"a spare did not become warm: {error!r}") from error
         return process
 
     async def _start(
-        self, stem: str, threads: int, gpus: Sequence[int], crowded: Host | None = None
+        self,
+        stem: str,
+        role: str,
+        threads: int,
+        gpus: Sequence[int],
+        without: Host | None = None,
     ) -> tuple[Host, Process]:
         """Where one host fails, or turns out to be lost, on another."""
         deadline = time.monotonic() + self._timeout_s
         while True:
-            host = await self._choose(deadline, crowded)
+            host = await self._choose(role, deadline, without)
             # A name serves once: what Monarch reports of a start given up must not name its heir.
             name = f"{stem}x{next(self._count)}"
-            several = len(self._hosts) > 1
-            limit = self._timeout_s * (START_SHARE if several else 1)
+            limit = self._timeout_s * (START_SHARE if self._is_one_of_several(host) else 1)
             try:
                 process = self._spawn_on(host, name, threads, gpus)
                 start = self._begin(self._started(process, self._timeout_s))
-                return host, await self._unless_lost(host, start, limit, self._end_late)
+                try:
+                    return host, await host.unless_lost(start, limit)
+                finally:
+                    if not start.done() and not self._closed:
+                        self._begin(self._end_late(start))
             except RunError:
-                if not several or time.monotonic() > deadline:
+                if host in self._left:
+                    continue
+                if not self._is_one_of_several(host) or time.monotonic() > deadline:
                     raise
                 self._doubt(host)
 
     def _spawn_on(self, host: Host, name: str, threads: int, gpus: Sequence[int]) -> Process:
         """A process that is being started. It counts at once, for whoever chooses next."""
+        used = {device for process in host.living for device in process.gpus}
+        free = (device for device in itertools.count() if device not in used)
+        devices = tuple(gpus) if host.local else tuple(next(free) for _ in gpus)
         try:
             procs = host.mesh.spawn_procs(
-                per_host={"procs": 1}, name=name, bootstrap=bootstrap(threads, gpus)
+                per_host={"procs": 1}, name=name, bootstrap=bootstrap(threads, devices)
             )
-            alone_s = None if self._local else ALONE * self._health.dead_after_s
+            alone_s = None if host.local else ALONE * self._health.dead_after_s
             pulse = procs.spawn(f"{name}pulse", PulseActor, alone_s)
         except Exception as error:
             raise RunError(f"{host.label} started no process {name}: {error!r}") from error
-        process = Process(name, host.label, procs, pulse, self._local)
+        process = Process(name, host.label, procs, pulse, host.local, devices)
         host.living.append(process)
         return process
 
@@ -279,32 +304,39 @@ class Processes:
             ) from error
         return process
 
-    async def _choose(self, deadline: float, crowded: Host | None) -> Host:
-        """The host with the fewest processes that is not doubted, waited for until `deadline`."""
+    async def _choose(self, role: str, deadline: float, without: Host | None) -> Host:
+        """The host for a process of the role, waited for until `deadline`."""
         while True:
-            well = [h for h in self._hosts if h.trial is None and h is not crowded]
-            if well:
-                return min(well, key=lambda h: len(h.living))
-            trials = {h.trial for h in self._hosts if h.trial is not None}
-            back: set[asyncio.Task[None]] = set()
-            if trials:
-                left = max(0.0, deadline - time.monotonic())
-                back, _ = await asyncio.wait(
-                    trials, timeout=left, return_when=asyncio.FIRST_COMPLETED
-                )
-            if not back:
+            spots = [host.spot for host in self._hosts]
+            at = self._hosts.index(without) if without in self._hosts and without else None
+            chosen = choose(spots, role, at)
+            if chosen is not None:
+                return self._hosts[chosen]
+            if not role and not any(spot.fits(role) for spot in spots):
+                raise RunError("no worker takes spares")
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await self._changed.wait()
+            except TimeoutError:
                 raise RunError(
-                    f"no host started a process within {self._timeout_s:g} s; check the workers "
-                    "and the network between them and here"
-                )
+                    f"no host started a process within {self._timeout_s:g} s; {self.lack(role)}; "
+                    "check the workers and the network between them and here, and start the "
+                    "workers that are missing"
+                ) from None
+
+    def _is_one_of_several(self, host: Host) -> bool:
+        """Whether another takes what this one does. This host's own is never doubted: what ends
+        here is seen."""
+        role = host.worker.role
+        others = (h for h in self._hosts if h is not host and h.worker.role in ("", role))
+        return not host.local and any(others)
 
     def _doubt(self, host: Host) -> None:
-        if len(self._hosts) == 1 or host.trial is not None or self._closed:
+        several = self._is_one_of_several(host)
+        if not several or host.trial is not None or self._closed or host in self._left:
             return
         host.trial = self._begin(self._try(host))
-        for gate in host.gates:
-            if not gate.done():
-                gate.set_result(None)
+        host.open_gates()
 
     async def _try(self, host: Host) -> None:
         """Return once a process starts there. One start waits for the link as long as Monarch
@@ -318,29 +350,8 @@ class Processes:
                 continue
             host.trial = None
             self._begin(self.discard(process))
+            self._change()
             return
-
-    async def _unless_lost(
-        self,
-        host: Host,
-        work: asyncio.Task[T],
-        limit: float,
-        late: Callable[[asyncio.Task[T]], Coroutine[Any, Any, None]] | None = None,
-    ) -> T:
-        """What `work` returns. RunError when its host is doubted or after `limit` seconds: it goes
-        on alone then, and `late` sees to it."""
-        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        host.gates.add(gate)
-        try:
-            either: set[asyncio.Future[Any]] = {work, gate}
-            await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            host.gates.remove(gate)
-        if not work.done():
-            if late is not None:
-                self._begin(late(work))
-            raise RunError(f"{host.label} does not answer")
-        return work.result()
 
     async def _end_late(self, start: asyncio.Task[Process]) -> None:
         """End a process that comes up when nobody waits for it any more."""
@@ -364,23 +375,15 @@ class Processes:
             task.exception()  # seen: who gave it up does not ask
 
     def _host_of(self, process: Process) -> Host | None:
-        return next((h for h in self._hosts if process in h.living), None)
+        return next((h for h in (*self._hosts, *self._left) if process in h.living), None)
 
     def _forget(self, process: Process) -> None:
         host = self._host_of(process)
         if host is not None:
             host.living.remove(process)
+            self._change()
 
-
-def has_ended(pid: int) -> bool:
-    """Whether a process of this host is gone, or dead and not yet reaped."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rpartition(")")[2].split()[0] in "ZX"
-
-
-async def _finish(future: Any) -> Any:
-    """A Monarch future as a coroutine, which asyncio can bound."""
-    return await future
+    def _change(self) -> None:
+        """Hosts or their processes changed: whoever waits for room looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()

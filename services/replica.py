@@ -12,7 +12,7 @@ from monarch.actor import ActorError
 
 from protocols.status import ReplicaState, ReplicaStatus
 from services.health import Life, lost
-from services.processes import Process
+from services.process import Process
 
 
 class Lost(Exception):

@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from monarch.actor import this_host
@@ -33,7 +34,10 @@ from protocols.learn_spec import GeneratorSpec, LearnSpec, ModelSpec
 from protocols.service_spec import HealthSpec
 from protocols.spec import RoleSpec, RunSpec
 from protocols.types import Span
-from services.lives import Note
+from services.files import same_files
+from services.hello import versions
+from services.hosts import host_source
+from services.lives import Check, Note
 from services.planes import OwnedPlane, open_plane
 from services.pool import Pool
 from services.replica import Replica, ask
@@ -51,6 +55,8 @@ ROLES: dict[str, type[Any]] = {
     "trainer": TrainerActor,
 }
 ALONE = ("trainer", "store")  # roles of which there is one
+WRITERS = ("trainer", "teacher_replay")  # roles that write into the run directory
+READERS = ("generator", "doc_teacher", "sdpo_teacher", "trainer")  # roles that load the model
 ANSWER_SECONDS = 2.0  # a heartbeat takes milliseconds
 EVERY_VERSION = 2**31  # a server drops versions by name, whichever were used last
 SERVED_KV_BYTES = 2**20  # of the first token: a server reads no other document
@@ -122,10 +128,18 @@ class Mesh:
 
 
 async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[Span], None]) -> Mesh:
-    """A mesh without any process yet."""
+    """A mesh without any process yet, over the hosts of the spec.
+
+    Over other hosts, the store runs on the controller's own: there TorchStore's index lives anyway,
+    so its bytes go with the run and with nobody else, and no worker's end moves them. So does the
+    role whose provider listens on this host's loopback.
+    """
     mesh, model = spec.mesh, spec.learn.model
+    local = mesh.hosts.kind == "local"
     service = await Service.of(
-        this_host(),
+        this_host() if local else host_source(spec),
+        here={} if local else dict.fromkeys(roles_here(spec), this_host()),
+        needed=versions(torchstore=mesh.plane == "torchstore"),
         health=mesh.health,
         spares=mesh.spares,
         warm=partial(warm_up, model.path, model.dtype),
@@ -135,6 +149,12 @@ async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[Span], None]) 
         observe=observe,
     )
     return Mesh(service, spec)
+
+
+def roles_here(spec: RunSpec) -> tuple[str, ...]:
+    """The roles that run beside the controller while the others run on other hosts."""
+    replay = spec.learn.replay
+    return ("store", *(["teacher_replay"] if replay is not None and replay.local else []))
 
 
 async def open_generators(
@@ -178,8 +198,10 @@ async def spawn_roles(
     Raises RunError that names the role and replica.
     """
     store = spec.mesh.plane == "torchstore"
-    roles = [role for _, role in spec.roles if not role.gpus]
-    mesh.service.warm([1] * store + [role.threads for role in roles for _ in range(role.replicas)])
+    local = spec.mesh.hosts.kind == "local"
+    here = () if local else roles_here(spec)
+    roles = [role for name, role in spec.roles if not role.gpus and name not in here]
+    mesh.service.warm([1] * (store and local) + [role.threads for role in roles for _ in range(role.replicas)])
     if store:
         mesh.service.spawn(StoreActor, role="store", spec=RoleSpec(), prepare=mesh.open_plane)
         await mesh.service.ready()
@@ -201,9 +223,22 @@ async def spawn_roles(
             role=name,
             spec=role,
             prepare=_recover if name == "trainer" else None,
+            check=None if local or name in here else _check(name, spec, directory),
         )
     await mesh.service.ready()
     mesh.service.keep_spares()
+
+
+def _check(name: str, spec: RunSpec, directory: RunDirectory) -> Check | None:
+    """That another host has the files that the role works with, as this one has them."""
+    model = spec.learn.model.path
+    read = [f"{model}/config.json"] if name in READERS and Path(model).is_dir() else []
+    return partial(
+        same_files,
+        role=name,
+        read=read,
+        written=[str(directory.spec)] if name in WRITERS else [],
+    )
 
 
 async def _recover(replica: Replica) -> None:

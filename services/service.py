@@ -17,27 +17,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import monarch.actor
 from monarch.actor import HostMesh, MeshFailure
 
-from protocols.errors import PlaneError, RunError
+from protocols.errors import ForgeError, PlaneError, RunError
 from protocols.service_spec import HealthSpec
 from protocols.spec import RoleSpec
 from protocols.status import ReplicaState
 from protocols.types import Span
 from services.autoscale import decide
 from services.health import IN_SERVICE, Life, silent
-from services.lives import Lives, Note, Prepare, Role
+from services.hosts import HostSource, Worker
+from services.lives import Check, Lives, Note, Prepare, Role
 from services.pool import Pool
-from services.processes import Process, Processes
+from services.process import Process
+from services.processes import Processes
 from services.replica import Replica, last_line
+from services.roster import Roster
 
 # What Monarch says of any actor whose process did not answer it, in place of the actor's own error.
 UNHEARD = "timeout waiting for message from proc mesh agent"
+WANT_SECONDS = 8.0  # for a source of hosts to take what is wanted; within a call of `forge scale`
+REFUSED_SECONDS = 30.0  # before a scaling by load that was refused is tried again
 
 
 class Service:
@@ -60,12 +66,14 @@ class Service:
         self._call_timeout_s, self._spawn_timeout_s = call_timeout_s, spawn_timeout_s
         self._note, self._observe = note, observe
         self._loop = asyncio.get_running_loop()
+        self._source: HostSource | None = None
+        self._roster: Roster | None = None
         self._lives.begin(self._keep_watch())
 
     @classmethod
     async def of(
         cls,
-        hosts: HostMesh | Sequence[HostMesh],
+        hosts: HostMesh | Sequence[HostMesh] | HostSource,
         *,
         health: HealthSpec | None = None,
         spares: int = 0,
@@ -75,21 +83,39 @@ class Service:
         note: Note = lambda event, **facts: None,
         observe: Callable[[Span], None] = lambda span: None,
         local: bool = True,
+        here: Mapping[str, HostMesh] | None = None,
+        needed: Mapping[str, str] | None = None,
     ) -> Service:
         """A service over these hosts; `local` says that their processes are this host's (for
         those of others see services.hosts).
 
+        Over a source of hosts it follows whoever comes and goes there: workers have the `needed`
+        versions (services.hello), and the roles in `here` run on this host, by its mesh. Raises
+        RunError for workers that cannot be used at first.
+
         In the root client Monarch would end the process for a death that nobody handles: this
         takes the hook for that. An actor passes what its `__supervise__` gets to `noticed`.
         """
-        meshes = [hosts] if isinstance(hosts, HostMesh) else list(hosts)
-        health = health or HealthSpec()
-        processes = Processes(
-            meshes, health, spares=spares, warm=warm, timeout_s=spawn_timeout_s, local=local
-        )
+        health, name = health or HealthSpec(), socket.gethostname()
+        processes = Processes(health, spares=spares, warm=warm, timeout_s=spawn_timeout_s)
+        for role, mesh in (here or {}).items():
+            processes.join(Worker(name, "", role), mesh, local=True)
         service = cls(processes, health, call_timeout_s, spawn_timeout_s, note, observe)
         if str(monarch.actor.context().actor_instance) == "<root>":
             monarch.actor.unhandled_fault_hook = service.noticed
+        if isinstance(hosts, HostMesh | Sequence):
+            for i, mesh in enumerate([hosts] if isinstance(hosts, HostMesh) else hosts):
+                processes.join(Worker(name if local else f"host{i}", ""), mesh, local=local)
+            return service
+        service._source = hosts
+        service._roster = Roster(
+            hosts, processes, needed or {}, health.dead_after_s, note, service._lives.begin
+        )
+        try:
+            await service._roster.open()
+        except BaseException:
+            await service.stop()
+            raise
         return service
 
     @property
@@ -106,11 +132,13 @@ class Service:
         role: str | None = None,
         spec: RoleSpec | None = None,
         prepare: Prepare | None = None,
+        check: Check | None = None,
     ) -> Pool:
         """A pool of `n` replicas of `actor(*args)`, which start meanwhile (`Pool.settled` waits).
 
         `spec` says how they run and are routed (n overrides its replicas). `prepare(replica)` is
-        awaited for each new replica before it is told what it missed.
+        awaited for each new replica before it is told what it missed; `check(process)` before its
+        actor is spawned, and raises RunError for a process that it cannot work in.
         """
         name = role or actor.__name__.removesuffix("Actor").lower()
         if name in self.pools:
@@ -121,10 +149,46 @@ class Service:
         pool = Pool(name, spec, self._call_timeout_s, self._observe)
         pool.resize = self._lives.resize
         pool.report_death = self._lives.lost
-        self._lives.roles[name] = Role(actor, args, prepare)
+        self._lives.roles[name] = Role(actor, args, prepare, check)
         self.pools[name] = pool
         self._lives.resize(pool)
         return pool
+
+    async def scale(self, role: str, replicas: int) -> None:
+        """Set a pool's target, and have hosts for it where those are a role's own.
+
+        For more, hosts are asked for first: RunError where they are refused, and all stays as it
+        was. For fewer, replicas drain first, and then their hosts are given back; both beside the
+        work."""
+        pool, source = self.pools[role], self._source
+        async with self._lives.roles[role].scaling:
+            before = pool.target
+            if replicas > before and source is not None:
+                await self._want(source, role, replicas)
+            pool.scale(replicas)
+        if replicas < before and source is not None:
+            self._lives.begin(self._give_back(source, pool, replicas))
+
+    async def _want(self, source: HostSource, role: str, replicas: int) -> None:
+        try:
+            async with asyncio.timeout(WANT_SECONDS):
+                await source.want(role, replicas)
+        except TimeoutError as error:
+            raise RunError(
+                f"hosts for {replicas} replicas of {role} were asked for, and nobody answered "
+                f"within {WANT_SECONDS:g} s; look at where the hosts come from, and scale again"
+            ) from error
+
+    async def _give_back(self, source: HostSource, pool: Pool, replicas: int) -> None:
+        """Want fewer hosts once the surplus replicas are gone."""
+        while any(r.state is ReplicaState.DRAINING for r in pool.replicas):
+            await asyncio.sleep(self._health.heartbeat_s)
+        async with self._lives.roles[pool.role].scaling:
+            if pool.target == replicas:  # not scaled again meanwhile
+                try:
+                    await self._want(source, pool.role, replicas)
+                except ForgeError as error:
+                    self._note("failed", error="scale", message=str(error))
 
     def warm(self, threads: Sequence[int]) -> None:
         """Start a process of so many threads for each replica to come, beside other work."""
@@ -142,6 +206,8 @@ class Service:
                 await waiting
             except TimeoutError as error:
                 states = ", ".join(f"{r.name} {r.state}" for r in pool.replicas)
+                if any(r.process is None for r in pool.replicas):
+                    states += f"; {self._processes.lack(pool.role)}"
                 raise RunError(
                     f"{pool.role} starting did not end within {self._spawn_timeout_s:g} s "
                     f"({states}); raise spawn_timeout_s in the mesh file if it needs longer"
@@ -152,8 +218,10 @@ class Service:
         self._processes.keep_spares()
 
     async def stop(self) -> None:
-        """Stop every replica and process, the silent ones too."""
+        """Stop every replica and process, the silent ones too, and give the hosts back."""
         await self._lives.stop()
+        if self._roster is not None:
+            await self._roster.close()
 
     def noticed(self, failure: MeshFailure) -> bool:
         """What Monarch's supervision reports, from any thread. Always True: it is dealt with."""
@@ -177,6 +245,7 @@ class Service:
                     self._look_at(replica, late)
                 self._autoscale(pool)
             self._processes.mind()
+            self._lives.leave()
             self._lives.balance()
             due = time.monotonic() + pause
             await asyncio.sleep(pause)
@@ -242,9 +311,21 @@ class Service:
             return
         load = len(pool.in_flight)
         role.loads, wanted = decide(role.loads, time.monotonic(), load, pool.target, spec)
-        if wanted != pool.target:
-            self._note("scaled", role=pool.role, replicas=wanted, before=pool.target, by="load")
-            pool.scale(wanted)
+        if wanted != pool.target and not role.scaling.locked() and time.monotonic() >= role.wait:
+            self._lives.begin(self._follow_load(role, pool, wanted))
+
+    async def _follow_load(self, role: Role, pool: Pool, wanted: int) -> None:
+        before = pool.target
+        try:
+            await self.scale(pool.role, wanted)
+        except ForgeError as error:
+            role.wait = time.monotonic() + REFUSED_SECONDS
+            if str(error) != role.refused:
+                self._note("failed", error="scale", message=str(error))
+            role.refused = str(error)
+        else:
+            role.refused = ""
+            self._note("scaled", role=pool.role, replicas=wanted, before=before, by="load")
 
 
 def last_reason(report: str) -> str:

@@ -162,13 +162,16 @@ class Handle:
 
 class FakeProcesses:
     """`services.processes.Processes` without any. A process takes `start_s` to start; `fails` are
-    the errors of the next starts."""
+    the errors of the next starts, `left` are those whose host is being left, `ranks` where the
+    hosts of others come in their role's order."""
 
     def __init__(self, start_s: float = 0.1) -> None:
         self.start_s = start_s
         self.living: list[FakeProcess] = []
         self.fails: list[Exception] = []
         self.started = 0
+        self.left: list[FakeProcess] = []
+        self.ranks: dict[FakeProcess, int] = {}
         self._closed = False
 
     async def take(
@@ -177,6 +180,7 @@ class FakeProcesses:
         threads: int,
         gpus: Sequence[int] = (),
         away_from: FakeProcess | None = None,
+        role: str = "any",
     ) -> FakeProcess:
         if self._closed:
             raise RunError("the mesh is stopping: it starts no process")
@@ -187,6 +191,15 @@ class FakeProcesses:
         process = FakeProcess(f"{name}x{self.started}", 100 + self.started)
         self.living.append(process)
         return process
+
+    def leaving(self) -> Sequence[FakeProcess]:
+        return [p for p in self.living if p in self.left]
+
+    def rank(self, process: FakeProcess) -> int:
+        return self.ranks.get(process, 0)
+
+    def lack(self, role: str) -> str:
+        return f"1 worker takes {role}: 0 full, 0 silent"
 
     def keep_spares(self) -> None:
         pass

@@ -5,9 +5,9 @@
         hosts.cut(0)
         hosts.restore(0)
 
-A namespace has no name and lives as long as a process is in it. A worker whose standard input ends
-(whoever made it holds that, and so ends it even when killed) ends all processes of its namespace
-and itself. So nothing is left behind, whatever happens.
+A namespace has no name and lives as long as a process is in it: its guard. One whose standard input
+ends (whoever made it holds that, and so ends it even when killed) ends all other processes of its
+namespace and itself. So nothing is left behind, whatever happens.
 
     this program 10.77.0.1 --- bridge --+-- host 0, 10.77.0.2
                                         +-- host 1, 10.77.0.3
@@ -20,7 +20,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Self
@@ -30,6 +29,7 @@ CLIENT = "10.77.0.1"
 STEP_SECONDS = 10.0
 # What starts a program in a network namespace of its own, where it may make others.
 ALONE = ("unshare", "--net") if os.geteuid() == 0 else ("unshare", "--map-root-user", "--net")
+FORGE = (sys.executable, "-c", "import sys; from forge_run.cli import forge; sys.exit(forge())")
 TRIAL = "ip link add t0 type veth peer name t1 && ip link add t2 type bridge && unshare --net true"
 
 
@@ -47,11 +47,12 @@ def cannot_make() -> str:
 
 
 class Hosts:
-    """A Monarch worker in each of `count` namespaces, linked to the one of this program."""
+    """`forge worker` in each of `count` namespaces, linked to the one of this program. `workers`
+    are its processes."""
 
     def __init__(self, count: int) -> None:
         self._anchors: list[subprocess.Popen[bytes]] = []
-        self._workers: list[subprocess.Popen[bytes]] = []
+        self.workers: list[subprocess.Popen[bytes]] = []
         self._count = count
 
     @property
@@ -65,17 +66,17 @@ class Hosts:
             run("ip link set bridge up")
             run(f"ip addr add {CLIENT}/24 dev bridge")
             for i in range(self._count):
-                self._anchors.append(hold(["unshare", "--net", "cat"]))
+                guard = [sys.executable, "-I", str(Path(__file__))]
+                self._anchors.append(hold(["unshare", "--net", *guard]))
                 self._link(i)
-                worker = [sys.executable, str(Path(__file__)), self.addresses[i]]
-                self._workers.append(hold([*self._inside(i), *worker]))
+                self.workers.append(self._worker(i))
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in [*self._workers, *self._anchors]:
+        for process in [*self._anchors, *self.workers]:
             assert process.stdin is not None
             process.stdin.close()
             process.wait(STEP_SECONDS)
@@ -94,10 +95,18 @@ class Hosts:
     def unmute(self, host: int) -> None:
         run(" ".join([*self._inside(host), f"ip route del blackhole {CLIENT}/32"]))
 
+    def start_again(self, host: int) -> None:
+        """Another worker at the address of one that has ended."""
+        self.workers[host] = self._worker(host)
+
     def processes(self) -> list[int]:
         """The processes that run in the namespaces beside the workers."""
-        own = {p.pid for p in [*self._anchors, *self._workers]}
+        own = {p.pid for p in [*self._anchors, *self.workers]}
         return [pid for a in self._anchors for pid in beside(a.pid) if pid not in own]
+
+    def _worker(self, host: int) -> subprocess.Popen[bytes]:
+        words = [*FORGE, "worker", "--address", self.addresses[host]]
+        return hold([*self._inside(host), *words])
 
     def _inside(self, host: int) -> list[str]:
         return ["nsenter", f"--target={self._anchors[host].pid}", "--net"]
@@ -138,23 +147,16 @@ def hold(command: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
 
-def work(address: str) -> None:
-    """A Monarch worker, until the standard input ends."""
-    from monarch.actor import run_worker_loop_forever
-
-    def end_with_input() -> None:
-        sys.stdin.buffer.read()
-        # Monarch ties its processes to their parent, except in the first moments of their lives.
-        while others := [pid for pid in beside(os.getpid()) if pid != os.getpid()]:
-            for pid in others:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
-        os._exit(0)
-
-    threading.Thread(target=end_with_input, daemon=True).start()
-    run_worker_loop_forever(address=address, ca="trust_all_connections")
+def guard() -> None:
+    """Be in the namespace until the standard input ends, and then end all the others there."""
+    sys.stdin.buffer.read()
+    # Monarch ties its processes to their parent, except in the first moments of their lives.
+    while others := [pid for pid in beside(os.getpid()) if pid != os.getpid()]:
+        for pid in others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":
-    work(sys.argv[1])
+    guard()

@@ -42,7 +42,13 @@ class Steps:
         self.written: list[int] = []
         self.name = name
         self.recorder = Recorder(self.directory, NoSink())
-        self.helm = Helm(lambda: self.now, self.show, lambda: pools or {}, self.recorder)
+        self.pools = pools or {}
+        self.helm = Helm(
+            lambda: self.now, self.show, lambda: self.pools, self.recorder, self.scale
+        )
+
+    async def scale(self, role: str, replicas: int) -> None:
+        self.pools[role].scale(replicas)
 
     def show(self, **changes: Any) -> None:
         self.now = replace(self.now, **changes)

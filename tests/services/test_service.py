@@ -23,7 +23,7 @@ from protocols.errors import RunError
 from protocols.service_spec import AutoscaleSpec, HealthSpec
 from protocols.spec import RoleSpec
 from services.pool import Pool
-from services.processes import has_ended
+from services.system import has_ended
 from services.service import Service
 
 pytestmark = pytest.mark.mesh

@@ -1,0 +1,66 @@
+"""On which host a process starts: pure choices over what the hosts are and how busy they are.
+
+own workers first    a role's replicas go to the workers of that role, else to those of any
+fewest first         of those with room, the one with the fewest processes, the earlier of equals
+spares               only on workers of any role that take any number: a spare takes nobody's place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A host as placement sees it: `Spot("generator", capacity=1, busy=0)`.
+
+    `role` "" is for any, `capacity` 0 for any number, `busy` the processes there, those that start
+    or end among them; `well` is false while it is doubted. A host that is left is no spot.
+    """
+
+    role: str = ""
+    capacity: int = 0
+    busy: int = 0
+    well: bool = True
+
+    def fits(self, role: str) -> bool:
+        """Whether a process of that role ("" for a spare) may ever start there."""
+        return self.role in ("", role) and bool(role or not self.capacity)
+
+    @property
+    def has_room(self) -> bool:
+        return not self.capacity or self.busy < self.capacity
+
+
+def choose(spots: Sequence[Spot], role: str, without: int | None = None) -> int | None:
+    """The index of the host for one more process of the role; None while there is none."""
+    free = [
+        i
+        for i, spot in enumerate(spots)
+        if i != without and spot.well and spot.fits(role) and spot.has_room
+    ]
+    return min(free, key=lambda i: (spots[i].role != role, spots[i].busy), default=None)
+
+
+def lack(spots: Sequence[Spot], role: str) -> str:
+    """Why no process of the role starts, for people: `"2 workers take generator: 1 full, 1
+    silent"`."""
+    fit = [spot for spot in spots if spot.fits(role)]
+    if not fit:
+        return f"no worker takes {role or 'spares'}"
+    silent = sum(not spot.well for spot in fit)
+    full = sum(spot.well and not spot.has_room for spot in fit)
+    workers = "1 worker takes" if len(fit) == 1 else f"{len(fit)} workers take"
+    return f"{workers} {role or 'spares'}: {full} full, {silent} silent"
+
+
+def crowded(spots: Sequence[Spot], at_work: Sequence[int]) -> int | None:
+    """The index of a host that has two more at work than another of its role that has room."""
+    for role in sorted({spot.role for spot in spots}):
+        alike = [i for i, spot in enumerate(spots) if spot.role == role and spot.well]
+        least = min((at_work[i] for i in alike if spots[i].has_room), default=None)
+        most = max(alike, key=lambda i: at_work[i], default=None)
+        if least is not None and most is not None and at_work[most] - least >= 2:
+            return most
+    return None

@@ -1,0 +1,127 @@
+"""Runs of the small mesh over three hosts; prints what happened as one JSON object.
+
+Runs in a network namespace of its own (`tests/runs/test_hosts.py` starts it and judges).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from namespaces import FORGE, Hosts
+from small_run import command, latest, rows, run_to_end, running
+
+HEALTH = {"heartbeat_s": 0.2, "suspect_after_s": 1.0, "dead_after_s": 3.0}
+OTHER = """
+import services.hello as hello
+true = hello.versions
+hello.versions = lambda **known: {**true(**known), "torchmonarch": "0.6.9"}
+from forge_run.cli import forge_run
+import sys
+sys.exit(forge_run())
+"""
+
+
+def status(run: Path) -> dict[str, Any]:
+    words = [*FORGE, "status", str(run), "--json"]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
+    found: dict[str, Any] = json.loads(said)
+    return found.get("status", found)
+
+
+def host_of(run: Path, replica: str) -> int:
+    """The index of the host where a replica runs."""
+    pools = status(run)["pools"]
+    found = next(r for p in pools for r in p["replicas"] if r["name"] == replica)
+    return int(found["host"].split(":")[0].rpartition(".")[2]) - 2
+
+
+def placed(run: Path) -> dict[str, str]:
+    return {r["name"]: r["host"] for p in status(run)["pools"] for r in p["replicas"]}
+
+
+def empty_within(hosts: Hosts, seconds: float) -> float:
+    """Seconds until nothing but workers runs on the hosts."""
+    begun = time.monotonic()
+    while (left := hosts.processes()) and time.monotonic() - begun < seconds:
+        time.sleep(0.05)
+    assert not left, f"processes left: {left}"
+    return round(time.monotonic() - begun, 2)
+
+
+def scenario(hosts: Hosts, home: Path) -> dict[str, Any]:
+    report: dict[str, Any] = {}
+    over = {"hosts": {"kind": "addresses", "addresses": hosts.addresses}, "health": HEALTH}
+
+    def begin(name: str) -> list[str]:
+        report[name] = {"path": str(home / name)}
+        return command(home / name, **over)
+
+    def ended(name: str, code: int, root: Path) -> None:
+        path = latest(root)
+        report[name] |= {"code": code, "path": str(path), "events": rows(path / "events.jsonl")}
+
+    refused = command(home / "refused", **over)
+    refused[1:3] = ["-c", OTHER]
+    report["refused"] = run_to_end(refused).stderr
+
+    # A link that is cut and stays cut.
+    with running(begin("cut"), home / "cut") as run:
+        path = run.wait_for("on_policy", 2)
+        report["cut"]["placed"] = placed(path)
+        lost = host_of(path, "generator[0]")
+        hosts.cut(lost)
+        report["cut"]["host"] = lost
+        output, _ = run.process.communicate(timeout=120)
+        report["cut"]["output"] = output[-3000:]
+        ended("cut", run.process.returncode, home / "cut")
+    hosts.restore(lost)
+    report["cut"]["empty_s"] = empty_within(hosts, 30.0)
+
+    # The same workers again; one is told to end, and started again.
+    with running(begin("drained"), home / "drained") as run:
+        path = run.wait_for("on_policy", 1)
+        chosen = host_of(path, "trainer[0]")
+        begun = time.monotonic()
+        hosts.workers[chosen].send_signal(signal.SIGTERM)
+        code = hosts.workers[chosen].wait(40)
+        report["drained"] |= {
+            "host": chosen, "worker": code, "seconds": round(time.monotonic() - begun, 2),
+        }  # fmt: skip
+        hosts.start_again(chosen)
+        output, _ = run.process.communicate(timeout=120)
+        report["drained"]["output"] = output[-3000:]
+        ended("drained", run.process.returncode, home / "drained")
+    report["drained"]["empty_s"] = empty_within(hosts, 30.0)
+
+    # forge-run itself is told to end.
+    with running(begin("stopped"), home / "stopped") as run:
+        run.wait_for("on_policy", 1)
+        begun = time.monotonic()
+        run.process.send_signal(signal.SIGTERM)
+        output, _ = run.process.communicate(timeout=60)
+        report["stopped"] |= {
+            "seconds": round(time.monotonic() - begun, 2), "output": output[-3000:],
+        }  # fmt: skip
+        ended("stopped", run.process.returncode, home / "stopped")
+    report["stopped"]["empty_s"] = empty_within(hosts, 30.0)
+    begun = time.monotonic()
+    for worker in hosts.workers:
+        worker.terminate()
+    report["idle"] = [worker.wait(20) for worker in hosts.workers]
+    report["idle_s"] = round(time.monotonic() - begun, 2)
+    return report
+
+
+if __name__ == "__main__":
+    with Hosts(3) as hosts:
+        found = scenario(hosts, Path(sys.argv[1]))
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
