@@ -10,8 +10,10 @@ handed on: they hold headers, and a kubeconfig's parser quotes its lines.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -61,7 +63,7 @@ class Api:
         self._core = client.CoreV1Api(self._client)
         self._custom = client.CustomObjectsApi(self._client)
         self._closed = threading.Event()
-        self._watching: Any = None
+        self._response: Any = None  # of the watch, as long as it lasts
 
     def pods(self, selector: str) -> tuple[list[Object], str]:
         """Every pod of a selector, and the version from which to watch them."""
@@ -86,11 +88,15 @@ class Api:
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError, ProtocolError, ReadTimeoutError
 
-        stream = watch.Watch(return_type="object")
-        self._watching = stream
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            self._response = response = self._core.list_namespaced_pod(*args, **kwargs)
+            if self._closed.is_set():  # close() came too early to see it
+                _shut(response)
+            return response
+
         try:
-            for event in stream.stream(
-                self._core.list_namespaced_pod,
+            for event in watch.Watch(return_type="object").stream(
+                begin,
                 self.namespace,
                 label_selector=selector,
                 resource_version=version,
@@ -98,20 +104,20 @@ class Api:
                 timeout_seconds=WATCH_S,
                 _request_timeout=(CONNECT_S, WATCH_S + ANSWER_S),
             ):
-                if self._closed.is_set():
-                    return
                 if event is not None:
                     yield event["type"], event["raw_object"]
         except ApiException as error:
             if error.status == 410:
                 raise Expired from None
+            if not error.status:
+                raise self._unreachable(error.reason) from None
             raise self._error(error.status, error.body, "watch", "pods", "") from None
         except (ProtocolError, ReadTimeoutError):
             return  # cut
         except HTTPError as error:
-            raise self._unreachable(error) from None
+            raise self._unreachable(_cause(error)) from None
         finally:
-            self._watching = None
+            self._response = None
 
     def mesh(self, name: str) -> Object | None:
         """A MonarchMesh; None where there is none of that name."""
@@ -159,8 +165,8 @@ class Api:
     def close(self) -> None:
         """End the watch, and what waits between two attempts. May be called from any thread."""
         self._closed.set()
-        if (watching := self._watching) is not None:
-            watching.stop()
+        if (response := self._response) is not None:
+            _shut(response)
         self._client.rest_client.pool_manager.clear()
 
     def _of_meshes(self) -> tuple[str, str, str, str]:
@@ -182,14 +188,16 @@ class Api:
 
         end, pause = time.monotonic() + PATIENCE_S, PAUSE_S
         while True:
+            failure = None
             try:
                 response = call()
                 status, body, headers = response.status, response.data, response.headers
-            except ApiException as error:  # of custom kinds alone: raw answers differ there
+            except ApiException as error:  # how custom kinds are refused, and TLS
                 status, body, headers = error.status, error.body, error.headers or {}
+                failure = None if status else self._unreachable(error.reason)
             except HTTPError as error:
                 status, body, headers = 0, "", {}
-                failure: RunError = self._unreachable(error)
+                failure = self._unreachable(_cause(error))
             if 0 < status < 300:
                 found: Object = json.loads(body) if body else {}
                 return found
@@ -197,7 +205,7 @@ class Api:
                 raise Exists(name)
             if status == 409 and verb == "delete":  # that uid is gone already
                 return {}
-            if status:
+            if failure is None:
                 failure = self._error(status, body, verb, resource, name)
                 if status not in AGAIN:
                     raise failure
@@ -207,9 +215,9 @@ class Api:
                 raise failure
             pause *= 2
 
-    def _unreachable(self, error: Exception) -> RunError:
+    def _unreachable(self, why: object) -> RunError:
         return RunError(
-            f"the API server at {self.server} is not reached ({_cause(error)}); check that the "
+            f"the API server at {self.server} is not reached ({why!s:.300}); check that the "
             "cluster runs, and the network between it and here"
         )
 
@@ -282,6 +290,14 @@ def _configure(settings: Any, context: str | None) -> None:
             f"the kubeconfig cannot be read ({type(error).__name__}); check it with "
             "`kubectl config view`"
         ) from None
+
+
+def _shut(response: Any) -> None:
+    """End what another thread reads: closing would wait for it, and it for the server."""
+    connection = getattr(response.connection, "sock", None)
+    if connection is not None:
+        with contextlib.suppress(OSError):  # ended already
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _status(body: str | bytes | None) -> tuple[str, Object]:

@@ -288,9 +288,9 @@ class ApiServer:
                     self._changed.wait(0.05)
                 at = self._version
             for number, event, kind, found in fresh:
-                if kind == resource and found["metadata"]["namespace"] == space:
-                    if selects(selector, found):
-                        yield {"type": event, "object": found}
+                mine = (kind, found["metadata"]["namespace"]) == (resource, space)
+                if mine and selects(selector, found):
+                    yield {"type": event, "object": found}
                 version = number
             if now > bookmark:
                 bookmark = now + self.bookmark_s
@@ -379,6 +379,7 @@ class _Http(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: _Http
 
     def do_GET(self) -> None:

@@ -96,7 +96,7 @@ async def hosts(*sets: str) -> AsyncIterator[Seen]:
 
 async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not await asyncio.to_thread(is_so):
+        while not await asyncio.to_thread(is_so):  # noqa: ASYNC110 - of another process
             await asyncio.sleep(0.01)
 
 

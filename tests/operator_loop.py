@@ -1,4 +1,4 @@
-"""What a cluster does about MonarchMeshes, played over the API: pods made, started, ended, replaced.
+"""What a cluster does about MonarchMeshes, played over the API: pods made, started, ended.
 
 The Monarch operator with its StatefulSets (pods <mesh>-0, -1, ...; the highest are taken away
 first), the scheduler, kubelet (addresses, statuses, readiness) and the garbage collector, in one
@@ -23,6 +23,7 @@ Object = dict[str, Any]
 
 MESHES = "/apis/monarch.pytorch.org/v1alpha1/namespaces/{space}/monarchmeshes"
 PODS = "/api/v1/namespaces/{space}/pods"
+MADE = "monarch.pytorch.org/mesh-name"  # label of the operator's pods
 READY = {"type": "Ready", "status": "True"}
 
 
@@ -149,7 +150,8 @@ class OperatorLoop:
             self._reconcile()
 
     def _reconcile(self) -> None:
-        pods, wanted = self.pods(), {}
+        pods = {n: p for n, p in self.pods().items() if MADE in p["metadata"].get("labels", {})}
+        wanted = {}
         for mesh in self.admin.items(MESHES):
             name = mesh["metadata"]["name"]
             for ordinal in range(mesh["spec"]["replicas"]):
@@ -177,7 +179,7 @@ class OperatorLoop:
         labels = {
             **template["metadata"]["labels"],
             "app.kubernetes.io/name": "monarch-worker",
-            "monarch.pytorch.org/mesh-name": mesh["metadata"]["name"],
+            MADE: mesh["metadata"]["name"],
         }
         pod = {
             "apiVersion": "v1",
