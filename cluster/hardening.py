@@ -91,6 +91,10 @@ def _role(name: str, role: Object) -> Iterator[str]:
         for resource in rule["resources"]:
             if beyond := set(rule["verbs"]) - MAY.get(resource, set()):
                 yield f"{name}: grants {', '.join(sorted(beyond))} on {resource}"
+            # To create is the one verb that cannot be bound to names.
+            loose = set(rule["verbs"]) - {"create"}
+            if resource == "monarchmeshes" and loose and not rule.get("resourceNames"):
+                yield f"{name}: grants {', '.join(sorted(loose))} on every MonarchMesh"
 
 
 def _policy(name: str, policy: Object) -> Iterator[str]:

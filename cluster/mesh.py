@@ -16,6 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from cluster.parts import (
+    HELLO_PORT,
     HOME,
     MONARCH_API,
     MONITORING_NAMESPACE,
@@ -44,6 +45,8 @@ CONTROL_KEYS = ("ca.crt", "tls.crt", "tls.key", "token")
 TOKEN = "FORGE_CONTROL_TOKEN"
 TEACHERS_SECRET = "forge-teachers"
 PEMS = "/etc/forge/control"
+# Beside the controller: checkpoints and the trainer's last state, the ledger of spent tokens.
+WRITES_RUNS = ("trainer", "teacher_replay")
 STEERS = "cartridge-forge/steers"  # label of the namespaces whose pods may steer a run
 PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")
 NOT_PUBLIC = (*PRIVATE, "100.64.0.0/10", "169.254.0.0/16")
@@ -108,16 +111,25 @@ def access(spec: RunSpec) -> list[Object]:
     ]
 
 
+def scaling(spec: RunSpec) -> list[Object]:
+    """What a controller needs beside that to change how many pods a role has."""
+    return _granted(spec, "forge-scale", [_on_meshes(spec, "get", "patch")])
+
+
 def provisioning(spec: RunSpec) -> list[Object]:
-    """What a controller needs beside that to make the MonarchMeshes itself."""
-    rules = [
-        {
-            "apiGroups": ["monarch.pytorch.org"],
-            "resources": ["monarchmeshes"],
-            "verbs": ["create", "get", "patch", "delete"],
-        }
-    ]
-    return _granted(spec, "forge-provision", rules)
+    """What a controller needs beside attaching to make the MonarchMeshes itself, and to scale
+    them. Rights to create cannot be bound to names."""
+    own = _on_meshes(spec, "get", "patch", "delete")
+    return _granted(spec, "forge-provision", [{**_MESHES, "verbs": ["create"]}, own])
+
+
+_MESHES = {"apiGroups": [MONARCH_API.partition("/")[0]], "resources": ["monarchmeshes"]}
+
+
+def _on_meshes(spec: RunSpec, *verbs: str) -> Object:
+    """A rule over the MonarchMeshes of this mesh's roles alone."""
+    names = [mesh_name(name) for name, _ in spec.roles]
+    return {**_MESHES, "resourceNames": names, "verbs": list(verbs)}
 
 
 def _granted(spec: RunSpec, name: str, rules: Sequence[Object]) -> list[Object]:
@@ -136,19 +148,23 @@ def monarch_mesh(spec: RunSpec, name: str, size: ModelSize) -> Object:
     role = getattr(spec.mesh.roles, name)
     mine = labels(instance(spec), dashed(name))
     keys = teacher_keys(spec) if name == "teacher_replay" else ()
+    writes = name in WRITES_RUNS
     template = pod(
         "worker",
-        ["python", "-u", "-m", "services.worker"],
+        ["forge", "worker", "--address", _ADDRESS],
         pod_resources(spec, name, role, size),
         "forge-worker",
         mine,
-        ports={"mesh": WORKER_PORT},
-        probes={"readinessProbe": {"tcpSocket": {"port": "mesh"}, "periodSeconds": 5}},
+        ports={"mesh": WORKER_PORT, "hello": HELLO_PORT},
+        # The worker itself answers there, and no longer once it is told to end.
+        probes={"readinessProbe": {"httpGet": {"path": "/hello", "port": "hello"}, **_OFTEN}},
         env=[
-            {"name": "MONARCH_PORT", "value": str(WORKER_PORT)},
+            _of_pod("POD_IP", "status.podIP"),
             {"name": "OMP_NUM_THREADS", "value": str(role.threads)},
             *(secret_env(key, TEACHERS_SECRET, key) for key in keys),
         ],
+        volumes=[_RUNS] if writes else (),
+        mounts=[_RUNS_MOUNT] if writes else (),
     )
     body = {"replicas": role.replicas, "port": WORKER_PORT, "podTemplate": template}
     return made(MONARCH_API, "MonarchMesh", mesh_name(name), space_of(spec), mine, spec=body)
@@ -167,16 +183,21 @@ def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
         # kubelet's own gRPC probe speaks no TLS and sends no token, and the control plane demands
         # both beyond loopback. No liveness probe: mesh.watchdog knows what standing still is.
         probes={"readinessProbe": {"exec": {"command": _asks()}, **_PATIENCE}},
-        env=[secret_env(TOKEN, CONTROL_SECRET, "token")],
+        env=[
+            secret_env(TOKEN, CONTROL_SECRET, "token"),
+            # MonarchMeshes that the controller makes are owned by its pod.
+            _of_pod("POD_NAME", "metadata.name"),
+            _of_pod("POD_UID", "metadata.uid"),
+        ],
         volumes=[
             {"name": "mesh", "configMap": {"name": "mesh"}},
-            {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}},
+            _RUNS,
             {"name": "control", "secret": {"secretName": CONTROL_SECRET, "items": _pem_items()}},
         ],
         mounts=[
             _file("mesh.yaml", _mesh_path(files)),
             _file("config.yaml", _config_path(files)),
-            {"name": "runs", "mountPath": "/runs"},
+            _RUNS_MOUNT,
             {"name": "control", "mountPath": PEMS, "readOnly": True},
         ],
         api_token=True,
@@ -199,6 +220,16 @@ def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
 
 
 _PATIENCE = {"periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 3}
+_OFTEN = {"periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3}
+_RUNS = {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}
+_RUNS_MOUNT = {"name": "runs", "mountPath": "/runs"}
+# What others call, the pod's own IP, and what it listens on. A name would outlive the worker, and
+# another one at the same address cannot be attached to.
+_ADDRESS = f"tcp://$(POD_IP):{WORKER_PORT}@tcp://0.0.0.0:{WORKER_PORT}"
+
+
+def _of_pod(variable: str, path: str) -> Object:
+    return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def _arguments(files: MeshFiles) -> list[str]:
@@ -253,7 +284,7 @@ def _config_map(spec: RunSpec, files: MeshFiles) -> Object:
 
 def _runs(spec: RunSpec) -> Object:
     mine = labels(instance(spec), "controller")
-    return claim("runs", space_of(spec), mine, "ReadWriteOnce", "20Gi")
+    return claim("runs", space_of(spec), mine, "ReadWriteMany", "20Gi")
 
 
 def network(spec: RunSpec) -> list[Object]:

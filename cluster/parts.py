@@ -20,6 +20,7 @@ IMAGE = "cartridge-forge:0.1.0"  # an overlay adds -cpu or -cuda: the targets of
 HOME = "/app"  # where the Dockerfile puts the repository
 USER = 10001  # the Dockerfile's user
 WORKER_PORT = 26600  # Monarch's own default
+HELLO_PORT = WORKER_PORT + 1  # where a worker says over HTTP who it is
 GPU = "nvidia.com/gpu"
 MONARCH_API = "monarch.pytorch.org/v1alpha1"
 SECRETS = "cartridge-forge/secrets"  # annotation of a namespace: the Secrets that it must be given

@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.parts import Resources
+from protocols.errors import SpecError
+from protocols.learn_spec import ModelSpec
 from protocols.serve_spec import ServeSpec
+from protocols.shapes import VALUE_BYTES, kv_values_per_token, matmul_parameters, model_shape
 from protocols.spec import RoleSpec, RunSpec
 
 GIB = 1024**3
@@ -27,6 +30,18 @@ class ModelSize:
     weights: int
     kv_token: int
     kv_values: int
+
+
+def model_size(model: ModelSpec) -> ModelSize:
+    """The bytes that the plan counts. Raises SpecError where the shape is not at hand."""
+    shape = model_shape(model)
+    if shape is None:
+        raise SpecError(
+            f"model.path: {model.path} has no config.json here, and memory is asked for by the "
+            "model's shape; give model.shape"
+        )
+    values, each = kv_values_per_token(shape), VALUE_BYTES[model.dtype]
+    return ModelSize(matmul_parameters(shape) * each, values * each, values)
 
 
 def pod_resources(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> Resources:

@@ -1,7 +1,7 @@
 """The files of deploy/k8s: a Kustomize base, what may be added to it, and overlays.
 
-base  <-  overlays/cpu       kind or minikube
-      <-  overlays/gpu       H100-class nodes; components/monitoring
+base  <-  overlays/cpu       kind or minikube; components/scaling
+      <-  overlays/gpu       H100-class nodes; components/monitoring, components/scaling
       <-  overlays/teachers  the gpu overlay with more replicas of teacher_replay
 overlays/serve               the door; needs no base
 """
@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from cluster.door import door
-from cluster.mesh import MeshFiles, base, instance, provisioning, space_of
+from cluster.mesh import MeshFiles, base, instance, provisioning, scaling, space_of
 from cluster.monitoring import monitoring
 from cluster.parts import GPU, IMAGE, Object, Resources, mesh_name
 from cluster.sizing import HOLDS_MODEL, ModelSize
@@ -38,10 +38,12 @@ def mesh_tree(
     tree = _folder("base", parts)
     watched = monitoring(instance(spec), space_of(spec), rules, dashboard)
     tree |= _folder("components/monitoring", {"monitoring.yaml": watched}, kind="Component")
-    granted = {"access.yaml": provisioning(spec)}
-    tree |= _folder("components/provisioning", granted, kind="Component")
-    tree |= _overlay("cpu", ["../../base"], cpu_patches(spec))
-    tree |= _overlay("gpu", ["../../base"], gpu_patches(spec), ["../../components/monitoring"])
+    for name, rights in (("scaling", scaling(spec)), ("provisioning", provisioning(spec))):
+        tree |= _folder(f"components/{name}", {"access.yaml": rights}, kind="Component")
+    more = ["../../components/scaling"]
+    tree |= _overlay("cpu", ["../../base"], cpu_patches(spec), more)
+    more = ["../../components/monitoring", *more]
+    tree |= _overlay("gpu", ["../../base"], gpu_patches(spec), more)
     if "teacher_replay" in dict(spec.roles):
         tree |= _overlay("teachers", ["../gpu"], [_patch("teacher_replay", _more(TEACHERS))])
     return _headed(tree, files)
@@ -57,15 +59,18 @@ def door_tree(spec: ServeSpec, files: MeshFiles, resources: Resources) -> Tree:
 
 
 def cpu_patches(spec: RunSpec) -> list[Object]:
-    """One laptop: the CPU image, no GPU, little requested that all pods find room."""
+    """One laptop: the CPU image, no GPU, little requested that all pods find room, and storage of
+    one node, which is all that kind and minikube have."""
     image = f"{IMAGE}-cpu"
     little = _replace(f"{CONTAINER}/resources/requests/cpu", LAPTOP_CPU)
     ask_none = [
         {"op": "remove", "path": f"{CONTAINER}/resources/{kind}/{_escaped(GPU)}"}
         for kind in ("requests", "limits")
     ]
+    claim = {"kind": "PersistentVolumeClaim", "name": "runs"}
     return [
         _all_pools([_replace(f"{CONTAINER}/image", image), little]),
+        {"target": claim, "patch": text([_replace("/spec/accessModes/0", "ReadWriteOnce")])},
         *(_patch(name, ask_none) for name, role in spec.roles if role.gpus),
         _controller([
             _replace(_of_job("image"), image),

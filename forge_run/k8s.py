@@ -10,12 +10,8 @@ from typing import Any
 import yaml
 
 from cluster.mesh import MeshFiles
-from cluster.sizing import ModelSize, door_resources
+from cluster.sizing import door_resources, model_size
 from cluster.tree import Tree, door_tree, mesh_tree
-from forge_run import roofline
-from forge_run.plan import VALUE_BYTES, model_shape
-from protocols.errors import SpecError
-from protocols.learn_spec import ModelSpec
 from protocols.spec_loading import load_serve, load_spec
 from protocols.yaml_lines import read_yaml
 
@@ -63,15 +59,3 @@ def _door(mesh: str, sets: Sequence[str]) -> Tree:
     files = MeshFiles(Path(mesh).name, text, "", "", tuple(sets))
     resources = door_resources(spec, model_size(spec.model), CARTRIDGE_TOKENS)
     return door_tree(spec, files, resources)
-
-
-def model_size(model: ModelSpec) -> ModelSize:
-    """The bytes that the plan counts. Raises SpecError where the shape is not at hand."""
-    shape = model_shape(model)
-    if shape is None:
-        raise SpecError(
-            f"model.path: {model.path} has no config.json here, and memory is asked for by the "
-            "model's shape; give model.shape"
-        )
-    values, each = roofline.kv_values_per_token(shape), VALUE_BYTES[model.dtype]
-    return ModelSize(roofline.matmul_parameters(shape) * each, values * each, values)

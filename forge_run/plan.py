@@ -6,21 +6,18 @@ lines elsewhere. Only config.json is read; what is not at hand is said to be unk
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from forge_run import plan_channels, plan_rsa, roofline
 from forge_run.roofline import A100, H200, MFU, Phase, Workload
 from forge_run.runnable import resolved_place, unmet
-from protocols.errors import SpecError
-from protocols.learn_spec import LearnSpec, ModelSpec, ShapeSpec
+from protocols.learn_spec import LearnSpec, ShapeSpec
+from protocols.shapes import VALUE_BYTES, kv_values_per_token, matmul_parameters, model_shape
 from protocols.spec import RunSpec
 from protocols.yaml_lines import Place
 
-VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 TRAINER_BYTES = 16  # per trainable number: fp32 master, gradient and Adam's two moments
 AT_RUN_TIME = "measured at run time"
 
@@ -73,30 +70,6 @@ def render(sections: Sequence[Section], *, terminal: bool) -> str:
                 table.add_row(*map(Text, row))  # not markup: "arms[2]" is meant as it stands
             console.print(table)
     return capture.get()
-
-
-def model_shape(model: ModelSpec) -> ShapeSpec | None:
-    """The shape from the model's config.json, else from `model.shape`, else None."""
-    path = Path(model.path) / "config.json"
-    if not path.is_file():
-        return model.shape
-    try:
-        config = json.loads(path.read_bytes())
-        heads = config["num_attention_heads"]
-        return ShapeSpec(
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate=config["intermediate_size"],
-            vocab=config["vocab_size"],
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise SpecError(
-            f"{path} is not the config of a Llama-like model ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]}); set model.path to another directory"
-        ) from error
 
 
 def _run_section(spec: RunSpec) -> Section:
@@ -171,10 +144,10 @@ def _memory_section(learn: LearnSpec, shape: ShapeSpec | None) -> Section:
         unknown = "unknown: no config.json at model.path and no model.shape"
         rows += [("KV per token", unknown), ("all cartridges", unknown), ("document KV", unknown)]
         return Section("memory", ("", ""), tuple(rows))
-    values = roofline.kv_values_per_token(shape)
+    values = kv_values_per_token(shape)
     per_token = values * VALUE_BYTES[learn.model.dtype]
     trainable = documents * (tokens - frozen) * values
-    weights = roofline.matmul_parameters(shape)
+    weights = matmul_parameters(shape)
     rows += [
         (
             "model",

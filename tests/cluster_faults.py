@@ -185,7 +185,7 @@ FAULTS: Sequence[Fault] = (
     Fault(
         "probe-of-no-port",
         "references",
-        lambda o: put(trainer(o)["readinessProbe"]["tcpSocket"], "port", "monarch"),
+        lambda o: put(trainer(o)["readinessProbe"]["httpGet"], "port", "monarch"),
     ),
     Fault(
         "health-probe-of-no-port",
@@ -301,6 +301,11 @@ FAULTS: Sequence[Fault] = (
         "role-of-everything",
         "hardening",
         lambda o: put(one(o, "Role", "forge-attach")["rules"][0], "verbs", ["*"]),
+    ),
+    Fault(
+        "role-over-every-mesh",
+        "hardening",
+        lambda o: one(o, "Role", "forge-scale")["rules"][0].pop("resourceNames"),
     ),
     Fault("secret-in-the-open", "hardening", lambda o: o.append(open_secret(o))),
     Fault("no-image", "hardening", lambda o: trainer(o).pop("image")),

@@ -10,7 +10,6 @@ from forge_run.plan import (
     Section,
     bytes_text,
     count_text,
-    model_shape,
     plan,
     render,
     seconds_text,
@@ -19,6 +18,7 @@ from forge_run.plan import (
 from forge_run.roofline import A100, H200, Device, Phase, Workload
 from protocols.errors import SpecError
 from protocols.learn_spec import ModelSpec, ShapeSpec
+from protocols.shapes import kv_values_per_token, matmul_parameters, model_shape
 from protocols.spec_loading import load_spec
 
 REPOSITORY = Path(__file__).parents[2]
@@ -31,8 +31,8 @@ STEP = Workload(8, 200, 512, 12_000, 2048, 1, 2)
 
 def test_sizes_by_hand() -> None:
     # 28 x (3072 x 128 x (48 + 16) + 3 x 3072 x 8192) + 3072 x 128256
-    assert roofline.matmul_parameters(LLAMA_3B) == 3_212_574_720
-    assert roofline.kv_values_per_token(LLAMA_3B) == 28 * 2 * 8 * 128 == 57_344
+    assert matmul_parameters(LLAMA_3B) == 3_212_574_720
+    assert kv_values_per_token(LLAMA_3B) == 28 * 2 * 8 * 128 == 57_344
     assert 57_344 * 2 == 114_688  # bytes a token in bfloat16
     assert 2048 * 57_344 == 117_440_512  # parameters of a cartridge
 
@@ -40,7 +40,7 @@ def test_sizes_by_hand() -> None:
 def test_flops_by_hand() -> None:
     tiny = ShapeSpec(layers=1, hidden=4, heads=2, kv_heads=1, head_dim=2, intermediate=8, vocab=10)
     # attention 4 x 2 x (4 + 2) = 48, MLP 3 x 4 x 8 = 96, head 4 x 10 = 40
-    assert roofline.matmul_parameters(tiny) == 184
+    assert matmul_parameters(tiny) == 184
     assert roofline.linear_flops(tiny, 3) == 2 * 184 * 3
     # 4 x 1 layer x 2 heads x 2 dims x 3 tokens x (5 before + 1.5 of its own on average)
     assert roofline.attention_flops(tiny, 3, 5) == 312.0

@@ -1,0 +1,450 @@
+"""Pods as workers, against a stand-in of the API server: rights, watches, faults."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from api_server import ADMIN, ApiServer, Fault, Refusal
+from kubernetes_scenarios import (
+    BASE,
+    CONTROLLER,
+    EIGHT,
+    POOLS,
+    PROVISION,
+    SCENARIOS,
+    SPACE,
+    Cluster,
+    Object,
+    Seen,
+    component,
+    hosts,
+    spec,
+    until,
+)
+from operator_loop import MESHES, PODS, Admin, OperatorLoop, not_ready, ready
+
+from cluster.check import definitions
+from protocols.errors import RunError
+from services.kubernetes_hosts import KubernetesHosts
+from services.kubernetes_pods import Pod, address, attachable, pod_of, workers
+
+KINDS = definitions()
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with ApiServer(BASE, KINDS) as found:
+        config = found.kubeconfig(tmp_path / "controller.yaml", CONTROLLER)
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        yield found
+
+
+@pytest.fixture
+def cluster(server: ApiServer, tmp_path: Path) -> Iterator[Cluster]:
+    admin = Admin(server.kubeconfig(tmp_path / "admin.yaml", ADMIN), SPACE)
+    with OperatorLoop(admin) as operator:
+        yield Cluster(operator, lambda name: server.roles.extend(component(name)))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+def test_a_run(scenario: Callable[[Cluster], Awaitable[None]], cluster: Cluster) -> None:
+    asyncio.run(scenario(cluster))  # type: ignore[arg-type]
+
+
+async def running(cluster: Cluster, seen: Seen) -> None:
+    """The eight pods are attached to."""
+    cluster.operator.apply(*POOLS)
+    assert [w.name for w in await seen.first()] == EIGHT
+
+
+# -- watching -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("breakage", ["cut", "cut and forgotten", "down for a while"])
+def test_a_watch_that_breaks_misses_nothing(
+    breakage: str, server: ApiServer, cluster: Cluster
+) -> None:
+    async def go() -> None:
+        async with hosts() as seen:
+            await running(cluster, seen)
+            await until(lambda: server.watching() > 0)
+            before = len(server.requests)
+            # What happens while nobody watches is found out all the same.
+            server.faults.append(
+                Fault(503, 3, "watch") if breakage == "down for a while" else Fault(0, delay_s=0.1)
+            )
+            server.cut_watches()
+            cluster.operator.lose("generator-1")
+            if breakage == "cut and forgotten":
+                await until(lambda: cluster.operator.pods()["generator-1"]["status"] != {})
+                server.forget()
+            await seen.until(
+                lambda now: any(
+                    w.name == "generator-1" and w.address not in OF_FIRST_PODS for w in now
+                )
+            )
+            asked = [verb for user, verb, _ in server.requests[before:] if user == CONTROLLER]
+            assert "watch" in asked
+            assert ("list" in asked) is (breakage == "cut and forgotten")
+
+    asyncio.run(go())
+
+
+OF_FIRST_PODS = {f"tcp://10.0.0.{number}:26600" for number in range(1, 9)}
+
+
+def test_bookmarks_move_the_version_on(server: ApiServer, cluster: Cluster) -> None:
+    async def go() -> None:
+        server.bookmark_s = 0.05
+        async with hosts() as seen:
+            await running(cluster, seen)
+            # Nothing of ours: without a bookmark the watch would go on from before it, and be too
+            # old for it.
+            other = copy.deepcopy(POOLS[0])
+            other["metadata"]["name"] = "other"
+            labels = other["spec"]["podTemplate"]["metadata"]["labels"]
+            labels["app.kubernetes.io/instance"] = "other"
+            cluster.operator.apply(other)
+            await until(lambda: len(cluster.operator.pods()) == 10)
+            await asyncio.sleep(0.3)
+            before = len(server.requests)
+            server.forget()
+            server.cut_watches()
+            cluster.operator.lose("trainer-0")
+            await seen.until(lambda now: now[-1].name != "trainer-0")
+            asked = {verb for user, verb, _ in server.requests[before:] if user == CONTROLLER}
+            assert asked == {"watch"}
+
+    asyncio.run(go())
+
+
+def test_a_probe_that_fails_for_a_while_ends_no_worker(cluster: Cluster) -> None:
+    """A container that ends does, though its pod stays."""
+
+    async def go() -> None:
+        async with hosts() as seen:
+            await running(cluster, seen)
+            ip = cluster.operator.pods()["trainer-0"]["status"]["podIP"]
+            cluster.operator.set("trainer-0", not_ready(ip))
+            cluster.operator.set("generator-1", {**not_ready("10.0.0.99"), "phase": "Failed"})
+            assert [w.name for w in await seen.first()] == [n for n in EIGHT if n != "generator-1"]
+            ended = not_ready(ip)
+            ended["containerStatuses"][0] |= {"restartCount": 1}
+            cluster.operator.set("trainer-0", ended)
+            await seen.names(*(n for n in EIGHT[:-1] if n != "generator-1"))
+            cluster.operator.set("trainer-0", ready(ip, restarts=1))
+            assert (await seen.first())[-1].name == "trainer-0"
+
+    asyncio.run(go())
+
+
+def test_a_run_goes_on_while_the_api_server_refuses(
+    server: ApiServer, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def go() -> None:
+        async with hosts() as seen:
+            await running(cluster, seen)
+            roles = server.roles[:]
+            server.roles.clear()
+            server.cut_watches()
+            next_one = asyncio.ensure_future(seen.first())
+            await until(lambda: "pods are not watched for now: may not watch" in caplog.text)
+            assert not next_one.done()
+            server.roles += roles
+            cluster.operator.lose("generator-1")
+            assert len(await next_one) == 7
+
+    asyncio.run(go())
+
+
+# -- what the API server puts off, or does not do -------------------------------------------------
+
+
+def test_what_is_put_off_is_asked_again(server: ApiServer, cluster: Cluster) -> None:
+    server.faults += [
+        Fault(429, 1, "list", "pods", {"Retry-After": "1"}),
+        Fault(500, 2, "create"),
+        Fault(503, 1, "patch"),
+        Fault(409, 1, "patch"),
+    ]
+    cluster.grant("provisioning")
+
+    async def go() -> None:
+        async with hosts(PROVISION) as seen:
+            assert [w.name for w in await seen.until(lambda now: len(now) >= 8)] == EIGHT
+            await seen.hosts.want("generator", 3)
+            await seen.until(lambda now: len(now) == 9)
+
+    asyncio.run(go())
+    assert server.faults == []
+    assert cluster.operator.meshes() == {}
+
+
+def test_what_is_put_off_for_long_is_told(
+    server: ApiServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.kubernetes_api.PATIENCE_S", 0.5)
+    server.faults.append(Fault(500, 1000, "get", "monarchmeshes"))
+    cluster.grant("scaling")
+
+    async def go() -> None:
+        async with hosts() as seen:
+            with pytest.raises(RunError, match=r"did not get .*\(500: etcdserver: leader changed"):
+                await seen.hosts.want("generator", 3)
+
+    asyncio.run(go())
+
+
+def test_meshes_of_a_failed_start_are_taken_back(server: ApiServer, cluster: Cluster) -> None:
+    """Two are made; the third has no answer in time, and is made all the same."""
+    cluster.grant("provisioning")
+    made = iter(range(100))
+    create = server.create
+
+    def third_is_lost(resource: str, space: str, body: Object) -> Object:
+        found = create(resource, space, body)
+        if resource == "monarchmeshes" and next(made) >= 2:
+            raise Refusal(504, "Timeout", "request did not complete within the allotted timeout")
+        return found
+
+    server.create = third_is_lost  # type: ignore[method-assign]
+
+    async def goes_on() -> None:
+        """Its answer was lost, and what it made is known again as ours."""
+        async with hosts(PROVISION) as seen:
+            assert len(await seen.until(lambda now: len(now) >= 8)) == 8
+
+    asyncio.run(goes_on())
+    assert cluster.operator.meshes() == {}
+
+    def third_is_refused(resource: str, space: str, body: Object) -> Object:
+        if resource == "monarchmeshes" and len(cluster.operator.meshes()) == 2:
+            raise Refusal(422, "Invalid", "quota of meshes exceeded")
+        return create(resource, space, body)
+
+    server.create = third_is_refused  # type: ignore[method-assign]
+
+    async def fails() -> None:
+        async with hosts(PROVISION) as seen:
+            with pytest.raises(RunError, match="quota of meshes exceeded"):
+                await seen.first()
+            assert cluster.operator.meshes() == {}
+
+    asyncio.run(fails())
+
+
+def test_a_start_that_is_cancelled_leaves_nothing(server: ApiServer, cluster: Cluster) -> None:
+    cluster.grant("provisioning")
+    server.faults.append(Fault(0, 1, "create", "monarchmeshes", delay_s=0.5))
+
+    async def go() -> None:
+        async with hosts(PROVISION) as seen:
+            starting = asyncio.ensure_future(anext(seen.answers))
+            await until(lambda: any(verb == "create" for _, verb, _ in server.requests))
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+        assert server.listed("monarchmeshes", SPACE, "")["items"] == []
+
+    asyncio.run(go())
+
+
+def test_a_missing_operator_is_named(server: ApiServer, cluster: Cluster) -> None:
+    server.installed = False
+    cluster.grant("provisioning")
+
+    async def go() -> None:
+        async with hosts(PROVISION) as seen:
+            with pytest.raises(RunError, match=r"knows no monarchmeshes.*install the operator"):
+                await seen.first()
+
+    with pytest.raises(RunError, match="install the operator"):  # closing asks for it too
+        asyncio.run(go())
+
+
+def test_no_pods_at_all(cluster: Cluster) -> None:
+    async def go() -> None:
+        async with hosts("spawn_timeout_s=0.3") as seen:
+            with pytest.raises(RunError) as caught:
+                await seen.first()
+        assert "\n  generator: no pods\n" in str(caught.value)
+        assert str(caught.value).endswith(
+            f"check that the operator runs (`kubectl get monarchmeshes,pods -n {SPACE}`) and that "
+            "the manifests are applied: `kubectl apply -k deploy/k8s/overlays/cpu`"
+        )
+
+    asyncio.run(go())
+
+
+# -- owners ---------------------------------------------------------------------------------------
+
+
+def controller_pod(cluster: Cluster, name: str) -> str:
+    """A pod of the Job's; its uid."""
+    body = {"kind": "Pod", "metadata": {"name": name}, "spec": {"nodeName": "node-1"}}
+    made = cluster.operator.admin.call("POST", PODS, body)
+    assert made is not None
+    return str(made["metadata"]["uid"])
+
+
+def test_meshes_belong_to_the_controllers_pod(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next pod of the Job makes them anew, once the one before has ended; not while it runs."""
+    cluster.grant("provisioning")
+
+    def becomes(name: str) -> None:
+        monkeypatch.setenv("POD_NAME", name)
+        monkeypatch.setenv("POD_UID", controller_pod(cluster, name))
+
+    def meshes() -> list[Object]:
+        return cluster.operator.admin.items(MESHES)
+
+    async def killed() -> None:
+        seen = Seen(KubernetesHosts(spec(PROVISION)))
+        await seen.until(lambda now: len(now) == 8)
+        await seen.answers.aclose()
+
+    becomes("controller-a")
+    asyncio.run(killed())
+    (owner,) = {m["metadata"]["ownerReferences"][0]["name"] for m in meshes()}
+    assert owner == "controller-a"
+
+    async def beside_it() -> None:
+        async with hosts(PROVISION) as seen:
+            with pytest.raises(RunError, match=r"generator is in namespace .* already"):
+                await seen.first()
+
+    becomes("controller-b")
+    asyncio.run(beside_it())
+    assert len(meshes()) == 6
+
+    async def after_it() -> None:
+        uids = {m["metadata"]["uid"] for m in meshes()}
+        async with hosts(PROVISION) as seen:
+            await seen.until(lambda now: len(now) == 8)
+            assert not uids & {m["metadata"]["uid"] for m in meshes()}
+
+    failed = {"status": {"phase": "Failed"}}
+    cluster.operator.admin.call("PATCH", f"{PODS}/controller-a/status", failed)
+    becomes("controller-c")
+    asyncio.run(after_it())
+    assert meshes() == []
+
+
+# -- who we are, and where the server is ----------------------------------------------------------
+
+
+def first_error(*sets: str) -> str:
+    async def go() -> str:
+        with pytest.raises(RunError) as caught:
+            async with hosts(*sets) as seen:
+                await seen.first()
+        assert caught.value.__cause__ is None
+        return str(caught.value)
+
+    return asyncio.run(go())
+
+
+def test_a_token_that_is_not_known(
+    server: ApiServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level("DEBUG")
+    server.forget_tokens()
+    said = first_error()
+    assert said.startswith(f"the API server at {server.url} does not know our credentials (401)")
+    assert "secret-" in (tmp_path / "controller.yaml").read_text(encoding="utf-8")
+    assert "secret-" not in said + caplog.text
+
+
+def test_a_server_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: ApiServer
+) -> None:
+    monkeypatch.setattr("services.kubernetes_api.PATIENCE_S", 0.5)
+    path = server.kubeconfig(tmp_path / "other", CONTROLLER, server="https://127.0.0.1:1")
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    said = first_error()
+    assert said.startswith("the API server at https://127.0.0.1:1 is not reached (")
+    assert "Connection refused" in said
+
+
+def test_a_server_of_another_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: ApiServer
+) -> None:
+    monkeypatch.setattr("services.kubernetes_api.PATIENCE_S", 0.5)
+    with ApiServer(BASE, KINDS) as other:
+        path = server.kubeconfig(tmp_path / "other", CONTROLLER, server=other.url)
+        monkeypatch.setenv("KUBECONFIG", str(path))
+        assert "certificate verify failed" in first_error()
+
+
+BAD_TOKEN = "users: [{name: me, user: {token: 'secret-1}}]"
+
+
+@pytest.mark.parametrize(
+    ("text", "context", "said"),
+    [
+        (None, "null", "no cluster is configured: "),
+        ("", "null", "no cluster is configured: "),
+        (BAD_TOKEN, "null", "the kubeconfig cannot be read (ScannerError); check it with"),
+        ("[1, 2]", "null", "the kubeconfig cannot be read ("),
+        ("{}", "null", "no cluster is configured: "),
+        ("good", "prod", "Expected object with name prod in"),
+    ],
+)
+def test_a_kubeconfig_that_cannot_be_used(
+    text: str | None,
+    context: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    server: ApiServer,
+) -> None:
+    if text != "good":
+        path = tmp_path / "config"
+        monkeypatch.setenv("KUBECONFIG", str(path))
+        if text is not None:
+            path.write_text(text, encoding="utf-8")
+    found = first_error(f"hosts={{kind: kubernetes, kubernetes: {{context: {context}}}}}")
+    assert said in found
+    assert "secret" not in found
+    assert "kubectl config" in found
+
+
+def test_in_a_pod_without_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    said = first_error()
+    assert said.startswith("no cluster is configured: Service token file does not exist.")
+
+
+# -- pods as the API has them ---------------------------------------------------------------------
+
+
+def test_ipv6_is_bracketed() -> None:
+    assert address("fd00::7") == "tcp://[fd00::7]:26600"
+
+
+def test_ordinals_are_numbers() -> None:
+    pods = [
+        Pod(f"generator-{n}", str(n), "generator", f"10.0.0.{n}", 0, runs=True, ready=True)
+        for n in (10, 9, 2)
+    ]
+    lives = attachable(pods, frozenset())
+    assert [w.name for w in workers(pods, lives, ["generator"])] == [
+        "generator-2",
+        "generator-9",
+        "generator-10",
+    ]
+
+
+def test_a_pod_that_kubelet_has_not_seen() -> None:
+    raw = {"metadata": {"name": "generator-0"}, "status": {"phase": "Pending"}}
+    assert (pod_of(raw).runs, pod_of(raw).reason) == (False, "Pending")
+    evicted = {**raw, "status": {"phase": "Failed", "reason": "Evicted", "message": "disk"}}
+    assert (pod_of(evicted).reason, pod_of(evicted).message) == ("Evicted", "disk")
