@@ -118,7 +118,7 @@ class SlurmHosts:
         deadline = time.monotonic() + CANCEL_SECONDS
         while (left := await self._look()) is None or left.state in WAITS | RUNS:
             if time.monotonic() > deadline:
-                named = left.job if left else f"--me --name={self._name}_{os.getpid()}"
+                named = left.job if left else f"--name={self._name}_{os.getpid()}"
                 raise RunError(f"the Slurm job was not cancelled; end it with: scancel {named}")
             if left is not None:  # one that sbatch made, and SlurmJob does not know of
                 await ask("scancel", left.job)

@@ -36,6 +36,7 @@ class Cluster:
     silent          squeue fails so many times
     nodes_as        "allocation" (24.05 and newer) or "text" (older)
     delay_s         before a worker starts
+    broken          no worker starts
     mute            sbatch does not say "Submitted batch job"
     stuck           scancel does nothing
     """
@@ -114,6 +115,8 @@ def srun(slurm: Cluster, python: str, flag: str, code: str) -> None:
     """One worker for each node, which believes that the node's name is this machine's."""
     facts = slurm.facts
     time.sleep(facts.get("delay_s", 0))
+    if facts.get("broken"):
+        sys.exit("error: execve(): No such file or directory")
     workers = []
     for rank, node in enumerate(node_names(facts)):
         named = f"import socket; socket.gethostname = lambda: {node!r}\n{code}"

@@ -133,6 +133,13 @@ def test_the_json_of_an_older_slurm(slurm: Cluster) -> None:
     assert slurm.facts["state"] == "CANCELLED"
 
 
+def test_a_job_whose_workers_do_not_start(slurm: Cluster, tmp_path: Path) -> None:
+    slurm.set(broken=True, delay_s=0.5)
+    said = failure(SlurmHosts(spec_of()))
+    assert "the Slurm job ended: FAILED (NonZeroExitCode)" in said
+    assert f"what the nodes wrote is in {tmp_path}/runs/longhealth/slurm" in said
+
+
 def test_a_job_that_cannot_be_cancelled(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_hosts, "CANCEL_SECONDS", 0.5)
     slurm.set(state="PENDING", reason="Priority", stuck=True)
