@@ -62,6 +62,19 @@ def alive(directory: Path) -> list[str]:
     return found
 
 
+def wait_until_refused(url: str) -> None:
+    """Return once the server takes no new connection."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, int(port)), 1).close()
+        except ConnectionRefusedError:
+            return
+        time.sleep(0.02)
+    pytest.fail("it goes on taking connections")
+
+
 @pytest.mark.mesh
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
 def test_it_drains_and_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
@@ -75,6 +88,7 @@ def test_it_drains_and_leaves_no_process(tmp_path: Path, end: signal.Signals) ->
             assert len(alive(tmp_path)) >= 2
             # A terminal's Ctrl-C reaches the whole process group.
             os.killpg(group, end) if end is signal.SIGINT else process.send_signal(end)
+            wait_until_refused(url)
             chunks += list(stream)
             assert chunks[-1].choices[0].finish_reason in ("stop", "length"), "it was cut off"
         assert process.wait(30) == (130 if end is signal.SIGINT else 0)
@@ -124,7 +138,7 @@ def test_finished_runs_are_added_once(tmp_path: Path, capsys: pytest.CaptureFixt
     run_of(home, "20260102T000000Z-a", "finished")
     run_of(home, "20260101T000000Z-b", "finished")
     run_of(home, "20260103T000000Z-c", None)
-    run_of(home, "20260104T000000Z-d", "interrupted")
+    run_of(home, "20260104T000000Z-d", "stopped")
     run_of(home, "20260105T000000Z-e", "finished", value=math.nan)
     (home / "latest").symlink_to("20260102T000000Z-a")
     library = tmp_path / "library"
