@@ -151,11 +151,11 @@ def _deployment(
 
 def _files(mesh: str) -> tuple[list[Object], list[Object]]:
     """Volumes and mounts of whoever needs the mesh file and the library."""
-    volumes = [
+    volumes: list[Object] = [
         {"name": "serve", "configMap": {"name": "serve"}},
         {"name": "library", "persistentVolumeClaim": {"claimName": "library"}},
     ]
-    mounts = [
+    mounts: list[Object] = [
         {"name": "serve", "mountPath": mesh, "subPath": "serve.yaml", "readOnly": True},
         {"name": "library", "mountPath": "/library"},
     ]
