@@ -32,6 +32,8 @@ QUEUE_DEPTH = "forge_serve_queue_depth"  # serving.metrics
 CLIENTS = "cartridge-forge/asks"  # label of the namespaces whose pods may ask
 MOST_DOORS = 4
 STOP_SECONDS = 15  # what ending the generators may take, after http.drain_s
+LEAVE_SECONDS = 5  # after which no proxy sends a door that is ending new requests any more
+SYNC_EVERY = "*/5 * * * *"
 
 
 def door(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, list[Object]]:
@@ -63,6 +65,44 @@ def door(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, l
     }
 
 
+def runs(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, list[Object]]:
+    """What adds the cartridges of finished runs to the library, one call at a time. Its claim is to
+    be bound to the volume that the runs are on, which this namespace only reads."""
+    name = dashed(spec.name)
+    space, mine = f"forge-{name}", labels(name, "cartridges")
+    mesh = f"{HOME}/meshes/{files.mesh_name}"
+    sets = [w for value in (*files.sets, "library=/library") for w in ("--set", value)]
+    volumes, mounts = _files(mesh)
+    template = pod(
+        "cartridges",
+        ["forge", "cartridges", "sync", "/runs", "--serve", mesh, *sets],
+        # A checkpoint holds all cartridges of a run, as the door may.
+        Resources(cpu=1, memory=resources.memory, shm=1),
+        "forge-door",
+        mine,
+        ports={},
+        probes={},
+        volumes=[*volumes, {"name": "runs", "persistentVolumeClaim": _CLAIM_OF_RUNS}],
+        mounts=[*mounts, {"name": "runs", "mountPath": "/runs", "readOnly": True}],
+    )
+    template["spec"]["restartPolicy"] = "Never"
+    body = {
+        "schedule": SYNC_EVERY,
+        "concurrencyPolicy": "Forbid",
+        "startingDeadlineSeconds": 60,
+        "jobTemplate": {"spec": {"backoffLimit": 0, "template": template}},
+    }
+    return {
+        "runs.yaml": [
+            claim("runs", space, mine, "ReadOnlyMany", "100Gi"),
+            made("batch/v1", "CronJob", "cartridges", space, mine, spec=body),
+        ]
+    }
+
+
+_CLAIM_OF_RUNS = {"claimName": "runs", "readOnly": True}
+
+
 def _deployment(
     spec: ServeSpec,
     files: MeshFiles,
@@ -76,6 +116,7 @@ def _deployment(
     sets = [word for value in (*files.sets, *own) for word in ("--set", value)]
     # Model and generators come up first: so long may a door start before it is given up.
     tries = max(1, round(spec.spawn_timeout_s / 5))
+    volumes, mounts = _files(mesh)
     template = pod(
         "door",
         ["forge", "serve", mesh, *sets],
@@ -89,16 +130,13 @@ def _deployment(
             "livenessProbe": {**_get("/health"), "periodSeconds": 10, "failureThreshold": 6},
         },
         env=[secret_env(variable, SECRET, KEY)],
-        volumes=[
-            {"name": "serve", "configMap": {"name": "serve"}},
-            {"name": "library", "persistentVolumeClaim": {"claimName": "library"}},
-        ],
-        mounts=[
-            {"name": "serve", "mountPath": mesh, "subPath": "serve.yaml", "readOnly": True},
-            {"name": "library", "mountPath": "/library"},
-        ],
-        grace_s=round(spec.http.drain_s) + STOP_SECONDS,
+        volumes=volumes,
+        mounts=mounts,
+        grace_s=LEAVE_SECONDS + round(spec.http.drain_s) + STOP_SECONDS,
     )
+    # It closes its socket at SIGTERM, and who is still sent here by then would be refused.
+    leave = {"preStop": {"sleep": {"seconds": LEAVE_SECONDS}}}
+    template["spec"]["containers"][0]["lifecycle"] = leave
     # No replicas: their number is the autoscaler's, and applying this again would set it back.
     body = {
         "strategy": {
@@ -109,6 +147,19 @@ def _deployment(
         "template": template,
     }
     return made("apps/v1", "Deployment", "door", space, mine, spec=body)
+
+
+def _files(mesh: str) -> tuple[list[Object], list[Object]]:
+    """Volumes and mounts of whoever needs the mesh file and the library."""
+    volumes: list[Object] = [
+        {"name": "serve", "configMap": {"name": "serve"}},
+        {"name": "library", "persistentVolumeClaim": {"claimName": "library"}},
+    ]
+    mounts: list[Object] = [
+        {"name": "serve", "mountPath": mesh, "subPath": "serve.yaml", "readOnly": True},
+        {"name": "library", "mountPath": "/library"},
+    ]
+    return volumes, mounts
 
 
 def _get(path: str) -> Object:

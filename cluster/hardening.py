@@ -66,7 +66,7 @@ def _container(name: str, container: Object, volumes: Sequence[Object]) -> Itera
         yield f"{name}: may gain privileges"
     if context.get("capabilities", {}).get("drop") != ["ALL"]:
         yield f"{name}: keeps capabilities; drop ALL"
-    if "readinessProbe" not in container:
+    if "readinessProbe" not in container and not name.startswith("CronJob/"):  # nobody asks it
         yield f"{name}: has no readinessProbe"
     if container.get("command", ["?"])[0] != "tini":
         yield f"{name}: is process 1 and ignores SIGTERM; start it under tini"

@@ -39,6 +39,7 @@ def pod_templates(objects: Sequence[Object]) -> Iterator[tuple[str, Object]]:
     """(name of its owner, template) of every pod that would be made."""
     for found in objects:
         spec = found.get("spec", {})
+        spec = spec.get("jobTemplate", {}).get("spec", spec)  # of a CronJob
         template = spec.get("podTemplate") or spec.get("template")
         if isinstance(template, dict) and "spec" in template:
             yield _name(found), template

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from cluster.door import door
+from cluster.door import door, runs
 from cluster.mesh import MeshFiles, base, instance, provisioning, scaling, space_of
 from cluster.monitoring import monitoring
 from cluster.parts import GPU, IMAGE, Object, Resources, mesh_name
@@ -50,12 +50,17 @@ def mesh_tree(
 
 
 def door_tree(spec: ServeSpec, files: MeshFiles, resources: Resources) -> Tree:
-    """The serving door's overlay, of an image for CPUs, or for GPUs where the spec has any."""
+    """The serving door's overlays, of an image for CPUs, or for GPUs where the spec has any."""
     parts = door(spec, files, resources)
     target = "cuda" if resources.gpus else "cpu"
     image = _replace("/spec/template/spec/containers/0/image", f"{IMAGE}-{target}")
     patch = {"target": {"kind": "Deployment", "name": "door"}, "patch": text([image])}
-    return _headed(_folder("overlays/serve", parts, patches=[patch]), files)
+    tree = _folder("overlays/serve", parts, patches=[patch])
+    image = _replace("/spec/jobTemplate/spec/template/spec/containers/0/image", f"{IMAGE}-cpu")
+    patch = {"target": {"kind": "CronJob", "name": "cartridges"}, "patch": text([image])}
+    added = runs(spec, files, resources)
+    tree |= _folder("overlays/serve-runs", added, base=["../serve"], patches=[patch])
+    return _headed(tree, files)
 
 
 def cpu_patches(spec: RunSpec) -> list[Object]:
@@ -145,6 +150,7 @@ def _folder(
     parts: Mapping[str, Sequence[Object]],
     *,
     kind: str = "Kustomization",
+    base: Sequence[str] = (),
     patches: Sequence[Object] = (),
 ) -> Tree:
     """Its files, and the kustomization that lists them."""
@@ -152,7 +158,7 @@ def _folder(
         f"{folder}/{name}": "---\n".join(text(found) for found in objects)
         for name, objects in parts.items()
     }
-    fields: Object = {"resources": list(parts)}
+    fields: Object = {"resources": [*base, *parts]}
     if patches:
         fields["patches"] = list(patches)
     return {**tree, f"{folder}/kustomization.yaml": _kustomization(kind, fields)}

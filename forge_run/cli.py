@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_run.control import add_commands
-from protocols.errors import ForgeError
+from protocols.errors import DataError, ForgeError
 
 INTERRUPTED = 130  # what a shell expects of a process that Ctrl-C ended
 
@@ -111,18 +111,22 @@ def _add_cartridges(commands: Any) -> None:
         default=[],
         help="this cartridge of the run alone, under another name; repeatable (default: all)",
     )
-    add.add_argument(
-        "--serve",
-        dest="mesh",
-        metavar="MESH.yaml",
-        default="meshes/serve.yaml",
-        help="the server whose library and model they are for (default: meshes/serve.yaml)",
-    )
-    add.add_argument(
-        "--set", dest="sets", metavar="KEY.PATH=VALUE", action="append", default=[],
-        help="override a key of it, such as library=DIR",
-    )  # fmt: skip
     add.set_defaults(act=_add_from_run)
+    sync = verbs.add_parser("sync", help="add those of every finished run, each run once")
+    sync.add_argument("runs", type=Path, metavar="RUNS", help="such as runs, or runs/longhealth")
+    sync.set_defaults(act=_sync_runs)
+    for verb in (add, sync):
+        verb.add_argument(
+            "--serve",
+            dest="mesh",
+            metavar="MESH.yaml",
+            default="meshes/serve.yaml",
+            help="the server whose library and model they are for (default: meshes/serve.yaml)",
+        )
+        verb.add_argument(
+            "--set", dest="sets", metavar="KEY.PATH=VALUE", action="append", default=[],
+            help="override a key of it, such as library=DIR",
+        )  # fmt: skip
 
 
 def _add_k8s(commands: Any) -> None:
@@ -229,17 +233,36 @@ def _k8s_render(options: argparse.Namespace) -> int:
 
 
 def _add_from_run(options: argparse.Namespace) -> int:
-    from protocols.spec_loading import load_serve
     from serving.imports import add_from_run
+
+    names = {name: new or name for name, _, new in (n.partition("=") for n in options.names)}
+    _tell_added(add_from_run(_library(options), options.run, names))
+    return 0
+
+
+def _sync_runs(options: argparse.Namespace) -> int:
+    from serving.imports import add_finished
+
+    if not options.runs.is_dir():
+        raise DataError(f"there is no directory {options.runs}; name the one that holds the runs")
+    added, passed = add_finished(_library(options), options.runs)
+    _tell_added(added)
+    for reason in passed:
+        print(f"passed by: {reason}", file=sys.stderr)
+    return 0
+
+
+def _library(options: argparse.Namespace) -> Any:
+    from protocols.spec_loading import load_serve
     from serving.library import Library, read_base
 
     spec = load_serve(options.mesh, sets=options.sets).spec
-    library = Library(Path(spec.library), read_base(Path(spec.model.path)))
-    names = {name: new or name for name, _, new in (n.partition("=") for n in options.names)}
-    for entry in add_from_run(library, options.run, names):
-        told = entry.manifest
+    return Library(Path(spec.library), read_base(Path(spec.model.path)))
+
+
+def _tell_added(entries: Sequence[Any]) -> None:
+    for told in (entry.manifest for entry in entries):
         print(f"{told.name}@{told.version}: {told.tokens} tokens, {told.source['checkpoint']}")
-    return 0
 
 
 def _ablate(options: argparse.Namespace) -> int:

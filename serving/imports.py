@@ -1,4 +1,4 @@
-"""Cartridges of a run, taken from its newest checkpoint into a library."""
+"""Cartridges of runs, taken from their newest checkpoints into a library."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from learning.checkpoint import MANIFEST, list_checkpoints, read_checkpoint
-from protocols.errors import DataError
+from protocols.errors import CheckpointError, DataError
 from protocols.spec_loading import load_resolved
 from serving.library import Entry, Library, config_hash
+
+RESULTS = "results.json"  # of a run directory, replaced whole at its end (services.rundir)
+IMPORTED = ".imported"  # in the library: ids of the runs that `add_finished` added
 
 
 def newest_checkpoint(path: Path) -> Path:
@@ -70,6 +73,42 @@ def add_from_run(
             save_file({"kv": have[name].contiguous()}, file, metadata=metadata)
             added.append(library.add(new, file, {**source, "name": name}))
     return added
+
+
+def finished_runs(root: Path) -> list[Path]:
+    """The runs in `root`, which holds runs, or the folders of meshes, that came to their end: the
+    oldest first. A run that still goes on, was interrupted or failed is not among them."""
+    found = {p.parent.resolve() for depth in ("*", "*/*") for p in root.glob(f"{depth}/{RESULTS}")}
+    return sorted((p for p in found if _is_finished(p)), key=lambda p: (p.name, p))
+
+
+def add_finished(library: Library, root: Path) -> tuple[list[Entry], list[str]]:
+    """Add the cartridges of all finished runs in `root` whose turn has not come yet. Returns the
+    new entries, and why runs were passed by: those for another base model, most often. Each run
+    is added once; what was dropped of it since does not come back."""
+    added: list[Entry] = []
+    passed: list[str] = []
+    noted = library.directory / IMPORTED
+    done = set(noted.read_text().splitlines()) if noted.is_file() else set()
+    for run in finished_runs(root):
+        if run.name in done:
+            continue
+        try:
+            added += add_from_run(library, run)
+        except (DataError, CheckpointError) as error:
+            passed.append(f"{run}: {error}")
+            continue
+        with noted.open("a") as file:
+            file.write(f"{run.name}\n")
+    return added, passed
+
+
+def _is_finished(run: Path) -> bool:
+    try:
+        found = json.loads((run / RESULTS).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("status") == "finished"
 
 
 def _base_of(run: Path) -> dict[str, str]:

@@ -205,6 +205,12 @@ FAULTS: Sequence[Fault] = (
         "serve",
     ),
     Fault(
+        "cartridges-of-no-runs",
+        "references",
+        lambda o: o.remove(one(o, "PersistentVolumeClaim", "runs")),
+        "serve-runs",
+    ),
+    Fault(
         "budget-of-no-pod",
         "references",
         lambda o: put(

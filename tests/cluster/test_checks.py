@@ -31,8 +31,9 @@ def test_what_is_committed_is_sound_and_what_is_rendered(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert k8s_check.main() == 0
-    assert capsys.readouterr().out == "26 files, 4 overlays: sound\n"
-    assert targets(TREE) == [f"overlays/{name}" for name in ("cpu", "gpu", "serve", "teachers")]
+    assert capsys.readouterr().out == "28 files, 5 overlays: sound\n"
+    names = ("cpu", "gpu", "serve", "serve-runs", "teachers")
+    assert targets(TREE) == [f"overlays/{name}" for name in names]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

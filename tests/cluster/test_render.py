@@ -171,7 +171,24 @@ def test_a_door_holds_its_generators() -> None:
     sets = [word for flag, word in itertools.pairwise(door["command"]) if flag == "--set"]
     spec = load_serve(str(REPOSITORY / "meshes" / "serve.yaml"), sets=sets).spec
     assert (spec.http.listen, spec.http.key_env) == ("0.0.0.0:8000", "FORGE_API_KEY")
-    assert pod["terminationGracePeriodSeconds"] > spec.http.drain_s
+    # Proxies forget it, it drains, its generators end.
+    assert door["lifecycle"]["preStop"]["sleep"]["seconds"] == 5
+    assert pod["terminationGracePeriodSeconds"] == 5 + spec.http.drain_s + 15
+
+
+def test_finished_runs_come_into_the_library_of_the_doors() -> None:
+    objects = build(render(str(REPOSITORY / "meshes" / "serve.yaml")), "overlays/serve-runs")
+    (cron,) = (o["spec"] for o in objects if o["kind"] == "CronJob")
+    assert cron["concurrencyPolicy"] == "Forbid", "a run is added once"
+    pod = cron["jobTemplate"]["spec"]["template"]["spec"]
+    (adding,) = pod["containers"]
+    assert adding["image"] == "cartridge-forge:0.1.0-cpu"
+    assert adding["command"][2:6] == ["forge", "cartridges", "sync", "/runs"]
+    (mount,) = (m for m in adding["volumeMounts"] if m["mountPath"] == "/runs")
+    assert mount["readOnly"]
+    (service,) = (o["spec"]["selector"] for o in objects if o["kind"] == "Service")
+    labels = cron["jobTemplate"]["spec"]["template"]["metadata"]["labels"]
+    assert not service.items() <= labels.items(), "nobody's requests go to it"
 
 
 def test_doors_are_added_by_a_metric_that_they_have() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -59,6 +62,19 @@ def alive(directory: Path) -> list[str]:
     return found
 
 
+def wait_until_refused(url: str) -> None:
+    """Return once the server takes no new connection."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, int(port)), 1).close()
+        except ConnectionRefusedError:
+            return
+        time.sleep(0.02)
+    pytest.fail("it goes on taking connections")
+
+
 @pytest.mark.mesh
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
 def test_it_drains_and_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
@@ -72,6 +88,7 @@ def test_it_drains_and_leaves_no_process(tmp_path: Path, end: signal.Signals) ->
             assert len(alive(tmp_path)) >= 2
             # A terminal's Ctrl-C reaches the whole process group.
             os.killpg(group, end) if end is signal.SIGINT else process.send_signal(end)
+            wait_until_refused(url)
             chunks += list(stream)
             assert chunks[-1].choices[0].finish_reason in ("stop", "length"), "it was cut off"
         assert process.wait(30) == (130 if end is signal.SIGINT else 0)
@@ -104,6 +121,44 @@ def test_cartridges_of_a_run_are_added(tmp_path: Path, capsys: pytest.CaptureFix
     ]
     assert forge([*words, "--name", "p9"]) == 2
     assert "the run has no cartridge p9; it has p1, p2" in capsys.readouterr().err
+
+
+def run_of(home: Path, name: str, status: str | None, value: float = 1.0) -> None:
+    """A run's directory as far as its cartridges go; without a status it still runs."""
+    facts = {"names": ["p1"], "version": 9, "arm": "on_policy", "step": 9}
+    parts = {"frozen": torch.ones(1, 4, 2, 2, 1, 32), "trainable": torch.ones(1, 4, 2, 2, 3, 32)}
+    parts["trainable"] *= value
+    write_checkpoint(home / name / "checkpoints", "version-000009", Checkpoint(facts, parts), 2)
+    if status:
+        (home / name / "results.json").write_text(json.dumps({"status": status}))
+
+
+def test_finished_runs_are_added_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = tmp_path / "runs/ward"
+    run_of(home, "20260102T000000Z-a", "finished")
+    run_of(home, "20260101T000000Z-b", "finished")
+    run_of(home, "20260103T000000Z-c", None)
+    run_of(home, "20260104T000000Z-d", "stopped")
+    run_of(home, "20260105T000000Z-e", "finished", value=math.nan)
+    (home / "latest").symlink_to("20260102T000000Z-a")
+    library = tmp_path / "library"
+    words = ["cartridges", "sync", str(tmp_path / "runs"), "--serve", SERVE]
+    words += ["--set", f"library={library}"]
+    assert forge(words) == 0
+    said = capsys.readouterr()
+    assert said.out == "p1@1: 4 tokens, version-000009\np1@2: 4 tokens, version-000009\n"
+    assert "20260105T000000Z-e: layer 0 of the cartridge holds numbers" in said.err
+    told = [json.loads((library / f"p1/{i}/manifest.json").read_text()) for i in (1, 2)]
+    runs = [manifest["source"]["run"] for manifest in told]
+    assert runs == ["20260101T000000Z-b", "20260102T000000Z-a"], "the oldest first"
+
+    shutil.rmtree(library / "p1/1")  # dropped: it does not come back
+    (home / "20260103T000000Z-c/results.json").write_text('{"status": "finished"}')
+    assert forge(words) == 0
+    assert capsys.readouterr().out == "p1@3: 4 tokens, version-000009\n"
+
+    assert forge(["cartridges", "sync", str(tmp_path / "nowhere"), *words[3:]]) == 2
+    assert "name the one that holds the runs" in capsys.readouterr().err
 
 
 def test_what_keeps_it_from_starting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
