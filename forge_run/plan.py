@@ -251,16 +251,7 @@ def _roofline_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[Section]:
     if shape is None or learn.data.document_tokens is None:
         missing = "the model's shape" if shape is None else "data.document_tokens"
         return [Section("roofline of a step", ("",), ((f"unknown: needs {missing}",),))]
-    prompt = learn.data.prompt_tokens or learn.train.row_tokens - learn.rollout.max_tokens
-    base = Workload(
-        learn.rollout.prompts,
-        prompt,
-        learn.rollout.max_tokens,
-        learn.data.document_tokens,
-        learn.cartridge.tokens,
-        1,
-        VALUE_BYTES[learn.model.dtype],
-    )
+    base = _workload(learn)
     phases = step_phases(spec, shape, base)
     rows = [(low.name, *_phase_cells(low, high)) for low, high in phases]
     names = ("rollout", "teacher", "student", "publish")
@@ -273,11 +264,34 @@ def _roofline_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[Section]:
     return [
         Section(
             f"roofline of a step: bf16 peaks at {MFU:.0%} MFU, one device a replica, prompts of "
-            f"{prompt} tokens, all of one document .. each of its own",
+            f"{base.prompt} tokens, all of one document .. each of its own",
             ("phase", "FLOP", "bytes", "A100", "H200"),
             tuple(rows),
         )
     ]
+
+
+def step_workload(spec: RunSpec) -> tuple[tuple[Phase, Phase], ...]:
+    """`step_phases` of the spec's own step; none where the plan has no roofline for it."""
+    learn, shape = spec.learn, model_shape(spec.learn.model)
+    episodic = learn.episodes is not None or learn.rsa is not None
+    if episodic or shape is None or learn.data.document_tokens is None:
+        return ()
+    return step_phases(spec, shape, _workload(learn))
+
+
+def _workload(learn: LearnSpec) -> Workload:
+    assert learn.data.document_tokens is not None
+    prompt = learn.data.prompt_tokens or learn.train.row_tokens - learn.rollout.max_tokens
+    return Workload(
+        learn.rollout.prompts,
+        prompt,
+        learn.rollout.max_tokens,
+        learn.data.document_tokens,
+        learn.cartridge.tokens,
+        1,
+        VALUE_BYTES[learn.model.dtype],
+    )
 
 
 def step_phases(spec: RunSpec, shape: ShapeSpec, base: Workload) -> tuple[tuple[Phase, Phase], ...]:
