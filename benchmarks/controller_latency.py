@@ -1,4 +1,4 @@
-"""What the controller's event loop spends on each thing it does, as benchmarks.hosts_scaling takes it.
+"""What the controller's event loop spends on each thing it does: benchmarks.hosts_scaling takes it.
 
     python -m benchmarks.controller_latency [--most 8] [--out benchmarks/controller_latency.json]
 
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,17 @@ async def one_by_one(calls: list[Callable[[], Awaitable[Any]]]) -> dict[str, flo
     return {"send_s": send, "receive_s": receive, "process_s": process, "wall_s": wall}
 
 
+def kinds_of_call(service: Service, pool: Pool) -> dict[str, list[Callable[[], Awaitable[Any]]]]:
+    """What the controller sends to each replica: as it is, and as the service and its pools do."""
+    there = pool.replicas
+    return {
+        "calls": [r.actor.echo.call_one for r in there],
+        "beats": [partial(service._hear, r, r.process) for r in there],
+        "routes": [partial(pool.route, "echo") for _ in there],
+        "updates": [partial(pool._tell, r, "load", (1,)) for r in there],
+    }
+
+
 async def calls_and_starts(most: int) -> dict[str, list[dict[str, Any]]]:
     """Starts, bare calls, beats, routed requests and updates, over 1, 2, 4, ... replicas."""
     found: dict[str, list[dict[str, Any]]] = {
@@ -118,13 +130,7 @@ async def calls_and_starts(most: int) -> dict[str, list[dict[str, Any]]]:
     while replicas <= most:
         service, pool, start = await service_of(replicas, SILENT)
         found["starts"].append(start)
-        there = pool.replicas
-        kinds: dict[str, list[Callable[[], Awaitable[Any]]]] = {
-            "calls": [r.actor.echo.call_one for r in there],
-            "beats": [lambda r=r: service._hear(r, r.process) for r in there],
-            "routes": [lambda: pool.route("echo") for _ in there],
-            "updates": [lambda r=r: pool._tell(r, "load", (1,)) for r in there],
-        }
+        kinds = kinds_of_call(service, pool)
         for name, calls in kinds.items():
             found[name].append({"replicas": replicas, **await one_by_one(calls)})
             print(name, found[name][-1], flush=True)
@@ -271,7 +277,7 @@ async def checks(most: int) -> list[dict[str, Any]]:
         split, update = [], []
         for version in range(30):
             clock = Clock()
-            await pool.split(list(range(replicas)), lambda items: pool.route("echo", items))
+            await pool.split(list(range(replicas)), partial(pool.route, "echo"))
             split.append(clock.spent[2])
             clock = Clock()
             await pool.update("cartridge", version, "load", version)

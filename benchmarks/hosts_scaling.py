@@ -30,7 +30,8 @@ from cluster.schedule import (
     doubling,
     simulate,
 )
-from forge_run.plan import bytes_text, seconds_text, step_workload
+from forge_run.figures import bytes_text, seconds_text
+from forge_run.plan import step_workload
 from forge_run.roofline import A100
 from protocols.errors import SpecError
 from protocols.spec import RunSpec

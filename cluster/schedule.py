@@ -118,7 +118,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured, in seconds: on the loop, but for `wire`, `trip`, `start_host`, the store's.
+    """Measured, in seconds: on the loop, but for `wire`, `trip`, `start_host` and the store's.
 
     `wire` is what Monarch's own threads take for a message and its answer, taken as one thread.
     `seat`, `look` and `status` are for each replica of the pool: of every request's choice, of

@@ -12,7 +12,6 @@ import yaml
 from cluster.mesh import MeshFiles
 from cluster.sizing import ModelSize, door_resources
 from cluster.tree import Tree, door_tree, mesh_tree
-from forge_run import roofline
 from forge_run.plan import VALUE_BYTES, model_shape
 from protocols.errors import SpecError
 from protocols.learn_spec import ModelSpec
@@ -73,5 +72,4 @@ def model_size(model: ModelSpec) -> ModelSize:
             f"model.path: {model.path} has no config.json here, and memory is asked for by the "
             "model's shape; give model.shape"
         )
-    values, each = roofline.kv_values_per_token(shape), VALUE_BYTES[model.dtype]
-    return ModelSize(roofline.matmul_parameters(shape) * each, values * each, values)
+    return ModelSize(shape, VALUE_BYTES[model.dtype])

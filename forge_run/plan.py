@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from forge_run import plan_channels, plan_rsa, roofline
+from cluster import sizing
+from forge_run import plan_channels, plan_rsa, plan_sizing, roofline
+from forge_run.figures import Section, bytes_text, count_text, seconds_text
 from forge_run.roofline import A100, H200, MFU, Phase, Workload
 from forge_run.runnable import resolved_place, unmet
 from protocols.errors import SpecError
@@ -21,17 +23,8 @@ from protocols.spec import RunSpec
 from protocols.yaml_lines import Place
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}
-TRAINER_BYTES = 16  # per trainable number: fp32 master, gradient and Adam's two moments
+
 AT_RUN_TIME = "measured at run time"
-
-
-@dataclass(frozen=True)
-class Section:
-    """A titled table: `Section("budget", ("", ""), (("prompts a step", "32"),))`."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 def plan(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> tuple[Section, ...]:
@@ -41,6 +34,7 @@ def plan(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> tuple
         _run_section(spec),
         _roles_section(spec),
         _memory_section(spec.learn, shape),
+        *_sizing_sections(spec, shape),
         *_channel_sections(spec.learn),
         _budget_section(spec.learn),
         *_roofline_sections(spec, shape),
@@ -75,6 +69,11 @@ def render(sections: Sequence[Section], *, terminal: bool) -> str:
     return capture.get()
 
 
+def as_json(sections: Sequence[Section]) -> str:
+    """The plan as JSON: `[{"title", "columns", "rows"}, ...]`."""
+    return json.dumps([asdict(section) for section in sections], indent=1) + "\n"
+
+
 def model_shape(model: ModelSpec) -> ShapeSpec | None:
     """The shape from the model's config.json, else from `model.shape`, else None."""
     path = Path(model.path) / "config.json"
@@ -97,6 +96,26 @@ def model_shape(model: ModelSpec) -> ShapeSpec | None:
             f"{path} is not the config of a Llama-like model ({type(error).__name__}: "
             f"{str(error).splitlines()[0]}); set model.path to another directory"
         ) from error
+
+
+def size_plan(spec: RunSpec) -> tuple[Section, ...]:
+    """What each role needs, item by item. Raises SpecError where the shape is not at hand."""
+    model = spec.learn.model
+    shape = model_shape(model)
+    if shape is None:
+        raise SpecError(
+            f"model.path: {model.path} has no config.json here, and memory is sized by the model's "
+            "shape; give model.shape"
+        )
+    size = sizing.ModelSize(shape, VALUE_BYTES[model.dtype])
+    return (plan_sizing.summary(spec, size), *plan_sizing.details(spec, size))
+
+
+def _sizing_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[Section]:
+    if shape is None:
+        return []
+    size = sizing.ModelSize(shape, VALUE_BYTES[spec.learn.model.dtype])
+    return [plan_sizing.summary(spec, size)]
 
 
 def _run_section(spec: RunSpec) -> Section:
@@ -189,7 +208,7 @@ def _memory_section(learn: LearnSpec, shape: ShapeSpec | None) -> Section:
         ("all cartridges", f"{bytes_text(documents * tokens * per_token)}, published as one"),
         (
             "trainable",
-            f"{count_text(trainable)} numbers, {bytes_text(trainable * TRAINER_BYTES)} "
+            f"{count_text(trainable)} numbers, {bytes_text(trainable * sizing.TRAINER_BYTES)} "
             "with gradient and Adam in float32",
         ),
     ]
@@ -338,29 +357,3 @@ def _plain(section: Section) -> str:
     widths = [max(len(row[i]) for row in table) for i in range(len(section.columns))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in table]
     return "\n".join([section.title, *(f"  {line}".rstrip() for line in lines)])
-
-
-def bytes_text(count: float) -> str:
-    """Bytes in decimal units, three digits: `234_881_024` -> `"235 MB"`."""
-    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
-
-
-def count_text(count: float) -> str:
-    """A count, three digits: `117_383_168` -> `"117 M"`."""
-    return _scaled(count, ("", "k", "M", "G", "T", "P"))
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds, two digits: `0.0094` -> `"9.4 ms"`."""
-    value, unit = seconds, "s"
-    for smaller in ("ms", "us"):
-        if value < 0.995:
-            value, unit = value * 1000, smaller
-    return f"{value:.2g} {unit}" if value < 99.5 else f"{value:,.0f} {unit}"
-
-
-def _scaled(count: float, units: tuple[str, ...]) -> str:
-    step = 0
-    while count >= 999.5 and step < len(units) - 1:
-        count, step = count / 1000, step + 1
-    return f"{count:.3g} {units[step]}".rstrip()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.sizing import kv_values_per_token, matmul_parameters
 from protocols.learn_spec import ShapeSpec
 
 MFU = 0.5  # share of peak FLOP/s that large matrix products reach in practice
@@ -71,18 +72,6 @@ class Phase:
         if self.over_link:
             return self.bytes / device.link
         return max(self.flops / (MFU * device.flops), self.bytes / device.bandwidth)
-
-
-def matmul_parameters(shape: ShapeSpec) -> int:
-    """Weights that every token multiplies: attention, gated MLP and the output head."""
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    mlp = 3 * shape.hidden * shape.intermediate
-    return shape.layers * (attention + mlp) + shape.hidden * shape.vocab
-
-
-def kv_values_per_token(shape: ShapeSpec) -> int:
-    """Numbers in one token's keys and values over all layers."""
-    return shape.layers * 2 * shape.kv_heads * shape.head_dim
 
 
 def linear_flops(shape: ShapeSpec, tokens: int) -> float:
