@@ -1,7 +1,9 @@
-"""How much memory a pod of each role asks for, from the model's size and the spec.
+"""What one replica of each role needs, from the model's shape and the spec: memory item by item,
+and the pod that has it.
 
-Weights, KV and optimizer state are counted as `forge-run --dry-run` counts them; activations and
-the interpreter are allowances. They are estimates: no cluster has confirmed them.
+Weights, KV, cartridges and optimizer state are counted; activations are a formula that is held
+against torch's own saved tensors (tests/cluster/test_sizing.py); the interpreter and HEADROOM are
+allowances. No cluster has confirmed them.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 
 from cluster.parts import Resources
 from protocols.errors import SpecError
-from protocols.learn_spec import ModelSpec
+from protocols.learn_spec import LearnSpec, ModelSpec, ShapeSpec
 from protocols.serve_spec import ServeSpec
 from protocols.shapes import VALUE_BYTES, kv_values_per_token, matmul_parameters, model_shape
 from protocols.spec import RoleSpec, RunSpec
@@ -18,18 +20,201 @@ from protocols.spec import RoleSpec, RunSpec
 GIB = 1024**3
 PROCESS_BYTES = 1 * GIB  # an interpreter with torch, transformers and Monarch
 TRAINER_BYTES = 16  # per trainable number: float32 master, gradient and Adam's two moments
-HEADROOM = 1.5  # for activations, and for what the allocator keeps
+STATE_BYTES = 12  # per trainable number of a checkpoint: master and moments
+FLOAT = 4
+LOSS_COPIES = 3  # of the logits, float32: themselves, their log-softmax and its gradient
+HEADROOM = 1.25  # for what the allocator keeps, and what is not counted
 HOLDS_MODEL = ("generator", "doc_teacher", "sdpo_teacher", "trainer")
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Bytes of the weights, bytes of one token's KV, and the numbers in it:
-    `ModelSize(6_425_149_440, 114_688, 57_344)`."""
+    """A model's shape, and the bytes of a value in memory: `ModelSize(shape, 2)` for bfloat16."""
 
-    weights: int
-    kv_token: int
-    kv_values: int
+    shape: ShapeSpec
+    value_bytes: int
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights. An embedding that is not also the output head is not among them."""
+        return matmul_parameters(self.shape) * self.value_bytes
+
+    @property
+    def kv_values(self) -> int:
+        return kv_values_per_token(self.shape)
+
+    @property
+    def kv_token(self) -> int:
+        """Bytes of one token's keys and values."""
+        return self.kv_values * self.value_bytes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The packed rows of one forward: `Rows(8, 712, 4096)` has 8 rows of 712 tokens, and logits
+    for 4,096 of them."""
+
+    rows: int
+    width: int
+    responses: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.width
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that one process holds where the model computes (a GPU's memory; without one, the
+    host's), by what they are. `start` is the most before the first step, where that is another."""
+
+    items: tuple[tuple[str, int], ...]
+    start: int = 0
+    staging: int = 0  # host memory that a process on a GPU needs beside: what it sends and writes
+
+    @property
+    def held(self) -> int:
+        return max(sum(count for _, count in self.items), self.start)
+
+
+def role_needs(spec: RunSpec, name: str, size: ModelSize) -> Needs:
+    """What each process of a role holds."""
+    learn = spec.learn
+    if name not in HOLDS_MODEL:
+        return Needs(())
+    weights = ("weights", size.weights)
+    if name == "generator":
+        return Needs((weights, *_generator(spec, size)), staging=published_bytes(learn, size))
+    rows = step_rows(learn)
+    if name == "trainer":
+        return _trainer(learn, size, rows)
+    prefix = learn.cartridge.tokens
+    held = ("cartridge versions", _versions_bytes(learn, size))
+    if name == "doc_teacher":
+        prefix = learn.data.document_tokens or prefix
+        held = ("document KV", document_bytes(learn, size))
+    stacked = min(rows.rows, learn.data.patients) * prefix * size.kv_token
+    scoring = score_bytes(size, rows, prefix) // size.shape.layers  # one layer at a time
+    logits = rows.responses * size.shape.vocab * FLOAT
+    return Needs(
+        (weights, held, ("prefixes of a step", stacked), ("attention scores", scoring),
+         ("logits", logits)),
+        staging=scores_bytes(learn, size, rows),
+    )  # fmt: skip
+
+
+def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
+    learn = spec.learn
+    held = [("cartridge versions", _versions_bytes(learn, size))]
+    if "document" in learn.evaluate.arms:
+        held.append(("document KV", document_bytes(learn, size)))
+    if learn.generator.backend == "vllm":
+        return (*held, ("paged KV", round(learn.generator.kv_gib * GIB)))
+    samples = -(-samples_of(learn) // spec.mesh.roles.generator.replicas)
+    tokens = samples * sample_tokens(learn)
+    logits = samples * size.shape.vocab * FLOAT
+    return (*held, ("KV of samples", tokens * size.kv_token), ("logits", logits))
+
+
+def _trainer(learn: LearnSpec, size: ModelSize, rows: Rows) -> Needs:
+    numbers = trainable_numbers(learn, size)
+    bank = learn.data.patients * learn.cartridge.tokens * size.kv_values * FLOAT
+    items = (
+        ("weights", size.weights),
+        ("cartridges, gradient, Adam", numbers * TRAINER_BYTES),
+        ("untrained cartridges", numbers * FLOAT),  # the next arm begins with them
+        ("cartridges as one", bank),  # gathered for a step's documents
+        ("snapshots", (learn.train.staleness + 1) * published_bytes(learn, size)),
+        ("activations", activation_bytes(size, rows)),
+        ("attention scores", score_bytes(size, rows, learn.cartridge.tokens)),
+        ("logits", LOSS_COPIES * rows.responses * size.shape.vocab * FLOAT),
+    )
+    documents = learn.data.patients * (learn.data.document_tokens or 0) * size.kv_token
+    return Needs(items, size.weights + documents + bank, numbers * STATE_BYTES)
+
+
+def activation_bytes(size: ModelSize, rows: Rows) -> int:
+    """What a forward keeps for the backward, but for attention's scores: in each layer a token's
+    MLP (gate, its activation, up), queries, read values, keys, values, and both norms in float32.
+    The base model is frozen, so no product keeps its input for a weight's gradient."""
+    shape = size.shape
+    attention = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
+    values = 3 * shape.intermediate + attention
+    each = values * size.value_bytes + 4 * shape.hidden * FLOAT
+    return shape.layers * rows.tokens * each
+
+
+def score_bytes(size: ModelSize, rows: Rows, prefix: int) -> int:
+    """Attention's weights over prefix and row, of all layers, which `learning.attention` forms
+    explicitly: in float32, and once more where the values are narrower."""
+    shape = size.shape
+    each = FLOAT + (size.value_bytes if size.value_bytes < FLOAT else 0)
+    return shape.layers * shape.heads * rows.tokens * (prefix + rows.width) * each
+
+
+def trainable_numbers(learn: LearnSpec, size: ModelSize) -> int:
+    tokens = learn.cartridge.tokens - learn.cartridge.frozen
+    return learn.data.patients * tokens * size.kv_values
+
+
+def published_bytes(learn: LearnSpec, size: ModelSize) -> int:
+    """One version: every cartridge, as one tensor."""
+    return learn.data.patients * learn.cartridge.tokens * size.kv_token
+
+
+def _versions_bytes(learn: LearnSpec, size: ModelSize) -> int:
+    """Those that a reader keeps: of rollouts under way, and the next."""
+    return (learn.train.staleness + 2) * published_bytes(learn, size)
+
+
+def checkpoint_bytes(learn: LearnSpec, size: ModelSize) -> int:
+    """One checkpoint, and the trainer's last state, which is written at every step."""
+    frozen = learn.data.patients * learn.cartridge.frozen * size.kv_values * FLOAT
+    return trainable_numbers(learn, size) * STATE_BYTES + frozen
+
+
+def document_bytes(learn: LearnSpec, size: ModelSize) -> int:
+    """KV of the documents, as far as a cache keeps them."""
+    data, most = learn.data, learn.teacher.max_kv_bytes
+    if data.document_tokens is None:
+        return most
+    return min(most, data.patients * data.document_tokens * size.kv_token)
+
+
+def scores_bytes(learn: LearnSpec, size: ModelSize, rows: Rows) -> int:
+    """A teacher's distributions of a step: of the top tokens int32 and float32, or all logits."""
+    top = learn.teacher.top_k
+    return rows.responses * (size.shape.vocab * FLOAT if top == "full" else top * (4 + FLOAT))
+
+
+def samples_of(learn: LearnSpec) -> int:
+    """Responses of one step: an episode is one sample, a run of rsa all its candidates."""
+    if learn.episodes is not None:
+        return learn.episodes.tasks * learn.episodes.group
+    if learn.rsa is not None:
+        return learn.rsa.examples * learn.rsa.rollouts_per_example * learn.rsa.candidates
+    return learn.rollout.prompts
+
+
+def sample_tokens(learn: LearnSpec) -> int:
+    """Prompt and response of the longest sample: a whole row where prompts are not known."""
+    if learn.data.prompt_tokens is None:
+        return learn.train.row_tokens
+    return min(learn.train.row_tokens, learn.data.prompt_tokens + learn.rollout.max_tokens)
+
+
+def step_rows(learn: LearnSpec) -> Rows:
+    """The largest forward of a step: every sample at its longest, over as many documents as there
+    can be; `objective.micro_tokens` bounds it."""
+    samples, each = samples_of(learn), sample_tokens(learn)
+    if learn.objective.micro_tokens is not None:
+        samples = min(samples, max(1, learn.objective.micro_tokens // each))
+    documents = min(samples, learn.data.patients)
+    of_one = -(-samples // documents)
+    fit = min(of_one, max(1, learn.train.row_tokens // each))
+    rows = documents * -(-of_one // fit)
+    turns = 1 if learn.episodes is None else learn.episodes.max_turns
+    return Rows(rows, fit * each, samples * min(each, turns * learn.rollout.max_tokens))
 
 
 def model_size(model: ModelSpec) -> ModelSize:
@@ -40,32 +225,20 @@ def model_size(model: ModelSpec) -> ModelSize:
             f"model.path: {model.path} has no config.json here, and memory is asked for by the "
             "model's shape; give model.shape"
         )
-    values, each = kv_values_per_token(shape), VALUE_BYTES[model.dtype]
-    return ModelSize(matmul_parameters(shape) * each, values * each, values)
+    return ModelSize(shape, VALUE_BYTES[model.dtype])
 
 
 def pod_resources(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> Resources:
-    """One replica of a role: a core for each thread, and memory for what it holds."""
-    learn = spec.learn
-    cartridges = learn.data.patients * learn.cartridge.tokens * size.kv_token
-    held = 0
-    if name in HOLDS_MODEL:
-        held += size.weights + cartridges
-    if name == "generator" and learn.generator.backend == "vllm":
-        held += round(learn.generator.kv_gib * GIB)
-    if name == "doc_teacher":
-        held += _document_bytes(spec, size)
-    if name == "trainer":
-        trainable = learn.data.patients * (learn.cartridge.tokens - learn.cartridge.frozen)
-        held += trainable * size.kv_values * TRAINER_BYTES
-    return _resources(role, held, shm=cartridges)
+    """One replica of a role: a core for each thread, and host memory for what it holds, GPU or
+    not: the overlay for CPUs takes the GPUs away."""
+    held = role_needs(spec, name, size).held
+    return _resources(role, held, shm=published_bytes(spec.learn, size))
 
 
 def controller_resources(spec: RunSpec, size: ModelSize) -> Resources:
     """The controller, with the tensor store that holds two versions of every cartridge."""
-    learn = spec.learn
-    cartridges = learn.data.patients * learn.cartridge.tokens * size.kv_token
-    return _resources(RoleSpec(procs=2), 2 * cartridges, shm=2 * cartridges)
+    twice = 2 * published_bytes(spec.learn, size)
+    return _resources(RoleSpec(procs=2), twice, shm=twice)
 
 
 def door_resources(spec: ServeSpec, size: ModelSize, cartridge_tokens: int) -> Resources:
@@ -89,14 +262,6 @@ def _resources(role: RoleSpec, held: int, shm: int) -> Resources:
     # One process more: Monarch's own on each host.
     memory = _gib((role.procs + 1) * PROCESS_BYTES + HEADROOM * role.procs * held) + shared
     return Resources(role.procs * role.threads, memory, shared, role.procs * role.gpus)
-
-
-def _document_bytes(spec: RunSpec, size: ModelSize) -> int:
-    """KV of the documents, as far as the teacher's cache keeps them."""
-    data, most = spec.learn.data, spec.learn.teacher.max_kv_bytes
-    if data.document_tokens is None:
-        return most
-    return min(most, data.patients * data.document_tokens * size.kv_token)
 
 
 def _gib(count: float) -> int:

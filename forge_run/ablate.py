@@ -30,7 +30,7 @@ from typing import Any
 from forge_run.ablation_table import caption, figures_of, summarise, table, untrained_of
 from forge_run.child_run import run_apart
 from forge_run.display import duration, shown_path
-from forge_run.plan import Section
+from forge_run.figures import Section
 from forge_run.run import differences
 from protocols.errors import RunError, SpecError
 from protocols.spec import RunSpec

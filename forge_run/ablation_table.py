@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from forge_run.display import UNKNOWN, duration, percent
-from forge_run.plan import Section, count_text
+from forge_run.figures import Section, count_text
 from protocols.errors import RunError
 from protocols.intervals import mean_interval
 from services.rundir import RunDirectory, iter_rows

@@ -44,6 +44,10 @@ def forge(argv: Sequence[str] | None = None) -> int:
     run.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     plan = commands.add_parser("plan", help="print a mesh's resolved plan and start nothing")
     _add_run_options(plan)
+    plan.add_argument(
+        "--sizing", action="store_true", help="memory, item by item, and bytes of a step alone"
+    )
+    plan.add_argument("--json", action="store_true", help="the tables as JSON")
     plan.set_defaults(dry_run=True)
     ablate = commands.add_parser("ablate", help="run a mesh with and without its channels, compare")
     _add_mesh_options(ablate)
@@ -192,10 +196,14 @@ def _run(options: argparse.Namespace) -> int:
 
     loaded = load_spec(options.mesh, overlays=options.overlays, sets=options.sets)
     if options.dry_run:
-        from forge_run.plan import plan, render
+        from forge_run.plan import as_json, plan, render, size_plan
 
-        terminal = sys.stdout.isatty()
-        sys.stdout.write(render(plan(loaded.spec, loaded.place), terminal=terminal))
+        whole = not getattr(options, "sizing", False)  # forge-run has neither option
+        sections = plan(loaded.spec, loaded.place) if whole else size_plan(loaded.spec)
+        if getattr(options, "json", False):
+            sys.stdout.write(as_json(sections))
+        else:
+            sys.stdout.write(render(sections, terminal=sys.stdout.isatty()))
         return 0
     require_runnable(loaded.spec, loaded.place)
     require_sinks(loaded.spec)

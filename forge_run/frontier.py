@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from forge_run.display import interval, percent
-from forge_run.plan import Section
+from forge_run.figures import Section
 from protocols.errors import SpecError
 from protocols.frontier_spec import FrontierSpec
 from protocols.spec import RunSpec

@@ -6,11 +6,14 @@ lines elsewhere. Only config.json is read; what is not at hand is said to be unk
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 
-from forge_run import plan_channels, plan_rsa, roofline
+from cluster import sizing
+from forge_run import plan_channels, plan_rsa, plan_sizing, roofline
+from forge_run.figures import Section, bytes_text, count_text, seconds_text
 from forge_run.roofline import A100, H200, MFU, Phase, Workload
 from forge_run.runnable import resolved_place, unmet
 from protocols.learn_spec import LearnSpec, ShapeSpec
@@ -18,17 +21,7 @@ from protocols.shapes import VALUE_BYTES, kv_values_per_token, matmul_parameters
 from protocols.spec import RunSpec
 from protocols.yaml_lines import Place
 
-TRAINER_BYTES = 16  # per trainable number: fp32 master, gradient and Adam's two moments
 AT_RUN_TIME = "measured at run time"
-
-
-@dataclass(frozen=True)
-class Section:
-    """A titled table: `Section("budget", ("", ""), (("prompts a step", "32"),))`."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 def plan(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> tuple[Section, ...]:
@@ -38,6 +31,7 @@ def plan(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> tuple
         _run_section(spec),
         _roles_section(spec),
         _memory_section(spec.learn, shape),
+        *_sizing_sections(spec, shape),
         *_channel_sections(spec.learn),
         _budget_section(spec.learn),
         *_roofline_sections(spec, shape),
@@ -70,6 +64,24 @@ def render(sections: Sequence[Section], *, terminal: bool) -> str:
                 table.add_row(*map(Text, row))  # not markup: "arms[2]" is meant as it stands
             console.print(table)
     return capture.get()
+
+
+def as_json(sections: Sequence[Section]) -> str:
+    """The plan as JSON: `[{"title", "columns", "rows"}, ...]`."""
+    return json.dumps([asdict(section) for section in sections], indent=1) + "\n"
+
+
+def size_plan(spec: RunSpec) -> tuple[Section, ...]:
+    """What each role needs, item by item. Raises SpecError where the shape is not at hand."""
+    size = sizing.model_size(spec.learn.model)
+    return (plan_sizing.summary(spec, size), *plan_sizing.details(spec, size))
+
+
+def _sizing_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[Section]:
+    if shape is None:
+        return []
+    size = sizing.ModelSize(shape, VALUE_BYTES[spec.learn.model.dtype])
+    return [plan_sizing.summary(spec, size)]
 
 
 def _run_section(spec: RunSpec) -> Section:
@@ -163,7 +175,7 @@ def _memory_section(learn: LearnSpec, shape: ShapeSpec | None) -> Section:
         ("all cartridges", f"{bytes_text(documents * tokens * per_token)}, published as one"),
         (
             "trainable",
-            f"{count_text(trainable)} numbers, {bytes_text(trainable * TRAINER_BYTES)} "
+            f"{count_text(trainable)} numbers, {bytes_text(trainable * sizing.TRAINER_BYTES)} "
             "with gradient and Adam in float32",
         ),
     ]
@@ -225,16 +237,7 @@ def _roofline_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[Section]:
     if shape is None or learn.data.document_tokens is None:
         missing = "the model's shape" if shape is None else "data.document_tokens"
         return [Section("roofline of a step", ("",), ((f"unknown: needs {missing}",),))]
-    prompt = learn.data.prompt_tokens or learn.train.row_tokens - learn.rollout.max_tokens
-    base = Workload(
-        learn.rollout.prompts,
-        prompt,
-        learn.rollout.max_tokens,
-        learn.data.document_tokens,
-        learn.cartridge.tokens,
-        1,
-        VALUE_BYTES[learn.model.dtype],
-    )
+    base = _workload(learn)
     phases = step_phases(spec, shape, base)
     rows = [(low.name, *_phase_cells(low, high)) for low, high in phases]
     names = ("rollout", "teacher", "student", "publish")
@@ -247,11 +250,34 @@ def _roofline_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[Section]:
     return [
         Section(
             f"roofline of a step: bf16 peaks at {MFU:.0%} MFU, one device a replica, prompts of "
-            f"{prompt} tokens, all of one document .. each of its own",
+            f"{base.prompt} tokens, all of one document .. each of its own",
             ("phase", "FLOP", "bytes", "A100", "H200"),
             tuple(rows),
         )
     ]
+
+
+def step_workload(spec: RunSpec) -> tuple[tuple[Phase, Phase], ...]:
+    """`step_phases` of the spec's own step; none where the plan has no roofline for it."""
+    learn, shape = spec.learn, model_shape(spec.learn.model)
+    episodic = learn.episodes is not None or learn.rsa is not None
+    if episodic or shape is None or learn.data.document_tokens is None:
+        return ()
+    return step_phases(spec, shape, _workload(learn))
+
+
+def _workload(learn: LearnSpec) -> Workload:
+    assert learn.data.document_tokens is not None
+    prompt = learn.data.prompt_tokens or learn.train.row_tokens - learn.rollout.max_tokens
+    return Workload(
+        learn.rollout.prompts,
+        prompt,
+        learn.rollout.max_tokens,
+        learn.data.document_tokens,
+        learn.cartridge.tokens,
+        1,
+        VALUE_BYTES[learn.model.dtype],
+    )
 
 
 def step_phases(spec: RunSpec, shape: ShapeSpec, base: Workload) -> tuple[tuple[Phase, Phase], ...]:
@@ -298,29 +324,3 @@ def _plain(section: Section) -> str:
     widths = [max(len(row[i]) for row in table) for i in range(len(section.columns))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in table]
     return "\n".join([section.title, *(f"  {line}".rstrip() for line in lines)])
-
-
-def bytes_text(count: float) -> str:
-    """Bytes in decimal units, three digits: `234_881_024` -> `"235 MB"`."""
-    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
-
-
-def count_text(count: float) -> str:
-    """A count, three digits: `117_383_168` -> `"117 M"`."""
-    return _scaled(count, ("", "k", "M", "G", "T", "P"))
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds, two digits: `0.0094` -> `"9.4 ms"`."""
-    value, unit = seconds, "s"
-    for smaller in ("ms", "us"):
-        if value < 0.995:
-            value, unit = value * 1000, smaller
-    return f"{value:.2g} {unit}" if value < 99.5 else f"{value:,.0f} {unit}"
-
-
-def _scaled(count: float, units: tuple[str, ...]) -> str:
-    step = 0
-    while count >= 999.5 and step < len(units) - 1:
-        count, step = count / 1000, step + 1
-    return f"{count:.3g} {units[step]}".rstrip()

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from forge_run.plan import Section
+from forge_run.figures import Section
 from protocols.errors import SpecError
 from protocols.serve_spec import ServeSpec
 from protocols.service_spec import LOOPBACK

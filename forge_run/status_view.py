@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge_run.display import UNKNOWN, duration, number, percent, printable
-from forge_run.plan import bytes_text
+from forge_run.figures import bytes_text
 from protocols.status import PoolStatus, ReplicaState, RunStatus
 
 _STYLES = {

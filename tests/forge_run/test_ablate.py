@@ -12,7 +12,7 @@ import pytest
 from environments.traces import to_row
 from forge_run.ablate import Trial, ablate, trials
 from forge_run.ablation_table import summarise
-from forge_run.plan import Section
+from forge_run.figures import Section
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.errors import ForgeError, RunError, SpecError
 from protocols.records import ArmResult, MetricRow, Results, RunOutcome

@@ -6,15 +6,8 @@ from pathlib import Path
 import pytest
 
 from forge_run import roofline
-from forge_run.plan import (
-    Section,
-    bytes_text,
-    count_text,
-    plan,
-    render,
-    seconds_text,
-    step_phases,
-)
+from forge_run.figures import Section, bytes_text, count_text, seconds_text
+from forge_run.plan import plan, render, step_phases
 from forge_run.roofline import A100, H200, Device, Phase, Workload
 from protocols.errors import SpecError
 from protocols.learn_spec import ModelSpec, ShapeSpec

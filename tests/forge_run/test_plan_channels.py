@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.plan import Section, plan
+from forge_run.figures import Section
+from forge_run.plan import plan
 from forge_run.runnable import require_runnable
 from protocols.errors import SpecError
 from protocols.spec_loading import load_spec

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forge_run.plan import Section, plan
+from forge_run.figures import Section
+from forge_run.plan import plan
 from protocols.spec_loading import load_spec
 
 MESH = str(Path(__file__).parents[2] / "meshes" / "rsagent.yaml")

@@ -1,0 +1,337 @@
+"""What the controller's event loop spends on each thing it does: benchmarks.hosts_scaling takes it.
+
+    python -m benchmarks.controller_latency [--most 8] [--out benchmarks/controller_latency.json]
+
+Costs on the loop are CPU time of its own thread, so that other work on the cores falls out of them;
+round trips, starts and transfers are wall time and take them in. The service's whole watch and its
+calls are measured too: the simulation is not made from those, it is held against them (`checks`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from monarch.actor import Actor, concurrent_endpoint, this_host
+
+if TYPE_CHECKING:
+    from services.pool import Pool
+    from services.service import Service
+
+ROUNDS = 60
+TURNS = 3  # of the loop, in which every task has sent what it sends
+SILENT = 3600.0  # seconds between heartbeats, where they are not to be measured
+WATCHED_SECONDS = 4.0
+CHECK_HEARTBEAT = 0.05  # seconds: ten times as often as by default, to be seen on an idle loop
+MIB = 1 << 20
+
+
+class Probe(Actor):
+    """Answers at once; `pull` gets a packet and reads it once."""
+
+    @concurrent_endpoint
+    async def ready(self) -> int:
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def echo(self, items: Any = None) -> Any:
+        return items
+
+    @concurrent_endpoint
+    async def load(self, version: int) -> int:
+        return version
+
+    @concurrent_endpoint
+    async def pull(self, plane: Any, packet: Any) -> float:
+        begun = time.perf_counter()
+        tensors = await plane.get(packet)
+        tensors["x"].sum()
+        return time.perf_counter() - begun
+
+
+class Clock:
+    """CPU seconds of this thread and of the whole process, and wall seconds, since it was made."""
+
+    def __init__(self) -> None:
+        self._then = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        return time.thread_time(), time.process_time(), time.perf_counter()
+
+    @property
+    def spent(self) -> tuple[float, float, float]:
+        thread, process, wall = (n - t for n, t in zip(self._now(), self._then, strict=True))
+        return thread, process, wall
+
+
+async def service_of(replicas: int, heartbeat_s: float) -> tuple[Service, Pool, dict[str, float]]:
+    """A service with one pool that has settled, and what its start took."""
+    from protocols.service_spec import HealthSpec
+    from services.service import Service
+
+    health = HealthSpec(
+        heartbeat_s=heartbeat_s, suspect_after_s=heartbeat_s * 200, dead_after_s=heartbeat_s * 400
+    )
+    service = await Service.of(this_host(), health=health)
+    clock = Clock()
+    pool = service.spawn(Probe, n=replicas, role="probe")
+    await pool.settled(60)
+    thread, _, wall = clock.spent
+    return service, pool, {"processes": replicas, "loop_s": thread, "wall_s": wall}
+
+
+async def one_by_one(calls: list[Callable[[], Awaitable[Any]]]) -> dict[str, float]:
+    """Median over rounds of all calls at a time: seconds on the loop a call, to send it and to hear
+    its answer; of the process; and from the first sent to the last heard."""
+    rows = []
+    for _ in range(ROUNDS):
+        clock = Clock()
+        tasks = [asyncio.ensure_future(call()) for call in calls]
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        sent = clock.spent[0]
+        await asyncio.gather(*tasks)
+        thread, process, wall = clock.spent
+        rows.append((sent / len(calls), (thread - sent) / len(calls), process / len(calls), wall))
+    send, receive, process, wall = (statistics.median(column) for column in zip(*rows, strict=True))
+    return {"send_s": send, "receive_s": receive, "process_s": process, "wall_s": wall}
+
+
+def kinds_of_call(service: Service, pool: Pool) -> dict[str, list[Callable[[], Awaitable[Any]]]]:
+    """What the controller sends to each replica: as it is, and as the service and its pools do."""
+    there = pool.replicas
+    return {
+        "calls": [r.actor.echo.call_one for r in there],
+        "beats": [partial(service._hear, r, r.process) for r in there],
+        "routes": [partial(pool.route, "echo") for _ in there],
+        "updates": [partial(pool._tell, r, "load", (1,)) for r in there],
+    }
+
+
+async def calls_and_starts(most: int) -> dict[str, list[dict[str, Any]]]:
+    """Starts, bare calls, beats, routed requests and updates, over 1, 2, 4, ... replicas."""
+    found: dict[str, list[dict[str, Any]]] = {
+        name: [] for name in ("starts", "calls", "beats", "routes", "updates")
+    }
+    replicas = 1
+    while replicas <= most:
+        service, pool, start = await service_of(replicas, SILENT)
+        found["starts"].append(start)
+        kinds = kinds_of_call(service, pool)
+        for name, calls in kinds.items():
+            found[name].append({"replicas": replicas, **await one_by_one(calls)})
+            print(name, found[name][-1], flush=True)
+        await service.stop()
+        replicas *= 2
+    return found
+
+
+def seats(sizes: tuple[int, ...] = (8, 64, 512, 4096)) -> list[dict[str, Any]]:
+    """Seconds to choose a replica for a request, which looks at every one of the pool."""
+    from protocols.spec import RoleSpec
+    from protocols.status import ReplicaState
+    from services.health import Life
+    from services.pool import Pool, Request
+    from services.replica import Replica
+
+    async def measure(size: int) -> float:
+        pool = Pool("probe", RoleSpec(replicas=size), 60.0)
+        pool.replicas = [Replica("probe", i, life=Life(ReplicaState.HEALTHY)) for i in range(size)]
+        request = Request("probe/1", "echo", 0.0)
+        repeats = max(5, 20_000 // size)
+        clock = Clock()
+        for _ in range(repeats):
+            await pool._seat(None, time.monotonic() + 60, request, 60.0)
+        return clock.spent[0] / repeats
+
+    return [{"replicas": size, "loop_s": asyncio.run(measure(size))} for size in sizes]
+
+
+def looks(sizes: tuple[int, ...] = (64, 512, 4096)) -> list[dict[str, Any]]:
+    """Seconds of the run's own look once a second, and of the pools' states at a heartbeat."""
+    from protocols.spec import RoleSpec
+    from protocols.status import ReplicaState
+    from services.health import Life
+    from services.pool import Pool
+    from services.replica import Replica
+
+    async def measure(size: int) -> dict[str, Any]:
+        pool = Pool("probe", RoleSpec(replicas=size), 60.0)
+        pool.replicas = [Replica("probe", i, life=Life(ReplicaState.HEALTHY)) for i in range(size)]
+        clock = Clock()
+        for _ in range(20):
+            pool.status()
+        status = clock.spent[0] / 20
+        clock = Clock()
+        for _ in range(20):
+            pool.is_settled()
+        return {"replicas": size, "status_s": status, "settled_s": clock.spent[0] / 20}
+
+    return [asyncio.run(measure(size)) for size in sizes]
+
+
+def records() -> dict[str, float]:
+    """Seconds to write an event, and a span, with the sinks of a run by default."""
+    from protocols.spec_loading import load_spec
+    from protocols.types import Span
+    from services.recorder import Recorder
+    from services.rundir import RunDirectory
+    from services.telemetry.hub import open_sinks
+
+    spec = load_spec("meshes/longhealth.yaml").spec
+    with tempfile.TemporaryDirectory() as root:
+        directory = RunDirectory.create(Path(root), "probe", "{}")
+        recorder = Recorder(directory, open_sinks(spec, directory, lambda sink, message: None))
+        facts = {"request": "generator/1", "attempt": 1, "outcome": "ok", "waited": 0.0}
+        times = {}
+        for name, tell in {
+            "event_s": lambda: recorder.event("step", arm="on_policy", step=1, rollouts=8),
+            "span_s": lambda: recorder.span(Span("generator[0]", "generate", 0.0, 1.0, facts)),
+        }.items():
+            clock = Clock()
+            for _ in range(2000):
+                tell()
+            times[name] = clock.spent[0] / 2000
+        recorder.close()
+    return times
+
+
+async def store(most_mib: int = 64) -> list[dict[str, Any]]:
+    """TorchStore: seconds of a put, of a get alone, and until 2 and 4 readers at once have it."""
+    import torch
+
+    from services.planes import open_plane
+    from services.service import Service
+
+    service = await Service.of(this_host())
+    pool = service.spawn(Probe, n=4, role="probe")
+    await pool.settled(60)
+    storage = this_host().spawn_procs(per_host={"gpus": 1}, name="storage")
+    plane = await open_plane("torchstore", storage)
+    rows = []
+    for size in (1024, MIB, 16 * MIB, most_mib * MIB):
+        source = {"x": torch.ones(size, dtype=torch.uint8)}
+        row: dict[str, Any] = {"bytes": size}
+        times: dict[str, list[float]] = {"put_s": [], "get_1_s": [], "get_2_s": [], "get_4_s": []}
+        for repeat in range(4):
+            clock = Clock()
+            packet = await plane.put(f"probe/{size}/{repeat}", source)
+            times["put_s"].append(clock.spent[2])
+            for readers in (1, 2, 4):
+                clock = Clock()
+                reading = [r.actor.pull.call_one(plane, packet) for r in pool.replicas[:readers]]
+                await asyncio.gather(*reading)
+                times[f"get_{readers}_s"].append(clock.spent[2])
+            await plane.delete(packet.key)
+        # The first round also opens connections.
+        rows.append(row | {name: statistics.median(value[1:]) for name, value in times.items()})
+        print(rows[-1], flush=True)
+    await plane.stop()
+    await storage.stop()
+    await service.stop()
+    return rows
+
+
+async def idle() -> float:
+    """Seconds on the loop of one heartbeat of a service that has no replica."""
+    from protocols.service_spec import HealthSpec
+    from services.service import Service
+
+    service = await Service.of(this_host(), health=HealthSpec(heartbeat_s=CHECK_HEARTBEAT))
+    clock = Clock()
+    await asyncio.sleep(WATCHED_SECONDS)
+    thread, _, wall = clock.spent
+    await service.stop()
+    return thread * CHECK_HEARTBEAT / wall
+
+
+async def checks(most: int) -> list[dict[str, Any]]:
+    """A real service at work, to hold the simulation against: the share of its loop's time that
+    the watch takes, and seconds of a step's requests and of an update."""
+    rows = []
+    replicas = 1
+    while replicas <= most:
+        service, pool, _ = await service_of(replicas, CHECK_HEARTBEAT)
+        clock = Clock()
+        await asyncio.sleep(WATCHED_SECONDS)
+        thread, process, wall = clock.spent
+        row: dict[str, Any] = {
+            "replicas": replicas,
+            "heartbeat_s": CHECK_HEARTBEAT,
+            "loop_share": thread / wall,
+            "process_share": process / wall,
+        }
+        split, update = [], []
+        for version in range(30):
+            clock = Clock()
+            await pool.split(list(range(replicas)), partial(pool.route, "echo"))
+            split.append(clock.spent[2])
+            clock = Clock()
+            await pool.update("cartridge", version, "load", version)
+            update.append(clock.spent[2])
+        row |= {"split_s": statistics.median(split), "update_s": statistics.median(update)}
+        rows.append(row)
+        print(row, flush=True)
+        await service.stop()
+        replicas *= 2
+    return rows
+
+
+def provenance(most: int) -> dict[str, Any]:
+    from importlib.metadata import version
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    packages = ("torch", "torchmonarch", "torchstore")
+    return {
+        "config": {"most": most, **{name: version(name) for name in packages}},
+        "device": f"cpu, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
+        f"{platform.machine()}, {platform.system()} {platform.release()}",
+        "commit": git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else ""),
+        "command": " ".join(["python -m benchmarks.controller_latency", *sys.argv[1:]]),
+        "unit": "seconds, medians",
+    }
+
+
+async def with_processes(most: int) -> dict[str, Any]:
+    return {
+        **await calls_and_starts(most),
+        "idle_s": await idle(),
+        "store": await store(),
+        "checks": await checks(most),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--most", type=int, default=8, choices=(1, 2, 4, 8, 16, 32))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/controller_latency.json"))
+    arguments = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    alone = {"seats": seats(), "looks": looks(), "records": records()}
+    print(alone, flush=True)
+    measured = alone | asyncio.run(with_processes(arguments.most))
+    text = json.dumps({**provenance(arguments.most), **measured}, indent=1)
+    arguments.out.write_text(text + "\n")
+    print(f"written to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

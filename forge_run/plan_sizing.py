@@ -1,0 +1,84 @@
+"""The plan's sizing: what a replica of each role needs, and what a step moves."""
+
+from __future__ import annotations
+
+from cluster.sizing import (
+    ModelSize,
+    Needs,
+    checkpoint_bytes,
+    controller_resources,
+    pod_resources,
+    published_bytes,
+    role_needs,
+    scores_bytes,
+    step_rows,
+)
+from forge_run.figures import Section, bytes_text
+from protocols.spec import RoleSpec, RunSpec
+
+COLUMNS = (
+    "a replica", "GPUs", "memory of a process", "largest part", "cores", "host memory", "/dev/shm"
+)  # fmt: skip
+READERS = ("generator", "sdpo_teacher")  # of the cartridges
+
+
+def summary(spec: RunSpec, size: ModelSize) -> Section:
+    """One row a role. "memory of a process" is a GPU's, where the role has one, else the host's."""
+    rows = [_row(spec, name, role, size) for name, role in spec.roles]
+    asked = controller_resources(spec, size)
+    rows.append(
+        ("controller", "0", "", "two versions in the store", str(asked.cpu), f"{asked.memory} GiB",
+         f"{asked.shm} GiB")
+    )  # fmt: skip
+    return Section("sizing, by the model's shape", COLUMNS, tuple(rows))
+
+
+def _row(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> tuple[str, ...]:
+    needs, asked = role_needs(spec, name, size), pod_resources(spec, name, role, size)
+    largest = max(needs.items, key=lambda item: item[1], default=None)
+    return (
+        name,
+        str(asked.gpus),
+        bytes_text(needs.held) if needs.items else "",
+        "" if largest is None else f"{largest[0]}, {bytes_text(largest[1])}",
+        str(asked.cpu),
+        f"{asked.memory} GiB",
+        f"{asked.shm} GiB",
+    )
+
+
+def details(spec: RunSpec, size: ModelSize) -> tuple[Section, ...]:
+    """Every role's memory by what it is, then what a step moves and writes."""
+    roles = tuple(
+        Section(f"memory of a {name} process", ("", ""), _items(needs))
+        for name, _ in spec.roles
+        if (needs := role_needs(spec, name, size)).items
+    )
+    return (*roles, Section("bytes of a step", ("", ""), step_bytes(spec, size)))
+
+
+def _items(needs: Needs) -> tuple[tuple[str, str], ...]:
+    rows = [(name, bytes_text(count)) for name, count in needs.items]
+    rows.append(("in all", bytes_text(sum(count for _, count in needs.items))))
+    if needs.start:
+        rows.append(("before the first step", bytes_text(needs.start)))
+    if needs.staging:
+        rows.append(("beside, in host memory", bytes_text(needs.staging)))
+    return tuple(rows)
+
+
+def step_bytes(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, str], ...]:
+    """What passes over the tensor plane and to disk at each step."""
+    learn = spec.learn
+    readers = sum(role.replicas for name, role in spec.roles if name in READERS)
+    version, scores = published_bytes(learn, size), scores_bytes(learn, size, step_rows(learn))
+    teachers = sum(name in ("doc_teacher", "sdpo_teacher") for name, _ in spec.roles)
+    state, kept = checkpoint_bytes(learn, size), learn.train.keep_checkpoints
+    return (
+        ("published", f"{bytes_text(version)} put once, got by {readers} readers: "
+         f"{bytes_text(version * (1 + readers))}"),
+        ("teachers' scores", f"at most {bytes_text(2 * teachers * scores)}, put and got"),
+        ("last state, to disk", f"{bytes_text(state)}, of every step"),
+        ("checkpoints", f"{bytes_text(state)} each, {bytes_text(state * (kept + 1))} for {kept} "
+         "and the one being written"),
+    )  # fmt: skip
