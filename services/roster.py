@@ -134,6 +134,7 @@ class Roster:
                     continue
                 if not member.joined.done():
                     member.joined.set_exception(error)
+                    member.joined.exception()  # seen: who came later is not waited for
                 # Who is away says nothing new every second.
                 if str(error) != told and not (told and isinstance(error, Unheard)):
                     told = str(error)

@@ -1,8 +1,8 @@
 """A host of a mesh: `forge worker` (`python -m services.worker`) waits for controllers that attach.
 
-    forge worker --address tcp://10.0.0.2:26600                        others call it so
-    forge worker --address tcp://w2:26600@tcp://0.0.0.0:26600          and it listens there
-    forge worker                                                       its name in DNS, $MONARCH_PORT
+    forge worker --address tcp://10.0.0.2:26600                  others call it so
+    forge worker --address tcp://w2:26600@tcp://0.0.0.0:26600    and it listens there
+    forge worker                                                 its name in DNS, $MONARCH_PORT
 
 It serves Monarch at the address and, for each start, at a port of its own beside it, which its
 hello tells (services.hello, at the port after the address): a controller that was attached to a

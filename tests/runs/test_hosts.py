@@ -16,7 +16,7 @@ from services.hello import Hello, HelloServer, versions
 SCENARIO = Path(__file__).parent.parent / "mesh_scenario.py"
 GRACE = 25.0
 
-pytestmark = pytest.mark.run
+pytestmark = [pytest.mark.run, pytest.mark.timeout(900)]  # four runs: two minutes on quiet cores
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=850,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -47,9 +47,7 @@ class Source:
 
 
 async def settled(h: House, n: int = 2, prepare: Any = None, **spec: Any) -> Pool:
-    pool = h.service.spawn(
-        Clerk, role="clerk", spec=RoleSpec(replicas=n, **spec), prepare=prepare
-    )
+    pool = h.service.spawn(Clerk, role="clerk", spec=RoleSpec(replicas=n, **spec), prepare=prepare)
     await h.service.ready()
     return pool
 
@@ -189,6 +187,36 @@ def test_a_scaling_by_load_that_is_refused_is_said_once() -> None:
         assert source.wanted == [("clerk", 4)] * 2, "and tried again 30 s later"
         assert pool.target == 1
         await asyncio.gather(*asked)
+        await h.service.stop()
+
+    run(scenario())
+
+
+def test_a_process_that_its_role_cannot_work_in_fails_the_start_and_costs_a_restart_later() -> None:
+    async def scenario() -> None:
+        h = house()
+        wrong = ["on w1, /runs/a/spec.yaml is not there; mount it"]
+
+        async def check(process: Any) -> None:
+            if wrong:
+                raise RunError(wrong[0])
+
+        h.service.spawn(Clerk, role="early", check=check)
+        with pytest.raises(RunError, match=r"^early\[0\] does not start: on w1, .*; mount it$"):
+            await h.service.ready()
+        await h.service.stop()
+
+        h, wrong[:] = house(), []
+        pool = h.service.spawn(Clerk, role="clerk", spec=RoleSpec(restarts=100), check=check)
+        await h.service.ready()
+        wrong.append("on w2, it is not there")
+        process: Any = pool.replicas[0].process
+        process.die()
+        await asyncio.sleep(3.0)
+        assert pool.status().restarts > 1
+        wrong.clear()
+        await pool.settled(5.0)
+        assert not h.service.failure.done()
         await h.service.stop()
 
     run(scenario())
