@@ -3,7 +3,7 @@
     os.environ.update(LINK_ENVIRONMENT)              # and so in the environment of every worker
     monarch.actor.enable_transport("tcp://10.0.0.1:0")   # where this host is reached
     hosts = Addresses(["tcp://10.0.0.2:26600", "tcp://10.0.0.3:26600"])
-    service = await Service.over(hosts)                  # services.roster greets and attaches them
+    service = await Service.of(hosts)                    # services.roster greets and attaches them
 
 One mesh per worker: a mesh with a dead host among its hosts neither spawns nor shuts down.
 

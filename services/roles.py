@@ -201,7 +201,9 @@ async def spawn_roles(
     local = spec.mesh.hosts.kind == "local"
     here = () if local else roles_here(spec)
     roles = [role for name, role in spec.roles if not role.gpus and name not in here]
-    mesh.service.warm([1] * (store and local) + [role.threads for role in roles for _ in range(role.replicas)])
+    mesh.service.warm(
+        [1] * (store and local) + [role.threads for role in roles for _ in range(role.replicas)]
+    )
     if store:
         mesh.service.spawn(StoreActor, role="store", spec=RoleSpec(), prepare=mesh.open_plane)
         await mesh.service.ready()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocols.errors import ForgeError, RunError
-from services.hello import Hello, Unheard, ask_hello, require_same
+from services.hello import Hello, Unheard, ask_hello, host_and_port, require_same
 from services.hosts import HostSource, Worker, attach
 from services.process import Host
 from services.processes import Processes
@@ -134,6 +134,7 @@ class Roster:
                     continue
                 if not member.joined.done():
                     member.joined.set_exception(error)
+                    member.joined.exception()  # seen: who came later is not waited for
                 # Who is away says nothing new every second.
                 if str(error) != told and not (told and isinstance(error, Unheard)):
                     told = str(error)
@@ -159,7 +160,9 @@ class Roster:
         require_same(worker.address, hello.versions, self._needed)
         if hello.draining:
             raise Unheard(f"the worker at {worker.address} is draining; start it again")
-        [mesh] = await attach([hello.address], ATTACH_SECONDS)
+        # By the name under which it was just reached: its own may not be in DNS yet.
+        reached, port = host_and_port(worker.address)[0], host_and_port(hello.address)[1]
+        [mesh] = await attach([f"tcp://{reached}:{port}"], ATTACH_SECONDS)
         return hello, self._processes.join(worker, mesh)
 
     async def _stay(self, member: Member, hello: Hello | None) -> tuple[str, str]:

@@ -33,7 +33,7 @@ from protocols.types import Span
 from services.autoscale import decide
 from services.health import IN_SERVICE, Life, silent
 from services.hosts import HostSource, Worker
-from services.lives import Check, Lives, Note, Prepare, Role
+from services.lives import DRAIN_SECONDS, Check, Lives, Note, Prepare, Role
 from services.pool import Pool
 from services.process import Process
 from services.processes import Processes
@@ -181,8 +181,8 @@ class Service:
 
     async def _give_back(self, source: HostSource, pool: Pool, replicas: int) -> None:
         """Want fewer hosts once the surplus replicas are gone."""
-        while any(r.state is ReplicaState.DRAINING for r in pool.replicas):
-            await asyncio.sleep(self._health.heartbeat_s)
+        with contextlib.suppress(TimeoutError):  # then whoever is left on them is moved
+            await pool.settled(DRAIN_SECONDS)
         async with self._lives.roles[pool.role].scaling:
             if pool.target == replicas:  # not scaled again meanwhile
                 try:

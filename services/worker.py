@@ -1,8 +1,8 @@
 """A host of a mesh: `forge worker` (`python -m services.worker`) waits for controllers that attach.
 
-    forge worker --address tcp://10.0.0.2:26600                        others call it so
-    forge worker --address tcp://w2:26600@tcp://0.0.0.0:26600          and it listens there
-    forge worker                                                       its name in DNS, $MONARCH_PORT
+    forge worker --address tcp://10.0.0.2:26600                  others call it so
+    forge worker --address tcp://w2:26600@tcp://0.0.0.0:26600    and it listens there
+    forge worker                                                 its name in DNS, $MONARCH_PORT
 
 It serves Monarch at the address and, for each start, at a port of its own beside it, which its
 hello tells (services.hello, at the port after the address): a controller that was attached to a
@@ -71,7 +71,8 @@ def work(at: str | None = None, grace_s: float = GRACE_SECONDS) -> int:
     name, port = host_and_port(called)
     interface, own = host_and_port(listens or called)
     stop = Stop()
-    fresh = _free_port(interface)
+    _take(interface, own)
+    fresh = _take(interface, 0)
     attach_at = f"tcp://{name}:{fresh}"
     incarnation = uuid.uuid4().hex
 
@@ -80,15 +81,8 @@ def work(at: str | None = None, grace_s: float = GRACE_SECONDS) -> int:
 
     with HelloServer(interface, own + 1, tell):
         addresses = (f"{called}@tcp://{interface}:{own}", f"{attach_at}@tcp://{interface}:{fresh}")
-        try:
-            loops = [start_worker_loop_forever(address=a, ca="trust_all_connections")
-                     for a in addresses]  # fmt: skip
-        except Exception as error:  # whatever Monarch says of it
-            raise RunError(
-                f"a worker cannot listen on {interface}:{own}: {error}; is another worker there? "
-                "Choose another address with --address"
-            ) from error
-        for loop in loops:
+        for listened in addresses:
+            loop = start_worker_loop_forever(address=listened, ca="trust_all_connections")
             threading.Thread(target=_watch, args=(loop, stop), daemon=True).start()
         sys.stdout.write(f"worker {name}:{port} waits for controllers\n")
         sys.stdout.flush()
@@ -113,24 +107,31 @@ def end_children() -> None:
 
 def _watch(loop: object, stop: Stop) -> None:
     """A Monarch server that ends by itself ends the worker."""
+    why = ""
     try:
         loop.get()  # type: ignore[attr-defined]
-    finally:
-        if not stop.asked.is_set():
-            sys.stderr.write("error: Monarch's server has ended\n")
-            end_children()
-            os._exit(1)
+    except Exception as error:  # whatever Monarch says of it
+        why = f": {error}"
+    if not stop.asked.is_set():
+        sys.stderr.write(f"error: Monarch's server has ended{why}; start the worker again\n")
+        sys.stderr.flush()
+        end_children()
+        os._exit(1)
 
 
-def _free_port(interface: str) -> int:
+def _take(interface: str, port: int) -> int:
+    """A port that can be listened on, that one or, for 0, any: Monarch itself says nothing of one
+    that cannot until it is too late."""
     family = socket.AF_INET6 if ":" in interface else socket.AF_INET
     try:
         with socket.socket(family) as trial:
-            trial.bind((interface.strip("[]"), 0))
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind((interface.strip("[]"), port))
             return int(trial.getsockname()[1])
     except OSError as error:
         raise RunError(
-            f"this host has no address {interface} ({error.strerror}); write --address "
+            f"a worker cannot listen on {interface}:{port} ({error.strerror}); is another worker "
+            "there, or has this host no such address? Choose another with --address, as in "
             "tcp://its-name:port@tcp://0.0.0.0:port to listen on all it has"
         ) from error
 

@@ -225,6 +225,29 @@ class FakeProcesses:
         return ()  # there is one host
 
 
+@dataclass(eq=False)
+class FakeHost:
+    """A Monarch host mesh, as far as `services.processes.Processes` uses one. While it is `down`
+    nothing that starts there comes up."""
+
+    start_s: float = 0.1
+    down: bool = False
+    started: list[str] = field(default_factory=list)
+
+    def spawn_procs(self, *, name: str, **_: Any) -> Any:
+        self.started.append(name)
+
+        async def beat() -> Beat:
+            await asyncio.sleep(1e6 if self.down else self.start_s)
+            return Beat(0, 0)
+
+        async def stop() -> None:
+            await asyncio.sleep(self.start_s)
+
+        pulse = SimpleNamespace(beat=SimpleNamespace(call_one=beat))
+        return SimpleNamespace(spawn=lambda *_: pulse, stop=stop)
+
+
 @dataclass
 class House:
     """A real service over fake processes, and what it noted and observed."""

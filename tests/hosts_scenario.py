@@ -24,8 +24,8 @@ from protocols.spec import RoleSpec
 from protocols.status import ReplicaState
 from services.hosts import attach
 from services.pool import Pool
-from services.system import has_ended
 from services.service import Service
+from services.system import has_ended
 
 HEALTH = HealthSpec(heartbeat_s=0.2, suspect_after_s=1.0, dead_after_s=3.0)
 REPLICAS = 4

@@ -110,9 +110,6 @@ def test_wrong_usage_exits_with_2(argv: list[str]) -> None:
 
 
 CANNOT_RUN = [
-    ("hosts=kubernetes",
-     "hosts.kind: kubernetes cannot run yet, only this host can: set at --set hosts=kubernetes; "
-     "use kind: local"),
     ("roles.trainer.replicas=2",
      "roles.trainer.replicas: 2 cannot run, one trainer owns the cartridges: "
      "set at --set roles.trainer.replicas=2; use 1"),
@@ -193,13 +190,13 @@ def test_an_engine_on_gpus_takes_as_many_as_share_it(
 
 
 def test_every_reason_is_listed_at_once(model: str, no_vllm: None) -> None:
-    spec = load_spec(MESH, sets=(model, "hosts=kubernetes", "generator.backend=vllm")).spec
+    spec = load_spec(MESH, sets=(model, "roles.trainer.replicas=2", "generator.backend=vllm")).spec
     with pytest.raises(SpecError) as caught:
         require_runnable(spec)
     assert str(caught.value) == (
         "2 faults in the spec:\n"
-        "  hosts.kind: kubernetes cannot run yet, only this host can: "
-        "set at the resolved spec; use kind: local\n"
+        "  roles.trainer.replicas: 2 cannot run, one trainer owns the cartridges: "
+        "set at the resolved spec; use 1\n"
         "  generator.backend: vllm needs vLLM, which is not installed: set at the resolved spec; "
         "run `make install-vllm` (CPU), or `pip install vllm==0.32.0` where there are NVIDIA GPUs"
     )

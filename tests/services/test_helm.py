@@ -43,9 +43,7 @@ class Steps:
         self.name = name
         self.recorder = Recorder(self.directory, NoSink())
         self.pools = pools or {}
-        self.helm = Helm(
-            lambda: self.now, self.show, lambda: self.pools, self.recorder, self.scale
-        )
+        self.helm = Helm(lambda: self.now, self.show, lambda: self.pools, self.recorder, self.scale)
 
     async def scale(self, role: str, replicas: int) -> None:
         self.pools[role].scale(replicas)

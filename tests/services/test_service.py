@@ -23,8 +23,8 @@ from protocols.errors import RunError
 from protocols.service_spec import AutoscaleSpec, HealthSpec
 from protocols.spec import RoleSpec
 from services.pool import Pool
-from services.system import has_ended
 from services.service import Service
+from services.system import has_ended
 
 pytestmark = pytest.mark.mesh
 
