@@ -13,7 +13,7 @@ PIP_OPTIONS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm install-verifiers install-prometheus run run-vllm serve test test-fast \
-        lint format proto k8s k8s-check bench bench-vllm chaos clean
+        lint format proto k8s k8s-check k8s-apiserver bench bench-vllm chaos clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -111,6 +111,10 @@ k8s: install ## write the manifests under deploy/k8s anew from their mesh files
 
 k8s-check: install ## the manifests against a fresh render, schemas and each other; asks no cluster
 	$(BIN)/python -m forge_run.k8s_check
+
+k8s-apiserver: install ## the cluster code against a real kube-apiserver, where it and etcd are on PATH
+	PYTHONPATH=tests tests/kube_apiserver.sh \
+	  $(BIN)/python -m pytest tests/services/kubernetes_apiserver.py
 
 bench: install ## measure the tensor planes against memcpy, and RSA's batched calls
 	$(BIN)/python -m benchmarks.tensor_plane

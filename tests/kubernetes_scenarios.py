@@ -41,10 +41,12 @@ EIGHT = [
 
 @dataclass
 class Cluster:
-    """An API server with an operator. `grant` gives the controller the rights of a component."""
+    """An API server with an operator. `grant` gives the controller the rights of a component;
+    after `short_s` all pods are as the operator left them."""
 
     operator: OperatorLoop
     grant: Callable[[str], None]
+    short_s: float
 
 
 def component(name: str) -> list[Object]:
@@ -150,12 +152,12 @@ async def tells_what_pods_lack(cluster: Cluster) -> None:
     }
     cluster.operator.scripts |= scripts
     cluster.operator.apply(*(p for p in POOLS if p["metadata"]["name"] != "trainer"))
-    async with hosts("spawn_timeout_s=1.5") as seen:
+    async with hosts(f"spawn_timeout_s={cluster.short_s}") as seen:
         with pytest.raises(RunError) as caught:
             await seen.first()
     assert str(caught.value).splitlines() == [
-        f"not all pods in namespace {SPACE} were ready within 1.5 s; correct what they lack, or "
-        "raise spawn_timeout_s:",
+        f"not all pods in namespace {SPACE} were ready within {cluster.short_s:g} s; correct what "
+        "they lack, or raise spawn_timeout_s:",
         "  generator-0: Unschedulable: 0/3 nodes are available: 3 Insufficient cpu.; add nodes, or "
         "ask for less in the mesh file",
         '  generator-1: ImagePullBackOff: Back-off pulling image "forge:7"; push the image to '

@@ -89,7 +89,9 @@ def test_gpus_are_for_roles_with_the_model_and_leave_with_the_cpu_overlay() -> N
 def test_keys_and_the_internet_are_for_the_replay_pool_alone(tree: dict[str, str]) -> None:
     objects = build(tree, "overlays/teachers")
     keys = {
-        name: [e["name"] for e in container(pool)["env"] if "valueFrom" in e]
+        name: [
+            e["name"] for e in container(pool)["env"] if "secretKeyRef" in e.get("valueFrom", {})
+        ]
         for name, pool in pools(objects).items()
     }
     assert keys.pop("teacherreplay") == ["ANTHROPIC_API_KEY", "OPENAI_API_KEY"]
@@ -134,6 +136,47 @@ def test_the_command_writes_what_is_rendered(
     assert forge(words) == 0
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert {str(p.relative_to(tmp_path)): p.read_text(encoding="utf-8") for p in written} == tree
+
+
+def test_a_worker_tells_the_pods_own_address(tree: dict[str, str]) -> None:
+    found = container(pools(build(tree, "overlays/cpu"))["trainer"])
+    assert found["command"] == [
+        "tini", "--", "forge", "worker", "--address", "tcp://$(POD_IP):26600@tcp://0.0.0.0:26600",
+    ]  # fmt: skip
+    (ip,) = (e for e in found["env"] if e["name"] == "POD_IP")
+    assert ip["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert {p["name"]: p["containerPort"] for p in found["ports"]} == {
+        "mesh": 26600,
+        "hello": 26601,
+    }
+    assert found["readinessProbe"]["httpGet"] == {"path": "/hello", "port": "hello"}
+
+
+def test_who_writes_the_run_directory_shares_it(tree: dict[str, str]) -> None:
+    for overlay, mode in (("cpu", "ReadWriteOnce"), ("gpu", "ReadWriteMany")):
+        objects = build(tree, f"overlays/{overlay}")
+        (runs,) = (o for o in objects if o["kind"] == "PersistentVolumeClaim")
+        assert runs["spec"]["accessModes"] == [mode]
+        sharing = {
+            name
+            for name, pool in pools(objects).items()
+            if {"name": "runs", "mountPath": "/runs"} in container(pool)["volumeMounts"]
+        }
+        assert sharing == {"trainer", "teacherreplay"}
+
+
+def test_rights_are_over_the_meshes_of_the_run_alone(tree: dict[str, str]) -> None:
+    def rules(name: str) -> Any:
+        return next(yaml.safe_load_all(tree[f"components/{name}/access.yaml"]))["rules"]
+
+    (scale,) = rules("scaling")
+    assert scale["verbs"] == ["get", "patch"]
+    assert scale["resourceNames"] == [
+        "generator", "docteacher", "sdpoteacher", "environment", "teacherreplay", "trainer",
+    ]  # fmt: skip
+    create, own = rules("provisioning")
+    assert create["verbs"] == ["create"]
+    assert own == {**scale, "verbs": ["get", "patch", "delete"]}
 
 
 def test_a_model_of_unknown_shape_is_refused() -> None:

@@ -48,7 +48,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServe
 def cluster(server: ApiServer, tmp_path: Path) -> Iterator[Cluster]:
     admin = Admin(server.kubeconfig(tmp_path / "admin.yaml", ADMIN), SPACE)
     with OperatorLoop(admin) as operator:
-        yield Cluster(operator, lambda name: server.roles.extend(component(name)))
+        yield Cluster(operator, lambda name: server.roles.extend(component(name)), short_s=1.5)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
