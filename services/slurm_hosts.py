@@ -230,7 +230,8 @@ class SlurmHosts:
             return meshes
         except Exception as error:  # from Slurm's JSON to Monarch's sockets
             standing = await self._look()
-            if standing is not None and standing.state not in RUNS:
+            # Cancelled it is by SlurmJob itself, whose error says why.
+            if standing is not None and standing.state not in RUNS | {"CANCELLED"}:
                 raise self._end(standing) from error
             raise RunError(
                 f"the nodes of the Slurm job were not attached ({error!r:.200}); SlurmJob reads "
