@@ -6,6 +6,7 @@ packages are of the `dev` extra.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -59,17 +60,23 @@ def _of_kubernetes(found: Object) -> bool:
 
 
 def _strictly(found: Object, name: str) -> list[str]:
+    """Faults of one object. Overlays share most of theirs: each is put to its schema once."""
+    return [f"{name}: {fault}" for fault in _checked(json.dumps(found))]
+
+
+@cache
+def _checked(text: str) -> tuple[str, ...]:
     import kubernetes_validate as validate
 
     _read_once()
     try:
-        validate.validate(found, KUBERNETES, strict=True)
+        validate.validate(json.loads(text), KUBERNETES, strict=True)
     except validate.ValidationError as error:
         path = ".".join(str(part) for part in error.path)
-        return [f"{name}: {path}: {error.message:.200}"]
+        return (f"{path}: {error.message:.200}",)
     except validate.SchemaNotFoundError as error:
-        return [f"{name}: {error.message}"]
-    return []
+        return (str(error.message),)
+    return ()
 
 
 @cache

@@ -185,7 +185,11 @@ def _headed(tree: Tree, files: MeshFiles) -> Tree:
     return {path: head + body for path, body in tree.items()}
 
 
-class _Dumper(yaml.SafeDumper):
+# libyaml's where PyYAML was built with it: it writes the same, faster.
+_Base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _Dumper(_Base):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 

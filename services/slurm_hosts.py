@@ -181,13 +181,17 @@ class SlurmHosts:
         last = NOBODY
         begun = time.monotonic()
         while True:
-            last = await self._look() or last
+            told = await self._look()
+            last = told or last
             waited = time.monotonic() - begun
             if last.state in RUNS:
                 return
-            unlisted = last is NOBODY and waited < LIST_SECONDS
+            unlisted = last is NOBODY and (told is None or waited < LIST_SECONDS)
             if last.state not in WAITS and not unlisted:
-                raise RunError(f"the Slurm job {last.job} ended before it began: {last}")
+                raise RunError(
+                    f"the Slurm job {last.job} ended before it began: {last}; what the nodes "
+                    f"wrote is in {self._logs}"
+                )
             if waited > self._spec.start_timeout_s:
                 raise RunError(
                     f"the Slurm job {last.job} did not start within "
@@ -225,6 +229,10 @@ class SlurmHosts:
             await asyncio.gather(*(initialized(mesh) for mesh in meshes))
             return meshes
         except Exception as error:  # from Slurm's JSON to Monarch's sockets
+            standing = await self._look()
+            # Cancelled it is by SlurmJob itself, whose error says why.
+            if standing is not None and standing.state not in RUNS | {"CANCELLED"}:
+                raise self._end(standing) from error
             raise RunError(
                 f"the nodes of the Slurm job were not attached ({error!r:.200}); SlurmJob reads "
                 f"the JSON of Slurm 24.05 and newer; what the nodes wrote is in {self._logs}"
@@ -235,12 +243,15 @@ class SlurmHosts:
         while True:
             standing = await self._look()
             if standing is not None and standing.state not in RUNS:
-                raise RunError(
-                    f"the Slurm job ended: {standing}; go on with --resume, which submits a new "
-                    f"one (hosts.slurm.time_limit is {self._spec.time_limit or 'the default'}; "
-                    f"what the nodes wrote is in {self._logs})"
-                )
+                raise self._end(standing)
             await asyncio.sleep(WATCH_SECONDS)
+
+    def _end(self, standing: Standing) -> RunError:
+        return RunError(
+            f"the Slurm job ended: {standing}; go on with --resume, which submits a new one "
+            f"(hosts.slurm.time_limit is {self._spec.time_limit or 'the default'}; what the nodes "
+            f"wrote is in {self._logs})"
+        )
 
     async def _look(self) -> Standing | None:
         """How the job stands; None when squeue does not say, as it does not when it is busy."""
