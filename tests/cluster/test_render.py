@@ -17,6 +17,7 @@ from cluster.sizing import ModelSize, pod_resources
 from forge_run.cli import forge
 from forge_run.k8s import MONITORING, render
 from protocols.errors import SpecError
+from protocols.learn_spec import ShapeSpec
 from protocols.spec_loading import load_serve, load_spec
 from services.worker import address
 from serving.metrics import ServingMetrics
@@ -24,7 +25,12 @@ from serving.metrics import ServingMetrics
 REPOSITORY = Path(__file__).parents[2]
 THREE_CHANNELS = str(REPOSITORY / "meshes" / "three_channels.yaml")
 EXTERNAL = ("replay.local=null",)
-LLAMA_3B = ModelSize(weights=6_425_149_440, kv_token=114_688, kv_values=57_344)
+LLAMA_3B = ModelSize(
+    ShapeSpec(
+        layers=28, hidden=3072, heads=24, kv_heads=8, head_dim=128, intermediate=8192, vocab=128256
+    ),
+    2,
+)
 
 
 @pytest.fixture(scope="module")
