@@ -227,8 +227,8 @@ def text(
     for r in rows:
         cells = (
             f"{r['hosts']:,}", _shown(r["step_s"]), f"{r['overhead']:.0%}",
-            _shown(r["publish_s"]), _shown(r["requests_s"]), f"{r['store']:.0%}", f"{r['loop']:.1%}",
-            f"{r['wire']:.0%}", _shown(r["silence_s"]),
+            _shown(r["publish_s"]), _shown(r["requests_s"]), f"{r['store']:.0%}",
+            f"{r['loop']:.1%}", f"{r['wire']:.0%}", _shown(r["silence_s"]),
             seconds_text(r["start_s"]), seconds_text(r["one_trainer_s"]),
         )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
