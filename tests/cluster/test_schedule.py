@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.hosts_scaling import LATENCIES, costs_from, suspected
+from benchmarks.hosts_scaling import LATENCIES, checks, costs_from, suspected
 from cluster.schedule import (
     Costs,
     Events,
@@ -150,3 +150,11 @@ def test_the_fewest_hosts_at_which_a_limit_breaks() -> None:
 def test_suspicion_is_raised_with_the_heartbeat() -> None:
     spec = load_spec("meshes/longhealth_3b.yaml").spec
     assert suspected(replace(IDLE, heartbeat_s=5.0), spec) == pytest.approx(20.0)
+
+
+def test_a_real_service_took_about_as_long_as_is_simulated() -> None:
+    """Of the committed figures: what a small mesh took when they were measured."""
+    for row in checks(json.loads(LATENCIES.read_bytes())):
+        assert 0.25 < row["split"] < 4
+        assert 0.25 < row["update"] < 4
+        assert 0.2 < row["loop"] < 2
