@@ -220,7 +220,7 @@ def text(
         f"{scale.replicas} generators a host; model time {seconds_text(scale.compute)} a step; "
         f"{each} published to each",
         "",
-        "| hosts | step | no model's | publish | requests | store | loop | Monarch | silence |"
+        "| hosts | step | overhead | publish | requests | store | loop | Monarch | silence |"
         " start | one trainer |",
         "|" + "---|" * 11,
     ]
