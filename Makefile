@@ -13,10 +13,10 @@ PIP_OPTIONS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm install-verifiers install-prometheus run run-vllm serve test test-fast \
-        lint format proto k8s k8s-check k8s-apiserver bench bench-vllm chaos clean
+        lint format proto proto-release k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts chaos clean
 
 help: ## show this list
-	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 install: $(STAMP) ## make .venv with the pinned dependencies and the console scripts
 
@@ -96,6 +96,7 @@ lint: install k8s-check ## ruff, types, the layers contract, the .proto and the 
 	$(BIN)/mypy protocols learning clinic replay environments strategies actors services serving cluster forge_run
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
+	$(BIN)/buf breaking --against protocols/control.binpb
 
 format: install ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
@@ -104,6 +105,10 @@ format: install ## let ruff rewrite what it can
 proto: install ## write protocols/control_pb2* anew from control.proto
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
 	  protocols/control.proto
+
+# What `make lint` compares the .proto with; made once for each release, from the tree released.
+proto-release: install ## keep control.proto as it is as that of the last release
+	$(BIN)/buf build -o protocols/control.binpb --exclude-source-info
 
 k8s: install ## write the manifests under deploy/k8s anew from their mesh files
 	$(BIN)/forge k8s render meshes/three_channels.yaml --set replay.local=null
@@ -122,6 +127,10 @@ bench: install ## measure the tensor planes against memcpy, and RSA's batched ca
 
 bench-vllm: install-vllm ## a cartridge on vLLM against prompt tokens, the document, and torch
 	$(BIN)/python -m benchmarks.vllm_throughput
+
+bench-hosts: install ## the controller's latencies, and 1 to 1,000 hosts simulated from them
+	$(BIN)/python -m benchmarks.controller_latency
+	$(BIN)/python -m benchmarks.hosts_scaling --set data.patients=1
 
 chaos: install ## how long each role is missing when it is killed or stopped: about 20 minutes
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.mttr

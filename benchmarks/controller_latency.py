@@ -214,11 +214,8 @@ async def store(most_mib: int = 64) -> list[dict[str, Any]]:
     import torch
 
     from services.planes import open_plane
-    from services.service import Service
 
-    service = await Service.of(this_host())
-    pool = service.spawn(Probe, n=4, role="probe")
-    await pool.settled(60)
+    service, pool, _ = await service_of(4, SILENT)
     storage = this_host().spawn_procs(per_host={"gpus": 1}, name="storage")
     plane = await open_plane("torchstore", storage)
     rows = []

@@ -148,7 +148,8 @@ class Scale:
     """A mesh of `hosts`, each with `replicas` readers of the cartridges, and its step's model time.
 
     What shards it: one beat a host in place of one a process, one get a host, `stores` that share
-    the readers, `relays`: hosts pass on what they got, `controllers` that share the replicas.
+    the readers, `relays`: hosts pass on what they got, `kept_seats`: a request need not look at
+    every replica, `controllers` that share the replicas.
     """
 
     hosts: int
@@ -162,6 +163,7 @@ class Scale:
     get_per_host: bool = False
     stores: int = 1
     relays: bool = False
+    kept_seats: bool = False
     controllers: int = 1
 
     @property
@@ -218,12 +220,6 @@ class _Mesh:
     def replicas(self) -> int:
         return math.ceil(self.scale.readers / self.scale.controllers)
 
-    def loop_share(self, seconds: float) -> float:
-        return min(1.0, self.loop.busy / seconds)
-
-    def wire_share(self, seconds: float) -> float:
-        return min(1.0, self.wire.busy / seconds)
-
     def run(self, task: Task) -> float:
         self.events.begin(self.watch())
         self.events.begin(self.looks())
@@ -239,6 +235,7 @@ class _Mesh:
         self.heard = [0.0] * len(groups)
         due = 0.0
         while True:
+            yield Work(self.loop, 0.0)  # it wakes when the loop comes to it
             late = self.events.now - due > scale.heartbeat_s  # then the service judges nobody
             self.passes += 1
             self.late += late
@@ -265,7 +262,8 @@ class _Mesh:
     def steps(self, count: int) -> Task:
         scale, costs = self.scale, self.costs
         one = Message(costs.request.send, costs.request.receive + costs.span)
-        many = replace(one, send=one.send + self.replicas * costs.seat)
+        seen = 0 if scale.kept_seats else self.replicas
+        many = replace(one, send=one.send + seen * costs.seat)
         update = Message(costs.update.send, costs.update.receive + costs.span)
         for _ in range(count):
             begun = self.events.now
@@ -348,9 +346,10 @@ def simulate(scale: Scale, costs: Costs, steps: int = 2) -> Outcome:
     start = alone.replicas * costs.start + scale.replicas * costs.start_host
     if max(alone.loop.free, alone.wire.free) > watched + OVERLOAD:
         return Outcome(
-            step=math.inf, dispatch=math.inf, publish=math.inf, loop_share=alone.loop_share(watched),
-            wire_share=alone.wire_share(watched), store_share=0.0, silence=math.inf,
-            late_passes=alone.late / alone.passes, start=start,
+            step=math.inf, dispatch=math.inf, publish=math.inf,
+            loop_share=min(1.0, alone.loop.busy / watched),
+            wire_share=min(1.0, alone.wire.busy / watched),
+            store_share=0.0, silence=math.inf, late_passes=alone.late / alone.passes, start=start,
         )  # fmt: skip
     transfer = spreading(scale, costs) + reading(scale, costs)
     mesh = _Mesh(scale, costs, followed=min(1.0, HORIZON / transfer) if transfer else 1.0)

@@ -17,6 +17,7 @@ from cluster.sizing import ModelSize, pod_resources
 from forge_run.cli import forge
 from forge_run.k8s import MONITORING, render
 from protocols.errors import SpecError
+from protocols.learn_spec import ShapeSpec
 from protocols.spec_loading import load_serve, load_spec
 from services.worker import address
 from serving.metrics import ServingMetrics
@@ -24,7 +25,12 @@ from serving.metrics import ServingMetrics
 REPOSITORY = Path(__file__).parents[2]
 THREE_CHANNELS = str(REPOSITORY / "meshes" / "three_channels.yaml")
 EXTERNAL = ("replay.local=null",)
-LLAMA_3B = ModelSize(weights=6_425_149_440, kv_token=114_688, kv_values=57_344)
+LLAMA_3B = ModelSize(
+    ShapeSpec(
+        layers=28, hidden=3072, heads=24, kv_heads=8, head_dim=128, intermediate=8192, vocab=128256
+    ),
+    2,
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +66,15 @@ def test_a_change_of_the_mesh_file_changes_the_manifests(tree: dict[str, str]) -
 
 def test_memory_of_a_3b_model_by_hand() -> None:
     # Cartridges: 20 x 2048 x 114,688 B = 4.70 GB, twice in /dev/shm: 9 GiB.
-    # Document teacher: 1.5 x (6.43 + 4.70 + 27.53 GB of documents) + 2 GiB = 56 GiB.
-    # Generator: 1.5 x (6.43 + 4.70 + 24 GiB of pages) + 2 GiB = 54 GiB.
-    # Trainer: 1.5 x (6.43 + 4.70 + 16 B x 20 x 2047 x 57,344) + 2 GiB = 71 GiB.
+    # Generator: 1.25 x (6.43 + 2 x 4.70 + 27.53 GB of documents + 24 GiB of pages) + 2 GiB.
+    # Document teacher: 1.25 x (6.43 + 27.53 + 8 x 1.38 stacked + 10.4 of scores + 2.1 of logits).
+    # Trainer: 1.25 x 155.4 GB, whose items tests/cluster/test_sizing.py works out.
     spec = load_spec(str(REPOSITORY / "meshes" / "longhealth_3b.yaml")).spec
     found = {name: pod_resources(spec, name, role, LLAMA_3B) for name, role in spec.roles}
     assert found == {
-        "generator": Resources(cpu=4, memory=54 + 9, shm=9, gpus=1),
-        "doc_teacher": Resources(cpu=4, memory=56 + 9, shm=9, gpus=1),
-        "trainer": Resources(cpu=4, memory=71 + 9, shm=9, gpus=1),
+        "generator": Resources(cpu=4, memory=83 + 9, shm=9, gpus=1),
+        "doc_teacher": Resources(cpu=4, memory=69 + 9, shm=9, gpus=1),
+        "trainer": Resources(cpu=4, memory=183 + 9, shm=9, gpus=1),
     }
 
 

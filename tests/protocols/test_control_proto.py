@@ -24,3 +24,36 @@ def test_buf_finds_no_fault() -> None:
     buf = Path(sys.executable).with_name("buf")
     done = subprocess.run([buf, "lint"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fault"),
+    [
+        ("", "", ""),
+        # A field and a call that are new: whoever does not know them goes on.
+        ("message PauseRequest {}", "message PauseRequest {\n  bool at_once = 1;\n}", ""),
+        (
+            "  uint32 replicas = 2;\n",
+            "",
+            'field "2" with name "replicas" on message "ScaleRequest"',
+        ),
+        ("uint32 replicas = 2;", "string replicas = 2;", 'from "uint32" to "string"'),
+        ("  rpc Stop(StopRequest) returns (StopResponse);", "", 'RPC "Stop" on service "Control"'),
+    ],
+    ids=["as it is", "a new field", "a field removed", "another type", "a call removed"],
+)
+def test_a_change_that_breaks_released_clients_is_found(
+    before: str, after: str, fault: str, tmp_path: Path
+) -> None:
+    buf = Path(sys.executable).with_name("buf")
+    text = (REPOSITORY / "protocols/control.proto").read_text()
+    assert before in text
+    (tmp_path / "protocols").mkdir()
+    (tmp_path / "buf.yaml").write_text((REPOSITORY / "buf.yaml").read_text())
+    (tmp_path / "protocols/control.proto").write_text(text.replace(before, after, 1))
+    against = ["--against", REPOSITORY / "protocols/control.binpb"]
+    done = subprocess.run(
+        [buf, "breaking", *against], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode != 0) == bool(fault), done.stdout + done.stderr
+    assert fault in done.stdout

@@ -1,0 +1,160 @@
+"""The queue of a mesh's step: cases worked by hand, and what no change of scale may break."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.hosts_scaling import LATENCIES, checks, costs_from, suspected
+from cluster.schedule import (
+    Costs,
+    Events,
+    Message,
+    Scale,
+    Server,
+    Task,
+    Together,
+    Wait,
+    Work,
+    breaks_at,
+    doubling,
+    grouped,
+    reading,
+    simulate,
+    spreading,
+)
+from protocols.spec_loading import load_spec
+
+FREE = Message(0.0, 0.0)
+NOTHING = Costs(
+    beat=FREE, request=FREE, update=FREE, tick=0.0, look=0.0, seat=0.0, status=0.0, event=0.0,
+    span=0.0, wire=0.0, trip=0.0, start=0.0, start_host=0.0, store_fixed=0.0, store_byte=0.0,
+)  # fmt: skip
+IDLE = Scale(hosts=1, replicas=1, rollout=10.0, score=0.0, train=0.0, published=0)
+
+
+def test_one_server_takes_as_much_of_the_time_as_rate_times_cost() -> None:
+    # 8 replicas, a beat of 2 + 1 ms each every 0.5 s: the loop works 24 ms of every 516: a pass
+    # begins 0.5 s after the one before has sent its beats.
+    costs = replace(NOTHING, beat=Message(0.002, 0.001))
+    outcome = simulate(replace(IDLE, replicas=8, rollout=100.0), costs)
+    assert outcome.loop_share == pytest.approx(8 * 0.003 / 0.5, rel=0.05)
+    assert outcome.late_passes == 0
+
+
+def test_a_fan_out_of_n_messages_of_cost_c_ends_after_n_c_and_the_way() -> None:
+    costs = replace(NOTHING, request=Message(0.01, 0.0), trip=0.3)
+    still = replace(IDLE, rollout=0.0, heartbeat_s=1e9)
+    for replicas in (1, 5, 16):
+        outcome = simulate(replace(still, replicas=replicas), costs)
+        assert outcome.dispatch == pytest.approx(replicas * 0.01 + 0.3)
+    # The last answer alone is waited for, while all are sent before the first comes back.
+    heard = replace(costs, request=Message(0.01, 0.01))
+    assert simulate(replace(still, replicas=5), heard).dispatch == pytest.approx(5 * 0.01 + 0.31)
+    # The loop hears no answer before it has sent what was there to be sent.
+    assert simulate(replace(still, replicas=64), heard).dispatch == pytest.approx(0.64 + 0.64)
+
+
+def test_a_seat_is_looked_for_among_all() -> None:
+    costs = replace(NOTHING, seat=0.001)
+    still = replace(IDLE, heartbeat_s=1e9, replicas=20)
+    assert simulate(still, costs).dispatch == pytest.approx(20 * 20 * 0.001)
+    assert simulate(replace(still, kept_seats=True), costs).dispatch == pytest.approx(0.0)
+
+
+def test_a_server_does_one_thing_at_a_time_in_the_order_of_arrival() -> None:
+    events, server, ends = Events(), Server(), {}
+
+    def task(name: str, after: float, seconds: float) -> Task:
+        yield Wait(after)
+        yield Work(server, seconds)
+        ends[name] = events.now
+
+    def all_of_them() -> Task:
+        yield Together((task("late", 1.0, 1.0), task("first", 0.0, 3.0), task("idle", 9.0, 2.0)))
+
+    assert events.run(all_of_them()) == 11.0
+    assert ends == {"first": 3.0, "late": 4.0, "idle": 11.0}
+    assert server.busy == 6.0
+
+
+def test_what_a_publish_moves_by_hand() -> None:
+    # 2 hosts x 3 readers; a get takes 1 s + 10 bytes x 0.1 s.
+    costs = replace(NOTHING, store_fixed=1.0, store_byte=0.1)
+    scale = Scale(2, 3, rollout=1.0, score=0, train=0, published=10)
+    assert (spreading(scale, costs), reading(scale, costs)) == (2.0, 12.0)
+    assert simulate(scale, costs).publish == pytest.approx(14.0)
+    once = replace(scale, get_per_host=True)
+    assert reading(once, costs) == 4.0
+    assert reading(replace(scale, stores=3), costs) == 4.0
+    assert spreading(replace(scale, stores=4), costs) == 6.0  # put, and two rounds of copies
+    assert reading(replace(scale, relays=True), costs) == 4.0  # 1 -> 2 -> 4: two rounds
+    # Longer than is followed, and the same: 60 readers after the put, 2 s each.
+    assert simulate(replace(scale, replicas=30), costs).publish == pytest.approx(122.0)
+
+
+def test_an_answer_that_is_long_on_its_way_is_silence() -> None:
+    assert simulate(IDLE, NOTHING).silence == pytest.approx(0.5)
+    # Asked at 0, 0.5, ...: nothing is heard until 3.2 s, and then every half second.
+    assert simulate(IDLE, replace(NOTHING, trip=3.2)).silence == pytest.approx(3.0)
+
+
+def test_a_loop_that_is_behind_judges_nobody() -> None:
+    costs = replace(NOTHING, beat=Message(0.001, 0.001))
+    assert simulate(replace(IDLE, replicas=100), costs).late_passes == 0
+    behind = simulate(replace(IDLE, replicas=3000, rollout=60.0), costs)
+    assert behind.late_passes > 0.5
+    assert behind.loop_share == 1.0
+
+
+def test_more_beats_than_can_be_served_end_no_step() -> None:
+    costs = replace(NOTHING, wire=0.001)
+    assert math.isfinite(simulate(replace(IDLE, replicas=400), costs).step)
+    flooded = simulate(replace(IDLE, replicas=1000), costs)
+    assert math.isinf(flooded.step)
+    assert flooded.wire_share == 1.0
+    assert math.isfinite(simulate(replace(IDLE, replicas=1000, controllers=4), costs).step)
+
+
+@settings(max_examples=8, deadline=None)
+@given(hosts=st.integers(1, 300), more=st.integers(1, 300), replicas=st.integers(1, 8))
+def test_the_same_every_time_and_never_better_with_more_hosts(
+    hosts: int, more: int, replicas: int
+) -> None:
+    costs = costs_from(json.loads(LATENCIES.read_bytes()))
+    few = Scale(hosts, replicas, rollout=2.0, score=0.4, train=0.6, published=10_000_000)
+    many = replace(few, hosts=hosts + more)
+    first, second = simulate(few, costs), simulate(many, costs)
+    assert first == simulate(few, costs)
+    assert first.step >= few.compute
+    assert second.step >= first.step
+    assert second.publish >= first.publish
+    assert second.start > first.start
+
+
+def test_the_fewest_hosts_at_which_a_limit_breaks() -> None:
+    assert breaks_at(lambda hosts: hosts >= 37, 1000) == 37
+    assert breaks_at(lambda hosts: True, 1000) == 1
+    assert breaks_at(lambda hosts: False, 1000) is None
+    assert list(doubling(10)) == [1, 2, 4, 8, 10]
+    assert (grouped(0), grouped(3), sum(grouped(1003)), len(grouped(1003))) == (
+        [], [1, 1, 1], 1003, 16,
+    )  # fmt: skip
+
+
+def test_suspicion_is_raised_with_the_heartbeat() -> None:
+    spec = load_spec("meshes/longhealth_3b.yaml").spec
+    assert suspected(replace(IDLE, heartbeat_s=5.0), spec) == pytest.approx(20.0)
+
+
+def test_a_real_service_took_about_as_long_as_is_simulated() -> None:
+    """Of the committed figures: what a small mesh took when they were measured."""
+    for row in checks(json.loads(LATENCIES.read_bytes())):
+        assert 0.25 < row["split"] < 4
+        assert 0.25 < row["update"] < 4
+        assert 0.2 < row["loop"] < 2
