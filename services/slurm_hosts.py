@@ -208,10 +208,12 @@ class SlurmHosts:
             done, _ = await asyncio.wait(
                 {attaching, ending}, timeout=ATTACH_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
-            if ending in done:
-                await ending
-            if attaching in done:
+            if ending in done:  # SlurmJob may have cancelled it, and then says why
+                await asyncio.wait({attaching}, timeout=QUEUE_SECONDS)
+            if attaching.done():
                 return attaching.result()
+            if ending in done:
+                ending.result()
             raise RunError(
                 f"no worker on every node answered within {ATTACH_SECONDS:g} s; check that the "
                 f"nodes reach this host, and what they wrote in {self._logs}"
