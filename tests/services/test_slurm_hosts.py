@@ -138,8 +138,7 @@ def test_the_json_of_an_older_slurm(slurm: Cluster) -> None:
 def test_a_job_whose_workers_do_not_start(slurm: Cluster, tmp_path: Path) -> None:
     slurm.set(broken=True, delay_s=0.5)
     said = failure(SlurmHosts(spec_of()))
-    assert "ended" in said
-    assert "FAILED (NonZeroExitCode)" in said
+    assert "FAILED" in said  # whether squeue told it, or SlurmJob before it cancelled the job
     assert f"what the nodes wrote is in {tmp_path}/runs/longhealth/slurm" in said
 
 
