@@ -111,7 +111,8 @@ class Api:
                 raise Expired from None
             if not error.status:
                 raise self._unreachable(error.reason) from None
-            raise self._error(error.status, error.body, "watch", "pods", "") from None
+            said = error.body or error.reason
+            raise self._error(error.status, said, "watch", "pods", "") from None
         except (ProtocolError, ReadTimeoutError):
             return  # cut
         except HTTPError as error:
@@ -198,8 +199,7 @@ class Api:
             except HTTPError as error:
                 status, body, headers = 0, "", {}
                 failure = self._unreachable(_cause(error))
-            if 0 < status < 300:
-                found: Object = json.loads(body) if body else {}
+            if 0 < status < 300 and (found := _json(body)) is not None:
                 return found
             if status == 409 and verb == "create":
                 raise Exists(name)
@@ -300,13 +300,21 @@ def _shut(response: Any) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
+def _json(body: str | bytes | None) -> Object | None:
+    """None where it is no JSON object: of a proxy, and not of the API server."""
+    try:
+        found = json.loads(body or "{}")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _status(body: str | bytes | None) -> tuple[str, Object]:
     """(message, details) of the Status object that the API server answers a refusal with."""
-    try:
-        status = json.loads(body or "{}")
-        return f"{status.get('message', '')!s:.400}", status.get("details") or {}
-    except (ValueError, AttributeError):
-        return f"{body!r:.100}", {}
+    status = _json(body)
+    if status is None:
+        return f"{body!r:.200}", {}
+    return f"{status.get('message', '')!s:.400}", status.get("details") or {}
 
 
 def _cause(error: BaseException) -> str:

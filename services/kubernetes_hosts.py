@@ -14,6 +14,7 @@ with those it has, and asks again. Only what somebody waits for, such as `want`,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -73,29 +74,29 @@ class KubernetesHosts:
         await asyncio.to_thread(follower.begin, asyncio.get_running_loop())
         lives: frozenset[tuple[str, int]] = frozenset()
         known: tuple[Worker, ...] | None = None
-        trouble: RunError | None = None
         pods: Sequence[Pod] = ()
+        trouble: RunError | None = None
         try:
             while True:
+                left_s = None if known is not None else max(0.0, end - time.monotonic())
                 try:
-                    async with asyncio.timeout(
-                        None if known is not None else max(0.0, end - time.monotonic())
-                    ):
-                        news = await follower.news.get()
+                    async with asyncio.timeout(left_s):
+                        batch = await follower.latest()
                 except TimeoutError:
                     raise self._incomplete(pods, limit_s, trouble) from None
-                if isinstance(news, RunError):
-                    if known is None and isinstance(news, Refused):
+                for news in batch:
+                    if not isinstance(news, RunError):
+                        pods, trouble = news, None
+                        lives = attachable(pods, lives)
+                    elif known is None and isinstance(news, Refused):
                         raise news
-                    if str(news) != str(trouble):
-                        _log.warning("pods are not watched for now: %s", news)
-                    trouble = news
-                    continue
-                pods, trouble = news, None
-                lives = attachable(pods, lives)
-                now = workers(pods, lives, self._roles)
+                    else:
+                        if str(news) != str(trouble):
+                            _log.warning("pods are not watched for now: %s", news)
+                        trouble = news
                 if known is None and missing(pods, self._wanted, self._space):
                     continue
+                now = workers(pods, lives, self._roles)
                 if now != known:
                     known = now
                     yield now
@@ -194,6 +195,9 @@ class KubernetesHosts:
             try:
                 await asyncio.shield(self._making)
                 return
+            except Refused:
+                self._tried.remove(name)
+                raise
             except Exists:
                 found = await asyncio.to_thread(self._api.mesh, name)
             if found is not None and not _is_leaving(found):
@@ -262,13 +266,21 @@ class _Follower:
 
         def tell(news: Sequence[Pod] | RunError) -> None:
             if not self.api.wait(0):
-                loop.call_soon_threadsafe(self.news.put_nowait, news)
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(self.news.put_nowait, news)
 
         tell(tuple(pods.values()))
         # A daemon: the process may end before the API server has answered.
         threading.Thread(
             target=self._follow, args=(pods, version, tell), name="pods", daemon=True
         ).start()
+
+    async def latest(self) -> list[Sequence[Pod] | RunError]:
+        """All that came since the last time, at least one: who is slow gets no answers of old."""
+        found = [await self.news.get()]
+        while not self.news.empty():
+            found.append(self.news.get_nowait())
+        return found
 
     def end(self) -> None:
         """Promptly: the connection is shut, and nothing is told any more."""
@@ -305,6 +317,6 @@ class _Follower:
                 version = None
             except RunError as error:
                 tell(error)
-            except Exception:
-                if not self.api.wait(0):  # a shut connection fails in many ways
-                    raise
+            except Exception as error:  # of a shut connection, where it was closed: told to nobody
+                version = None
+                tell(RunError(f"the watch failed ({type(error).__name__}); it is begun anew"))

@@ -16,7 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from api_server import ADMIN, ApiServer
+from api_server import ApiServer
+from api_store import ADMIN
 from monarch.actor import Actor, enable_transport, endpoint
 from operator_loop import Admin, OperatorLoop
 

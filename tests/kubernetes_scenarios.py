@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from api_server import ApiServer
 from operator_loop import OperatorLoop, not_ready, ready, unschedulable, waiting
 
-from cluster.check import committed
+from cluster.check import committed, definitions
 from cluster.kustomize import build
 from protocols.errors import RunError
 from protocols.spec import RunSpec
@@ -47,6 +48,16 @@ class Cluster:
     operator: OperatorLoop
     grant: Callable[[str], None]
     short_s: float
+
+
+@contextmanager
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    """One with the Roles of the base; the kubeconfig in force is the controller's."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with ApiServer(BASE, definitions()) as found:
+        config = found.kubeconfig(folder / "controller.yaml", CONTROLLER)
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        yield found
 
 
 def component(name: str) -> list[Object]:

@@ -1,0 +1,27 @@
+"""What is read out of a pod as the API has it."""
+
+from services.kubernetes_pods import Pod, address, attachable, pod_of, workers
+
+
+def test_ipv6_is_bracketed() -> None:
+    assert address("fd00::7") == "tcp://[fd00::7]:26600"
+
+
+def test_ordinals_are_numbers() -> None:
+    pods = [
+        Pod(f"generator-{n}", str(n), "generator", f"10.0.0.{n}", 0, runs=True, ready=True)
+        for n in (10, 9, 2)
+    ]
+    lives = attachable(pods, frozenset())
+    assert [w.name for w in workers(pods, lives, ["generator"])] == [
+        "generator-2",
+        "generator-9",
+        "generator-10",
+    ]
+
+
+def test_a_pod_that_kubelet_has_not_seen() -> None:
+    raw = {"metadata": {"name": "generator-0"}, "status": {"phase": "Pending"}}
+    assert (pod_of(raw).runs, pod_of(raw).reason) == (False, "Pending")
+    evicted = {**raw, "status": {"phase": "Failed", "reason": "Evicted", "message": "disk"}}
+    assert (pod_of(evicted).reason, pod_of(evicted).message) == ("Evicted", "disk")
