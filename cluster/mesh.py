@@ -223,8 +223,8 @@ _PATIENCE = {"periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 3}
 _OFTEN = {"periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3}
 _RUNS = {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}
 _RUNS_MOUNT = {"name": "runs", "mountPath": "/runs"}
-# What others call, the pod's own IP, and what it listens on. A name would outlive the worker, and
-# another one at the same address cannot be attached to.
+# What others call, the pod's own IP, and what it listens on. A name would be that of the next pod
+# too, and would be found in DNS a while later only.
 _ADDRESS = f"tcp://$(POD_IP):{WORKER_PORT}@tcp://0.0.0.0:{WORKER_PORT}"
 
 

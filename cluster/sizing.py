@@ -14,7 +14,7 @@ from cluster.parts import Resources
 from protocols.errors import SpecError
 from protocols.learn_spec import LearnSpec, ModelSpec, ShapeSpec
 from protocols.serve_spec import ServeSpec
-from protocols.shapes import VALUE_BYTES, kv_values_per_token, matmul_parameters, model_shape
+from protocols.shapes import VALUE_BYTES, model_shape
 from protocols.spec import RoleSpec, RunSpec
 
 GIB = 1024**3
@@ -25,6 +25,18 @@ FLOAT = 4
 LOSS_COPIES = 3  # of the logits, float32: themselves, their log-softmax and its gradient
 HEADROOM = 1.25  # for what the allocator keeps, and what is not counted
 HOLDS_MODEL = ("generator", "doc_teacher", "sdpo_teacher", "trainer")
+
+
+def matmul_parameters(shape: ShapeSpec) -> int:
+    """Weights that every token multiplies: attention, gated MLP and the output head."""
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    mlp = 3 * shape.hidden * shape.intermediate
+    return shape.layers * (attention + mlp) + shape.hidden * shape.vocab
+
+
+def kv_values_per_token(shape: ShapeSpec) -> int:
+    """Numbers in one token's keys and values over all layers."""
+    return shape.layers * 2 * shape.kv_heads * shape.head_dim
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from cluster import sizing
+from cluster.sizing import kv_values_per_token, matmul_parameters
 from forge_run import plan_channels, plan_rsa, plan_sizing, roofline
 from forge_run.figures import Section, bytes_text, count_text, seconds_text
 from forge_run.roofline import A100, H200, MFU, Phase, Workload
 from forge_run.runnable import resolved_place, unmet
 from protocols.learn_spec import LearnSpec, ShapeSpec
-from protocols.shapes import VALUE_BYTES, kv_values_per_token, matmul_parameters, model_shape
+from protocols.shapes import VALUE_BYTES, model_shape
 from protocols.spec import RunSpec
 from protocols.yaml_lines import Place
 

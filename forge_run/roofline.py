@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.sizing import kv_values_per_token, matmul_parameters
 from protocols.learn_spec import ShapeSpec
-from protocols.shapes import kv_values_per_token, matmul_parameters
 
 MFU = 0.5  # share of peak FLOP/s that large matrix products reach in practice
 ATTENTION_BACKWARD = 2.5  # FLOPs of attention's backward over its forward

@@ -1,4 +1,4 @@
-"""What a Llama-like model's shape tells of its size: numbers in its weights and in its KV."""
+"""The shape of a Llama-like model, as its files or the spec tell it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,3 @@ def model_shape(model: ModelSpec) -> ShapeSpec | None:
             f"{path} is not the config of a Llama-like model ({type(error).__name__}: "
             f"{str(error).splitlines()[0]}); set model.path to another directory"
         ) from error
-
-
-def matmul_parameters(shape: ShapeSpec) -> int:
-    """Weights that every token multiplies: attention, gated MLP and the output head."""
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    mlp = 3 * shape.hidden * shape.intermediate
-    return shape.layers * (attention + mlp) + shape.hidden * shape.vocab
-
-
-def kv_values_per_token(shape: ShapeSpec) -> int:
-    """Numbers in one token's keys and values over all layers."""
-    return shape.layers * 2 * shape.kv_heads * shape.head_dim

@@ -34,7 +34,7 @@ from services.kubernetes_api import Api, Exists, Expired, Object, Refused
 from services.kubernetes_pods import Pod, attachable, missing, pod_of, selector, workers
 
 MADE_BY = "cartridge-forge/made-by"  # annotation of a MonarchMesh: the controller that made it
-CLOSE_S = 20.0  # of close(), at most
+CLOSE_S = 4.0  # of close(), at most: a service gives a source 5 s
 LONGEST_PAUSE_S = 10.0  # between two attempts to watch
 LASTING_S = 1.0  # a watch that ended sooner was cut: what cuts it gets time
 POLL_S = 0.5  # of an object that is being deleted
@@ -188,7 +188,8 @@ class KubernetesHosts:
 
     async def _make(self, mesh: Object, end: float) -> None:
         name = mesh["metadata"]["name"]
-        self._tried.append(name)
+        if name not in self._tried:
+            self._tried.append(name)
         while True:
             # A cancelled thread goes on: close() waits for it, or it would leave a mesh behind.
             self._making = asyncio.ensure_future(asyncio.to_thread(self._api.create, mesh))

@@ -143,8 +143,8 @@ def workers(
 
 
 def address(ip: str) -> str:
-    """`"10.0.0.7"` -> `"tcp://10.0.0.7:26600"`; IPv6 in brackets. It is of the pod's IP and not its
-    name: a pod that is started anew is attached to at another address only."""
+    """`"10.0.0.7"` -> `"tcp://10.0.0.7:26600"`; IPv6 in brackets. Of the pod's IP and not its name,
+    which would be that of the next pod too."""
     host = f"[{ip}]" if ":" in ip else ip
     return f"tcp://{host}:{WORKER_PORT}"
 

@@ -165,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
             verb = "watch" if query.get("watch") in ("true", "True", "1") else "list"
         user = api.user(self.headers.get("Authorization", ""))
         api.requests.append((user, verb, resource))
-        if (fault := api.fault(verb, resource)) and user != ADMIN:
+        if user != ADMIN and (fault := api.fault(verb, resource)):
             time.sleep(fault.delay_s)
             if fault.status:
                 told = status_of(fault.status, "Fault", "etcdserver: leader changed")

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from cluster.sizing import kv_values_per_token, matmul_parameters
 from forge_run import roofline
 from forge_run.figures import Section, bytes_text, count_text, seconds_text
 from forge_run.plan import plan, render, step_phases
 from forge_run.roofline import A100, H200, Device, Phase, Workload
 from protocols.errors import SpecError
 from protocols.learn_spec import ModelSpec, ShapeSpec
-from protocols.shapes import kv_values_per_token, matmul_parameters, model_shape
+from protocols.shapes import model_shape
 from protocols.spec_loading import load_spec
 
 REPOSITORY = Path(__file__).parents[2]
