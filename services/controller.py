@@ -53,6 +53,7 @@ class ControllerActor(Actor):
         self._run: Run | None = None
         self._helm: Helm | None = None
         self._stop_asked = False
+        self._opening: asyncio.Task[Mesh] | None = None
         self._recorder: Recorder | None = None
 
     def __supervise__(self, failure: MeshFailure) -> bool:
@@ -69,6 +70,8 @@ class ControllerActor(Actor):
         self._stop_asked = True
         if self._helm is not None:
             await self._helm.stop()
+        elif self._opening is not None:  # hosts may be waited for, in a queue for hours
+            self._opening.cancel()
 
     @concurrent_endpoint
     async def run(self) -> str:
@@ -76,7 +79,6 @@ class ControllerActor(Actor):
         from services.control_plane import ControlPlane
         from services.helm import Helm, Stopped
         from services.recorder import Recorder
-        from services.roles import open_mesh
         from services.telemetry.hub import open_sinks
 
         begun = time.perf_counter()
@@ -86,7 +88,9 @@ class ControllerActor(Actor):
         sinks = open_sinks(self._spec, self._directory, self._report_sink)
         recorder = self._recorder = Recorder(self._directory, sinks)
         recorder.event("run_started", resumed=self._resume, mesh=self._spec.mesh.name)
-        mesh = self._mesh = await open_mesh(self._spec, self._note(recorder), recorder.span)
+        mesh = self._mesh = await self._open(recorder)
+        if mesh is None:
+            return "stopped"
         helm = self._helm = Helm(
             self._whole_status, self._show, lambda: mesh.pools, recorder, mesh.service.scale
         )
@@ -128,6 +132,35 @@ class ControllerActor(Actor):
             await control.stop()
             await asyncio.to_thread(recorder.close)
         return outcome
+
+    async def _open(self, recorder: Recorder) -> Mesh | None:
+        """The mesh, once its hosts are there; None where the run was asked to stop before. What
+        this raises is the run's end."""
+        from services.roles import open_mesh
+
+        outcome: RunOutcome = "stopped"
+        failure: ForgeError | None = None
+        self._opening = asyncio.create_task(
+            open_mesh(self._spec, self._note(recorder), recorder.span)
+        )
+        if self._stop_asked:
+            self._opening.cancel()
+        try:
+            return await self._opening
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:
+            outcome = "failed"
+            failure = error if isinstance(error, ForgeError) else RunError(f"no hosts: {error!r}")
+            recorder.event("failed", error=type(error).__name__, message=str(failure))
+            self._show(error=str(failure))
+        recorder.event("finished", status=outcome, seconds=0.0)
+        recorder.end_streams()
+        await asyncio.to_thread(recorder.close)
+        self._show(stage=outcome, done=True)
+        if failure is not None:
+            raise failure
+        return None
 
     async def _drive(self, recorder: Recorder, mesh: Mesh, helm: Helm, begun: float) -> None:
         from services.courses import teachers

@@ -2,14 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from namespaces import ALONE, cannot_make
-from small_run import command, run_to_end, same_outcome
+from small_run import command, latest, rows, run_to_end, running, same_outcome
 
 from services.hello import Hello, HelloServer, versions
 
@@ -101,3 +103,18 @@ def test_a_worker_of_another_version_ends_the_run_at_its_start(tmp_path: Path) -
         f"error: the worker at {address} has torchmonarch 0.6.9 where this side has {ours}; "
         "install the same versions on both" in done.stderr
     )
+
+
+def test_a_run_that_waits_for_its_hosts_can_be_told_to_end(tmp_path: Path) -> None:
+    nobody = {"kind": "addresses", "addresses": ["tcp://127.0.0.1:1"]}
+    with running(command(tmp_path, hosts=nobody), tmp_path) as run:
+        deadline = time.monotonic() + 60.0
+        while not (tmp_path / "longhealth" / "latest" / "events.jsonl").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        run.process.send_signal(signal.SIGTERM)
+        output, _ = run.process.communicate(timeout=60)
+        assert run.process.returncode == 143, output
+        run.wait_until_gone(10.0)
+    last = rows(latest(tmp_path) / "events.jsonl")[-1]
+    assert (last["event"], last["status"]) == ("finished", "stopped")
