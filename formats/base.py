@@ -85,8 +85,8 @@ def misfits(cartridge: Cartridge, base: Base) -> list[str]:
         )
     if facts.rope and base.rope and dict(facts.rope) != dict(base.rope):
         found.append(
-            f"its keys are rotated by {_shown(facts.rope)}, and the model's by {_shown(base.rope)}: "
-            "train it on this model"
+            f"its keys are rotated by {_shown(facts.rope)}, and the model's by "
+            f"{_shown(base.rope)}: train it on this model"
         )
     shape = tuple(cartridge.kv.shape)
     if shape != (base.layers, 2, base.kv_heads, cartridge.tokens, base.head_dim):

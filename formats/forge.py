@@ -4,7 +4,7 @@
     NAME/manifest.json            shape, dtype, frozen, bytes, sha256 of the file, provenance
 
 A version in a library is such a directory, with its name and number in the manifest. The file alone
-is read too, as uploads are: then nothing proves that it is whole beyond its structure.
+is read too, as uploads are: its header says as much, with a checksum of its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from formats.files import whole
-from formats.value import Cartridge, Provenance
+from formats.value import Cartridge, Provenance, labelled
 from learning.checkpoint import sha256_of
 from protocols.errors import DataError
 
 FILE, MANIFEST = "cartridge.safetensors", "manifest.json"
 SCHEMA = 2
-HEADER = "forge"  # of the safetensors' metadata: provenance and frozen, as JSON
+HEADER = "forge"  # of the safetensors' metadata: the cartridge's label
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,7 @@ def read(path: Path) -> Cartridge:
 
 def write_file(cartridge: Cartridge, file: Path) -> None:
     """The safetensors file alone, neither flushed nor renamed."""
-    header = json.dumps({"frozen": cartridge.frozen, "facts": cartridge.facts.to_json()})
-    save_file({"kv": cartridge.kv.contiguous()}, file, metadata={HEADER: header})
+    save_file({"kv": cartridge.kv.contiguous()}, file, metadata={HEADER: cartridge.label()})
 
 
 def read_file(file: Path) -> Cartridge:
@@ -110,8 +109,11 @@ def read_file(file: Path) -> Cartridge:
         raise DataError(
             f"this is no safetensors file ({error}); nothing else is read: convert it first"
         ) from error
-    frozen, facts = _stated(metadata)
-    return Cartridge(kv, frozen, facts)
+    if HEADER in metadata:
+        return labelled(kv, metadata[HEADER])
+    config = metadata.pop("base_config_sha256", "")
+    metadata.pop("format", None)
+    return Cartridge(kv, facts=Provenance(config_sha256=config, source=metadata))
 
 
 def manifest_of(cartridge: Cartridge, file: Path, name: str = "", version: int = 0) -> Manifest:
@@ -139,28 +141,12 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"schema {plain.get('schema')}, and this version reads {SCHEMA}")
         if stated != _sha256(plain):
             raise ValueError("it does not match its own checksum")
-        facts = {
-            key: plain.pop(_OURS.get(key, key)) for key in Provenance.__dataclass_fields__
-        }
+        facts = {key: plain.pop(_OURS.get(key, key)) for key in Provenance.__dataclass_fields__}
         made = {**plain, "shape": tuple(plain["shape"]), "facts": Provenance.from_plain(facts)}
         return Manifest(**made)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{folder} has no readable {MANIFEST} ({error}); drop it and add or fetch it again"
-        ) from error
-
-
-def _stated(metadata: dict[str, str]) -> tuple[int, Provenance]:
-    if HEADER not in metadata:
-        config = metadata.pop("base_config_sha256", "")
-        metadata.pop("format", None)
-        return 0, Provenance(config_sha256=config, source=metadata)
-    try:
-        stated = json.loads(metadata[HEADER])
-        return int(stated["frozen"]), Provenance.from_json(stated["facts"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"the header of the cartridge file cannot be read ({error!r}); fetch it again"
         ) from error
 
 

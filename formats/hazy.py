@@ -4,7 +4,7 @@
      "trainable_values": ...
      "frozen_keys":      ParameterList of L [1, H_kv, F, D]    or, in older files, "fixed_keys"
      "frozen_values":    ...                                                       "fixed_values"
-     "forge":            our provenance, JSON, which its readers leave alone}
+     "forge":            our label: provenance and checksum, which its readers leave alone}
 
 We write the frozen lists under both names; a pickle holds them once. Their code of either age takes
 such a file, and so does Tokasaurus. Without frozen tokens the lists are of tensors [1, H_kv, 0, D]:
@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.nn import Parameter, ParameterList
 
 from formats.files import whole
-from formats.value import DTYPES, Cartridge, Provenance
+from formats.value import DTYPES, Cartridge, labelled
 from protocols.errors import DataError
 
-FACTS = "forge"
+LABEL = "forge"
 SPELLINGS = ("frozen", "fixed")
 
 
@@ -42,11 +42,14 @@ def write(cartridge: Cartridge, path: Path, force: bool = False) -> None:
 
 def save(cartridge: Cartridge, file: Path) -> None:
     """The file alone, neither flushed nor renamed."""
-    kept, learned = cartridge.kv[..., : cartridge.frozen, :], cartridge.kv[..., cartridge.frozen :, :]
+    kept, learned = (
+        cartridge.kv[..., : cartridge.frozen, :],
+        cartridge.kv[..., cartridge.frozen :, :],
+    )
     state: dict[str, Any] = {
         "trainable_keys": _parameters(learned[:, 0], True),
         "trainable_values": _parameters(learned[:, 1], True),
-        FACTS: cartridge.facts.to_json(),
+        LABEL: cartridge.label(),
     }
     keys, values = _parameters(kept[:, 0], False), _parameters(kept[:, 1], False)
     for spelling in SPELLINGS:
@@ -68,19 +71,21 @@ def read(path: Path) -> Cartridge:
         torch.cat([torch.stack(kept[kind]), torch.stack(learned[kind])], dim=3)
         for kind in ("keys", "values")
     ]
-    facts = state.get(FACTS)
-    return Cartridge(
-        torch.stack(kv, dim=1)[:, :, 0].contiguous(),  # [L, 2, 1, H_kv, P, D] without the batch
-        kept["keys"][0].shape[2],
-        Provenance() if facts is None else Provenance.from_json(facts),
-    )
+    whole_kv = torch.stack(kv, dim=1)[:, :, 0].contiguous()  # [L, 2, 1, H_kv, P, D] without the 1
+    frozen = kept["keys"][0].shape[2]
+    if LABEL in state:
+        return labelled(whole_kv, state[LABEL], frozen)
+    return Cartridge(whole_kv, frozen)
 
 
 def _parameters(kv: Tensor, trainable: bool) -> ParameterList:
     """[L, H_kv, T, D] as L parameters [1, H_kv, T, D], each with a storage of its own: a pickled
     view would take the whole tensor along."""
     return ParameterList(
-        [Parameter(layer[None].clone(memory_format=torch.contiguous_format), trainable) for layer in kv]
+        [
+            Parameter(layer[None].clone(memory_format=torch.contiguous_format), trainable)
+            for layer in kv
+        ]
     )
 
 
@@ -115,7 +120,8 @@ def _layers(state: dict[str, Any], key: str, size: int) -> list[Tensor]:
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         have = ", ".join(map(str, state)) or "nothing"
         raise DataError(
-            f"a HazyResearch cartridge has a list of tensors {key} ({error!r}); this file has {have}"
+            f"a HazyResearch cartridge has a list of tensors {key} ({error!r}); this file has "
+            f"{have}"
         ) from error
     if not layers and key.startswith("trainable"):
         raise DataError(f"{key} has no layers; the file is empty, or was cut")
@@ -180,8 +186,8 @@ def _require_alike(learned: dict[str, list[Tensor]], kept: dict[str, list[Tensor
     if (mine[1], mine[3]) != (other[1], other[3]):
         turned = mine[2:] == other[2:]
         raise DataError(
-            f"frozen layers are {list(mine)}, trainable ones {list(other)}: they may differ in axis "
-            "2, the tokens, alone; [1, H_kv, tokens, D] is the order"
+            f"frozen layers are {list(mine)}, trainable ones {list(other)}: they may differ in "
+            "axis 2, the tokens, alone; [1, H_kv, tokens, D] is the order"
             + (", and these seem to have tokens in axis 1: swap axes 1 and 2" if turned else "")
         )
 

@@ -14,7 +14,7 @@ from protocols.errors import DataError
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """Root mean squares over heads, positions and the head's size, and the largest absolute values."""
+    """Root mean squares over heads, positions and the head's size; largest absolute values."""
 
     keys: float
     values: float

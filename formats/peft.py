@@ -5,7 +5,7 @@
 
 A row is one position: for each layer its key of every head, then its value. PEFT hands them to the
 model as a filled cache, so that the prompt's positions follow at P; they are rotated already, as
-ours. The config has no room for provenance; the tensor file's header has.
+ours. The config has no room for provenance and checksum; the tensor file's header has.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from formats.files import whole
-from formats.value import Cartridge, Provenance
+from formats.value import Cartridge, Provenance, labelled
 from protocols.errors import DataError
 
 CONFIG, WEIGHTS, TENSOR = "adapter_config.json", "adapter_model.safetensors", "prompt_embeddings"
 PICKLE = "adapter_model.bin"
 KIND = "CARTRIDGE"
-FACTS = "forge"
+LABEL = "forge"
 PEFT_VERSION = "0.21.2"  # whose fields these are, and which the tests load them with
 
 
@@ -50,7 +50,7 @@ def write(cartridge: Cartridge, path: Path, force: bool = False) -> None:
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         save_file(
             {TENSOR: rows.contiguous()}, folder / WEIGHTS,
-            metadata={"format": "pt", FACTS: cartridge.facts.to_json()},
+            metadata={"format": "pt", LABEL: cartridge.label()},
         )  # fmt: skip
 
 
@@ -81,11 +81,10 @@ def read(path: Path) -> Cartridge:
             f"{width}] of {heads} heads; they are of two adapters, or one is damaged"
         )
     kv = rows.view(tokens, layers, 2, heads, width // heads).permute(1, 2, 3, 0, 4).contiguous()
-    if FACTS in metadata:
-        facts = Provenance.from_json(metadata[FACTS])
-    else:
-        facts = Provenance(base=str(config.get("base_model_name_or_path") or ""))
-    return Cartridge(kv, _size(config, "num_frozen_tokens", least=0), facts)
+    frozen = _size(config, "num_frozen_tokens", least=0)
+    if LABEL in metadata:
+        return labelled(kv, metadata[LABEL], frozen)
+    return Cartridge(kv, frozen, Provenance(base=str(config.get("base_model_name_or_path") or "")))
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -96,8 +95,8 @@ def _config(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} has no readable {CONFIG} ({error}); fetch it again") from error
     if kind != KIND:
         raise DataError(
-            f"{path} is an adapter of type {kind}, and a cartridge is {KIND}; nothing else holds keys "
-            "and values as they are"
+            f"{path} is an adapter of type {kind}, and a cartridge is {KIND}; nothing else holds "
+            "keys and values as they are"
         )
     submodules = config.get("num_transformer_submodules")
     if submodules not in (None, 1):
@@ -109,7 +108,7 @@ def _size(config: dict[str, Any], key: str, least: int = 1) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise DataError(
-            f"{CONFIG} says {key}: {value!r}, and a number is needed; save the adapter from the model "
-            "that has it, which fills it in"
+            f"{CONFIG} says {key}: {value!r}, and a number is needed; save the adapter from the "
+            "model that has it, which fills it in"
         )
     return value

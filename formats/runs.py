@@ -44,7 +44,10 @@ def read_cartridges(checkpoint: Path) -> tuple[int, dict[str, Tensor]]:
 
 
 def read_all(path: Path) -> dict[str, Cartridge]:
-    """Every cartridge of a run's newest checkpoint, by name. Raises DataError or CheckpointError."""
+    """Every cartridge of a run's newest checkpoint, by name.
+
+    Raises DataError or CheckpointError.
+    """
     checkpoint = newest_checkpoint(path.resolve())
     facts, kv, frozen = _whole(checkpoint)
     run = checkpoint.parent.parent
@@ -98,7 +101,7 @@ def _whole(checkpoint: Path) -> tuple[dict[str, Any], Tensor, int]:
 
 
 def _of_spec(run: Path, weights: str) -> tuple[Provenance, dict[str, str]]:
-    """What the run's spec says of the model, where that is at hand, and the hash of its data's keys."""
+    """What the run's spec says of the model, where it is at hand, and the hash of its data's keys."""
     spec = run / "spec.yaml"
     if not spec.is_file():
         return Provenance(weights_sha256=weights), {}

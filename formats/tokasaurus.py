@@ -3,8 +3,8 @@
     ./cartridges/NAME/cartridge.pt    HazyResearch's file
     ./cartridges/NAME/config.yaml     kv_cache_initializer.max_tokens: P; the model's name
 
-It reserves ceil(max_tokens / 16) blocks, cuts the cartridge to whole blocks of 16 with a warning, and
-fails where the numbers then differ: a P that is no multiple of 16 is not served.
+It reserves ceil(max_tokens / 16) blocks, cuts the cartridge to whole blocks of 16 with a warning,
+and fails where the numbers then differ: a P that is no multiple of 16 is not served.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_constructor(
-    "tag:yaml.org,2002:python/tuple", lambda loader, node: loader.construct_sequence(node, deep=True)
+    "tag:yaml.org,2002:python/tuple",
+    lambda loader, node: loader.construct_sequence(node, deep=True),
 )
 
 
@@ -52,7 +53,7 @@ def write(cartridge: Cartridge, path: Path, force: bool = False) -> None:
 def read(path: Path) -> Cartridge:
     """Read a cartridge's directory. Raises DataError."""
     try:
-        config = yaml.load((path / CONFIG).read_text(), _Loader)  # noqa: S506  (a SafeLoader)
+        config = yaml.load((path / CONFIG).read_text(), _Loader)
         tokens = _stated(config, "kv_cache_initializer", "max_tokens")
         base = _stated(config, "model", "pretrained_model_name_or_path")
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:

@@ -1,4 +1,4 @@
-"""One cartridge in memory, whatever file it came from: its keys and values, and what is known of it.
+"""One cartridge in memory, whatever file it came from: keys and values, and what is known of it.
 
     kv      [L, 2, H_kv, P, D]  layer, key or value, key/value head, position, head size
     frozen  F                   the leading positions that training left alone, 0 <= F < P
@@ -9,6 +9,7 @@ HazyResearch/cartridges, PEFT and Tokasaurus mean by their files too, none of wh
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -44,21 +45,6 @@ class Provenance:
     keys: str = POST_ROPE
     source: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        """One line, for formats that have room for a text."""
-        return json.dumps(asdict(self), sort_keys=True, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Provenance:
-        """What `to_json` wrote. Raises DataError."""
-        try:
-            plain = json.loads(text)
-            return cls.from_plain(plain)
-        except (ValueError, TypeError) as error:
-            raise DataError(
-                f"the cartridge's provenance cannot be read ({error}); write the file again"
-            ) from error
-
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Provenance:
         """Raises TypeError for other fields, or fields of other types."""
@@ -92,8 +78,8 @@ class Cartridge:
             )
         if not 0 <= self.frozen < self.tokens:
             raise DataError(
-                f"0 <= frozen < P={self.tokens}: got {self.frozen} frozen tokens, which leaves none "
-                "to train"
+                f"0 <= frozen < P={self.tokens}: got {self.frozen} frozen tokens, which leaves "
+                "none to train"
             )
         if self.kv.dtype not in DTYPES.values():
             raise DataError(f"a cartridge is float32, bfloat16 or float16: got {self.kv.dtype}")
@@ -128,7 +114,40 @@ class Cartridge:
         """The same in another dtype. Raises DataError where a number does not fit it."""
         return replace(self, kv=self.kv.to(DTYPES[dtype]))
 
+    def label(self) -> str:
+        """What is known of it and a checksum over that and the numbers, as one line: for formats
+        that have room for a text. `labelled` reads it."""
+        told = {"facts": asdict(self.facts), "frozen": self.frozen}
+        return json.dumps(told | {"sha256": _sha256(told, self.kv)}, sort_keys=True)
+
     def with_source(self, source: Mapping[str, Any]) -> Cartridge:
         """The same, and it is known where from."""
         facts = replace(self.facts, source={**self.facts.source, **source})
         return replace(self, facts=facts)
+
+
+def labelled(kv: Tensor, label: str, frozen: int | None = None) -> Cartridge:
+    """A cartridge of these numbers and what its label says. `frozen` is what the file says besides.
+
+    Raises DataError where they are not those that the label was written for.
+    """
+    try:
+        told = json.loads(label)
+        stated = told.pop("sha256")
+        facts = Provenance.from_plain(told["facts"])
+        made = Cartridge(kv, told["frozen"], facts)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"what the cartridge says of itself cannot be read ({error!r}); fetch it again"
+        ) from error
+    if stated != _sha256(told, kv) or frozen not in (None, made.frozen):
+        raise DataError("the cartridge does not match its checksum: it is damaged; fetch it again")
+    return made
+
+
+def _sha256(told: Mapping[str, Any], kv: Tensor) -> str:
+    plain = {**told, "shape": list(kv.shape), "dtype": str(kv.dtype)}
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
+    for layer in kv:
+        digest.update(layer.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -22,7 +22,7 @@ def cartridge(
     kv = torch.randn(layers, 2, heads, tokens, head_dim, generator=generator)
     told = Provenance(
         base="models/some", config_sha256="c" * 64, weights_sha256="w" * 64,
-        weights_dtype="float32", rope=ROPE, source={"run": "r1", "step": 40, "metrics": {"kl": 0.5}},
+        weights_dtype="float32", rope=ROPE, source={"run": "r1", "metrics": {"kl": 0.5}},
     )  # fmt: skip
     return Cartridge(kv.to(DTYPES[dtype]), frozen, told if facts is None else facts)
 
@@ -55,7 +55,7 @@ def files_of(path: Path) -> list[Path]:
 _texts = st.text(max_size=8)
 _sources = st.dictionaries(
     _texts, st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | _texts,
+        st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9) | _texts,
         lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_texts, inner, max_size=2),
         max_leaves=3,
     ), max_size=3,
