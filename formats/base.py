@@ -21,7 +21,7 @@ class Base:
     """A model, as far as cartridges must fit it: `Base(4, 2, 32, 4096, "9f..")`.
 
     `context` is the most positions that it was made for, `config_sha256` that of its config.json,
-    `rope` its rotation, or empty where the config says none.
+    `rope` its rotation, or empty where the config says none, `name` what it is called.
     """
 
     layers: int
@@ -30,6 +30,7 @@ class Base:
     context: int
     config_sha256: str
     rope: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
 
 
 def read_base(model: Path) -> Base:
@@ -44,12 +45,19 @@ def read_base(model: Path) -> Base:
             context=config["max_position_embeddings"],
             config_sha256=config_hash(config),
             rope=rope_of(config),
+            name=model_name(str(model)),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"the model at {model} has no config.json that says its shape ({error!r}); give a "
             "directory with a Llama-like model's config.json and *.safetensors"
         ) from error
+
+
+def model_name(path: str) -> str:
+    """What a model is called elsewhere: a directory's own name, a hub's id as it is."""
+    here = Path(path)
+    return here.absolute().name if here.is_absolute() or here.is_dir() else path
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -114,14 +122,14 @@ def require_fit(cartridge: Cartridge, base: Base) -> None:
         raise DataError("; ".join(found))
 
 
-def made_for(cartridge: Cartridge, base: Base, name: str) -> Cartridge:
+def made_for(cartridge: Cartridge, base: Base) -> Cartridge:
     """The cartridge with what it did not say of its model, after `require_fit`."""
     facts = cartridge.facts
     return replace(
         cartridge,
         facts=replace(
             facts,
-            base=facts.base or name,
+            base=facts.base or base.name,
             config_sha256=facts.config_sha256 or base.config_sha256,
             rope=facts.rope or dict(base.rope),
         ),

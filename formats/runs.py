@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from formats.base import read_base
+from formats.base import model_name, read_base
 from formats.value import Cartridge, Provenance
 from learning.checkpoint import MANIFEST, STATE, list_checkpoints, read_checkpoint
 from protocols.errors import DataError
@@ -43,8 +45,8 @@ def read_cartridges(checkpoint: Path) -> tuple[int, dict[str, Tensor]]:
     return int(facts["version"]), dict(zip(facts["names"], kv, strict=True))
 
 
-def read_all(path: Path) -> dict[str, Cartridge]:
-    """Every cartridge of a run's newest checkpoint, by name.
+def read_all(path: Path, names: Collection[str] | None = None) -> dict[str, Cartridge]:
+    """Every cartridge of a run's newest checkpoint by name, or those in `names`.
 
     Raises DataError or CheckpointError.
     """
@@ -57,23 +59,24 @@ def read_all(path: Path) -> dict[str, Cartridge]:
     }  # fmt: skip
     if facts.get("last"):
         source["metrics"] = {k: facts["last"][k] for k in ("kl", "tokens") if k in facts["last"]}
+    missing = sorted(set(names or ()) - set(facts["names"]))
+    if missing:
+        have = ", ".join(facts["names"])
+        raise DataError(f"the run has no cartridge {missing[0]}; it has {have}")
     made_for, data = _of_spec(run, facts.get("base_hash", ""))
     return {
         name: Cartridge(part, frozen, made_for).with_source({**source, **data, "name": name})
         for name, part in zip(facts["names"], kv, strict=True)
+        if names is None or name in names
     }
 
 
 def read(path: Path, name: str | None) -> Cartridge:
     """One cartridge of a run; without a name, its only one. Raises DataError or CheckpointError."""
-    have = read_all(path)
-    if name is None and len(have) == 1:
-        return next(iter(have.values()))
-    if name is None:
+    have = read_all(path, None if name is None else [name])
+    if len(have) > 1:
         raise DataError(f"{path} has {len(have)} cartridges: {', '.join(have)}; choose with --name")
-    if name not in have:
-        raise DataError(f"the run has no cartridge {name}; it has {', '.join(have)}")
-    return have[name]
+    return next(iter(have.values()))
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -101,18 +104,15 @@ def _whole(checkpoint: Path) -> tuple[dict[str, Any], Tensor, int]:
 
 
 def _of_spec(run: Path, weights: str) -> tuple[Provenance, dict[str, str]]:
-    """What the run's spec says of the model, where it is at hand, and the hash of its data's keys."""
+    """What the run's spec says of the model, where it is at hand, and its data section's hash."""
     spec = run / "spec.yaml"
     if not spec.is_file():
         return Provenance(weights_sha256=weights), {}
     learn = load_resolved(spec).learn
     data = json.dumps(learn.data.model_dump(mode="json"), sort_keys=True)
-    found = Provenance(
-        base=learn.model.path, weights_sha256=weights, weights_dtype=learn.model.dtype
-    )
+    name, dtype = model_name(learn.model.path), learn.model.dtype
+    found = Provenance(base=name, weights_sha256=weights, weights_dtype=dtype)
     if (Path(learn.model.path) / "config.json").is_file():
         base = read_base(Path(learn.model.path))
-        found = Provenance(
-            learn.model.path, base.config_sha256, weights, learn.model.dtype, base.rope
-        )
-    return found, {"data_sha256": hashlib.sha256(data.encode()).hexdigest()}
+        found = replace(found, config_sha256=base.config_sha256, rope=base.rope)
+    return found, {"data_spec_sha256": hashlib.sha256(data.encode()).hexdigest()}

@@ -28,10 +28,11 @@ class _Loader(yaml.SafeLoader):
     """Configs that W&B wrote of the training's own have tuples; no other object is built."""
 
 
-_Loader.add_constructor(
-    "tag:yaml.org,2002:python/tuple",
-    lambda loader, node: loader.construct_sequence(node, deep=True),
-)
+def _tuple(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> list[Any]:
+    return loader.construct_sequence(node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:python/tuple", _tuple)
 
 
 def write(cartridge: Cartridge, path: Path, force: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""A cartridge of the tiny reader, and the logits of a prompt behind one, for tests of the formats."""
+"""A cartridge of the tiny reader and a prompt's logits behind one, for tests of the formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from formats.value import Cartridge
 from learning.attention import PrefixContext
 from learning.model import document_kv, hidden_states, load_model
 
-READER = Path(__file__).parents[2] / "models/clinic-reader"
+READER = Path(__file__).parents[1] / "models/clinic-reader"
 DOCUMENT = [1, *range(40, 72)]
 PROMPT = torch.tensor([[10, 700, 33, 1200, 5, 90]])
 TOKENS = 24
@@ -34,7 +34,7 @@ def trained() -> Cartridge:
     """The first tokens of a document, pushed off what any document would give."""
     kv = document_kv(ours(), DOCUMENT)[:, :, :, :TOKENS]
     noise = torch.randn(kv.shape, generator=torch.Generator().manual_seed(3))
-    return made_for(Cartridge(kv + 0.1 * noise, 1), read_base(READER), "clinic-reader")
+    return made_for(Cartridge(kv + 0.1 * noise, 1), read_base(READER))
 
 
 @torch.no_grad()

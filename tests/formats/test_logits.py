@@ -1,7 +1,7 @@
 """A cartridge says the same in every format: the model's logits behind it are equal.
 
-HazyResearch's layout is read as a plain transformers cache, without any code of ours; PEFT reads its
-own in test_peft.py.
+HazyResearch's layout is read as a plain transformers cache, without any code of ours; PEFT reads
+its own in test_peft.py.
 """
 
 from __future__ import annotations

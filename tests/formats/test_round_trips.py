@@ -86,7 +86,7 @@ def test_hazyresearchs_own_files_are_read(tmp_path: Path, spelling: str, frozen:
 
 
 def test_pefts_layout_by_hand(tmp_path: Path) -> None:
-    """Row 1 is position 1: layer 0's key, its value, layer 1's key and value; heads side by side."""
+    """Row 1 is position 1: layer 0's key, its value, layer 1's both; heads side by side."""
     kv = torch.arange(2 * 2 * 2 * 2 * 1.0).view(2, 2, 2, 2, 1)
     rows = load_file(write(Cartridge(kv), tmp_path, "peft") / "adapter_model.safetensors")
     assert rows["prompt_embeddings"][1].tolist() == [1, 3, 5, 7, 9, 11, 13, 15]
