@@ -98,4 +98,5 @@ def _asking(hub: HfApi, repo: str) -> Iterator[None]:
 
 def _first(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    under = f" ({_first(error.__cause__)})" if isinstance(error.__cause__, Exception) else ""
+    return f"{lines[0] if lines else type(error).__name__}{under}"
