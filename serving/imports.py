@@ -18,7 +18,7 @@ def add_from_run(
 
     Raises DataError or CheckpointError.
     """
-    have = runs.read_all(path, names)
+    have = runs.read_all(path, names or None)
     wanted = names or {name: name for name in have}
     return [add_cartridge(library, new, have[name], {}) for name, new in wanted.items()]
 
