@@ -82,7 +82,7 @@ def _inspect(options: argparse.Namespace) -> int:
         wrong = wrong or other_weights(cartridge, options.model)
         if wrong:
             raise DataError(f"not for {options.model}: {'; '.join(wrong)}")
-        print(f"\nfits {options.model}, by its {_proof(cartridge)}")
+        print(f"\nfits {options.model}, by {_proof(cartridge)}")
     return 0
 
 
@@ -114,8 +114,12 @@ def sections(cartridge: Cartridge, format: str) -> list[Section]:
 
 
 def _proof(cartridge: Cartridge) -> str:
-    if cartridge.facts.weights_sha256 and cartridge.facts.weights_dtype:
-        return "shape, RoPE, config and weights"
-    if cartridge.facts.config_sha256:
-        return "shape, RoPE and config; it does not say whose weights"
-    return "shape; it does not say whose config or weights"
+    """What was compared with the model, and what could not be."""
+    facts = cartridge.facts
+    said = {
+        "shape": True, "RoPE": bool(facts.rope), "config": bool(facts.config_sha256),
+        "weights": bool(facts.weights_sha256 and facts.weights_dtype),
+    }  # fmt: skip
+    known = [what for what, there in said.items() if there]
+    silent = [what for what, there in said.items() if not there]
+    return ", ".join(known) + (f"; it does not say which {' or '.join(silent)}" if silent else "")

@@ -68,7 +68,7 @@ def test_a_run_is_converted_to_every_format_and_inspected(
     assert "shape    4 x 2 x 2 x 16 x 32: layers, keys and values, heads, tokens, head size" in out
     assert "tokens   16, 1 of them frozen" in out
     assert ["rope.rope_theta", "500000.0"] in [line.split() for line in out.splitlines()]
-    assert out.endswith("by its shape, RoPE and config; it does not say whose weights\n")
+    assert out.endswith("by shape, RoPE, config; it does not say which weights\n")
     assert forge(["inspect", str(run), "--name", "p1"]) == 0
     assert "source.metrics.kl" in capsys.readouterr().out
 
