@@ -144,7 +144,7 @@ def read_manifest(folder: Path) -> Manifest:
         facts = {key: plain.pop(_OURS.get(key, key)) for key in Provenance.__dataclass_fields__}
         made = {**plain, "shape": tuple(plain["shape"]), "facts": Provenance.from_plain(facts)}
         return Manifest(**made)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{folder} has no readable {MANIFEST} ({error}); drop it and add or fetch it again"
         ) from error

@@ -91,7 +91,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / CONFIG).read_text())
         kind = config["peft_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path} has no readable {CONFIG} ({error}); fetch it again") from error
     if kind != KIND:
         raise DataError(

@@ -22,6 +22,7 @@ from protocols.errors import DataError
 
 FILE, CONFIG = "cartridge.pt", "config.yaml"
 BLOCK = 16
+_BROKEN = (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
 
 
 class _Loader(yaml.SafeLoader):
@@ -57,7 +58,7 @@ def read(path: Path) -> Cartridge:
         config = yaml.load((path / CONFIG).read_text(), _Loader)
         tokens = _stated(config, "kv_cache_initializer", "max_tokens")
         base = _stated(config, "model", "pretrained_model_name_or_path")
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except _BROKEN as error:
         raise DataError(f"{path} has no readable {CONFIG} ({error}); fetch it again") from error
     if not (path / FILE).is_file():
         raise DataError(f"{path} has no {FILE}; fetch it again")

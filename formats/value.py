@@ -133,16 +133,15 @@ def labelled(kv: Tensor, label: str, frozen: int | None = None) -> Cartridge:
     """
     try:
         told = json.loads(label)
-        stated = told.pop("sha256")
-        facts = Provenance.from_plain(told["facts"])
-        made = Cartridge(kv, told["frozen"], facts)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        stated, held = told.pop("sha256"), int(told["frozen"])
+        facts, found = Provenance.from_plain(told["facts"]), _sha256(told, kv)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
             f"what the cartridge says of itself cannot be read ({error!r}); fetch it again"
         ) from error
-    if stated != _sha256(told, kv) or frozen not in (None, made.frozen):
+    if stated != found or frozen not in (None, held):
         raise DataError("the cartridge does not match its checksum: it is damaged; fetch it again")
-    return made
+    return Cartridge(kv, held, facts)
 
 
 def _sha256(told: Mapping[str, Any], kv: Tensor) -> str:

@@ -165,6 +165,20 @@ def test_a_yaml_that_builds_objects_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "harmed").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("forge", "manifest.json"), ("peft", "adapter_config.json"), ("tokasaurus", "config.yaml")],
+)
+def test_a_text_nested_without_end_is_refused(tmp_path: Path, name: str, file: str) -> None:
+    path = write(SMALL, tmp_path, name)
+    (path / file).write_text("[" * 20_000)
+    with pytest.raises(DataError, match=f"no readable {file}"):
+        read(path)
+    save_file({"kv": SMALL.kv}, tmp_path / "c.safetensors", metadata={"forge": "[" * 200_000})
+    with pytest.raises(DataError, match="says of itself cannot be read"):
+        read(tmp_path / "c.safetensors")
+
+
 def test_a_zip_that_swells_is_refused(tmp_path: Path) -> None:
     write(SMALL, tmp_path, "hazy")
     with (
