@@ -171,7 +171,7 @@ def test_a_yaml_that_builds_objects_is_refused(tmp_path: Path) -> None:
 )
 def test_a_text_nested_without_end_is_refused(tmp_path: Path, name: str, file: str) -> None:
     path = write(SMALL, tmp_path, name)
-    (path / file).write_text("[" * 20_000)
+    (path / file).write_text("[" * (2_000 if name == "tokasaurus" else 100_000))
     with pytest.raises(DataError, match=f"no readable {file}"):
         read(path)
     save_file({"kv": SMALL.kv}, tmp_path / "c.safetensors", metadata={"forge": "[" * 200_000})
