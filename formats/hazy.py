@@ -117,7 +117,7 @@ def _layers(state: dict[str, Any], key: str, size: int) -> list[Tensor]:
         if not isinstance(found, ParameterList | list | tuple):
             raise TypeError(f"it is a {type(found).__name__}")
         layers = [tensor.detach() for tensor in found]
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         have = ", ".join(map(str, state)) or "nothing"
         raise DataError(
             f"a HazyResearch cartridge has a list of tensors {key} ({error!r}); this file has "

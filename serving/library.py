@@ -18,7 +18,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,15 +78,16 @@ class Library:
 
     def get(self, wanted: CartridgeName) -> Entry:
         """The version or tag asked for, or the newest."""
-        versions, tags = self.versions(wanted.name), self.tags(wanted.name)
+        versions = self.versions(wanted.name)
         if not versions:
             have = ", ".join(self.names()) or "none"
             raise DataError(f"there is no cartridge {wanted.name}; the library has {have}")
-        if wanted.tag is not None and wanted.tag not in tags:
-            have = ", ".join(tags) or "none"
-            raise DataError(f"cartridge {wanted.name} has no tag {wanted.tag}; it has {have}")
         version = versions[-1] if wanted.version is None else wanted.version
         if wanted.tag is not None:
+            tags = self.tags(wanted.name)
+            if wanted.tag not in tags:
+                have = ", ".join(tags) or "none"
+                raise DataError(f"cartridge {wanted.name} has no tag {wanted.tag}; it has {have}")
             version = tags[wanted.tag]
         if version not in versions:
             have = ", ".join(map(str, versions))
@@ -97,10 +98,11 @@ class Library:
         """Versions by tag; a tag goes with its version."""
         if not is_name(name):
             return {}
-        found = sorted((self.directory / name / TAGS).glob("[!.]*"))
-        versions = self.versions(name)
-        noted = {path.name: int(path.read_text()) for path in found}
-        return {tag: version for tag, version in noted.items() if version in versions}
+        versions, tags = self.versions(name), {}
+        for path in sorted((self.directory / name / TAGS).glob("[!.]*")):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                tags[path.name] = int(path.read_text())
+        return {tag: version for tag, version in tags.items() if version in versions}
 
     def tag(self, wanted: CartridgeName, tag: str) -> Entry:
         """Call a version `tag`, and no other of the cartridge any more."""
