@@ -1,7 +1,8 @@
 """The command line: `forge-run MESH.yaml ...`, and `forge run|plan MESH.yaml ...` for the same;
 `forge ablate MESH.yaml` for its channels compared (forge_run.ablate); `forge status|scale|...` for
-a run that runs (forge_run.control); `forge frontier`, `forge serve` and `forge cartridges` for what
-came of one; `forge k8s render` for the manifests of a mesh (forge_run.k8s).
+a run that runs (forge_run.control); `forge frontier`, `forge serve`, `forge cartridges`, `forge
+convert` and `forge inspect` for what came of one; `forge k8s render` for the manifests of a mesh
+(forge_run.k8s).
 
 Only argparse is imported here: `--help` and a bad spec answer in well under a second. pydantic
 comes with the spec, torch and Monarch with the run, gRPC with a call to one.
@@ -15,8 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forge_run.cartridges import add_cartridges
 from forge_run.control import add_commands
-from protocols.errors import DataError, ForgeError
+from forge_run.convert import add_formats
+from protocols.errors import ForgeError
 
 INTERRUPTED = 130  # what a shell expects of a process that Ctrl-C ended
 
@@ -68,7 +71,8 @@ def forge(argv: Sequence[str] | None = None) -> int:
     _add_mesh_and_sets(serving)
     serving.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     serving.set_defaults(act=_serve)
-    _add_cartridges(commands)
+    add_cartridges(commands)
+    add_formats(commands)
     _add_k8s(commands)
     _add_worker(commands)
     add_commands(commands)
@@ -100,37 +104,6 @@ def _add_mesh_and_sets(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="override a key of the mesh or the config; VALUE is YAML; repeatable",
     )
-
-
-def _add_cartridges(commands: Any) -> None:
-    cartridges = commands.add_parser("cartridges", help="the library that `forge serve` serves")
-    verbs = cartridges.add_subparsers(required=True, metavar="VERB")
-    add = verbs.add_parser("add", help="add the cartridges of a run's newest checkpoint")
-    add.add_argument("run", type=Path, metavar="RUN_DIR", help="a run, or one of its checkpoints")
-    add.add_argument(
-        "--name",
-        dest="names",
-        metavar="NAME[=NEW]",
-        action="append",
-        default=[],
-        help="this cartridge of the run alone, under another name; repeatable (default: all)",
-    )
-    add.set_defaults(act=_add_from_run)
-    sync = verbs.add_parser("sync", help="add those of every finished run, each run once")
-    sync.add_argument("runs", type=Path, metavar="RUNS", help="such as runs, or runs/longhealth")
-    sync.set_defaults(act=_sync_runs)
-    for verb in (add, sync):
-        verb.add_argument(
-            "--serve",
-            dest="mesh",
-            metavar="MESH.yaml",
-            default="meshes/serve.yaml",
-            help="the server whose library and model they are for (default: meshes/serve.yaml)",
-        )
-        verb.add_argument(
-            "--set", dest="sets", metavar="KEY.PATH=VALUE", action="append", default=[],
-            help="override a key of it, such as library=DIR",
-        )  # fmt: skip
 
 
 def _add_k8s(commands: Any) -> None:
@@ -238,39 +211,6 @@ def _k8s_render(options: argparse.Namespace) -> int:
     for path in command(options.mesh, options.sets, options.out):
         print(path)
     return 0
-
-
-def _add_from_run(options: argparse.Namespace) -> int:
-    from serving.imports import add_from_run
-
-    names = {name: new or name for name, _, new in (n.partition("=") for n in options.names)}
-    _tell_added(add_from_run(_library(options), options.run, names))
-    return 0
-
-
-def _sync_runs(options: argparse.Namespace) -> int:
-    from serving.imports import add_finished
-
-    if not options.runs.is_dir():
-        raise DataError(f"there is no directory {options.runs}; name the one that holds the runs")
-    added, passed = add_finished(_library(options), options.runs)
-    _tell_added(added)
-    for reason in passed:
-        print(f"passed by: {reason}", file=sys.stderr)
-    return 0
-
-
-def _library(options: argparse.Namespace) -> Any:
-    from protocols.spec_loading import load_serve
-    from serving.library import Library, read_base
-
-    spec = load_serve(options.mesh, sets=options.sets).spec
-    return Library(Path(spec.library), read_base(Path(spec.model.path)))
-
-
-def _tell_added(entries: Sequence[Any]) -> None:
-    for told in (entry.manifest for entry in entries):
-        print(f"{told.name}@{told.version}: {told.tokens} tokens, {told.source['checkpoint']}")
 
 
 def _ablate(options: argparse.Namespace) -> int:

@@ -88,10 +88,10 @@ def cells(row: ArmRow) -> tuple[str, ...]:
 async def _measure(
     spec: RunSpec, directory: RunDirectory, chosen: FrontierSpec, show: Callable[[str], None]
 ) -> tuple[list[ArmRow], int]:
+    from formats.runs import newest_checkpoint, read_cartridges
     from learning.model import load_tokenizer
     from services.roles import open_generators
     from services.tasks import Tasks, read_patients
-    from serving.imports import newest_checkpoint, read_cartridges
     from serving.pool_backend import PoolBackend
     from strategies.over_tokens import TokenSampler
 

@@ -57,7 +57,8 @@ def serve(loaded: LoadedServe) -> int:
 
 def plan(loaded: LoadedServe) -> list[Section]:
     """What would be served, and where; starts nothing."""
-    from serving.library import Library, read_base
+    from formats.base import read_base
+    from serving.library import Library
 
     spec = loaded.spec
     role, http = spec.roles.generator, spec.http
@@ -176,9 +177,10 @@ class _Server:
     async def _serve(self, service: Any, pool: Any, texts: Any, end_ids: frozenset[int]) -> None:
         import uvicorn
 
+        from formats.base import read_base
         from serving.app import House, create_door
         from serving.catalogue import CatalogueStrategies
-        from serving.library import Library, read_base
+        from serving.library import Library
         from serving.pool_backend import PoolBackend
         from serving.reading import Limits
 

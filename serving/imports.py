@@ -1,4 +1,4 @@
-"""Cartridges of runs, taken from their newest checkpoints into a library."""
+"""Cartridges that come into a library: of a run, or a file of any format."""
 
 from __future__ import annotations
 
@@ -7,44 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
-from learning.checkpoint import MANIFEST, list_checkpoints, read_checkpoint
+from formats import forge, runs
+from formats.value import Cartridge
 from protocols.errors import CheckpointError, DataError
-from protocols.spec_loading import load_resolved
-from serving.library import Entry, Library, config_hash
+from serving.library import Entry, Library
 
 RESULTS = "results.json"  # of a run directory, replaced whole at its end (services.rundir)
 IMPORTED = ".imported"  # in the library: ids of the runs that `add_finished` added
-
-
-def newest_checkpoint(path: Path) -> Path:
-    """`path` is a run directory, its `checkpoints`, or one checkpoint. Raises DataError."""
-    if (path / MANIFEST).is_file():
-        return path
-    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
-    if not found:
-        raise DataError(
-            f"there is no checkpoint in {path}; give a run directory such as runs/longhealth/latest"
-        )
-    return found[-1]
-
-
-def read_cartridges(checkpoint: Path) -> tuple[int, dict[str, Tensor]]:
-    """The version of a checkpoint, and the keys and values [L, 2, H_kv, P, D] of its cartridges.
-
-    Raises DataError or CheckpointError.
-    """
-    read = read_checkpoint(checkpoint)
-    try:
-        kv = torch.cat([read.tensors["frozen"], read.tensors["trainable"]], dim=4)
-        return int(read.facts["version"]), dict(zip(read.facts["names"], kv, strict=True))
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise DataError(
-            f"{checkpoint} is no checkpoint of a run's cartridges ({error!r})"
-        ) from error
 
 
 def add_from_run(
@@ -54,25 +23,21 @@ def add_from_run(
 
     Raises DataError or CheckpointError.
     """
-    chosen = newest_checkpoint(path.resolve())
-    _, have = read_cartridges(chosen)
-    facts = read_checkpoint(chosen).facts
+    have = runs.read_all(path, names or None)
     wanted = names or {name: name for name in have}
-    missing = sorted(set(wanted) - set(have))
-    if missing:
-        raise DataError(f"the run has no cartridge {missing[0]}; it has {', '.join(have)}")
-    source: dict[str, Any] = {
-        "run": chosen.parent.parent.name, "checkpoint": chosen.name,
-        "arm": facts.get("arm", ""), "step": facts.get("step", 0),
-        "base_hash": facts.get("base_hash", ""),
-    }  # fmt: skip
-    metadata = _base_of(chosen.parent.parent)
-    added = []
-    for name, new in wanted.items():
-        with library.incoming() as file:
-            save_file({"kv": have[name].contiguous()}, file, metadata=metadata)
-            added.append(library.add(new, file, {**source, "name": name}))
-    return added
+    return [add_cartridge(library, new, have[name], {}) for name, new in wanted.items()]
+
+
+def add_cartridge(
+    library: Library, name: str, cartridge: Cartridge, source: Mapping[str, Any]
+) -> Entry:
+    """Add one as the next version of `name`; `source` joins what it says of itself.
+
+    Raises DataError.
+    """
+    with library.incoming() as file:
+        forge.write_file(cartridge, file)
+        return library.add(name, file, source)
 
 
 def finished_runs(root: Path) -> list[Path]:
@@ -109,14 +74,3 @@ def _is_finished(run: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(found, dict) and found.get("status") == "finished"
-
-
-def _base_of(run: Path) -> dict[str, str]:
-    """The config of the model that the run trained on, where it is at hand."""
-    spec = run / "spec.yaml"
-    if not spec.is_file():
-        return {}
-    config = Path(load_resolved(spec).learn.model.path) / "config.json"
-    if not config.is_file():
-        return {}
-    return {"base_config_sha256": config_hash(json.loads(config.read_bytes()))}

@@ -3,10 +3,11 @@
     clinic-reader                            the base model
     clinic-reader+patient_01                 with the newest version of a cartridge
     clinic-reader+patient_01@3               with version 3
+    clinic-reader+patient_01@best            with the version of that tag
     clinic-reader+patient_01@latest:rsa      with a strategy
 
     MODEL     := BASE ["+" CARTRIDGE] [":" STRATEGY]
-    CARTRIDGE := NAME ["@" ("latest" | VERSION)]
+    CARTRIDGE := NAME ["@" ("latest" | VERSION | TAG)]
 
 `str` of what was parsed is its shortest form, and parses to the same again.
 """
@@ -20,19 +21,24 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 BASE = r"[A-Za-z0-9][A-Za-z0-9_./-]{0,127}"
 STRATEGY = r"[a-z][a-z0-9_]{0,63}"
 VERSION = r"[1-9][0-9]{0,8}"
-_CARTRIDGE = re.compile(rf"({NAME})(?:@(latest|{VERSION}))?")
-_MODEL = re.compile(rf"({BASE})(?:\+({NAME}(?:@(?:latest|{VERSION}))?))?(?::({STRATEGY}))?")
+TAG = r"[A-Za-z][A-Za-z0-9_.-]{0,31}"
+LATEST = "latest"  # the tag that is always there
+_CARTRIDGE = re.compile(rf"({NAME})(?:@({TAG}|{VERSION}))?")
+_MODEL = re.compile(rf"({BASE})(?:\+({NAME}(?:@(?:{TAG}|{VERSION}))?))?(?::({STRATEGY}))?")
 
 
 @dataclass(frozen=True)
 class CartridgeName:
-    """`CartridgeName("patient_01", 3)`; version None is the newest."""
+    """`CartridgeName("patient_01", 3)`, `CartridgeName("patient_01", tag="best")`; neither is the
+    newest."""
 
     name: str
     version: int | None = None
+    tag: str | None = None
 
     def __str__(self) -> str:
-        return self.name if self.version is None else f"{self.name}@{self.version}"
+        which = self.tag or self.version
+        return self.name if which is None else f"{self.name}@{which}"
 
 
 @dataclass(frozen=True)
@@ -55,21 +61,23 @@ def parse_model(text: str) -> ModelName:
     if found is None:
         raise ValueError(
             f"{_shown(text)} is no model name; write BASE, BASE+CARTRIDGE, BASE+CARTRIDGE@VERSION "
-            "or any of them with :STRATEGY behind"
+            "or @TAG, or any of them with :STRATEGY behind"
         )
     base, cartridge, strategy = found.groups()
     return ModelName(base, parse_cartridge(cartridge) if cartridge else None, strategy)
 
 
 def parse_cartridge(text: str) -> CartridgeName:
-    """Raises ValueError for what is not NAME, NAME@latest or NAME@VERSION."""
+    """Raises ValueError for what is not NAME, NAME@latest, NAME@VERSION or NAME@TAG."""
     found = _CARTRIDGE.fullmatch(text)
     if found is None:
         raise ValueError(
-            f"{_shown(text)} is no cartridge; write its name, or NAME@3 or NAME@latest"
+            f"{_shown(text)} is no cartridge; write its name, or NAME@3, NAME@latest or NAME@TAG"
         )
-    name, version = found.groups()
-    return CartridgeName(name, None if version in (None, "latest") else int(version))
+    name, which = found.groups()
+    if which in (None, LATEST):
+        return CartridgeName(name)
+    return CartridgeName(name, int(which)) if which.isdecimal() else CartridgeName(name, tag=which)
 
 
 def is_name(text: str) -> bool:

@@ -20,6 +20,7 @@ import uvicorn
 from safetensors.torch import load_file, save_file
 
 from actors.engine_thread import Engine, EngineThread
+from formats.base import read_base
 from learning.engine import TorchEngine
 from learning.model import document_kv, load_model, load_tokenizer, text_of
 from learning.prefixes import DocumentCache
@@ -28,7 +29,7 @@ from protocols.types import Came, Completion, GenerateRequest, PrefixRef
 from serving.app import Door, House, create_door
 from serving.asked import Asked, StrategyAsked
 from serving.backend import OnTokens
-from serving.library import Library, read_base
+from serving.library import Library
 from serving.reading import Limits
 from serving.strategy_port import Strategies
 from serving.texts import Texts

@@ -11,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from formats.base import Base, config_hash
+from formats.forge import FILE, MANIFEST
 from learning.checkpoint import Checkpoint, sha256_of, write_checkpoint
 from protocols.errors import DataError
 from serving.imports import add_from_run
-from serving.library import FILE, INCOMING, MANIFEST, Base, Library, config_hash
+from serving.library import INCOMING, Library
 from serving.names import CartridgeName
 
 BASE = Base(layers=2, kv_heads=1, head_dim=4, context=64, config_sha256="c" * 64)
@@ -133,7 +135,7 @@ def test_by_path_within_the_library_alone(library: Library) -> None:
 def test_a_damaged_manifest_is_named(library: Library) -> None:
     entry = add(library)
     (entry.path.parent / MANIFEST).write_text("{")
-    with pytest.raises(DataError, match=r"p1@1 has no readable manifest\.json"):
+    with pytest.raises(DataError, match=r"p1@1 is damaged: .* no readable manifest\.json"):
         library.get(CartridgeName("p1"))
 
 
@@ -181,5 +183,6 @@ def test_a_run_without_what_is_asked_for(library: Library, tmp_path: Path) -> No
 def test_the_manifest_is_plain_json(library: Library) -> None:
     entry = add(library)
     plain = json.loads((entry.path.parent / MANIFEST).read_text())
-    assert plain["schema"] == 1
+    assert len(plain.pop("manifest_sha256")) == 64
+    assert plain["schema"] == 2
     assert plain == entry.manifest.as_dict()

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from formats.base import Base
 from protocols.errors import PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from serving.errors import ApiError
-from serving.library import Base, Entry, Library
+from serving.library import Entry, Library
 from serving.shelf import Shelf
 
 

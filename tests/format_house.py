@@ -1,0 +1,79 @@
+"""Cartridges of any shape, for tests of the formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from hypothesis import strategies as st
+
+from formats.registry import FORMATS
+from formats.value import DTYPES, Cartridge, Provenance
+
+SUFFIX = {"forge": "", "hazy": ".pt", "peft": "", "tokasaurus": ""}
+ROPE = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}
+
+
+def cartridge(
+    layers: int = 2, heads: int = 2, tokens: int = 16, head_dim: int = 4, *,
+    dtype: str = "float32", frozen: int = 1, seed: int = 0, facts: Provenance | None = None,
+) -> Cartridge:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    kv = torch.randn(layers, 2, heads, tokens, head_dim, generator=generator)
+    told = Provenance(
+        base="models/some", config_sha256="c" * 64, weights_sha256="w" * 64,
+        weights_dtype="float32", rope=ROPE, source={"run": "r1", "metrics": {"kl": 0.5}},
+    )  # fmt: skip
+    return Cartridge(kv.to(DTYPES[dtype]), frozen, told if facts is None else facts)
+
+
+def place(folder: Path, name: str) -> Path:
+    return folder / f"{name}{SUFFIX[name]}"
+
+
+def write(made: Cartridge, folder: Path, name: str) -> Path:
+    """Write it in a format; returns where."""
+    path = place(folder, name)
+    FORMATS[name].write(made, path, False)
+    return path
+
+
+def same(a: Cartridge, b: Cartridge) -> bool:
+    """Bit by bit, -0.0 and 0.0 apart."""
+    return (
+        a.kv.dtype == b.kv.dtype
+        and a.kv.shape == b.kv.shape
+        and a.kv.contiguous().view(torch.uint8).equal(b.kv.contiguous().view(torch.uint8))
+        and (a.frozen, a.facts) == (b.frozen, b.facts)
+    )
+
+
+def files_of(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(path.iterdir())
+
+
+_texts = st.text(max_size=8)
+_sources = st.dictionaries(
+    _texts, st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9) | _texts,
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_texts, inner, max_size=2),
+        max_leaves=3,
+    ), max_size=3,
+)  # fmt: skip
+
+
+@st.composite
+def cartridges(draw: st.DrawFn) -> Cartridge:
+    """Any shape, dtype, frozen tokens and provenance."""
+    sizes = st.integers(1, 3)
+    tokens = draw(st.integers(1, 20))
+    facts = Provenance(
+        base=draw(_texts), config_sha256=draw(_texts), weights_sha256=draw(_texts),
+        rope=draw(st.sampled_from([{}, ROPE])), first_position=draw(st.integers(0, 2)),
+        source=draw(_sources),
+    )  # fmt: skip
+    return cartridge(
+        draw(sizes), draw(sizes), tokens, draw(st.integers(1, 5)),
+        dtype=draw(st.sampled_from(sorted(DTYPES))), frozen=draw(st.integers(0, tokens - 1)),
+        seed=draw(st.integers(0, 999)), facts=facts,
+    )  # fmt: skip
