@@ -1,0 +1,264 @@
+"""Ranks of a trainer as processes: what they train, written down for a test to compare.
+
+    python -m rank_jobs OUT JOB [JOB ...]
+
+Everything slow is done once, before this process forks its ranks; each job has a world of its own,
+of the first so many of them. A rank writes OUT/<job>.<rank>.json, and rank 0 the cartridges.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from channel_scene import ALL, scene
+from safetensors.torch import save_file
+
+from learning.batch import Batch
+from learning.checkpoint import read_checkpoint
+from learning.grpo import GRPO
+from learning.model import document_kv, load_model
+from learning.ranks import ALONE, Ranks, join, leave
+from learning.sharding import held_bytes, shard_base
+from learning.trainer import CartridgeTrainer, TrainerConfig
+from tests.learning.conftest import Twin, build
+
+READER = Path(__file__).parents[1] / "models/clinic-reader"
+CONFIG = TrainerConfig(
+    tokens=8, frozen=1, lr=0.02, warmup_steps=0, clip=1.0, row_tokens=24, micro_tokens=24,
+    compare_every=1, objective=replace(ALL, rl=GRPO(kl=0.1)),
+)  # fmt: skip
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class House:
+    out: Path
+    twin: Twin
+    lessons: list[Batch]
+
+
+def lessons_of(twin: Twin) -> list[Batch]:
+    """Uneven batches, the same whoever trains them: all channels; one pair; two documents' samples
+    of very different lengths; nothing; all channels again, twice."""
+    bank = trainer_of(twin).bank
+    whole = [scene(twin, bank, seed=v, version=v) for v in range(STEPS)]
+    return [
+        whole[0],
+        Batch(pairs=whole[1].pairs[:1]),
+        Batch(doc=whole[2].doc, doc_teacher=whole[2].doc_teacher),
+        Batch(),
+        *whole[4:],
+    ]
+
+
+def trainer_of(
+    twin: Twin, config: TrainerConfig = CONFIG, ranks: Ranks = ALONE, **more: Any
+) -> CartridgeTrainer:
+    return CartridgeTrainer(twin.model, {n: twin.kv[n] for n in "ab"}, config, ranks=ranks, **more)
+
+
+def curve(trainer: CartridgeTrainer, house: House, start: int = 0, stop: int = STEPS) -> list[Any]:
+    return [asdict(trainer.step_on(house.lessons[v], v)) for v in range(start, stop)]
+
+
+def bits(trainer: CartridgeTrainer) -> str:
+    """A hash of cartridges and moments."""
+    state = trainer._optimizer.state[trainer.bank.trainable]
+    digest = hashlib.sha256()
+    for tensor in (trainer.bank.frozen, trainer.bank.trainable, *state.values()):
+        digest.update(tensor.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def told(job: str, house: House, trainer: CartridgeTrainer, results: list[Any]) -> dict[str, Any]:
+    if trainer._ranks.leads:
+        save_file({"trainable": trainer.bank.trainable.detach()}, house.out / f"{job}.safetensors")
+    return {"results": results, "bits": bits(trainer)}
+
+
+def train(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
+    trainer = trainer_of(house.twin, ranks=ranks)
+    trainer.begin("all", STEPS)
+    return told(job, house, trainer, curve(trainer, house))
+
+
+def sharded(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
+    """The same over a sharded base, that of twins untied and of the reader tied."""
+    model = load_model(str(house.twin.path))
+    before = held_bytes(model)
+    shard_base(model, ranks)
+    twin = replace(house.twin, model=model)
+    kv = document_kv(model, house.twin.documents["a"])
+    config = replace(CONFIG, logit_bytes=97 * 4 * 5, recompute_layers=True)
+    trainer = trainer_of(twin, config, ranks)
+    trainer.begin("all", STEPS)
+    done = told(job, house, trainer, curve(trainer, house))
+    held = held_bytes(model)
+    same = trainer.base_hash() == trainer._base_hash
+    with torch.no_grad():
+        weight: Any = model.base_model.layers[1].mlp.up_proj.weight
+        if ranks.rank == 1:
+            weight.to_local()[-1, -1] += 1e-3
+    return {
+        **done,
+        "held": [held, before],
+        "prefill": (kv - document_kv(house.twin.model, house.twin.documents["a"])).abs().max().item(),
+        "base_hash": trainer._base_hash,
+        "same": same,
+        "moved": trainer.base_hash() != trainer._base_hash,
+    }  # fmt: skip
+
+
+def tied(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
+    """The shipped reader, whose embedding is its projection: one step, sharded or not."""
+    from protocols.types import Sample
+
+    def one(share: bool) -> Any:
+        model = load_model(str(READER))
+        if share:
+            shard_base(model, ranks)
+        documents = {"p": document_kv(model, tuple(range(5, 45)))}
+        config = replace(CONFIG, micro_tokens=None, logit_bytes=1458 * 4 * 2)
+        trainer = CartridgeTrainer(model, documents, config, ranks=ranks)
+        trainer.begin("all", 3)
+        samples = [Sample(f"s{i}", "p", (7, 8, 9 + i), (11, 12, 13), (), (0,) * 3) for i in range(3)]
+        teacher = house.lessons[0].doc_teacher
+        assert teacher is not None
+        from learning.losses import Teacher
+
+        logits = torch.randn(9, 1458, generator=torch.Generator().manual_seed(0))
+        result = trainer.step(samples, Teacher(logits=logits), 0)
+        return [result.kl, result.grad_norm, held_bytes(model), trainer.base_hash()]
+
+    return {"whole": one(False), "sharded": one(True)}
+
+
+def resumed(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
+    """From the checkpoint that the job before it made after its last step."""
+    start, stop, before = RESUMED[job]
+    trainer = trainer_of(house.twin, ranks=ranks, last_state=house.out / f"{job}.state")
+    trainer.begin("all", STEPS)
+    if start:
+        trainer.restore(read_checkpoint(house.out / before / f"version-{start:06d}"))
+    results = curve(trainer, house, start, stop)
+    trainer.save(house.out / job, {"by": ranks.rank}, stop)
+    return told(job, house, trainer, results)
+
+
+def torn(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
+    """Rank 1 fails by itself, in the middle of a step; or its cartridges are other than rank 0's;
+    or dies."""
+    trainer = trainer_of(house.twin, ranks=ranks)
+    trainer.begin("all", STEPS)
+    if ranks.rank == 1:
+        if job == "differ":
+            with torch.no_grad():
+                trainer.bank.trainable.view(-1)[5] += 1e-6
+        else:
+            trainer.bank.kv = fail if job == "fails" else die  # type: ignore[method-assign]
+    began = time.monotonic()
+    try:
+        trainer.step_on(house.lessons[0], 0)
+    except Exception as error:
+        return {
+            "error": f"{type(error).__name__}: {error}",
+            "seconds": time.monotonic() - began,
+            "version": trainer.version,
+        }
+    return {}
+
+
+def fail(names: object = None) -> torch.Tensor:
+    raise MemoryError("rank 1 is out of memory")
+
+
+def die(names: object = None) -> torch.Tensor:
+    os._exit(3)
+
+
+def nan(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
+    """A loss that is no number, met by one rank alone: all refuse, and can go on."""
+    trainer = trainer_of(house.twin, ranks=ranks)
+    trainer.begin("all", STEPS)
+    batch = house.lessons[0]
+    pairs = [replace(batch.pairs[0], ref_chosen=float("nan")), *batch.pairs[1:]]
+    try:
+        trainer.step_on(replace(batch, pairs=pairs), 0)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    return {"error": message, "results": curve(trainer, house, 0, 1), "bits": bits(trainer)}
+
+
+RESUMED = {"half": (0, 2, ""), "more": (2, 4, "half"), "rest": (4, STEPS, "more")}
+JOBS: dict[str, tuple[int, Callable[[str, House, Ranks], dict[str, Any]]]] = {
+    "one": (1, train),
+    "two": (2, train),
+    "three": (3, train),
+    "shared_by_two": (2, sharded),
+    "shared_by_three": (3, sharded),
+    "tied": (2, tied),
+    "half": (2, resumed),
+    "more": (1, resumed),
+    "rest": (3, resumed),
+    "nan": (3, nan),
+    "differ": (3, torn),
+    "fails": (3, torn),
+    "dies": (3, torn),
+}
+
+
+@contextmanager
+def rank_of(job: str, house: House, rank: int, world: int) -> Iterator[Ranks]:
+    ranks = join(rank, world, f"file://{house.out}/{job}.meet", timeout_s=60.0)
+    yield ranks
+    leave(ranks)
+
+
+def run_rank(house: House, rank: int, jobs: list[str]) -> None:
+    for job in jobs:
+        world, work = JOBS[job]
+        if rank < world:
+            began = time.monotonic()
+            with rank_of(job, house, rank, world) as ranks:
+                done = work(job, house, ranks)
+            done["job_seconds"] = time.monotonic() - began
+            (house.out / f"{job}.{rank}.json").write_text(json.dumps(done))
+
+
+def main(out: Path, jobs: list[str]) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    twin = build("llama", out / "llama")
+    house = House(out, twin, lessons_of(twin))
+    children = []
+    for rank in range(max(JOBS[job][0] for job in jobs)):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                run_rank(house, rank, jobs)
+                code = 0
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    (out / "codes.json").write_text(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
