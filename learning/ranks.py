@@ -127,7 +127,7 @@ def _losing(ranks: Ranks) -> Iterator[None]:
     except RuntimeError as error:  # torch's DistError and gloo's own are both
         leave(ranks)
         raise RunError(
-            f"trainer rank {ranks.rank} of {ranks.world} lost the others "
-            f"({str(error).splitlines()[0]}): one died, or was silent for longer than the timeout; "
-            "start all ranks anew and recover from the trainer's last state"
+            f"trainer rank {ranks.rank} of {ranks.world} lost the others: one of them failed or "
+            "died, or was silent for longer than the timeout; start all ranks anew and recover "
+            "from the trainer's last state"
         ) from error

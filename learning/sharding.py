@@ -3,8 +3,8 @@
 Every forward and backward of a sharded base is collective: all ranks must make as many, also one
 that has nothing to compute. There is no gradient to reduce, for nothing of the base is trained.
 
-The embedding, which is often the vocabulary projection too, is gathered like a layer while ids are
-looked up; for the projection it stays gathered from the first chunk of tokens to the end of the step.
+The vocabulary projection, which is often the embedding too, is gathered once for each forward, and
+kept until its backward is done.
 """
 
 from __future__ import annotations
@@ -49,22 +49,15 @@ def is_sharded(model: PreTrainedModel) -> bool:
 
 
 def vocabulary(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """The projection of hidden states [n, width] to logits [n, V] in float32."""
+    """The projection of hidden states [n, width] to logits [n, V] in float32.
+
+    That of a sharded base is gathered now (all ranks must ask), and dropped with what is returned.
+    """
+    head = model.lm_head
     if not is_sharded(model):
-        return lambda hidden: model.lm_head(hidden).float()
-    holder = _holder(model)
-
-    def project(hidden: Tensor) -> Tensor:
-        holder.unshard()  # nothing to do where it is whole already
-        return F.linear(hidden, holder.weight, model.lm_head.bias).float()
-
-    return project
-
-
-def drop_gathered(model: PreTrainedModel) -> None:
-    """Give up the gathered projection, at the end of a step."""
-    if is_sharded(model):
-        _holder(model).reshard()
+        return lambda hidden: head(hidden).float()
+    weight = whole(head.weight)
+    return lambda hidden: F.linear(hidden, weight, head.bias).float()
 
 
 def held_bytes(model: PreTrainedModel) -> int:
@@ -80,9 +73,3 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """All of a sharded tensor, gathered (all ranks must ask); a whole one itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _holder(model: PreTrainedModel) -> Any:
-    """The module whose parameter the vocabulary projection is."""
-    head = model.lm_head
-    return head if isinstance(head, FSDPModule) else model.get_input_embeddings()

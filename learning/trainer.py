@@ -18,7 +18,6 @@ from learning.combined import Objective
 from learning.losses import Teacher
 from learning.model import base_hash
 from learning.ranks import ALONE, Ranks
-from learning.sharding import drop_gathered
 from learning.step import Schedule, StepResult, new_optimizer, train_step
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.types import Sample
@@ -131,7 +130,6 @@ class CartridgeTrainer:
                 recompute_layers=self.config.recompute_layers,
                 ranks=self._ranks,
             )
-        drop_gathered(self.model)
         self._step += 1
         self.version += 1
         self._last = result
