@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,7 +97,8 @@ def split(
     return own + [Batch()] * (most - len(own))
 
 
-class Unit(NamedTuple):
+@dataclass(frozen=True)
+class Unit:
     """What is never divided: sample, episode or pair `index`, of so many tokens."""
 
     kind: str

@@ -25,7 +25,7 @@ Reader = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Projection:
-    """N tokens' hidden states [N, width], and `project`, from [n, width] to logits [n, V] in float32.
+    """N tokens' hidden states [N, width]; `project` makes logits [n, V] in float32 of [n, width].
 
     `chunk` is the most tokens whose logits exist at a time; None: all of them, made once.
     """

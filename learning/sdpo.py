@@ -107,9 +107,7 @@ def _jsd(student: Tensor, teacher: Teacher, spec: SDPO) -> tuple[Tensor, ...]:
     return loss, clipped.mean(-1), (loss < 0).float()
 
 
-def _sampled(
-    student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor
-) -> tuple[Tensor, ...]:
+def _sampled(student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor) -> tuple[Tensor, ...]:
     if teacher.logits is None:
         raise SpecError(
             "sdpo.variant sampled needs the teacher's whole distribution, for a sampled token may "

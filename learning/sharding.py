@@ -1,4 +1,4 @@
-"""The frozen base sharded over the ranks (FSDP2): each holds 1/N of it, and gathers a layer to run it.
+"""The frozen base sharded over the ranks (FSDP2): each holds 1/N, and gathers a layer to run it.
 
 Every forward and backward of a sharded base is collective: all ranks must make as many, also one
 that has nothing to compute. There is no gradient to reduce, for nothing of the base is trained.
