@@ -4,9 +4,10 @@
 
 Each row is forward and backward of one loss from hidden states to their gradient, the projection
 included, in a process of its own: the peak is what that process took beyond what it began with
-(hidden states, projection, teacher); it is read from /proc, so Linux only. `makes` is the most numbers of one tensor, in units of tokens
-times vocabulary; `differs` is the gradient's largest difference from the whole form's, in units of
-its largest number. Times are of one thread's work, whoever else uses the cores.
+(hidden states, projection, teacher), read from /proc, so Linux only. `makes` is the most numbers of
+one tensor, in units of tokens times vocabulary; `differs` is the gradient's largest difference from
+the whole form's, in units of its largest number. Times are of one thread's work, whoever else uses
+the cores.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ async def compare(
         phases.done("teacher")
         result = trainer.step(samples, teacher, version)
         phases.done("train")
-        names, kv = trainer.snapshot(version + 1)
+        kv = trainer.snapshot(version + 1)[1]
         packet = await plane.put(f"{document_tokens}/{batch}/{version}", {"kv": kv})
         await plane.get(packet)
         phases.done("publish")
