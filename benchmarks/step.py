@@ -31,7 +31,7 @@ from learning.cartridge import CartridgeBank, first_tokens
 from learning.losses import Teacher
 from learning.model import document_kv, flush_denormals, load_model
 from learning.prefixes import DocumentCache
-from learning.scoring import kept, score
+from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer
 from learning.trainer import CartridgeTrainer, TrainerConfig
 from protocols.types import Sample
@@ -74,7 +74,8 @@ async def compare(
 
     async def ours(samples: list[Sample], version: int) -> tuple[float, float, Phases]:
         phases = Phases()
-        teacher = Teacher(**kept(score(model, samples, documents, CONFIG.row_tokens), KEEP_TOP))
+        prefixes = prefixes_of(samples, documents)
+        teacher = Teacher(**score_kept(model, samples, prefixes, CONFIG.row_tokens, KEEP_TOP))
         phases.done("teacher")
         result = trainer.step(samples, teacher, version)
         phases.done("train")
