@@ -3,11 +3,11 @@
     python -m benchmarks.losses [--tokens 64] [--out losses.json]
 
 Each row is forward and backward of one loss from hidden states to their gradient, the projection
-included, in a process of its own: the peak is what that process took beyond what it began with
-(hidden states, projection, teacher), read from /proc, so Linux only. `makes` is the most numbers of
-one tensor, in units of tokens times vocabulary; `differs` is the gradient's largest difference from
-the whole form's, in units of its largest number. Times are of one thread's work, whoever else uses
-the cores.
+included, in a process of its own. `tensors` is the most memory of tensors alive at once, `process`
+what the process took beyond what it began with (read from /proc, so Linux only): the C library
+keeps some of what was freed. `makes` is the most numbers of one tensor, in units of tokens times
+vocabulary; `differs` is the gradient's largest difference from the whole form's, in units of its
+largest number. Times are of one thread's work, whoever else uses the cores.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,7 +35,7 @@ from learning.losses import DocKL, Teacher, doc_kl_tokens, top_k
 from learning.projection import Projection, Reader, chunk_tokens
 from learning.sdpo import SDPO, sdpo_tokens
 
-COLUMNS = ("forward_ms", "backward_ms", "peak_mb", "makes", "differs")
+COLUMNS = ("forward_ms", "backward_ms", "tensors_mb", "process_mb", "makes", "differs")
 
 
 @dataclass(frozen=True)
@@ -70,19 +71,25 @@ def losses(s: Scene) -> dict[str, Reader]:
     }
 
 
-class Largest(TorchDispatchMode):
-    """The most numbers of any tensor that an operation returned, the projection's views aside."""
+class Live(TorchDispatchMode):
+    """Of the tensors that operations returned, views of what was `given` aside: the most numbers of
+    one (`largest`), and the most bytes that were alive at once (`peak`)."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, *given: Tensor | None) -> None:
         super().__init__()
-        self.numel = 0
-        self._weight = weight.untyped_storage().data_ptr()
+        self.largest = self.peak = 0
+        self._given = {x.untyped_storage()._cdata for x in given if x is not None}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() != self._weight:
-                self.numel = max(self.numel, x.numel())
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self._given:
+                storage = x.untyped_storage()
+                self.largest = max(self.largest, x.numel())
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {k: held for k, held in self._alive.items() if not held[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return out
 
 
@@ -111,15 +118,16 @@ def measure(s: Scene, reader: Reader, chunk: int | None, repeats: int) -> dict[s
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     once(s, reader, chunk)
     peak = resident_mb("VmHWM") - before
-    with Largest(s.weight) as largest:
+    with Live(s.weight, s.full.logits) as live:
         gradient = once(s, reader, chunk)[2]
     times = [once(s, reader, chunk)[:2] for _ in range(repeats)]
     forward, backward = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
     return {
         "forward_ms": round(forward, 1),
         "backward_ms": round(backward, 1),
-        "peak_mb": round(peak, 1),
-        "makes": round(largest.numel / (len(s.targets) * len(s.weight)), 3),
+        "tensors_mb": round(live.peak / 2**20, 1),
+        "process_mb": round(peak, 1),
+        "makes": round(live.largest / (len(s.targets) * len(s.weight)), 3),
         "gradient": gradient,
     }
 

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.losses import Live, losses, once
+from benchmarks.losses import scene as benchmark_scene
 from learning.batching import pack, response_tokens, token_logprobs
 from learning.grpo import GRPO
 from learning.losses import DocKL, Teacher, top_k
@@ -34,23 +36,6 @@ if TYPE_CHECKING:
 
 VOCAB = 97
 TOKEN = VOCAB * LOGIT_BYTES  # bytes of one token's logits
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers of any tensor that an operation returned, forward and backward, other than
-    a view of the model's weights."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.numel = 0
-        self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self._weights:
-                self.numel = max(self.numel, x.numel())
-        return out
 
 
 @pytest.fixture(scope="module")
@@ -147,12 +132,26 @@ def test_the_logits_never_exist_whole(wide: Twin) -> None:
     )
     found = {}
     for tokens in (4, None):
-        with Largest(wide.model) as largest:
+        with Live(wide.model.lm_head.weight) as live:
             done = do(wide, batch, ALL, logit_bytes=tokens and tokens * 4096 * LOGIT_BYTES)
         assert done.result.tokens == 44
-        found[tokens] = largest.numel
+        found[tokens] = live.largest
     assert found[None] >= 44 * 4096
     assert found[4] <= 2 * 4 * 4096
+
+
+@pytest.mark.parametrize("name", ["doc_kl, full", "sdpo, full", "grpo, dpo: log-probabilities"])
+def test_memory_in_chunks_does_not_grow_with_tokens(name: str) -> None:
+    """Bytes alive at once, in chunks of 8: of 16 tokens as of 64, but for a few numbers a token."""
+    peaks: dict[int | None, list[int]] = {8: [], None: []}
+    for tokens in (16, 64):
+        given = benchmark_scene(tokens, width=8, vocabulary=2048)
+        for chunk, found in peaks.items():
+            with Live(given.weight, given.full.logits) as live:
+                once(given, losses(given)[name], chunk)
+            found.append(live.peak)
+    assert peaks[None][1] - peaks[None][0] > 48 * 2048 * LOGIT_BYTES
+    assert peaks[8][1] < 1.05 * peaks[8][0]
 
 
 # -- layers computed again ----------------------------------------------------------------------
