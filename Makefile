@@ -112,8 +112,10 @@ k8s: install ## write the manifests under deploy/k8s anew from their mesh files
 k8s-check: install ## the manifests against a fresh render, schemas and each other; asks no cluster
 	$(BIN)/python -m forge_run.k8s_check
 
-bench: install ## measure the tensor planes against memcpy, and RSA's batched calls
+bench: install ## measure the tensor planes against memcpy, the losses, a step, and RSA's batched calls
 	$(BIN)/python -m benchmarks.tensor_plane
+	$(BIN)/python -m benchmarks.losses
+	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.rsa_batching
 
 bench-vllm: install-vllm ## a cartridge on vLLM against prompt tokens, the document, and torch

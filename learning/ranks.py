@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from protocols.errors import ForgeError, RunError
+from protocols.errors import DataError, RunError, StaleTokenError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -46,11 +46,12 @@ class Ranks:
 
     @contextmanager
     def abreast(self) -> Iterator[None]:
-        """What all ranks do alike. Our own errors come to all of them; any other is this rank's
-        alone, and it leaves, for the others would wait for it."""
+        """What all ranks do alike. A batch that is refused is refused by all of them, and a fault
+        is told to all; any other error is this rank's alone, and it leaves, for the others would
+        wait for it."""
         try:
             yield
-        except ForgeError:
+        except (DataError, StaleTokenError, RunError):
             raise
         except BaseException:
             leave(self)
