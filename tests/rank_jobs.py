@@ -41,6 +41,7 @@ CONFIG = TrainerConfig(
     compare_every=1, objective=replace(ALL, rl=GRPO(kl=0.1)),
 )  # fmt: skip
 STEPS = 6
+SILENT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def resumed(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
 
 def torn(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
     """Rank 1 fails by itself, in the middle of a step; or its cartridges are other than rank 0's;
-    or dies."""
+    or it is silent for longer than the timeout; or dies."""
     trainer = trainer_of(house.twin, ranks=ranks)
     trainer.begin("all", STEPS)
     if ranks.rank == 1:
@@ -158,7 +159,8 @@ def torn(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
             with torch.no_grad():
                 trainer.bank.trainable.view(-1)[5] += 1e-6
         else:
-            trainer.bank.kv = fail if job == "fails" else die  # type: ignore[method-assign]
+            kv = {"fails": fail, "silent": silent, "dies": die}[job]
+            trainer.bank.kv = kv  # type: ignore[method-assign]
     began = time.monotonic()
     try:
         trainer.step_on(house.lessons[0], 0)
@@ -173,6 +175,11 @@ def torn(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
 
 def fail(names: object = None) -> torch.Tensor:
     raise MemoryError("rank 1 is out of memory")
+
+
+def silent(names: object = None) -> torch.Tensor:
+    time.sleep(1.5 * SILENT_TIMEOUT_S)
+    raise MemoryError("rank 1 took too long")
 
 
 def die(names: object = None) -> torch.Tensor:
@@ -205,6 +212,7 @@ JOBS: dict[str, tuple[int, Callable[[str, House, Ranks], dict[str, Any]]]] = {
     "nan": (3, nan),
     "differ": (3, torn),
     "fails": (3, torn),
+    "silent": (3, torn),
     "dies": (3, torn),
 }
 
@@ -213,7 +221,8 @@ def run_rank(house: House, rank: int, jobs: list[str]) -> None:
     for job in jobs:
         world, work = JOBS[job]
         if rank < world:
-            ranks = join(rank, world, f"file://{house.out}/{job}.meet", timeout_s=60.0)
+            timeout_s = SILENT_TIMEOUT_S if job == "silent" else 60.0
+            ranks = join(rank, world, f"file://{house.out}/{job}.meet", timeout_s=timeout_s)
             done = work(job, house, ranks)
             leave(ranks)
             (house.out / f"{job}.{rank}.json").write_text(json.dumps(done))
