@@ -125,8 +125,10 @@ k8s-apiserver: install ## the cluster code against a real kube-apiserver, where 
 	PYTHONPATH=tests tests/kube_apiserver.sh \
 	  $(BIN)/python -m pytest tests/services/kubernetes_apiserver.py
 
-bench: install ## measure the tensor planes against memcpy, and RSA's batched calls
+bench: install ## measure the tensor planes against memcpy, the losses, a step, and RSA's batched calls
 	$(BIN)/python -m benchmarks.tensor_plane
+	$(BIN)/python -m benchmarks.losses
+	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.rsa_batching
 
 bench-vllm: install-vllm ## a cartridge on vLLM against prompt tokens, the document, and torch

@@ -13,7 +13,7 @@ from monarch.actor import Actor, endpoint
 from actors.setup import BaseModel, fresh_key
 from learning.model import document_kv, flush_denormals, load_model
 from learning.prefixes import DocumentCache
-from learning.scoring import kept, score
+from learning.scoring import prefixes_of, score_kept
 from protocols.ports import TensorPlane
 from protocols.types import Sample, Scored
 
@@ -47,8 +47,8 @@ class DocTeacherActor(Actor):
     async def score(self, stem: str, samples: Sequence[Sample]) -> Scored:
         """Put the teacher's distributions over every response token under a key of this stem."""
         begun = time.perf_counter()
-        logits = score(self._model, samples, self._documents, self._row_tokens)
-        tensors = kept(logits, self._keep_top)
+        prefixes = prefixes_of(samples, self._documents)
+        tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
         seconds = time.perf_counter() - begun
         packet = await self._plane.put(fresh_key(stem), tensors)
-        return Scored(seconds, packet, len(logits))
+        return Scored(seconds, packet, len(next(iter(tensors.values()))))

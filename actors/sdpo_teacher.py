@@ -16,7 +16,7 @@ from torch import Tensor
 
 from actors.setup import BaseModel, fresh_key
 from learning.model import flush_denormals, load_model
-from learning.scoring import kept, score_over, with_references
+from learning.scoring import score_kept, with_references
 from learning.versions import CartridgeVersions
 from protocols.channels import PreferencePair
 from protocols.ports import TensorPlane
@@ -62,11 +62,10 @@ class SDPOTeacherActor(Actor):
         stem: with the cartridges of `version`, each sample's context before its own tokens."""
         begun = time.perf_counter()
         prefixes = self._prefixes([s.document for s in samples], version)
-        logits = score_over(self._model, samples, prefixes, self._row_tokens)
-        tensors = kept(logits, self._keep_top)
+        tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
         seconds = time.perf_counter() - begun
         packet = await self._plane.put(fresh_key(stem), tensors)
-        return Scored(seconds, packet, len(logits))
+        return Scored(seconds, packet, len(next(iter(tensors.values()))))
 
     @endpoint
     async def references(

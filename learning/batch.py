@@ -41,6 +41,11 @@ class Batch:
     pairs: Sequence[PreferencePair] = ()
 
     @property
+    def texts(self) -> list[Sample]:
+        """All that the student reads: documents' samples, episodes, both sides of pairs."""
+        return [*self.doc, *(r.sample for r in self.rl), *completions(self.pairs)]
+
+    @property
     def doc_marks(self) -> Sequence[tuple[bool, ...]]:
         """Of every document's sample, which response tokens bear a loss."""
         if self.doc_trained is not None:
@@ -68,29 +73,65 @@ class Batch:
         )
 
 
-def split(batch: Batch, micro_tokens: int | None) -> list[Batch]:
-    """Micro-batches of at most `micro_tokens` prompt and response tokens; None: all in one.
+def split(
+    batch: Batch, micro_tokens: int | None, rank: int = 0, world: int = 1, *, even: bool = False
+) -> list[Batch]:
+    """This rank's micro-batches of at most `micro_tokens` prompt and response tokens; None: one.
 
     An episode and its hinted turns, and the two sides of a pair, stay together: one that is longer
-    is a micro-batch of its own. An empty batch gives none.
+    is a micro-batch of its own. Longest first, each goes to the rank with the fewest tokens, the
+    same way on every rank; one may get nothing. An empty batch gives none. `even` adds empty ones,
+    so that all ranks have as many.
     """
-    units = [("doc", i, _length(s)) for i, s in enumerate(batch.doc)]
-    units += [("rl", i, _length(r.sample)) for i, r in enumerate(batch.rl)]
+    units = _units(batch)
+    shares: list[list[Unit]] = [[] for _ in range(world)]
+    held = [0] * world
+    for i in sorted(range(len(units)), key=lambda i: (-units[i].length, i)):
+        fewest = min(range(world), key=held.__getitem__)
+        shares[fewest].append(units[i])
+        held[fewest] += units[i].length
+    order = {unit: i for i, unit in enumerate(units)}
+    parts = [_cut(sorted(share, key=order.__getitem__), micro_tokens) for share in shares]
+    own = [batch if len(part) == len(units) else _take(batch, part) for part in parts[rank]]
+    most = max(map(len, parts)) if even else 0
+    return own + [Batch()] * (most - len(own))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is never divided: sample, episode or pair `index`, of so many tokens."""
+
+    kind: str
+    index: int
+    length: int
+
+
+def _units(batch: Batch) -> list[Unit]:
     sides = [_length(s) for s in completions(batch.pairs)]
-    units += [("pairs", i, sides[2 * i] + sides[2 * i + 1]) for i in range(len(batch.pairs))]
-    if not units:
-        return []
-    if micro_tokens is None or sum(length for *_, length in units) <= micro_tokens:
-        return [batch]
-    parts: list[dict[str, list[int]]] = []
+    return [
+        *(Unit("doc", i, _length(s)) for i, s in enumerate(batch.doc)),
+        *(Unit("rl", i, _length(r.sample)) for i, r in enumerate(batch.rl)),
+        *(Unit("pairs", i, sides[2 * i] + sides[2 * i + 1]) for i in range(len(batch.pairs))),
+    ]
+
+
+def _cut(units: list[Unit], micro_tokens: int | None) -> list[list[Unit]]:
+    """Runs of units that hold at most so many tokens, or are one longer unit."""
+    parts: list[list[Unit]] = []
     room = 0
-    for kind, i, length in units:
-        if not parts or length > room:
-            parts.append({"doc": [], "rl": [], "pairs": []})
-            room = micro_tokens
-        parts[-1][kind].append(i)
-        room -= length
-    return [batch.take(**part) for part in parts]
+    for unit in units:
+        if not parts or (micro_tokens is not None and unit.length > room):
+            parts.append([])
+            room = micro_tokens or 0
+        parts[-1].append(unit)
+        room -= unit.length
+    return parts
+
+
+def _take(batch: Batch, units: list[Unit]) -> Batch:
+    return batch.take(
+        **{kind: [u.index for u in units if u.kind == kind] for kind in ("doc", "rl", "pairs")}
+    )
 
 
 @dataclass(frozen=True)
@@ -120,7 +161,6 @@ class Places:
 def places(batch: Batch, rewarded: Collection[str]) -> Places:
     """Lay a batch out; `rewarded` are the ids of the episodes whose own tokens are trained on."""
     sides = completions(batch.pairs)
-    texts = [*batch.doc, *(r.sample for r in batch.rl), *sides]
     starts = dict(
         zip(
             (r.sample.id for r in batch.rl),
@@ -142,7 +182,7 @@ def places(batch: Batch, rewarded: Collection[str]) -> Places:
     in_rl[policy + turns] = True
     at = doc + in_rl.cumsum(0) - 1
     return Places(
-        texts=texts,
+        texts=batch.texts,
         needed=torch.cat(
             [
                 of_doc,

@@ -8,7 +8,8 @@ token*: index n means the same token on both sides whatever the rows looked like
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from learning.attention import PrefixContext
-from learning.model import hidden_states
+from learning.model import hidden_states, recomputing
+from learning.projection import Projection, chunk_tokens
+from learning.sharding import vocabulary
 from protocols.errors import DataError
 from protocols.types import Sample
 
@@ -51,17 +54,12 @@ def pack(samples: Sequence[Sample], prefix_tokens: Mapping[str, int], row_tokens
     """Lay samples into rows, first fit by decreasing length within each document.
 
     `prefix_tokens[name]` is the length of that document's prefix: the first position of its
-    samples. Raises DataError for a sample longer than a row, or one without prompt or response.
+    samples. Raises DataError for a sample longer than a row, or one without prompt or response. Of
+    no samples it makes a row of one token that predicts none.
     """
-    for s in samples:
-        length = len(s.prompt_ids) + len(s.response_ids)
-        if not s.prompt_ids or not s.response_ids:
-            raise DataError(f"sample {s.id} has an empty prompt or response: nothing to train on")
-        if length > row_tokens:
-            raise DataError(
-                f"sample {s.id} has {length} tokens and a row holds {row_tokens}; raise "
-                "train.row_tokens or lower rollout.max_tokens"
-            )
+    check_rows(samples, row_tokens)
+    if not samples:
+        return _one_token(*min(prefix_tokens.items()))
     names = tuple(sorted({s.document for s in samples}))
     rows_of: dict[str, list[list[int]]] = {name: [] for name in names}
     room: dict[str, list[int]] = {name: [] for name in names}
@@ -106,6 +104,19 @@ def pack(samples: Sequence[Sample], prefix_tokens: Mapping[str, int], row_tokens
     )  # fmt: skip
 
 
+def check_rows(samples: Iterable[Sample], row_tokens: int) -> None:
+    """Raise DataError for a sample longer than a row, or one without prompt or response."""
+    for s in samples:
+        length = len(s.prompt_ids) + len(s.response_ids)
+        if not s.prompt_ids or not s.response_ids:
+            raise DataError(f"sample {s.id} has an empty prompt or response: nothing to train on")
+        if length > row_tokens:
+            raise DataError(
+                f"sample {s.id} has {length} tokens and a row holds {row_tokens}; raise "
+                "train.row_tokens or lower rollout.max_tokens"
+            )
+
+
 def response_logits(
     model: PreTrainedModel, packed: Packed, kv: Tensor, lengths: Tensor | None = None
 ) -> Tensor:
@@ -114,18 +125,35 @@ def response_logits(
     kv [C, L, 2, H_kv, P, D] in the order of `packed.names`, `lengths` as in PrefixContext.
     Gradient flows into `kv` when it requires it.
     """
+    return response_tokens(model, packed, kv, lengths).logits
+
+
+def response_tokens(
+    model: PreTrainedModel,
+    packed: Packed,
+    kv: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    logit_bytes: int | None = None,
+    recompute_layers: bool = False,
+) -> Projection:
+    """The same logits, to be read in chunks of at most `logit_bytes`.
+
+    With `recompute_layers` the layers keep their inputs alone for the backward pass.
+    """
     same = packed.segments[:, :, None] == packed.segments[:, None, :]
     length = packed.ids.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
-    hidden = hidden_states(
-        model,
-        packed.ids.to(model.device),
-        packed.positions.to(model.device),
-        (same & causal)[:, None].to(model.device),
-        PrefixContext(kv=kv, lengths=lengths),
-    )
-    logits: Tensor = model.lm_head(hidden[packed.row, packed.column])
-    return logits.float()
+    with recomputing(model) if recompute_layers else nullcontext():
+        hidden = hidden_states(
+            model,
+            packed.ids.to(model.device),
+            packed.positions.to(model.device),
+            (same & causal)[:, None].to(model.device),
+            PrefixContext(kv=kv, lengths=lengths),
+        )
+    chunk = chunk_tokens(model.config.vocab_size, logit_bytes)
+    return Projection(hidden[packed.row, packed.column], vocabulary(model), chunk)
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
@@ -145,6 +173,12 @@ def stack_prefixes(prefixes: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     for c, p in enumerate(prefixes):
         stacked[c, ..., : lengths[c], :] = p
     return stacked, torch.tensor(lengths, device=first.device)
+
+
+def _one_token(name: str, position: int) -> Packed:
+    none = torch.zeros(0, dtype=torch.long)
+    one = torch.zeros(1, 1, dtype=torch.long)
+    return Packed((name,), one, one + position, one, none, none, none)
 
 
 def _length(sample: Sample) -> int:

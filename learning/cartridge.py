@@ -41,6 +41,12 @@ class CartridgeBank(nn.Module):
         return whole[[self.names.index(n) for n in names]]
 
     @torch.no_grad()
+    def fingerprint(self) -> int:
+        """The sum of the numbers' bits, read as integers: one bit more or less anywhere changes
+        it, the order of summation does not."""
+        return sum(int(x.view(torch.int32).sum()) for x in (self.frozen, self.trainable))
+
+    @torch.no_grad()
     def snapshot(self, dtype: torch.dtype) -> Tensor:
         """A detached contiguous copy [C, L, 2, H_kv, P, D]: what is published."""
         return self.kv().to(dtype, copy=True).contiguous()

@@ -19,9 +19,10 @@ from learning.advantages import group_advantages
 from learning.batch import Batch, Places
 from learning.batching import token_logprobs
 from learning.grpo import GRPO, distilled, grpo, grpo_count
-from learning.losses import DocKL, Teacher, doc_kl, doc_kl_count
+from learning.losses import DocKL, Teacher, doc_kl_count, doc_kl_tokens
+from learning.projection import Projection
 from learning.replay import DPO, is_stale, replay_dpo, summed_by_pair
-from learning.sdpo import SDPO, alpha_at, sdpo
+from learning.sdpo import SDPO, alpha_at, sdpo_term, sdpo_tokens
 from learning.terms import Term
 from protocols.channels import RLSample, hinted
 from protocols.errors import DataError, SpecError, StaleTokenError
@@ -99,20 +100,34 @@ def prepare(batch: Batch, objective: Objective, version: int) -> Work:
 
 
 def channel_terms(
-    logits: Tensor, targets: Tensor, where: Places, part: Batch, work: Work, objective: Objective
+    tokens: Projection,
+    targets: Tensor,
+    where: Places,
+    part: Batch,
+    work: Work,
+    objective: Objective,
 ) -> dict[str, Term]:
     """Each channel's term over one micro-batch `part` of `work`; a channel without data has none.
 
-    logits [N, V] in float32 with gradient, and targets [N]: what `where` speaks of.
+    `tokens` are the N whose logits, with gradient, and targets [N] `where` speaks of. Of logits
+    nothing is kept but a few numbers a token.
     """
     terms: dict[str, Term] = {}
     if part.doc:
-        assert part.doc_teacher is not None
-        total, count = doc_kl(logits[: where.doc], part.doc_teacher, objective.doc)
-        terms["doc_kl"] = Term(total, count, where.doc)
+        teacher = part.doc_teacher
+        assert teacher is not None
+
+        def distance(logits: Tensor, of: slice) -> tuple[Tensor, ...]:
+            return (doc_kl_tokens(logits, teacher.rows(of), objective.doc),)
+
+        (kl,) = tokens.read(slice(0, where.doc), distance)
+        terms["doc_kl"] = Term(kl.sum(), doc_kl_count(teacher, objective.doc), where.doc)
     if part.rl or part.pairs:
         # Of the tokens after the documents'; `policy` and `turns` count from the first of all.
-        logprobs = token_logprobs(logits[where.doc :], targets[where.doc :])
+        rest = targets[where.doc :]
+        (logprobs,) = tokens.read(
+            slice(where.doc, None), lambda logits, of: (token_logprobs(logits, rest[of]),)
+        )
     if where.lengths:
         pi = logprobs[where.policy - where.doc]
         old = _old(pi, part.old, where.policy_in_rl)
@@ -122,8 +137,8 @@ def channel_terms(
         )
         if objective.rl.distill:
             assert part.distill is not None
-            teacher = part.distill[where.policy_in_rl].to(pi)
-            advantages = distilled(advantages, old, teacher, objective.rl.distill)
+            distilling = part.distill[where.policy_in_rl].to(pi)
+            advantages = distilled(advantages, old, distilling, objective.rl.distill)
         terms["grpo"] = grpo(
             pi,
             old,
@@ -134,14 +149,16 @@ def channel_terms(
             ref=None if part.ref is None else part.ref[where.policy_in_rl].to(pi),
         )
     if part.sdpo:
-        assert part.sdpo_teacher is not None
-        terms["sdpo"] = sdpo(
-            logits[where.turns],
-            part.sdpo_teacher,
-            targets[where.turns],
-            _old(logprobs[where.turns - where.doc], part.old, where.turns_in_rl),
-            objective.sdpo,
-        )
+        hinted_teacher, turns = part.sdpo_teacher, targets[where.turns]
+        assert hinted_teacher is not None
+        sampled = _old(logprobs[where.turns - where.doc], part.old, where.turns_in_rl)
+
+        def hints(logits: Tensor, of: slice) -> tuple[Tensor, ...]:
+            return sdpo_tokens(
+                logits, hinted_teacher.rows(of), turns[of], sampled[of], objective.sdpo
+            )
+
+        terms["sdpo"] = sdpo_term(tokens.read(where.turns, hints), objective.sdpo)
     if part.pairs:
         chosen, rejected = summed_by_pair(logprobs[where.pairs - where.doc :], part.pairs)
         terms["replay_dpo"] = replay_dpo(chosen, rejected, part.pairs, objective.replay)

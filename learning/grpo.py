@@ -16,7 +16,8 @@ the version that sampled it, `sampler` the inference engine's own, `ref` a froze
     bnpo       tokens of this trainer's batch
     dapo       tokens of all trainers' batches
 
-A trainer's batch is all its micro-batches; where there is one trainer, bnpo and dapo are equal.
+A trainer's batch is all its micro-batches on all its ranks; where there is one trainer, bnpo and
+dapo are equal.
 With one update for each rollout, `old` is `pi` without its gradient: the ratio is 1, its gradient
 is not.
 

@@ -59,8 +59,13 @@ def doc_kl(student: Tensor, teacher: Teacher, spec: DocKL) -> tuple[Tensor, int]
     student [N, V] logits with gradient. The denominator is tokens, or (token, k) pairs for the
     form "pairs". N = 0 gives (0, 0) with a graph, never NaN.
     """
+    return doc_kl_tokens(student, teacher, spec).sum(), doc_kl_count(teacher, spec)
+
+
+def doc_kl_tokens(student: Tensor, teacher: Teacher, spec: DocKL) -> Tensor:
+    """What each token adds to the summed loss, [N]."""
     log_s, log_t = aligned(student, teacher, spec.form, spec.temperature)
-    return divergence(log_s, log_t, spec).sum(), doc_kl_count(teacher, spec)
+    return divergence(log_s, log_t, spec)
 
 
 def doc_kl_count(teacher: Teacher, spec: DocKL) -> int:

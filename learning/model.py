@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from learning.attention import IMPLEMENTATION, PrefixContext
+from learning.sharding import whole
 from protocols.errors import DataError
 
 PREFILL_CHUNK = 512  # tokens: bounds the score matrix while a long document is read
@@ -115,10 +119,29 @@ def hidden_states(
     return hidden
 
 
+@contextmanager
+def recomputing(model: PreTrainedModel) -> Iterator[None]:
+    """In a forward pass made here, each layer keeps its input alone, and is run again in the
+    backward pass: the memory of one layer's activations instead of all, for a forward more."""
+    layers: Any = model.base_model.layers
+    for layer in layers:
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # the class's own shows again
+
+
 def base_hash(model: PreTrainedModel) -> str:
-    """SHA-256 over every parameter and persistent buffer, by name: proves the base never moved."""
+    """SHA-256 over every parameter and persistent buffer, by name: proves the base never moved.
+
+    The same of a sharded base, gathered tensor by tensor: all ranks must ask.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(whole(tensor.detach()).cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learning.batching import pack, response_logits, stack_prefixes, token_logprobs
+from learning.batching import pack, response_tokens, stack_prefixes, token_logprobs
 from learning.losses import top_k
 from learning.prefixes import DocumentCache
+from learning.projection import Projection
 from learning.replay import is_stale, summed_by_pair
 from protocols.channels import PreferencePair, RLSample, SDPOItem, completions, hinted
 from protocols.types import Sample
+
+LOGIT_BYTES = 256 * 2**20  # of a teacher that wants a few numbers a token
 
 
 def score(
@@ -28,10 +31,15 @@ def score(
 
     Same order as `learning.batching.response_logits` gives for the student: sample by sample.
     """
-    prefixes = {name: documents.get(name) for name in sorted({s.document for s in samples})}
-    return score_over(model, samples, prefixes, row_tokens)
+    return score_over(model, samples, prefixes_of(samples, documents), row_tokens)
 
 
+def prefixes_of(samples: Sequence[Sample], documents: DocumentCache) -> dict[str, Tensor]:
+    """The KV [L, 2, H_kv, T, D] of every document that the samples name."""
+    return {name: documents.get(name) for name in sorted({s.document for s in samples})}
+
+
+@torch.no_grad()
 def score_over(
     model: PreTrainedModel,
     samples: Sequence[Sample],
@@ -39,9 +47,28 @@ def score_over(
     row_tokens: int,
 ) -> Tensor:
     """Logits [N, V] (float32) with `prefixes[document]` [L, 2, H_kv, P, D] before each sample."""
-    return _scored(model, samples, prefixes, row_tokens)[0]
+    return _scored(model, samples, prefixes, row_tokens, None)[0].logits
 
 
+@torch.no_grad()
+def score_kept(
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    prefixes: Mapping[str, Tensor],
+    row_tokens: int,
+    keep_top: int | None,
+) -> dict[str, Tensor]:
+    """What is sent of the same logits: the top entries of each token, or all for None.
+    `learning.losses.Teacher(**score_kept(...))` reads it. Of top entries' logits LOGIT_BYTES exist
+    at a time."""
+    if keep_top is None:
+        return {"logits": score_over(model, samples, prefixes, row_tokens)}
+    tokens, _ = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES)
+    indices, logprobs = tokens.read(slice(None), lambda logits, of: top_k(logits, keep_top))
+    return {"indices": indices, "logprobs": logprobs}
+
+
+@torch.no_grad()
 def response_logprobs(
     model: PreTrainedModel,
     samples: Sequence[Sample],
@@ -50,7 +77,8 @@ def response_logprobs(
 ) -> Tensor:
     """Log-probability [N] of every response token: a reference's, a distilling teacher's, or the
     student's own under the version that sampled it."""
-    return token_logprobs(*_scored(model, samples, prefixes, row_tokens))
+    tokens, targets = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES)
+    return tokens.read(slice(None), lambda logits, of: (token_logprobs(logits, targets[of]),))[0]
 
 
 def score_hinted(
@@ -88,23 +116,14 @@ def with_references(
     return [next(fresh) if is_stale(p, version, max_age) else p for p in pairs]
 
 
-def kept(logits: Tensor, keep_top: int | None) -> dict[str, Tensor]:
-    """What is sent of a teacher's logits [N, V]: the top entries of each token, or all for None.
-    `learning.losses.Teacher(**kept(...))` reads it."""
-    if keep_top is None:
-        return {"logits": logits}
-    indices, logprobs = top_k(logits, keep_top)
-    return {"indices": indices, "logprobs": logprobs}
-
-
-@torch.no_grad()
 def _scored(
     model: PreTrainedModel,
     samples: Sequence[Sample],
     prefixes: Mapping[str, Tensor],
     row_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] and the response tokens [N]."""
+    logit_bytes: int | None,
+) -> tuple[Projection, Tensor]:
+    """The response tokens' logits, to be read, and the response tokens [N] themselves."""
     packed = pack(samples, {name: kv.shape[3] for name, kv in prefixes.items()}, row_tokens)
     kv, lengths = stack_prefixes([prefixes[name] for name in packed.names])
-    return response_logits(model, packed, kv, lengths), packed.targets
+    return response_tokens(model, packed, kv, lengths, logit_bytes=logit_bytes), packed.targets

@@ -30,7 +30,8 @@ from learning.losses import Teacher, aligned, jensen_shannon_entries
 from learning.terms import Term
 from protocols.errors import SpecError
 
-VARIANTS = ("jsd", "sampled")
+FACTS = {"jsd": ("clipped", "negative"), "sampled": ("difference", "ratio")}
+VARIANTS = tuple(FACTS)
 RATIO_CAP = 2.0
 
 
@@ -71,11 +72,23 @@ def sdpo(student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor, spec: 
     the share of outcomes clamped and of tokens below zero, each summed over tokens. "sampled" needs
     the teacher's probability of the sampled token: all its logits.
     """
+    return sdpo_term(sdpo_tokens(student, teacher, targets, old, spec), spec)
+
+
+def sdpo_tokens(
+    student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor, spec: SDPO
+) -> tuple[Tensor, ...]:
+    """Each token's loss and its facts, in the order of FACTS[spec.variant]: [N] each."""
     if spec.variant == "sampled":
-        loss, facts = _sampled(student, teacher, targets, old)
-    else:
-        loss, facts = _jsd(student, teacher, spec)
-    return Term(loss.sum(), len(loss), len(loss), {k: v.detach().sum() for k, v in facts.items()})
+        return _sampled(student, teacher, targets, old)
+    return _jsd(student, teacher, spec)
+
+
+def sdpo_term(tokens: tuple[Tensor, ...], spec: SDPO) -> Term:
+    """The sums of what `sdpo_tokens` gave."""
+    loss, *values = tokens
+    facts = zip(FACTS[spec.variant], values, strict=True)
+    return Term(loss.sum(), len(loss), len(loss), {k: v.detach().sum() for k, v in facts})
 
 
 def alpha_at(step: int, alpha: float, warmup_steps: int) -> float:
@@ -83,7 +96,7 @@ def alpha_at(step: int, alpha: float, warmup_steps: int) -> float:
     return alpha * min(1.0, step / warmup_steps) if warmup_steps else alpha
 
 
-def _jsd(student: Tensor, teacher: Teacher, spec: SDPO) -> tuple[Tensor, dict[str, Tensor]]:
+def _jsd(student: Tensor, teacher: Teacher, spec: SDPO) -> tuple[Tensor, ...]:
     log_s, log_t = aligned(student, teacher, "tail", spec.temperature)
     entries = jensen_shannon_entries(log_s, log_t, spec.beta)
     clipped = torch.zeros_like(entries)
@@ -91,12 +104,10 @@ def _jsd(student: Tensor, teacher: Teacher, spec: SDPO) -> tuple[Tensor, dict[st
         clipped = (entries > spec.token_clip).float()
         entries = entries.clamp(max=spec.token_clip)
     loss = entries.sum(-1)
-    return loss, {"clipped": clipped.mean(-1), "negative": (loss < 0).float()}
+    return loss, clipped.mean(-1), (loss < 0).float()
 
 
-def _sampled(
-    student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _sampled(student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor) -> tuple[Tensor, ...]:
     if teacher.logits is None:
         raise SpecError(
             "sdpo.variant sampled needs the teacher's whole distribution, for a sampled token may "
@@ -108,4 +119,4 @@ def _sampled(
     lag = (log_s.detach() - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = lag.exp().clamp(max=RATIO_CAP)
     difference = (log_s - log_t).detach()
-    return ratio * difference * log_s, {"difference": difference, "ratio": ratio}
+    return ratio * difference * log_s, difference, ratio

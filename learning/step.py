@@ -2,12 +2,16 @@
 
     batch (who sampled it: the caller's business, checked here by version)
       -> leave out channels that weigh nothing; advantages; every channel's own denominator
-      -> micro-batches, each packed over shared prefixes: all channels' samples together
+      -> this rank's micro-batches, each packed over shared prefixes: all channels' samples together
       -> student forward: the only forward with gradient
-      -> teachers' distributions over the same tokens (given)
+      -> teachers' distributions over the same tokens (given), against the student's logits, which
+         exist for a chunk of tokens at a time
       -> one named term for each channel over its own denominator: w_doc * doc_kl + w_rl * grpo
          + alpha * sdpo + beta * replay_dpo
-      -> backward into the cartridges alone -> clip -> Adam
+      -> backward into the cartridges alone -> sums over all ranks -> clip -> Adam
+
+Advantages and denominators are those of the whole batch, which every rank is given; so ranks, like
+micro-batches, change no term.
 
 What is *not* here: no second student forward for "old" log-probabilities (one update for each
 rollout needs none), no gradient of the base model, no value function.
@@ -18,14 +22,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from learning.batch import Batch, places, split
-from learning.batching import pack, response_logits
+from learning.batching import check_rows, pack, response_tokens
 from learning.cartridge import CartridgeBank
 from learning.combined import Objective, channel_terms, prepare
+from learning.ranks import ALONE, Ranks
+from learning.sharding import is_sharded
 from learning.terms import Tally
 from protocols.errors import RunError, StaleTokenError
 from protocols.types import Sample
@@ -116,40 +123,66 @@ def train_step(
     staleness: int,
     micro_tokens: int | None = None,
     compare_gradients: bool = False,
+    logit_bytes: int | None = None,
+    recompute_layers: bool = False,
+    ranks: Ranks = ALONE,
 ) -> StepResult:
-    """One update. Raises StaleTokenError or DataError (nothing trained), RunError for a non-finite
-    loss. `micro_tokens` bounds the tokens of one forward and changes no term; `compare_gradients`
-    costs one more backward for each channel and changes nothing either.
+    """One update, the same on all `ranks`. Raises StaleTokenError or DataError (nothing trained),
+    RunError for a non-finite loss or ranks that differ.
+
+    `micro_tokens` bounds the tokens of one forward, `logit_bytes` the logits that exist at a time,
+    `recompute_layers` the activations kept to those of one layer: they change no term.
+    `compare_gradients` costs one more backward for each channel and changes nothing either.
     """
     work = prepare(batch, objective, version)
     stale = check_fresh([*work.batch.doc, *(r.sample for r in work.batch.rl)], version, staleness)
+    check_rows(work.batch.texts, row_tokens)
     weights = {name: weight for name, weight in objective.weights.items() if weight}
     tally = Tally(weights)
 
     prefix_tokens = {name: bank.frozen.shape[4] + bank.trainable.shape[4] for name in bank.names}
-    tokens = 0
+    together = is_sharded(model)  # every pass gathers the base: all ranks make as many
+    tokens, fault = 0, ""
     optimizer.zero_grad(set_to_none=True)
-    for part in split(work.batch, micro_tokens):
+    for part in split(work.batch, micro_tokens, ranks.rank, ranks.world, even=together):
         where = places(part, work.advantages)
         packed = pack(where.texts, prefix_tokens, row_tokens).only(where.needed)
 
         kv = bank.kv(packed.names).to(model.dtype)
-        logits = response_logits(model, packed, kv)
+        student = response_tokens(
+            model, packed, kv, logit_bytes=logit_bytes, recompute_layers=recompute_layers
+        )
 
-        terms = channel_terms(logits, packed.targets, where, part, work, objective)
+        terms = channel_terms(student, packed.targets, where, part, work, objective)
         means = {name: term.total / max(work.counts[name], 1) for name, term in terms.items()}
         for name, mean in means.items():
             if not torch.isfinite(mean):
-                raise RunError(
+                fault = fault or (
                     f"{name} became {mean.item()} at version {version}; lower train.lr (now {lr:g})"
                 )
         tokens += len(packed.targets)
         tally.add(terms, means)
+        nothing = [0.0 * student.hidden.sum()] if together else []
         if compare_gradients:
-            tally.add_gradients(means, bank.trainable)
+            tally.add_gradients(means, bank.trainable, *nothing)
 
-        weighted = [weights[name] * mean for name, mean in means.items()]
+        weighted = [weights[name] * mean for name, mean in means.items()] + nothing
         sum(weighted[1:], weighted[0]).backward()  # type: ignore[no-untyped-call]  # torch's own
+
+    found = ranks.gather(
+        {
+            "fault": fault,
+            "stands": [version, bank.fingerprint()],
+            "tokens": tokens,
+            "sums": tally.sums(),
+        }
+    )
+    _check_agreement(found)
+    tally.merge([one["sums"] for one in found], ranks.add, bank.trainable)
+    if work.batch.texts:
+        if bank.trainable.grad is None:  # all of it is other ranks'
+            bank.trainable.grad = torch.zeros_like(bank.trainable)
+        ranks.add(bank.trainable.grad)
     norm = torch.nn.utils.clip_grad_norm_([bank.trainable], clip)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -159,8 +192,21 @@ def train_step(
         kl=tally.values.get("doc_kl", 0.0),
         grad_norm=norm.item(),
         lr=lr,
-        tokens=tokens,
+        tokens=sum(one["tokens"] for one in found),
         stale_tokens=stale,
         terms=tally.terms(work.counts, facts),
         cosines=tally.cosines(),
     )
+
+
+def _check_agreement(found: list[dict[str, Any]]) -> None:
+    """That no rank met a fault, and all stand at the same cartridges, bit for bit."""
+    for one in found:
+        if one["fault"]:
+            raise RunError(one["fault"])
+    differ = [rank for rank, one in enumerate(found) if one["stands"] != found[0]["stands"]]
+    if differ:
+        raise RunError(
+            f"trainer ranks {differ} stand at other versions or cartridges than rank 0; nothing "
+            "was trained: start all ranks anew and recover from the trainer's last state"
+        )

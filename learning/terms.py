@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,12 +50,54 @@ class Tally:
             for fact, value in term.facts.items():
                 facts[fact] = facts.get(fact, 0.0) + value.item()
 
-    def add_gradients(self, means: Mapping[str, Tensor], parameter: Tensor) -> None:
-        """Add each channel's own gradient; the graph is kept for the backward that trains."""
-        for name, mean in means.items():
+    def add_gradients(
+        self, means: Mapping[str, Tensor], parameter: Tensor, nothing: Tensor | None = None
+    ) -> None:
+        """Add each channel's own gradient; the graph is kept for the backward that trains.
+
+        With `nothing`, a zero with graph, there is a backward for every channel that weighs
+        something: ranks that share a base make as many.
+        """
+        for name in means if nothing is None else self._weights:
+            mean = means.get(name, nothing)
+            assert mean is not None
             (gradient,) = torch.autograd.grad(mean, parameter, retain_graph=True)
-            held = self._gradients.get(name)
-            self._gradients[name] = gradient if held is None else held + gradient
+            if name in means:
+                held = self._gradients.get(name)
+                self._gradients[name] = gradient if held is None else held + gradient
+
+    def sums(self) -> dict[str, Any]:
+        """What this rank added up, JSON-able."""
+        return {
+            "values": self.values,
+            "counts": self._counts,
+            "items": self._items,
+            "facts": self._facts,
+            "compared": list(self._gradients),
+        }
+
+    def merge(
+        self, sums: Sequence[Mapping[str, Any]], add: Callable[[Tensor], None], like: Tensor
+    ) -> None:
+        """Become what all ranks' `sums` add up to, in the order of ranks; `add` sums a tensor of
+        the shape of `like` over the ranks."""
+        first, *others = sums
+        self.values, self._counts = dict(first["values"]), dict(first["counts"])
+        self._items = dict(first["items"])
+        self._facts = {name: dict(facts) for name, facts in first["facts"].items()}
+        for other in others:
+            for name in self._weights:
+                self.values[name] += other["values"][name]
+                self._counts[name] += other["counts"][name]
+                self._items[name] += other["items"][name]
+                facts = self._facts[name]
+                for fact, value in other["facts"][name].items():
+                    facts[fact] = facts.get(fact, 0.0) + value
+        compared = {name for one in sums for name in one["compared"]}
+        for name in [name for name in self._weights if name in compared]:
+            gradient = self._gradients.get(name, torch.zeros_like(like)).contiguous()
+            add(gradient)
+            self._gradients[name] = gradient
 
     def terms(
         self, counts: Mapping[str, int], facts: Mapping[str, Mapping[str, float]]

@@ -17,6 +17,7 @@ from learning.checkpoint import Checkpoint, read_state, write_checkpoint, write_
 from learning.combined import Objective
 from learning.losses import Teacher
 from learning.model import base_hash
+from learning.ranks import ALONE, Ranks
 from learning.step import Schedule, StepResult, new_optimizer, train_step
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.types import Sample
@@ -40,6 +41,8 @@ class TrainerConfig:
     objective: Objective = field(default_factory=Objective)
     micro_tokens: int | None = None
     compare_every: int = 0  # steps; 0 never
+    logit_bytes: int | None = None
+    recompute_layers: bool = False
 
 
 class CartridgeTrainer:
@@ -48,7 +51,8 @@ class CartridgeTrainer:
     `version` numbers every state of the cartridges that could be published and is never reused,
     also not by the next arm. Every state is kept in the file `last_state` before it is told of, so
     that a trainer that died is replaced by one that stands where it stood (`recover`); asking for
-    what was done already (a step, the start of an arm) answers what it answered then.
+    what was done already (a step, the start of an arm) answers what it answered then. Of several
+    ranks, rank 0 writes the files and all read them.
     """
 
     def __init__(
@@ -57,11 +61,18 @@ class CartridgeTrainer:
         documents: Mapping[str, Tensor],
         config: TrainerConfig,
         last_state: Path | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`documents` are the KV [L, 2, H_kv, T, D] that the cartridges stand in for."""
+        """`documents` are the KV [L, 2, H_kv, T, D] that the cartridges stand in for.
+
+        On several `ranks` each has a trainer of its own, all called alike.
+        """
         self.model = model
         self.config = config
+        self._ranks = ranks
         self.bank = first_tokens(documents, config.tokens, config.frozen)
+        for part in (self.bank.frozen, self.bank.trainable.data):
+            ranks.follow(part)
         self._initial = self.bank.trainable.detach().clone()
         self._base_hash = base_hash(model)
         self.version = -1
@@ -101,20 +112,24 @@ class CartridgeTrainer:
                 f"asked to train version {version}, and the trainer stands at {self.version}: a "
                 "step was lost or repeated"
             )
-        result = train_step(
-            self.model,
-            self.bank,
-            self._optimizer,
-            batch,
-            self.config.objective.at(self._step),
-            lr=self._schedule.at(self._step),
-            clip=self.config.clip,
-            row_tokens=self.config.row_tokens,
-            version=version,
-            staleness=self.config.staleness,
-            micro_tokens=self.config.micro_tokens,
-            compare_gradients=self._compares(),
-        )
+        with self._ranks.abreast():
+            result = train_step(
+                self.model,
+                self.bank,
+                self._optimizer,
+                batch,
+                self.config.objective.at(self._step),
+                lr=self._schedule.at(self._step),
+                clip=self.config.clip,
+                row_tokens=self.config.row_tokens,
+                version=version,
+                staleness=self.config.staleness,
+                micro_tokens=self.config.micro_tokens,
+                compare_gradients=self._compares(),
+                logit_bytes=self.config.logit_bytes,
+                recompute_layers=self.config.recompute_layers,
+                ranks=self._ranks,
+            )
         self._step += 1
         self.version += 1
         self._last = result
@@ -143,11 +158,13 @@ class CartridgeTrainer:
         return self.bank.names, self._snapshots[version]
 
     def base_hash(self) -> str:
+        """SHA-256 of the base as it is now; of a sharded one all ranks must ask."""
         return base_hash(self.model)
 
     def save(self, directory: Path, position: dict[str, Any], version: int) -> Path:
-        """Write everything that the next step depends on; returns the checkpoint's path.
+        """Write everything that the next step depends on, on rank 0; returns the checkpoint's path.
 
+        Any number of ranks reads it, for nothing in it depends on theirs.
         Raises CheckpointError when `position`, which stands at `version`, is not the trainer's.
         """
         if version != self.version:
@@ -156,6 +173,8 @@ class CartridgeTrainer:
                 "step ended half-way, and no checkpoint is made of it"
             )
         name = f"version-{self.version:06d}"
+        if not self._ranks.leads:
+            return directory / name
         return write_checkpoint(
             directory, name, self._state(position), keep=self.config.keep_checkpoints
         )
@@ -170,7 +189,7 @@ class CartridgeTrainer:
         return self.version
 
     def _keep(self) -> None:
-        if self._last_state is not None:
+        if self._last_state is not None and self._ranks.leads:
             state = self._state({})
             for version in self._needed():
                 state.tensors[f"{SNAPSHOT}{version}"] = self._snapshots[version]

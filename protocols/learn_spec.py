@@ -243,6 +243,16 @@ class TrainSpec(Spec):
     row_tokens: int = Field(
         ge=2, description="length of a packed row; holds the longest prompt + response, tokens"
     )
+    logit_chunk_mb: int = Field(
+        default=256,
+        ge=1,
+        description="MiB of logits that exist at a time; the projection is made in chunks of "
+        "tokens, and once more in the backward pass, where a forward has more",
+    )
+    recompute_layers: bool = Field(
+        default=False,
+        description="layers keep their inputs alone for the backward pass, which runs them again",
+    )
     checkpoint_every: int = Field(
         default=50, ge=0, description="steps between checkpoints; 0 only at end"
     )

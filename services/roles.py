@@ -315,4 +315,6 @@ def trainer_config(learn: LearnSpec) -> TrainerConfig:
         ),
         micro_tokens=chosen.micro_tokens,
         compare_every=chosen.compare_every,
+        logit_bytes=learn.train.logit_chunk_mb * 2**20,
+        recompute_layers=learn.train.recompute_layers,
     )

@@ -124,6 +124,8 @@ def do(
     row_tokens: int = 24,
     micro_tokens: int | None = None,
     compare_gradients: bool = False,
+    logit_bytes: int | None = None,
+    recompute_layers: bool = False,
 ) -> Done:
     """One step without clipping, of a fresh bank if none is given."""
     bank = bank or bank_of(twin)
@@ -140,6 +142,8 @@ def do(
         staleness=staleness,
         micro_tokens=micro_tokens,
         compare_gradients=compare_gradients,
+        logit_bytes=logit_bytes,
+        recompute_layers=recompute_layers,
     )
     gradient = bank.trainable.grad
     held = None if gradient is None else gradient.clone()

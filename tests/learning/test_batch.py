@@ -95,6 +95,45 @@ def test_micro_batches_by_hand() -> None:
     assert split(Batch(), None) == split(Batch(), 5) == []
 
 
+def test_ranks_by_hand() -> None:
+    """Lengths 7 (the pair), 6, 5, 4, 2 in turn to 0, 1, 1, 0 and, both at 11, to 0; of three
+    ranks to 0, 1, 2, 2 and 1. Within a rank they keep their order."""
+    shares = [names(split(BATCH, None, rank, 2)) for rank in range(2)]
+    assert shares == [[["d1", "e1", "p"]], [["d0", "e0"]]]
+    shares = [names(split(BATCH, None, rank, 3)) for rank in range(3)]
+    assert shares == [[["p"]], [["d1", "e0"]], [["d0", "e1"]]]
+    assert names(split(BATCH, None, 5, 6)) == []
+    assert split(BATCH, None, 5, 6, even=True) == [Batch()]
+    evened = [names(split(BATCH, 11, rank, 2, even=True)) for rank in range(2)]
+    assert evened == [[["d1", "e1"], ["p"]], [["d0", "e0"], []]]
+    assert split(Batch(), None, 1, 2, even=True) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=12),
+    world=st.integers(1, 5),
+    micro_tokens=st.one_of(st.none(), st.integers(1, 30)),
+)
+def test_ranks_divide_a_batch_evenly_and_lose_nothing(
+    shapes: list[tuple[int, int]], world: int, micro_tokens: int | None
+) -> None:
+    """As evenly as any unit's length allows: what the fullest rank holds more than the emptiest is
+    no more than its shortest unit, for that one went to the then emptiest."""
+    batch = Batch(doc=[sample(f"d{i}", *shape) for i, shape in enumerate(shapes)])
+    shares = [split(batch, micro_tokens, rank, world) for rank in range(world)]
+    held = [name for parts in shares for part in names(parts) for name in part]
+    assert sorted(held) == sorted(s.id for s in batch.doc)
+    lengths = [
+        [len(s.prompt_ids) + len(s.response_ids) for p in parts for s in p.doc] for parts in shares
+    ]
+    fullest = max(lengths, key=sum)
+    assert sum(fullest) - min(map(sum, lengths)) <= min(fullest, default=0)
+    evened = [split(batch, micro_tokens, rank, world, even=True) for rank in range(world)]
+    assert len({len(parts) for parts in evened}) == 1
+    assert [[p for p in parts if p.texts] for parts in evened] == shares
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 30))
 def test_nothing_is_lost_or_moved(micro_tokens: int) -> None:

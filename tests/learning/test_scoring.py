@@ -9,7 +9,17 @@ import pytest
 import torch
 from channel_scene import bank_of, prefixes, scene
 
-from learning.scoring import response_logprobs, score, score_hinted, score_over, with_references
+from learning.batching import token_logprobs
+from learning.losses import top_k
+from learning.scoring import (
+    prefixes_of,
+    response_logprobs,
+    score,
+    score_hinted,
+    score_kept,
+    score_over,
+    with_references,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +61,26 @@ def test_response_logprobs_are_the_log_softmax_of_score(
     found = response_logprobs(twin.model, samples, kv, 20)
     assert not found.requires_grad
     assert found.tolist() == pytest.approx(picked, abs=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_what_is_kept_of_a_score_is_its_top_or_all(
+    twin: Twin, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch, chunk: int | None
+) -> None:
+    """Also where the logits of three tokens exist at a time."""
+    if chunk:
+        monkeypatch.setattr("learning.scoring.LOGIT_BYTES", chunk * 97 * 4)
+    samples = make_samples(("a", 4, 5), ("b", 2, 3))
+    logits = score(twin.model, samples, twin.cached(), 20)
+    kv = prefixes_of(samples, twin.cached())
+    assert torch.equal(score_kept(twin.model, samples, kv, 20, None)["logits"], logits)
+    kept, expected = score_kept(twin.model, samples, kv, 20, 6), top_k(logits, 6)
+    assert not kept["logprobs"].requires_grad
+    assert torch.equal(kept["indices"], expected[0])
+    torch.testing.assert_close(kept["logprobs"], expected[1], rtol=0, atol=2e-6 if chunk else 0)
+    ours = response_logprobs(twin.model, samples, kv, 20)
+    targets = torch.tensor([t for s in samples for t in s.response_ids])
+    torch.testing.assert_close(ours, token_logprobs(logits, targets), rtol=0, atol=2e-6)
 
 
 def test_references_are_recomputed_where_stale(twin: Twin) -> None:

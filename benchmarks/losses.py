@@ -1,0 +1,188 @@
+"""Time and peak memory of the losses over a vocabulary of 128K, whole and in chunks of tokens:
+
+    python -m benchmarks.losses [--tokens 64] [--out losses.json]
+
+Each row is forward and backward of one loss from hidden states to their gradient, the projection
+included, in a process of its own. `tensors` is the most memory of tensors alive at once, `process`
+what the process took beyond what it began with (read from /proc, so Linux only): the C library
+keeps some of what was freed. `makes` is the most numbers of one tensor, in units of tokens times
+vocabulary; `differs` is the gradient's largest difference from the whole form's, in units of its
+largest number. Times are of one thread's work, whoever else uses the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.provenance import provenance
+from learning.batching import token_logprobs
+from learning.losses import DocKL, Teacher, doc_kl_tokens, top_k
+from learning.projection import Projection, Reader, chunk_tokens
+from learning.sdpo import SDPO, sdpo_tokens
+
+COLUMNS = ("forward_ms", "backward_ms", "tensors_mb", "process_mb", "makes", "differs")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """N tokens: hidden states [N, W], projection [V, W], sampled tokens [N], a teacher."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    full: Teacher
+    top: Teacher
+
+
+def scene(tokens: int, width: int, vocabulary: int) -> Scene:
+    draws = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=draws)
+    weight = torch.randn(vocabulary, width, generator=draws) * 2 * width**-0.5
+    targets = torch.randint(vocabulary, (tokens,), generator=draws)
+    full = Teacher(logits=(hidden + 0.3 * torch.randn(hidden.shape, generator=draws)) @ weight.T)
+    assert full.logits is not None
+    return Scene(hidden, weight, targets, full, Teacher(None, *top_k(full.logits, 20)))
+
+
+def losses(s: Scene) -> dict[str, Reader]:
+    """What each loss reads of logits."""
+    doc, hint, old = DocKL(), SDPO(), torch.zeros(len(s.targets))
+    return {
+        "doc_kl, full": lambda z, of: (doc_kl_tokens(z, s.full.rows(of), doc),),
+        "doc_kl, top 20 and tail": lambda z, of: (doc_kl_tokens(z, s.top.rows(of), doc),),
+        "grpo, dpo: log-probabilities": lambda z, of: (token_logprobs(z, s.targets[of]),),
+        "sdpo, full": lambda z, of: sdpo_tokens(z, s.full.rows(of), s.targets[of], old[of], hint),
+        "sdpo, top 20": lambda z, of: sdpo_tokens(z, s.top.rows(of), s.targets[of], old[of], hint),
+    }
+
+
+class Live(TorchDispatchMode):
+    """Of the tensors that operations returned, views of what was `given` aside: the most numbers of
+    one (`largest`), and the most bytes that were alive at once (`peak`)."""
+
+    def __init__(self, *given: Tensor | None) -> None:
+        super().__init__()
+        self.largest = self.peak = 0
+        self._given = {x.untyped_storage()._cdata for x in given if x is not None}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self._given:
+                storage = x.untyped_storage()
+                self.largest = max(self.largest, x.numel())
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {k: held for k, held in self._alive.items() if not held[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return out
+
+
+def once(s: Scene, reader: Reader, chunk: int | None) -> tuple[float, float, Tensor]:
+    """Seconds forward and backward, and the gradient [N, W]."""
+    hidden = s.hidden.clone().requires_grad_()
+    begun = time.process_time()
+    projection = Projection(hidden, lambda h: F.linear(h, s.weight), chunk)
+    loss = projection.read(slice(None), reader)[0].mean()
+    middle = time.process_time()
+    loss.backward()  # type: ignore[no-untyped-call]
+    ended = time.process_time()
+    assert hidden.grad is not None
+    return middle - begun, ended - middle, hidden.grad
+
+
+def resident_mb(which: str) -> float:
+    """MiB of this process's memory, as Linux counts it: now (VmRSS), or at most (VmHWM)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{which}:")[1].split()[0]) / 1024
+
+
+def measure(s: Scene, reader: Reader, chunk: int | None, repeats: int) -> dict[str, Any]:
+    once(replace(s, hidden=s.hidden[:2]), lambda z, of: (z.sum(-1),), 1)  # loads what is lazy
+    before = resident_mb("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    once(s, reader, chunk)
+    peak = resident_mb("VmHWM") - before
+    with Live(s.weight, s.full.logits) as live:
+        gradient = once(s, reader, chunk)[2]
+    times = [once(s, reader, chunk)[:2] for _ in range(repeats)]
+    forward, backward = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
+    return {
+        "forward_ms": round(forward, 1),
+        "backward_ms": round(backward, 1),
+        "tensors_mb": round(live.peak / 2**20, 1),
+        "process_mb": round(peak, 1),
+        "makes": round(live.largest / (len(s.targets) * len(s.weight)), 3),
+        "gradient": gradient,
+    }
+
+
+def in_a_process(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `work` returns when it is done by a fork of this process, which computed nothing with
+    gradients yet; its own peak of memory begins with what it shares."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "told"
+        fork = multiprocessing.get_context("fork")
+        child = fork.Process(target=lambda: torch.save(work(), path))
+        child.start()
+        child.join()
+        if child.exitcode != 0:
+            raise SystemExit(f"a measurement ended with exit code {child.exitcode}")
+        told: dict[str, Any] = torch.load(path, weights_only=True)
+        return told
+
+
+def run(tokens: int, width: int, vocabulary: int, chunk_mb: int, repeats: int) -> list[Any]:
+    torch.set_num_threads(1)
+    s = scene(tokens, width, vocabulary)
+    chunk = chunk_tokens(vocabulary, chunk_mb * 2**20)
+    rows = []
+    for name, reader in losses(s).items():
+        whole: Tensor | None = None
+        for form, size in (("whole", None), (f"chunks of {chunk}", chunk)):
+            row = in_a_process(lambda reader=reader, size=size: measure(s, reader, size, repeats))
+            gradient = row.pop("gradient")
+            whole = gradient if whole is None else whole
+            differs = ((gradient - whole).abs().max() / whole.abs().max()).item()
+            rows.append({"loss": name, "form": form, **row, "differs": float(f"{differs:.1e}")})
+            print(line(rows[-1]), flush=True)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    return f"{row['loss']:<30}{row['form']:<14}" + "".join(f"{row[name]:>13}" for name in COLUMNS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (
+        ("tokens", 64), ("width", 256), ("vocabulary", 128_256), ("chunk-mb", 8), ("repeats", 3)
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path, default=Path("losses.json"))
+    options = vars(parser.parse_args())
+    out = options.pop("out")
+    print(f"{'loss':<30}{'form':<14}" + "".join(f"{name:>13}" for name in COLUMNS))
+    rows = run(**options)
+    told = provenance("benchmarks.losses", {**options, "threads": 1})
+    out.write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n")
+    print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()

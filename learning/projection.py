@@ -1,0 +1,67 @@
+"""The vocabulary projection: what is wanted of the logits, without ever having all of them.
+
+With a vocabulary of 128K the logits of one token are half a megabyte, and those of a batch more
+than its model. The losses want a number or two of each token. So logits are made for a chunk of
+tokens, read and dropped, and made once more in the backward pass, which costs one projection more
+and no more memory than a few times a chunk's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+LOGIT_BYTES = 4  # float32
+
+# What is wanted of n tokens' logits [n, V]: some numbers for each, [n] tensors. The slice says
+# which of the tokens asked about they are.
+Reader = Callable[[Tensor, slice], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """N tokens' hidden states [N, width]; `project` makes logits [n, V] in float32 of [n, width].
+
+    `chunk` is the most tokens whose logits exist at a time; None: all of them, made once.
+    """
+
+    hidden: Tensor
+    project: Callable[[Tensor], Tensor]
+    chunk: int | None = None
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """All tokens' logits, [N, V]."""
+        return self.project(self.hidden)
+
+    def read(self, rows: slice | Tensor, reader: Reader) -> tuple[Tensor, ...]:
+        """What `reader` says of the tokens `rows`, in their order.
+
+        A reader is called once for each chunk, and again in the backward pass: it gives the same
+        answers then, and changes nothing.
+        """
+        if self.chunk is None or len(self.hidden) <= self.chunk:
+            logits = self.logits[rows]
+            return reader(logits, slice(0, len(logits)))
+        hidden = self.hidden[rows]
+
+        def one(part: Tensor, of: slice) -> tuple[Tensor, ...]:
+            return reader(self.project(part), of)
+
+        parts = []
+        for start in range(0, max(len(hidden), 1), self.chunk):  # no tokens: one empty chunk
+            of = slice(start, min(start + self.chunk, len(hidden)))
+            parts.append(
+                checkpoint(one, hidden[of], of, use_reentrant=False, preserve_rng_state=False)
+            )
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def chunk_tokens(vocabulary: int, max_bytes: int | None) -> int | None:
+    """How many tokens' logits fit into `max_bytes`, one at least; None bounds nothing."""
+    return None if max_bytes is None else max(1, max_bytes // (LOGIT_BYTES * vocabulary))

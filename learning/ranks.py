@@ -1,0 +1,134 @@
+"""Ranks: the processes that train one bank together, each on its share of every batch.
+
+    every rank is driven by the same calls with the same arguments, and
+      takes its share of the batch        (`learning.batch.split`)
+      gathers what the others counted     two small collectives a step
+      adds the cartridges' gradient       one collective a step: the bank is one tensor
+      makes the same update               cartridges and moments are replicated, bit for bit
+
+A rank that loses the others raises RunError, at once where one died and after the timeout where
+one is silent. Its group is of no use then: all ranks are started anew, and `recover`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from protocols.errors import DataError, RunError, StaleTokenError
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Rank `rank` of `world`; a lone one needs no group and its collectives do nothing.
+
+    `device` is where its model lies: "cpu" or "cuda".
+    """
+
+    rank: int = 0
+    world: int = 1
+    device: str = "cpu"
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes what one alone writes: rank 0."""
+        return self.rank == 0
+
+    @contextmanager
+    def abreast(self) -> Iterator[None]:
+        """What all ranks do alike. A batch that is refused is refused by all of them, and a fault
+        is told to all; any other error is this rank's alone, and it leaves, for the others would
+        wait for it."""
+        try:
+            yield
+        except (DataError, StaleTokenError, RunError):
+            raise
+        except BaseException:
+            leave(self)
+            raise
+
+    def add(self, tensor: Tensor) -> None:
+        """Make a tensor, in place, the sum of all ranks' tensors: the same bits on each."""
+        if self.world > 1:
+            with _losing(self):
+                dist.all_reduce(tensor)
+
+    def follow(self, tensor: Tensor) -> None:
+        """Make a tensor, in place, that of rank 0."""
+        if self.world > 1:
+            with _losing(self):
+                dist.broadcast(tensor, src=0)
+
+    def gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's JSON-able facts, by rank."""
+        if self.world == 1:
+            return [facts]
+        told = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8, device=self.device)
+        lengths = torch.zeros(self.world, dtype=torch.long, device=self.device)
+        lengths[self.rank] = len(told)
+        self.add(lengths)
+        room = told.new_zeros(int(lengths.max()))
+        room[: len(told)] = told
+        found = [torch.empty_like(room) for _ in range(self.world)]
+        with _losing(self):
+            dist.all_gather(found, room)
+        return [
+            json.loads(bytes(one[:length].tolist()))
+            for one, length in zip(found, lengths.tolist(), strict=True)
+        ]
+
+
+ALONE = Ranks()
+
+
+def join(
+    rank: int, world: int, rendezvous: str, *, device: str = "cpu", timeout_s: float = 60.0
+) -> Ranks:
+    """Meet the other ranks; returns once all `world` of them are there.
+
+    `rendezvous` is a URL of torch.distributed: "env://" for MASTER_ADDR and MASTER_PORT,
+    "tcp://10.0.0.7:29500" for an address of rank 0, "file:///a/new/path" on one host. gloo speaks
+    over the interface GLOO_SOCKET_IFNAME ("lo" on one host). A collective that takes longer than
+    `timeout_s` seconds fails. Raises RunError when the others do not come.
+    """
+    if world == 1:
+        return Ranks(device=device)
+    ranks = Ranks(rank, world, device)
+    with _losing(ranks):
+        dist.init_process_group(
+            BACKENDS[device],
+            init_method=rendezvous,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    return ranks
+
+
+def leave(ranks: Ranks) -> None:
+    """Close this rank's connections: another that waits for it fails at once."""
+    if ranks.world > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _losing(ranks: Ranks) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistError and gloo's own are both
+        leave(ranks)
+        raise RunError(
+            f"trainer rank {ranks.rank} of {ranks.world} lost the others: one of them failed or "
+            "died, or was silent for longer than the timeout; start all ranks anew and recover "
+            "from the trainer's last state"
+        ) from error

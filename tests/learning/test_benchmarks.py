@@ -1,0 +1,54 @@
+"""The trainer's benchmarks, run small: what their tables claim."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def rows_of(module: str, out: Path, *options: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", module, "--out", str(out), *options]
+    subprocess.run(command, check=True, timeout=200, capture_output=True)
+    told = json.loads(out.read_text())
+    assert {"config", "device", "commit", "command", "rows"} == told.keys()
+    rows: list[dict[str, Any]] = told["rows"]
+    return rows
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads its memory's peak from /proc")
+def test_losses_in_chunks_are_the_same_and_make_less(tmp_path: Path) -> None:
+    """A chunk of 16 of 64 tokens; 1 MiB holds as many tokens of 16,384."""
+    rows = rows_of(
+        "benchmarks.losses", tmp_path / "losses.json", "--vocabulary", "16384", "--chunk-mb", "1",
+        "--width", "32", "--repeats", "1",
+    )  # fmt: skip
+    for whole, chunked in zip(rows[::2], rows[1::2], strict=True):
+        assert (whole["loss"], whole["form"]) == (chunked["loss"], "whole")
+        assert chunked["form"] == "chunks of 16"
+        assert chunked["makes"] == whole["makes"] / 4
+        assert chunked["differs"] < 1e-5
+
+
+def test_a_step_reads_its_document_once(tmp_path: Path) -> None:
+    """The benchmark itself refuses a row whose two gradients differ."""
+    short, long = rows_of(
+        "benchmarks.step", tmp_path / "step.json", "--batches", "4", "--documents", "64", "1024",
+        "--steps", "1",
+    )  # fmt: skip
+    assert long["ratio"] > short["ratio"]
+    assert long["ratio"] > 2  # 4 to 6 on a quiet machine
+    assert long["theirs"].keys() == {
+        "teacher",
+        "old log-probabilities",
+        "train",
+        "publish",
+        "whole",
+    }
+    assert long["ours"].keys() == {"teacher", "train", "publish", "whole"}
