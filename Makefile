@@ -10,6 +10,7 @@ VERIFIERS := verifiers==0.4.0
 VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed-$(subst ==,-,$(VERIFIERS))
 PIP_OPTIONS ?=
+BENCH ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm install-verifiers install-prometheus run run-vllm serve test test-fast \
@@ -112,9 +113,8 @@ k8s: install ## write the manifests under deploy/k8s anew from their mesh files
 k8s-check: install ## the manifests against a fresh render, schemas and each other; asks no cluster
 	$(BIN)/python -m forge_run.k8s_check
 
-bench: install ## measure the tensor planes against memcpy, and RSA's batched calls
-	$(BIN)/python -m benchmarks.tensor_plane
-	$(BIN)/python -m benchmarks.rsa_batching
+bench: install-vllm ## benchmarks against benchmarks/baseline.json, by ratio (BENCH=--quick: fewer)
+	$(BIN)/python -m benchmarks.suite $(BENCH)
 
 bench-vllm: install-vllm ## a cartridge on vLLM against prompt tokens, the document, and torch
 	$(BIN)/python -m benchmarks.vllm_throughput
