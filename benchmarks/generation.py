@@ -1,6 +1,6 @@
 """The embedded backend against `transformers.generate` and vLLM: one thread each, in one run.
 
-    python -m benchmarks.generation [--rounds 5] [--new 48] [--quick]
+    python -m benchmarks.generation [--rounds 3] [--new 48] [--quick]
 
 Tokens per second of a whole batch and the median time to a request's first token, at batches of 1
 to 64, with a cartridge of P tokens before every prompt and with the beginning of a sequence alone.
@@ -52,7 +52,7 @@ Backend = Callable[[str, Sequence[tuple[int, ...]], int], Said]
 
 def parse_arguments() -> argparse.Namespace:
     parser = arguments(__doc__, "generation")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds")
     parser.add_argument("--prompt", type=int, default=24, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=48, help="tokens of a response")
     parser.add_argument("--tokens", type=int, default=64, help="P of the cartridge")

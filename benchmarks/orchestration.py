@@ -1,6 +1,6 @@
 """What share of a step is not model compute, in a short real run on this machine.
 
-    python -m benchmarks.orchestration [--steps 40] [--quick]
+    python -m benchmarks.orchestration [--steps 20] [--quick]
 
 Runs `forge-run meshes/longhealth.yaml`, shortened by overrides, without evaluation questions beyond
 a few, and reads the run's own `results.json` and `events.jsonl`: orchestration is the step's wall
@@ -31,7 +31,7 @@ CODE = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
 
 def parse_arguments() -> argparse.Namespace:
     parser = arguments(__doc__, "orchestration")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--mesh", default="meshes/longhealth.yaml")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="as of forge-run"

@@ -33,7 +33,7 @@ class Benchmark:
 SUITE = (
     Benchmark("step_3b", 300, ("--shape", "tiny", "--device", "cpu")),
     Benchmark("tensor_plane", 300),
-    Benchmark("generation", 400),
+    Benchmark("generation", 500),
     Benchmark("pools", 200),
     Benchmark("orchestration", 300),
     Benchmark("rsa_batching", 200),

@@ -19,7 +19,7 @@ from benchmarks.baseline import (
 )
 from benchmarks.record import FIELDS, check, median_ratio, provenance, read, write
 from benchmarks.suite import SUITE
-from benchmarks.tensor_plane import fit
+from benchmarks.tensor_plane import costs, fit
 from protocols.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -160,3 +160,18 @@ def test_the_fit_weighs_relative_errors() -> None:
     seconds[-1] += 1.0
     assert fit(sizes, seconds).operation_s == pytest.approx(0.001, rel=0.15)
     assert fit(sizes, [5.0, 4.0, 3.0, 2.0]).bandwidth > 1e14  # noise alone: no slope
+
+
+def test_costs_leave_the_caches_out() -> None:
+    """2 ms and 1 GB/s at both ends; in between a cache moves ten times as fast."""
+    rows = []
+    for size, speed in ((1 << 10, 1e9), (1 << 20, 1e10), (1 << 24, 1e10), (1 << 29, 1e9)):
+        moved = 2.0 + 1e3 * size / speed
+        rows.append(
+            {"transport": "t", "bytes": size, "put": moved / 2, "get": moved / 2, "read": 0.0,
+             "memcpy": 1e3 * size / 5e9}
+        )  # fmt: skip
+    cost = costs(rows)
+    assert cost["t"].operation_s == pytest.approx(0.002, rel=1e-6)
+    assert cost["t"].bandwidth == pytest.approx(1e9, rel=1e-6)
+    assert cost["memcpy"].bandwidth == pytest.approx(5e9, rel=1e-6)
