@@ -2,12 +2,12 @@
 
     python -m benchmarks.generation [--rounds 3] [--new 48] [--quick]
 
-Tokens per second of a whole batch and the median time to a request's first token, at batches of 1
-to 64, with a cartridge of P tokens before every prompt and with the beginning of a sequence alone.
-The shipped reader in float32, greedy, prompts and responses of fixed lengths, no end token; prompts
-are new in every round and the same for all. Backends take turns within a round, in any order.
-Tokens per second are of the clock; ratios are of the processor time that two of them used in one
-round, which others' work hardly touches. That they say the same is checked once.
+Tokens per second of a whole batch, and the time of the same batch with one new token, at batches
+of 1 to 64, with a cartridge of P tokens before every prompt and with the beginning of a sequence
+alone. The shipped reader in float32, greedy, prompts and responses of fixed lengths, no end token;
+prompts are new in every round and the same for all. Backends take turns within a round, in any
+order. Tokens per second are of the clock; ratios are of the processor time that two of them used in
+one round, which others' work hardly touches. That they say the same is checked once.
 
 transformers gets the cartridge as `past_key_values`, a copy for every row; the other two hold it
 once. vLLM's engine is stepped in this process (eager, as the mesh runs it on CPUs).
@@ -21,14 +21,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.record import ROOT, arguments, median_ratio, provenance, write
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
 
     from actors.engine_thread import Engine
 
@@ -39,15 +37,7 @@ BLOCK = 32
 OURS, THEIRS, VLLM = "embedded", "transformers", "vllm"
 
 
-@dataclass(frozen=True)
-class Said:
-    """A batch's responses, and the seconds to a request's first token (median)."""
-
-    tokens: list[tuple[int, ...]]
-    first_s: float
-
-
-Backend = Callable[[str, Sequence[tuple[int, ...]], int], Said]
+Backend = Callable[[str, Sequence[tuple[int, ...]], int], list[tuple[int, ...]]]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -61,63 +51,49 @@ def parse_arguments() -> argparse.Namespace:
 
 def through_engine(engine: Engine) -> Backend:
     """An engine of the mesh's generators, stepped until all have ended."""
-    from protocols.types import Came, GenerateRequest, PrefixRef, Sampling
+    from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 
     refs = {"cartridge": PrefixRef("cartridge/p", 0), "none": PrefixRef("document/none", 0)}
 
-    def ask(prefix: str, prompts: Sequence[tuple[int, ...]], new: int) -> Said:
+    def ask(prefix: str, prompts: Sequence[tuple[int, ...]], new: int) -> list[tuple[int, ...]]:
         greedy = Sampling(temperature=0.0, max_tokens=new)
-        begun = time.perf_counter()
         for i, prompt in enumerate(prompts):
-            request = GenerateRequest(str(i), prompt, refs[prefix], greedy, 0)
-            engine.add(str(i), request, stream=True)
-        firsts: dict[str, float] = {}
+            engine.add(str(i), GenerateRequest(str(i), prompt, refs[prefix], greedy, 0))
         said: dict[str, tuple[int, ...]] = {}
         while len(said) < len(prompts):
             for key, news in engine.step():
-                firsts.setdefault(key, time.perf_counter() - begun)
-                if not isinstance(news, Came):
-                    said[key] = news.token_ids
-        tokens = [said[str(i)] for i in range(len(prompts))]
-        return Said(tokens, statistics.median(firsts.values()))
+                assert isinstance(news, Completion), "nothing is streamed here"
+                said[key] = news.token_ids
+        return [said[str(i)] for i in range(len(prompts))]
 
     return ask
 
 
-def through_transformers(model: PreTrainedModel, cartridge: Tensor, bos: int) -> Backend:
+def through_transformers(plain: Any, cartridge: Tensor, bos: int) -> Backend:
     """`model.generate`, the cartridge [L, 2, H_kv, P, D] as a cache that is already filled."""
     import torch
     from transformers import DynamicCache
 
     def filled(rows: int) -> DynamicCache:
-        cache = DynamicCache(config=model.config)
+        cache = DynamicCache(config=plain.config)
         for layer, (key, value) in enumerate(cartridge):
             cache.update(
                 key.expand(rows, -1, -1, -1).clone(), value.expand(rows, -1, -1, -1).clone(), layer
             )
         return cache
 
-    def ask(prefix: str, prompts: Sequence[tuple[int, ...]], new: int) -> Said:
-        begun = time.perf_counter()
+    def ask(prefix: str, prompts: Sequence[tuple[int, ...]], new: int) -> list[tuple[int, ...]]:
         # Ids stand for what the cache holds, and are not read.
         before = (0,) * cartridge.shape[3] if prefix == "cartridge" else (bos,)
         ids = torch.tensor([before + prompt for prompt in prompts])
-        first: list[float] = []
-
-        def note_first(_: Tensor, __: Tensor, **___: Any) -> Tensor:
-            if not first:
-                first.append(time.perf_counter() - begun)
-            return torch.zeros(len(prompts), dtype=torch.bool)
-
-        out = model.generate(
+        out = plain.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             past_key_values=filled(len(prompts)) if prefix == "cartridge" else None,
             do_sample=False, max_new_tokens=new, min_new_tokens=new, eos_token_id=None,
-            pad_token_id=0, stopping_criteria=[note_first],
+            pad_token_id=0,
         )  # fmt: skip
-        tokens = [tuple(row) for row in out[:, ids.shape[1] :].tolist()]
-        return Said(tokens, first[0])
+        return [tuple(row) for row in out[:, ids.shape[1] :].tolist()]
 
     return ask
 
@@ -173,7 +149,7 @@ def same_words(found: dict[str, Backend], prompts: Sequence[tuple[int, ...]], ne
     """The share of responses on which every backend agrees to the token."""
     equal = 0
     for prefix in PREFIXES:
-        answers = [backend(prefix, prompts, new).tokens for backend in found.values()]
+        answers = [backend(prefix, prompts, new) for backend in found.values()]
         equal += sum(len(set(rows)) == 1 for rows in zip(*answers, strict=True))
     return equal / (len(PREFIXES) * len(prompts))
 
@@ -214,14 +190,17 @@ def compared(
     for turn in range(rounds + 1):
         asked = prompts(batch)
         for name in draws.sample(list(found), k=len(found)):
+            begun = time.perf_counter()
+            found[name](prefix, asked, 1)
+            first = time.perf_counter() - begun
             begun, used = time.perf_counter(), time.process_time()
             said = found[name](prefix, asked, options.new)
             seconds, used = time.perf_counter() - begun, time.process_time() - used
-            assert sum(map(len, said.tokens)) == batch * options.new, f"{name} ended early"
+            assert sum(map(len, said)) == batch * options.new, f"{name} ended early"
             if turn:
                 speeds[name].append(batch * options.new / seconds)
                 processor[name].append(used)
-                firsts[name].append(said.first_s)
+                firsts[name].append(first)
     return {
         "prefix": prefix,
         "batch": batch,
