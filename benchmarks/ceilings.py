@@ -43,5 +43,8 @@ def measured(device: torch.device, dtype: torch.dtype) -> Device:
     piece = source[: 256 << 20]
     host = torch.empty_like(piece, device="cpu", pin_memory=large)
     link = piece.nbytes / seconds(lambda: host.copy_(piece), device, 10)
+    if large:
+        del source, target, piece
+        torch.cuda.empty_cache()  # the step needs the room
     name = torch.cuda.get_device_name(device) if large else "cpu"
     return Device(f"{name}, measured", flops, bandwidth, link, mfu=1.0)

@@ -32,7 +32,7 @@ class Benchmark:
 
 SUITE = (
     Benchmark("step_3b", 300, ("--shape", "tiny", "--device", "cpu")),
-    Benchmark("tensor_plane", 300),
+    Benchmark("tensor_plane", 500),
     Benchmark("generation", 500),
     Benchmark("pools", 200),
     Benchmark("orchestration", 300),

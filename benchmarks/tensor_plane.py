@@ -10,8 +10,9 @@
 
 This process puts and deletes; an actor in another process gets, then reads every byte once (a
 mapped get has not touched them yet). Times are medians in milliseconds. Of each transport's moves,
-put + get + read, the cost of an operation and its bandwidth are fitted over the sizes that lie
-outside the caches' influence: up to 16 KB, and from a quarter of the largest on.
+put + get + read, two figures are fitted: the cost of an operation, at sizes up to 16 KB, and the
+bandwidth beyond it, at sizes from a quarter of the largest on; what lies between partly fits a
+cache. A copy in memory is timed after every move: ratios are of such pairs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.record import arguments, provenance, write
+from benchmarks.record import arguments, median_ratio, provenance, write
 
 if TYPE_CHECKING:
     from services.planes import PlaneKind
@@ -62,32 +63,11 @@ def repetitions(size: int) -> int:
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Cost:
-    """The line through the points whose *relative* errors are least, for sizes span six orders.
-
-    Weighted least squares with weights 1 / seconds**2. A slope or an intercept that noise made
-    negative is held at (nearly) nothing.
-    """
-    weights = [1 / s**2 for s in seconds]
-    total = sum(weights)
-    x = sum(w * n for w, n in zip(weights, sizes, strict=True)) / total
-    y = sum(w * s for w, s in zip(weights, seconds, strict=True)) / total
-    spread = sum(w * (n - x) ** 2 for w, n in zip(weights, sizes, strict=True))
-    together = sum(w * (n - x) * (s - y) for w, n, s in zip(weights, sizes, seconds, strict=True))
-    per_byte = max(together / spread, 1e-15)
-    return Cost(max(y - per_byte * x, 0.0), 1 / per_byte)
-
-
-def memcpy_seconds(size: int) -> list[float]:
-    import torch
-
-    source = torch.ones(size, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    times = []
-    for _ in range(repetitions(size) + 1):
-        began = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - began)
-    return times[1:]  # the first meets pages that nobody has touched
+    """The medians over the small sizes, and over what the large ones take beyond that."""
+    pairs = list(zip(sizes, seconds, strict=True))
+    operation = statistics.median(s for size, s in pairs if size <= OPERATION_BYTES)
+    large = [(size, s - operation) for size, s in pairs if size >= max(sizes) / 4]
+    return Cost(operation, statistics.median(size / max(s, 1e-9) for size, s in large))
 
 
 Move = Callable[[Any, int], Awaitable[tuple[float, float, float, float]]]
@@ -135,15 +115,23 @@ def by_rdma(reader: Any) -> Move:
 
 
 async def measure(name: str, move: Move, size: int) -> dict[str, Any]:
-    """Median milliseconds of each operation on one tensor of `size` bytes."""
+    """Median milliseconds of each operation on one tensor of `size` bytes, and of a copy of it;
+    the ratio of put, get and read together to the copy, pair by pair."""
     import torch
 
     source = torch.ones(size, dtype=torch.uint8)
-    # The first one also opens connections and grows heaps.
-    laps = [await move(source, turn) for turn in range(repetitions(size) + 1)][1:]
-    times = (memcpy_seconds(size), *zip(*laps, strict=True))
+    target = torch.zeros_like(source)
+    laps = []
+    for turn in range(repetitions(size) + 1):
+        moved = await move(source, turn)
+        began = time.perf_counter()
+        target.copy_(source)
+        laps.append((time.perf_counter() - began, *moved))
+    times = list(zip(*laps[1:], strict=True))  # the first opens connections and grows heaps
     medians = [round(1e3 * statistics.median(t), 4) for t in times]
-    return {"transport": name, "bytes": size, **dict(zip(COLUMNS, medians, strict=True))}
+    ratio = median_ratio([sum(lap[1:4]) for lap in laps[1:]], times[0])
+    row = dict(zip(COLUMNS, medians, strict=True))
+    return {"transport": name, "bytes": size, **row, "over_memcpy": round(ratio, 2)}
 
 
 async def run(max_mb: int) -> list[dict[str, Any]]:
@@ -206,21 +194,16 @@ def _read(tensor: Any) -> float:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row of the table; a ratio is (put) or (get and read) over memcpy."""
     size = f"{row['bytes'] // 1024:,} KB" if row["bytes"] < MEGABYTE else f"{row['bytes'] >> 20} MB"
-    ratio = [row["put"] / row["memcpy"], (row["get"] + row["read"]) / row["memcpy"]]
     cells = [f"{row['transport']:<14}{size:>8}", *(f"{row[name]:>10.3f}" for name in COLUMNS)]
-    return "".join([*cells, *(f"{value:>11.1f}x" for value in ratio)])
+    return "".join([*cells, f"{row['over_memcpy']:>11.1f}x"])
 
 
 def costs(rows: Sequence[dict[str, Any]]) -> dict[str, Cost]:
     """Of every transport's moves, and of memcpy's."""
-    most = max(row["bytes"] for row in rows)
     sizes: dict[str, list[int]] = {}
     seconds: dict[str, list[float]] = {}
     for row in rows:
-        if OPERATION_BYTES < row["bytes"] < most // 4:
-            continue
         moved = sum(row[name] for name in ("put", "get", "read"))
         for name, value in ((row["transport"], moved), ("memcpy", row["memcpy"])):
             sizes.setdefault(name, []).append(row["bytes"])
@@ -233,7 +216,7 @@ def main() -> None:
     max_mb = min(options.max_mb, 16) if options.quick else options.max_mb
     told = provenance("tensor_plane", vars(options) | {"max_mb": max_mb, "threads": 1})
     header = "".join(f"{name:>10}" for name in COLUMNS)
-    print(f"{'transport':<14}{'size':>8}{header}{'put':>12}{'get+read':>12}")
+    print(f"{'transport':<14}{'size':>8}{header}{'over memcpy':>12}")
     rows = asyncio.run(run(max_mb))
     fitted = costs(rows)
     for name, cost in fitted.items():
@@ -241,9 +224,7 @@ def main() -> None:
             f"{name:<14} {1e3 * cost.operation_s:8.3f} ms + bytes / {cost.bandwidth / 1e9:.2f} GB/s"
         )
     ratios = {
-        f"{row['transport']}, {row['bytes'] >> 20} MB moved over memcpy": (
-            sum(row[name] for name in ("put", "get", "read")) / row["memcpy"]
-        )
+        f"{row['transport']}, {row['bytes'] >> 20} MB moved over memcpy": row["over_memcpy"]
         for row in rows
         if row["bytes"] in (16 * MEGABYTE, 512 * MEGABYTE)
     }

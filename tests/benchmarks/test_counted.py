@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.counting import counted
-from benchmarks.step_3b import SETTINGS, Setting, Step, bounds
+from benchmarks.phases import SETTINGS, Setting, Step, bounds
 from forge_run import roofline
 from forge_run.roofline import EXPLICIT, FUSED, Workload
 from learning.attention import DecodeCache
@@ -55,8 +55,9 @@ def test_every_further_layer_of_the_student() -> None:
 def test_decoding_one_token(step: Step) -> None:
     work, shape = TINY.work, TINY.shape
     filled = 30
+    decode = step.decoding(filled)
     with counted() as count:
-        step.decode_once(filled)
+        decode()
     one = roofline.linear_flops(shape, 1, 1)
     one += roofline.attention_flops(shape, 1, work.cartridge + filled, EXPLICIT)
     assert count.flops == work.samples * one
