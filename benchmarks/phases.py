@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 import traceback
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.ceilings import synchronize
 from benchmarks.counting import Count, counted
+from benchmarks.record import ROOT
 from forge_run import roofline
 from forge_run.roofline import Phase, Workload
 from learning.attention import IMPLEMENTATION, DecodeCache, PrefixContext
@@ -169,14 +171,11 @@ class Step:
     def _try(self, phase: str, work: Callable[[], Any]) -> Any:
         try:
             return self.timed(phase, work)
-        except (RuntimeError, ValueError) as error:  # what torch raises, out of memory included
-            where = traceback.extract_tb(error.__traceback__)
-            own = [f for f in where if "site-packages" not in f.filename]
-            last = own[-1]
-            self.failures[phase] = (
-                f"{type(error).__name__} at {last.filename}:{last.lineno}: {error}"[:500]
-            )
-            self.laps.pop(phase, None)
+        except (RuntimeError, ValueError) as error:  # ours, and out of memory, are of these
+            traced = traceback.extract_tb(error.__traceback__)
+            last = [frame for frame in traced if "site-packages" not in frame.filename][-1]
+            where = f"{os.path.relpath(last.filename, ROOT)}:{last.lineno}"
+            self.failures[phase] = f"{type(error).__name__} at {where}: {error}"[:500]
             return None
 
     def rollout(self) -> list[Completion]:
