@@ -11,6 +11,7 @@ VERIFIERS := verifiers==0.4.0
 VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed-$(subst ==,-,$(VERIFIERS))
 PIP_OPTIONS ?=
+BENCH ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm install-verifiers install-prometheus run run-vllm serve test test-fast \
@@ -125,11 +126,8 @@ k8s-apiserver: install ## the cluster code against a real kube-apiserver, where 
 	PYTHONPATH=tests tests/kube_apiserver.sh \
 	  $(BIN)/python -m pytest tests/services/kubernetes_apiserver.py
 
-bench: install ## measure the tensor planes against memcpy, the losses, a step, and RSA's batched calls
-	$(BIN)/python -m benchmarks.tensor_plane
-	$(BIN)/python -m benchmarks.losses
-	$(BIN)/python -m benchmarks.step
-	$(BIN)/python -m benchmarks.rsa_batching
+bench: install-vllm ## benchmarks against benchmarks/baseline.json, by ratio (BENCH=--quick: fewer)
+	$(BIN)/python -m benchmarks.suite $(BENCH)
 
 bench-vllm: install-vllm ## a cartridge on vLLM against prompt tokens, the document, and torch
 	$(BIN)/python -m benchmarks.vllm_throughput

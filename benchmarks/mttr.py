@@ -12,12 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from datetime import datetime
@@ -27,6 +24,7 @@ from typing import Any
 from chaos import ROLES, Eye, Role
 from small_run import command, latest, running
 
+from benchmarks.record import provenance, write
 from services.endpoints import read_endpoints
 
 SETS: dict[str, Any] = {
@@ -161,7 +159,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="who is struck, and when")
     parser.add_argument("--out", type=Path, default=Path("mttr.json"))
     options = parser.parse_args()
-    told = provenance(options)
+    told = provenance("mttr", vars(options) | SETS)
     rng = random.Random(options.seed)
     rows: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -174,24 +172,8 @@ def main() -> None:
                 "kill": replaced(root / "kill", role, signal.SIGKILL, options.kills, rng),
                 "stop": replaced(root / "stop", role, signal.SIGSTOP, options.stops, rng),
             }
-    options.out.write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n")
     print(table(rows))
-    print(f"written to {options.out}")
-
-
-def provenance(options: argparse.Namespace) -> dict[str, Any]:
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    return {
-        "config": {"kills": options.kills, "stops": options.stops, "seed": options.seed, **SETS},
-        "device": f"cpu, {os.cpu_count()} cores, {platform.machine()}, {platform.system()} "
-        f"{platform.release()}; load average before {os.getloadavg()[0]:.2f}",
-        "commit": git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else ""),
-        "command": " ".join(["python -m benchmarks.mttr", *sys.argv[1:]]),
-        "unit": "seconds",
-    }
+    write(options.out, told, {}, {"unit": "seconds", "rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ a clinic document, and say the same; the ratio of their times is of this run alo
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 
 from actors.setup import keep_freed_memory
+from benchmarks.record import arguments, provenance, write
 from clinic.prompts import option_prompt
 from environments.conversation import Conversation
 from learning.decoding import generate
@@ -95,11 +95,16 @@ def _measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = arguments(__doc__, "rsa_batching")
     parser.add_argument("--repeats", type=int, default=5)
     for name, default in (("M", 1), ("N", 16), ("K", 4), ("T", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    print(json.dumps(measure(**vars(parser.parse_args()))))
+    options = parser.parse_args()
+    repeats = 1 if options.quick else options.repeats
+    told = provenance("rsa_batching", vars(options) | {"repeats": repeats})
+    found = measure(repeats, options.M, options.N, options.K, options.T)
+    print(json.dumps(found))
+    write(options.out, told, {"sequential over batched": found["ratio"]}, found)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import re
 import statistics
 import subprocess
@@ -23,7 +21,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+from benchmarks.record import provenance, write
 
 QUESTION = "List all findings of this patient."
 TOKENS = 48
@@ -102,21 +101,17 @@ async def measure(url: str, requests: int, together: int) -> dict[str, float]:
 
 def main() -> None:
     options = parse_arguments()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    results: dict[str, Any] = {
-        "commit": commit.stdout.strip(), "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "requests": options.requests, "together": options.together, "tokens": TOKENS, "pools": {},
-    }  # fmt: skip
+    told = provenance("serving", vars(options) | {"tokens": TOKENS})
+    pools = {}
     for replicas in (1, 2):
         with tempfile.TemporaryDirectory() as directory, served(replicas, directory) as url:
             alone = asyncio.run(measure(url, max(8, options.requests // 6), 1))
             together = asyncio.run(measure(url, options.requests, options.together))
-        results["pools"][replicas] = {"one_at_a_time": alone, "together": together}
-        print(replicas, json.dumps(results["pools"][replicas]), flush=True)
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
+        pools[replicas] = {"one_at_a_time": alone, "together": together}
+        print(replicas, json.dumps(pools[replicas]), flush=True)
+    speeds = [pools[n]["together"]["tokens_per_second"] for n in (1, 2)]
+    ratio = {f"{options.together} at a time, 2 generators over 1": speeds[1] / speeds[0]}
+    write(options.out, told, ratio, {"pools": pools})
 
 
 if __name__ == "__main__":

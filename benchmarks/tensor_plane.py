@@ -1,36 +1,54 @@
-"""Put, get and delete of both tensor planes against memcpy, within one run.
+"""Every transport of tensors between two processes of a host, against memcpy, within one run.
 
-    python -m benchmarks.tensor_plane [--max-mb 64] [--out tensor_plane.json]
+    python -m benchmarks.tensor_plane [--max-mb 512] [--quick]
+
+    torchstore      the plane for any number of hosts: bytes in a storage process
+    shared_memory   the plane of one host: bytes in /dev/shm, mapped by readers
+    message         the tensor as an argument of an actor's endpoint; nothing is kept
+    rdma            Monarch's RDMABuffer (over TCP where there is no such network); the reader
+                    reads the writer's live memory
 
 This process puts and deletes; an actor in another process gets, then reads every byte once (a
-mapped get has not touched them yet). Times are medians in milliseconds; compare the ratios to
-memcpy of the same run, since absolute times depend on who else uses the cores.
+mapped get has not touched them yet). Times are medians in milliseconds. Of each transport's moves,
+put + get + read, two figures are fitted: the cost of an operation, at sizes up to 16 KB, and the
+bandwidth beyond it, at sizes from a quarter of the largest on; what lies between partly fits a
+cache. A copy in memory is timed after every move: ratios are of such pairs.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
 import statistics
-import subprocess
-import sys
 import time
-from pathlib import Path
+import warnings
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from services.planes import OwnedPlane, PlaneKind
+from benchmarks.record import arguments, median_ratio, provenance, write
 
-KINDS: tuple[PlaneKind, ...] = ("torchstore", "shared_memory")
+if TYPE_CHECKING:
+    from services.planes import PlaneKind
+
+PLANES: tuple[PlaneKind, ...] = ("torchstore", "shared_memory")
 COLUMNS = ("memcpy", "put", "get", "read", "delete")
+MEGABYTE = 1 << 20
+OPERATION_BYTES = 16 << 10  # up to here an operation costs more than its bytes
+BUDGET_BYTES = 256 << 20  # repetitions of a size move about as much
+
+
+@dataclass(frozen=True)
+class Cost:
+    """seconds = operation_s + bytes / bandwidth"""
+
+    operation_s: float
+    bandwidth: float
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max-mb", type=int, default=64, choices=(1, 4, 16, 64, 256, 512))
-    parser.add_argument("--out", type=Path, default=Path("tensor_plane.json"))
+    parser = arguments(__doc__, "tensor_plane")
+    parser.add_argument("--max-mb", type=int, default=512, choices=(1, 4, 16, 64, 256, 512))
     return parser.parse_args()
 
 
@@ -41,44 +59,79 @@ def sizes_up_to(max_mb: int) -> list[int]:
 
 
 def repetitions(size: int) -> int:
-    return max(3, min(30, (256 << 20) // size))
+    return max(2, min(30, BUDGET_BYTES // size))
 
 
-def median_ms(seconds: list[float]) -> float:
-    return round(1e3 * statistics.median(seconds), 3)
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Cost:
+    """The medians over the small sizes, and over what the large ones take beyond that."""
+    pairs = list(zip(sizes, seconds, strict=True))
+    operation = statistics.median(s for size, s in pairs if size <= OPERATION_BYTES)
+    large = [(size, s - operation) for size, s in pairs if size >= max(sizes) / 4]
+    return Cost(operation, statistics.median(size / max(s, 1e-9) for size, s in large))
 
 
-def memcpy_ms(size: int) -> float:
-    import torch
+Move = Callable[[Any, int], Awaitable[tuple[float, float, float, float]]]
 
-    source = torch.ones(size, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    times = []
-    for _ in range(repetitions(size)):
+
+def through_plane(plane: Any, reader: Any) -> Move:
+    """Seconds of put, get, read and delete of one tensor."""
+
+    async def move(source: Any, turn: int) -> tuple[float, float, float, float]:
         began = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - began)
-    return median_ms(times)
-
-
-async def measure(plane: OwnedPlane, reader: Any, size: int) -> dict[str, float]:
-    """Median milliseconds of each operation on one tensor of `size` bytes."""
-    import torch
-
-    source = {"x": torch.ones(size, dtype=torch.uint8)}
-    times: dict[str, list[float]] = {"put": [], "get": [], "read": [], "delete": []}
-    for repetition in range(repetitions(size) + 1):
-        began = time.perf_counter()
-        packet = await plane.put(f"bench/{size}/{repetition}", source)
+        packet = await plane.put(f"bench/{source.nbytes}/{turn}", {"x": source})
         put = time.perf_counter() - began
         get, read = await reader.read.call_one(plane, packet)
         began = time.perf_counter()
         await plane.delete(packet.key)
-        delete = time.perf_counter() - began
-        if repetition:  # the first one also opens connections and grows heaps
-            for name, value in (("put", put), ("get", get), ("read", read), ("delete", delete)):
-                times[name].append(value)
-    return {name: median_ms(values) for name, values in times.items()}
+        return put, get, read, time.perf_counter() - began
+
+    return move
+
+
+def by_message(reader: Any) -> Move:
+    async def move(source: Any, turn: int) -> tuple[float, float, float, float]:
+        began = time.perf_counter()
+        read = await reader.take.call_one(source)
+        return 0.0, time.perf_counter() - began - read, read, 0.0
+
+    return move
+
+
+def by_rdma(reader: Any) -> Move:
+    async def move(source: Any, turn: int) -> tuple[float, float, float, float]:
+        from monarch.rdma import RDMABuffer
+
+        began = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no such network: it says so for every buffer
+            buffer = RDMABuffer(source)
+        put = time.perf_counter() - began
+        get, read = await reader.pull.call_one(buffer, source.nbytes)
+        began = time.perf_counter()
+        await buffer.drop()
+        return put, get, read, time.perf_counter() - began
+
+    return move
+
+
+async def measure(name: str, move: Move, size: int) -> dict[str, Any]:
+    """Median milliseconds of each operation on one tensor of `size` bytes, and of a copy of it;
+    the ratio of put, get and read together to the copy, pair by pair."""
+    import torch
+
+    source = torch.ones(size, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    laps = []
+    for turn in range(repetitions(size) + 1):
+        moved = await move(source, turn)
+        began = time.perf_counter()
+        target.copy_(source)
+        laps.append((time.perf_counter() - began, *moved))
+    times = list(zip(*laps[1:], strict=True))  # the first opens connections and grows heaps
+    medians = [round(1e3 * statistics.median(t), 4) for t in times]
+    ratio = median_ratio([sum(lap[1:4]) for lap in laps[1:]], times[0])
+    row = dict(zip(COLUMNS, medians, strict=True))
+    return {"transport": name, "bytes": size, **row, "over_memcpy": round(ratio, 2)}
 
 
 async def run(max_mb: int) -> list[dict[str, Any]]:
@@ -91,67 +144,92 @@ async def run(max_mb: int) -> list[dict[str, Any]]:
 
     class Reader(Actor):
         @endpoint
-        async def read(self, plane: OwnedPlane, packet: Any) -> tuple[float, float]:
+        async def read(self, plane: Any, packet: Any) -> tuple[float, float]:
             """Seconds to get, and seconds to read every byte once."""
-            import torch
-
-            torch.set_num_threads(1)
             began = time.perf_counter()
             tensors = await plane.get(packet)
-            got = time.perf_counter()
-            tensors["x"].view(torch.int64).sum()
-            return got - began, time.perf_counter() - got
+            return time.perf_counter() - began, _read(tensors["x"])
+
+        @endpoint
+        async def take(self, tensor: Any) -> float:
+            return _read(tensor)
+
+        @endpoint
+        async def pull(self, buffer: Any, size: int) -> tuple[float, float]:
+            import torch
+
+            began = time.perf_counter()
+            target = torch.empty(size, dtype=torch.uint8)
+            await buffer.read_into(target)
+            return time.perf_counter() - began, _read(target)
 
     storage = this_host().spawn_procs(per_host={"gpus": 1}, name="storage")
     reading = this_host().spawn_procs(per_host={"gpus": 1}, name="reading")
     reader = reading.spawn("reader", Reader)
     rows = []
-    for kind in KINDS:
-        plane = await open_plane(kind, storage)
+
+    async def all_sizes(name: str, move: Move) -> None:
         for size in sizes_up_to(max_mb):
-            times = await measure(plane, reader, size)
-            rows.append({"plane": kind, "bytes": size, "memcpy": memcpy_ms(size), **times})
+            rows.append(await measure(name, move, size))
             print(line(rows[-1]), flush=True)
+
+    for kind in PLANES:
+        plane = await open_plane(kind, storage)
+        await all_sizes(kind, through_plane(plane, reader))
         await plane.stop()
+    await all_sizes("message", by_message(reader))
+    await all_sizes("rdma", by_rdma(reader))
     await storage.stop()
     await reading.stop()
     return rows
 
 
+def _read(tensor: Any) -> float:
+    import torch
+
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    tensor.view(torch.int64).sum()
+    return time.perf_counter() - began
+
+
 def line(row: dict[str, Any]) -> str:
-    """One row of the table; a ratio is (put) or (get and read) over memcpy."""
-    size = f"{row['bytes'] // 1024:,} KB" if row["bytes"] < 1 << 20 else f"{row['bytes'] >> 20} MB"
-    ratio = [row["put"] / row["memcpy"], (row["get"] + row["read"]) / row["memcpy"]]
-    cells = [f"{row['plane']:<14}{size:>8}", *(f"{row[name]:>10.3f}" for name in COLUMNS)]
-    return "".join([*cells, *(f"{value:>11.1f}x" for value in ratio)])
+    size = f"{row['bytes'] // 1024:,} KB" if row["bytes"] < MEGABYTE else f"{row['bytes'] >> 20} MB"
+    cells = [f"{row['transport']:<14}{size:>8}", *(f"{row[name]:>10.3f}" for name in COLUMNS)]
+    return "".join([*cells, f"{row['over_memcpy']:>11.1f}x"])
 
 
-def provenance(max_mb: int) -> dict[str, Any]:
-    from importlib.metadata import version
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    packages = ("torch", "torchmonarch", "torchstore")
-    return {
-        "config": {"max_mb": max_mb, "threads": 1, **{name: version(name) for name in packages}},
-        "device": f"cpu, {platform.machine()}, {platform.system()} {platform.release()}",
-        "commit": git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else ""),
-        "command": " ".join(["python -m benchmarks.tensor_plane", *sys.argv[1:]]),
-        "unit": "median milliseconds",
-    }
+def costs(rows: Sequence[dict[str, Any]]) -> dict[str, Cost]:
+    """Of every transport's moves, and of memcpy's."""
+    sizes: dict[str, list[int]] = {}
+    seconds: dict[str, list[float]] = {}
+    for row in rows:
+        moved = sum(row[name] for name in ("put", "get", "read"))
+        for name, value in ((row["transport"], moved), ("memcpy", row["memcpy"])):
+            sizes.setdefault(name, []).append(row["bytes"])
+            seconds.setdefault(name, []).append(value / 1e3)
+    return {name: fit(sizes[name], seconds[name]) for name in sizes}
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    options = parse_arguments()
+    max_mb = min(options.max_mb, 16) if options.quick else options.max_mb
+    told = provenance("tensor_plane", vars(options) | {"max_mb": max_mb, "threads": 1})
     header = "".join(f"{name:>10}" for name in COLUMNS)
-    print(f"{'plane':<14}{'size':>8}{header}{'put':>12}{'get+read':>12}")
-    rows = asyncio.run(run(arguments.max_mb))
-    arguments.out.write_text(
-        json.dumps({**provenance(arguments.max_mb), "rows": rows}, indent=1) + "\n"
-    )
-    print(f"written to {arguments.out}")
+    print(f"{'transport':<14}{'size':>8}{header}{'over memcpy':>12}")
+    rows = asyncio.run(run(max_mb))
+    fitted = costs(rows)
+    for name, cost in fitted.items():
+        print(
+            f"{name:<14} {1e3 * cost.operation_s:8.3f} ms + bytes / {cost.bandwidth / 1e9:.2f} GB/s"
+        )
+    ratios = {
+        f"{row['transport']}, {row['bytes'] >> 20} MB moved over memcpy": row["over_memcpy"]
+        for row in rows
+        if row["bytes"] in (16 * MEGABYTE, 512 * MEGABYTE)
+    }
+    results = {"milliseconds": rows, "fitted": {n: vars(c) for n, c in fitted.items()}}
+    write(options.out, told, ratios, results)
 
 
 if __name__ == "__main__":

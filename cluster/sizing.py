@@ -27,11 +27,21 @@ HEADROOM = 1.25  # for what the allocator keeps, and what is not counted
 HOLDS_MODEL = ("generator", "doc_teacher", "sdpo_teacher", "trainer")
 
 
-def matmul_parameters(shape: ShapeSpec) -> int:
-    """Weights that every token multiplies: attention, gated MLP and the output head."""
+def body_parameters(shape: ShapeSpec) -> int:
+    """Weights that every token multiplies: attention and gated MLP."""
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     mlp = 3 * shape.hidden * shape.intermediate
-    return shape.layers * (attention + mlp) + shape.hidden * shape.vocab
+    return shape.layers * (attention + mlp)
+
+
+def head_parameters(shape: ShapeSpec) -> int:
+    """Weights that every predicted token multiplies: the output head."""
+    return shape.hidden * shape.vocab
+
+
+def matmul_parameters(shape: ShapeSpec) -> int:
+    """All weights in matrix products."""
+    return body_parameters(shape) + head_parameters(shape)
 
 
 def kv_values_per_token(shape: ShapeSpec) -> int:

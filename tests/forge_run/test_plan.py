@@ -9,7 +9,7 @@ from cluster.sizing import kv_values_per_token, matmul_parameters
 from forge_run import roofline
 from forge_run.figures import Section, bytes_text, count_text, seconds_text
 from forge_run.plan import plan, render, step_phases
-from forge_run.roofline import A100, H200, Device, Phase, Workload
+from forge_run.roofline import A100, EXPLICIT, H200, Device, Phase, Workload
 from protocols.errors import SpecError
 from protocols.learn_spec import ModelSpec, ShapeSpec
 from protocols.shapes import model_shape
@@ -35,13 +35,22 @@ def test_flops_by_hand() -> None:
     tiny = ShapeSpec(layers=1, hidden=4, heads=2, kv_heads=1, head_dim=2, intermediate=8, vocab=10)
     # attention 4 x 2 x (4 + 2) = 48, MLP 3 x 4 x 8 = 96, head 4 x 10 = 40
     assert matmul_parameters(tiny) == 184
-    assert roofline.linear_flops(tiny, 3) == 2 * 184 * 3
+    # two of three tokens have logits
+    assert roofline.linear_flops(tiny, 3, 2) == 2 * (144 * 3 + 40 * 2)
     # 4 x 1 layer x 2 heads x 2 dims x 3 tokens x (5 before + 1.5 of its own on average)
     assert roofline.attention_flops(tiny, 3, 5) == 312.0
     work = Workload(2, 1, 2, 7, 5, 2, 4)  # 2 samples of 1 + 2 tokens
-    assert roofline.student(tiny, work).flops == 2 * (2 * 1104 + 3.5 * 312)
-    assert roofline.teacher_cached(tiny, work).flops == 2 * (1104 + 16 * 3 * 8.5)
+    assert roofline.student(tiny, work).flops == 2 * (2 * 1024 + 3.5 * 312)
+    assert roofline.teacher_cached(tiny, work).flops == 2 * (1024 + 16 * 3 * 8.5)
     assert roofline.teacher_reading(tiny, work).flops == 2 * (2 * 184 * 10 + 16 * 10 * 5)
+    # explicit scores: every token sees all three of its own, and the backward costs two forwards
+    assert roofline.attention_flops(tiny, 3, 5, EXPLICIT) == 384.0
+    assert roofline.student(tiny, work, EXPLICIT).flops == 2 * (2 * 1024 + 3 * 384)
+    # a prompt of 1 behind 5, then 1 of 2 tokens behind 6; logits of both
+    attention = 16 * (1 * 5.5 + 1 * 6.5)
+    assert roofline.rollout(tiny, work).flops == 2 * (2 * (144 * 2 + 40 * 2) + attention)
+    reading = roofline.reading(tiny, 7, 4)
+    assert (reading.flops, reading.bytes) == (2 * 144 * 7 + 16 * 7 * 3.5, 4 * (144 + 7 * 4))
     # a token: 184 weights + 2 cartridges x 5 tokens x 4 values + 2 samples x (1 + 1) x 4, 4 B each
     assert roofline.rollout(tiny, work).bytes == 2 * 4 * (184 + 40 + 16)
     assert roofline.publish(tiny, 3, 5, 4).bytes == 3 * 5 * 4 * 4
@@ -50,6 +59,8 @@ def test_flops_by_hand() -> None:
 def test_a_phase_takes_the_longer_of_compute_and_traffic() -> None:
     device = Device("toy", flops=100.0, bandwidth=10.0, link=2.0)
     assert Phase("compute", 1000.0, 10.0).seconds(device) == 20.0  # at half of peak
+    measured = Device("measured", flops=100.0, bandwidth=10.0, mfu=1.0)
+    assert Phase("compute", 1000.0, 10.0).seconds(measured) == 10.0
     assert Phase("memory", 10.0, 1000.0).seconds(device) == 100.0
     assert Phase("link", 0.0, 10.0, over_link=True).seconds(device) == 5.0
 
@@ -103,7 +114,7 @@ def test_the_plan_of_the_published_setting() -> None:
     assert budget["prompts"] == ("8 a step, 320 in all",)
     assert budget["response tokens"] == ("at most 4,096 a step, 163,840 in all",)
     step = rows(sections, "roofline")
-    assert step["rollout"] == ("41.3 T", "3.62 TB .. 4.47 TB", "1.8 s .. 2.2 s", "755 ms .. 930 ms")
+    assert step["rollout"] == ("40 T", "3.62 TB .. 4.47 TB", "1.8 s .. 2.2 s", "755 ms .. 930 ms")
     assert step["teacher, document re-read"][2:] == ("5.6 s", "1.8 s")
 
 
