@@ -93,7 +93,7 @@ test-fast: install ## the tests that need no mesh, under a minute
 lint: install k8s-check ## ruff, types, the layers contract, the .proto and the manifests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy protocols learning clinic replay environments strategies actors services serving cluster forge_run
+	$(BIN)/mypy protocols learning clinic documents replay environments strategies actors services serving cluster forge_run
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 

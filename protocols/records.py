@@ -122,11 +122,25 @@ class Populations(TypedDict):
     pass_at_n: float
 
 
+class Agreement(TypedDict):
+    """How near an arm is to the teacher on answers that the teacher sampled, token by token.
+
+    `{"kl": 0.21, "kl_ci95": [0.17, 0.25], "top1": 0.83, "tokens": 1210}`: `kl` estimates
+    KL(T || S), nats a token; `top1` is the share of tokens at which both hold the same likeliest.
+    """
+
+    kl: float
+    kl_ci95: list[float]
+    top1: float
+    tokens: int
+
+
 class Measured(TypedDict):
     """Accuracy on n held-out questions; answers that name no option count as wrong and apart.
 
     `{"accuracy": 0.88, "ci95": [0.828, 0.918], "n": 200, "parse_failures": 1}`. With `populations`
-    the accuracy is that of the last of them, and parse failures count its candidates.
+    the accuracy is that of the last of them, and parse failures count its candidates. With
+    `agreement` alone it is the share of tokens there; with `f1` too, of a user's own questions.
     """
 
     accuracy: float
@@ -134,6 +148,8 @@ class Measured(TypedDict):
     n: int
     parse_failures: int
     populations: NotRequired[Populations]
+    agreement: NotRequired[Agreement]
+    f1: NotRequired[float]
 
 
 class ArmResult(Measured):

@@ -244,7 +244,8 @@ BAD_OVERRIDES = [
      "unknown key threads at --set threads=3; did you mean roles.generator.threads? known: name, "
      "config, hosts, plane, roles, spares, health, watchdog, control, telemetry, call_timeout_s, "
      "spawn_timeout_s, model, data, cartridge, "
-     "rollout, generator, teacher, loss, objective, episodes, rsa, replay, train, evaluate"),
+     "rollout, generator, teacher, loss, objective, episodes, rsa, replay, documents, "
+     "self_study, train, evaluate"),
     ("generator.block_tokens=40",
      "block_tokens must be a multiple of 32: got 40 at --set generator.block_tokens=40 "
      "(generator.block_tokens); round it to 32, 64, ..."),

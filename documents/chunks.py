@@ -1,0 +1,125 @@
+"""Where a document's text is cut: by tokens, at paragraphs or sentences where there are any.
+
+    text and its tokens' character spans -> Tokenised -> pieces (every token in one at least)
+                                                      -> a random chunk
+
+Spans are exact on both sides: a chunk's text is `text[start_char:stop_char]`, and the chunks that
+do not overlap give the text again.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+# Ends of paragraphs, sentences, lines and words: the first kind that is found is cut at.
+BREAKS = (
+    re.compile(r"\n[^\S\n]*\n\s*"),
+    re.compile(r"[.!?…][\"'”’)\]]*\s+|[。！？]\s*"),
+    re.compile(r"\n"),
+    re.compile(r"\s+"),
+)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, stop) and the characters [start_char, stop_char) that they are."""
+
+    start: int
+    stop: int
+    start_char: int
+    stop_char: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+
+class Tokenised:
+    """A text and the character spans [start, stop) of its tokens, in order; of a character that
+    several tokens make up, each has its span."""
+
+    def __init__(self, text: str, offsets: Sequence[tuple[int, int]]) -> None:
+        self.text = text
+        self._starts = [start for start, _ in offsets]
+        self._stops = [stop for _, stop in offsets]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def chunk(self, start: int, stop: int) -> Chunk:
+        """Tokens [start, stop) with the white space that follows them: no character is lost."""
+        first = 0 if start == 0 else self._starts[start]
+        last = len(self.text) if stop == len(self) else self._starts[stop]
+        # Of a character that is cut through, both sides have the whole.
+        return Chunk(start, stop, first, max(last, self._stops[stop - 1]))
+
+    def text_of(self, chunk: Chunk) -> str:
+        return self.text[chunk.start_char : chunk.stop_char]
+
+    @cached_property
+    def _boundaries(self) -> tuple[list[int], ...]:
+        """Per kind of break, the tokens before which it stands, sorted."""
+        return tuple(
+            sorted({t for m in kind.finditer(self.text) if (t := self._token_at(m.end()))})
+            for kind in BREAKS
+        )
+
+    def _token_at(self, char: int) -> int:
+        """The first token at or after a character, 0 where a token stands across it."""
+        token = bisect_left(self._starts, char)
+        whole = 0 < token < len(self) and self._stops[token - 1] <= char
+        return token if whole else 0
+
+    def boundary(self, low: int, high: int) -> int:
+        """Where best to cut in (low, high]: at the last break of the best kind, else `high`."""
+        for kind in self._boundaries:
+            last = bisect_right(kind, high)
+            if last and kind[last - 1] > low:
+                return kind[last - 1]
+        for token in range(high, low, -1):  # a place between two characters at least
+            if token == len(self) or self._stops[token - 1] <= self._starts[token]:
+                return token
+        return high
+
+
+def pieces(document: Tokenised, size: int, overlap: int = 0) -> list[Chunk]:
+    """Chunks of at most `size` tokens that cover the document, each but the first beginning
+    `overlap` tokens, at most, before the one before it ends. The last is not left tiny.
+
+    Raises ValueError unless 0 <= 2 * overlap < size.
+    """
+    if not 0 <= 2 * overlap < size:
+        raise ValueError(f"overlap must be at least 0 and under half of size ({size}): {overlap}")
+    found: list[Chunk] = []
+    start, count = 0, len(document)
+    while start < count:
+        left = count - start
+        if left <= size:
+            stop = count
+        else:
+            most = size if left >= 2 * size else -(-left // 2)
+            stop = document.boundary(start + most // 2, start + most)
+        found.append(document.chunk(start, stop))
+        if stop == count:
+            break
+        start = max(stop - overlap, start + max(1, most // 2))
+    return found
+
+
+def random_chunk(document: Tokenised, low: int, high: int, rng: random.Random) -> Chunk:
+    """A chunk of `low` to `high` tokens, both drawn evenly, then moved to breaks that are near; a
+    document of no more than `low` is one chunk."""
+    count = len(document)
+    size = rng.randint(min(low, count), min(high, count))
+    start = rng.randint(0, count - size)
+    if start:
+        start = document.boundary(max(0, start - size // 4), start)
+    stop = min(count, start + size)
+    if stop < count:
+        stop = document.boundary(start + max(min(low, size), size // 2) - 1, stop)
+    return document.chunk(start, stop)
