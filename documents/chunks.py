@@ -19,10 +19,12 @@ from functools import cached_property
 # Ends of paragraphs, sentences, lines and words: the first kind that is found is cut at.
 BREAKS = (
     re.compile(r"\n[^\S\n]*\n\s*"),
-    re.compile(r"[.!?…][\"'”’)\]]*\s+|[。！？]\s*"),
+    re.compile("[.!?\u2026][\"'\u201d\u2019)\\]]*\\s+|[\u3002\uff01\uff1f]\\s*"),
     re.compile(r"\n"),
     re.compile(r"\s+"),
 )
+SENTENCES = 2  # of these kinds: paragraphs and sentences
+NEAR = 4  # a chunk that ends within this share of its size before the end goes on to it
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,27 @@ class Tokenised:
 
     def boundary(self, low: int, high: int) -> int:
         """Where best to cut in (low, high]: at the last break of the best kind, else `high`."""
-        for kind in self._boundaries:
-            last = bisect_right(kind, high)
-            if last and kind[last - 1] > low:
-                return kind[last - 1]
+        found = self._last_break(low, high, len(BREAKS))
+        if found is not None:
+            return found
         for token in range(high, low, -1):  # a place between two characters at least
             if token == len(self) or self._stops[token - 1] <= self._starts[token]:
                 return token
         return high
+
+    def beginning(self, low: int, high: int) -> int:
+        """Where best to begin in [low, high]: a paragraph, a sentence, or the document itself."""
+        found = self._last_break(low, high, SENTENCES)
+        if found is not None or low <= 0:
+            return found or 0
+        return self.boundary(low, high)
+
+    def _last_break(self, low: int, high: int, kinds: int) -> int | None:
+        for kind in self._boundaries[:kinds]:
+            last = bisect_right(kind, high)
+            if last and kind[last - 1] > low:
+                return kind[last - 1]
+        return None
 
 
 def pieces(document: Tokenised, size: int, overlap: int = 0) -> list[Chunk]:
@@ -112,14 +127,14 @@ def pieces(document: Tokenised, size: int, overlap: int = 0) -> list[Chunk]:
 
 
 def random_chunk(document: Tokenised, low: int, high: int, rng: random.Random) -> Chunk:
-    """A chunk of `low` to `high` tokens, both drawn evenly, then moved to breaks that are near; a
-    document of no more than `low` is one chunk."""
+    """A chunk of `low` to `high` tokens, its size and place drawn evenly and then moved to breaks
+    that are near; a document of no more than `low` is one chunk."""
     count = len(document)
     size = rng.randint(min(low, count), min(high, count))
-    start = rng.randint(0, count - size)
-    if start:
-        start = document.boundary(max(0, start - size // 4), start)
-    stop = min(count, start + size)
-    if stop < count:
-        stop = document.boundary(start + max(min(low, size), size // 2) - 1, stop)
-    return document.chunk(start, stop)
+    drawn = rng.randint(0, count - size)
+    start = document.beginning(drawn - size // 4, drawn)
+    stop = start + size
+    if count - stop <= size // NEAR and count - start <= high:
+        return document.chunk(start, count)  # or its last words would stand in no chunk
+    least = max(min(low, size), size // 2)
+    return document.chunk(start, document.boundary(start + least - 1, stop))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forge_run import plan_channels, plan_rsa, roofline
+from forge_run import plan_channels, plan_documents, plan_rsa, roofline
 from forge_run.roofline import A100, H200, MFU, Phase, Workload
 from forge_run.runnable import resolved_place, unmet
 from protocols.errors import SpecError
@@ -37,8 +37,11 @@ class Section:
 def plan(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> tuple[Section, ...]:
     """Every section of the plan, in reading order. Raises SpecError for a damaged config.json."""
     shape = model_shape(spec.learn.model)
+    learn, told = plan_documents.studied(spec.learn)
+    spec = spec.model_copy(update={"learn": learn})
     sections = [
         _run_section(spec),
+        *(Section(*section) for section in told),
         _roles_section(spec),
         _memory_section(spec.learn, shape),
         *_channel_sections(spec.learn),
@@ -121,6 +124,8 @@ def _data_text(learn: LearnSpec) -> str:
         return plan_channels.data_text(learn)
     if data.source == "primer":
         return plan_rsa.data_text(learn)
+    if data.source == "documents":
+        return f"{data.path or 'no documents yet'}; questions: {data.questions or 'self-study'}"
     source = data.path or (
         f"clinic, seed {data.seed}: {data.facts} facts in {data.notes} notes a patient"
         if data.source == "clinic"
@@ -231,7 +236,12 @@ def _budget_section(learn: LearnSpec) -> Section:
         "budget",
         ("", ""),
         (
-            ("steps", f"{steps}, " + (f"at most {staleness} behind" if staleness else "on policy")),
+            (
+                "steps",
+                f"{steps}, "
+                + (f"at most {staleness} behind" if staleness else "on policy")
+                + _warm_text(learn),
+            ),
             ("prompts", f"{prompts} a step, {prompts * steps:,} in all"),
             ("response tokens", f"at most {most:,} a step, {most * steps:,} in all"),
             ("packed rows", f"{learn.train.row_tokens} tokens"),
@@ -239,6 +249,14 @@ def _budget_section(learn: LearnSpec) -> Section:
             ("evaluation", f"at most {answers:,} answers: {', '.join(evaluate.arms)}"),
         ),
     )
+
+
+def _warm_text(learn: LearnSpec) -> str:
+    warm = learn.train.warm_start
+    if warm is None:
+        return ""
+    sooner = f", sooner on a plateau of {warm.plateau}" if warm.plateau else ""
+    return f", after {warm.steps} of them on the teacher's text{sooner}"
 
 
 def _roofline_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[Section]:

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from learning.attention import IMPLEMENTATION, PrefixContext
@@ -44,19 +44,6 @@ def flush_denormals() -> None:
     threads of models alone: other code may mean such numbers.
     """
     torch.set_flush_denormal(True)
-
-
-def context_tokens(path: str) -> int | None:
-    """How many positions a model was made for, by its config; None where it does not say."""
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except OSError as error:
-        raise DataError(
-            f"no model at {path!r}: {str(error).splitlines()[0]}; set model to a directory, or to "
-            "a hub id that this machine can reach"
-        ) from error
-    found = getattr(config, "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

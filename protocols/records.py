@@ -30,6 +30,7 @@ EventName = Literal[
     "scaled",  # role, replicas, before
     "paused",
     "resumed",
+    "switched",  # step: the first on policy after a warm start
     "stalled",  # message, stacks
     "sink_failed",  # sink, message
     "failed",
@@ -200,6 +201,7 @@ class Results(TypedDict):
 
     `phases` is mean seconds per phase, `orchestration_share` the part of a step that is not model
     compute, `tokens_trained` the tokens of each trained arm: `{"on_policy": 243600, ...}`.
+    `warm_steps` of the on-policy arm were on the teacher's text.
     """
 
     arms: dict[str, ArmResult]
@@ -211,4 +213,5 @@ class Results(TypedDict):
     wall_seconds: float
     tokens_trained: dict[str, int]
     status: RunOutcome
+    warm_steps: NotRequired[int]
     aggregation: NotRequired[AggregationGain]

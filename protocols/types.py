@@ -93,7 +93,8 @@ class Completion:
     `logprobs[t]` is the natural log of the probability under the distribution the token was drawn
     from at temperature 1, before truncation. `prompt_logprobs[t]` is that of `prompt_ids[t + 1]`,
     where the request asked: the first prompt token follows a cartridge, which predicts nothing;
-    `prompt_likeliest[t]` is the likeliest token there. `top_logprobs[t]` are (token id, log-probability) pairs, likeliest first. `dropped` counts the
+    `prompt_likeliest[t]` is the likeliest token there. `top_logprobs[t]` are (token id,
+    log-probability) pairs, likeliest first. `dropped` counts the
     tokens that were sampled and are not told, for the response ended before them.
     """
 

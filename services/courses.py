@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from learning.model import context_tokens, load_tokenizer
+from learning.model import load_tokenizer
 from protocols.spec import RunSpec
 from services.course import Course
 from services.roles import Mesh
@@ -30,7 +30,7 @@ def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None
         from services.parts import read_parts
 
         assert directory is not None
-        parts = read_parts(learn, tokenizer, context_tokens(learn.model.path))
+        parts = read_parts(learn, tokenizer)
         return DocumentCourse(learn, parts, tokenizer, directory)
     from services.self_study import SelfStudy
     from services.tasks import Tasks, read_patients

@@ -40,7 +40,7 @@ from services.parts import Parts
 from services.progress import Timer
 from services.rollouts import as_rollout, as_rows
 from services.rundir import RunDirectory, write_atomically
-from services.study import Plan, read_rows, write_study
+from services.study import Plan, model_name, read_rows, write_study
 from services.tasks import Prompt, in_turns, over
 from strategies.over_tokens import TokenSampler
 
@@ -77,7 +77,7 @@ class DocumentCourse:
     ) -> None:
         assert spec.self_study is not None
         self._spec, self._study, self._parts = spec, spec.self_study, parts
-        self._directory = directory
+        self._directory, self._model = directory, model_name(spec.model.path)
         self._conversation = Conversation(tokenizer, parts.texts)
         self.documents: Mapping[str, tuple[int, ...]] = {
             **{name: self._conversation.head(name) for name in parts.parts},
@@ -123,7 +123,7 @@ class DocumentCourse:
             return completions
 
         sampler = TokenSampler(sampled, self._conversation, None, BARE)
-        plan = Plan(self._study, self._spec.model.path, self._spec.train.seed, answers=False)
+        plan = Plan(self._study, self._model, self._spec.train.seed, answers=False)
         return await write_study(
             self._directory.selfstudy, list(self._parts.parts.values()), plan, sampler
         )
@@ -135,7 +135,7 @@ class DocumentCourse:
             return None
         room = self._spec.train.row_tokens - len(ids)
         # Ids of another tokenizer mean nothing: what B said is then put in words of this one.
-        own = row.model == self._spec.model.path and row.answer_ids
+        own = row.model == self._model and row.answer_ids
         answer = row.answer_ids if own else ()
         if row.answer and not own:
             answer = self._conversation.saying(row.answer)

@@ -63,8 +63,23 @@ class Parts:
         }  # fmt: skip
 
 
-def read_parts(spec: LearnSpec, tokenizer: Any, context: int | None) -> Parts:
-    """The run's documents. `context` is how many tokens the model can read, None if unknown.
+def context_tokens(path: str) -> int | None:
+    """How many positions a model was made for, by its config; None where it does not say."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"no model at {path!r}: {str(error).splitlines()[0]}; set model to a directory with "
+            "config.json, or to a hub id that this machine can reach"
+        ) from error
+    found = getattr(config, "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
+def read_parts(spec: LearnSpec, tokenizer: Any) -> Parts:
+    """The run's documents.
 
     Raises DataError for data.path that cannot be read, a document that is too long for
     `documents.long: refuse`, more documents than data.patients, and where none is left.
@@ -77,7 +92,7 @@ def read_parts(spec: LearnSpec, tokenizer: Any, context: int | None) -> Parts:
         Format(read.text_fields, read.encoding),
         Limits(read.max_file_bytes, read.max_total_bytes),
     )
-    most = longest(spec, context)
+    most = longest(spec, context_tokens(spec.model.path))
     left_out, notes = list(reading.left_out), list(reading.notes)
     parts: dict[str, Part] = {}
     for document in reading.documents:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from documents.chunks import random_chunk
+from documents.chunks import Chunk, random_chunk
 from documents.filters import Bounds, Doubles, fault
 from documents.rows import StudyRow, from_dict
 from documents.seeds import asking, plain_turn
@@ -165,11 +165,18 @@ class _Draft:
     plain: str
 
 
+def passage_of(
+    part: Part, number: int, study: SelfStudySpec, seed: int
+) -> tuple[Chunk, random.Random, str]:
+    """The passage of an item, the generator that its other draws come from, and its name."""
+    name = f"selfstudy/{seed}/{part.name}/{part.document.sha256}/{number}"
+    rng = random.Random(name)
+    return random_chunk(part.tokens, study.min_chunk, study.max_chunk, rng), rng, name
+
+
 def _draft(item: Item, plan: Plan) -> _Draft:
     part, study = item.part, plan.study
-    name = f"selfstudy/{plan.seed}/{part.name}/{part.document.sha256}/{item.number}"
-    rng = random.Random(name)
-    chunk = random_chunk(part.tokens, study.min_chunk, study.max_chunk, rng)
+    chunk, rng, name = passage_of(part, item.number, study, plan.seed)
     kind = study.kinds[item.number % len(study.kinds)]
     passage = part.tokens.text_of(chunk)
     first = part.chunk.start_char
@@ -221,6 +228,16 @@ def _answered(row: StudyRow, draft: _Draft, answer: Answer, plan: Plan) -> Study
         refused="" if why is None else f"answer: {why}",
         time=utc_text(),
     )
+
+
+def model_name(path: str) -> str:
+    """`clinic-reader@9f86d081884c`: a model by its directory's name and a hash of its config and
+    tokenizer, wherever it lies; a hub id as it is."""
+    files = [Path(path) / name for name in ("config.json", "tokenizer.json")]
+    if not files[0].is_file():
+        return path
+    digest = hashlib.sha256(b"".join(f.read_bytes() for f in files if f.is_file()))
+    return f"{Path(path).name}@{digest.hexdigest()[:12]}"
 
 
 def _generator() -> str:
