@@ -111,14 +111,15 @@ def pieces(document: Tokenised, size: int, overlap: int = 0) -> list[Chunk]:
     if not 0 <= 2 * overlap < size:
         raise ValueError(f"overlap must be at least 0 and under half of size ({size}): {overlap}")
     found: list[Chunk] = []
-    start, count = 0, len(document)
+    start, stop, count = 0, 0, len(document)
     while start < count:
         left = count - start
         if left <= size:
             stop = count
         else:
             most = size if left >= 2 * size else -(-left // 2)
-            stop = document.boundary(start + most // 2, start + most)
+            low = max(start + most // 2, stop)  # past what stands in the piece before
+            stop = document.boundary(low, max(start + most, stop + 1))
         found.append(document.chunk(start, stop))
         if stop == count:
             break

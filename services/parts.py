@@ -94,7 +94,7 @@ def read_parts(spec: LearnSpec, tokenizer: Any) -> Parts:
     )
     most = longest(spec, context_tokens(spec.model.path))
     left_out, notes = list(reading.left_out), list(reading.notes)
-    parts: dict[str, Part] = {}
+    read_in: list[tuple[Document, Tokenised, list[Chunk]]] = []
     for document in reading.documents:
         special = next((t for t in tokenizer.all_special_tokens if t in document.text), None)
         if special is not None:
@@ -103,28 +103,26 @@ def read_parts(spec: LearnSpec, tokenizer: Any) -> Parts:
             )
             continue
         tokens = tokenised(tokenizer, document.text)
-        if most is not None and len(tokens) > most and read.long == "refuse":
+        if most is None or len(tokens) <= most:
+            read_in.append((document, tokens, [tokens.chunk(0, len(tokens))]))
+            continue
+        if read.long == "refuse":
             raise DataError(
                 f"{document.source} has {len(tokens):,} tokens, over the {most:,} of a document; "
                 "set documents.long: split, raise documents.max_tokens as far as the model's "
                 "context allows, or cut it up"
             )
-        cut = pieces(tokens, most, read.overlap) if most and len(tokens) > most else []
-        if cut:
-            notes.append(
-                LeftOut(
-                    document.source,
-                    f"has {len(tokens):,} tokens, over {most:,}: read in {len(cut)} parts, each "
-                    "with its own cartridge",
-                )
-            )
-        for part in _parts(document, tokens, cut, tokenizer):
-            parts[part.name] = part
-    if len(parts) > spec.data.patients:
+        cut = pieces(tokens, most, read.overlap)
+        why = f"has {len(tokens):,} tokens, over {most:,}: read in {len(cut)} parts, each with its"
+        notes.append(LeftOut(document.source, f"{why} own cartridge"))
+        read_in.append((document, tokens, cut))
+    count = sum(len(cut) for _, _, cut in read_in)
+    if count > spec.data.patients:
         raise DataError(
-            f"{path} holds {len(parts):,} documents (or parts of long ones), and data.patients "
-            f"allows {spec.data.patients}; raise it, give fewer files, or a model that reads more"
+            f"{path} holds {count:,} documents (or parts of long ones), and data.patients allows "
+            f"{spec.data.patients}; raise it, give fewer files, or a model that reads more"
         )
+    parts = {p.name: p for one in read_in for p in _parts(*one, tokenizer)}
     conversation = Conversation(tokenizer, {name: part.text for name, part in parts.items()})
     for name in list(parts):
         count = len(conversation.head(name))
@@ -170,9 +168,8 @@ def tokenised(tokenizer: Any, text: str) -> Tokenised:
 def _parts(
     document: Document, tokens: Tokenised, cut: Sequence[Chunk], tokenizer: Any
 ) -> list[Part]:
-    if not cut:
-        whole = tokens.chunk(0, len(tokens))
-        return [Part(document.name, document, whole, document.text, tokens)]
+    if len(cut) == 1:
+        return [Part(document.name, document, cut[0], document.text, tokens)]
     digits = max(2, len(str(len(cut))))
     found = []
     for i, chunk in enumerate(cut, start=1):

@@ -54,6 +54,7 @@ class Run:
         self._meter = Meter()
         self._loop: OnPolicyLoop | None = None
         self._published_bytes = 0
+        self._written: dict[int, Rollout] = {}  # what the teacher wrote of steps yet to be trained
         self._resumed = False
         self._begun_arm = False
 
@@ -149,7 +150,10 @@ class Run:
 
     async def _sample(self, step: int, version: int) -> Rollout:
         if self._warm(step):
-            return (await self._course.offline(step, self._generate))[0]
+            if step not in self._written:
+                written = await self._course.offline(step, self._generate)
+                self._written = {r.step: r for r in written}
+            return self._written.pop(step)
         return await self._course.sample(step, version, self._generate)
 
     def _warm(self, step: int) -> bool:
@@ -222,7 +226,7 @@ class Run:
         # Only now does the position move: a checkpoint never claims a step without its rows.
         at.step = step
         at.tokens[arm] = at.tokens.get(arm, 0) + stepped.tokens
-        if arm == "on_policy" and is_offline(done.rollout):
+        if arm == "on_policy" and self._learn.train.warm_start and is_offline(done.rollout):
             at.warm.append(stepped.kl)
         if arm == "on_policy":
             at.rollouts += len(done.rollout.samples)
