@@ -14,7 +14,6 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 # Ends of paragraphs, sentences, lines and words: the first kind that is found is cut at.
 BREAKS = (
@@ -49,6 +48,7 @@ class Tokenised:
         self.text = text
         self._starts = [start for start, _ in offsets]
         self._stops = [stop for _, stop in offsets]
+        self._found: dict[int, list[int]] = {}  # by kind of break
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -63,13 +63,13 @@ class Tokenised:
     def text_of(self, chunk: Chunk) -> str:
         return self.text[chunk.start_char : chunk.stop_char]
 
-    @cached_property
-    def _boundaries(self) -> tuple[list[int], ...]:
-        """Per kind of break, the tokens before which it stands, sorted."""
-        return tuple(
-            sorted({t for m in kind.finditer(self.text) if (t := self._token_at(m.end()))})
-            for kind in BREAKS
-        )
+    def _breaks(self, kind: int) -> list[int]:
+        """The tokens before which a break of this kind stands, sorted; found when first asked for,
+        as a long text has many words and needs none of them."""
+        if kind not in self._found:
+            ends = (self._token_at(m.end()) for m in BREAKS[kind].finditer(self.text))
+            self._found[kind] = sorted({token for token in ends if token})
+        return self._found[kind]
 
     def _token_at(self, char: int) -> int:
         """The first token at or after a character, 0 where a token stands across it."""
@@ -95,10 +95,11 @@ class Tokenised:
         return self.boundary(low, high)
 
     def _last_break(self, low: int, high: int, kinds: int) -> int | None:
-        for kind in self._boundaries[:kinds]:
-            last = bisect_right(kind, high)
-            if last and kind[last - 1] > low:
-                return kind[last - 1]
+        for kind in range(kinds):
+            breaks = self._breaks(kind)
+            last = bisect_right(breaks, high)
+            if last and breaks[last - 1] > low:
+                return breaks[last - 1]
         return None
 
 

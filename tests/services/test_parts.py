@@ -60,10 +60,15 @@ def test_a_long_document_may_be_refused(tmp_path: Path) -> None:
         read_parts(learn(tmp_path, "documents.long=refuse"), TOKENIZER)
 
 
+@pytest.mark.slow
 def test_five_megabytes_are_refused_by_their_parts(tmp_path: Path) -> None:
     (tmp_path / "big.txt").write_text("The ships came in at night, one by one.\n" * 125_000)
     with pytest.raises(DataError, match=r"holds \d+ documents .*data.patients allows 32"):
         read_parts(learn(tmp_path), TOKENIZER)
+
+
+def test_a_bound_on_bytes_is_met_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "big.txt").write_text("The ships came in at night, one by one.\n" * 125_000)
     with pytest.raises(DataError, match=r"over documents.max_file_bytes \(1,000,000\)"):
         read_parts(learn(tmp_path / "big.txt", "documents.max_file_bytes=1000000"), TOKENIZER)
 
