@@ -79,7 +79,8 @@ def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
         + "</tr>\n"
         for first, *rest in rows
     )
-    return f"""<div class="scroll" tabindex="0" role="region" aria-label="{escape(heads[0])}"><table>
+    label = escape(heads[0])
+    return f"""<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>
 <thead><tr>{ths}</tr></thead>
 <tbody>
 {trs}</tbody>

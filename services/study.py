@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from documents.chunks import Chunk, random_chunk
-from documents.filters import Bounds, Doubles, fault
+from documents.filters import ECHO_WORDS, Bounds, Doubles, fault, normalised
 from documents.rows import StudyRow, from_dict
 from documents.seeds import asking, plain_turn
 from protocols.documents_spec import SelfStudySpec
@@ -212,9 +212,10 @@ def _turn(draft: _Draft, turn: Answer, plan: Plan, doubles: Doubles) -> StudyRow
 
 def _answered(row: StudyRow, draft: _Draft, answer: Answer, plan: Plan) -> StudyRow:
     text = answer.text.strip()
-    # An answer may well quote its passage: it is held against the question alone, and may be short.
+    # An answer may quote its passage, be short, and then say words of the question ("the second").
+    long = len(text.split()) >= ECHO_WORDS or normalised(text) == normalised(row.question)
     bounds = replace(plan.bounds, least_words=1)
-    why = fault(text, row.question, answer.finish_reason == "stop", bounds)
+    why = fault(text, row.question if long else "", answer.finish_reason == "stop", bounds)
     return replace(
         row,
         answer=text,
