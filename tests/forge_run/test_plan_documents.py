@@ -64,5 +64,5 @@ def test_what_is_odd_is_said_before_a_run_starts(tmp_path: Path) -> None:
     spec = load_spec(mesh, sets=[f"data.path={tmp_path}"]).spec.learn
     assert require_documents(spec) == ["left out: empty.txt is empty"]
     asked = load_spec(mesh, sets=[f"data.path={tmp_path}", "data.questions=none.json"]).spec.learn
-    with pytest.raises(DataError, match="cannot read .*none.json: No such file"):
+    with pytest.raises(DataError, match=r"cannot read .*none.json: No such file"):
         require_documents(asked)

@@ -31,7 +31,8 @@ def test_documents_agreement_and_questions_are_shown(tmp_path: Path) -> None:
         {"kind": "question", "asker": "plain", "refused": ""},
         {"kind": "creative", "asker": "plain", "refused": "double"},
     ]
-    page = Page(documents(file, {"on_policy": arm(0.25, f1=0.5), "none": arm(1.5)}, rows))
+    html = documents(file, {"on_policy": arm(0.25, f1=0.5), "none": arm(1.5)}, rows)
+    page = Page(html.replace("</t", " </t"))  # a space after each cell
     text = " ".join(page.text.split())
     assert "salt" in text
     assert "1,234 0 to 5,678 abababababababab" in text

@@ -60,7 +60,7 @@ def test_an_external_model_writes_them_as_well(
     with LocalProvider(rule, prices, key="local-key-1234") as provider:
         api = {
             "provider": "openai", "model": "tiny", "key_env": "LOCAL_KEY",
-            "base_url": provider.url("openai"),
+            "base_url": provider.openai_url,
         }  # fmt: skip
         spec = load_spec(MESH, sets=[*SMALL, f"self_study.api={json.dumps(api)}"]).spec
         command(spec, tmp_path / "out", lambda line: None)

@@ -72,8 +72,8 @@ def test_what_is_refused(sets: tuple[str, ...], told: str) -> None:
 
 
 def test_questions_and_self_study_are_about_documents_alone() -> None:
-    with pytest.raises(SpecError, match="must be left out but with data.source documents"):
+    with pytest.raises(SpecError, match=r"must be left out but with data.source documents"):
         loaded("data.questions=q.json", mesh=CLINIC)
-    with pytest.raises(SpecError, match="source must be documents with self_study"):
+    with pytest.raises(SpecError, match=r"source must be documents with self_study"):
         loaded("self_study.questions=4", mesh=CLINIC)
     assert loaded("train.warm_start={steps: 5}", mesh=CLINIC).learn.train.warm_start
