@@ -26,6 +26,7 @@ MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+UNICODE = frozenset({None, "utf-8", *(encoding for _, encoding in MARKS)})
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 MOST_CONTROLS = 0.01  # of the characters: a log has escape codes, a program has more
 BINARY = "is binary, no text; convert it to text, Markdown or PDF"
@@ -58,7 +59,7 @@ def decode(data: bytes, fallback: str | None) -> tuple[str, str]:
     try:
         return _strictly(data, "utf-8"), "utf-8"
     except DataError:
-        if fallback is None or (fallback == "utf-8"):
+        if fallback in (None, "utf-8"):
             raise
     return _strictly(data, fallback), fallback
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from documents.formats import READERS, Format, Reader
+from documents.formats import READERS, UNICODE, Format, Reader, Text
 from protocols.errors import DataError
 
 MOST_FILES = 10_000
@@ -75,11 +75,7 @@ def read_documents(
     bound that is passed, and where nothing is left.
     """
     how, limits = how or Format(), limits or Limits()
-    documents: list[Document] = []
-    left_out: list[LeftOut] = []
-    notes: list[LeftOut] = []
-    names: set[str] = set()
-    texts: dict[str, str] = {}  # by hash: the source that has it
+    gathered = _Gathered()
     total = 0
     for place, file, shown, sought in _files(paths):
         try:
@@ -96,33 +92,55 @@ def read_documents(
         except DataError as error:
             if not sought:
                 raise DataError(f"{shown} {error}") from error
-            left_out.append(LeftOut(shown, str(error)))
+            gathered.left_out.append(LeftOut(shown, str(error)))
             continue
-        if found and found[0].encoding == how.encoding:
-            notes.append(LeftOut(shown, f"is not UTF-8: read as {how.encoding}"))
-        kept = 0
-        for text in found:
-            source = f"{shown}#{text.record}" if text.record else shown
-            digest = hashlib.sha256(text.text.encode()).hexdigest()
-            if not text.text.strip():
-                left_out.append(LeftOut(source, "is empty"))
-            elif digest in texts:
-                left_out.append(LeftOut(source, f"has the same text as {texts[digest]}"))
-            else:
-                texts[digest] = source
-                stem = f"{Path(shown).with_suffix('')}"
-                name = _free(f"{stem}.{text.record}" if text.record else stem, names)
-                documents.append(Document(name, source, text.text, digest, text.encoding))
-                kept += 1
-        if not kept and not sought:
-            why = left_out[-1].why if found else "holds no text"
+        if found and found[0].encoding == how.encoding not in UNICODE:
+            gathered.notes.append(LeftOut(shown, f"is not UTF-8: read as {how.encoding}"))
+        faults = [why for text in found if (why := gathered.take(shown, text))]
+        if len(faults) == len(found) and not sought:
+            why = faults[-1] if faults else "holds no text"
             raise DataError(f"{shown} {why}; name a file with text in it")
-    if not documents:
-        told = "".join(f"\n  {item}" for item in left_out)
+    if not gathered.documents:
+        told = "".join(f"\n  {item}" for item in gathered.left_out)
         raise DataError(
             f"no document in {', '.join(paths)}: expected {', '.join(READERS)} files{told}"
         )
-    return Reading(tuple(documents), tuple(left_out), tuple(notes))
+    return Reading(tuple(gathered.documents), tuple(gathered.left_out), tuple(gathered.notes))
+
+
+class _Gathered:
+    """What was read so far: names and texts are given once."""
+
+    def __init__(self) -> None:
+        self.documents: list[Document] = []
+        self.left_out: list[LeftOut] = []
+        self.notes: list[LeftOut] = []
+        self._names: set[str] = set()
+        self._texts: dict[str, str] = {}  # by hash: the source that has it
+
+    def take(self, shown: str, text: Text) -> str | None:
+        """Take a text of a file; why it is left out, None where it is not."""
+        source = f"{shown}#{text.record}" if text.record else shown
+        why = self._fault(text.text)
+        if why is not None:
+            self.left_out.append(LeftOut(source, why))
+            return why
+        digest = hashlib.sha256(text.text.encode()).hexdigest()
+        self._texts[digest] = source
+        stem = str(Path(shown).with_suffix(""))
+        name = _free(f"{stem}.{text.record}" if text.record else stem, self._names)
+        self.documents.append(Document(name, source, text.text, digest, text.encoding))
+        return None
+
+    def _fault(self, text: str) -> str | None:
+        if not text.strip():
+            return "is empty"
+        try:
+            digest = hashlib.sha256(text.encode()).hexdigest()
+        except UnicodeEncodeError as error:
+            return f"has half a character at {error.start} (a lone surrogate); mend its escapes"
+        same = self._texts.get(digest)
+        return None if same is None else f"has the same text as {same}"
 
 
 class _TooMuch(DataError):

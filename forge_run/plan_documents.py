@@ -146,10 +146,12 @@ def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[Told]]:
 
 
 def _tokenizer(path: str) -> Any:
-    """None for a model that is not at hand."""
-    from transformers import AutoTokenizer
+    """None for a model that is not at hand. Raises DataError for one without a chat template."""
+    from learning.model import load_tokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return load_tokenizer(path)
+    except DataError:
+        raise
     except (OSError, ValueError):
         return None

@@ -124,6 +124,15 @@ def test_names_are_those_that_a_cartridge_may_have(tmp_path: Path) -> None:
     assert names == ["Q3_report_final", "a.b", "a.b_2", "none_2", "x" * 48, "document"]
 
 
+def test_half_a_character_of_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ab\\ud83d"}\n{"text": "whole"}\n')
+    found = read_documents([str(tmp_path / "a.jsonl")])
+    assert [d.name for d in found.documents] == ["a.2"]
+    assert [str(x) for x in found.left_out] == [
+        "a.jsonl#1 has half a character at 2 (a lone surrogate); mend its escapes"
+    ]
+
+
 def test_fields_and_encoding_are_the_users(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"article": "words"}')
     (tmp_path / "b.txt").write_bytes("слово".encode("koi8-r"))
