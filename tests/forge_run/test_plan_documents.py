@@ -66,3 +66,11 @@ def test_what_is_odd_is_said_before_a_run_starts(tmp_path: Path) -> None:
     asked = load_spec(mesh, sets=[f"data.path={tmp_path}", "data.questions=none.json"]).spec.learn
     with pytest.raises(DataError, match=r"cannot read .*none.json: No such file"):
         require_documents(asked)
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    reader = ROOT / "models" / "clinic-reader"
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((reader / name).read_bytes())
+    with pytest.raises(DataError, match="has no chat template"):
+        planned(f"data.path={ARTICLES}", f"model={tmp_path}")
