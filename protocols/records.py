@@ -127,7 +127,8 @@ class Agreement(TypedDict):
     """How near an arm is to the teacher on answers that the teacher sampled, token by token.
 
     `{"kl": 0.21, "kl_ci95": [0.17, 0.25], "top1": 0.83, "tokens": 1210}`: `kl` estimates
-    KL(T || S), nats a token; `top1` is the share of tokens at which both hold the same likeliest.
+    KL(T || S), nats a token; `top1` is the share of tokens at which both hold the same likeliest;
+    both are means over questions.
     """
 
     kl: float

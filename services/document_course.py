@@ -4,9 +4,9 @@
     step        questions that are not held out -> answers on policy -> doc_kl of the teacher
     measure     held-out questions: the teacher's own sampled answers, read by each arm
 
-Of an answer y that the teacher T sampled, the mean of log T(y_t) - log S(y_t) is an unbiased
-estimate of KL(T || S) a token, and needs no more of the arm S than the log-probabilities of y.
-Beside it stands how often both hold the same token likeliest.
+Of an answer y that the teacher T sampled, the sum of log T(y_t) - log S(y_t) is an unbiased
+estimate of KL(T || S), and needs no more of the arm S than the log-probabilities of y; it is told a
+token. Beside it stands how often both hold the same token likeliest.
 """
 
 from __future__ import annotations
