@@ -14,7 +14,7 @@ from protocols.records import ARMS
 
 AGREED = (
     "Answers that the teacher sampled to held-out questions of self-study, read by each arm: KL is "
-    "the mean of log T - log S over an answer's tokens, in nats, an estimate of KL(T || S) a token; "
+    "the mean of log T - log S over an answer's tokens, in nats: an estimate of KL(T || S); "
     "agreement is the share of tokens at which both hold the same token likeliest. Both are means "
     "over questions, with their intervals. The row document is the teacher itself."
 )

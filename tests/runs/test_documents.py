@@ -16,7 +16,7 @@ from small_run import ROOT, run_to_end, running
 
 from services.rundir import read_rows
 
-pytestmark = pytest.mark.run
+pytestmark = [pytest.mark.run, pytest.mark.timeout(900)]  # a busy machine starts it slowly
 
 ARTICLES = ROOT / "tests" / "documents" / "articles"
 SMALL: dict[str, Any] = {
