@@ -95,7 +95,7 @@ test-fast: install ## the tests that need no mesh, under a minute
 lint: install k8s-check ## ruff, types, the layers contract, and k8s-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy protocols learning formats clinic replay environments strategies actors services serving cluster forge_run
+	$(BIN)/mypy protocols learning formats clinic documents replay environments strategies actors services serving cluster forge_run
 	$(BIN)/lint-imports
 
 format: install ## let ruff rewrite what it can

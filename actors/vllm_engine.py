@@ -142,7 +142,7 @@ class VllmEngine:
             stop_token_ids=self._end_ids,
             ignore_eos=True,  # end_ids alone end a response, as with the embedded backend
             logprobs=row.top_wanted,
-            prompt_logprobs=0 if request.prompt_logprobs else None,
+            prompt_logprobs=1 if request.prompt_logprobs else None,
             # vLLM would skip the connector as well, and compute the placeholders as tokens.
             skip_reading_prefix_cache=False if salt else None,
             detokenize=False,
@@ -189,7 +189,7 @@ class VllmEngine:
             return
         told, ends = len(row.tokens), set(self._end_ids)
         if output.prompt_logprobs is not None and not row.prompt_logprobs:
-            row.prompt_logprobs = prompt_logprobs(row.request, output)
+            row.prompt_logprobs, row.prompt_likeliest = of_prompt(row.request, output)
         assert made.logprobs is not None
         for token, at in zip(made.token_ids, made.logprobs, strict=True):
             if not row.reason:
@@ -284,20 +284,28 @@ def completed(request: GenerateRequest, output: RequestOutput) -> Completion:
     logprobs = tuple(at[token].logprob for at, token in zip(made.logprobs, ids, strict=True))
     versions = (request.prefix.version,) * len(ids)
     wanted = request.top_logprobs
+    read, likeliest_read = of_prompt(request, output)
     return Completion(
-        request.id, ids, logprobs, versions, made.finish_reason, prompt_logprobs(request, output),
+        request.id, ids, logprobs, versions, made.finish_reason, read,
+        prompt_likeliest=likeliest_read,
         top_logprobs=tuple(likeliest(at, wanted) for at in made.logprobs) if wanted else (),
     )  # fmt: skip
 
 
-def prompt_logprobs(request: GenerateRequest, output: RequestOutput) -> tuple[float, ...]:
+def of_prompt(
+    request: GenerateRequest, output: RequestOutput
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """The prompt's log-probabilities and the likeliest token at each of their places."""
     wanted = len(request.prompt_ids) - 1
     if not request.prompt_logprobs or not wanted:
-        return ()
+        return (), ()
     # Counted from the end: what stands before depends on where computing began.
     assert output.prompt_logprobs is not None
     last = output.prompt_logprobs[-wanted:]
-    return tuple(at[token].logprob for at, token in zip(last, request.prompt_ids[1:], strict=True))
+    told = zip(last, request.prompt_ids[1:], strict=True)
+    return tuple(at[token].logprob for at, token in told), tuple(
+        likeliest(at, 1)[0][0] for at in last
+    )
 
 
 def likeliest(at: Mapping[int, Any], count: int) -> tuple[tuple[int, float], ...]:

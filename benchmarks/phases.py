@@ -1,7 +1,7 @@
 """One training step on random weights, phase by phase: what `benchmarks.step_3b` times and counts.
 
     rollout   learning.decoding.generate over the shared cartridge
-    teacher   learning.scoring.score on the document's cached KV, the top 20 kept
+    teacher   learning.scoring.score_kept on the document's cached KV, the top 20 kept
     student   learning.step.train_step: forward, backward, optimiser
     publish   one packed snapshot through the tensor plane to a reader's device
 
@@ -37,7 +37,7 @@ from learning.decoding import generate
 from learning.losses import DocKL, Teacher, doc_kl
 from learning.model import document_kv, hidden_states, kv_shape
 from learning.prefixes import DocumentCache
-from learning.scoring import kept, score
+from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer, train_step
 from protocols.learn_spec import ShapeSpec
 from protocols.ports import TensorPlane
@@ -188,8 +188,9 @@ class Step:
         return generate(self.model, requests, lambda _: self._cartridge, frozenset())
 
     def teacher(self) -> Teacher:
-        logits = score(self.model, self.samples, self.cache, self.setting.work.sample_tokens)
-        return Teacher(**kept(logits, TOP))
+        prefixes = prefixes_of(self.samples, self.cache)
+        rows = self.setting.work.sample_tokens
+        return Teacher(**score_kept(self.model, self.samples, prefixes, rows, TOP))
 
     def student(self, teacher: Teacher) -> None:
         train_step(

@@ -1,8 +1,8 @@
 """The command line: `forge-run MESH.yaml ...`, and `forge run|plan MESH.yaml ...` for the same;
-`forge ablate MESH.yaml` for its channels compared (forge_run.ablate); `forge status|scale|...` for
-a run that runs (forge_run.control); `forge frontier`, `forge serve`, `forge cartridges`, `forge
-convert` and `forge inspect` for what came of one; `forge k8s render` for the manifests of a mesh
-(forge_run.k8s).
+`forge ablate MESH.yaml` for its channels compared (forge_run.ablate); `forge selfstudy MESH.yaml`
+for questions about documents (forge_run.selfstudy); `forge status|scale|...` for a run that runs
+(forge_run.control); `forge frontier`, `forge serve`, `forge cartridges`, `forge convert` and `forge
+inspect` for what came of one; `forge k8s render` for the manifests of a mesh (forge_run.k8s).
 
 Only argparse is imported here: `--help` and a bad spec answer in well under a second. pydantic
 comes with the spec, torch and Monarch with the run, gRPC with a call to one.
@@ -67,6 +67,15 @@ def forge(argv: Sequence[str] | None = None) -> int:
     )
     frontier.add_argument("--questions", type=int, metavar="N", help="most held-out questions")
     frontier.set_defaults(act=_frontier)
+    study = commands.add_parser(
+        "selfstudy", help="write questions and answers about documents, for a run or other trainers"
+    )
+    _add_mesh_options(study)
+    study.add_argument(
+        "--out", type=Path, metavar="DIR", help="where (default: RUN_DIR/<mesh name>/selfstudy)"
+    )
+    study.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
+    study.set_defaults(act=_selfstudy)
     serving = commands.add_parser("serve", help="serve a model with cartridges over HTTP")
     _add_mesh_and_sets(serving)
     serving.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
@@ -180,6 +189,11 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     require_runnable(loaded.spec, loaded.place)
     require_sinks(loaded.spec)
+    if loaded.spec.learn.self_study is not None:
+        from forge_run.plan_documents import require_documents
+
+        for line in require_documents(loaded.spec.learn):
+            print(line, file=sys.stderr)
 
     from forge_run.run import run
 
@@ -225,6 +239,26 @@ def _ablate(options: argparse.Namespace) -> int:
         run_dir=options.run_dir,
     )
     sys.stdout.write(render(sections, terminal=sys.stdout.isatty()))
+    return 0
+
+
+def _selfstudy(options: argparse.Namespace) -> int:
+    from forge_run.selfstudy import command
+    from protocols.spec_loading import load_spec
+
+    loaded = load_spec(options.mesh, overlays=options.overlays, sets=options.sets)
+    if options.dry_run:
+        from forge_run.plan import plan, render
+
+        sys.stdout.write(render(plan(loaded.spec, loaded.place), terminal=sys.stdout.isatty()))
+        return 0
+    home = (options.run_dir or Path("runs")) / loaded.spec.mesh.name
+    for line in command(
+        loaded.spec,
+        options.out or home / "selfstudy",
+        show=lambda line: print(line, file=sys.stderr, flush=True),
+    ):
+        print(line)
     return 0
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 
 from cluster import sizing
 from cluster.sizing import kv_values_per_token, matmul_parameters
-from forge_run import plan_channels, plan_rsa, plan_sizing, roofline
+from forge_run import plan_channels, plan_documents, plan_rsa, plan_sizing, roofline
 from forge_run.figures import Section, bytes_text, count_text, seconds_text
 from forge_run.roofline import A100, H200, MFU, Phase, Workload
 from forge_run.runnable import resolved_place, unmet
@@ -28,8 +28,11 @@ AT_RUN_TIME = "measured at run time"
 def plan(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> tuple[Section, ...]:
     """Every section of the plan, in reading order. Raises SpecError for a damaged config.json."""
     shape = model_shape(spec.learn.model)
+    learn, told = plan_documents.studied(spec.learn)
+    spec = spec.model_copy(update={"learn": learn})
     sections = [
         _run_section(spec),
+        *(Section(*section) for section in told),
         _roles_section(spec),
         _memory_section(spec.learn, shape),
         *_sizing_sections(spec, shape),
@@ -107,6 +110,8 @@ def _data_text(learn: LearnSpec) -> str:
         return plan_channels.data_text(learn)
     if data.source == "primer":
         return plan_rsa.data_text(learn)
+    if data.source == "documents":
+        return f"{data.path or 'no documents yet'}; questions: {data.questions or 'self-study'}"
     source = data.path or (
         f"clinic, seed {data.seed}: {data.facts} facts in {data.notes} notes a patient"
         if data.source == "clinic"
@@ -218,7 +223,12 @@ def _budget_section(learn: LearnSpec) -> Section:
         "budget",
         ("", ""),
         (
-            ("steps", f"{steps}, " + (f"at most {staleness} behind" if staleness else "on policy")),
+            (
+                "steps",
+                f"{steps}, "
+                + (f"at most {staleness} behind" if staleness else "on policy")
+                + _warm_text(learn),
+            ),
             ("prompts", f"{prompts} a step, {prompts * steps:,} in all"),
             ("response tokens", f"at most {most:,} a step, {most * steps:,} in all"),
             ("packed rows", f"{learn.train.row_tokens} tokens"),
@@ -226,6 +236,14 @@ def _budget_section(learn: LearnSpec) -> Section:
             ("evaluation", f"at most {answers:,} answers: {', '.join(evaluate.arms)}"),
         ),
     )
+
+
+def _warm_text(learn: LearnSpec) -> str:
+    warm = learn.train.warm_start
+    if warm is None:
+        return ""
+    sooner = f", sooner on a plateau of {warm.plateau}" if warm.plateau else ""
+    return f", after {warm.steps} of them on the teacher's text{sooner}"
 
 
 def _roofline_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[Section]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from forge_run.display import duration, interval, number, percent, summary
 from forge_run.page import EPISODE_CSS, PAINT, Row, curve, figure, page, section, shortened
 from forge_run.report_channels import channels, rewards
+from forge_run.report_documents import documents
 from forge_run.report_episodes import Monitors, episode, monitors
 from forge_run.report_frontier import frontier
 from forge_run.report_rsa import aggregation
@@ -46,6 +47,10 @@ RUNS = (
     "Held-out problems, a run of recursive self-aggregation each, always sampled: the mean "
     "accuracy of the last population. Without an answer a candidate is unparsed and wrong."
 )
+AGREEMENT = (
+    "Held-out questions of self-study: accuracy is the share of the teacher's tokens that the arm "
+    "too holds likeliest, so that the teacher itself has 100%."
+)
 
 
 def write_report(run_path: Path) -> Path:
@@ -66,11 +71,12 @@ def write_report(run_path: Path) -> Path:
         teachers(iter_rows(run.votes), iter_rows(run.ledger), metrics),
         monitors(seen),
     )
+    read = documents(run.documents, arms, iter_rows(run.selfstudy))
     body = (
         _header(name, results, events),
         _arms(arms, _note(arms, seen)),
         _plots(metrics, phase_means(events), arms),
-        *filter(None, (*told, frontier(run.path))),
+        *filter(None, (*told, read, frontier(run.path))),
         _counters(results),
         _rollouts(_samples(iter_rows(run.rollouts)), samples),
         _spec(spec),
@@ -99,6 +105,8 @@ def _header(name: str, results: Row, events: list[Row]) -> str:
 def _note(arms: Row, seen: Monitors) -> str:
     if any("populations" in arm for arm in arms.values()):
         return RUNS
+    if any("agreement" in arm and "f1" not in arm for arm in arms.values()):
+        return AGREEMENT
     return CASES if seen.episodes else QUESTIONS
 
 

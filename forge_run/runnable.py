@@ -103,6 +103,12 @@ def _check_data(spec: RunSpec, cannot: Callable[[str, object, str, str], None]) 
             "cannot run, LongHealth asks not to be shipped and is read from a path or URL",
             "add --set data.path=benchmark_v5.json",
         )
+    elif data.source == "documents":
+        if data.path is None:
+            cannot(
+                "data.path", "null", "cannot run, there are no documents",
+                "add --set data.path=FOLDER",
+            )  # fmt: skip
     elif data.path is None:
         from clinic.vocabulary import FIELDS  # the clinic knows how much it can tell
 

@@ -38,6 +38,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     prompt_logprobs: tuple[float, ...] = ()
+    prompt_likeliest: tuple[int, ...] = ()
     reason: str = ""
     ended_by: str = ""
     dropped: int = 0
@@ -86,6 +87,7 @@ class Row:
             versions=(self.request.prefix.version,) * len(self.tokens),
             finish_reason=self.reason,
             prompt_logprobs=self.prompt_logprobs,
+            prompt_likeliest=self.prompt_likeliest,
             top_logprobs=tuple(self.top),
             ended_by=self.ended_by,
             dropped=self.dropped,
@@ -152,6 +154,7 @@ class Lane:
                 slot.prompt_logprobs = tuple(
                     logprobs.gather(-1, ids[b, pad[b] + 1 :, None])[:, 0].tolist()
                 )
+                slot.prompt_likeliest = tuple(logprobs.argmax(-1).tolist())
         self._cache.used = longest
         self._position = positions[:, -1]
         self._tokens = self._draw(read[:, -1])

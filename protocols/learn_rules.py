@@ -30,12 +30,58 @@ def across_sections(spec: LearnSpec) -> None:
             got=spec.loss.temperature,
         )
     _across_channels(spec)
+    _across_documents(spec)
     if spec.loss.form == "pairs" and spec.loss.direction != "cross_entropy":
         raise broken(
             "belongs to loss.direction cross_entropy alone, for it is no divergence",
             "use tail, or set loss.direction: cross_entropy",
             key="loss.form",
             got=spec.loss.form,
+        )
+
+
+def _across_documents(spec: LearnSpec) -> None:
+    """What a user's documents need of other sections."""
+    study, train = spec.self_study, spec.train
+    if (study is None) != (spec.data.source != "documents"):
+        raise broken(
+            "must be documents with self_study, and only then",
+            "set data.source: documents, or remove the section self_study",
+            key="data.source",
+            got=spec.data.source,
+        )
+    if study is None and spec.data.questions is not None:
+        raise broken(
+            "must be left out but with data.source documents",
+            "remove it",
+            key="data.questions",
+            got=spec.data.questions,
+        )
+    if study is not None and (spec.rsa is not None or spec.evaluate.sampled):
+        section = "rsa" if spec.rsa is not None else "evaluate.sampled"
+        raise broken(
+            "must be left out with data.source documents",
+            "remove it",
+            key=section,
+            got="a section" if spec.rsa is not None else True,
+        )
+    if study is not None and study.question_tokens + spec.rollout.max_tokens > train.row_tokens:
+        raise broken(
+            f"must be <= train.row_tokens ({train.row_tokens}) with rollout.max_tokens "
+            f"({spec.rollout.max_tokens})",
+            "a row holds a question and its answer: raise train.row_tokens",
+            key="self_study.question_tokens",
+            got=study.question_tokens,
+        )
+    if train.warm_start is not None and (
+        spec.episodes is not None or spec.rsa is not None or train.warm_start.steps > train.steps
+    ):
+        raise broken(
+            f"must be <= train.steps ({train.steps}), and without episodes and rsa, which no "
+            "teacher writes",
+            "lower it, or remove train.warm_start",
+            key="train.warm_start.steps",
+            got=train.warm_start.steps,
         )
 
 

@@ -6,10 +6,12 @@ Rules between sections stand in `protocols.learn_rules`; for those inside one se
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from protocols.documents_spec import DocumentsSpec, SelfStudySpec
 from protocols.learn_rules import across_sections
 from protocols.objective_spec import EpisodesSpec, ObjectiveSpec
 from protocols.replay_spec import ReplaySpec
@@ -55,23 +57,40 @@ class ModelSpec(Spec):
     )
 
 
+def _join_paths(value: Any) -> Any:
+    listed = isinstance(value, list) and all(isinstance(v, str) and v for v in value)
+    return os.pathsep.join(value) if listed else value
+
+
+JoinedPaths = BeforeValidator(_join_paths)
+
+
 class DataSpec(Spec):
     """Patients, their documents and their questions."""
 
-    source: Literal["clinic", "longhealth", "desk", "primer"] = Field(
+    source: Literal["clinic", "longhealth", "desk", "primer", "documents"] = Field(
         default="clinic",
         description="clinic: generated here; longhealth: LongHealth's JSON from data.path; desk: "
         "handbooks of generated clinic desks, for episodes with tools; primer: a page on solving "
-        "problems, for those of rsa that are about no document",
+        "problems, for those of rsa that are about no document; documents: the files of data.path",
     )
-    path: str | None = Field(
+    path: Annotated[str | None, JoinedPaths] = Field(
         default=None,
         min_length=1,
-        description="LongHealth JSON, a path or an http(s) URL, read in place of the clinic",
+        description="LongHealth JSON, a path or an http(s) URL, read in place of the clinic; or "
+        "documents: a folder, a file, a pattern, or a list of them",
+    )
+    questions: str | None = Field(
+        default=None,
+        min_length=1,
+        description="questions about documents, as SQuAD or LongHealth has them; null: self-study "
+        "questions that are held out",
     )
     seed: int = Field(default=0, ge=0, description="seed of the generated clinic")
     patients: int = Field(
-        ge=1, description="patients or desks to generate, or the first patients of the file"
+        ge=1,
+        description="patients or desks to generate, the first patients of the file, or the most "
+        "documents",
     )
     facts: int | None = Field(
         default=None,
@@ -105,7 +124,9 @@ class DataSpec(Spec):
             raise broken(
                 f"must be given with data.source {source}", "set it to a count of 1 or more"
             )
-        without = source in ("longhealth", "primer") or (source == "desk" and not needed)
+        without = source in ("longhealth", "primer", "documents") or (
+            source == "desk" and not needed
+        )
         if without and value is not None:
             raise broken(f"must be left out with data.source {source}", "remove it")
         facts = info.data.get("facts")
@@ -227,6 +248,21 @@ class LossSpec(Spec):
         return value
 
 
+class WarmStartSpec(Spec):
+    """The hybrid: first on text that the teacher wrote, then on policy."""
+
+    steps: int = Field(ge=1, description="most steps on the teacher's text")
+    plateau: int = Field(
+        default=0,
+        ge=0,
+        description="steps, twice over: go on policy once the mean doc_kl of the last so many is "
+        "no more than `gain` below that of those before; 0: by `steps` alone",
+    )
+    gain: float = Field(
+        default=0.02, ge=0, lt=1, description="share by which doc_kl must fall not to be a plateau"
+    )
+
+
 class TrainSpec(Spec):
     """The optimiser: Adam on the cartridges alone."""
 
@@ -257,6 +293,9 @@ class TrainSpec(Spec):
         default=50, ge=0, description="steps between checkpoints; 0 only at end"
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
+    warm_start: WarmStartSpec | None = Field(
+        default=None, description="steps on the teacher's own text first; null: none"
+    )
 
     @field_validator("warmup_steps")
     @classmethod
@@ -319,6 +358,12 @@ class LearnSpec(Spec):
         default=None, description="runs of recursive self-aggregation; null: single answers"
     )
     replay: ReplaySpec | None = Field(default=None, description="external teachers that vote")
+    documents: DocumentsSpec = Field(
+        default=DocumentsSpec(), description="how files of data.path are read"
+    )
+    self_study: SelfStudySpec | None = Field(
+        default=None, description="questions about the user's documents; null: other data"
+    )
     train: TrainSpec = Field(description="the optimiser")
     evaluate: EvaluateSpec = Field(default=EvaluateSpec(), description="held-out questions")
 

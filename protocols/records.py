@@ -34,6 +34,7 @@ EventName = Literal[
     "scaled",  # role, replicas, before
     "paused",
     "resumed",
+    "switched",  # step: the first on policy after a warm start
     "stalled",  # message, stacks
     "sink_failed",  # sink, message
     "failed",
@@ -126,11 +127,26 @@ class Populations(TypedDict):
     pass_at_n: float
 
 
+class Agreement(TypedDict):
+    """How near an arm is to the teacher on answers that the teacher sampled, token by token.
+
+    `{"kl": 0.21, "kl_ci95": [0.17, 0.25], "top1": 0.83, "tokens": 1210}`: `kl` estimates
+    KL(T || S), nats a token; `top1` is the share of tokens at which both hold the same likeliest;
+    both are means over questions.
+    """
+
+    kl: float
+    kl_ci95: list[float]
+    top1: float
+    tokens: int
+
+
 class Measured(TypedDict):
     """Accuracy on n held-out questions; answers that name no option count as wrong and apart.
 
     `{"accuracy": 0.88, "ci95": [0.828, 0.918], "n": 200, "parse_failures": 1}`. With `populations`
-    the accuracy is that of the last of them, and parse failures count its candidates.
+    the accuracy is that of the last of them, and parse failures count its candidates. With
+    `agreement` alone it is the share of tokens there; with `f1` too, of a user's own questions.
     """
 
     accuracy: float
@@ -138,6 +154,8 @@ class Measured(TypedDict):
     n: int
     parse_failures: int
     populations: NotRequired[Populations]
+    agreement: NotRequired[Agreement]
+    f1: NotRequired[float]
 
 
 class ArmResult(Measured):
@@ -188,6 +206,7 @@ class Results(TypedDict):
 
     `phases` is mean seconds per phase, `orchestration_share` the part of a step that is not model
     compute, `tokens_trained` the tokens of each trained arm: `{"on_policy": 243600, ...}`.
+    `warm_steps` of the on-policy arm were on the teacher's text.
     """
 
     arms: dict[str, ArmResult]
@@ -199,4 +218,5 @@ class Results(TypedDict):
     wall_seconds: float
     tokens_trained: dict[str, int]
     status: RunOutcome
+    warm_steps: NotRequired[int]
     aggregation: NotRequired[AggregationGain]

@@ -76,8 +76,10 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
             over = _read(Path(overlay), overlay, faults)
             if over is not None:
                 _merge(learn_values, learn_places, over)
+        _expand_model(learn_values)
         for override in learn_sets:
             _override(learn_values, learn_places, override, faults)
+            _expand_model(learn_values)
         learn_spec = _checked(LearnSpec, learn_values, learn_places, faults)
     if faults or mesh_spec is None or learn_spec is None:
         raise combined(faults)
@@ -251,6 +253,12 @@ def _expand_hosts(values: dict[str, Any]) -> None:
         values["hosts"] = {"kind": values["hosts"]}
 
 
+def _expand_model(values: dict[str, Any]) -> None:
+    """`model: DIR` is short for `model: {path: DIR}`."""
+    if isinstance(values.get("model"), str):
+        values["model"] = {"path": values["model"]}
+
+
 def _checked(
     model: type[Model], values: Mapping[str, Any], places: Mapping[Key, Place], faults: list[Fault]
 ) -> Model | None:
@@ -315,12 +323,22 @@ def _with_local_files(spec: MeshSpec, places: Mapping[Key, Place]) -> MeshSpec:
 
 def _with_local_paths(spec: LearnSpec, places: Mapping[Key, Place]) -> LearnSpec:
     """The spec with local paths absolute; hub ids and URLs stay as they are."""
-    data = spec.data
+    data, study = spec.data, spec.self_study
     model = _with_local_model(spec.model, place_of(("model", "path"), places).directory)
+
+    def local(value: str, *key: str) -> str:
+        return str(_absolute(value, place_of(key, places).directory))
+
     if data.path is not None and not data.path.startswith(("http://", "https://")):
-        directory = place_of(("data", "path"), places).directory
-        data = data.model_copy(update={"path": str(_absolute(data.path, directory))})
-    return spec.model_copy(update={"model": model, "data": data})
+        several = data.path.split(os.pathsep) if data.source == "documents" else [data.path]
+        paths = os.pathsep.join(local(path, "data", "path") for path in several)
+        data = data.model_copy(update={"path": paths})
+    if data.questions is not None:
+        questions = local(data.questions, "data", "questions")
+        data = data.model_copy(update={"questions": questions})
+    if study is not None and study.rows is not None:
+        study = study.model_copy(update={"rows": local(study.rows, "self_study", "rows")})
+    return spec.model_copy(update={"model": model, "data": data, "self_study": study})
 
 
 def _with_local_model(model: ModelSpec, directory: Path) -> ModelSpec:

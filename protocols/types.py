@@ -92,8 +92,9 @@ class Completion:
     then there are no tokens and `error` says why this request, and no other, was refused.
     `logprobs[t]` is the natural log of the probability under the distribution the token was drawn
     from at temperature 1, before truncation. `prompt_logprobs[t]` is that of `prompt_ids[t + 1]`,
-    where the request asked: the first prompt token follows a cartridge, which predicts nothing.
-    `top_logprobs[t]` are (token id, log-probability) pairs, likeliest first. `dropped` counts the
+    where the request asked: the first prompt token follows a cartridge, which predicts nothing;
+    `prompt_likeliest[t]` is the likeliest token there. `top_logprobs[t]` are (token id,
+    log-probability) pairs, likeliest first. `dropped` counts the
     tokens that were sampled and are not told, for the response ended before them.
     """
 
@@ -107,6 +108,7 @@ class Completion:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     ended_by: str = ""
     dropped: int = 0
+    prompt_likeliest: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ class ControllerActor(Actor):
         from services.run import Run
 
         self._show(stage="starting the mesh")
-        course = open_course(spec, mesh)
+        course = open_course(spec, mesh, self._directory)
         # An interrupted run's: this one starts where we say.
         self._directory.last_state.unlink(missing_ok=True)
         await spawn_roles(spec, course.documents, course.end_ids, mesh, self._directory)

@@ -1,8 +1,9 @@
 """What a run studies: a step's rollout, what is learned of it, and how arms are measured.
 
-SelfStudy   one answer to each prompt about a document     (services.self_study)
-Cases       episodes of several turns with a desk's tools  (services.cases)
-RsaCourse   runs of recursive self-aggregation             (services.rsa_course)
+SelfStudy       one answer to each prompt about a document     (services.self_study)
+Cases           episodes of several turns with a desk's tools  (services.cases)
+RsaCourse       runs of recursive self-aggregation             (services.rsa_course)
+DocumentCourse  answers about a user's own documents           (services.document_course)
 """
 
 from __future__ import annotations

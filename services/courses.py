@@ -9,10 +9,12 @@ from learning.model import load_tokenizer
 from protocols.spec import RunSpec
 from services.course import Course
 from services.roles import Mesh
+from services.rundir import RunDirectory
 
 
-def open_course(spec: RunSpec, mesh: Mesh) -> Course:
-    """The course of a spec, over pools that are yet to be spawned into `mesh`."""
+def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None) -> Course:
+    """The course of a spec, over pools that are yet to be spawned into `mesh`. One on a user's
+    documents writes its questions into the run's `directory`."""
     learn = spec.learn
     tokenizer = load_tokenizer(learn.model.path)
     if learn.episodes is not None:
@@ -23,6 +25,13 @@ def open_course(spec: RunSpec, mesh: Mesh) -> Course:
         from services.rsa_course import RsaCourse
 
         return RsaCourse(learn, tokenizer, mesh)
+    if learn.self_study is not None:
+        from services.document_course import DocumentCourse
+        from services.parts import read_parts
+
+        assert directory is not None
+        parts = read_parts(learn, tokenizer)
+        return DocumentCourse(learn, parts, tokenizer, directory)
     from services.self_study import SelfStudy
     from services.tasks import Tasks, read_patients
 

@@ -12,7 +12,8 @@ class Position:
 
     `step` steps of `arm` are done; `first_version` is the arm's version 0; `arms` the results so
     far; `tokens` trained by each arm; `pending` the rollouts that ran ahead; `course` what the
-    course itself has under way.
+    course itself has under way; `warm` the doc_kl of every step on the teacher's text, and
+    `warm_over` whether those steps are done.
     """
 
     arm: str = "on_policy"
@@ -26,3 +27,5 @@ class Position:
     kl_last: float | None = None
     pending: list[dict[str, Any]] = field(default_factory=list)
     course: dict[str, Any] = field(default_factory=dict)
+    warm: list[float] = field(default_factory=list)
+    warm_over: bool = False

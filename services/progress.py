@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean
 
 from services.loop import Rollout, StepTimes
 
@@ -64,3 +66,12 @@ class Meter:
         """Time for `steps` more steps of this arm at the pace so far."""
         means = self.means(arm)
         return means["step"] * steps if means else None
+
+
+def flat(kl: Sequence[float], window: int, gain: float) -> bool:
+    """Whether doc_kl has come to a plateau: the mean of the last `window` steps is no more than
+    the share `gain` below that of the `window` before. Window 0, or too few steps: it has not."""
+    if not window or len(kl) < 2 * window:
+        return False
+    before, last = fmean(kl[-2 * window : -window]), fmean(kl[-window:])
+    return last > (1 - gain) * before

@@ -36,6 +36,11 @@ def as_rollout(
     return Rollout(step, tuple(prompts), tuple(completions), samples, seconds, compute)
 
 
+def is_offline(rollout: Rollout) -> bool:
+    """Whether the teacher wrote it."""
+    return all(v == OFFLINE_VERSION for s in rollout.samples for v in s.versions)
+
+
 def as_rows(
     rollout: Rollout, arm: str, step: int, decode: Callable[[Sequence[int]], str]
 ) -> list[RolloutRow]:

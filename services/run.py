@@ -18,10 +18,10 @@ from services.helm import Stopped
 from services.lessons import Lessons
 from services.loop import Done, Judged, OnPolicyLoop, Ports, Rollout
 from services.position import Position
-from services.progress import Meter
+from services.progress import Meter, flat
 from services.recorder import Recorder
 from services.roles import Mesh
-from services.rollouts import rollout_from
+from services.rollouts import is_offline, rollout_from
 from services.rundir import RunDirectory
 from services.tensors import Tensors
 
@@ -54,6 +54,7 @@ class Run:
         self._meter = Meter()
         self._loop: OnPolicyLoop | None = None
         self._published_bytes = 0
+        self._written: dict[int, Rollout] = {}  # what the teacher wrote of steps yet to be trained
         self._resumed = False
         self._begun_arm = False
 
@@ -148,7 +149,22 @@ class Run:
     # -- the loop's ports -----------------------------------------------------------------------
 
     async def _sample(self, step: int, version: int) -> Rollout:
+        if self._warm(step):
+            if step not in self._written:
+                written = await self._course.offline(step, self._generate)
+                self._written = {r.step: r for r in written}
+            return self._written.pop(step)
         return await self._course.sample(step, version, self._generate)
+
+    def _warm(self, step: int) -> bool:
+        """Whether a step trains on the teacher's text: the hybrid's first ones."""
+        warm, at = self._learn.train.warm_start, self._at
+        if warm is None or at.warm_over or at.arm != "on_policy":
+            return False
+        at.warm_over = step >= warm.steps or flat(at.warm, warm.plateau, warm.gain)
+        if at.warm_over:
+            self._recorder.event("switched", arm=at.arm, step=step + 1)
+        return not at.warm_over
 
     async def _generate(
         self, requests: Sequence[GenerateRequest]
@@ -210,6 +226,8 @@ class Run:
         # Only now does the position move: a checkpoint never claims a step without its rows.
         at.step = step
         at.tokens[arm] = at.tokens.get(arm, 0) + stepped.tokens
+        if arm == "on_policy" and self._learn.train.warm_start and is_offline(done.rollout):
+            at.warm.append(stepped.kl)
         if arm == "on_policy":
             at.rollouts += len(done.rollout.samples)
             at.stale_tokens += stepped.stale_tokens
@@ -344,6 +362,8 @@ class Run:
             tokens_trained=dict(self._at.tokens),
             status=status,
         )  # fmt: skip
+        if self._learn.train.warm_start is not None:
+            results["warm_steps"] = len(self._at.warm)
         gain = aggregation_gain(self._at.arms)
         if gain is not None:
             results["aggregation"] = gain

@@ -8,6 +8,8 @@
         ├── rollouts.jsonl   one row per sampled response              appended
         ├── episodes.jsonl   one row per episode, where there are any  appended
         ├── votes.jsonl      what teachers said of its states          appended
+        ├── selfstudy.jsonl questions about a user's documents        appended
+        ├── documents.json   which documents, by hash                  written once
         ├── teachers.jsonl   every call to a teacher: the ledger       the teachers' business
         ├── events.jsonl     what happened when                        appended
         ├── trace.json       every request and phase, for Perfetto     appended
@@ -116,6 +118,14 @@ class RunDirectory:
         return self.path / "votes.jsonl"
 
     @property
+    def selfstudy(self) -> Path:
+        return self.path / "selfstudy.jsonl"
+
+    @property
+    def documents(self) -> Path:
+        return self.path / "documents.json"
+
+    @property
     def ledger(self) -> Path:
         return self.path / "teachers.jsonl"
 
@@ -153,19 +163,19 @@ class RunDirectory:
             ) from error
 
     def append_metric(self, row: MetricRow) -> None:
-        _append(self.metrics, [_record(row)])
+        append_rows(self.metrics, [_record(row)])
 
     def append_rollouts(self, rows: Iterable[RolloutRow]) -> None:
         """Append the rows of one step in one write."""
-        _append(self.rollouts, [_record(row) for row in rows])
+        append_rows(self.rollouts, [_record(row) for row in rows])
 
     def append_episodes(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the episodes of one step (`environments.traces.to_row`) in one write."""
-        _append(self.episodes, list(rows))
+        append_rows(self.episodes, list(rows))
 
     def append_votes(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append what the teachers said by one step (`replay.records.to_row`) in one write."""
-        _append(self.votes, list(rows))
+        append_rows(self.votes, list(rows))
 
     def append_event(
         self, event: EventName, *, now: datetime | None = None, **fields: object
@@ -173,7 +183,7 @@ class RunDirectory:
         """`run.append_event("checkpoint", arm="on_policy", step=20)`; the time is added here.
         Returns the row."""
         row = {"time": utc_text(now), "event": event, **fields}
-        _append(self.events, [row])
+        append_rows(self.events, [row])
         return row
 
     def write_results(self, results: Results) -> None:
@@ -305,7 +315,8 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
         os.close(folder)
 
 
-def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append rows to a JSON-lines file in one write. Raises RunError for a number not finite."""
     for row in rows:
         infinite = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
         if infinite:

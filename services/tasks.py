@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from clinic.longhealth import Patient, Question, is_held_out, load_patients, parse_patients
 from clinic.patients import generate_clinic
@@ -25,6 +25,8 @@ from protocols.learn_spec import DataSpec, LearnSpec
 from protocols.replay import Message
 from protocols.seeds import stream_seed
 from protocols.types import GenerateRequest, PrefixRef, Sampling
+
+Turn = TypeVar("Turn")
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def over(prompt: Prompt, prefix: PrefixRef) -> Prompt:
     return replace(prompt, request=replace(prompt.request, prefix=prefix))
 
 
-def in_turns(rows: Sequence[Sequence[Question]]) -> list[Question]:
+def in_turns(rows: Sequence[Sequence[Turn]]) -> list[Turn]:
     """Column by column, skipping rows that have ended: [[a, b], [c]] -> [a, c, b]."""
     longest = max((len(r) for r in rows), default=0)
     return [r[i] for i in range(longest) for r in rows if i < len(r)]

@@ -84,4 +84,5 @@ class TokenSampler:
                 tuple((decode((token,)), logprob) for token, logprob in at)
                 for at in completion.top_logprobs
             ),
+            top_token_ids=tuple(tuple(t for t, _ in at) for at in completion.top_logprobs),
         )

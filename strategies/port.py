@@ -54,7 +54,8 @@ class Answer:
     `top_logprobs` (per token the likeliest, as (text, log-probability), likeliest first) are empty
     where it does not tell. `finish_reason` and `ended_by` as in `protocols.types.Completion`; the
     `Meter` alone says "budget", for a response that is cut short by it.
-    `text` is that of all `token_ids`, but for special tokens.
+    `text` is that of all `token_ids`, but for special tokens; `top_token_ids` are the ids of
+    `top_logprobs`.
     """
 
     text: str
@@ -65,6 +66,7 @@ class Answer:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[tuple[str, float], ...], ...] = ()
+    top_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class Sampler(Protocol):

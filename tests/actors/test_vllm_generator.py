@@ -229,6 +229,7 @@ def test_prompt_logprobs_over_a_cartridge(engine: Replica, tokens: int) -> None:
             expected = engine.model.logprobs(engine.lookup(r.prefix), r.prompt_ids)
             steps = range(len(r.prompt_ids) - 1)
             close(c.prompt_logprobs, expected[:-1][steps, list(r.prompt_ids[1:])])
+            assert c.prompt_likeliest == tuple(expected[:-1].argmax(-1).tolist())
             assert (c.token_ids, p.prompt_logprobs) == (p.token_ids, ())
 
 

@@ -242,7 +242,9 @@ def test_prompt_logprobs_are_those_of_plain_transformers(twin: Twin) -> None:
     done = generate(twin.model, asked, lambda ref: twin.kv[ref.name], NO_END)
     assert [len(c.prompt_logprobs) for c in done] == [0, 8, 0]
     prompt = asked[1].prompt_ids
-    expected = twin.logits(prompt, twin.kv["b"]).log_softmax(-1)[range(8), list(prompt[1:])]
+    logits = twin.logits(prompt, twin.kv["b"])
+    expected = logits.log_softmax(-1)[range(8), list(prompt[1:])]
+    assert [c.prompt_likeliest for c in done] == [(), tuple(logits[:8].argmax(-1).tolist()), ()]
     torch.testing.assert_close(
         torch.tensor(done[1].prompt_logprobs), expected, atol=1e-4, rtol=0, check_dtype=False
     )

@@ -244,14 +244,15 @@ BAD_OVERRIDES = [
      "unknown key threads at --set threads=3; did you mean roles.generator.threads? known: name, "
      "config, hosts, plane, roles, spares, health, watchdog, control, telemetry, call_timeout_s, "
      "spawn_timeout_s, model, data, cartridge, "
-     "rollout, generator, teacher, loss, objective, episodes, rsa, replay, train, evaluate"),
+     "rollout, generator, teacher, loss, objective, episodes, rsa, replay, documents, "
+     "self_study, train, evaluate"),
     ("generator.block_tokens=40",
      "block_tokens must be a multiple of 32: got 40 at --set generator.block_tokens=40 "
      "(generator.block_tokens); round it to 32, 64, ..."),
     ("train.stpes=3",
      "unknown key stpes at --set train.stpes=3 (train.stpes); did you mean steps? known here: "
      "steps, lr, warmup_steps, clip, staleness, seed, row_tokens, logit_chunk_mb, "
-     "recompute_layers, checkpoint_every, keep_checkpoints"),
+     "recompute_layers, checkpoint_every, keep_checkpoints, warm_start"),
     ("rollout.kinds=[recite",
      "the text must be valid YAML: expected ',' or ']', but got '<stream end>' at "
      "--set rollout.kinds=[recite:1; check indentation, colons, quotes and brackets"),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.loop import Rollout, StepTimes
-from services.progress import Meter, Timer
+from services.progress import Meter, Timer, flat
 
 
 @pytest.fixture
@@ -78,3 +78,18 @@ def test_means_share_and_time_left_are_of_one_arm() -> None:
     assert meter.seconds_left("on_policy", 0) == 0.0
     assert meter.orchestration_share("offline") == 0.25
     assert meter.means("untrained") == {}
+
+
+@pytest.mark.parametrize(
+    ("kl", "window", "gain", "expected"),
+    [
+        ([4, 4, 2, 2], 2, 0.1, False),  # half of what it was
+        ([9, 9, 4, 4, 3.9, 3.9], 2, 0.1, True),  # 3.9 > 0.9 * 4: what came before is no matter
+        ([4, 4, 3.9, 3.9], 2, 0.01, False),
+        ([4, 4, 5, 5], 2, 0.0, True),
+        ([4, 4, 4], 2, 0.1, False),  # too few
+        ([4, 4, 4, 4], 0, 0.1, False),
+    ],
+)
+def test_a_plateau(kl: list[float], window: int, gain: float, expected: bool) -> None:
+    assert flat(kl, window, gain) is expected

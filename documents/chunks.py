@@ -1,0 +1,142 @@
+"""Where a document's text is cut: by tokens, at paragraphs or sentences where there are any.
+
+    text and its tokens' character spans -> Tokenised -> pieces (every token in one at least)
+                                                      -> a random chunk
+
+Spans are exact on both sides: a chunk's text is `text[start_char:stop_char]`, and the chunks that
+do not overlap give the text again.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Ends of paragraphs, sentences, lines and words: the first kind that is found is cut at.
+BREAKS = (
+    re.compile(r"\n[^\S\n]*\n\s*"),
+    re.compile("[.!?\u2026][\"'\u201d\u2019)\\]]*\\s+|[\u3002\uff01\uff1f]\\s*"),
+    re.compile(r"\n"),
+    re.compile(r"\s+"),
+)
+SENTENCES = 2  # of these kinds: paragraphs and sentences
+NEAR = 4  # a chunk that ends within this share of its size before the end goes on to it
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, stop) and the characters [start_char, stop_char) that they are."""
+
+    start: int
+    stop: int
+    start_char: int
+    stop_char: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+
+class Tokenised:
+    """A text and the character spans [start, stop) of its tokens, in order; of a character that
+    several tokens make up, each has its span."""
+
+    def __init__(self, text: str, offsets: Sequence[tuple[int, int]]) -> None:
+        self.text = text
+        self._starts = [start for start, _ in offsets]
+        self._stops = [stop for _, stop in offsets]
+        self._found: dict[int, list[int]] = {}  # by kind of break
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def chunk(self, start: int, stop: int) -> Chunk:
+        """Tokens [start, stop) with the white space that follows them: no character is lost."""
+        first = 0 if start == 0 else self._starts[start]
+        last = len(self.text) if stop == len(self) else self._starts[stop]
+        # Of a character that is cut through, both sides have the whole.
+        return Chunk(start, stop, first, max(last, self._stops[stop - 1]))
+
+    def text_of(self, chunk: Chunk) -> str:
+        return self.text[chunk.start_char : chunk.stop_char]
+
+    def _breaks(self, kind: int) -> list[int]:
+        """The tokens before which a break of this kind stands, sorted; found when first asked for,
+        as a long text has many words and needs none of them."""
+        if kind not in self._found:
+            ends = (self._token_at(m.end()) for m in BREAKS[kind].finditer(self.text))
+            self._found[kind] = sorted({token for token in ends if token})
+        return self._found[kind]
+
+    def _token_at(self, char: int) -> int:
+        """The first token at or after a character, 0 where a token stands across it."""
+        token = bisect_left(self._starts, char)
+        whole = 0 < token < len(self) and self._stops[token - 1] <= char
+        return token if whole else 0
+
+    def boundary(self, low: int, high: int) -> int:
+        """Where best to cut in (low, high]: at the last break of the best kind, else `high`."""
+        found = self._last_break(low, high, len(BREAKS))
+        if found is not None:
+            return found
+        for token in range(high, low, -1):  # a place between two characters at least
+            if token == len(self) or self._stops[token - 1] <= self._starts[token]:
+                return token
+        return high
+
+    def beginning(self, low: int, high: int) -> int:
+        """Where best to begin in [low, high]: a paragraph, a sentence, or the document itself."""
+        found = self._last_break(low, high, SENTENCES)
+        if found is not None or low <= 0:
+            return found or 0
+        return self.boundary(low, high)
+
+    def _last_break(self, low: int, high: int, kinds: int) -> int | None:
+        for kind in range(kinds):
+            breaks = self._breaks(kind)
+            last = bisect_right(breaks, high)
+            if last and breaks[last - 1] > low:
+                return breaks[last - 1]
+        return None
+
+
+def pieces(document: Tokenised, size: int, overlap: int = 0) -> list[Chunk]:
+    """Chunks of at most `size` tokens that cover the document, each but the first beginning
+    `overlap` tokens, at most, before the one before it ends. The last is not left tiny.
+
+    Raises ValueError unless 0 <= 2 * overlap < size.
+    """
+    if not 0 <= 2 * overlap < size:
+        raise ValueError(f"overlap must be at least 0 and under half of size ({size}): {overlap}")
+    found: list[Chunk] = []
+    start, stop, count = 0, 0, len(document)
+    while start < count:
+        left = count - start
+        if left <= size:
+            stop = count
+        else:
+            most = size if left >= 2 * size else -(-left // 2)
+            low = max(start + most // 2, stop)  # past what stands in the piece before
+            stop = document.boundary(low, max(start + most, stop + 1))
+        found.append(document.chunk(start, stop))
+        if stop == count:
+            break
+        start = max(stop - overlap, start + max(1, most // 2))
+    return found
+
+
+def random_chunk(document: Tokenised, low: int, high: int, rng: random.Random) -> Chunk:
+    """A chunk of `low` to `high` tokens, its size and place drawn evenly and then moved to breaks
+    that are near; a document of no more than `low` is one chunk."""
+    count = len(document)
+    size = rng.randint(min(low, count), min(high, count))
+    drawn = rng.randint(0, count - size)
+    start = document.beginning(drawn - size // 4, drawn)
+    stop = start + size
+    if count - stop <= size // NEAR and count - start <= high:
+        return document.chunk(start, count)  # or its last words would stand in no chunk
+    least = max(min(low, size), size // 2)
+    return document.chunk(start, document.boundary(start + least - 1, stop))

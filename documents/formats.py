@@ -1,0 +1,173 @@
+"""What a file's bytes say: text, Markdown, PDF, JSON and JSON lines. Pure: bytes in, texts out.
+
+Every function raises DataError with what is wrong and what helps; who calls it names the file.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pypdf import PasswordType, PdfReader
+
+from protocols.errors import DataError
+
+# A UTF-32 mark begins with UTF-16's: the longer ones are looked for first.
+MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+UNICODE = frozenset({None, "utf-8", *(encoding for _, encoding in MARKS)})
+CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
+MOST_CONTROLS = 0.01  # of the characters: a log has escape codes, a program has more
+BINARY = "is binary, no text; convert it to text, Markdown or PDF"
+
+
+@dataclass(frozen=True)
+class Format:
+    """How files are read: `text_fields` of JSON's objects, the first that is there; `encoding` of
+    text that is neither UTF-8 nor begins with a byte order mark (None: refused)."""
+
+    text_fields: tuple[str, ...] = ("text", "content", "body")
+    encoding: str | None = "cp1252"
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text of a file: `record` counts from 1 in files that hold several, 0 in others."""
+
+    text: str
+    encoding: str
+    record: int = 0
+
+
+def decode(data: bytes, fallback: str | None) -> tuple[str, str]:
+    """(text with `\\n` line ends, encoding): by byte order mark, as UTF-8, or strictly as
+    `fallback`."""
+    for mark, encoding in MARKS:
+        if data.startswith(mark):
+            return _strictly(data, encoding), encoding
+    try:
+        return _strictly(data, "utf-8"), "utf-8"
+    except DataError:
+        if fallback in (None, "utf-8"):
+            raise
+    return _strictly(data, fallback), fallback
+
+
+def _strictly(data: bytes, encoding: str) -> str:
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        if b"\0" in data:
+            raise DataError(BINARY) from None
+        raise DataError(
+            f"is not {encoding}: byte {data[error.start]:#04x} at {error.start}; convert it to "
+            "UTF-8, or name its encoding by documents.encoding"
+        ) from None
+    controls = CONTROLS.findall(text)
+    if "\0" in controls or len(controls) > MOST_CONTROLS * len(text):
+        raise DataError(BINARY)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_text(data: bytes, how: Format) -> list[Text]:
+    return [Text(*decode(data, how.encoding))]
+
+
+def read_pdf(data: bytes, how: Format) -> list[Text]:
+    """The text layer, page by page with an empty line between."""
+    logging.getLogger("pypdf").setLevel(logging.ERROR)
+    try:
+        reader = PdfReader(io.BytesIO(data))
+        locked = reader.is_encrypted and reader.decrypt("") == PasswordType.NOT_DECRYPTED
+        if not locked:
+            pages = [page.extract_text().strip() for page in reader.pages]
+    except Exception as error:  # its parser raises whatever a damaged file leads it to
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"is no readable PDF ({what}); print it to PDF anew") from error
+    if locked:
+        raise DataError("is a PDF that asks for a password; remove it")
+    text = "\n\n".join(page for page in pages if page)
+    if not text:
+        raise DataError("is a PDF without a text layer; run character recognition over it")
+    return [Text(text.replace("\r\n", "\n").replace("\r", "\n"), "pdf")]
+
+
+def read_json(data: bytes, how: Format) -> list[Text]:
+    """An object with a text field, a string, or a list of either: one text each."""
+    text, encoding = decode(data, how.encoding)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"is not JSON ({_first_line(error)}); name it .txt if it is text") from None
+    if not isinstance(content, list):
+        return [Text(_text_of(content, "its object", how.text_fields), encoding)]
+    return [
+        Text(_text_of(item, f"item {i}", how.text_fields), encoding, i)
+        for i, item in enumerate(content, start=1)
+    ]
+
+
+def read_jsonl(data: bytes, how: Format) -> list[Text]:
+    """A line each: an object with a text field, or a string. Empty lines are passed over."""
+    text, encoding = decode(data, how.encoding)
+    found = []
+    # Not splitlines(): JSON strings may hold the other line ends that it knows.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"line {number} is not JSON ({_first_line(error)}); mend or delete the line"
+            ) from None
+        found.append(Text(_text_of(content, f"line {number}", how.text_fields), encoding, number))
+    return found
+
+
+Reader = Callable[[bytes, Format], list[Text]]
+READERS: Mapping[str, Reader] = {
+    ".txt": read_text,
+    ".md": read_text,
+    ".markdown": read_text,
+    ".pdf": read_pdf,
+    ".json": read_json,
+    ".jsonl": read_jsonl,
+}
+
+
+def _text_of(content: Any, where: str, fields: Sequence[str]) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, dict):
+        raise DataError(
+            f"{where} is {type(content).__name__}; expected an object with a text field, or a text"
+        )
+    field = next((f for f in fields if f in content), None)
+    if field is None:
+        has = ", ".join(sorted(map(str, content))[:8]) or "nothing"
+        raise DataError(
+            f"{where} has none of the fields {', '.join(fields)}, but {has}; name the field that "
+            "holds its text by documents.text_fields"
+        )
+    if not isinstance(content[field], str):
+        raise DataError(
+            f"{where}: {field} is {type(content[field]).__name__}, no text; name another field by "
+            "documents.text_fields"
+        )
+    return str(content[field])
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0]

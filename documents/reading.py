@@ -1,0 +1,226 @@
+"""A user's files as documents: folders, single files and patterns, each text under a name.
+
+    data.path -> files (sorted, bounded) -> formats -> Document, or LeftOut with the reason
+
+What is named by itself must be readable; of a folder or a pattern, what cannot be used is left out
+by name, so that one picture among the notes ends nothing.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from documents.formats import READERS, UNICODE, Format, Reader, Text
+from protocols.errors import DataError
+
+MOST_FILES = 10_000
+NAME_LENGTH = 48  # a cartridge's name has at most 64: room for a part's or a namesake's number
+RESERVED = "none"  # stands for no document at all
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds, in bytes."""
+
+    file: int = 64 * 1024**2
+    total: int = 256 * 1024**2
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text: `Document("notes.monday", "notes/monday.md", "Monday ...", "9f86...", "utf-8")`.
+
+    `name` is that of its cartridge, `source` the file (and `#3` for its third record), `sha256`
+    of the text in UTF-8.
+    """
+
+    name: str
+    source: str
+    text: str
+    sha256: str
+    encoding: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Something that is not used, and why; or, as a note, used in an unusual way."""
+
+    source: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.source} {self.why}"
+
+
+@dataclass(frozen=True)
+class Reading:
+    documents: tuple[Document, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    notes: tuple[LeftOut, ...] = ()
+
+
+def read_documents(
+    paths: Sequence[str], how: Format | None = None, limits: Limits | None = None
+) -> Reading:
+    """Every document of the paths: files, folders (with all below them) and patterns (`*.md`).
+
+    Raises DataError for a path that there is not, a file named by itself that cannot be used, a
+    bound that is passed, and where nothing is left.
+    """
+    how, limits = how or Format(), limits or Limits()
+    gathered = _Gathered()
+    total = 0
+    for place, file, shown, sought in _files(paths):
+        try:
+            data = _bytes(file, limits.file)
+            total += len(data)
+            if total > limits.total:
+                raise _TooMuch(
+                    f"{place}: more than documents.max_total_bytes ({limits.total:,}) in all; "
+                    "raise it, or give fewer files"
+                )
+            found = _reader(file)(data, how)
+        except _TooMuch:
+            raise
+        except DataError as error:
+            if not sought:
+                raise DataError(f"{shown} {error}") from error
+            gathered.left_out.append(LeftOut(shown, str(error)))
+            continue
+        if found and found[0].encoding == how.encoding not in UNICODE:
+            gathered.notes.append(LeftOut(shown, f"is not UTF-8: read as {how.encoding}"))
+        faults = [why for text in found if (why := gathered.take(shown, text))]
+        if len(faults) == len(found) and not sought:
+            why = faults[-1] if faults else "holds no text"
+            raise DataError(f"{shown} {why}; name a file with text in it")
+    if not gathered.documents:
+        told = "".join(f"\n  {item}" for item in gathered.left_out)
+        raise DataError(
+            f"no document in {', '.join(paths)}: expected {', '.join(READERS)} files{told}"
+        )
+    return Reading(tuple(gathered.documents), tuple(gathered.left_out), tuple(gathered.notes))
+
+
+class _Gathered:
+    """What was read so far: names and texts are given once."""
+
+    def __init__(self) -> None:
+        self.documents: list[Document] = []
+        self.left_out: list[LeftOut] = []
+        self.notes: list[LeftOut] = []
+        self._names: set[str] = set()
+        self._texts: dict[str, str] = {}  # by hash: the source that has it
+
+    def take(self, shown: str, text: Text) -> str | None:
+        """Take a text of a file; why it is left out, None where it is not."""
+        source = f"{shown}#{text.record}" if text.record else shown
+        why = self._fault(text.text)
+        if why is not None:
+            self.left_out.append(LeftOut(source, why))
+            return why
+        digest = hashlib.sha256(text.text.encode()).hexdigest()
+        self._texts[digest] = source
+        stem = str(Path(shown).with_suffix(""))
+        name = _free(f"{stem}.{text.record}" if text.record else stem, self._names)
+        self.documents.append(Document(name, source, text.text, digest, text.encoding))
+        return None
+
+    def _fault(self, text: str) -> str | None:
+        if not text.strip():
+            return "is empty"
+        try:
+            digest = hashlib.sha256(text.encode()).hexdigest()
+        except UnicodeEncodeError as error:
+            return f"has half a character at {error.start} (a lone surrogate); mend its escapes"
+        same = self._texts.get(digest)
+        return None if same is None else f"has the same text as {same}"
+
+
+class _TooMuch(DataError):
+    """A bound on all files together: no file's own fault."""
+
+
+def _files(paths: Sequence[str]) -> Iterator[tuple[str, Path, str, bool]]:
+    """(the path it came by, file, how it is shown, whether it was sought and not named)."""
+    count = 0
+    seen: set[str] = set()
+    for given in paths:
+        path = Path(given)
+        if path.is_dir():
+            found = [(file, str(file.relative_to(path)), True) for file in _below(path)]
+        elif path.exists():
+            found = [(path, path.name, False)]
+        elif glob.has_magic(given):
+            matches = [Path(m) for m in sorted(glob.glob(given, recursive=True))]
+            found = [(m, m.name, True) for m in matches if not m.is_dir()]
+            if not found:
+                raise DataError(f"no file matches {given}; check data.path")
+        else:
+            raise DataError(f"there is no file or folder {given}; check data.path")
+        for file, shown, sought in found:
+            if str(file.absolute()) in seen:
+                continue
+            seen.add(str(file.absolute()))
+            count += 1
+            if count > MOST_FILES:
+                raise DataError(f"{given}: more than {MOST_FILES:,} files; name a smaller folder")
+            yield given, file, shown, sought
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Files below a folder, sorted by path; hidden ones and links to folders are passed over."""
+    found = []
+    for here, folders, files in os.walk(folder):
+        folders[:] = [f for f in folders if not f.startswith(".")]
+        found += [Path(here) / f for f in files if not f.startswith(".")]
+        if len(found) > MOST_FILES:
+            break  # the caller refuses them
+    return iter(sorted(found))
+
+
+def _bytes(file: Path, most: int) -> bytes:
+    _reader(file)  # before anything is read of a file that is not for us
+    try:
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError("is no plain file; name a file, or a folder of them")
+        if found.st_size > most:
+            raise DataError(
+                f"has {found.st_size:,} bytes, over documents.max_file_bytes ({most:,}); raise it, "
+                "or cut the file up"
+            )
+        with file.open("rb") as opened:
+            data = opened.read(most + 1)  # it may grow while it is read
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}; check its permissions") from error
+    if not data:
+        raise DataError("is empty")
+    return data
+
+
+def _reader(file: Path) -> Reader:
+    reader = READERS.get(file.suffix.lower())
+    if reader is None:
+        raise DataError(
+            f"is no file that is read here ({', '.join(READERS)}); convert it to one of them"
+        )
+    return reader
+
+
+def _free(stem: str, names: set[str]) -> str:
+    """A name that a cartridge may have and no other document has: letters, digits, `_ . -`."""
+    slug = re.sub(r"[^A-Za-z0-9_.-]+", "_", stem.replace(os.sep, "."))
+    slug = slug.strip("_.-")[:NAME_LENGTH].rstrip("_.-") or "document"
+    name, count = slug, 1
+    while name in names or name == RESERVED:
+        count += 1
+        name = f"{slug}_{count}"
+    names.add(name)
+    return name

@@ -1,0 +1,138 @@
+"""Self-study rows: a turn of A with the answer of B and all that made them, one JSON line each."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from protocols.errors import DataError
+
+SCHEMA = 1
+PARQUET_REMEDY = "run `pip install -e '.[parquet]'`, or use the JSON lines"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRow:
+    """One turn about a passage, kept or refused.
+
+    `StudyRow(key="kestrel/00007", document="kestrel", source="kestrel.md", sha256="9f86...",
+    tokens=(120, 431), chars=(512, 1890), kind="question", asker="model", question="Where does ...",
+    answer="On cliffs.", answer_ids=(17, 9, 2), answer_logprobs=(-0.1, -0.4, -0.0),
+    teacher_ids=((17, 4), ...), teacher_logprobs=((-0.1, -2.7), ...), ...)`
+
+    `tokens` and `chars` are the passage's span in the document whose text has the hash `sha256`.
+    `asker` is "plain" for a turn that no model wrote; `refused` says why a turn (or its answer,
+    "answer: ...") is not used, "" where it is. `teacher_ids[t]` are the likeliest tokens where
+    `answer_ids[t]` was drawn, likeliest first, ids -1 where the teacher told texts alone
+    (`teacher_texts`). `config` is a hash of all that decides the row but the time.
+    """
+
+    schema: int = SCHEMA
+    key: str
+    document: str
+    source: str
+    sha256: str
+    tokens: tuple[int, int]
+    chars: tuple[int, int]
+    kind: str
+    asker: Literal["model", "plain"]
+    question: str
+    question_tokens: int = 0
+    question_sampling: Mapping[str, float | int]
+    question_seed: int
+    answer: str = ""
+    answer_ids: tuple[int, ...] = ()
+    answer_logprobs: tuple[float, ...] = ()
+    answer_tokens: int = 0
+    answer_sampling: Mapping[str, float | int]
+    answer_seed: int
+    finish_reason: str = ""
+    teacher_ids: tuple[tuple[int, ...], ...] = ()
+    teacher_texts: tuple[tuple[str, ...], ...] = ()
+    teacher_logprobs: tuple[tuple[float, ...], ...] = ()
+    tried: tuple[str, ...] = ()  # why what A wrote was not used
+    refused: str = ""
+    model: str
+    config: str
+    generator: str
+    time: str
+
+    @property
+    def kept(self) -> bool:
+        return not self.refused
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+NAMES = frozenset(field.name for field in fields(StudyRow))
+
+
+def from_dict(row: Mapping[str, Any], where: str) -> StudyRow:
+    """The inverse of `as_dict` after JSON. Raises DataError that says where the row stands."""
+    unknown = sorted(set(row) - NAMES)
+    if row.get("schema") != SCHEMA or unknown:
+        raise DataError(
+            f"{where} is no self-study row of schema {SCHEMA}"
+            + (f" (unknown: {', '.join(unknown)})" if unknown else "")
+            + "; write it anew with `forge selfstudy`"
+        )
+    try:
+        return StudyRow(**{name: _tuples(value) for name, value in row.items()})
+    except TypeError as error:
+        raise DataError(
+            f"{where} is no whole self-study row: {error}; write it anew with `forge selfstudy`"
+        ) from None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def counts(rows: Iterable[StudyRow]) -> dict[str, int]:
+    """How many rows there are, are kept, asked plainly, and refused for each reason."""
+    found: Counter[str] = Counter()
+    for row in rows:
+        found["rows"] += 1
+        found["kept"] += row.kept
+        found["plain"] += row.kept and row.asker == "plain"
+        for why in row.tried:
+            found[f"tried: {why}"] += 1
+        if row.refused:
+            found[f"refused: {row.refused}"] += 1
+    return dict(sorted(found.items()))
+
+
+def write_parquet(rows: Sequence[StudyRow], path: Path) -> None:
+    """The rows as one Parquet file, nested lists as lists, samplings as JSON texts. Raises
+    DataError where pyarrow is not installed."""
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(
+            f"Parquet needs pyarrow, which is not installed; {PARQUET_REMEDY}"
+        ) from None
+    span, ids, floats = pa.list_(pa.int64(), 2), pa.list_(pa.int32()), pa.list_(pa.float32())
+    types = {
+        "tokens": span, "chars": span, "answer_ids": ids, "teacher_ids": pa.list_(ids),
+        "answer_logprobs": floats, "teacher_logprobs": pa.list_(floats),
+        "teacher_texts": pa.list_(pa.list_(pa.string())), "tried": pa.list_(pa.string()),
+        **dict.fromkeys(
+            ("schema", "question_seed", "answer_seed", "question_tokens", "answer_tokens"),
+            pa.int64(),
+        ),
+    }  # fmt: skip
+    schema = pa.schema([(f.name, types.get(f.name, pa.string())) for f in fields(StudyRow)])
+    samplings = ("question_sampling", "answer_sampling")
+    plain = [
+        {n: json.dumps(v) if n in samplings else v for n, v in row.as_dict().items()}
+        for row in rows
+    ]
+    temporary = path.with_name(f".{path.name}")
+    parquet.write_table(pa.Table.from_pylist(plain, schema=schema), temporary)
+    temporary.replace(path)

@@ -1,0 +1,157 @@
+"""The plan of a run on a user's documents: what is read, in which passages, and what it costs.
+
+Passages are those that will be drawn, for their draws hang on the documents alone.
+"""
+
+from __future__ import annotations
+
+import os
+from statistics import fmean
+from typing import Any
+
+from documents.formats import Format
+from documents.reading import Limits, read_documents
+from protocols.errors import DataError
+from protocols.learn_spec import LearnSpec
+from services.parts import Part, Parts, read_parts
+from services.study import passage_of
+
+Rows = tuple[tuple[str, ...], ...]
+Told = tuple[str, tuple[str, ...], Rows]
+
+MOST_ROWS = 24
+CHARS_PER_TOKEN = 4  # of English, where the model's tokenizer is not at hand
+SEED_TOKENS = 90  # what A reads beside its passage: the seed's words
+HEADS = ("document", "from", "tokens", "characters", "hash", "passages of self-study, tokens")
+
+
+def studied(learn: LearnSpec) -> tuple[LearnSpec, list[Told]]:
+    """The spec with what is known of the documents, and the plan's sections on them. Raises
+    DataError as `read_parts` does."""
+    if learn.self_study is None or learn.data.path is None:
+        return learn, []
+    tokenizer = _tokenizer(learn.model.path)
+    if tokenizer is None:
+        return _estimated(learn)
+    parts = read_parts(learn, tokenizer)
+    counts = [len(part.tokens) for part in parts.parts.values()]
+    data = learn.data.model_copy(
+        update={"patients": len(counts), "document_tokens": round(fmean(counts))}
+    )
+    rows = tuple(_row(part, learn) for part in parts.parts.values())
+    more = len(rows) - MOST_ROWS
+    if more > 0:
+        rows = (*rows[:MOST_ROWS], (f"and {more} more", *[""] * (len(HEADS) - 1)))
+    sections: list[Told] = [
+        (f"{len(counts)} documents, {sum(counts):,} tokens, a cartridge each", HEADS, rows)
+    ]
+    if lines := told(parts):
+        sections.append(("left out, or read in an unusual way", ("",), tuple((x,) for x in lines)))
+    sections.append(("self-study", ("", ""), study_rows(learn, parts)))
+    return learn.model_copy(update={"data": data}), sections
+
+
+def require_documents(learn: LearnSpec) -> list[str]:
+    """What is worth saying before a run starts. Raises DataError where its documents or its
+    questions cannot be used."""
+    tokenizer = _tokenizer(learn.model.path)
+    if tokenizer is None:
+        raise DataError(
+            f"no tokenizer at {learn.model.path!r}; set model to a directory with tokenizer.json, "
+            "or to a hub id that this machine can reach"
+        )
+    parts = read_parts(learn, tokenizer)
+    if learn.data.questions is not None:
+        from services.document_questions import read_questions
+
+        read_questions(learn.data.questions, parts.texts, learn.data.instruction)
+    return told(parts)
+
+
+def told(parts: Parts) -> list[str]:
+    return [*(f"left out: {x}" for x in parts.left_out), *(f"note: {x}" for x in parts.notes)]
+
+
+def study_rows(learn: LearnSpec, parts: Parts) -> Rows:
+    """What A and B read and write, at most."""
+    study = learn.self_study
+    assert study is not None
+    turns = len(parts.parts) * study.questions
+    passages = [size for part in parts.parts.values() for size in passage_tokens(part, learn)]
+    writes = turns * study.question_tokens
+    reads = sum(passages) + turns * SEED_TOKENS
+    rows = [
+        ("turns", f"{study.questions} a document, {turns:,} in all: {', '.join(study.kinds)}"),
+        (
+            "passages",
+            f"{min(passages):,} to {max(passages):,} tokens, {fmean(passages):,.0f} on average",
+        ),
+        ("held out", f"{learn.data.held_out:.0%} of them, to measure agreement with the teacher"),
+    ]
+    if study.rows is not None:
+        return (("rows", study.rows), *rows)
+    rows.append(("A", f"reads about {reads:,} tokens, writes at most {writes:,}"))
+    answers = turns * study.answer_tokens
+    again = sum(passages) + writes
+    rows.append(
+        ("B", f"for `forge selfstudy`: reads about {again:,} tokens, writes at most {answers:,}")
+    )
+    if (api := study.api) is not None:
+        cost = "price unknown: set self_study.api.prices"
+        if api.prices is not None:
+            dollars = (reads + again) * api.prices.input + (writes + answers) * api.prices.output
+            cost = f"at most ${dollars / 1e6:,.2f}"
+        rows.append(("written by", f"{api.model} ({api.provider}) for `forge selfstudy`: {cost}"))
+    return tuple(rows)
+
+
+def passage_tokens(part: Part, learn: LearnSpec) -> list[int]:
+    """Tokens of every passage that self-study draws from a part."""
+    assert learn.self_study is not None
+    study, seed = learn.self_study, learn.train.seed
+    return [passage_of(part, i, study, seed)[0].tokens for i in range(study.questions)]
+
+
+def _row(part: Part, learn: LearnSpec) -> tuple[str, ...]:
+    sizes = passage_tokens(part, learn)
+    return (
+        part.name,
+        part.document.source,
+        f"{len(part.tokens):,}",
+        f"{part.chunk.start_char:,} to {part.chunk.stop_char:,}",
+        part.document.sha256[:12],
+        f"{len(sizes)} of {min(sizes):,} to {max(sizes):,}",
+    )
+
+
+def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[Told]]:
+    read = learn.documents
+    assert learn.data.path is not None
+    found = read_documents(
+        learn.data.path.split(os.pathsep),
+        Format(read.text_fields, read.encoding),
+        Limits(read.max_file_bytes, read.max_total_bytes),
+    )
+    counts = [len(d.text) // CHARS_PER_TOKEN for d in found.documents]
+    data = learn.data.model_copy(
+        update={"patients": len(counts), "document_tokens": max(1, round(fmean(counts)))}
+    )
+    rows = (
+        ("tokens", f"about {sum(counts):,}: the model's tokenizer is not at hand, so "
+         f"{CHARS_PER_TOKEN} characters each; parts and passages are unknown"),
+        *(("left out", str(item)) for item in found.left_out),
+    )  # fmt: skip
+    sections: list[Told] = [(f"{len(counts)} documents", ("", ""), rows)]
+    return learn.model_copy(update={"data": data}), sections
+
+
+def _tokenizer(path: str) -> Any:
+    """None for a model that is not at hand. Raises DataError for one without a chat template."""
+    from learning.model import load_tokenizer
+
+    try:
+        return load_tokenizer(path)
+    except DataError:
+        raise
+    except (OSError, ValueError):
+        return None

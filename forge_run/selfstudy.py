@@ -1,0 +1,88 @@
+"""`forge selfstudy MESH.yaml`: questions and answers about documents, written to a directory.
+
+    OUT/rows.jsonl      a row an item, gone on with where it ended          (documents.rows)
+    OUT/rows.parquet    the same, where pyarrow is installed
+    OUT/summary.json    how many were kept, and why others were not
+
+The model itself writes, in this very process, or an external one (`self_study.api`). A run takes
+them by `--set self_study.rows=OUT/rows.jsonl`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from documents.rows import counts, write_parquet
+from forge_run.plan_documents import told
+from protocols.errors import DataError, SpecError
+from protocols.spec import RunSpec
+from services.parts import read_parts
+from services.rundir import write_atomically
+from services.study import Plan, model_name, write_study
+from strategies.port import Sampler
+
+
+def command(spec: RunSpec, out: Path, show: Callable[[str], None]) -> list[str]:
+    """Write the rows; returns the lines to print. Raises ForgeError."""
+    learn = spec.learn
+    if learn.self_study is None:
+        raise SpecError(f"mesh {spec.mesh.name} has no self_study; use meshes/documents.yaml")
+    from learning.model import load_tokenizer
+
+    parts = read_parts(learn, load_tokenizer(learn.model.path))
+    for line in told(parts):
+        show(line)
+    out.mkdir(parents=True, exist_ok=True)
+    api = learn.self_study.api
+    model = model_name(learn.model.path) if api is None else f"{api.provider}:{api.model}"
+    plan = Plan(learn.self_study, model, learn.train.seed, answers=True)
+    file = out / "rows.jsonl"
+
+    async def write() -> list[str]:
+        async with _sampler(spec) as sampler:
+            rows = await write_study(
+                file, list(parts.parts.values()), plan, sampler,
+                lambda done, of: show(f"{done} of {of} rows"),
+            )  # fmt: skip
+        found = counts(rows)
+        told = {"documents": parts.as_dict(), "model": model, "config": plan.config, **found}
+        write_atomically(out / "summary.json", json.dumps(told, indent=2) + "\n")
+        lines = [f"{name:30} {count}" for name, count in found.items()]
+        try:
+            write_parquet(rows, out / "rows.parquet")
+            lines.append(f"parquet {out / 'rows.parquet'}")
+        except DataError as error:
+            show(str(error))
+        return [*lines, f"rows    {file}"]
+
+    return asyncio.run(write())
+
+
+@asynccontextmanager
+async def _sampler(spec: RunSpec) -> AsyncIterator[Sampler]:
+    learn = spec.learn
+    assert learn.self_study is not None
+    if (api := learn.self_study.api) is not None:
+        from strategies.apis import ApiSampler, Endpoint
+
+        endpoint = Endpoint(
+            api.provider, api.model, api.base_url, api.key_env, api.logprobs, api.concurrency,
+            api.timeout_s,
+        )  # fmt: skip
+        async with ApiSampler(endpoint) as sampler:
+            yield sampler
+        return
+    from actors.local import local_sampler
+
+    with local_sampler(
+        learn.model.path,
+        backend=learn.generator.backend,
+        dtype=learn.model.dtype,
+        threads=spec.mesh.roles.generator.threads,
+        kv_gib=learn.generator.kv_gib,
+    ) as local:
+        yield local

@@ -1,0 +1,115 @@
+"""What bytes say: encodings, PDF, JSON, JSON lines, and every refusal's words."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pdfs import pdf
+
+from documents.formats import Format, decode, read_json, read_jsonl, read_pdf, read_text
+from protocols.errors import DataError
+
+WORDS = "Größe: 3 µm, naïve café \U0001f600\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "encoding"),
+    [
+        (WORDS.encode(), "utf-8"),
+        (b"\xef\xbb\xbf" + WORDS.encode(), "utf-8-sig"),
+        (b"\xff\xfe" + WORDS.encode("utf-16-le"), "utf-16"),
+        (b"\xfe\xff" + WORDS.encode("utf-16-be"), "utf-16"),
+        (b"\xff\xfe\x00\x00" + WORDS.encode("utf-32-le"), "utf-32"),
+    ],
+)
+def test_a_byte_order_mark_decides_and_utf_8_needs_none(data: bytes, encoding: str) -> None:
+    assert decode(data, None) == (WORDS, encoding)
+
+
+def test_another_encoding_is_tried_only_where_utf_8_fails() -> None:
+    assert decode("Größe".encode("latin-1"), "cp1252") == ("Größe", "cp1252")
+    assert decode("Größe".encode(), "cp1252") == ("Größe", "utf-8")
+    with pytest.raises(DataError, match="is not utf-8: byte 0xf6 at 2; convert it to UTF-8"):
+        decode("Größe".encode("latin-1"), None)
+    with pytest.raises(DataError, match="is not cp1252: byte 0x81 at 0"):
+        decode(b"\x81\xff", "cp1252")
+
+
+def test_utf_16_without_a_mark_is_read_when_it_is_named() -> None:
+    data = "plain words".encode("utf-16-le")
+    assert decode(data, "utf-16-le") == ("plain words", "utf-16-le")
+    with pytest.raises(DataError, match="is binary"):
+        decode(data, "cp1252")
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc"]), min_size=1))
+def test_every_text_in_every_marked_encoding_is_read_again(text: str) -> None:
+    for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32"):
+        data = text.encode(encoding)
+        if encoding == "utf-8" and text[0] == "\ufeff":
+            continue  # it is a mark there
+        assert decode(data, None)[0] == text
+
+
+def test_line_ends_are_one_kind() -> None:
+    assert decode(b"a\r\nb\rc\n", None)[0] == "a\nb\nc\n"
+
+
+@pytest.mark.parametrize("data", [b"\x7fELF\x00\x01", b"\x89PNG\r\n\x1a\n\x00\x00", b"ab\x00cd"])
+def test_binary_files_are_refused(data: bytes) -> None:
+    with pytest.raises(DataError, match="is binary, no text; convert it"):
+        read_text(data, Format())
+
+
+def test_a_few_control_codes_are_text() -> None:
+    assert decode(b"\x1b[31m" + b"x" * 200, None)[0] == "\x1b[31m" + "x" * 200
+
+
+def test_a_pdf_is_read_page_by_page() -> None:
+    (text,) = read_pdf(pdf(["The first page.", "The second."]), Format())
+    assert (text.text, text.encoding) == ("The first page.\n\nThe second.", "pdf")
+
+
+def test_pdfs_that_cannot_be_read() -> None:
+    with pytest.raises(DataError, match="without a text layer; run character recognition"):
+        read_pdf(pdf([""]), Format())
+    with pytest.raises(DataError, match="is no readable PDF"):
+        read_pdf(b"%PDF-1.4\nnothing more", Format())
+    with pytest.raises(DataError, match="is no readable PDF"):
+        read_pdf(pdf(["words"])[:120], Format())
+
+
+def test_json_of_every_shape() -> None:
+    one = {"title": "t", "content": "words"}
+    assert [t.text for t in read_json(json.dumps(one).encode(), Format())] == ["words"]
+    several = [{"text": "a", "body": "not this"}, "b"]
+    found = read_json(json.dumps(several).encode(), Format())
+    assert [(t.text, t.record) for t in found] == [("a", 1), ("b", 2)]
+    assert read_json(b"[]", Format()) == []
+
+
+def test_json_lines() -> None:
+    data = b'{"text": "a\\u2028b"}\n\n"c"\r\n{"wiki": "d"}\n'
+    found = read_jsonl(data, Format(text_fields=("text", "wiki")))
+    assert [(t.text, t.record) for t in found] == [("a\u2028b", 1), ("c", 3), ("d", 4)]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'{"text": "a"}\n{"titel": "b"}\n', "line 2 has none of the fields text, content, body, "
+         "but titel; name the field that holds its text by documents.text_fields"),
+        (b'{"text": "a"}\n{"tex', "line 2 is not JSON"),
+        (b'{"text": ["a"]}\n', "line 1: text is list, no text"),
+        (b"17\n", "line 1 is int; expected an object with a text field"),
+    ],
+)  # fmt: skip
+def test_json_lines_that_cannot_be_read(data: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_jsonl(data, Format())
+
+
+def test_json_nested_without_end_is_refused() -> None:
+    with pytest.raises(DataError, match="is not JSON"):
+        read_json(b"[" * 100_000, Format())

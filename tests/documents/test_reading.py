@@ -1,0 +1,140 @@
+"""Folders, files and patterns: what is read, under which names, and what is left out and why."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+from pdfs import pdf
+
+from documents.formats import Format
+from documents.reading import Limits, read_documents
+from protocols.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "b.txt").write_text("the second")
+    (tmp_path / "a.md").write_text("# the first")
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "c.pdf").write_bytes(pdf(["the third"]))
+    (tmp_path / "deep" / "d.jsonl").write_text('{"text": "four"}\n{"text": "five"}\n')
+    (tmp_path / ".hidden.txt").write_text("never")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "x.txt").write_text("never")
+    return tmp_path
+
+
+def test_a_folder_is_read_in_order_with_all_below_it(folder: Path) -> None:
+    found = read_documents([str(folder)])
+    assert [(d.name, d.source, d.text) for d in found.documents] == [
+        ("a", "a.md", "# the first"),
+        ("b", "b.txt", "the second"),
+        ("deep.d.1", "deep/d.jsonl#1", "four"),
+        ("deep.d.2", "deep/d.jsonl#2", "five"),
+        ("deep.er.c", "deep/er/c.pdf", "the third"),
+    ]
+    assert found.left_out == found.notes == ()
+    assert found.documents[0].sha256 == hashlib.sha256(b"# the first").hexdigest()
+
+
+def test_what_cannot_be_used_of_a_folder_is_left_out_by_name(folder: Path) -> None:
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "blank.txt").write_text(" \n\t\n")
+    (folder / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (folder / "program.txt").write_bytes(b"\x7fELF\x00\x00")
+    (folder / "old.txt").write_bytes("Grüße".encode("latin-1"))
+    (folder / "twice.txt").write_text("the second")
+    (folder / "big.txt").write_text("x" * 101)
+    found = read_documents([str(folder)], limits=Limits(file=1000))
+    assert len(found.documents) == 7
+    assert [str(n) for n in found.notes] == ["old.txt is not UTF-8: read as cp1252"]
+    assert {x.source: x.why.partition(";")[0] for x in found.left_out} == {
+        "blank.txt": "is empty",
+        "empty.txt": "is empty",
+        "image.png": "is no file that is read here (.txt, .md, .markdown, .pdf, .json, .jsonl)",
+        "program.txt": "is binary, no text",
+        "twice.txt": "has the same text as b.txt",
+    }
+
+
+def test_bounds(folder: Path) -> None:
+    (folder / "big.txt").write_text("x" * 1001)
+    found = read_documents([str(folder)], limits=Limits(file=1000))
+    assert [str(x) for x in found.left_out] == [
+        "big.txt has 1,001 bytes, over documents.max_file_bytes (1,000); raise it, or cut the "
+        "file up"
+    ]
+    with pytest.raises(DataError, match=r"more than documents.max_total_bytes \(20\) in all"):
+        read_documents([str(folder)], limits=Limits(total=20))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.txt", b"", "a.txt is empty"),
+        ("a.txt", b" \n", "a.txt is empty; name a file with text in it"),
+        ("a.txt", b"\x00\x01", "a.txt is binary"),
+        ("a.docx", b"PK", "a.docx is no file that is read here"),
+        ("a.json", b"[]", "a.json holds no text"),
+        ("a.json", b"{", "a.json is not JSON"),
+    ],
+)
+def test_a_file_named_by_itself_must_be_usable(
+    tmp_path: Path, name: str, data: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        read_documents([str(tmp_path / name)])
+
+
+def test_patterns_lists_and_doubles(folder: Path) -> None:
+    paths = [str(folder / "b.txt"), str(folder / "*.md"), str(folder / "b.txt")]
+    assert [d.name for d in read_documents(paths).documents] == ["b", "a"]
+    with pytest.raises(DataError, match=r"no file matches .*/\*\.rst"):
+        read_documents([str(folder / "*.rst")])
+    with pytest.raises(DataError, match=r"there is no file or folder .*/none; check data.path"):
+        read_documents([str(folder / "none")])
+
+
+def test_a_folder_without_any_document_says_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"\x00")
+    with pytest.raises(DataError, match=r"no document in .*\n  x.bin is no file that is read here"):
+        read_documents([str(tmp_path)])
+
+
+def test_what_is_no_plain_file_is_never_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")  # reading it would wait for ever
+    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
+    found = read_documents([str(tmp_path)])
+    assert [d.name for d in found.documents] == ["a"]
+    assert [str(x) for x in found.left_out] == [
+        "pipe.txt is no plain file; name a file, or a folder of them"
+    ]
+
+
+def test_names_are_those_that_a_cartridge_may_have(tmp_path: Path) -> None:
+    for i, name in enumerate(["Q3 report (final).txt", "日本.txt", "none.txt", "x" * 90 + ".txt"]):
+        (tmp_path / name).write_text(f"text {i}")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.txt").write_text("one")
+    (tmp_path / "a.b.md").write_text("two")
+    names = [d.name for d in read_documents([str(tmp_path)]).documents]
+    assert names == ["Q3_report_final", "a.b", "a.b_2", "none_2", "x" * 48, "document"]
+
+
+def test_half_a_character_of_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ab\\ud83d"}\n{"text": "whole"}\n')
+    found = read_documents([str(tmp_path / "a.jsonl")])
+    assert [d.name for d in found.documents] == ["a.2"]
+    assert [str(x) for x in found.left_out] == [
+        "a.jsonl#1 has half a character at 2 (a lone surrogate); mend its escapes"
+    ]
+
+
+def test_fields_and_encoding_are_the_users(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"article": "words"}')
+    (tmp_path / "b.txt").write_bytes("слово".encode("koi8-r"))
+    found = read_documents([str(tmp_path)], Format(("article",), "koi8-r"))
+    assert [d.text for d in found.documents] == ["words", "слово"]

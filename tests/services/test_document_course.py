@@ -1,0 +1,179 @@
+"""The course on a user's documents, over the real tiny model in this process."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learning.decoding import generate
+from learning.model import document_kv, load_model, load_tokenizer
+from learning.prefixes import DocumentCache
+from protocols.errors import CheckpointError, DataError
+from protocols.learn_spec import LearnSpec
+from protocols.records import Measured
+from protocols.spec_loading import load_spec
+from protocols.types import Completion, GenerateRequest, PrefixRef
+from services.document_course import DocumentCourse
+from services.parts import read_parts
+from services.rundir import RunDirectory
+from services.study import read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+ARTICLES = ROOT / "tests" / "documents" / "articles"
+READER = str(ROOT / "models" / "clinic-reader")
+TOKENIZER, MODEL = load_tokenizer(READER), load_model(READER)
+SMALL = (
+    "self_study.questions=6", "self_study.min_chunk=60", "self_study.max_chunk=90",
+    "self_study.question_tokens=16", "rollout.prompts=4", "rollout.max_tokens=10",
+    "evaluate.max_tokens=8", "data.held_out=0.3",
+)  # fmt: skip
+
+
+class House:
+    """The course with generators over the model itself; documents' first tokens are cartridges."""
+
+    def __init__(self, folder: Path, *sets: str, path: Path = ARTICLES) -> None:
+        self.spec: LearnSpec = load_spec(
+            str(ROOT / "meshes" / "documents.yaml"), sets=[f"data.path={path}", *SMALL, *sets]
+        ).spec.learn
+        self.directory = RunDirectory(folder)
+        self.course = DocumentCourse(
+            self.spec, read_parts(self.spec, TOKENIZER), TOKENIZER, self.directory
+        )
+        self.requests: list[GenerateRequest] = []
+        self._documents = DocumentCache(partial(document_kv, MODEL), self.course.documents, 1 << 30)
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> tuple[list[Completion], float]:
+        self.requests += requests
+        return generate(MODEL, requests, self._prefix, self.course.end_ids), 0.0
+
+    def _prefix(self, ref: PrefixRef) -> Any:
+        kind, name = ref.name.split("/")
+        kv = self._documents.get(name)
+        return kv[:, :, :, : self.spec.cartridge.tokens] if kind == "cartridge" else kv
+
+    def measure(self, prefix: str, most: int | None = None) -> Measured:
+        return asyncio.run(
+            self.course.measure(prefix, prefix, 0, most=most, sampled=False, generate=self.generate)
+        )
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> House:
+    return House(tmp_path_factory.mktemp("run"))
+
+
+def test_prompts_are_questions_that_are_not_held_out(house: House) -> None:
+    house.measure("none")
+    rows = {row.key: row for row in read_rows(house.directory.selfstudy)}
+    assert len(rows) == 18
+    held_out = {e.studied.text for e in house.course._exams}
+    assert len(held_out) >= 3
+    asked: list[str] = []
+    for step in range(6):
+        rollout = asyncio.run(house.course.sample(step, 5, house.generate))
+        assert [p.document for p in rollout.prompts] == [
+            ["coast.lighthouse", "kestrel", "salt"][(4 * step + i) % 3] for i in range(4)
+        ]
+        assert {p.request.prefix.version for p in rollout.prompts} == {5}
+        for sample in rollout.samples:
+            assert set(sample.versions) == {5}
+            text = TOKENIZER.decode(sample.prompt_ids)
+            asked.append(text.split("<|user|>")[1].split("<|end|>")[0].strip())
+    texts = {row.question for row in rows.values()}
+    assert set(asked) <= texts - held_out
+    pool = [s for s in house.course._training["salt"]]
+    salt = [text for i, text in enumerate(asked) if i % 3 == 2]
+    assert sorted(salt[: len(pool)]) == sorted(s.text for s in pool)  # each once a round
+    again = asyncio.run(house.course.sample(2, 5, house.generate))
+    assert [s.prompt_ids for s in again.samples] == [
+        s.prompt_ids for s in asyncio.run(house.course.sample(2, 5, house.generate)).samples
+    ]
+
+
+def test_the_teacher_agrees_with_itself_and_others_less(house: House) -> None:
+    arms = {prefix: house.measure(prefix) for prefix in ("none", "cartridge", "document")}
+    of = {name: arm["agreement"] for name, arm in arms.items()}
+    assert of["document"]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert of["document"]["top1"] == arms["document"]["accuracy"] == 1.0
+    assert of["none"]["kl"] > 0.1
+    assert of["cartridge"]["kl"] > 0.1
+    assert arms["none"]["accuracy"] == of["none"]["top1"] < 1.0
+    assert of["none"]["tokens"] == of["document"]["tokens"] <= 8 * arms["none"]["n"]
+    assert house.measure("none", most=1)["n"] == 1
+
+
+def test_a_teachers_answers_are_those_it_samples(house: House) -> None:
+    house.measure("none")
+    told = {r.id: r for r in house.requests if r.id.startswith("teacher/")}
+    exam = house.course._exams[0]
+    request = told[f"teacher/{exam.studied.key}"]
+    assert request.sampling.temperature == 1.0
+    assert request.prefix == PrefixRef(f"document/{exam.studied.document}", 0)
+    (again,), _ = asyncio.run(house.generate([request]))
+    assert again.token_ids == exam.answer_ids
+    assert again.logprobs == pytest.approx(exam.logprobs, abs=1e-4)
+
+
+def test_offline_text_is_the_teachers(house: House) -> None:
+    (rollout,) = asyncio.run(house.course.offline(1, house.generate))
+    assert rollout.step == 1
+    assert {p.request.prefix.name.split("/")[0] for p in rollout.prompts} == {"document"}
+    assert all(v == -1 for s in rollout.samples for v in s.versions)
+    on_policy = asyncio.run(house.course.sample(1, 0, house.generate))
+    assert [s.prompt_ids for s in rollout.samples] == [s.prompt_ids for s in on_policy.samples]
+
+
+def test_rows_that_were_written_before_are_asked_and_their_answers_trained_on(
+    tmp_path: Path, house: House
+) -> None:
+    house.measure("none")
+    rows = read_rows(house.directory.selfstudy)
+    answer = " antibiotic drug"
+    ids = (*TOKENIZER(answer, add_special_tokens=False).input_ids, TOKENIZER.eos_token_id)
+    written = [replace(r, answer=answer, answer_ids=(9, 9)) for r in rows]
+    written = [replace(r, model="another") if r.document == "salt" else r for r in written]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(r.as_dict()) + "\n" for r in written))
+    (tmp_path / "run").mkdir()
+    other = House(tmp_path / "run", f"self_study.rows={path}")
+    (rollout,) = asyncio.run(other.course.offline(0, other.generate))
+    assert not other.requests  # nothing is generated
+    for sample in rollout.samples:
+        assert sample.response_ids == (ids if sample.document == "salt" else (9, 9))
+    assert not other.directory.selfstudy.exists()
+    (tmp_path / "salt.txt").write_text("quite another text " * 300)
+    (tmp_path / "other").mkdir()
+    elsewhere = House(tmp_path / "other", f"self_study.rows={path}", path=tmp_path / "salt.txt")
+    with pytest.raises(DataError, match="which is none of the run's documents"):
+        elsewhere.measure("none")
+
+
+def test_a_users_questions_decide_the_accuracy(tmp_path: Path) -> None:
+    context = (ARTICLES / "salt.txt").read_text().split("\n\n")[1]
+    qas = [{"question": "What did they live on?", "answers": [{"text": "salt"}]}]
+    path = tmp_path / "squad.json"
+    path.write_text(
+        json.dumps({"data": [{"title": "x", "paragraphs": [{"context": context, "qas": qas}]}]})
+    )
+    measured = House(tmp_path, f"data.questions={path}").measure("document")
+    assert measured["n"] == 1
+    assert measured["accuracy"] in (0.0, 1.0)
+    assert 0.0 <= measured["f1"] <= 1.0
+    assert measured["agreement"]["top1"] == 1.0
+
+
+def test_documents_that_changed_end_a_resumed_run(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "a.txt").write_text((ARTICLES / "salt.txt").read_text())
+    House(tmp_path, path=folder)
+    House(tmp_path, path=folder)  # the same ones are read again
+    (folder / "a.txt").write_text((ARTICLES / "kestrel.md").read_text())
+    with pytest.raises(CheckpointError, match="the documents changed since the run began"):
+        House(tmp_path, path=folder)
