@@ -7,9 +7,11 @@ import ctypes
 import importlib.util
 import logging
 import os
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocols.errors import PlaneError
@@ -20,6 +22,7 @@ if TYPE_CHECKING:  # a process says how many threads it has before torch is impo
     import torch
 
 KEPT_BYTES = 256 * 1024**2
+PLACE = "FORGE_RANK_PLACE"  # a process that is one of several ranks finds its place there
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
@@ -55,27 +58,69 @@ class NoPlane:
         return []
 
 
-def bootstrap(threads: int, gpus: Sequence[int] = ()) -> Callable[[], None]:
+@dataclass(frozen=True)
+class Place:
+    """Which rank of how many a process is, and the file at which they meet, as a URL that
+    `learning.ranks.join` takes: "" for the only one."""
+
+    rank: int = 0
+    world: int = 1
+    rendezvous: str = ""
+
+    @classmethod
+    def here(cls) -> Place:
+        """This process's, as its `bootstrap` left it."""
+        told = os.environ.get(PLACE)
+        if told is None:
+            return cls()
+        rank, world, meeting = told.split("/")
+        return cls(int(rank), int(world), f"file://{tempfile.gettempdir()}/{meeting}")
+
+    def left(self) -> None:
+        """All ranks have met: the file has served."""
+        if self.rendezvous:
+            Path(self.rendezvous.removeprefix("file://")).unlink(missing_ok=True)
+
+
+def bootstrap(threads: int, gpus: Sequence[int] = (), world: int = 1) -> Callable[[], None]:
     """A process's first act, before torch is imported: its share of the cores and GPUs.
 
     Without it every process that imports torch takes all cores, and spinning OpenMP workers of
     several processes make each other ten times slower; they wait passively instead. With `gpus`
-    it sees those devices of the host alone.
+    it sees those devices of the host alone; `world` processes that are one replica share them
+    evenly, in order, and each knows its `Place`.
     """
+    # New with each start: where ranks have met before, others cannot. A file, for torch's TCP
+    # store would listen on every interface; gloo's connections stay on this host's own.
+    meeting = f"cartridge-forge-ranks-{uuid.uuid4().hex}"
 
     def prepare() -> None:
+        devices = gpus
+        if world > 1:
+            from monarch.actor import current_rank
+
+            rank = current_rank().rank
+            devices = share(gpus, rank, world)
+            os.environ[PLACE] = f"{rank}/{world}/{meeting}"
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         os.environ["TQDM_DISABLE"] = "1"
-        if gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        if devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         logging.getLogger("transformers").setLevel(logging.ERROR)
         keep_freed_memory()
 
     return prepare
+
+
+def share(gpus: Sequence[int], rank: int, world: int) -> Sequence[int]:
+    """One rank's of the devices of all: of (4, 5, 6, 7) rank 1 of 2 has (6, 7)."""
+    each = len(gpus) // world
+    return gpus[rank * each : (rank + 1) * each]
 
 
 def keep_freed_memory() -> None:

@@ -1,4 +1,8 @@
-"""TrainerActor: owns the cartridges and their optimiser; everything else about it is learning/."""
+"""TrainerActor: owns the cartridges and their optimiser; everything else about it is learning/.
+
+Of several ranks each is an actor in a process of its own, all driven by the same calls. What only
+one may do, rank 0 does; the others answer what nobody reads.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,17 @@ from typing import Any
 import torch
 from monarch.actor import Actor, endpoint
 
-from actors.setup import BaseModel, fresh_key
+from actors.setup import BaseModel, Place, fresh_key
 from learning.batch import Batch
 from learning.checkpoint import read_checkpoint
 from learning.losses import Teacher
 from learning.model import document_kv, flush_denormals, load_model
 from learning.prefixes import DocumentCache
+from learning.ranks import join
+from learning.sharding import shard_base
 from learning.trainer import CartridgeTrainer, TrainerConfig
 from protocols.channels import Lesson
+from protocols.errors import PlaneError
 from protocols.ports import TensorPlane
 from protocols.types import Packet, Snapshot, Stepped
 
@@ -26,17 +33,32 @@ from protocols.types import Packet, Snapshot, Stepped
 class TrainerActor(Actor):
     """One trainer process. The port speaks of samples and versions only, never of ranks."""
 
-    def __init__(self, base: BaseModel, config: TrainerConfig, last_state: str) -> None:
-        """`last_state` is the file in which every state is kept before it is told of."""
+    def __init__(
+        self,
+        base: BaseModel,
+        config: TrainerConfig,
+        last_state: str,
+        shard: bool = False,
+        silent_s: float = 60.0,
+    ) -> None:
+        """`last_state` is the file in which every state is kept before it is told of. With `shard`
+        each rank keeps its share of the base; one waits at most `silent_s` for another."""
         torch.set_num_threads(base.threads)
         flush_denormals()
         model = load_model(base.path, base.dtype)
+        place = Place.here()
+        self._ranks = join(place.rank, place.world, place.rendezvous, timeout_s=silent_s)
+        if shard:
+            shard_base(model, self._ranks)
         self._plane = base.plane
         cache = DocumentCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
         # "none" is the bare start of a context, not a document to compress.
         names = [name for name in sorted(base.documents) if name != "none"]
         documents = {n: cache.get(n) for n in names}
-        self._trainer = CartridgeTrainer(model, documents, config, Path(last_state))
+        self._trainer = CartridgeTrainer(model, documents, config, Path(last_state), self._ranks)
+        self._ranks.gather({})
+        if self._ranks.leads:
+            place.left()
 
     @endpoint
     async def ready(self) -> int:
@@ -64,7 +86,7 @@ class TrainerActor(Actor):
 
         The scores are read off the tensor plane, not deleted. Raises StaleTokenError, RunError.
         """
-        doc_teacher = await self._scores(lesson.doc_scores)
+        doc_teacher, sdpo_teacher = await self._scores(lesson.doc_scores, lesson.sdpo_scores)
         if doc_teacher is not None and lesson.doc_trained is not None:
             marks = torch.tensor([m for marks in lesson.doc_trained for m in marks])
             doc_teacher = doc_teacher.rows(marks.nonzero().flatten())
@@ -74,7 +96,7 @@ class TrainerActor(Actor):
             doc_teacher=doc_teacher,
             rl=lesson.rl,
             sdpo=lesson.sdpo,
-            sdpo_teacher=await self._scores(lesson.sdpo_scores),
+            sdpo_teacher=sdpo_teacher,
             pairs=lesson.pairs,
         )
         begun = time.perf_counter()
@@ -92,12 +114,30 @@ class TrainerActor(Actor):
             result.cosines,
         )
 
-    async def _scores(self, packet: Packet | None) -> Teacher | None:
-        return None if packet is None else Teacher(**await self._plane.get(packet))
+    async def _scores(self, *packets: Packet | None) -> list[Teacher | None]:
+        """Each rank reads the plane itself, beside the others: where they share a host's memory
+        nothing is copied, and elsewhere a broadcast would only follow the same transfer. What one
+        of them cannot read is told to all: they would wait for it in the step."""
+        found: list[Teacher | None] = []
+        fault = ""
+        with self._ranks.abreast():
+            try:
+                for packet in packets:
+                    read = None if packet is None else await self._plane.get(packet)
+                    found.append(None if read is None else Teacher(**read))
+            except PlaneError as error:
+                fault = str(error)
+            told = self._ranks.gather({"fault": fault})
+        for one in told:
+            if one["fault"]:
+                raise PlaneError(one["fault"])
+        return found
 
     @endpoint
-    async def publish(self, version: int) -> Snapshot:
-        """Put one packed snapshot of every cartridge as it was at `version`."""
+    async def publish(self, version: int) -> Snapshot | None:
+        """Put one packed snapshot of every cartridge as it was at `version`: rank 0 alone."""
+        if not self._ranks.leads:
+            return None
         names, kv = self._trainer.snapshot(version)
         key = fresh_key(f"cartridges/{version}")
         return Snapshot(version, names, await self._plane.put(key, {"kv": kv}))

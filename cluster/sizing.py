@@ -107,9 +107,10 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> Needs:
     weights = ("weights", size.weights)
     if name == "generator":
         return Needs((weights, *_generator(spec, size)), staging=published_bytes(learn, size))
-    rows = step_rows(learn)
     if name == "trainer":
-        return _trainer(learn, size, rows)
+        ranks = spec.mesh.roles.trainer.procs
+        return _trainer(learn, size, step_rows(learn, ranks), ranks)
+    rows = step_rows(learn)
     prefix = learn.cartridge.tokens
     held = ("cartridge versions", _versions_bytes(learn, size))
     if name == "doc_teacher":
@@ -138,11 +139,12 @@ def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
     return (*held, ("KV of samples", tokens * size.kv_token), ("logits", logits))
 
 
-def _trainer(learn: LearnSpec, size: ModelSize, rows: Rows) -> Needs:
+def _trainer(learn: LearnSpec, size: ModelSize, rows: Rows, ranks: int) -> Needs:
+    """Of one of its ranks: only the base, where it is sharded, and the batch are divided."""
     numbers = trainable_numbers(learn, size)
     bank = learn.data.patients * learn.cartridge.tokens * size.kv_values * FLOAT
     items = (
-        ("weights", size.weights),
+        ("weights", _held_weights(size, ranks) if learn.train.shard_base else size.weights),
         ("cartridges, gradient, Adam", numbers * TRAINER_BYTES),
         ("untrained cartridges", numbers * FLOAT),  # the next arm begins with them
         ("cartridges as one", bank),  # gathered for a step's documents
@@ -153,6 +155,15 @@ def _trainer(learn: LearnSpec, size: ModelSize, rows: Rows) -> Needs:
     )
     documents = learn.data.patients * (learn.data.document_tokens or 0) * size.kv_token
     return Needs(items, size.weights + documents + bank, numbers * STATE_BYTES)
+
+
+def _held_weights(size: ModelSize, ranks: int) -> int:
+    """A rank's share of a sharded base, with what it gathers: a layer, and the output head."""
+    if ranks == 1:
+        return size.weights
+    shape = size.shape
+    gathered = body_parameters(shape) // shape.layers + head_parameters(shape)
+    return -(-size.weights // ranks) + gathered * size.value_bytes
 
 
 def activation_bytes(size: ModelSize, rows: Rows) -> int:
@@ -225,10 +236,10 @@ def sample_tokens(learn: LearnSpec) -> int:
     return min(learn.train.row_tokens, learn.data.prompt_tokens + learn.rollout.max_tokens)
 
 
-def step_rows(learn: LearnSpec) -> Rows:
-    """The largest forward of a step: every sample at its longest, over as many documents as there
-    can be; `objective.micro_tokens` bounds it."""
-    samples, each = samples_of(learn), sample_tokens(learn)
+def step_rows(learn: LearnSpec, ranks: int = 1) -> Rows:
+    """The largest forward of a step on one of so many ranks: every sample at its longest, over as
+    many documents as there can be; `objective.micro_tokens` bounds it."""
+    samples, each = -(-samples_of(learn) // ranks), sample_tokens(learn)
     if learn.objective.micro_tokens is not None:
         samples = min(samples, max(1, learn.objective.micro_tokens // each))
     documents = min(samples, learn.data.patients)

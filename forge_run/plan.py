@@ -302,8 +302,8 @@ def _workload(learn: LearnSpec) -> Workload:
 def step_phases(spec: RunSpec, shape: ShapeSpec, base: Workload) -> tuple[tuple[Phase, Phase], ...]:
     """(least, most) of each phase on one device: all prompts of one document, or of many.
 
-    The work of a phase is shared by the replicas of its role. The document re-read is there for
-    comparison and no part of a step.
+    The work of a phase is shared by the replicas of its role, the trainer's by its ranks. The
+    document re-read is there for comparison and no part of a step.
     """
     roles, learn = spec.mesh.roles, spec.learn
 
@@ -320,7 +320,7 @@ def step_phases(spec: RunSpec, shape: ShapeSpec, base: Workload) -> tuple[tuple[
     return (
         pair(roofline.rollout, roles.generator.replicas),
         pair(roofline.teacher_cached, roles.doc_teacher.replicas),
-        pair(roofline.student, 1),
+        pair(roofline.student, roles.trainer.procs),
         (snapshot, snapshot),
         pair(roofline.teacher_reading, roles.doc_teacher.replicas),
     )

@@ -34,6 +34,7 @@ from services.rundir import RunDirectory
 from services.system import descendants
 
 UNFINISHED = "unfinished"  # in place of a run to resume: the latest, unless it finished
+MAY_CHANGE = ("mesh.hosts", "mesh.roles.trainer.procs", "learn.train.shard_base")  # on resuming
 POLL_SECONDS = 0.25
 STOP_SECONDS = 6.0
 END_SECONDS = 1.5  # with STOP_SECONDS, twice this and the report all are gone within 10 s
@@ -95,7 +96,8 @@ def open_directory(
     spec: RunSpec, run_dir: Path | None, resume: str | None, tell: Callable[[str], None] = print
 ) -> tuple[RunDirectory, bool]:
     """A new run directory, or the one to resume and True; its spec must be this spec, but for the
-    hosts: no result depends on them."""
+    hosts, on which no result depends, and for the ranks of the trainer, on which none does beyond
+    rounding."""
     root = (run_dir or Path("runs")).absolute()
     if resume == UNFINISHED:
         resume = _unfinished(spec, root, tell)
@@ -130,7 +132,7 @@ def _unfinished(spec: RunSpec, root: Path, tell: Callable[[str], None]) -> str |
 
 def _changed(directory: RunDirectory, spec: RunSpec) -> list[str]:
     before = load_resolved(directory.spec).as_dict()
-    return [k for k in differences(before, spec.as_dict()) if not k.startswith("mesh.hosts")]
+    return [k for k in differences(before, spec.as_dict()) if not k.startswith(MAY_CHANGE)]
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:

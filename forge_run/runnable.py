@@ -46,9 +46,10 @@ def unmet(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> list
             "use 1",
         )
     for name, role in spec.roles:
-        if role.procs != 1:
-            why = "FSDP over ranks comes later" if name == "trainer" else "add replicas instead"
-            cannot(f"roles.{name}.procs", role.procs, f"cannot run yet, {why}", "use 1")
+        if role.procs != 1 and name != "trainer":
+            why = "only the trainer works in several processes"
+            remedy = "use 1, and more replicas"
+            cannot(f"roles.{name}.procs", role.procs, f"cannot run, {why}", remedy)
         if name == "generator" and learn.generator.backend == "vllm":
             if role.gpus not in (0, learn.generator.tensor_parallel):
                 cannot(

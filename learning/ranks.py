@@ -6,8 +6,8 @@
       adds the cartridges' gradient       one collective a step: the bank is one tensor
       makes the same update               cartridges and moments are replicated, bit for bit
 
-A rank that loses the others raises RunError, at once where one died and after the timeout where
-one is silent. Its group is of no use then: all ranks are started anew, and `recover`.
+A rank that loses the others raises RanksLostError, at once where one died and after the timeout
+where one is silent. Its group is of no use then: all ranks are started anew, and `recover`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from protocols.errors import DataError, RunError, StaleTokenError
+from protocols.errors import DataError, RanksLostError, RunError, StaleTokenError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -99,7 +99,7 @@ def join(
     `rendezvous` is a URL of torch.distributed: "env://" for MASTER_ADDR and MASTER_PORT,
     "tcp://10.0.0.7:29500" for an address of rank 0, "file:///a/new/path" on one host. gloo speaks
     over the interface GLOO_SOCKET_IFNAME ("lo" on one host). A collective that takes longer than
-    `timeout_s` seconds fails. Raises RunError when the others do not come.
+    `timeout_s` seconds fails. Raises RanksLostError when the others do not come.
     """
     if world == 1:
         return Ranks(device=device)
@@ -127,7 +127,7 @@ def _losing(ranks: Ranks) -> Iterator[None]:
         yield
     except RuntimeError as error:  # torch's DistError and gloo's own are both
         leave(ranks)
-        raise RunError(
+        raise RanksLostError(
             f"trainer rank {ranks.rank} of {ranks.world} lost the others: one of them failed or "
             "died, or was silent for longer than the timeout; start all ranks anew and recover "
             "from the trainer's last state"

@@ -9,6 +9,7 @@
     ├── PlaneError       the tensor plane: a missing key, a failed transport      (exit code 1)
     ├── ControlError     a run that cannot be reached, or refuses what is asked   (exit code 1)
     └── RunError         anything else that ends a run                            (exit code 1)
+        └── RanksLostError   one of several ranks that lost the others
 
 All are ValueError or RuntimeError as well, so that callers who know nothing of us still catch
 them by the standard names. An `assert` marks our own bugs, never a user's mistake.
@@ -59,3 +60,7 @@ class ControlError(ForgeError, RuntimeError):
 
 class RunError(ForgeError, RuntimeError):
     """A run cannot go on."""
+
+
+class RanksLostError(RunError):
+    """One of several ranks lost the others: another failed, died or was silent for too long."""

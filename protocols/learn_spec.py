@@ -289,6 +289,11 @@ class TrainSpec(Spec):
         default=False,
         description="layers keep their inputs alone for the backward pass, which runs them again",
     )
+    shard_base: bool = Field(
+        default=False,
+        description="each of the trainer's processes (roles.trainer.procs) keeps its share of the "
+        "base's layers and gathers a layer to run it",
+    )
     checkpoint_every: int = Field(
         default=50, ge=0, description="steps between checkpoints; 0 only at end"
     )

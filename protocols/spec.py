@@ -30,7 +30,7 @@ class RoleSpec(Spec):
     """How many of a role there are, and what each may use."""
 
     replicas: int = Field(default=1, ge=1, description="copies that share the work")
-    procs: int = Field(default=1, ge=1, description="processes of one replica")
+    procs: int = Field(default=1, ge=1, description="processes of one replica: ranks")
     threads: int = Field(default=1, ge=1, description="torch threads of one process")
     gpus: int = Field(default=0, ge=0, description="GPUs of one process")
     router: RouterName = Field(

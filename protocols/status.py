@@ -23,9 +23,10 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """One replica now. `name` is "generator[1]"; `pid` 0 while it has no process; `ongoing` the
-    requests it works on; `version` the newest cartridge version it was told (-1 for none);
-    `memory_bytes` its process's resident memory at the last heartbeat."""
+    """One replica now. `name` is "generator[1]"; `pid` 0 while it has no process, that of rank 0
+    where it has several; `ongoing` the requests it works on; `version` the newest cartridge version
+    it was told (-1 for none); `memory_bytes` the resident memory of all its processes at the last
+    heartbeat."""
 
     name: str
     state: ReplicaState

@@ -185,7 +185,7 @@ class ControllerActor(Actor):
                 "role_ready",
                 role=role,
                 replicas=len(pool),
-                pids=[r.pid for r in pool.status().replicas],
+                pids=[pid for r in pool.replicas if r.process for pid in r.process.pids],
                 seconds=round(time.perf_counter() - begun, 3),
             )
         self._run = Run(
@@ -273,10 +273,11 @@ class ControllerActor(Actor):
             )  # fmt: skip
             here = socket.gethostname()  # py-spy reads the processes of its own host
             pids = {
-                r.name: r.pid
-                for pool in status.pools
+                f"{r.name}.{rank}" if rank else r.name: pid
+                for pool in mesh.pools.values()
                 for r in pool.replicas
-                if r.pid and r.host == here
+                if r.process and r.process.host == here
+                for rank, pid in enumerate(r.process.pids)
             }
             files = await write_stacks(
                 {"controller": os.getpid(), **pids}, self._directory.path, STACK_SECONDS

@@ -21,7 +21,7 @@ from protocols.status import ReplicaState
 from services.autoscale import Loads
 from services.health import IN_SERVICE, drained, refitted
 from services.pool import Pool
-from services.process import Process
+from services.process import Process, by_rank
 from services.processes import Processes
 from services.replica import Lost, Replica, ask, last_line
 
@@ -138,9 +138,12 @@ class Lives:
     ) -> None:
         """Process, actor, `prepare`, everything that it missed; then, in one turn, service."""
         spec = pool.spec
-        gpus = range(replica.slot * spec.gpus, (replica.slot + 1) * spec.gpus)
+        each = spec.procs * spec.gpus
+        gpus = range(replica.slot * each, (replica.slot + 1) * each)
         name = f"{pool.role.replace('_', '')}{replica.slot}"  # Monarch: letters and digits only
-        process = await self._processes.take(name, spec.threads, gpus, away_from, pool.role)
+        process = await self._processes.take(
+            name, spec.threads, gpus, away_from, pool.role, spec.procs
+        )
         if replica.state is ReplicaState.DRAINING:  # scaled down meanwhile
             return await self._processes.discard(process)
         deadline = time.monotonic() + self._spawn_timeout_s
@@ -148,7 +151,8 @@ class Lives:
         if role.check is not None:
             await role.check(process)
         replica.actor_name = f"{name}on{process.name}"
-        replica.actor = process.procs.spawn(replica.actor_name, role.actor, *role.args)
+        actors = process.procs.spawn(replica.actor_name, role.actor, *role.args)
+        replica.actor, *replica.others = by_rank(actors, spec.procs)
         await ask(replica, "ready", (), deadline)
         replica.beaten = time.monotonic()
         if role.prepare is not None:

@@ -16,7 +16,8 @@ class Spot:
     """A host as placement sees it: `Spot("generator", capacity=1, busy=0)`.
 
     `role` "" is for any, `capacity` 0 for any number, `busy` the processes there, those that start
-    or end among them; `well` is false while it is doubted. A host that is left is no spot.
+    or end among them (the ranks of one replica are one); `well` is false while it is doubted.
+    A host that is left is no spot.
     """
 
     role: str = ""

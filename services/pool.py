@@ -283,15 +283,11 @@ class Pool:
     ) -> Replica:
         """A replica that may take a request, waited for until the deadline."""
         while True:
-            free = {
-                i: r
-                for i, r in enumerate(self.replicas)
-                if r.state is ReplicaState.HEALTHY and r.ongoing < self.spec.max_ongoing
-            }
+            most = self.spec.max_ongoing
+            free = [r for r in self.replicas if r.life.takes_requests and r.ongoing < most]
             if free:
-                seats = [Seat(r.slot, r.ongoing) for r in free.values()]
-                chosen = self._router.choose(seats, session)
-                return next(r for r in free.values() if r.slot == chosen)
+                chosen = self._router.choose([Seat(r.slot, r.ongoing) for r in free], session)
+                return next(r for r in free if r.slot == chosen)
             if self.closed:
                 raise RunError(f"{request.method} found no {self.role}: {self.closed}")
             try:

@@ -1,4 +1,5 @@
-"""One process of the mesh with the actor that answers for it, and a host that has such."""
+"""What a replica lives in: a process, or several ranks, each with an actor that answers for it.
+And a host that has such."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,33 +27,50 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Process:
-    """`pid` is 0 until it answered; `heard` is when it last did (monotonic seconds); `given_up`
-    once Monarch reports it lost, as it does of one that only stood still for too long. `gpus` are
-    the devices of its host that it sees; `taken` once a replica lives in it."""
+    """One, or `ranks` of one host that live and end together: it is heard when all of them were,
+    and gone with any. `pids` are theirs, none until all answered; `heard` is when they last did
+    (monotonic seconds); `given_up` once Monarch reports it lost, as it does of one that only stood
+    still for too long. `gpus` are the devices of its host that they see; `taken` once a replica
+    lives in it."""
 
     name: str
     host: str
     procs: ProcMesh
-    pulse: Any
+    pulses: Sequence[Any]
     local: bool
     gpus: tuple[int, ...] = ()
     taken: bool = False
-    pid: int = 0
+    pids: tuple[int, ...] = ()
     given_up: bool = False
     heard: float = field(default_factory=time.monotonic)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.pulses)
+
+    @property
+    def pulse(self) -> Any:
+        """The pulse of the only one, or of rank 0."""
+        return self.pulses[0]
+
+    @property
+    def pid(self) -> int:
+        """That of the only one, or of rank 0; 0 until it answered."""
+        return self.pids[0] if self.pids else 0
 
     @property
     def silent_s(self) -> float:
         return time.monotonic() - self.heard
 
-    async def beat(self) -> Beat:
-        beat: Beat = await self.pulse.beat.call_one()
-        self.pid, self.heard = beat.pid, time.monotonic()
-        return beat
+    async def beat(self) -> int:
+        """Resident memory in bytes, of all of them."""
+        beats: list[Beat] = await asyncio.gather(*(finish(p.beat.call_one()) for p in self.pulses))
+        self.pids, self.heard = tuple(beat.pid for beat in beats), time.monotonic()
+        return sum(beat.memory_bytes for beat in beats)
 
-    def gone(self) -> bool:
-        """Whether it has surely ended: known of processes of this host alone."""
-        return self.local and self.pid > 0 and has_ended(self.pid)
+    def gone(self) -> int:
+        """The id of one that has surely ended, 0 for none: known of this host's alone."""
+        return next((pid for pid in self.pids if has_ended(pid)), 0) if self.local else 0
 
     async def end(self) -> None:
         """Stop it, and kill it where it does not: a stopped (SIGSTOP) process answers nobody."""
@@ -60,9 +79,9 @@ class Process:
         self.kill()
 
     def kill(self) -> None:
-        if self.local and self.pid:
+        for pid in self.pids if self.local else ():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
 
 @dataclass(eq=False)
@@ -106,6 +125,11 @@ class Host:
         if not work.done():
             raise RunError(f"{self.label} does not answer")
         return work.result()
+
+
+def by_rank(actors: Any, ranks: int) -> list[Any]:
+    """An actor mesh as one handle for each rank."""
+    return [actors] if ranks == 1 else [actors.slice(procs=rank) for rank in range(ranks)]
 
 
 async def finish(future: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Processes for replicas: one process mesh each, warm spares, and an end for the dead.
+"""Processes for replicas: one process mesh each, of one process or of several ranks; warm spares,
+and an end for the dead.
 
 The only caller of `spawn_procs` beside the client that starts the controller. A process mesh with
 a failed actor takes no new ones, so a replica's successor always gets another. On which host one
@@ -22,7 +23,7 @@ from protocols.errors import RunError
 from protocols.service_spec import HealthSpec
 from services.hosts import Worker
 from services.placement import choose, crowded, lack
-from services.process import Host, Process, finish
+from services.process import Host, Process, by_rank, finish
 
 SPARE_SECONDS = 1.0  # an idle process answers in a millisecond
 RETRY_SECONDS = 1.0  # between two trials of a host that fails them at once
@@ -72,16 +73,19 @@ class Processes:
         gpus: Sequence[int] = (),
         away_from: Process | None = None,
         role: str = "any",
+        ranks: int = 1,
     ) -> Process:
-        """A process for a replica: a spare, warm or still warming, where no device is asked for
-        and no worker is the role's own, or a new one on a host that takes the role, other than
-        that of `away_from`. It waits for such a host as long as for a start.
+        """A process, or several `ranks`, for a replica: a spare, warm or still warming, where one
+        process without a device is asked for and no worker is the role's own, or a new one on a
+        host that takes the role, other than that of `away_from`. It waits for such a host as long
+        as for a start.
 
-        `name`: lower-case letters and digits; `gpus`: devices by number on this host, on another
-        as many that are free there."""
-        self._threads.add(threads)
+        `name`: lower-case letters and digits; `gpus`: devices of all ranks by number on this host,
+        on another as many that are free there."""
+        if ranks == 1:
+            self._threads.add(threads)
         own = any(host.worker.role == role for host in self._hosts)
-        while not (gpus or own or self._closed) and away_from is None:
+        while not (gpus or own or self._closed or ranks > 1) and away_from is None:
             # Of as many threads: OpenMP reads their number once, and torch's results depend on it.
             fit = (spare for spare, count in self._spares.items() if count == threads)
             warming = next(fit, None)
@@ -107,7 +111,7 @@ class Processes:
         if self._closed:
             raise RunError("the mesh is stopping: it starts no process")
         without = None if away_from is None else self._host_of(away_from)
-        _, process = await self._start(name, role, threads, gpus, without)
+        _, process = await self._start(name, role, threads, gpus, without, ranks)
         process.taken = True
         return process
 
@@ -252,6 +256,7 @@ class Processes:
         threads: int,
         gpus: Sequence[int],
         without: Host | None = None,
+        ranks: int = 1,
     ) -> tuple[Host, Process]:
         """Where one host fails, or turns out to be lost, on another."""
         deadline = time.monotonic() + self._timeout_s
@@ -261,7 +266,7 @@ class Processes:
             name = f"{stem}x{next(self._count)}"
             limit = self._timeout_s * (START_SHARE if self._is_one_of_several(host) else 1)
             try:
-                process = self._spawn_on(host, name, threads, gpus)
+                process = self._spawn_on(host, name, threads, gpus, ranks)
                 start = self._begin(self._started(process, self._timeout_s))
                 try:
                     return host, await host.unless_lost(start, limit)
@@ -275,20 +280,22 @@ class Processes:
                     raise
                 self._doubt(host)
 
-    def _spawn_on(self, host: Host, name: str, threads: int, gpus: Sequence[int]) -> Process:
+    def _spawn_on(
+        self, host: Host, name: str, threads: int, gpus: Sequence[int], ranks: int = 1
+    ) -> Process:
         """A process that is being started. It counts at once, for whoever chooses next."""
         used = {device for process in host.living for device in process.gpus}
         free = (device for device in itertools.count() if device not in used)
         devices = tuple(gpus) if host.local else tuple(next(free) for _ in gpus)
         try:
             procs = host.mesh.spawn_procs(
-                per_host={"procs": 1}, name=name, bootstrap=bootstrap(threads, devices)
+                per_host={"procs": ranks}, name=name, bootstrap=bootstrap(threads, devices, ranks)
             )
             alone_s = None if host.local else ALONE * self._health.dead_after_s
-            pulse = procs.spawn(f"{name}pulse", PulseActor, alone_s)
+            pulses = by_rank(procs.spawn(f"{name}pulse", PulseActor, alone_s), ranks)
         except Exception as error:
             raise RunError(f"{host.label} started no process {name}: {error!r}") from error
-        process = Process(name, host.label, procs, pulse, host.local, devices)
+        process = Process(name, host.label, procs, pulses, host.local, devices)
         host.living.append(process)
         return process
 

@@ -1,15 +1,21 @@
-"""One replica of a pool: a process and its actor, whether it lives, and calls that know."""
+"""One replica of a pool: a process and its actor, whether it lives, and calls that know.
+
+A replica of several ranks is asked as one: every call goes to all of them, rank 0's answer counts,
+and the error of any is the call's.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
+from protocols.errors import RanksLostError
 from protocols.status import ReplicaState, ReplicaStatus
 from services.health import Life, lost
 from services.process import Process
@@ -31,6 +37,7 @@ class Silent(Exception):
 class Replica:
     """One process's life in a slot of a pool; who replaces it is another, of the next generation.
 
+    `actor` is the actor's handle, or that of rank 0, and `others` are those of the other ranks.
     `told` holds the newest version that it was told, by topic; `catching_up` tells it what it
     missed. `begun` and `beaten` are when its start began and when it was last heard of (monotonic
     seconds). `calls` are the calls in flight, cancelled with `ended` set when it dies.
@@ -42,6 +49,7 @@ class Replica:
     life: Life = field(default_factory=Life)
     process: Process | None = None
     actor: Any = None
+    others: Sequence[Any] = ()
     actor_name: str = ""
     ongoing: int = 0
     memory_bytes: int = 0
@@ -103,14 +111,47 @@ async def ask(replica: Replica, method: str, args: tuple[Any, ...], deadline: fl
 
 
 async def _call(replica: Replica, method: str, args: tuple[Any, ...]) -> Any:
+    if not replica.others:
+        return await _call_rank(replica.name, replica.actor, method, args)
+    handles = (replica.actor, *replica.others)
+    names = (f"{replica.name} rank {rank}" for rank in range(len(handles)))
+    # All of them, for of several errors the one that counts may come last; but for a death.
+    calls = [_settled(_call_rank(n, h, method, args)) for n, h in zip(names, handles, strict=True)]
+    outcomes = await asyncio.gather(*calls)
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if errors:
+        raise next((e for e in errors if not isinstance(e, RanksLostError)), Lost(str(errors[0])))
+    return outcomes[0].answer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a rank's call."""
+
+    answer: Any = None
+    error: Exception | None = None
+
+
+async def _settled(call: Awaitable[Any]) -> Outcome:
+    """What comes of it. Raises Lost alone: who waits for the other ranks of one that is gone may
+    wait for ever."""
+    try:
+        return Outcome(await call)
+    except Lost:
+        raise
+    except Exception as error:
+        return Outcome(error=error)
+
+
+async def _call_rank(name: str, handle: Any, method: str, args: tuple[Any, ...]) -> Any:
     try:
         # A mesh known to be dead refuses at the call, not in the await.
-        return await getattr(replica.actor, method).call_one(*args)
+        return await getattr(handle, method).call_one(*args)
     except ActorError as error:
         cause = getattr(error, "exception", None)
         if not isinstance(cause, Exception):
             raise
-        cause.add_note(f"raised by {replica.name}.{method}")
+        cause.add_note(f"raised by {name}.{method}")
         raise cause from error
     except SupervisionError as error:  # Monarch's word that its process or its host is gone
         raise Lost(last_line(error)) from error

@@ -200,7 +200,10 @@ async def spawn_roles(
     store = spec.mesh.plane == "torchstore"
     local = spec.mesh.hosts.kind == "local"
     here = () if local else roles_here(spec)
-    roles = [role for name, role in spec.roles if not role.gpus and name not in here]
+    # A spare is one process, on no device.
+    roles = [
+        role for name, role in spec.roles if not role.gpus and role.procs == 1 and name not in here
+    ]
     mesh.service.warm(
         [1] * (store and local) + [role.threads for role in roles for _ in range(role.replicas)]
     )
@@ -221,7 +224,7 @@ async def spawn_roles(
         )
         mesh.service.spawn(
             ROLES[actor_of(name, spec.learn)],
-            args=role_arguments(name, spec.learn, base, end_ids, directory),
+            args=role_arguments(name, spec, base, end_ids, directory),
             role=name,
             spec=role,
             prepare=_recover if name == "trainer" else None,
@@ -265,9 +268,10 @@ def actor_of(name: str, learn: LearnSpec) -> str:
 
 
 def role_arguments(
-    name: str, learn: LearnSpec, base: BaseModel, end_ids: frozenset[int], directory: RunDirectory
+    name: str, spec: RunSpec, base: BaseModel, end_ids: frozenset[int], directory: RunDirectory
 ) -> tuple[Any, ...]:
     """What a role's actor is constructed with."""
+    learn = spec.learn
     if name == "generator":
         # The version being sampled and those that rollouts running ahead are pinned to.
         held = (base, end_ids, learn.train.staleness + 2)
@@ -285,7 +289,9 @@ def role_arguments(
     if name == "rsa_aggregator":
         return (learn.rsa,)
     assert name == "trainer", name
-    return (base, trainer_config(learn), str(directory.last_state))
+    # A rank that is silent is found by its heartbeat; the call's own time bounds what is not.
+    ranks = (learn.train.shard_base, spec.mesh.call_timeout_s)
+    return (base, trainer_config(learn), str(directory.last_state), *ranks)
 
 
 def trainer_config(learn: LearnSpec) -> TrainerConfig:

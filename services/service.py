@@ -254,8 +254,8 @@ class Service:
         process = replica.process
         if process is None or replica.ended:
             return
-        if process.gone():
-            return self._lives.lost(replica, f"its process {process.pid} has ended")
+        if gone := process.gone():
+            return self._lives.lost(replica, f"its process {gone} has ended")
         self._lives.begin(self._hear(replica, process))
         if late or (process.local and replica.state not in IN_SERVICE):
             return
@@ -270,11 +270,11 @@ class Service:
     async def _hear(self, replica: Replica, process: Process) -> None:
         try:
             async with asyncio.timeout(self._health.dead_after_s):
-                beat = await process.beat()
+                memory_bytes = await process.beat()
         except Exception:  # silence is judged by the clock, a death by supervision
             return
         replica.beaten = time.monotonic()
-        replica.memory_bytes = beat.memory_bytes
+        replica.memory_bytes = memory_bytes
 
     async def _trust_again(self, replica: Replica, life: Life) -> None:
         """It was silent and answers again: in service once it was told what it missed."""
@@ -302,8 +302,8 @@ class Service:
             if name in (pulse, replica.actor_name):
                 process.given_up |= name == pulse or UNHEARD in report
                 self._lives.lost(replica, last_reason(report))
-            elif process.gone():  # an actor beside ours was named: TorchStore's, Monarch's logger
-                self._lives.lost(replica, f"its process {process.pid} has ended")
+            elif gone := process.gone():  # an actor beside ours: TorchStore's, Monarch's logger
+                self._lives.lost(replica, f"its process {gone} has ended")
 
     def _autoscale(self, pool: Pool) -> None:
         role, spec = self._lives.roles[pool.role], pool.spec.autoscale

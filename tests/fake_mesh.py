@@ -74,36 +74,47 @@ def run(scenario: Coroutine[Any, Any, Any]) -> Any:
 
 @dataclass(eq=False)
 class FakeProcess:
-    """Holds an actor. `die` and `stop` are kill -9 and SIGSTOP; what was begun when it is stopped
-    is answered after `go_on`."""
+    """Holds an actor, or the actors of several `ranks`. `die` and `stop` are kill -9 and SIGSTOP of
+    all, `lose` kill -9 of one rank; what was begun when it is stopped is answered after `go_on`."""
 
     name: str
     pid: int
     host: str = "here"
     local: bool = True
     given_up: bool = False
-    actor: Any = None
+    ranks: int = 1
+    actors: list[Any] = field(default_factory=list)
     fault: BaseException | None = None
     died: asyncio.Event = field(default_factory=asyncio.Event)
     going: asyncio.Event = field(default_factory=asyncio.Event)
-    works: set[asyncio.Future[Any]] = field(default_factory=set)
+    works: dict[asyncio.Future[Any], int] = field(default_factory=dict)  # to the rank
+    lost: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.procs = self
         self.going.set()
 
+    @property
+    def actor(self) -> Any:
+        """The only one, or that of rank 0."""
+        return self.actors[0]
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(range(self.pid, self.pid + self.ranks))
+
     def spawn(self, name: str, actor: Callable[..., Any], *args: Any) -> Handle:
         try:
-            self.actor = actor(*args)
+            self.actors = [actor(*args) for _ in range(self.ranks)]
         except Exception as error:
             self.fault = error
         return Handle(self)
 
-    async def beat(self) -> Beat:
-        await self.reach()
-        return Beat(self.pid, 1 << 20)
+    async def beat(self) -> int:
+        await asyncio.gather(*(self.reach(rank) for rank in range(self.ranks)))
+        return self.ranks << 20
 
-    async def reach(self) -> None:
+    async def reach(self, rank: int = 0) -> None:
         """Return when it can do something; raise what Monarch raises when it is dead."""
         stopped = asyncio.ensure_future(self.going.wait())
         dead = asyncio.ensure_future(self.died.wait())
@@ -112,21 +123,28 @@ class FakeProcess:
         finally:
             stopped.cancel()
             dead.cancel()
-        if self.died.is_set():
-            raise SupervisionError(f"a call failed:\n\n  process {self.pid} has exited")
+        if self.died.is_set() or rank in self.lost:
+            raise SupervisionError(f"a call failed:\n\n  process {self.pid + rank} has exited")
         if self.fault is not None:
             raise SupervisionError(f"a call failed:\n\n  {self.fault!r}")
 
-    def gone(self) -> bool:
-        return self.died.is_set()
+    def gone(self) -> int:
+        if self.died.is_set():
+            return self.pid
+        return self.pid + min(self.lost) if self.lost else 0
 
     def die(self) -> None:
         self.died.set()
         for work in self.works:
             work.cancel()
 
+    def lose(self, rank: int) -> None:
+        self.lost.add(rank)
+        for work in [work for work, at in self.works.items() if at == rank]:
+            work.cancel()
+
     def ended(self, work: asyncio.Future[Any]) -> None:
-        self.works.discard(work)
+        del self.works[work]
         if not work.cancelled():
             work.exception()  # its caller may be gone
 
@@ -140,21 +158,24 @@ class FakeProcess:
 class Handle:
     """A handle of the actor: `handle.method.call_one(...)`, as Monarch's."""
 
-    def __init__(self, process: FakeProcess) -> None:
-        self._process = process
+    def __init__(self, process: FakeProcess, rank: int = 0) -> None:
+        self._process, self._rank = process, rank
+
+    def slice(self, procs: int) -> Handle:
+        return Handle(self._process, procs)
 
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(call_one=lambda *args: self._call(method, args))
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
         process = self._process
-        await process.reach()
+        await process.reach(self._rank)
         # Work goes on when its caller goes away, and ends with its process.
-        work = asyncio.ensure_future(getattr(process.actor, method)(*args))
-        process.works.add(work)
+        work = asyncio.ensure_future(getattr(process.actors[self._rank], method)(*args))
+        process.works[work] = self._rank
         work.add_done_callback(process.ended)
         await asyncio.wait({work})
-        await process.reach()
+        await process.reach(self._rank)
         if work.exception() is not None:
             raise ActorError(work.exception())
         return work.result()
@@ -163,7 +184,7 @@ class Handle:
 class FakeProcesses:
     """`services.processes.Processes` without any. A process takes `start_s` to start; `fails` are
     the errors of the next starts, `left` are those whose host is being left, `ranks` where the
-    hosts of others come in their role's order."""
+    hosts of others come in their role's order, `gpus` the devices of each start."""
 
     def __init__(self, start_s: float = 0.1) -> None:
         self.start_s = start_s
@@ -172,6 +193,7 @@ class FakeProcesses:
         self.started = 0
         self.left: list[FakeProcess] = []
         self.ranks: dict[FakeProcess, int] = {}
+        self.gpus: list[tuple[int, ...]] = []
         self._closed = False
 
     async def take(
@@ -181,6 +203,7 @@ class FakeProcesses:
         gpus: Sequence[int] = (),
         away_from: FakeProcess | None = None,
         role: str = "any",
+        ranks: int = 1,
     ) -> FakeProcess:
         if self._closed:
             raise RunError("the mesh is stopping: it starts no process")
@@ -188,7 +211,8 @@ class FakeProcesses:
         if self.fails:
             raise self.fails.pop(0)
         self.started += 1
-        process = FakeProcess(f"{name}x{self.started}", 100 + self.started)
+        self.gpus.append(tuple(gpus))
+        process = FakeProcess(f"{name}x{self.started}", 100 + self.started, ranks=ranks)
         self.living.append(process)
         return process
 
@@ -275,7 +299,7 @@ def house(health: HealthSpec = HEALTH, start_s: float = 0.1, call_timeout_s: flo
 
 def healthy(pool: Pool, slot: int, actor: Any) -> Replica:
     """A replica in service, without a service around it."""
-    process = FakeProcess(f"{pool.role}{slot}", 100 + slot, actor=actor)
+    process = FakeProcess(f"{pool.role}{slot}", 100 + slot, actors=[actor])
     replica = Replica(pool.role, slot, life=refitted(Life()))
     replica.process = process  # type: ignore[assignment]
     replica.actor = Handle(process)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from actors.setup import bootstrap
+from actors.setup import PLACE, Place, bootstrap, share
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +25,23 @@ def test_without_gpus_the_devices_stay_as_they_are() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "7"
     bootstrap(1)()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+def test_ranks_share_the_devices_of_all_in_order() -> None:
+    assert [share((4, 5, 6, 7), rank, 2) for rank in (0, 1)] == [(4, 5), (6, 7)]
+    assert list(share(range(6), 2, 3)) == [4, 5]
+    assert share((), 1, 2) == ()
+
+
+def test_a_rank_finds_its_place_and_one_that_is_alone_needs_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert Place.here() == Place(0, 1, "")
+    Place.here().left()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    os.environ[PLACE] = "2/3/meet-7"
+    place = Place.here()
+    assert place == Place(2, 3, f"file://{tmp_path}/meet-7")
+    (tmp_path / "meet-7").write_text("they met")
+    place.left()
+    assert not list(tmp_path.iterdir())

@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from cluster.parts import Resources
 from cluster.sizing import (
     ModelSize,
     Rows,
     activation_bytes,
     checkpoint_bytes,
     document_bytes,
+    pod_resources,
     published_bytes,
     role_needs,
     samples_of,
@@ -90,6 +92,32 @@ def test_rows_of_a_step_by_hand() -> None:
     assert samples_of(runs) == (
         runs.rsa.examples * runs.rsa.rollouts_per_example * runs.rsa.candidates
     )
+
+
+def test_a_trainer_of_two_ranks_by_hand() -> None:
+    """Each has half of the step's samples, and of a sharded base; one pod has both."""
+    mesh = str(REPOSITORY / "meshes/longhealth_3b.yaml")
+
+    def of(*sets: str) -> tuple[dict[str, int], Resources]:
+        spec = load_spec(mesh, sets=sets).spec
+        trainer = spec.mesh.roles.trainer
+        needs = dict(role_needs(spec, "trainer", LLAMA_3B).items)
+        return needs, pod_resources(spec, "trainer", trainer, LLAMA_3B)
+
+    one, pod = of()
+    two, pair = of("roles.trainer.procs=2")
+    assert two["logits"] * 2 == one["logits"]
+    assert two["activations"] * 2 == one["activations"]
+    for whole in ("weights", "cartridges, gradient, Adam", "untrained cartridges"):
+        assert two[whole] == one[whole]
+    assert (pair.cpu, pair.gpus) == (2 * pod.cpu, 2 * pod.gpus)
+    assert pod.memory < pair.memory < 2 * pod.memory
+    # 3072 x (128 x (48 + 16) + 3 x 8192) numbers a layer, 3072 x 128256 of the head
+    gathered = 2 * (3072 * (128 * 64 + 3 * 8192) + 3072 * 128_256)
+    sharded, _ = of("roles.trainer.procs=2", "train.shard_base=true")
+    assert sharded["weights"] == 6_425_149_440 // 2 + gathered
+    assert sharded["logits"] == two["logits"]
+    assert of("train.shard_base=true") == (one, pod)
 
 
 @pytest.fixture(scope="module")

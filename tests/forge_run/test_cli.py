@@ -113,9 +113,9 @@ CANNOT_RUN = [
     ("roles.trainer.replicas=2",
      "roles.trainer.replicas: 2 cannot run, one trainer owns the cartridges: "
      "set at --set roles.trainer.replicas=2; use 1"),
-    ("roles.trainer.procs=2",
-     "roles.trainer.procs: 2 cannot run yet, FSDP over ranks comes later: "
-     "set at --set roles.trainer.procs=2; use 1"),
+    ("roles.doc_teacher.procs=2",
+     "roles.doc_teacher.procs: 2 cannot run, only the trainer works in several processes: "
+     "set at --set roles.doc_teacher.procs=2; use 1, and more replicas"),
     ("roles.generator.gpus=1",
      "roles.generator.gpus: 1 cannot run yet, its model stays on the CPU: "
      "set at --set roles.generator.gpus=1; use 0"),
