@@ -1,6 +1,6 @@
 """Which replica takes a request: pure policies over the replicas that may take one.
 
-A replica is known by its index in the pool, which its replacement keeps. Replicas come and go
+A replica is known by its slot in the pool, which its replacement keeps. Replicas come and go
 between two choices; no policy assumes that it sees the same ones again.
 """
 
@@ -14,15 +14,15 @@ from protocols.service_spec import RouterName
 
 
 class Seat(NamedTuple):
-    """A replica that may take a request: its index in the pool, and the requests it works on. One
+    """A replica that may take a request: its slot in the pool, and the requests it works on. One
     is made for each replica at each request, and a tuple is made fastest."""
 
-    index: int
+    slot: int
     ongoing: int
 
 
 class Router(Protocol):
-    """One policy of one pool. `choose` answers the index of one of `seats`, which are one or more.
+    """One policy of one pool. `choose` answers the slot of one of `seats`, which are one or more.
 
     `session` names requests that are better served by one and the same replica.
     """
@@ -31,15 +31,15 @@ class Router(Protocol):
 
 
 class RoundRobin:
-    """Every replica in turn, by index."""
+    """Every replica in turn, by slot."""
 
     def __init__(self) -> None:
         self._last = -1
 
     def choose(self, seats: Sequence[Seat], session: str | None = None) -> int:
-        # By index, not by place in `seats`: a replica that leaves or returns shifts nobody's turn.
-        indices = [seat.index for seat in seats]
-        self._last = min((i for i in indices if i > self._last), default=min(indices))
+        # By slot, not by place in `seats`: a replica that leaves or returns shifts nobody's turn.
+        slots = [seat.slot for seat in seats]
+        self._last = min((i for i in slots if i > self._last), default=min(slots))
         return self._last
 
 
@@ -68,7 +68,7 @@ class Session:
     def choose(self, seats: Sequence[Seat], session: str | None) -> int:
         if session is None:
             return self._others.choose(seats)
-        return max(seats, key=lambda seat: (_rank(session, seat.index), seat.index)).index
+        return max(seats, key=lambda seat: (_rank(session, seat.slot), seat.slot)).slot
 
 
 def _rank(session: str, index: int) -> bytes:
