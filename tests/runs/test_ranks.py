@@ -33,7 +33,7 @@ def same_curve(path: Path, one: Path) -> None:
     assert len(ours) == len(theirs) == 6
     for row, expected in zip(ours, theirs, strict=True):
         for name in ("kl", "grad_norm"):
-            assert row.pop(name) == pytest.approx(expected.pop(name), rel=1e-4), name
+            assert row.pop(name) == pytest.approx(expected.pop(name), rel=1e-3), name
         assert row == expected
     said = [
         [
