@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from small_run import command, latest, rows, run_to_end, running
 # A process that imports torch on busy cores is silent for seconds.
 HEALTH = {"heartbeat_s": 0.5, "suspect_after_s": 3.0, "dead_after_s": 8.0}
 SHORT = {
-    "train.steps": 5, "evaluate.arms": ["on_policy"], "evaluate.questions": 4,
+    "train.steps": 12, "evaluate.arms": ["on_policy"], "evaluate.questions": 4,
     "evaluate.probe_every": 0, "health": HEALTH,
 }  # fmt: skip
 
@@ -30,6 +31,30 @@ def status(run: Path) -> dict[str, Any]:
     said = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
     found: dict[str, Any] = json.loads(said)
     return found.get("status", found)
+
+
+def steer(run: Path, word: str) -> None:
+    subprocess.run([*FORGE, word, str(run)], capture_output=True, timeout=30, check=True)
+
+
+def paused(run: Path) -> None:
+    """Pause it, and return once it is: quiet cores would finish it while it is being looked at."""
+    steer(run, "pause")
+    until(lambda: bool(status(run)["paused"]))
+
+
+def until(so: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not so():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.05)
+
+
+def joined(run: Path, host: str) -> int:
+    """How often a host has joined the run."""
+    whole = (run / "events.jsonl").read_text().rpartition("\n")[0]  # the last is half there
+    told = [json.loads(line) for line in whole.splitlines()]
+    return sum(e["event"] == "host_joined" and e["host"] == host for e in told)
 
 
 def host_of(run: Path, replica: str) -> int:
@@ -72,9 +97,11 @@ def scenario(hosts: Hosts, home: Path) -> dict[str, Any]:
     # A link that is cut and stays cut.
     with running(begin("cut"), home / "cut") as run:
         path = run.wait_for("on_policy", 1)
+        paused(path)
         report["cut"]["placed"] = placed(path)
         lost = host_of(path, "generator[0]")
         hosts.cut(lost)
+        steer(path, "resume")  # before its silence is noticed: calls are lost on the way
         report["cut"]["host"] = lost
         output, _ = run.process.communicate(timeout=120)
         report["cut"]["output"] = output[-3000:]
@@ -85,14 +112,19 @@ def scenario(hosts: Hosts, home: Path) -> dict[str, Any]:
     # The same workers again; one is told to end, and started again.
     with running(begin("drained"), home / "drained") as run:
         path = run.wait_for("on_policy", 1)
+        paused(path)
         chosen = host_of(path, "trainer[0]")
+        steer(path, "resume")
         begun = time.monotonic()
         hosts.workers[chosen].send_signal(signal.SIGTERM)
+        paused(path)  # later on, so that the worker is back before the run ends
         code = hosts.workers[chosen].wait(40)
         report["drained"] |= {
             "host": chosen, "worker": code, "seconds": round(time.monotonic() - begun, 2),
         }  # fmt: skip
         hosts.start_again(chosen)
+        until(lambda: joined(path, f"10.77.0.{chosen + 2}:26600") == 2)
+        steer(path, "resume")
         output, _ = run.process.communicate(timeout=120)
         report["drained"]["output"] = output[-3000:]
         ended("drained", run.process.returncode, home / "drained")

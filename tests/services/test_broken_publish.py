@@ -70,7 +70,7 @@ async def run_with(spec: RunSpec, directory: RunDirectory) -> Run:
     hub = open_sinks(spec, directory, lambda sink, message: None)
     recorder = Recorder(directory, hub)
     mesh = await open_mesh(spec, recorder.event, recorder.span)
-    helm = Helm(RunStatus, lambda **_: None, lambda: mesh.pools, recorder)
+    helm = Helm(RunStatus, lambda **_: None, lambda: mesh.pools, recorder, mesh.service.scale)
     try:
         course = open_course(spec, mesh)
         await spawn_roles(spec, course.documents, course.end_ids, mesh, directory)
