@@ -64,13 +64,13 @@ def monarch_environment(spec: RunSpec) -> dict[str, str]:
 def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
     """Run to the end, or to a checkpoint when interrupted. Returns the exit code:
     0 finished, 130 / 143 stopped by SIGINT / SIGTERM. Raises ForgeError for what failed."""
-    directory, resumed = open_directory(spec, run_dir, resume)
     os.environ.update(monarch_environment(spec))
     caught = Signals()
     console = Console()
     error: ForgeError | None = None
     cut_off = False
     with caught, Display(spec.mesh.name, console) as display:
+        directory, resumed = open_directory(spec, run_dir, resume, display.line)
         display.line(f"run {directory.id}")
         try:
             cut_off = not _drive(spec, directory, resumed, display, caught)
@@ -93,7 +93,7 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
 
 
 def open_directory(
-    spec: RunSpec, run_dir: Path | None, resume: str | None, tell: Callable[[str], None] = print
+    spec: RunSpec, run_dir: Path | None, resume: str | None, tell: Callable[[str], None]
 ) -> tuple[RunDirectory, bool]:
     """A new run directory, or the one to resume and True; its spec must be this spec, but for the
     hosts, on which no result depends, and for the ranks of the trainer, on which none does beyond

@@ -15,7 +15,8 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from protocols.spec_base import AsTuple, Spec, broken
 
-_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})")
+# tcp://host:port; an IPv6 host has brackets. A worker says hello on the next port, so there is one.
+ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})")
 
 
 class KubernetesSpec(Spec):
@@ -78,8 +79,8 @@ class HostsSpec(Spec):
         if kind not in ("addresses", None) and value:
             raise broken("belongs to hosts.kind addresses alone", "remove it or change hosts.kind")
         for address in value:
-            found = _ADDRESS.fullmatch(address)
-            if not found or not 1 <= int(found[2]) <= 65535:
+            found = ADDRESS.fullmatch(address)
+            if not found or not 1 <= int(found[2]) < 65535:
                 raise broken(
                     "must hold tcp://host:port addresses", f"write {address!r} as tcp://host:26600"
                 )

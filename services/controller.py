@@ -88,7 +88,7 @@ class ControllerActor(Actor):
         sinks = open_sinks(self._spec, self._directory, self._report_sink)
         recorder = self._recorder = Recorder(self._directory, sinks)
         recorder.event("run_started", resumed=self._resume, mesh=self._spec.mesh.name)
-        mesh = self._mesh = await self._open(recorder)
+        mesh = self._mesh = await self._open(recorder, begun)
         if mesh is None:
             return "stopped"
         helm = self._helm = Helm(
@@ -133,7 +133,7 @@ class ControllerActor(Actor):
             await asyncio.to_thread(recorder.close)
         return outcome
 
-    async def _open(self, recorder: Recorder) -> Mesh | None:
+    async def _open(self, recorder: Recorder, begun: float) -> Mesh | None:
         """The mesh, once its hosts are there; None where the run was asked to stop before. What
         this raises is the run's end."""
         from services.roles import open_mesh
@@ -154,7 +154,8 @@ class ControllerActor(Actor):
             failure = error if isinstance(error, ForgeError) else RunError(f"no hosts: {error!r}")
             recorder.event("failed", error=type(error).__name__, message=str(failure))
             self._show(error=str(failure))
-        recorder.event("finished", status=outcome, seconds=0.0)
+        seconds = round(time.perf_counter() - begun, 3)
+        recorder.event("finished", status=outcome, seconds=seconds)
         recorder.end_streams()
         await asyncio.to_thread(recorder.close)
         self._show(stage=outcome, done=True)

@@ -13,7 +13,6 @@ import asyncio
 import importlib.metadata
 import json
 import platform
-import re
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -22,12 +21,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Self
 
 from protocols.errors import RunError
+from protocols.hosts_spec import ADDRESS
 
 PACKAGES = ("cartridge-forge", "torchmonarch", "torch")  # must be the very same everywhere
 ANSWER_SECONDS = 3.0  # an answer takes a millisecond
 ANSWER_BYTES = 16 * 1024
-
-_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})")
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def versions(*, torchstore: bool = True) -> dict[str, str]:
 
 def host_and_port(address: str) -> tuple[str, int]:
     """`"tcp://10.0.0.2:26600"` -> `("10.0.0.2", 26600)`; an IPv6 host keeps its brackets."""
-    found = _ADDRESS.fullmatch(address)
+    found = ADDRESS.fullmatch(address)
     # The hello is on the next port, so the last one cannot be Monarch's.
     if found is None or not 1 <= int(found[2]) < 65535:
         raise RunError(f"a worker's address must be tcp://host:port: got {address!r}")

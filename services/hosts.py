@@ -18,8 +18,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from protocols.errors import RunError, SpecError
-from protocols.spec import RunSpec
+from protocols.errors import RunError
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
@@ -88,28 +87,6 @@ class Addresses:
 
     async def close(self) -> None:
         pass
-
-
-def host_source(spec: RunSpec) -> HostSource:
-    """Where the run's workers come from, by `hosts.kind`, imported by kind: each may need packages
-    of its own. Raises SpecError that names a missing one."""
-    kind = spec.mesh.hosts.kind
-    try:
-        if kind == "kubernetes":
-            from services.kubernetes_hosts import KubernetesHosts
-
-            return KubernetesHosts(spec)
-        if kind == "slurm":
-            from services.slurm_hosts import SlurmHosts
-
-            return SlurmHosts(spec)
-    except ModuleNotFoundError as error:
-        raise SpecError(
-            f"hosts.kind {kind} needs the package {error.name}, which is not installed here; "
-            f"run `pip install {error.name}`, or use other hosts"
-        ) from error
-    assert kind == "addresses", kind
-    return Addresses(spec.mesh.hosts.addresses)
 
 
 async def attach(workers: Sequence[str], timeout_s: float = 30.0) -> list[HostMesh]:

@@ -29,14 +29,14 @@ from learning.losses import DocKL
 from learning.replay import DPO
 from learning.sdpo import SDPO
 from learning.trainer import TrainerConfig
-from protocols.errors import PlaneError
+from protocols.errors import PlaneError, SpecError
 from protocols.learn_spec import GeneratorSpec, LearnSpec, ModelSpec
 from protocols.service_spec import HealthSpec
 from protocols.spec import RoleSpec, RunSpec
 from protocols.types import Span
 from services.files import same_files
 from services.hello import versions
-from services.hosts import host_source
+from services.hosts import Addresses, HostSource
 from services.lives import Check, Note
 from services.planes import OwnedPlane, open_plane
 from services.pool import Pool
@@ -149,6 +149,28 @@ async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[Span], None]) 
         observe=observe,
     )
     return Mesh(service, spec)
+
+
+def host_source(spec: RunSpec) -> HostSource:
+    """Where the run's workers come from, by `hosts.kind`, imported by kind: each may need packages
+    of its own. Raises SpecError that names a missing one."""
+    kind = spec.mesh.hosts.kind
+    try:
+        if kind == "kubernetes":
+            from services.kubernetes_hosts import KubernetesHosts
+
+            return KubernetesHosts(spec)
+        if kind == "slurm":
+            from services.slurm_hosts import SlurmHosts
+
+            return SlurmHosts(spec)
+    except ModuleNotFoundError as error:
+        raise SpecError(
+            f"hosts.kind {kind} needs the package {error.name}, which is not installed here; "
+            f"run `pip install {error.name}`, or use other hosts"
+        ) from error
+    assert kind == "addresses", kind
+    return Addresses(spec.mesh.hosts.addresses)
 
 
 def roles_here(spec: RunSpec) -> tuple[str, ...]:

@@ -300,7 +300,7 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         if future.done():
             return
         if error is None:
-            future.set_result(result)  # type: ignore[arg-type]
+            future.set_result(result)  # type: ignore[arg-type]  # there without an error
         else:
             future.set_exception(error)
 

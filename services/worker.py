@@ -26,7 +26,7 @@ import time
 import uuid
 from contextlib import suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from protocols.errors import RunError
 from services.hello import Hello, HelloServer, host_and_port, versions
@@ -105,11 +105,11 @@ def end_children() -> None:
         time.sleep(0.02)
 
 
-def _watch(loop: object, stop: Stop) -> None:
+def _watch(loop: Any, stop: Stop) -> None:
     """A Monarch server that ends by itself ends the worker."""
     why = ""
     try:
-        loop.get()  # type: ignore[attr-defined]
+        loop.get()
     except Exception as error:  # whatever Monarch says of it
         why = f": {error}"
     if not stop.asked.is_set():

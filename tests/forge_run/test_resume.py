@@ -40,11 +40,11 @@ def test_a_run_that_finished_is_followed_by_another(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_on_other_hosts_or_ranks_and_with_no_other_spec(tmp_path: Path) -> None:
-    first, resumed = open_directory(spec(), tmp_path, None)
+    first, resumed = open_directory(spec(), tmp_path, None, print)
     assert not resumed
     elsewhere = spec("hosts={kind: addresses, addresses: [tcp://10.0.0.2:26600]}")
-    assert open_directory(elsewhere, tmp_path, first.id) == (first, True)
+    assert open_directory(elsewhere, tmp_path, first.id, print) == (first, True)
     ranks = spec("roles.trainer.procs=2", "train.shard_base=true")
-    assert open_directory(ranks, tmp_path, first.id) == (first, True)
+    assert open_directory(ranks, tmp_path, first.id, print) == (first, True)
     with pytest.raises(CheckpointError, match=r"it differs in learn\.train\.lr\. Resume with"):
-        open_directory(spec("train.lr=0.5"), tmp_path, "")
+        open_directory(spec("train.lr=0.5"), tmp_path, "", print)
