@@ -46,15 +46,19 @@ def address(name: str, port: int) -> str:
 
 
 class Stop:
-    """SIGTERM and SIGINT, counted: the first drains, the second ends. Made in the main thread."""
+    """SIGTERM and SIGINT, counted: the first drains, the second ends. Made in the main thread.
+
+    A plain count that is looked at, and no event: a handler runs inside whatever the main thread
+    does, and one that sets the event that this thread is about to wait for waits for itself.
+    """
 
     def __init__(self) -> None:
-        self.asked, self.twice = threading.Event(), threading.Event()
+        self.signals = 0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        (self.twice if self.asked.is_set() else self.asked).set()
+        self.signals += 1
 
 
 def work(at: str | None = None, grace_s: float = GRACE_SECONDS) -> int:
@@ -77,7 +81,7 @@ def work(at: str | None = None, grace_s: float = GRACE_SECONDS) -> int:
     incarnation = uuid.uuid4().hex
 
     def tell() -> Hello:
-        return Hello(versions(), incarnation, stop.asked.is_set(), attach_at)
+        return Hello(versions(), incarnation, stop.signals > 0, attach_at)
 
     with HelloServer(interface, own + 1, tell):
         addresses = (f"{called}@tcp://{interface}:{own}", f"{attach_at}@tcp://{interface}:{fresh}")
@@ -86,11 +90,11 @@ def work(at: str | None = None, grace_s: float = GRACE_SECONDS) -> int:
             threading.Thread(target=_watch, args=(loop, stop), daemon=True).start()
         sys.stdout.write(f"worker {name}:{port} waits for controllers\n")
         sys.stdout.flush()
-        stop.asked.wait()
+        while not stop.signals:
+            time.sleep(LOOK_SECONDS)
         deadline = time.monotonic() + grace_s
-        while descendants(os.getpid()) and time.monotonic() < deadline:
-            if stop.twice.wait(LOOK_SECONDS):
-                break
+        while descendants(os.getpid()) and time.monotonic() < deadline and stop.signals < 2:
+            time.sleep(LOOK_SECONDS)
         end_children()
     return 0
 
@@ -112,7 +116,7 @@ def _watch(loop: Any, stop: Stop) -> None:
         loop.get()
     except Exception as error:  # whatever Monarch says of it
         why = f": {error}"
-    if not stop.asked.is_set():
+    if not stop.signals:
         sys.stderr.write(f"error: Monarch's server has ended{why}; start the worker again\n")
         sys.stderr.flush()
         end_children()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -66,11 +67,8 @@ def test_it_tells_its_versions_and_where_it_is_attached_to() -> None:
 
 
 CHILD = """
-import subprocess, sys, services.worker, threading, time
-def late():
-    time.sleep(2)
-    subprocess.Popen(["sleep", "600"])
-threading.Thread(target=late).start()
+import subprocess, sys, services.worker
+subprocess.Popen(["sleep", "600"])
 services.worker.main(sys.argv[1], float(sys.argv[2]))
 """
 
@@ -81,14 +79,14 @@ def test_children_are_waited_for_until_the_grace_or_a_second_signal(
 ) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     process = subprocess.Popen([sys.executable, "-c", CHILD, address, str(grace)])
+    children: list[int] = []
     try:
         hello(address)
+        children = descendants(process.pid)
+        assert children
         deadline = time.monotonic() + PATIENCE
-        while not (children := descendants(process.pid)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
         begun = time.monotonic()
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)  # Monarch's servers may still be starting
         while not hello(address).draining:
             assert time.monotonic() < deadline
         assert process.poll() is None
@@ -98,7 +96,9 @@ def test_children_are_waited_for_until_the_grace_or_a_second_signal(
         assert time.monotonic() - begun > (grace if signals == 1 else 0.0) - 0.1
         assert all(map(has_ended, children))
     finally:
-        process.kill()
+        for pid in (*children, process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
 
 
