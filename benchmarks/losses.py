@@ -12,13 +12,11 @@ largest number. Times are of one thread's work, whoever else uses the cores.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.provenance import provenance
+from benchmarks.record import arguments, provenance, write
 from learning.batching import token_logprobs
 from learning.losses import DocKL, Teacher, doc_kl_tokens, top_k
 from learning.projection import Projection, Reader, chunk_tokens
@@ -168,20 +166,28 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['loss']:<30}{row['form']:<14}" + "".join(f"{row[name]:>13}" for name in COLUMNS)
 
 
+def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """In chunks over whole, of each loss: the memory of tensors, and the time of both passes."""
+    found = {}
+    for whole, chunked in zip(rows[::2], rows[1::2], strict=True):
+        found[f"{whole['loss']}: memory"] = chunked["tensors_mb"] / whole["tensors_mb"]
+        times = [row["forward_ms"] + row["backward_ms"] for row in (chunked, whole)]
+        found[f"{whole['loss']}: time"] = times[0] / times[1]
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__, "losses")
     for name, default in (
         ("tokens", 64), ("width", 256), ("vocabulary", 128_256), ("chunk-mb", 8), ("repeats", 3)
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path, default=Path("losses.json"))
-    options = vars(parser.parse_args())
-    out = options.pop("out")
+    options = parser.parse_args()
+    repeats = 1 if options.quick else options.repeats
     print(f"{'loss':<30}{'form':<14}" + "".join(f"{name:>13}" for name in COLUMNS))
-    rows = run(**options)
-    told = provenance("benchmarks.losses", {**options, "threads": 1})
-    out.write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n")
-    print(f"written to {out}")
+    told = provenance("losses", vars(options) | {"repeats": repeats, "threads": 1})
+    rows = run(options.tokens, options.width, options.vocabulary, options.chunk_mb, repeats)
+    write(options.out, told, ratios(rows), rows)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
 """A training step against the straightforward one, per phase and whole, as documents grow:
 
-    python -m benchmarks.step [--batches 4 8] [--documents 256 1024 4096] [--out step.json]
+    python -m benchmarks.step [--batches 4 8] [--documents 256 1024 4096] [--plot step.svg]
 
 Both train the same cartridge of the tiny reader on the same samples with the same loss, in one
-process of one thread; sampling, which is the same for both, is left out. `first` is our teacher's
-first step, which reads the document; every later one has its keys and values. A row is refused
-whose two gradients differ. The other step is `benchmarks/reference/seed_step.py`. Times are of this
-process's work; compare ratios within one run.
+process of one thread. Sampling is the same for both, one batch on our engine (the seed's server
+batched too): it is timed once and counted in both wholes. `first` is our teacher's first step,
+which reads the document; every later one has its keys and values. A row is refused whose two
+gradients differ. The other step is `benchmarks/reference/seed_step.py`. Times are of this process's
+work; compare ratios within one run.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import statistics
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,17 @@ import torch
 from torch import Tensor
 
 from actors.setup import keep_freed_memory
-from benchmarks.provenance import provenance
+from benchmarks.record import arguments, provenance, write
 from benchmarks.reference.seed_step import KEEP_TOP, Phases, load_plain, seed_step
 from learning.cartridge import CartridgeBank, first_tokens
+from learning.decoding import generate
 from learning.losses import Teacher
 from learning.model import document_kv, flush_denormals, load_model
 from learning.prefixes import DocumentCache
 from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer
 from learning.trainer import CartridgeTrainer, TrainerConfig
-from protocols.types import Sample
+from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
 from services.shared_memory import SharedMemoryPlane
 
 MODEL = Path(__file__).parents[1] / "models" / "clinic-reader"
@@ -42,7 +43,8 @@ CARTRIDGE, PROMPT, RESPONSE = 32, 24, 32
 CONFIG = TrainerConfig(
     tokens=CARTRIDGE, frozen=1, lr=0.2, warmup_steps=0, clip=1.0, row_tokens=256
 )  # fmt: skip
-PHASES = ("teacher", "old log-probabilities", "train", "publish")
+PHASES = ("rollout", "teacher", "old log-probabilities", "train", "publish")
+GREEDY = Sampling(temperature=0.0, max_tokens=RESPONSE)
 
 
 def samples_of(batch: int, vocabulary: int, version: int) -> list[Sample]:
@@ -73,7 +75,13 @@ async def compare(
     optimizer = new_optimizer(theirs)
 
     async def ours(samples: list[Sample], version: int) -> tuple[float, float, Phases]:
+        kv = trainer.bank.kv()[0].detach()
         phases = Phases()
+        asked = [
+            GenerateRequest(s.id, s.prompt_ids, PrefixRef("d", version), GREEDY, 0) for s in samples
+        ]
+        generate(model, asked, lambda _: kv, frozenset())  # to the end: nothing ends a response
+        phases.done("rollout")
         prefixes = prefixes_of(samples, documents)
         teacher = Teacher(**score_kept(model, samples, prefixes, CONFIG.row_tokens, KEEP_TOP))
         phases.done("teacher")
@@ -98,7 +106,8 @@ async def compare(
         their_kl, their_norm, their_phases = seed_step(
             plain, theirs, optimizer, document, samples, lr=CONFIG.lr, clip=CONFIG.clip, path=path
         )
-        found["theirs"].append(their_phases.seconds)
+        rollout = {"rollout": phases.seconds["rollout"]}
+        found["theirs"].append(rollout | their_phases.seconds)
         check_same((kl, norm, trainer.bank), (their_kl, their_norm, theirs))
     row: dict[str, Any] = {"document": document_tokens, "batch": batch}
     row["first_teacher_ms"] = round(1e3 * found["ours"].pop(0)["teacher"], 1)
@@ -109,7 +118,11 @@ async def compare(
             if phase in runs[0]
         }
         row[who]["whole"] = round(1e3 * statistics.median(sum(run.values()) for run in runs), 2)
-    row["ratio"] = round(row["theirs"]["whole"] / row["ours"]["whole"], 1)
+    row["ratio"] = round(row["theirs"]["whole"] / row["ours"]["whole"], 2)
+    rollout = row["ours"]["rollout"]
+    row["ratio_without_rollout"] = round(
+        (row["theirs"]["whole"] - rollout) / (row["ours"]["whole"] - rollout), 2
+    )
     return row
 
 
@@ -135,12 +148,60 @@ def line(row: dict[str, Any]) -> str:
 
 
 def header() -> str:
-    names = ("teacher", "old", "train", "publish", "whole")
+    names = ("rollout", "teacher", "old", "train", "publish", "whole")
     both = "".join(f"{name:>10}" for name in names)
     return (
-        f"{'':15}{'-- straightforward, ms':<50}{'-- ours, ms':<50}\n"
+        f"{'':15}{'-- straightforward, ms':<60}{'-- ours, ms':<60}\n"
         f"{'document':>9}{'batch':>6}{both}{both}{'first':>10}{'ratio':>9}"
     )
+
+
+def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of every row theirs over ours; of every batch our longest document over our shortest."""
+    found = {}
+    for row in rows:
+        at = f"document {row['document']}, batch {row['batch']}"
+        found[f"whole, {at}"] = row["ratio"]
+        found[f"without the rollout, {at}"] = row["ratio_without_rollout"]
+    for batch in sorted({row["batch"] for row in rows}):
+        of = sorted((r for r in rows if r["batch"] == batch), key=lambda r: int(r["document"]))
+        if len(of) > 1:
+            grown = of[-1]["ours"]["whole"] / of[0]["ours"]["whole"]
+            times = of[-1]["document"] // of[0]["document"]
+            found[f"our step at {times}x the document over 1x, batch {batch}"] = grown
+    return found
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """How a step's cost grows with the document, of both, for every batch: an SVG."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.hashsalt": "step", "font.size": 9}):
+        batches = sorted({row["batch"] for row in rows})
+        drawing = Figure(figsize=(3.4 * len(batches), 3.0), layout="constrained")
+        for axes, batch in zip(
+            drawing.subplots(1, len(batches), sharey=True, squeeze=False)[0], batches, strict=True
+        ):
+            of = [row for row in rows if row["batch"] == batch]
+            for who, label, style in (
+                ("theirs", "straightforward", {"color": "#b5542b", "linestyle": "--"}),
+                ("ours", "Cartridge Forge", {"color": "#2b6cb5"}),
+            ):
+                for part, marker in (("whole", "o"), ("teacher", "^")):
+                    axes.plot(
+                        [row["document"] for row in of], [row[who][part] for row in of],
+                        marker=marker, label=f"{label}, {part}",
+                        alpha=1.0 if part == "whole" else 0.45, **style,
+                    )  # fmt: skip
+            axes.set(xscale="log", yscale="log", xlabel="document, tokens", title=f"batch {batch}")
+            axes.set_xticks([row["document"] for row in of], [str(row["document"]) for row in of])
+            axes.minorticks_off()
+            axes.grid(visible=True, alpha=0.3)
+        drawing.axes[0].set_ylabel("a step, ms")
+        drawing.axes[0].legend(fontsize=7)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drawing.savefig(path, metadata={"Date": None})
 
 
 async def run(documents: list[int], batches: list[int], steps: int) -> list[dict[str, Any]]:
@@ -162,18 +223,24 @@ async def run(documents: list[int], batches: list[int], steps: int) -> list[dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--documents", type=int, nargs="+", default=[256, 1024, 4096])
-    parser.add_argument("--batches", type=int, nargs="+", default=[4, 8])
+    parser = arguments(__doc__, "step")
+    parser.add_argument("--documents", type=int, nargs="+")
+    parser.add_argument("--batches", type=int, nargs="+")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("step.json"))
-    options = vars(parser.parse_args())
-    out = options.pop("out")
+    parser.add_argument("--plot", type=Path, help="draw how the cost grows, as SVG")
+    options = parser.parse_args()
+    documents = options.documents or ([256, 1024] if options.quick else [256, 1024, 4096])
+    batches = options.batches or ([4] if options.quick else [4, 8])
+    told = provenance(
+        "step",
+        vars(options)
+        | {"documents": documents, "batches": batches, "threads": 1, "model": MODEL.name},
+    )
     print(header())
-    rows = asyncio.run(run(**options))
-    told = provenance("benchmarks.step", {**options, "threads": 1, "model": MODEL.name})
-    out.write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n")
-    print(f"written to {out}")
+    rows = asyncio.run(run(documents, batches, options.steps))
+    if options.plot is not None:
+        plot(rows, options.plot)
+    write(options.out, told, ratios(rows), rows)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from benchmarks.record import read
+
 pytestmark = pytest.mark.slow
 
 
 def rows_of(module: str, out: Path, *options: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", module, "--out", str(out), *options]
     subprocess.run(command, check=True, timeout=200, capture_output=True)
-    told = json.loads(out.read_text())
-    assert {"config", "device", "commit", "command", "rows"} == told.keys()
-    rows: list[dict[str, Any]] = told["rows"]
+    rows: list[dict[str, Any]] = read(out)["results"]
     return rows
 
 
@@ -38,17 +37,15 @@ def test_losses_in_chunks_are_the_same_and_make_less(tmp_path: Path) -> None:
 
 def test_a_step_reads_its_document_once(tmp_path: Path) -> None:
     """The benchmark itself refuses a row whose two gradients differ."""
+    plot = tmp_path / "step.svg"
     short, long = rows_of(
         "benchmarks.step", tmp_path / "step.json", "--batches", "4", "--documents", "64", "1024",
-        "--steps", "1",
+        "--steps", "1", "--plot", str(plot),
     )  # fmt: skip
     assert long["ratio"] > short["ratio"]
     assert long["ratio"] > 2  # 4 to 6 on a quiet machine
-    assert long["theirs"].keys() == {
-        "teacher",
-        "old log-probabilities",
-        "train",
-        "publish",
-        "whole",
-    }
-    assert long["ours"].keys() == {"teacher", "train", "publish", "whole"}
+    needed = {"rollout", "teacher", "train", "publish", "whole"}
+    assert long["theirs"].keys() == needed | {"old log-probabilities"}
+    assert long["ours"].keys() == needed
+    assert long["theirs"]["rollout"] == pytest.approx(long["ours"]["rollout"], rel=0.5)
+    assert plot.read_text().count("<svg") == 1
