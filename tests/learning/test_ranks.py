@@ -116,7 +116,7 @@ def test_nobody_waits_for_a_rank_that_is_gone(told: Told, job: str) -> None:
     lost = [rank for rank in told[job] if "lost the others" in rank["error"]]
     assert len(lost) == 2
     for rank in lost:
-        assert rank["error"].startswith("RunError: trainer rank")
+        assert rank["error"].startswith("RanksLostError: trainer rank")
         assert rank["seconds"] < 20
         assert rank["version"] == 0
     own = [rank["error"] for rank in told[job] if rank not in lost]
