@@ -18,24 +18,18 @@ training alone. What is finished is not run again: an interrupted ablation goes 
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from forge_run.ablation_table import caption, figures_of, summarise, table, untrained_of
-from forge_run.child_run import run_apart
-from forge_run.display import duration, shown_path
 from forge_run.figures import Section
-from forge_run.run import differences
+from forge_run.trials import Runner, Trial, apart, read_runs, runs_of, write_record
 from protocols.errors import RunError, SpecError
-from protocols.spec import RunSpec
-from protocols.spec_loading import load_resolved, load_spec
-from services.rundir import RunDirectory, iter_rows, write_atomically
+from protocols.spec_loading import load_spec
+from services.rundir import RunDirectory, iter_rows
 
 # What costs time and gives the table nothing. Under the user's --set, which may ask for it.
 PLAIN = (
@@ -52,24 +46,6 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "all": ("objective.w_doc=0",),
     "all+doc": (),
 }
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One run of an ablation: `Trial("+sdpo", 1, sets=(..., "train.seed=1"), spec=...)`."""
-
-    arm: str
-    seed: int
-    sets: tuple[str, ...]
-    spec: RunSpec
-
-    @property
-    def name(self) -> str:
-        return f"{self.arm}/{self.seed}"
-
-
-Run = Callable[[Trial, Path], str]
-"""Runs a trial to its end, what it prints going to the path, and returns the run's id."""
 
 
 def trials(
@@ -110,7 +86,7 @@ def trials(
 
 
 def ablate(
-    plan: Sequence[Trial], root: Path, run: Run, say: Callable[[str], None]
+    plan: Sequence[Trial], root: Path, runner: Runner, say: Callable[[str], None]
 ) -> tuple[Section, ...]:
     """Run what is not finished yet, write ablation.json and return the table; `say` is told of
     every run as it begins and ends.
@@ -118,65 +94,24 @@ def ablate(
     Raises RunError when a run fails, or when the arms of a seed begin with other episodes.
     """
     name = plan[0].spec.mesh.name
-    home = root / f"ablate-{name}"
-    home.mkdir(parents=True, exist_ok=True)
-    record = home / "ablation.json"
-    runs = _read_runs(record)
+    record = root / f"ablate-{name}" / "ablation.json"
     first: dict[int, RunDirectory] = {}  # seed -> the run that its others begin like
-    done: dict[str, list[RunDirectory]] = {}  # arm -> its runs, seed by seed
-    for i, trial in enumerate(plan, start=1):
-        where = f"[{i}/{len(plan)}] {trial.arm}, seed {trial.seed}:"
-        directory = RunDirectory(root / name / runs[trial.name]) if trial.name in runs else None
-        if directory is not None and (fault := _unfit(directory, trial)):
-            say(f"{where} run {directory.id} {fault}")
-            directory = None
-        if directory is not None:
-            say(f"{where} finished before, run {directory.id}")
-        else:
-            log = home / f"{trial.arm}-{trial.seed}.log"
-            say(f"{where} runs, see {shown_path(log)}")
-            begun = time.monotonic()
-            directory = RunDirectory(root / name / run(trial, log))
-            if fault := _unfit(directory, trial):
-                raise RunError(f"{trial.name}: run {directory.id} {fault}; ablate again")
-            runs[trial.name] = directory.id
-            _write(record, mesh=name, runs=runs)
-            say(f"{where} finished in {duration(time.monotonic() - begun)}, run {directory.id}")
+    done: dict[str, RunDirectory] = {}
+    for trial, directory in runs_of(plan, root, record, runner, say):
         require_same_start(first.setdefault(trial.seed, directory), directory)
-        done.setdefault(trial.arm, []).append(directory)
+        done[trial.name] = directory
+    arms: dict[str, list[RunDirectory]] = {}
+    for trial in plan:
+        arms.setdefault(trial.arm, []).append(done[trial.name])
     figures = summarise(
-        {"untrained": [untrained_of(d) for d in first.values()]}
-        | {arm: [figures_of(d) for d in each] for arm, each in done.items()}
+        {"untrained": [untrained_of(first[seed]) for seed in sorted(first)]}
+        | {arm: [figures_of(d) for d in each] for arm, each in arms.items()}
     )
-    _write(record, mesh=name, runs=runs, seeds=list(first), caption=caption(figures), arms=figures)
+    write_record(
+        record, mesh=name, runs=read_runs(record), seeds=sorted(first), caption=caption(figures),
+        arms=figures,
+    )  # fmt: skip
     return table(name, figures)
-
-
-def _unfit(directory: RunDirectory, trial: Trial) -> str | None:
-    """Why the run is not this trial, finished; None when it is."""
-    results = directory.read_results()
-    if results is None or results.get("status") != "finished":
-        return "did not finish, or was moved away"
-    before = load_resolved(directory.spec).as_dict()
-    changed = differences(before, trial.spec.as_dict())
-    return f"was made with another spec ({', '.join(changed)})" if changed else None
-
-
-def _read_runs(record: Path) -> dict[str, str]:
-    if not record.is_file():
-        return {}
-    try:
-        runs = json.loads(record.read_bytes())["runs"]
-        return {str(name): str(run) for name, run in runs.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(
-            f"{record} must be the record of an ablation: {type(error).__name__}; move it away "
-            "to run all arms anew"
-        ) from error
-
-
-def _write(record: Path, **values: Any) -> None:
-    write_atomically(record, json.dumps({"schema": 1, **values}, indent=2, allow_nan=False) + "\n")
 
 
 def require_same_start(a: RunDirectory, b: RunDirectory) -> None:
@@ -218,10 +153,6 @@ def command(
         require_sinks(trial.spec)
     root = (run_dir or Path("runs")).absolute()
 
-    def run(trial: Trial, log: Path) -> str:
-        words = [mesh, "--run-dir", str(root)]
-        words += [word for overlay in overlays for word in ("--config", overlay)]
-        words += [word for text in trial.sets for word in ("--set", text)]
-        return run_apart(f"{trial.arm}, seed {trial.seed}", words, log)
-
-    return ablate(plan, root, run, partial(print, flush=True))
+    # One after the other: an arm's time is a figure of the table.
+    runner = apart(mesh, overlays, root, at_once=1)
+    return ablate(plan, root, runner, partial(print, flush=True))

@@ -1,4 +1,4 @@
-"""A run in a process of its own, which ends when this one is told to."""
+"""Runs in processes of their own, side by side, which end when this one is told to."""
 
 from __future__ import annotations
 
@@ -6,64 +6,108 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from forge_run.display import shown_path
 from protocols.errors import RunError
 
 STOP_SECONDS = 30.0  # a run that was asked to stop is gone within 10
+LOOK_SECONDS = 0.2
+CODE = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
 
 
-def run_apart(name: str, words: Sequence[str], log: Path) -> str:
-    """`forge-run` with these words, what it prints going to `log`; returns the run's id.
+@dataclass(frozen=True)
+class ChildRun:
+    """`forge-run` with these words, what it prints going to `log`."""
 
-    Raises RunError, which starts with `name`, when the run failed or was stopped. There is no
-    time-out: the run has a watchdog of its own.
+    name: str
+    words: tuple[str, ...]
+    log: Path
+
+
+def run_side_by_side(
+    runs: Sequence[ChildRun], at_once: int, began: Callable[[ChildRun], None]
+) -> Iterator[tuple[ChildRun, str]]:
+    """Every run with its id, as each ends well; at most `at_once` go on at a time.
+
+    When one fails no other begins, those under way are waited for, and then RunError names the
+    first that failed. Leaving early, by Ctrl-C, by SIGTERM (which ends us as well) or by closing
+    the iterator, stops those under way with their checkpoints. There is no time-out: a run has a
+    watchdog of its own.
     """
-    code = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
-    with log.open("wb") as file, _ended_with_us([sys.executable, "-c", code, *words], file) as run:
-        run.wait()
-    said = log.read_text(encoding="utf-8", errors="replace")
-    if run.returncode != 0:
+    waiting = list(runs)
+    failure: RunError | None = None
+    with _ended_with_us() as going:
+        while going or (waiting and failure is None):
+            while waiting and failure is None and len(going) < at_once:
+                child = waiting.pop(0)
+                began(child)
+                going.append((child, _start(child)))
+            for child, process in [(c, p) for c, p in going if p.poll() is not None]:
+                going.remove((child, process))
+                try:
+                    run_id = _id_of(child, process.returncode)
+                except RunError as error:
+                    failure = failure or error
+                    continue
+                yield child, run_id
+            time.sleep(LOOK_SECONDS)
+    if failure is not None:
+        raise failure
+
+
+def _start(child: ChildRun) -> subprocess.Popen[bytes]:
+    """In a session of its own: a terminal's Ctrl-C reaches this process alone, once."""
+    with child.log.open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", CODE, *child.words], stdin=subprocess.DEVNULL, stdout=log,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
+def _id_of(child: ChildRun, code: int) -> str:
+    said = child.log.read_text(encoding="utf-8", errors="replace")
+    if code != 0:
         last = next((x for x in reversed(said.splitlines()) if x.strip()), "it said nothing")
         raise RunError(
-            f"{name} ended with {run.returncode}: {last.strip()}; see {shown_path(log)}, and "
-            "ablate again to go on"
+            f"{child.name} ended with {code}: {last.strip()}; see {shown_path(child.log)}, and "
+            "give the same command again to go on"
         )
     found = re.search(r"^run (\S+)$", said, re.MULTILINE)
     if found is None:
-        raise RunError(f"{name} named no run; see {shown_path(log)}")
+        raise RunError(f"{child.name} named no run; see {shown_path(child.log)}")
     return found[1]
 
 
-@contextmanager
-def _ended_with_us(words: Sequence[str], output: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is stopped, with its checkpoint, when the block is left early: by Ctrl-C, or
-    by SIGTERM, which ends us as well.
+Going = list[tuple[ChildRun, "subprocess.Popen[bytes]"]]
 
-    It has a session of its own: a terminal's Ctrl-C reaches this process alone, once.
-    """
+
+@contextmanager
+def _ended_with_us() -> Iterator[Going]:
+    """Those under way; what is left when the block is left is stopped."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, leave)
-    process = subprocess.Popen(
-        words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )  # fmt: skip
+    going: Going = []
     try:
-        yield process
+        yield going
     finally:
         try:
-            process.terminate()  # does nothing to a process that has ended
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_SECONDS)
+            for _, process in going:
+                process.terminate()  # does nothing to a process that has ended
+            deadline = time.monotonic() + STOP_SECONDS
+            for _, process in going:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
         finally:
-            process.kill()
-            process.wait()
+            for _, process in going:
+                process.kill()
+                process.wait()
             signal.signal(signal.SIGTERM, before)

@@ -1,5 +1,6 @@
 """The command line: `forge-run MESH.yaml ...`, and `forge run|plan MESH.yaml ...` for the same;
-`forge ablate MESH.yaml` for its channels compared (forge_run.ablate); `forge selfstudy MESH.yaml`
+`forge ablate MESH.yaml` for its channels compared (forge_run.ablate); `forge sweep SWEEP.yaml` for
+anything else (forge_run.sweep); `forge selfstudy MESH.yaml`
 for questions about documents (forge_run.selfstudy); `forge status|scale|...` for a run that runs
 (forge_run.control); `forge frontier`, `forge serve`, `forge cartridges`, `forge convert` and `forge
 inspect` for what came of one; `forge k8s render` for the manifests of a mesh (forge_run.k8s).
@@ -58,6 +59,19 @@ def forge(argv: Sequence[str] | None = None) -> int:
         "--seeds", type=int, default=3, metavar="N", help="seeds of each arm (default: 3)"
     )
     ablate.set_defaults(act=_ablate)
+    sweep = commands.add_parser("sweep", help="run a mesh over axes, ways to train and seeds")
+    sweep.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="what is compared")
+    sweep.add_argument(
+        "--set", dest="sets", metavar="KEY.PATH=VALUE", action="append", default=[],
+        help="a key of all runs, under those of the sweep; repeatable",
+    )  # fmt: skip
+    sweep.add_argument("--seeds", type=int, metavar="N", help="seeds of each (default: the file's)")
+    sweep.add_argument(
+        "--jobs", type=int, metavar="N", help="runs side by side (default: by cores and threads)"
+    )
+    sweep.add_argument("--run-dir", type=Path, metavar="DIR", help="where runs are kept")
+    sweep.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+    sweep.set_defaults(act=_sweep)
     frontier = commands.add_parser(
         "frontier", help="compare test-time strategies over the cartridges of a run"
     )
@@ -238,6 +252,18 @@ def _ablate(options: argparse.Namespace) -> int:
         seeds=options.seeds,
         run_dir=options.run_dir,
     )
+    sys.stdout.write(render(sections, terminal=sys.stdout.isatty()))
+    return 0
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    from forge_run.plan import render
+    from forge_run.sweep import command
+
+    sections = command(
+        options.sweep, sets=options.sets, seeds=options.seeds, jobs=options.jobs,
+        run_dir=options.run_dir, dry_run=options.dry_run,
+    )  # fmt: skip
     sys.stdout.write(render(sections, terminal=sys.stdout.isatty()))
     return 0
 

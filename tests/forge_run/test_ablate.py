@@ -1,7 +1,7 @@
 """forge ablate with runs that are written down rather than run; tests/runs has a real one."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import pytest
 
 from environments.traces import to_row
-from forge_run.ablate import Trial, ablate, trials
+from forge_run.ablate import ablate, trials
 from forge_run.ablation_table import summarise
 from forge_run.figures import Section
+from forge_run.trials import Trial
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.errors import ForgeError, RunError, SpecError
 from protocols.records import ArmResult, MetricRow, Results, RunOutcome
@@ -50,7 +51,7 @@ def arm_result(accuracy: float) -> ArmResult:
 
 
 class Written:
-    """Runs that are written down: `runs(trial, log)`; `names` are those that were asked for.
+    """Runs that are written down, one after the other; `names` are those that were asked for.
 
     The arm's place in `LEVELS` and the seed decide the rewards and the figures.
     """
@@ -66,7 +67,14 @@ class Written:
         self.status: RunOutcome = "finished"
         self.fails_at = ""
 
-    def __call__(self, trial: Trial, log: Path) -> str:
+    def __call__(
+        self, trials: Sequence[tuple[Trial, Path]], began: Callable[[Trial], None]
+    ) -> Iterator[tuple[Trial, str]]:
+        for trial, log in trials:
+            began(trial)
+            yield trial, self.write(trial, log)
+
+    def write(self, trial: Trial, log: Path) -> str:
         if trial.name == self.fails_at:
             raise RunError(f"{trial.name} ended with 1; see {log}")
         self.names.append(trial.name)
@@ -364,7 +372,7 @@ def test_a_run_that_was_stopped_does_not_count(ablation: Ablation) -> None:
 def test_a_damaged_record_is_refused(ablation: Ablation, text: str) -> None:
     ablation.path.parent.mkdir()
     ablation.path.write_text(text)
-    with pytest.raises(ForgeError, match=r"must be the record of an ablation: \w+; move it away"):
+    with pytest.raises(ForgeError, match=r"must be the record of earlier runs: \w+; move it away"):
         ablation(plan_of())
     assert ablation.runs.names == []
 

@@ -1,0 +1,143 @@
+"""`forge sweep SWEEP.yaml`: runs over axes, ways to train and seeds; one table, and plots.
+
+    configs/sweep_compression.yaml   axes x variants x seeds -> trials -> runs, side by side
+    runs/longhealth/<run>/           every run, as `forge-run` keeps it
+    runs/sweep-compression/          sweep.json, sweep.md, sweep.html, what each run printed
+
+What is finished is not run again: an interrupted sweep goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from forge_run.figures import Section, count_text
+from forge_run.sweep_table import Point, SweepRow, gather, markdown, page_of, table
+from forge_run.trials import Runner, Trial, apart, read_runs, runs_of, write_record
+from protocols.errors import SpecError
+from protocols.spec_loading import load_file, load_spec
+from protocols.sweep_spec import SweepSpec
+from services.rundir import RunDirectory, write_atomically
+
+# What costs time and gives the table nothing. Under the sweep's own keys, which may ask for it.
+PLAIN = ("evaluate.probe_every=0", "evaluate.sampled=false")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A trial, where on the axes it stands, and which of its arms are shown under which names."""
+
+    trial: Trial
+    point: Point
+    arms: tuple[tuple[str, str], ...]
+
+
+def planned(
+    sweep: SweepSpec, mesh: str, *, sets: Sequence[str] = (), seeds: int | None = None
+) -> tuple[Planned, ...]:
+    """Every run, those of a seed after one another. `sets` are the command line's.
+
+    Raises SpecError for a key or a value that a run would refuse, and for a reference that no
+    variant names.
+    """
+    names = [name for variant in sweep.variants for name in variant.arms.values()]
+    if sweep.reference is not None and sweep.reference not in names:
+        raise SpecError(
+            f"reference must be an arm of the sweep: got {sweep.reference}; name one of "
+            f"{', '.join(names)}"
+        )
+    if seeds is not None and seeds < 1:
+        raise SpecError(f"--seeds must be >= 1: got {seeds}; 3 or more give an interval of use")
+    found = []
+    for seed in range(seeds or sweep.seeds):
+        for point in sweep.points():
+            for variant in sweep.variants:
+                keys = {**sweep.set, **variant.set, **point}
+                keys["evaluate.arms"] = list(variant.arms)
+                keys |= dict.fromkeys(sweep.seed_keys, seed)
+                texts = (*PLAIN, *sets, *(f"{k}={json.dumps(v)}" for k, v in keys.items()))
+                where = [f"{k.rpartition('.')[2]}={json.dumps(v)}" for k, v in point.items()]
+                arm = " ".join([*where, "+".join(variant.arms.values())])
+                trial = Trial(arm, seed, texts, load_spec(mesh, sets=texts).spec)
+                found.append(Planned(trial, point, tuple(variant.arms.items())))
+    return tuple(found)
+
+
+def sweep(
+    spec: SweepSpec, plan: Sequence[Planned], root: Path, runner: Runner, say: Callable[[str], None]
+) -> list[SweepRow]:
+    """Run what is not finished yet and write the results; returns a row of every arm.
+
+    Raises RunError when a run fails; those that ended stay.
+    """
+    home = root / f"sweep-{spec.name}"
+    record = home / "sweep.json"
+    by_name = {p.trial.name: p for p in plan}
+    trials = [p.trial for p in plan]
+    done: dict[str, RunDirectory] = {}
+    for trial, directory in runs_of(trials, root, record, runner, say):
+        done[trial.name] = directory
+    rows = gather((by_name[name], done[name]) for name in by_name)
+    write_record(
+        record, mesh=plan[0].trial.spec.mesh.name, runs=read_runs(record), name=spec.name,
+        reference=spec.reference, seeds=sorted({t.seed for t in trials}),
+        rows=[row.as_dict() for row in rows],
+    )  # fmt: skip
+    write_atomically(home / "sweep.md", markdown(spec, rows))
+    write_atomically(home / "sweep.html", page_of(spec, rows))
+    return rows
+
+
+def at_once(plan: Sequence[Planned], cores: int) -> int:
+    """How many runs go on side by side: as many as the threads of their busiest role allow."""
+    threads = max(
+        role.threads for p in plan for _, role in p.trial.spec.mesh.roles if role is not None
+    )
+    return max(1, cores // threads)
+
+
+def command(
+    path: Path, *, sets: Sequence[str], seeds: int | None, jobs: int | None, run_dir: Path | None,
+    dry_run: bool,
+) -> tuple[Section, ...]:  # fmt: skip
+    """The whole of `forge sweep`. Raises ForgeError for a bad spec and for a run that failed."""
+    from forge_run.runnable import require_runnable
+    from services.telemetry.hub import require_sinks
+
+    spec = load_file(SweepSpec, path)
+    mesh = str((path.parent / spec.mesh).resolve())
+    plan = planned(spec, mesh, sets=sets, seeds=seeds)
+    for each in plan:
+        require_runnable(each.trial.spec)
+        require_sinks(each.trial.spec)
+    if jobs is not None and jobs < 1:
+        raise SpecError(f"--jobs must be >= 1: got {jobs}")
+    jobs = jobs or at_once(plan, os.cpu_count() or 1)
+    if dry_run:
+        return plan_sections(spec, plan, jobs)
+    root = (run_dir or Path("runs")).absolute()
+    rows = sweep(spec, plan, root, apart(mesh, (), root, jobs), partial(print, flush=True))
+    return table(spec, rows)
+
+
+def plan_sections(spec: SweepSpec, plan: Sequence[Planned], jobs: int) -> tuple[Section, ...]:
+    """What would be run."""
+    learn = [p.trial.spec.learn for p in plan]
+    samples = sum(x.train.steps * x.rollout.prompts for x in learn)
+    budget = (
+        ("runs", str(len(plan))),
+        ("side by side", str(jobs)),
+        ("optimiser steps", count_text(sum(x.train.steps for x in learn))),
+        ("responses", count_text(samples)),
+    )
+    rows = tuple(
+        (p.trial.arm, str(p.trial.seed), str(p.trial.spec.learn.train.steps)) for p in plan
+    )
+    return Section(f"sweep {spec.name}", ("", ""), budget), Section(
+        "runs", ("arm", "seed", "steps"), rows
+    )

@@ -1,0 +1,277 @@
+"""What a sweep came to: a row of every arm at every point of the axes, as table, page and plots.
+
+runs and their arms  ->  gather  ->  SweepRow, its values seed by seed  ->  table, markdown, page
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from html import escape
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forge_run.display import UNKNOWN, percent
+from forge_run.figures import Section, count_text
+from forge_run.page import EPISODE_CSS, HUES, PAINT, figure, page, section
+from forge_run.page import table as html_table
+from forge_run.trials import Trial
+from protocols.errors import RunError
+from protocols.intervals import mean_interval
+from protocols.sweep_spec import SweepSpec
+from services.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Point = dict[str, Any]  # key of an axis -> its value
+P_KEY = "cartridge.tokens"
+NOTE = (
+    "Accuracy on held-out questions, decoded greedily: the mean over the seeds, with Student's 95% "
+    "interval. Compression is KV tokens of the document over those of the cartridge."
+)
+
+
+class Shown(Protocol):
+    """A trial, where it stands, and its arms with their names (forge_run.sweep.Planned)."""
+
+    @property
+    def trial(self) -> Trial: ...
+    @property
+    def point(self) -> Point: ...
+    @property
+    def arms(self) -> tuple[tuple[str, str], ...]: ...
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One arm at one point. `accuracy` and `unparsed` have a value for each seed, in order;
+    `tokens` are those that it was trained on, the mean over the seeds; `compression` is 1 for an
+    arm that reads the document, None without any."""
+
+    point: Point
+    arm: str
+    seeds: tuple[int, ...]
+    accuracy: tuple[float, ...]
+    unparsed: tuple[int, ...]
+    questions: int
+    tokens: float
+    compression: float | None
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.accuracy)
+
+    @property
+    def ci95(self) -> tuple[float, float] | None:
+        """Of the mean; None with one seed."""
+        return mean_interval(self.accuracy)
+
+    def over(self, other: SweepRow) -> list[float]:
+        """This arm's accuracy less the other's, seed by seed.
+
+        Raises RunError for arms of other seeds.
+        """
+        if self.seeds != other.seeds:
+            raise RunError(f"{self.arm} and {other.arm} have other seeds; run the sweep again")
+        return [a - b for a, b in zip(self.accuracy, other.accuracy, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "mean": self.mean, "ci95": self.ci95}
+
+
+def gather(runs: Iterable[tuple[Shown, RunDirectory]]) -> list[SweepRow]:
+    """A row of every arm at every point, from the results of its seeds' runs, in their order."""
+    found: dict[tuple[str, str], list[tuple[int, Mapping[str, Any], str, Point]]] = {}
+    for shown, directory in runs:
+        results = directory.read_results() or {}
+        for arm, name in shown.arms:
+            key = (json.dumps(shown.point), name)
+            found.setdefault(key, []).append((shown.trial.seed, results, arm, shown.point))
+    rows = []
+    for (_, name), each in found.items():
+        each = sorted(each, key=lambda x: x[0])
+        measured = [results["arms"][arm] for _, results, arm, _ in each]
+        arm, point = each[0][2:]
+        ratios = [results["compression"]["ratio"] for _, results, _, _ in each]
+        rows.append(
+            SweepRow(
+                point=point,
+                arm=name,
+                seeds=tuple(seed for seed, *_ in each),
+                accuracy=tuple(m["accuracy"] for m in measured),
+                unparsed=tuple(m["parse_failures"] for m in measured),
+                questions=sum(m["n"] for m in measured),
+                tokens=fmean(results["tokens_trained"].get(arm, 0) for _, results, _, _ in each),
+                compression={"none": None, "document": 1.0}.get(arm, fmean(ratios)),
+            )
+        )
+    return rows
+
+
+def table(spec: SweepSpec, rows: Sequence[SweepRow]) -> tuple[Section, ...]:
+    """Every row, and each arm over the reference, over all points."""
+    seeds = len(rows[0].seeds)
+    title = f"sweep {spec.name}, {seeds} seed{'s' if seeds > 1 else ''}"
+    sections = [Section(title, heads(spec), tuple(map(partial(cells, spec, rows), rows)))]
+    if overall := over_reference(spec, rows):
+        sections.append(
+            Section(
+                f"over {spec.reference}, all points together", ("arm", "mean", "95% CI"), overall
+            )
+        )
+    return tuple(sections)
+
+
+def heads(spec: SweepSpec) -> tuple[str, ...]:
+    over = (f"over {spec.reference}", "95% CI") if spec.reference else ()
+    return (
+        "arm", *(key.rpartition(".")[2] for key in spec.axes), "compression", "accuracy", "95% CI",
+        *over, "unparsed", "questions", "tokens trained",
+    )  # fmt: skip
+
+
+def cells(spec: SweepSpec, rows: Sequence[SweepRow], row: SweepRow) -> tuple[str, ...]:
+    over: tuple[str, ...] = ()
+    if spec.reference:
+        gains = _gains(spec, rows, row)
+        over = (UNKNOWN, UNKNOWN) if gains is None else (f"{fmean(gains):+.1%}", _between(gains))
+    return (
+        row.arm,
+        *(value if isinstance(value, str) else json.dumps(value) for value in row.point.values()),
+        UNKNOWN if row.compression is None else f"{row.compression:.1f}x",
+        percent(row.mean),
+        _between(row.accuracy, sign=""),
+        *over,
+        str(sum(row.unparsed)),
+        str(row.questions),
+        count_text(row.tokens) if row.tokens else UNKNOWN,
+    )
+
+
+def over_reference(spec: SweepSpec, rows: Sequence[SweepRow]) -> tuple[tuple[str, ...], ...]:
+    """Arm, mean gain and interval: each seed's mean over the points is one value, for points of a
+    seed share their documents and questions."""
+    found = []
+    for arm in dict.fromkeys(row.arm for row in rows):
+        each = [_gains(spec, rows, row) for row in rows if row.arm == arm]
+        gains = [gain for gain in each if gain is not None]
+        if gains:
+            by_seed = [fmean(values) for values in zip(*gains, strict=True)]
+            found.append((arm, f"{fmean(by_seed):+.1%}", _between(by_seed)))
+    return tuple(found)
+
+
+def _gains(spec: SweepSpec, rows: Sequence[SweepRow], row: SweepRow) -> list[float] | None:
+    """A row's gain over the reference at its point, seed by seed; None for the reference itself."""
+    beside = [r for r in rows if r.arm == spec.reference and r.point == row.point]
+    return None if not beside or row.arm == spec.reference else row.over(beside[0])
+
+
+def _between(values: Sequence[float], sign: str = "+") -> str:
+    found = mean_interval(values)
+    return UNKNOWN if found is None else " .. ".join(format(100 * x, f"{sign}.1f") for x in found)
+
+
+def markdown(spec: SweepSpec, rows: Sequence[SweepRow]) -> str:
+    """The tables for a page of documentation."""
+    parts = [f"# Sweep {spec.name}\n\n{NOTE}\n"]
+    for part in table(spec, rows):
+        lines = [part.columns, ("---",) * len(part.columns), *part.rows]
+        body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        parts.append(f"## {part.title}\n\n{body}\n")
+    return "\n".join(parts)
+
+
+def page_of(spec: SweepSpec, rows: Sequence[SweepRow]) -> str:
+    """sweep.html: the tables, and accuracy against every axis and against training tokens."""
+    tables = [section(s.title, html_table(s.title, s.columns, s.rows)) for s in table(spec, rows)]
+    plots = [_plot_of(key, rows) for key in spec.axes]
+    plots.append(
+        figure(
+            "Accuracy against training tokens",
+            "A point is one arm at one combination of the axes; bars are 95% intervals.",
+            partial(_draw_tokens, rows=[row for row in rows if row.tokens]),
+            height=3.6,
+        )
+    )
+    body = f'<header><h1>{escape(spec.name)}</h1>\n<p class="soft">{NOTE}</p></header>\n'
+    body += "\n".join(tables) + f'\n<div class="plots">{"".join(plots)}</div>'
+    return page(f"sweep {spec.name}", body, EPISODE_CSS)
+
+
+def _plot_of(key: str, rows: Sequence[SweepRow]) -> str:
+    name = "compression" if key == P_KEY else key
+    return figure(
+        f"Accuracy against {name}",
+        "Means over the seeds and all other axes; bars are 95% intervals over the seeds.",
+        partial(_draw_axis, key=key, rows=rows),
+        height=3.6,
+    )
+
+
+def positions(key: str, rows: Sequence[SweepRow]) -> tuple[dict[str, float], bool]:
+    """Where each value of an axis, as JSON, is drawn, and whether these are numbers: P by the
+    compression, other numbers as they are, anything else by its place in the list."""
+    told = {json.dumps(row.point[key]): row.point[key] for row in rows}
+    if key == P_KEY:
+        ratios = {
+            json.dumps(row.point[key]): row.compression
+            for row in rows
+            if row.compression is not None and row.compression != 1
+        }
+        if ratios.keys() == told.keys():
+            return ratios, True
+    if all(isinstance(v, int | float) and not isinstance(v, bool) for v in told.values()):
+        return {text: float(value) for text, value in told.items()}, True
+    return {text: float(i) for i, text in enumerate(told)}, False
+
+
+def _draw_axis(figure: Figure, key: str, rows: Sequence[SweepRow]) -> None:
+    x_of, numbers = positions(key, rows)
+    ticks = sorted(x_of, key=lambda text: x_of[text])
+    axes = figure.add_subplot(xlabel="compression" if key == P_KEY else key)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    if numbers and min(x_of.values()) > 0:
+        axes.set_xscale("log")
+        axes.minorticks_off()
+    axes.set_xticks(
+        [x_of[text] for text in ticks],
+        [f"{x_of[text]:.0f}x" if key == P_KEY else text for text in ticks],
+    )
+    for i, arm in enumerate(dict.fromkeys(row.arm for row in rows)):
+        by_seed: dict[str, list[float]] = {}
+        for text in ticks:
+            own = [r for r in rows if r.arm == arm and json.dumps(r.point[key]) == text]
+            if own:
+                by_seed[text] = [fmean(v) for v in zip(*(r.accuracy for r in own), strict=True)]
+        _curve(axes, i, arm, [x_of[text] for text in by_seed], list(by_seed.values()))
+    axes.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+
+
+def _draw_tokens(figure: Figure, rows: Sequence[SweepRow]) -> None:
+    axes = figure.add_subplot(xlabel="tokens trained")
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    for i, arm in enumerate(dict.fromkeys(row.arm for row in rows)):
+        own = sorted((row for row in rows if row.arm == arm), key=lambda row: row.tokens)
+        _curve(axes, i, arm, [row.tokens for row in own], [row.accuracy for row in own], line="")
+    if rows:
+        axes.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+
+
+def _curve(
+    axes: Any, i: int, label: str, x: Sequence[float], y: Sequence[Sequence[float]], line: str = "-"
+) -> None:
+    means = [fmean(values) for values in y]
+    spans = [mean_interval(values) or (m, m) for values, m in zip(y, means, strict=True)]
+    bars = [
+        [m - max(0.0, lo) for m, (lo, _) in zip(means, spans, strict=True)],
+        [min(1.0, hi) - m for m, (_, hi) in zip(means, spans, strict=True)],
+    ]
+    axes.errorbar(
+        x, means, yerr=bars, label=label, color=PAINT[HUES[i % len(HUES)]],
+        marker="osD^v<>P"[i % 8], markersize=4, linestyle=line, linewidth=1, elinewidth=0.5,
+    )  # fmt: skip

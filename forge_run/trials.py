@@ -1,0 +1,141 @@
+"""Many runs of one mesh, each once: what `forge ablate` and `forge sweep` have in common.
+
+    trials -> what is not finished yet, side by side -> the run of every trial
+
+A record keeps which run is whose, so that a command that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge_run.child_run import ChildRun, run_side_by_side
+from forge_run.display import duration, shown_path
+from forge_run.run import differences
+from protocols.errors import RunError
+from protocols.spec import RunSpec
+from protocols.spec_loading import load_resolved
+from services.rundir import RunDirectory, write_atomically
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of several: `Trial("+sdpo", 1, sets=(..., "train.seed=1"), spec=...)`."""
+
+    arm: str
+    seed: int
+    sets: tuple[str, ...]
+    spec: RunSpec
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}/{self.seed}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.arm}, seed {self.seed}"
+
+    @property
+    def log(self) -> str:
+        """The name of the file for what its run prints."""
+        name = f"{self.arm}-{self.seed}"
+        return "".join(c if c.isalnum() or c in "+=.-" else "_" for c in name) + ".log"
+
+
+Runner = Callable[
+    [Sequence[tuple[Trial, Path]], Callable[[Trial], None]], Iterator[tuple[Trial, str]]
+]
+"""Runs trials, what each prints going to its path, and yields each with its run's id as it ends;
+it tells of every trial that begins."""
+
+
+def runs_of(
+    plan: Sequence[Trial], root: Path, record: Path, runner: Runner, say: Callable[[str], None]
+) -> Iterator[tuple[Trial, RunDirectory]]:
+    """The finished run of every trial, those of earlier calls first; `record` is kept up to date.
+
+    Raises RunError for a record that is none, and when a run fails or is not the trial's.
+    """
+    runs = read_runs(record)
+    name = plan[0].spec.mesh.name
+    record.parent.mkdir(parents=True, exist_ok=True)
+    where = {t.name: f"[{i}/{len(plan)}] {t.title}:" for i, t in enumerate(plan, start=1)}
+    begun: dict[str, float] = {}
+    left: list[tuple[Trial, Path]] = []
+    for trial in plan:
+        directory = RunDirectory(root / name / runs[trial.name]) if trial.name in runs else None
+        if directory is not None and (fault := unfit(directory, trial)):
+            say(f"{where[trial.name]} run {directory.id} {fault}")
+            directory = None
+        if directory is None:
+            left.append((trial, record.parent / trial.log))
+        else:
+            say(f"{where[trial.name]} finished before, run {directory.id}")
+            yield trial, directory
+
+    def began(trial: Trial) -> None:
+        begun[trial.name] = time.monotonic()
+        say(f"{where[trial.name]} runs, see {shown_path(record.parent / trial.log)}")
+
+    for trial, run_id in runner(left, began):
+        directory = RunDirectory(root / name / run_id)
+        if fault := unfit(directory, trial):
+            raise RunError(f"{trial.name}: run {directory.id} {fault}; give the command again")
+        runs[trial.name] = directory.id
+        write_record(record, mesh=name, runs=runs)
+        seconds = time.monotonic() - begun[trial.name]
+        say(f"{where[trial.name]} finished in {duration(seconds)}, run {directory.id}")
+        yield trial, directory
+
+
+def apart(mesh: str, overlays: Sequence[str], root: Path, at_once: int) -> Runner:
+    """Runs every trial in a process of its own, at most `at_once` side by side."""
+
+    def run(
+        trials: Sequence[tuple[Trial, Path]], began: Callable[[Trial], None]
+    ) -> Iterator[tuple[Trial, str]]:
+        children = {}
+        for trial, log in trials:
+            words = [mesh, "--run-dir", str(root)]
+            words += [word for overlay in overlays for word in ("--config", overlay)]
+            words += [word for text in trial.sets for word in ("--set", text)]
+            children[ChildRun(trial.title, tuple(words), log)] = trial
+        for child, run_id in run_side_by_side(
+            list(children), at_once, lambda child: began(children[child])
+        ):
+            yield children[child], run_id
+
+    return run
+
+
+def unfit(directory: RunDirectory, trial: Trial) -> str | None:
+    """Why the run is not this trial, finished; None when it is."""
+    results = directory.read_results()
+    if results is None or results.get("status") != "finished":
+        return "did not finish, or was moved away"
+    before = load_resolved(directory.spec).as_dict()
+    changed = differences(before, trial.spec.as_dict())
+    return f"was made with another spec ({', '.join(changed)})" if changed else None
+
+
+def read_runs(record: Path) -> dict[str, str]:
+    """Trial's name -> run's id; empty where there is no record."""
+    if not record.is_file():
+        return {}
+    try:
+        runs = json.loads(record.read_bytes())["runs"]
+        return {str(name): str(run) for name, run in runs.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(
+            f"{record} must be the record of earlier runs: {type(error).__name__}; move it away "
+            "to run all anew"
+        ) from error
+
+
+def write_record(record: Path, **values: Any) -> None:
+    write_atomically(record, json.dumps({"schema": 1, **values}, indent=2, allow_nan=False) + "\n")

@@ -1,0 +1,222 @@
+"""forge sweep with runs that are written down rather than run; tests/runs has a real one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_run.sweep import Planned, at_once, planned, sweep
+from forge_run.sweep_table import positions, table
+from forge_run.trials import Trial
+from protocols.errors import RunError, SpecError
+from protocols.records import ArmResult, Results
+from protocols.spec_loading import load_file
+from protocols.sweep_spec import SweepSpec
+from protocols.yaml_lines import dump_yaml
+from services.rundir import RunDirectory
+
+REPOSITORY = Path(__file__).parents[2]
+MESH = str(REPOSITORY / "meshes" / "longhealth.yaml")
+DOCUMENT = 240.0
+SPEC = SweepSpec(
+    name="small", mesh=MESH, seeds=2, seed_keys=("train.seed", "data.seed"), reference="offline",
+    set={"train.steps": 9, "roles.generator.threads": 1},
+    axes={"cartridge.tokens": (60, 12)},
+    variants=[
+        {"arms": {"document": "document", "offline": "offline", "on_policy": "on policy"}},
+        {"set": {"train.warm_start": {"steps": 3}}, "arms": {"on_policy": "hybrid"}},
+    ],
+)  # fmt: skip
+
+
+def accuracy_of(trial: Trial, arm: str) -> float:
+    """Worked by hand below: the offline arm at 60 tokens has 0.50 and 0.60."""
+    learn = trial.spec.learn
+    level = {"document": 0.9, "offline": 0.5, "on_policy": 0.7}[arm]
+    if learn.train.warm_start is not None:
+        level = 0.75
+    if arm != "document" and learn.cartridge.tokens == 12:
+        level -= 0.3
+    return level + 0.1 * learn.train.seed
+
+
+@cache
+def plan_of(seeds: int | None = None) -> tuple[Planned, ...]:
+    return planned(SPEC, MESH, seeds=seeds)
+
+
+class Written:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.names: list[str] = []
+        self.fails_at = ""
+
+    def __call__(
+        self, trials: Sequence[tuple[Trial, Path]], began: Callable[[Trial], None]
+    ) -> Iterator[tuple[Trial, str]]:
+        for trial, _ in reversed(trials):  # runs end in any order
+            began(trial)
+            if trial.name == self.fails_at:
+                raise RunError(f"{trial.title} ended with 1")
+            self.names.append(trial.name)
+            yield trial, self.write(trial)
+
+    def write(self, trial: Trial) -> str:
+        learn = trial.spec.learn
+        directory = RunDirectory.create(self.root, "longhealth", dump_yaml(trial.spec.as_dict()))
+        tokens = learn.cartridge.tokens
+        arms: dict[str, ArmResult] = {
+            arm: ArmResult(
+                accuracy=accuracy_of(trial, arm), ci95=[0.0, 1.0], n=50, parse_failures=1,
+                sampled=None,
+            )
+            for arm in learn.evaluate.arms
+        }  # fmt: skip
+        directory.write_results(
+            Results(
+                arms=arms, kl={"first": 1.0, "last": 0.5},
+                compression={
+                    "document_tokens": DOCUMENT, "cartridge_tokens": tokens,
+                    "ratio": DOCUMENT / tokens,
+                },
+                policy={"rollouts": 9, "tokens": 900, "stale_tokens": 0}, phases={},
+                orchestration_share=0.1, wall_seconds=60.0,
+                tokens_trained={"on_policy": 1000, "offline": 1004}, status="finished",
+            )
+        )  # fmt: skip
+        return directory.id
+
+
+def go(root: Path, runs: Written, plan: Sequence[Planned], said: list[str]) -> Any:
+    return sweep(SPEC, plan, root, runs, said.append)
+
+
+def test_every_combination_is_planned_with_its_keys() -> None:
+    plan = plan_of()
+    assert [p.trial.title for p in plan] == [
+        "tokens=60 document+offline+on policy, seed 0",
+        "tokens=60 hybrid, seed 0",
+        "tokens=12 document+offline+on policy, seed 0",
+        "tokens=12 hybrid, seed 0",
+        "tokens=60 document+offline+on policy, seed 1",
+        "tokens=60 hybrid, seed 1",
+        "tokens=12 document+offline+on policy, seed 1",
+        "tokens=12 hybrid, seed 1",
+    ]
+    last = plan[-1].trial.spec
+    assert (last.learn.train.seed, last.learn.data.seed, last.learn.train.steps) == (1, 1, 9)
+    assert last.learn.cartridge.tokens == 12
+    assert last.learn.train.warm_start is not None
+    assert last.learn.train.warm_start.steps == 3
+    assert last.learn.evaluate.arms == ("on_policy",)
+    assert len({p.trial.log for p in plan}) == len(plan)
+    assert len(plan_of(seeds=1)) == 4
+
+
+def test_the_command_lines_keys_stand_under_the_sweeps() -> None:
+    plan = planned(SPEC, MESH, sets=("train.steps=70", "train.lr=0.3", "evaluate.questions=7"))
+    learn = plan[0].trial.spec.learn
+    assert (learn.train.steps, learn.train.lr, learn.evaluate.questions) == (9, 0.3, 7)
+
+
+def test_as_many_runs_as_cores_allow() -> None:
+    """The trainer and the teacher of the mesh have 2 threads."""
+    plan = plan_of()
+    assert [at_once(plan, cores) for cores in (1, 2, 8)] == [1, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reference": "online"}, "reference must be an arm of the sweep: got online"),
+        ({"axes": {"cartridge.token": (3,)}}, "token"),
+        ({"axes": {"cartridge.tokens": (0,)}}, "cartridge.tokens"),
+    ],
+)
+def test_what_no_run_could_be_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        planned(SPEC.model_copy(update=change), MESH)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("axes: {train.lr: []}", "must list values of train.lr, each once"),
+        ("axes: {train.lr: [1.0, 1.0]}", "must list values of train.lr, each once"),
+        ("variants: [{arms: {offline: a}}, {arms: {on_policy: a}}]", "rename one a"),
+        ("variants: []", "variants"),
+        ("seeds: 0", "seeds"),
+        ("axis: {}", "axis"),
+    ],
+)
+def test_a_file_that_is_no_sweep_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    parts = ["name: x", "mesh: m.yaml", "variants: [{arms: {on_policy: a}}]"]
+    key = text.partition(":")[0]
+    path = tmp_path / "sweep.yaml"
+    path.write_text("\n".join([*(p for p in parts if not p.startswith(key)), text]))
+    with pytest.raises(SpecError, match=message):
+        load_file(SweepSpec, path)
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("sweep_*.yaml")))
+def test_the_shipped_sweeps_can_be_planned(path: Path) -> None:
+    spec = load_file(SweepSpec, path)
+    assert planned(spec, str(path.parent / spec.mesh), seeds=1)
+
+
+def test_the_table_against_values_worked_by_hand(tmp_path: Path) -> None:
+    """Two seeds that differ by 0.1: mean +- 12.706 * 0.05, in which 0.0707 / sqrt(2) is 0.05."""
+    rows = go(tmp_path, Written(tmp_path), plan_of(), [])
+    first, overall = table(SPEC, rows)
+    assert first.columns == (
+        "arm", "tokens", "compression", "accuracy", "95% CI", "over offline", "95% CI", "unparsed",
+        "questions", "tokens trained",
+    )  # fmt: skip
+    assert first.rows == (
+        ("document", "60", "1.0x", "95.0%", "31.5 .. 158.5", "+40.0%", "+40.0 .. +40.0", "2",
+         "100", "-"),
+        ("offline", "60", "4.0x", "55.0%", "-8.5 .. 118.5", "-", "-", "2", "100", "1 k"),
+        ("on policy", "60", "4.0x", "75.0%", "11.5 .. 138.5", "+20.0%", "+20.0 .. +20.0", "2",
+         "100", "1 k"),
+        ("hybrid", "60", "4.0x", "80.0%", "16.5 .. 143.5", "+25.0%", "+25.0 .. +25.0", "2", "100",
+         "1 k"),
+        ("document", "12", "1.0x", "95.0%", "31.5 .. 158.5", "+70.0%", "+70.0 .. +70.0", "2",
+         "100", "-"),
+        ("offline", "12", "20.0x", "25.0%", "-38.5 .. 88.5", "-", "-", "2", "100", "1 k"),
+        ("on policy", "12", "20.0x", "45.0%", "-18.5 .. 108.5", "+20.0%", "+20.0 .. +20.0", "2",
+         "100", "1 k"),
+        ("hybrid", "12", "20.0x", "50.0%", "-13.5 .. 113.5", "+25.0%", "+25.0 .. +25.0", "2",
+         "100", "1 k"),
+    )  # fmt: skip
+    assert overall.rows == (
+        ("document", "+55.0%", "+55.0 .. +55.0"),
+        ("on policy", "+20.0%", "+20.0 .. +20.0"),
+        ("hybrid", "+25.0%", "+25.0 .. +25.0"),
+    )
+    assert positions("cartridge.tokens", rows) == ({"60": 4.0, "12": 20.0}, True)
+    home = tmp_path / "sweep-small"
+    told = json.loads((home / "sweep.json").read_text())
+    assert [row["mean"] for row in told["rows"]] == pytest.approx([r.mean for r in rows])
+    assert "| on policy | 12 | 20.0x | 45.0% |" in (home / "sweep.md").read_text()
+    assert (home / "sweep.html").read_text().count("<svg") == 2
+
+
+def test_a_sweep_that_failed_goes_on_where_it_was(tmp_path: Path) -> None:
+    plan, runs = plan_of(), Written(tmp_path)
+    runs.fails_at = plan[2].trial.name
+    with pytest.raises(RunError, match="tokens=12 document"):
+        go(tmp_path, runs, plan, [])
+    assert len(runs.names) == 5
+    runs.fails_at, runs.names = "", []
+    said: list[str] = []
+    rows = go(tmp_path, runs, plan, said)
+    assert len(runs.names) == 3
+    assert sum("finished before" in line for line in said) == 5
+    assert [row.seeds for row in rows] == [(0, 1)] * 8
+    assert go(tmp_path, runs, plan, []) == rows
+    assert len(runs.names) == 3
