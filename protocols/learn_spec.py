@@ -208,7 +208,15 @@ class TeacherSpec(Spec):
         default=20, description="teacher log-probabilities kept per token, or full for all"
     )
     max_kv_bytes: int = Field(
-        default=2 * 1024**3, ge=1, description="document KV kept by one teacher replica, bytes"
+        default=2 * 1024**3,
+        ge=1,
+        description="document KV kept by one teacher replica where the model computes, bytes",
+    )
+    host_kv_bytes: int = Field(
+        default=8 * 1024**3,
+        ge=0,
+        description="document KV that had to leave a GPU and is kept in host memory, bytes; not "
+        "used on a CPU",
     )
 
     @field_validator("top_k", mode="before")
