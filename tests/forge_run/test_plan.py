@@ -150,7 +150,7 @@ def test_what_is_not_at_hand_is_said_to_be_unknown() -> None:
     assert list(rows(sections, "roofline")) == ["unknown: needs the model's shape"]
     sections = plan(load_spec(mesh, sets=("data.document_tokens=",)).spec)
     assert rows(sections, "memory")["document KV"] == (
-        "measured at run time; a teacher keeps 34.4 GB, and 8.6 GB in host memory",
+        "measured at run time; a teacher keeps 34.4 GB, and 8.59 GB in host memory",
     )
     assert list(rows(sections, "roofline")) == ["unknown: needs data.document_tokens"]
 
