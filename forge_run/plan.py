@@ -190,9 +190,7 @@ def _memory_section(spec: RunSpec, shape: ShapeSpec | None) -> Section:
     return Section("memory", ("", ""), tuple(rows))
 
 
-def _document_rows(
-    learn: LearnSpec, per_token: int, *, spilling: bool
-) -> list[tuple[str, str]]:
+def _document_rows(learn: LearnSpec, per_token: int, *, spilling: bool) -> list[tuple[str, str]]:
     budget, tokens = learn.teacher.max_kv_bytes, learn.data.document_tokens
     beside = learn.teacher.host_kv_bytes if spilling else 0
     if tokens is None:

@@ -1,8 +1,8 @@
 """A bounded cache of frozen document KV: each document is read once, then reused.
 
-What the device has no room for goes to host memory, where there is one beside it, and comes back by
-a copy: of Llama-3.2-3B a document of 12,000 tokens is 1.4 GB, some 30 ms over a link of 50 GB/s, and
-83 TFLOP to read anew.
+What the device has no room for goes to host memory, where there is one beside it, and comes back
+by a copy: of Llama-3.2-3B a document of 12,000 tokens is 1.4 GB, which is 30 ms over a link of
+50 GB/s, and some 80 TFLOP to read anew.
 """
 
 from __future__ import annotations

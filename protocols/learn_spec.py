@@ -161,6 +161,12 @@ class RolloutSpec(Spec):
 
     prompts: int = Field(ge=1, description="prompts a step, over all documents")
     max_tokens: int = Field(ge=1, description="most response tokens of a prompt")
+    chunk: int | None = Field(
+        default=None,
+        ge=1,
+        description="prompts that a generator answers in one call, which the teacher then scores "
+        "while others are answered; null: its share of the step",
+    )
     temperature: float = Field(default=1.0, gt=0, description="1 samples the policy itself")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus mass; 1 truncates nothing")
     top_k: int = Field(default=0, ge=0, description="tokens kept; 0 truncates nothing")

@@ -251,7 +251,7 @@ class Scored(Timed):
 
     packet: Packet = field(default_factory=lambda: Packet("", TensorLayout(())))
     tokens: int = 0
-    documents: LookUps = LookUps()
+    documents: LookUps = field(default_factory=LookUps)
 
 
 @dataclass(frozen=True)

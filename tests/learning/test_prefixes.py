@@ -174,9 +174,7 @@ def test_other_devices_have_pageable_memory_that_holds_the_same() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.sampled_from("abcd"), max_size=25), st.integers(0, 80), st.integers(0, 80)
-)
+@given(st.lists(st.sampled_from("abcd"), max_size=25), st.integers(0, 80), st.integers(0, 80))
 def test_both_bounds_hold_and_values_do_not_depend_on_them(
     names: list[str], max_bytes: int, host_bytes: int
 ) -> None:
