@@ -95,7 +95,7 @@ class RsaCourse:
         episodes = [e for run in runs for e in self._episodes(run, sampling)]
         samples = turn_samples(episodes)
         seconds = timer.lap("rollout")
-        return RsaRollout(step, (), (), samples, seconds, compute, episodes, runs)
+        return RsaRollout(step, (), (), samples, seconds, compute, episodes, runs=runs)
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
