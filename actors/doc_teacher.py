@@ -12,14 +12,15 @@ from monarch.actor import Actor, endpoint
 
 from actors.setup import BaseModel, fresh_key
 from learning.model import document_kv, flush_denormals, load_model
-from learning.prefixes import DocumentCache
+from learning.prefixes import DocumentCache, host_spill
 from learning.scoring import prefixes_of, score_kept
 from protocols.ports import TensorPlane
 from protocols.types import Sample, Scored
 
 
 class DocTeacherActor(Actor):
-    """Scores exactly the sampled tokens. A document's KV is read once and reused (bounded LRU)."""
+    """Scores exactly the sampled tokens: all of a call's in one pass, those of one document over
+    one prefix. A document's KV is read once and reused (bounded LRU, then host memory)."""
 
     def __init__(self, base: BaseModel, row_tokens: int, keep_top: int | None) -> None:
         """`keep_top` entries a token are sent, or all logits for None."""
@@ -30,7 +31,10 @@ class DocTeacherActor(Actor):
         self._row_tokens = row_tokens
         self._keep_top = keep_top
         self._documents = DocumentCache(
-            partial(document_kv, self._model), base.documents, base.max_kv_bytes
+            partial(document_kv, self._model),
+            base.documents,
+            base.max_kv_bytes,
+            host_spill(self._model.device, base.host_kv_bytes),
         )
 
     @endpoint
@@ -46,9 +50,10 @@ class DocTeacherActor(Actor):
     @endpoint
     async def score(self, stem: str, samples: Sequence[Sample]) -> Scored:
         """Put the teacher's distributions over every response token under a key of this stem."""
-        begun = time.perf_counter()
+        begun, before = time.perf_counter(), self._documents.counts
         prefixes = prefixes_of(samples, self._documents)
         tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
         seconds = time.perf_counter() - begun
         packet = await self._plane.put(fresh_key(stem), tensors)
-        return Scored(seconds, packet, len(next(iter(tensors.values()))))
+        looked_up = self._documents.counts.since(before)
+        return Scored(seconds, packet, len(next(iter(tensors.values()))), looked_up)

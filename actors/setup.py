@@ -31,7 +31,8 @@ class BaseModel:
     """Which frozen model an actor loads, and the documents it may read.
 
     `documents` maps a document's name to its token ids from position 0 (chat template included);
-    `max_kv_bytes` bounds the KV of documents that the actor keeps.
+    `max_kv_bytes` bounds the KV of documents that the actor keeps where the model computes, and
+    `host_kv_bytes` what it keeps of them in host memory beside a GPU.
     """
 
     path: str
@@ -40,6 +41,7 @@ class BaseModel:
     documents: Mapping[str, tuple[int, ...]]
     max_kv_bytes: int
     plane: TensorPlane
+    host_kv_bytes: int = 0
 
 
 class NoPlane:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,16 @@ from monarch.actor import Actor, endpoint
 from actors.setup import BaseModel, Place, fresh_key
 from learning.batch import Batch
 from learning.checkpoint import read_checkpoint
-from learning.losses import Teacher
+from learning.losses import Teacher, joined
 from learning.model import document_kv, flush_denormals, load_model
 from learning.prefixes import DocumentCache
 from learning.ranks import join
 from learning.sharding import shard_base
 from learning.trainer import CartridgeTrainer, TrainerConfig
-from protocols.channels import Lesson
+from protocols.channels import Lesson, ScoredPart
 from protocols.errors import PlaneError
 from protocols.ports import TensorPlane
-from protocols.types import Packet, Snapshot, Stepped
+from protocols.types import Snapshot, Stepped
 
 
 class TrainerActor(Actor):
@@ -86,7 +87,10 @@ class TrainerActor(Actor):
 
         The scores are read off the tensor plane, not deleted. Raises StaleTokenError, RunError.
         """
-        doc_teacher, sdpo_teacher = await self._scores(lesson.doc_scores, lesson.sdpo_scores)
+        doc_teacher, sdpo_teacher = await self._scores(
+            (lesson.doc_scores, [len(s.response_ids) for s in lesson.doc]),
+            (lesson.sdpo_scores, [item.tokens for item in lesson.sdpo]),
+        )
         if doc_teacher is not None and lesson.doc_trained is not None:
             marks = torch.tensor([m for marks in lesson.doc_trained for m in marks])
             doc_teacher = doc_teacher.rows(marks.nonzero().flatten())
@@ -114,17 +118,21 @@ class TrainerActor(Actor):
             result.cosines,
         )
 
-    async def _scores(self, *packets: Packet | None) -> list[Teacher | None]:
-        """Each rank reads the plane itself, beside the others: where they share a host's memory
+    async def _scores(
+        self, *scored: tuple[Sequence[ScoredPart], Sequence[int]]
+    ) -> list[Teacher | None]:
+        """What each teacher said of its samples, which have so many tokens.
+
+        Each rank reads the plane itself, beside the others: where they share a host's memory
         nothing is copied, and elsewhere a broadcast would only follow the same transfer. What one
         of them cannot read is told to all: they would wait for it in the step."""
         found: list[Teacher | None] = []
         fault = ""
         with self._ranks.abreast():
             try:
-                for packet in packets:
-                    read = None if packet is None else await self._plane.get(packet)
-                    found.append(None if read is None else Teacher(**read))
+                for parts, lengths in scored:
+                    read = [(p.samples, Teacher(**await self._plane.get(p.packet))) for p in parts]
+                    found.append(joined(read, lengths) if read else None)
             except PlaneError as error:
                 fault = str(error)
             told = self._ranks.gather({"fault": fault})

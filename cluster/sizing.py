@@ -122,7 +122,8 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> Needs:
     return Needs(
         (weights, held, ("prefixes of a step", stacked), ("attention scores", scoring),
          ("logits", logits)),
-        staging=scores_bytes(learn, size, rows),
+        staging=scores_bytes(learn, size, rows)
+        + (spilled_bytes(learn, size) if name == "doc_teacher" else 0),
     )  # fmt: skip
 
 
@@ -214,6 +215,15 @@ def document_bytes(learn: LearnSpec, size: ModelSize) -> int:
     return min(most, data.patients * data.document_tokens * size.kv_token)
 
 
+def spilled_bytes(learn: LearnSpec, size: ModelSize) -> int:
+    """KV of the documents that a teacher's GPU has no room for, as far as the host keeps them."""
+    data, most = learn.data, learn.teacher.host_kv_bytes
+    if data.document_tokens is None:
+        return most
+    all_of_them = data.patients * data.document_tokens * size.kv_token
+    return min(most, all_of_them - document_bytes(learn, size))
+
+
 def scores_bytes(learn: LearnSpec, size: ModelSize, rows: Rows) -> int:
     """A teacher's distributions of a step: of the top tokens int32 and float32, or all logits."""
     top = learn.teacher.top_k
@@ -265,6 +275,8 @@ def pod_resources(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> 
     """One replica of a role: a core for each thread, and host memory for what it holds, GPU or
     not: the overlay for CPUs takes the GPUs away."""
     held = role_needs(spec, name, size).held
+    if name == "doc_teacher" and role.gpus:
+        held = max(held, spilled_bytes(spec.learn, size))
     return _resources(role, held, shm=published_bytes(spec.learn, size))
 
 

@@ -21,6 +21,7 @@ from protocols.ports import Generate
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 
 Moving = Callable[[Sequence[Move]], Awaitable[Sequence[Observation]]]
+Ended = Callable[[Sequence[Episode]], Awaitable[None]]
 
 BARE = PrefixRef(f"document/{NO_DOCUMENT}", 0)
 
@@ -42,6 +43,7 @@ async def run_episodes(
     seed_of: Callable[[str], int],
     max_context: int,
     max_turns: int,
+    ended: Ended | None = None,
 ) -> list[Episode]:
     """`group_size` episodes of each task, in order, all of them ended.
 
@@ -49,7 +51,8 @@ async def run_episodes(
     turn t is asked for as "desk/12/0/m/t", with `seed_of` that name. `prefix` says what stands
     before a task's conversation; over `BARE` there is no document in it. An episode whose context
     grows over `max_context` tokens ends as "context_full", one that is still on after `max_turns`
-    as "no_verdict". Raises PublishError for a request that was refused.
+    as "no_verdict". `ended` is awaited after each turn with the episodes that it ended, in order.
+    Raises PublishError for a request that was refused.
     """
     members = [
         (replace(task, id=f"{task.id}/{m}"), task.id) for task in tasks for m in range(group_size)
@@ -87,6 +90,8 @@ async def run_episodes(
         for i, turn, seen in zip(asked, turns, observations, strict=True):
             turn = replace(turn, observation=seen)
             episodes[i] = _judged(replace(episodes[i], turns=(*episodes[i].turns, turn)), seen)
+        if ended is not None:
+            await ended([episodes[i] for i in asked if not _is_on(episodes[i])])
     return [replace(e, error_kind="no_verdict") if _is_on(e) else e for e in episodes]
 
 

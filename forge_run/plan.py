@@ -34,7 +34,7 @@ def plan(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> tuple
         _run_section(spec),
         *(Section(*section) for section in told),
         _roles_section(spec),
-        _memory_section(spec.learn, shape),
+        _memory_section(spec, shape),
         *_sizing_sections(spec, shape),
         *_channel_sections(spec.learn),
         _budget_section(spec.learn),
@@ -154,7 +154,8 @@ def _roles_section(spec: RunSpec) -> Section:
     return Section("roles", columns, rows)
 
 
-def _memory_section(learn: LearnSpec, shape: ShapeSpec | None) -> Section:
+def _memory_section(spec: RunSpec, shape: ShapeSpec | None) -> Section:
+    learn = spec.learn
     tokens, documents = learn.cartridge.tokens, learn.data.patients
     frozen = learn.cartridge.frozen
     rows = [("cartridge", f"{tokens} tokens, {frozen} of them frozen, for each of {documents}")]
@@ -185,19 +186,24 @@ def _memory_section(learn: LearnSpec, shape: ShapeSpec | None) -> Section:
             "with gradient and Adam in float32",
         ),
     ]
-    rows += _document_rows(learn, per_token)
+    rows += _document_rows(learn, per_token, spilling=bool(spec.mesh.roles.doc_teacher.gpus))
     return Section("memory", ("", ""), tuple(rows))
 
 
-def _document_rows(learn: LearnSpec, per_token: int) -> list[tuple[str, str]]:
+def _document_rows(learn: LearnSpec, per_token: int, *, spilling: bool) -> list[tuple[str, str]]:
     budget, tokens = learn.teacher.max_kv_bytes, learn.data.document_tokens
+    beside = learn.teacher.host_kv_bytes if spilling else 0
     if tokens is None:
-        return [("document KV", f"{AT_RUN_TIME}; a teacher keeps {bytes_text(budget)}")]
+        also = f", and {bytes_text(beside)} in host memory" if beside else ""
+        return [("document KV", f"{AT_RUN_TIME}; a teacher keeps {bytes_text(budget)}{also}")]
     each, documents = tokens * per_token, learn.data.patients
-    held = budget // each
-    verdict = (
-        "all fit" if held >= documents else f"{held} of {documents} fit, the others are read again"
-    )
+    held = min(documents, budget // each)
+    spilled = min(documents - held, beside // each)
+    verdict = "all fit"
+    if held < documents:
+        verdict = f"{held} of {documents} fit"
+        verdict += f", {spilled} in host memory" if spilled else ""
+        verdict += ", the others are read again" if held + spilled < documents else ""
     return [
         (
             "document",

@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from learning.batching import text_of
 from learning.losses import Teacher
 from protocols.channels import PreferencePair, RLSample, SDPOItem, completions
 from protocols.types import Sample
@@ -78,10 +79,10 @@ def split(
 ) -> list[Batch]:
     """This rank's micro-batches of at most `micro_tokens` prompt and response tokens; None: one.
 
-    An episode and its hinted turns, and the two sides of a pair, stay together: one that is longer
-    is a micro-batch of its own. Longest first, each goes to the rank with the fewest tokens, the
-    same way on every rank; one may get nothing. An empty batch gives none. `even` adds empty ones,
-    so that all ranks have as many.
+    An episode with its hinted turns and the document's sample of the same tokens, and the two
+    sides of a pair, stay together: one that is longer is a micro-batch of its own. Longest first,
+    each goes to the rank with the fewest tokens, the same way on every rank; one may get nothing.
+    An empty batch gives none. `even` adds empty ones, so that all ranks have as many.
     """
     units = _units(batch)
     shares: list[list[Unit]] = [[] for _ in range(world)]
@@ -99,19 +100,26 @@ def split(
 
 @dataclass(frozen=True)
 class Unit:
-    """What is never divided: sample, episode or pair `index`, of so many tokens."""
+    """What is never divided: samples, episodes and pairs by kind and index, of so many tokens that
+    the student reads."""
 
-    kind: str
-    index: int
+    members: tuple[tuple[str, int], ...]
     length: int
 
 
 def _units(batch: Batch) -> list[Unit]:
+    episodes = {text_of(r.sample): i for i, r in enumerate(batch.rl)}
+    units = []
+    for i, s in enumerate(batch.doc):
+        twin = episodes.pop(text_of(s), None)
+        also = () if twin is None else (("rl", twin),)
+        units.append(Unit((("doc", i), *also), _length(s)))
+    taken = {member for unit in units for member in unit.members}
+    alone = [i for i in range(len(batch.rl)) if ("rl", i) not in taken]
+    units += [Unit((("rl", i),), _length(batch.rl[i].sample)) for i in alone]
     sides = [_length(s) for s in completions(batch.pairs)]
-    return [
-        *(Unit("doc", i, _length(s)) for i, s in enumerate(batch.doc)),
-        *(Unit("rl", i, _length(r.sample)) for i, r in enumerate(batch.rl)),
-        *(Unit("pairs", i, sides[2 * i] + sides[2 * i + 1]) for i in range(len(batch.pairs))),
+    return units + [
+        Unit((("pairs", i),), sides[2 * i] + sides[2 * i + 1]) for i in range(len(batch.pairs))
     ]
 
 
@@ -129,8 +137,9 @@ def _cut(units: list[Unit], micro_tokens: int | None) -> list[list[Unit]]:
 
 
 def _take(batch: Batch, units: list[Unit]) -> Batch:
+    members = sorted(member for unit in units for member in unit.members)
     return batch.take(
-        **{kind: [u.index for u in units if u.kind == kind] for kind in ("doc", "rl", "pairs")}
+        **{kind: [i for of, i in members if of == kind] for kind in ("doc", "rl", "pairs")}
     )
 
 

@@ -51,7 +51,9 @@ class Packed:
 
 
 def pack(samples: Sequence[Sample], prefix_tokens: Mapping[str, int], row_tokens: int) -> Packed:
-    """Lay samples into rows, first fit by decreasing length within each document.
+    """Lay samples into rows, first fit by decreasing length within each document. Samples of the
+    same tokens share a place, whichever of them are prompt and which response: an episode that two
+    channels learn from is read once.
 
     `prefix_tokens[name]` is the length of that document's prefix: the first position of its
     samples. Raises DataError for a sample longer than a row, or one without prompt or response. Of
@@ -63,7 +65,9 @@ def pack(samples: Sequence[Sample], prefix_tokens: Mapping[str, int], row_tokens
     names = tuple(sorted({s.document for s in samples}))
     rows_of: dict[str, list[list[int]]] = {name: [] for name in names}
     room: dict[str, list[int]] = {name: [] for name in names}
-    for i in sorted(range(len(samples)), key=lambda i: (-_length(samples[i]), i)):
+    laid: dict[tuple[str, tuple[int, ...]], int] = {}  # text -> the first sample that has it
+    same = [laid.setdefault(text_of(s), i) for i, s in enumerate(samples)]
+    for i in sorted(laid.values(), key=lambda i: (-_length(samples[i]), i)):
         name, length = samples[i].document, _length(samples[i])
         fits = next((r for r, free in enumerate(room[name]) if free >= length), None)
         if fits is None:
@@ -78,7 +82,7 @@ def pack(samples: Sequence[Sample], prefix_tokens: Mapping[str, int], row_tokens
     ids = torch.zeros(len(names) * per, width, dtype=torch.long)
     positions = torch.zeros_like(ids)
     segments = torch.full_like(ids, -1)
-    first: dict[int, tuple[int, int]] = {}  # sample -> (row, column of its first response token)
+    first: dict[int, tuple[int, int]] = {}  # sample -> (row, column of its first token)
     for c, name in enumerate(names):
         for r, members in enumerate(rows_of[name]):
             row, at = c * per + r, 0
@@ -88,13 +92,14 @@ def pack(samples: Sequence[Sample], prefix_tokens: Mapping[str, int], row_tokens
                 ids[row, at:stop] = torch.tensor(tokens)
                 positions[row, at:stop] = torch.arange(len(tokens)) + prefix_tokens[name]
                 segments[row, at:stop] = segment
-                first[i] = (row, at + len(samples[i].prompt_ids))
+                first[i] = (row, at)
                 at = stop
     row_of: list[int] = []
     column_of: list[int] = []
     targets: list[int] = []
     for i, s in enumerate(samples):
-        row, column = first[i]
+        row, begin = first[same[i]]
+        column = begin + len(s.prompt_ids)
         row_of += [row] * len(s.response_ids)
         column_of += range(column - 1, column - 1 + len(s.response_ids))
         targets += s.response_ids
@@ -102,6 +107,11 @@ def pack(samples: Sequence[Sample], prefix_tokens: Mapping[str, int], row_tokens
         names, ids, positions, segments,
         torch.tensor(row_of), torch.tensor(column_of), torch.tensor(targets),
     )  # fmt: skip
+
+
+def text_of(sample: Sample) -> tuple[str, tuple[int, ...]]:
+    """What a forward reads of a sample: its document and its tokens."""
+    return sample.document, sample.prompt_ids + sample.response_ids
 
 
 def check_rows(samples: Iterable[Sample], row_tokens: int) -> None:

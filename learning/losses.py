@@ -19,7 +19,9 @@ Sources: Eyuboglu et al. 2025 (cartridges); Agarwal et al. 2024 (generalised JSD
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -130,6 +132,24 @@ class Teacher:
         return Teacher(
             *(None if x is None else x[which] for x in (self.logits, self.indices, self.logprobs))
         )
+
+
+def joined(parts: Sequence[tuple[Sequence[int], Teacher]], lengths: Sequence[int]) -> Teacher:
+    """One view of all samples' tokens, in the samples' order, from views of some of them each.
+
+    `lengths[i]` are the tokens of sample i; a part is the indices of its samples, in the order in
+    which its teacher's rows lie: ((0, 2), T1), ((1,), T2).
+    """
+    if len(parts) == 1 and tuple(parts[0][0]) == tuple(range(len(lengths))):
+        return parts[0][1]
+    order = [i for samples, _ in parts for i in samples]
+    assert sorted(order) == list(range(len(lengths))), "a sample is scored once"
+    begins = dict(zip(order, accumulate((lengths[i] for i in order), initial=0), strict=False))
+    rows = torch.tensor(
+        [begins[i] + t for i, length in enumerate(lengths) for t in range(length)], dtype=torch.long
+    )
+    columns = zip(*((t.logits, t.indices, t.logprobs) for _, t in parts), strict=True)
+    return Teacher(*(None if x[0] is None else torch.cat(x)[rows.to(x[0].device)] for x in columns))
 
 
 def divergence(log_s: Tensor, log_t: Tensor, spec: DocKL) -> Tensor:

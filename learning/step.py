@@ -2,7 +2,8 @@
 
     batch (who sampled it: the caller's business, checked here by version)
       -> leave out channels that weigh nothing; advantages; every channel's own denominator
-      -> this rank's micro-batches, each packed over shared prefixes: all channels' samples together
+      -> this rank's micro-batches, each packed over shared prefixes: all channels' samples
+         together, a text that several of them learn from once
       -> student forward: the only forward with gradient
       -> teachers' distributions over the same tokens (given), against the student's logits, which
          exist for a chunk of tokens at a time

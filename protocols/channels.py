@@ -3,7 +3,7 @@
     RLSample         an episode with its reward               (grpo)
     SDPOItem         a turn of an RLSample, read under a hint (sdpo)
     PreferencePair   a better and a worse completion          (replay_dpo)
-    Lesson           all of one training step, with where its teachers' scores lie
+    Lesson           all of one training step, with where its teachers' scores lie (ScoredPart)
 
 Token ids only: text is never re-tokenised on the way. Every record checks itself when it is made.
 """
@@ -133,25 +133,37 @@ class PreferencePair:
 
 
 @dataclass(frozen=True)
+class ScoredPart:
+    """What a teacher scored in one pass: which of the samples, by index, and where that lies,
+    sample by sample in this order (as `Scored` has it).
+
+    `(ScoredPart((0, 2), Packet(...)), ScoredPart((1,), Packet(...)))` are all of three samples.
+    """
+
+    samples: tuple[int, ...]
+    packet: Packet
+
+
+@dataclass(frozen=True)
 class Lesson:
-    """What one step trains on. A packet is None where nothing was scored: no data, or no weight.
+    """What one step trains on. No scores where nothing was scored: no data, or no weight.
 
     `doc_scores` are the document teacher's over every response token of `doc`; those bear a loss
     that `doc_trained` marks (None: all). `sdpo_scores` are the hinted teacher's over every token of
-    every item's turn (as `Scored` has them).
+    every item's turn. Their parts have each sample, or item, once.
     """
 
     doc: tuple[Sample, ...] = ()
     doc_trained: tuple[tuple[bool, ...], ...] | None = None
-    doc_scores: Packet | None = None
+    doc_scores: tuple[ScoredPart, ...] = ()
     rl: tuple[RLSample, ...] = ()
     sdpo: tuple[SDPOItem, ...] = ()
-    sdpo_scores: Packet | None = None
+    sdpo_scores: tuple[ScoredPart, ...] = ()
     pairs: tuple[PreferencePair, ...] = ()
 
     @property
     def packets(self) -> tuple[Packet, ...]:
-        return tuple(p for p in (self.doc_scores, self.sdpo_scores) if p is not None)
+        return tuple(part.packet for part in (*self.doc_scores, *self.sdpo_scores))
 
 
 def hinted(items: Sequence[SDPOItem], samples: Sequence[RLSample]) -> list[Sample]:

@@ -161,6 +161,12 @@ class RolloutSpec(Spec):
 
     prompts: int = Field(ge=1, description="prompts a step, over all documents")
     max_tokens: int = Field(ge=1, description="most response tokens of a prompt")
+    chunk: int | None = Field(
+        default=None,
+        ge=1,
+        description="prompts that a generator answers in one call, which the teacher then scores "
+        "while others are answered; null: its share of the step",
+    )
     temperature: float = Field(default=1.0, gt=0, description="1 samples the policy itself")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus mass; 1 truncates nothing")
     top_k: int = Field(default=0, ge=0, description="tokens kept; 0 truncates nothing")
@@ -208,7 +214,15 @@ class TeacherSpec(Spec):
         default=20, description="teacher log-probabilities kept per token, or full for all"
     )
     max_kv_bytes: int = Field(
-        default=2 * 1024**3, ge=1, description="document KV kept by one teacher replica, bytes"
+        default=2 * 1024**3,
+        ge=1,
+        description="document KV kept by one teacher replica where the model computes, bytes",
+    )
+    host_kv_bytes: int = Field(
+        default=8 * 1024**3,
+        ge=0,
+        description="document KV that had to leave a GPU and is kept in host memory, bytes; not "
+        "used on a CPU",
     )
 
     @field_validator("top_k", mode="before")

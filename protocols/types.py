@@ -210,15 +210,48 @@ class EngineReport:
 
 
 @dataclass(frozen=True)
+class LookUps:
+    """How often a teacher looked a document's KV up: it was on the device, it was copied from host
+    memory, or the document was read. `evictions` made room on the device.
+
+    `LookUps(hits=14, host_hits=2, misses=0, evictions=2)`
+    """
+
+    hits: int = 0
+    host_hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+
+    def __add__(self, other: LookUps) -> LookUps:
+        return LookUps(
+            self.hits + other.hits,
+            self.host_hits + other.host_hits,
+            self.misses + other.misses,
+            self.evictions + other.evictions,
+        )
+
+    def since(self, before: LookUps) -> LookUps:
+        """What came to it after `before`, of the same counts."""
+        return LookUps(
+            self.hits - before.hits,
+            self.host_hits - before.host_hits,
+            self.misses - before.misses,
+            self.evictions - before.evictions,
+        )
+
+
+@dataclass(frozen=True)
 class Scored(Timed):
     """A teacher's answer: its distributions over every response token, in sample order.
 
     The packet holds "indices" [N, k] int32 and "logprobs" [N, k] float32 (the teacher's top k at
-    each of the N response tokens, most likely first), or "logits" [N, V] float32.
+    each of the N response tokens, most likely first), or "logits" [N, V] float32. `documents` are
+    the look-ups that it took.
     """
 
     packet: Packet = field(default_factory=lambda: Packet("", TensorLayout(())))
     tokens: int = 0
+    documents: LookUps = field(default_factory=LookUps)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from clinic.desk import draw_desk
@@ -25,7 +26,7 @@ from environments.hints import Hints
 from environments.monitors import count_flags, flagged
 from environments.rollout import BARE, over_cartridge, run_episodes
 from environments.traces import to_row
-from protocols.channels import Lesson, PreferencePair, SDPOItem
+from protocols.channels import Lesson, PreferencePair, SDPOItem, hinted
 from protocols.episodes import Episode, Move, Observation, Task
 from protocols.errors import RunError
 from protocols.intervals import wilson_interval
@@ -33,7 +34,7 @@ from protocols.learn_spec import LearnSpec
 from protocols.records import Measured
 from protocols.replay import Message
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from services.course import Generate
+from services.course import Ended, Generate, unheard
 from services.loop import Done, Rollout
 from services.preferences import Preferences, Question
 from services.progress import Timer
@@ -72,7 +73,10 @@ class Cases:
 
     # -- episodes -------------------------------------------------------------------------------
 
-    async def sample(self, step: int, version: int, generate: Generate) -> Rollout:
+    async def sample(
+        self, step: int, version: int, generate: Generate, ended: Ended = unheard
+    ) -> Rollout:
+        """Episodes that end in the same turn are scored together, while others go on."""
         timer = Timer()
         each, seed = self._episodes.tasks, self._spec.train.seed
         tasks = [
@@ -87,6 +91,7 @@ class Cases:
             over_cartridge(version),
             f"sample/{seed}/",
             generate,
+            partial(self._hand_over, ended),
         )
         episodes = [flagged(e, DESK) for e in episodes]
         samples = turn_samples(episodes)
@@ -141,6 +146,7 @@ class Cases:
         prefix: Callable[[Task], PrefixRef],
         stream: str,
         generate: Generate,
+        ended: Callable[[Sequence[Episode]], Awaitable[None]] | None = None,
     ) -> tuple[list[Episode], float]:
         """The episodes, and the model time of all their turns. `stream` and what follows the arm
         in a request's name decide its draws."""
@@ -162,8 +168,18 @@ class Cases:
             seed_of=lambda name: stream_seed(stream + name.partition("/")[2]),
             max_context=self._episodes.max_context,
             max_turns=self._episodes.max_turns,
+            ended=ended,
         )
         return episodes, sum(spent)
+
+    async def _hand_over(self, ended: Ended, episodes: Sequence[Episode]) -> None:
+        """What the teachers score of episodes that have ended: as `lesson` has it."""
+        rl = rl_samples(episodes)
+        if self._objective.w_doc:
+            ended("doc_teacher", [r.sample for r in rl])
+        if self._objective.alpha:
+            items, _ = await sdpo_items(episodes, self._hints, self._conversation)
+            ended("sdpo_teacher", hinted(items, rl))
 
     async def _move(self, moves: Sequence[Move]) -> list[Observation]:
         pool = self._mesh.pools["environment"]

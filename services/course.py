@@ -13,12 +13,30 @@ from typing import Any, Protocol
 
 from protocols.channels import Lesson
 from protocols.records import Measured
-from protocols.types import Completion, GenerateRequest
+from protocols.types import Completion, GenerateRequest, Sample
 from services.loop import Done, Rollout
 from services.rundir import RunDirectory
 
-# Completions in the order of the requests, and the model time of the slowest replica, seconds.
-Generate = Callable[[Sequence[GenerateRequest]], Awaitable[tuple[list[Completion], float]]]
+# Of a teacher's role: samples that are complete and are to be scored together, now.
+Ended = Callable[[str, Sequence[Sample]], None]
+
+
+def unheard(role: str, samples: Sequence[Sample]) -> None:
+    """Where nobody scores beside the rollout."""
+
+
+Came = Callable[[Sequence[Completion]], None] | None
+
+
+class Generate(Protocol):
+    """Completions in the order of the requests, and the seconds that any generator computed.
+
+    `came` is told of each reply's completions as soon as it is there.
+    """
+
+    def __call__(
+        self, requests: Sequence[GenerateRequest], came: Came = None, /
+    ) -> Awaitable[tuple[list[Completion], float]]: ...
 
 
 class Course(Protocol):
@@ -30,8 +48,12 @@ class Course(Protocol):
     def prepare(self, step: int) -> None:
         """Make what `step` will ask beforehand, while the models work."""
 
-    async def sample(self, step: int, version: int, generate: Generate) -> Rollout:
-        """The on-policy rollout of 0-based `step`, over cartridge `version`."""
+    async def sample(
+        self, step: int, version: int, generate: Generate, ended: Ended = unheard
+    ) -> Rollout:
+        """The on-policy rollout of 0-based `step`, over cartridge `version`. What of its lesson is
+        complete before the rollout is told to `ended`, in parts that hang on the requests and on
+        what was said alone, never on who was faster."""
 
     async def lesson(self, rollout: Rollout, version: int) -> Lesson:
         """What `version` learns of a rollout, still without the teachers' scores."""

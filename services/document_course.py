@@ -29,12 +29,12 @@ from protocols.replay import Message
 from protocols.seeds import stream_seed
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.agreement import Exam, Studied, agreement, answered, split
-from services.course import Generate
+from services.course import Ended, Generate, unheard
 from services.document_questions import Asked, read_questions
 from services.loop import Done, Rollout
 from services.parts import Parts
 from services.progress import Timer
-from services.rollouts import as_rollout, as_rows
+from services.rollouts import as_rollout, as_rows, handed_over
 from services.rundir import RunDirectory, write_atomically
 from services.study import Plan, model_name, read_rows, write_study
 from services.tasks import Prompt, in_turns, over
@@ -144,14 +144,17 @@ class DocumentCourse:
 
     # -- rollouts -------------------------------------------------------------------------------
 
-    async def sample(self, step: int, version: int, generate: Generate) -> Rollout:
+    async def sample(
+        self, step: int, version: int, generate: Generate, ended: Ended = unheard
+    ) -> Rollout:
         await self._ready(generate)
         timer = Timer()
         prompts = [
             over(p, PrefixRef(f"cartridge/{p.document}", version))
             for _, p in self._prompts("on_policy", step)
         ]
-        completions, compute = await generate([p.request for p in prompts])
+        requests = [p.request for p in prompts]
+        completions, compute = await generate(requests, handed_over(prompts, ended))
         return as_rollout(step, prompts, completions, timer.lap("rollout"), compute, False)
 
     async def offline(self, first: int, generate: Generate) -> list[Rollout]:

@@ -1,7 +1,8 @@
 """The on-policy loop, over ports: rollout -> score -> train -> publish.
 
-    rollout(s)   consumes prompts(s) and cartridge version max(0, s - staleness)
-    score(s)     waits for rollout(s); consumes its tokens
+    rollout(s)   consumes prompts(s) and cartridge version max(0, s - staleness); what of it is
+                 complete goes to the teachers at once, part by part
+    score(s)     waits for rollout(s), and for what the teachers have not scored of it yet
     train(s)     waits for score(s) and version s; produces version s + 1
     publish(s)   waits for train(s); unblocks rollout(s + 1 + staleness)
 
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 
 from protocols.channels import Lesson
 from protocols.episodes import Episode
-from protocols.types import Completion, Sample, Stepped, Timed
+from protocols.types import Completion, LookUps, Sample, Stepped, Timed
 from services.tasks import Prompt
 
 
@@ -29,7 +30,9 @@ from services.tasks import Prompt
 class Rollout:
     """What one step samples: samples with what was asked, and how long it took (seconds).
 
-    `compute` is the model time of the slowest replica. Of `episodes`, the samples are the turns.
+    `compute` is for how much of it any generator computed. Of `episodes`, the samples are the
+    turns. `parts` are the ids of samples that the document teacher scores together, where that is
+    not all: they are the same whenever it does so.
     """
 
     step: int
@@ -39,18 +42,26 @@ class Rollout:
     seconds: float
     compute: float
     episodes: Sequence[Episode] = ()
+    parts: Sequence[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True)
 class Judged(Timed):
-    """A rollout with all that was found out about it: what a step trains on."""
+    """A rollout with all that was found out about it: what a step trains on.
+
+    `compute_seconds` are the teachers' while the step waited for nothing else, `hidden_seconds`
+    those beside the rollout. `documents` are the document teacher's look-ups.
+    """
 
     lesson: Lesson = field(default_factory=Lesson)
+    hidden_seconds: float = 0.0
+    documents: LookUps = field(default_factory=LookUps)
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step. `orchestration` is what no model computed."""
+    """Seconds of one step. `orchestration` is what no model computed. `score` is the waiting: what
+    the teachers did beside the rollout is not in it."""
 
     rollout: float
     score: float
@@ -64,8 +75,8 @@ class StepTimes:
 class Ports:
     """What the loop needs of the mesh; plain functions in tests.
 
-    sample(step, version) -> Rollout; score(rollout) -> Judged; train(judged, version) -> Stepped;
-    publish(version) makes a version visible to every generator.
+    sample(step, version) -> Rollout, and begins to score it; score(rollout) -> Judged;
+    train(judged, version) -> Stepped; publish(version) makes a version visible to every generator.
     """
 
     sample: Callable[[int, int], Awaitable[Rollout]]
@@ -77,11 +88,13 @@ class Ports:
 
 @dataclass(frozen=True)
 class Done:
-    """One finished step, for the record."""
+    """One finished step, for the record. `hidden` seconds and `documents` are those of `Judged`."""
 
     rollout: Rollout
     stepped: Stepped
     times: StepTimes
+    hidden: float = 0.0
+    documents: LookUps = field(default_factory=LookUps)
 
 
 class OnPolicyLoop:
@@ -142,7 +155,7 @@ class OnPolicyLoop:
             orchestration=ended - begun - compute,
             step=ended - begun,
         )
-        return Done(rollout, stepped, times)
+        return Done(rollout, stepped, times, judged.hidden_seconds, judged.documents)
 
     async def settle(self) -> list[Rollout]:
         """Wait for the rollouts that run ahead; they stay pending. For a checkpoint."""

@@ -133,14 +133,18 @@ class Pool:
         return await gather(one(r) for r in self.replicas if r.state is ReplicaState.HEALTHY)
 
     async def split(
-        self, items: Sequence[T], work: Callable[[Sequence[T]], Awaitable[list[Any]]]
+        self,
+        items: Sequence[T],
+        work: Callable[[Sequence[T]], Awaitable[list[Any]]],
+        most: int | None = None,
     ) -> list[Any]:
-        """Share items among `target` calls of `work`; the answers come back in order.
+        """Share items among `target` calls of `work`, or more of at most `most` items each; the
+        answers come back in order.
 
-        Every target-th item is one share whoever gets it, so that a share's composition, and with
-        it the rounding of a batched computation, does not depend on who is alive.
+        Of n calls every n-th item is one share whoever gets it, so that a share's composition, and
+        with it the rounding of a batched computation, does not depend on who is alive.
         """
-        count = min(self.target, len(items))
+        count = min(max(self.target, -(-len(items) // (most or len(items) or 1))), len(items))
         shares = await gather(work(items[i::count]) for i in range(count))
         answers: list[Any] = [None] * len(items)
         for i, share in enumerate(shares):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from services.loop import Rollout, StepTimes
@@ -66,6 +67,15 @@ class Meter:
         """Time for `steps` more steps of this arm at the pace so far."""
         means = self.means(arm)
         return means["step"] * steps if means else None
+
+
+def busy(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds that at least one of the spans (begin, end) covers."""
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 def flat(kl: Sequence[float], window: int, gain: float) -> bool:

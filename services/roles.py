@@ -243,6 +243,7 @@ async def spawn_roles(
             documents=documents,
             max_kv_bytes=spec.learn.teacher.max_kv_bytes,
             plane=mesh.plane,
+            host_kv_bytes=spec.learn.teacher.host_kv_bytes,
         )
         mesh.service.spawn(
             ROLES[actor_of(name, spec.learn)],

@@ -9,6 +9,7 @@ from typing import Any
 from learning.step import OFFLINE_VERSION
 from protocols.records import RolloutRow
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling
+from services.course import Ended
 from services.loop import Rollout
 from services.tasks import Prompt
 
@@ -23,17 +24,37 @@ def as_rollout(
 ) -> Rollout:
     """Completions as samples to train on; text that the teacher wrote carries no version."""
     samples = [
-        Sample(
-            id=c.request_id,
-            document=p.document,
-            prompt_ids=p.request.prompt_ids,
-            response_ids=c.token_ids,
-            sampler_logprobs=c.logprobs,
-            versions=(OFFLINE_VERSION,) * len(c.token_ids) if offline else c.versions,
-        )
+        as_sample(p.document, p.request, c, offline)
         for p, c in zip(prompts, completions, strict=True)
     ]
     return Rollout(step, tuple(prompts), tuple(completions), samples, seconds, compute)
+
+
+def as_sample(
+    document: str, request: GenerateRequest, completion: Completion, offline: bool = False
+) -> Sample:
+    return Sample(
+        id=completion.request_id,
+        document=document,
+        prompt_ids=request.prompt_ids,
+        response_ids=completion.token_ids,
+        sampler_logprobs=completion.logprobs,
+        versions=(OFFLINE_VERSION,) * len(completion.token_ids) if offline else completion.versions,
+    )
+
+
+def handed_over(prompts: Sequence[Prompt], ended: Ended) -> Callable[[Sequence[Completion]], None]:
+    """Hand the samples of each reply to the document teacher."""
+    asked = {p.request.id: p for p in prompts}
+
+    def came(completions: Sequence[Completion]) -> None:
+        samples = []
+        for completion in completions:
+            prompt = asked[completion.request_id]
+            samples.append(as_sample(prompt.document, prompt.request, completion))
+        ended("doc_teacher", samples)
+
+    return came
 
 
 def is_offline(rollout: Rollout) -> bool:
@@ -70,7 +91,7 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
     samples = [Sample(**_tuples(s)) for s in saved["samples"]]
     return Rollout(
         saved["step"], tuple(prompts), tuple(completions), samples, saved["seconds"],
-        saved["compute"],
+        saved["compute"], parts=tuple(tuple(ids) for ids in saved["parts"]),
     )  # fmt: skip
 
 

@@ -25,11 +25,12 @@ from protocols.learn_spec import LearnSpec
 from protocols.records import Measured, Populations
 from protocols.replay import Message
 from protocols.rsa import Judged, Problem, Standing
-from protocols.types import PrefixRef, Sampling
-from services.course import Generate
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from services.course import Came, Ended, Generate, unheard
 from services.loop import Done, Rollout
 from services.progress import Timer
 from services.roles import Mesh
+from services.rollouts import as_sample
 from services.rsa_problems import Source, open_source
 from services.rsa_runs import Generation, Played, Start, play
 from services.rundir import RunDirectory
@@ -64,7 +65,10 @@ class RsaCourse:
 
     # -- runs -----------------------------------------------------------------------------------
 
-    async def sample(self, step: int, version: int, generate: Generate) -> RsaRollout:
+    async def sample(
+        self, step: int, version: int, generate: Generate, ended: Ended = unheard
+    ) -> RsaRollout:
+        """A population is scored while the next is sampled."""
         timer = Timer()
         starts = []
         for i, problem in enumerate(await self._source.training(step)):
@@ -73,15 +77,25 @@ class RsaCourse:
                 stream = f"rsa/{self._spec.train.seed}/{step}/{i}/{r}"
                 starts.append(Start(f"{group}/{r}", stream, group, problem))
         sampling = Sampling(max_tokens=self._spec.rollout.max_tokens)
+
+        async def heard(
+            requests: Sequence[GenerateRequest], *came: Came
+        ) -> tuple[list[Completion], float]:
+            completions, seconds = await generate(requests, *came)
+            if self._spec.objective.w_doc:
+                said = zip(requests, completions, strict=True)
+                ended("doc_teacher", [as_sample(_document(r), r, c) for r, c in said])
+            return completions, seconds
+
         runs, compute = await play(
-            starts, generate, self._turn, self._conversation, populations=self._rsa.T,
+            starts, heard, self._turn, self._conversation, populations=self._rsa.T,
             sampling=sampling, ids=self._fitting,
             prefix=lambda problem: PrefixRef(f"cartridge/{problem.document}", version),
         )  # fmt: skip
         episodes = [e for run in runs for e in self._episodes(run, sampling)]
         samples = turn_samples(episodes)
         seconds = timer.lap("rollout")
-        return RsaRollout(step, (), (), samples, seconds, compute, episodes, runs)
+        return RsaRollout(step, (), (), samples, seconds, compute, episodes, runs=runs)
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
@@ -205,6 +219,10 @@ class RsaCourse:
 
     async def close(self) -> None:
         pass
+
+
+def _document(request: GenerateRequest) -> str:
+    return request.prefix.name.partition("/")[2]
 
 
 def populations(runs: Sequence[Played]) -> Populations:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,13 @@ from protocols.errors import PublishError, RunError
 from protocols.records import Measured, MetricRow, Results, RunOutcome
 from protocols.spec import RunSpec
 from protocols.types import Completion, Generated, GenerateRequest, Stepped
-from services.course import Course
+from services.course import Came, Course
 from services.evaluation import aggregation_gain
 from services.helm import Stopped
 from services.lessons import Lessons
 from services.loop import Done, Judged, OnPolicyLoop, Ports, Rollout
 from services.position import Position
-from services.progress import Meter, flat
+from services.progress import Meter, busy, flat
 from services.recorder import Recorder
 from services.roles import Mesh
 from services.rollouts import is_offline, rollout_from
@@ -71,6 +73,7 @@ class Run:
             await self._tensors.tidied()
         finally:
             self._tensors.cancel()
+            await self._lessons.close()
             await self._course.close()
         if await self._trainer.route("base_hash") != base:
             raise RunError("the base model's weights changed during the run: only cartridges may")
@@ -129,7 +132,8 @@ class Run:
             timer.lap("train")
             await self._tensors.tidy()
             times = timer.times(rollouts[step], judged.compute_seconds + stepped.compute_seconds)
-            await self._record(Done(rollouts[step], stepped, times), len(rollouts))
+            done = Done(rollouts[step], stepped, times, documents=judged.documents)
+            await self._record(done, len(rollouts))
         await self._publish(first + len(rollouts))
         await self._evaluate("offline", "cartridge", first + len(rollouts))
 
@@ -154,7 +158,10 @@ class Run:
                 written = await self._course.offline(step, self._generate)
                 self._written = {r.step: r for r in written}
             return self._written.pop(step)
-        return await self._course.sample(step, version, self._generate)
+        stem = self._stem(step)
+        ended = partial(self._lessons.ahead, stem, version)
+        rollout = await self._course.sample(step, version, self._generate, ended)
+        return replace(rollout, parts=self._lessons.parts(stem))
 
     def _warm(self, step: int) -> bool:
         """Whether a step trains on the teacher's text: the hybrid's first ones."""
@@ -167,29 +174,34 @@ class Run:
         return not at.warm_over
 
     async def _generate(
-        self, requests: Sequence[GenerateRequest]
+        self, requests: Sequence[GenerateRequest], came: Came = None, /
     ) -> tuple[list[Completion], float]:
-        """Completions in order, and the model time of the slowest replica.
+        """`services.course.Generate`: where `came` is told, of at most rollout.chunk requests.
 
         Raises PublishError for a request that was refused: a run asks for nothing it has not
         published.
         """
-        compute: list[float] = []
+        computed: list[tuple[float, float]] = []
 
         async def share(items: Sequence[GenerateRequest]) -> list[Completion]:
             done: Generated = await self._generators.route("generate", tuple(items))
-            compute.append(done.compute_seconds)
+            now = time.perf_counter()
+            computed.append((now - done.compute_seconds, now))
             for completion in done.completions:
                 if completion.error:
                     raise PublishError(f"{completion.request_id}: {completion.error}")
+            if came is not None:
+                came(done.completions)
             return list(done.completions)
 
-        return await self._generators.split(requests, share), max(compute, default=0.0)
+        most = self._learn.rollout.chunk if came is not None else None
+        return await self._generators.split(requests, share, most), busy(computed)
 
     async def _score(self, rollout: Rollout) -> Judged:
         version = self._at.first_version + rollout.step
         lesson = await self._course.lesson(rollout, version)
-        return await self._lessons.judge(self._stem(rollout.step), lesson, version)
+        stem = self._stem(rollout.step)
+        return await self._lessons.judge(stem, lesson, version, rollout.parts)
 
     async def _train(self, judged: Judged, version: int) -> Stepped:
         step = version - self._at.first_version
@@ -239,6 +251,7 @@ class Run:
             "step", arm=arm, step=step,
             seconds={k: round(v, 6) for k, v in seconds.items()}, tokens_per_second=round(speed, 1),
             bytes={"scores": self._lessons.moved, "cartridges": self._published_bytes},
+            hidden=round(done.hidden, 6), documents=asdict(done.documents),
             rollouts=len(done.rollout.samples), **self._course.heard(self._directory),
         )  # fmt: skip
         self._meter.add(arm, seconds)

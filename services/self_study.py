@@ -7,11 +7,11 @@ from typing import Any
 
 from protocols.channels import Lesson
 from protocols.records import Measured
-from services.course import Generate
+from services.course import Ended, Generate, unheard
 from services.evaluation import measure
 from services.loop import Done, Rollout
 from services.progress import Timer
-from services.rollouts import as_rollout, as_rows
+from services.rollouts import as_rollout, as_rows, handed_over
 from services.rundir import RunDirectory
 from services.tasks import Tasks
 
@@ -29,10 +29,13 @@ class SelfStudy:
         self.end_ids = tasks.end_ids
         self.prepare = tasks.prepare
 
-    async def sample(self, step: int, version: int, generate: Generate) -> Rollout:
+    async def sample(
+        self, step: int, version: int, generate: Generate, ended: Ended = unheard
+    ) -> Rollout:
         timer = Timer()
         prompts = self._tasks.rollout(step, version)
-        completions, compute = await generate([p.request for p in prompts])
+        requests = [p.request for p in prompts]
+        completions, compute = await generate(requests, handed_over(prompts, ended))
         return as_rollout(step, prompts, completions, timer.lap("rollout"), compute, False)
 
     async def offline(self, first: int, generate: Generate) -> list[Rollout]:

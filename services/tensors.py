@@ -36,7 +36,9 @@ class Tensors:
         # A key is in the plane before it is in these lists; who looks for unknown keys waits.
         self._moving = asyncio.Lock()
         self._deleting: asyncio.Task[None] | None = None
-        self._sweep = False
+        self._sweep: set[str] = set()  # prefixes of keys to look through; "" is all
+        self._under_way: set[str] = set()
+        self._spared: set[str] = set()
         mesh.refill = self.refill
 
     async def publish(self, version: int) -> int:
@@ -52,7 +54,7 @@ class Tensors:
                             written, old = self._published.pop(0)
                             self._read.append((written, old.packet.key))
                         break
-                    self._sweep = True  # replaced meanwhile: nobody can tell where it lies
+                    self._sweep.add("")  # replaced meanwhile: nobody can tell where it lies
             except PlaneError as error:
                 await self._mesh.replaced(life, error)
         await self.tidy()
@@ -108,32 +110,50 @@ class Tensors:
         """Nobody reads this key any more. It is in the plane of that life."""
         self._read.append((life, key))
 
+    def begin(self, stem: str) -> None:
+        """Keys of this stem are being written, until it is `ended`: whoever writes them knows."""
+        self._under_way.add(stem)
+
+    def ended(self, stem: str) -> None:
+        """All that is wanted under this stem is read, and nothing more is written."""
+        self._under_way.discard(stem)
+        if stem in self._spared:
+            self._spared.remove(stem)
+            self._sweep.add(f"{stem}/")
+
     def replica_lost(self) -> None:
         """It may have left a packet that nobody knows of: the next `tidy` looks."""
-        self._sweep = True
+        self._sweep.add("")
 
     async def tidy(self) -> None:
         """Delete what nobody reads any more, beside the work that follows. The time before is
         waited for first: the store holds one step's tensors too many at most, and a failure to
         delete is met here."""
         await self.tidied()
-        if self._sweep:
-            self._sweep = False
-            self._read += await self._forgotten()
+        sweep, self._sweep = self._sweep, set()
+        for prefix in sorted(sweep):
+            self._read += await self._forgotten(prefix)
         keys, self._read = self._read, []
         self._deleting = asyncio.create_task(self._delete(keys))
 
-    async def _forgotten(self) -> list[tuple[int, str]]:
-        """Keys of replicas that died after a put and before they told of it."""
+    async def _forgotten(self, prefix: str) -> list[tuple[int, str]]:
+        """Keys of replicas that died after a put and before they told of it. Those under way are
+        looked through once they have ended."""
         life, plane = self._mesh.plane_life, self._mesh.plane
         assert plane is not None
         async with self._moving:
             try:
-                found = await plane.keys()
+                found = await plane.keys(prefix)
             except PlaneError:  # it is being replaced, and they went with it
                 return []
             known = {s.packet.key for _, s in self._published} | {key for _, key in self._read}
-            return [(life, key) for key in found if key not in known]
+            lost = []
+            for key in (key for key in found if key not in known):
+                stems = [stem for stem in self._under_way if key.startswith(f"{stem}/")]
+                self._spared.update(stems)
+                if not stems:
+                    lost.append((life, key))
+            return lost
 
     async def tidied(self) -> None:
         if self._deleting is not None:

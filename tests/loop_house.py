@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from learning.step import check_fresh
-from protocols.channels import Lesson
+from protocols.channels import Lesson, ScoredPart
 from protocols.types import Packet, Sample, Stepped, TensorLayout
 from services.loop import Done, Judged, OnPolicyLoop, Ports, Rollout
 
@@ -60,12 +60,11 @@ class House:
         step = rollout.step
         self.events.append(("score", step))
         await self.work("score", step)
-        scores = Packet(f"scores/{step}", TensorLayout(()))
-        return Judged(0.0, Lesson(doc=tuple(rollout.samples), doc_scores=scores))
+        scores = ScoredPart((0,), Packet(f"scores/{step}", TensorLayout(())))
+        return Judged(0.0, Lesson(doc=tuple(rollout.samples), doc_scores=(scores,)))
 
     async def train(self, judged: Judged, version: int) -> Stepped:
-        samples, packet = judged.lesson.doc, judged.lesson.doc_scores
-        assert packet is not None
+        samples, (packet,) = judged.lesson.doc, judged.lesson.packets
         step = int(packet.key.removeprefix("scores/"))
         assert samples[0].id == f"{step}/0", "the scores of another step"
         stale = check_fresh(samples, version, self.staleness)

@@ -20,6 +20,8 @@ STEPS = 4
 SECONDS = {"rollout": 0.2, "score": 0.1, "train": 0.3, "publish": 0.02, "orchestration": 0.03}
 STEP = 0.62  # the four phases in turn; orchestration is inside them
 BYTES = {"scores": 4096, "cartridges": 65536}
+DOCUMENTS = {"hits": 5, "host_hits": 1, "misses": 2, "evictions": 3}
+HIDDEN = 0.0625
 MEMORY = 256 * 2**20
 
 
@@ -100,7 +102,8 @@ def tell(sink: Sink, now: float, served: int = 40) -> float:
             heard = {"teachers": teachers(step)} if arm == "on_policy" else {}
             sink.event(
                 event("step", now, arm=arm, step=step, seconds=seconds, rollouts=6,
-                      tokens_per_second=round((100 + step) / STEP, 1), bytes=BYTES, **heard)
+                      tokens_per_second=round((100 + step) / STEP, 1), bytes=BYTES,
+                      hidden=HIDDEN, documents=DOCUMENTS, **heard)
             )  # fmt: skip
             sink.status(status(arm, step, served))
         sink.event(event("checkpoint", now, arm=arm, step=STEPS, file=f"{arm}-4"))

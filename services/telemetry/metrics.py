@@ -106,6 +106,25 @@ class PrometheusSink:
             "forge_plane_bytes", "Bytes moved over the tensor plane, by what they were.",
             ["tensors"], registry=to,
         )  # fmt: skip
+        self._lookups = Counter(
+            "forge_document_lookups",
+            "Times the document teacher needed a document's KV, by where it was: on its device, in "
+            "host memory, or nowhere, so that it was read.",
+            ["found"], registry=to,
+        )  # fmt: skip
+        self._evictions = Counter(
+            "forge_document_evictions", "Documents whose KV left a document teacher's device.",
+            registry=to,
+        )  # fmt: skip
+        self._hit_ratio = Gauge(
+            "forge_document_hit_ratio",
+            "Share of the last step's look-ups of documents' KV for which none was read.",
+            registry=to,
+        )  # fmt: skip
+        self._hidden = Counter(
+            "forge_hidden_seconds", "Seconds that teachers computed beside rollouts.",
+            ["arm"], registry=to,
+        )  # fmt: skip
         self._request = Histogram(
             "forge_request_duration_seconds", "Time a replica took over one attempt of a request.",
             ["role", "method", "outcome"], buckets=BUCKETS, registry=to,
@@ -160,6 +179,16 @@ class PrometheusSink:
             self._teachers.newest = event["teachers"]
         for tensors, count in event.get("bytes", {}).items():
             self._bytes.labels(tensors).inc(count)
+        self._hidden.labels(arm).inc(event.get("hidden", 0.0))
+        if "documents" in event:
+            self._looked_up(**event["documents"])
+
+    def _looked_up(self, hits: int, host_hits: int, misses: int, evictions: int) -> None:
+        for found, count in (("device", hits), ("host", host_hits), ("nowhere", misses)):
+            self._lookups.labels(found).inc(count)
+        self._evictions.inc(evictions)
+        if hits + host_hits + misses:
+            self._hit_ratio.set((hits + host_hits) / (hits + host_hits + misses))
 
     def metric(self, row: MetricRow) -> None:
         for channel, loss in losses(row).items():

@@ -128,3 +128,18 @@ def test_evaluation_may_read_the_document_or_none() -> None:
     question = episode_of(RIGHT).opening
     assert students.batches[0][0].prefix == PrefixRef("document/none", 0)
     assert students.batches[0][0].prompt_ids == TALK.opening(None, question.messages)
+
+
+def test_episodes_are_handed_over_in_the_turn_that_ends_them() -> None:
+    told: list[list[Episode]] = []
+
+    async def ended(episodes: Sequence[Episode]) -> None:
+        told.append(list(episodes))
+
+    students = Students(TALK, lambda m, t: "answer weber." if m == 1 else RIGHT[t])
+    episodes = run(Desk(), students, group_size=3, ended=ended)
+    assert told == [[episodes[1]], [], [episodes[0], episodes[2]]]
+    # One that is still on after the last turn ends by that, and is left to the caller.
+    told.clear()
+    (cut,) = run(Desk(), Students(TALK, script), group_size=1, max_turns=1, ended=ended)
+    assert (cut.error_kind, told) == ("no_verdict", [[]])

@@ -128,11 +128,17 @@ def test_replicas_share_a_phase_and_documents_are_no_more_than_there_are() -> No
 
 
 def test_a_cache_too_small_for_all_documents_says_how_many_fit() -> None:
-    sets = ("teacher.max_kv_bytes=4000000000",)  # 2 x 1.376 GB fit, 3 do not
-    spec = load_spec(str(REPOSITORY / "meshes/longhealth_3b.yaml"), sets=sets).spec
-    assert rows(plan(spec), "memory")["teacher's cache"] == (
-        "4 GB a replica: 2 of 20 fit, the others are read again",
-    )
+    small = "teacher.max_kv_bytes=4000000000"  # 2 x 1.376 GB fit, 3 do not
+    for host, gpus, verdict in [
+        (8_000_000_000, 1, "2 of 20 fit, 5 in host memory, the others are read again"),
+        (24_900_000_000, 1, "2 of 20 fit, 18 in host memory"),
+        (0, 1, "2 of 20 fit, the others are read again"),
+        (8_000_000_000, 0, "2 of 20 fit, the others are read again"),  # a CPU has one memory
+    ]:
+        sets = (small, f"teacher.host_kv_bytes={host}", f"roles.doc_teacher.gpus={gpus}")
+        spec = load_spec(str(REPOSITORY / "meshes/longhealth_3b.yaml"), sets=sets).spec
+        told = rows(plan(spec), "memory")["teacher's cache"]
+        assert told == (f"4 GB a replica: {verdict}",)
 
 
 def test_what_is_not_at_hand_is_said_to_be_unknown() -> None:
@@ -144,7 +150,7 @@ def test_what_is_not_at_hand_is_said_to_be_unknown() -> None:
     assert list(rows(sections, "roofline")) == ["unknown: needs the model's shape"]
     sections = plan(load_spec(mesh, sets=("data.document_tokens=",)).spec)
     assert rows(sections, "memory")["document KV"] == (
-        "measured at run time; a teacher keeps 34.4 GB",
+        "measured at run time; a teacher keeps 34.4 GB, and 8.59 GB in host memory",
     )
     assert list(rows(sections, "roofline")) == ["unknown: needs data.document_tokens"]
 

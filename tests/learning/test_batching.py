@@ -178,3 +178,21 @@ def test_every_sample_is_packed_once_and_no_row_overflows(
     # What stands one after the predicting token is the response token, in sample order.
     assert packed.ids[packed.row, packed.column + 1].tolist() == packed.targets.tolist()
     assert packed.targets.tolist() == [t for s in samples for t in s.response_ids]
+
+
+def test_the_same_tokens_share_a_place() -> None:
+    """An episode, a turn of it after its whole context, and the same words about another desk."""
+    packed = pack(
+        [
+            sample("x", "a", (1, 2), (3, 4, 5)),
+            sample("y", "a", (6,), (7,)),
+            sample("x again", "a", (1, 2, 3), (4, 5)),
+            sample("x elsewhere", "b", (1, 2), (3, 4, 5)),
+        ],
+        {"a": 10, "b": 10},
+        row_tokens=9,
+    )
+    assert packed.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 0, 0]]
+    assert packed.targets.tolist() == [3, 4, 5, 7, 4, 5, 3, 4, 5]
+    assert packed.row.tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 1]
+    assert packed.column.tolist() == [1, 2, 3, 5, 2, 3, 1, 2, 3]

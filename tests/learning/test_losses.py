@@ -20,6 +20,7 @@ from learning.losses import (
     divergence,
     doc_kl,
     jensen_shannon,
+    joined,
     log_tail,
     top_k,
 )
@@ -330,3 +331,20 @@ def test_temperature_needs_the_whole_distribution() -> None:
     student, teacher = random_pair(1, 2, 9)
     with pytest.raises(SpecError, match=r"set teacher\.top_k: full"):
         doc_kl(student, Teacher(None, *top_k(teacher, 3)), DocKL(temperature=2.0))
+
+
+def test_parts_are_joined_in_the_order_of_the_samples() -> None:
+    """Samples of 2, 0, 1 and 3 tokens, scored as (3, 0) and (2, 1)."""
+    first = Teacher(indices=torch.tensor([[30], [31], [32], [0], [1]]), logprobs=torch.rand(5, 1))
+    second = Teacher(indices=torch.tensor([[20]]), logprobs=torch.rand(1, 1))
+    whole = joined([((3, 0), first), ((2, 1), second)], [2, 0, 1, 3])
+    assert whole.indices is not None
+    assert whole.indices.flatten().tolist() == [0, 1, 20, 30, 31, 32]
+    assert whole.logprobs is not None
+    assert first.logprobs is not None
+    assert torch.equal(whole.logprobs[3:], first.logprobs[:3])
+    assert whole.logits is None
+    assert joined([((0, 1), first)], [2, 3]) is first
+    full = joined([((1,), Teacher(torch.ones(1, 4))), ((0,), Teacher(torch.zeros(2, 4)))], [2, 1])
+    assert full.logits is not None
+    assert full.logits.tolist() == [[0.0] * 4, [0.0] * 4, [1.0] * 4]

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learning.prefixes import DocumentCache
+from learning.prefixes import DocumentCache, Spill, host_spill
 from protocols.errors import DataError
+from protocols.types import LookUps
 
 
 class Reader:
@@ -103,3 +104,99 @@ def test_the_bound_holds_and_what_is_served_is_right(names: list[str], max_bytes
         assert cache.held_bytes <= max_bytes
     assert cache.hits + cache.misses == len(names)
     assert cache.misses == len(reader.read)
+
+
+# -- host memory --------------------------------------------------------------------------------
+
+
+class Host:
+    """A second place that marks what lies there, and remembers what moved."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.moved: list[tuple[str, int]] = []
+        self.spill = Spill(max_bytes, self.out, self.back)
+
+    def out(self, kv: Tensor) -> Tensor:
+        self.moved.append(("out", kv.nbytes))
+        return kv + 1000
+
+    def back(self, kv: Tensor) -> Tensor:
+        self.moved.append(("back", kv.nbytes))
+        return kv - 1000
+
+
+def spilling(max_bytes: int, host_bytes: int) -> tuple[DocumentCache, Reader, Host]:
+    reader, host = Reader(), Host(host_bytes)
+    return DocumentCache(reader, DOCUMENTS, max_bytes, host.spill), reader, host
+
+
+def test_what_leaves_the_device_comes_back_by_a_copy() -> None:
+    cache, reader, host = spilling(16, 8)
+    cache.get("a")
+    cache.get("c")  # 16 bytes: a goes out
+    assert (cache.held_bytes, cache.spilled_bytes) == (16, 8)
+    assert cache.get("a").flatten().tolist() == [1.0, 1.0]  # c, too large for the host, is dropped
+    assert (cache.held_bytes, cache.spilled_bytes) == (8, 0)
+    assert host.moved == [("out", 8), ("back", 8)]
+    assert reader.read == [(1,), (3, 3)]
+    cache.get("a")
+    assert cache.counts == LookUps(hits=1, host_hits=1, misses=2, evictions=2)
+
+
+def test_the_host_drops_what_left_the_device_first() -> None:
+    cache, reader, host = spilling(8, 16)
+    for name in "abc":  # b pushes a out; c, larger than the device, goes out at once
+        cache.get(name)
+    assert host.moved == [("out", 8), ("out", 16)]
+    assert cache.spilled_bytes == 16  # c alone: a made room for it
+    cache.get("c")
+    cache.get("a")
+    assert reader.read == [(1,), (2,), (3, 3), (1,)]
+    # b, pushed out by a, took the place of c.
+    assert host.moved[2:] == [("back", 16), ("out", 8)]
+    assert cache.counts == LookUps(hits=0, host_hits=1, misses=4, evictions=2)
+
+
+def test_a_cpu_has_no_second_place() -> None:
+    assert host_spill(torch.device("cpu"), 1 << 30) is None
+
+
+def test_other_devices_have_pageable_memory_that_holds_the_same() -> None:
+    """Over the one device without memory that there is everywhere: shapes and types alone."""
+    spill = host_spill(torch.device("meta"), 64)
+    assert spill is not None
+    assert spill.max_bytes == 64
+    kv = torch.zeros(1, 2, 1, 3, 4, dtype=torch.bfloat16)
+    there = spill.out(kv)
+    assert (there.device.type, there.dtype, there.shape) == ("cpu", kv.dtype, kv.shape)
+    assert torch.equal(there, kv)
+    assert spill.back(there).device.type == "meta"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from("abcd"), max_size=25), st.integers(0, 80), st.integers(0, 80))
+def test_both_bounds_hold_and_values_do_not_depend_on_them(
+    names: list[str], max_bytes: int, host_bytes: int
+) -> None:
+    cache, reader, _ = spilling(max_bytes, host_bytes)
+    for name in names:
+        kv = cache.get(name)
+        assert kv[0, 0, 0, :, 0].tolist() == list(DOCUMENTS[name])
+        assert cache.held_bytes <= max_bytes
+        assert cache.spilled_bytes <= host_bytes
+        assert not set(cache._held) & set(cache._spilled)
+    counts = cache.counts
+    assert counts.hits + counts.host_hits + counts.misses == len(names)
+    assert counts.misses == len(reader.read)
+    # A second place saves reads and changes nothing else.
+    alone, more = cache_of(max_bytes)
+    for name in names:
+        alone.get(name)
+    assert (alone.hits, alone.evictions) == (counts.hits, counts.evictions)
+    assert len(more.read) == counts.misses + counts.host_hits
+
+
+def test_what_was_looked_up_since() -> None:
+    before, after = LookUps(1, 2, 3, 4), LookUps(5, 5, 5, 5)
+    assert after.since(before) == LookUps(4, 3, 2, 1)
+    assert before + after.since(before) == after

@@ -35,6 +35,7 @@ def test_defaults() -> None:
     roles = [getattr(mesh.roles, name) for name in type(mesh.roles).model_fields]
     assert [(r.replicas, r.procs, r.threads, r.gpus) for r in roles] == [(1, 1, 1, 0)] * 7
     assert (TeacherSpec().top_k, TeacherSpec().max_kv_bytes) == (20, 2_147_483_648)
+    assert TeacherSpec().host_kv_bytes == 8_589_934_592
     assert (LossSpec().direction, LossSpec().form, LossSpec().beta) == ("forward", "tail", None)
     assert EvaluateSpec().arms == ("none", "document", "untrained", "offline", "on_policy")
 

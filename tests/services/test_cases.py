@@ -207,3 +207,19 @@ def test_arms_are_measured_on_the_same_cases_over_their_prefixes() -> None:
     none, bare = measured("none", 2, True)
     assert (none["accuracy"], none["n"]) == (0.0, 2)
     assert {(r.prefix.name, r.sampling.temperature) for r in bare} == {("document/none", 1.0)}
+
+
+@pytest.mark.parametrize("sets", [(), ("objective.w_doc=0",), ("objective.alpha=0",)])
+@pytest.mark.parametrize("able", [True, False])
+def test_what_is_handed_over_is_what_the_lesson_has(sets: tuple[str, ...], able: bool) -> None:
+    learn = spec(*sets)
+    cases, clerk = course(learn), Clerk(learn, able)
+    told: dict[str, list[Any]] = {"doc_teacher": [], "sdpo_teacher": []}
+
+    def ended(role: str, samples: Sequence[Any]) -> None:
+        told[role] += samples
+
+    rollout = asyncio.run(cases.sample(0, 7, clerk, ended))
+    lesson = asyncio.run(cases.lesson(rollout, 7))
+    assert told == {"doc_teacher": list(lesson.doc), "sdpo_teacher": hinted(lesson.sdpo, lesson.rl)}
+    assert bool(told["sdpo_teacher"]) == (not able and "objective.alpha=0" not in sets)

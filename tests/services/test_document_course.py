@@ -18,6 +18,7 @@ from protocols.learn_spec import LearnSpec
 from protocols.records import Measured
 from protocols.spec_loading import load_spec
 from protocols.types import Completion, GenerateRequest, PrefixRef
+from services.course import Came
 from services.document_course import DocumentCourse
 from services.parts import read_parts
 from services.rundir import RunDirectory
@@ -48,9 +49,14 @@ class House:
         self.requests: list[GenerateRequest] = []
         self._documents = DocumentCache(partial(document_kv, MODEL), self.course.documents, 1 << 30)
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> tuple[list[Completion], float]:
+    async def generate(
+        self, requests: Sequence[GenerateRequest], came: Came = None, /
+    ) -> tuple[list[Completion], float]:
         self.requests += requests
-        return generate(MODEL, requests, self._prefix, self.course.end_ids), 0.0
+        done = generate(MODEL, requests, self._prefix, self.course.end_ids)
+        if came is not None:
+            came(done)
+        return done, 0.0
 
     def _prefix(self, ref: PrefixRef) -> Any:
         kind, name = ref.name.split("/")

@@ -604,3 +604,28 @@ def test_settled_waits_for_the_starting_and_the_leaving() -> None:
         await waiting
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("most", "shares"),
+    [
+        (None, [[0, 2, 4, 6], [1, 3, 5]]),
+        (4, [[0, 2, 4, 6], [1, 3, 5]]),
+        (3, [[0, 3, 6], [1, 4], [2, 5]]),
+        (1, [[0], [1], [2], [3], [4], [5], [6]]),
+    ],
+)
+def test_shares_are_no_larger_than_asked(most: int | None, shares: list[list[int]]) -> None:
+    async def scenario() -> None:
+        pool = Pool("generator", pool_of(replicas=2).spec, 10.0)
+        seen: list[list[int]] = []
+
+        async def work(share: Sequence[int]) -> list[Any]:
+            seen.append(list(share))
+            return list(share)
+
+        assert await pool.split(range(7), work, most) == list(range(7))
+        assert seen == shares
+        assert await pool.split([], work, most) == []
+
+    run(scenario())

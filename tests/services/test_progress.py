@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.loop import Rollout, StepTimes
-from services.progress import Meter, Timer, flat
+from services.progress import Meter, Timer, busy, flat
 
 
 @pytest.fixture
@@ -93,3 +93,8 @@ def test_means_share_and_time_left_are_of_one_arm() -> None:
 )
 def test_a_plateau(kl: list[float], window: int, gain: float, expected: bool) -> None:
     assert flat(kl, window, gain) is expected
+
+
+def test_what_overlaps_counts_once() -> None:
+    assert busy([]) == 0.0
+    assert busy([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == 4.0

@@ -1,0 +1,300 @@
+"""Lessons over fake teachers: what is scored beside a rollout is what would be scored after it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_mesh import House, house, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocols.channels import Lesson, RLSample, SDPOItem
+from protocols.errors import PlaneError, RunError
+from protocols.types import LookUps, Packet, Sample, Sampling, Scored, Stepped, TensorLayout
+from services.lessons import Lessons
+from services.loop import Judged
+from services.tensors import Tensors
+
+LAYOUT = TensorLayout((("logprobs", (4, 4), "float32"),))  # 64 bytes
+STEM = "scores/on_policy/3"
+
+
+def sample(i: int, tokens: int = 2) -> Sample:
+    return Sample(f"on_policy/4/{i}", "a", (5,), (7,) * tokens, (0.0,) * tokens, (3,) * tokens)
+
+
+class Plane:
+    """What lies there by key; `lose` opens another life, in which it does not."""
+
+    def __init__(self) -> None:
+        self.life, self.held = 0, dict[str, Any]()
+
+    def put(self, key: str, value: Any) -> Packet:
+        key = f"{key}/{len(self.held)}/{self.life}"
+        self.held[key] = value
+        return Packet(key, LAYOUT)
+
+    def get(self, packet: Packet) -> Any:
+        if packet.key not in self.held:
+            raise PlaneError(f"no tensor {packet.key}")
+        return self.held[packet.key]
+
+    def lose(self) -> None:
+        self.life += 1
+        self.held.clear()
+
+    async def delete(self, key: str) -> None:
+        del self.held[key]
+
+    async def keys(self, prefix: str = "") -> list[str]:
+        return [key for key in self.held if key.startswith(prefix)]
+
+
+class Teacher:
+    """Its scores hang on what is in the batch, as a batched forward's rounding does."""
+
+    def __init__(self, plane: Plane, seconds: dict[str, float]) -> None:
+        self.plane, self.seconds = plane, seconds
+        self.short = 0
+
+    async def ready(self) -> int:
+        return 1
+
+    async def score(self, stem: str, samples: Sequence[Sample], *version: int) -> Scored:
+        life, seconds = self.plane.life, self.seconds.get(samples[0].id, 0.25)
+        await asyncio.sleep(seconds)
+        if life != self.plane.life:
+            raise PlaneError("lost under the scoring")
+        batch = tuple(s.id for s in samples)
+        packet = self.plane.put(stem, [(s.id, batch, version) for s in samples])
+        tokens = sum(len(s.response_ids) for s in samples) - self.short
+        return Scored(seconds, packet, tokens, LookUps(hits=1))
+
+
+class Trainer:
+    def __init__(self, plane: Plane) -> None:
+        self.plane = plane
+        self.read: list[list[Any]] = []
+
+    async def ready(self) -> int:
+        return 1
+
+    async def step(self, lesson: Lesson, version: int) -> Stepped:
+        """Reads the scores into their samples' places."""
+        rows: list[Any] = []
+        for parts, texts in ((lesson.doc_scores, lesson.doc), (lesson.sdpo_scores, lesson.sdpo)):
+            found: dict[int, Any] = {}
+            for part in parts:
+                found.update(zip(part.samples, self.plane.get(part.packet), strict=True))
+            rows += [found[i] for i in range(len(texts))]
+        self.read.append(rows)
+        return Stepped(1.0, version=version + 1)
+
+
+class World:
+    def __init__(self, h: House, plane: Plane, seconds: dict[str, float]) -> None:
+        self.h, self.plane = h, plane
+        teacher = (plane, seconds)
+        h.service.spawn(Teacher, args=teacher, role="doc_teacher", n=1)
+        h.service.spawn(Teacher, args=teacher, role="sdpo_teacher", n=1)
+        h.service.spawn(Trainer, args=(plane,), role="trainer", n=1)
+        self.mesh: Any = SimpleNamespace(
+            pools=h.service.pools, plane=plane, refill=None, replaced=self.replaced, plane_life=0
+        )
+        self.tensors = Tensors(self.mesh, 1)
+        self.lessons = Lessons(self.mesh, self.tensors)
+
+    async def replaced(self, life: int, error: PlaneError) -> None:
+        if self.mesh.plane_life <= life:
+            raise error
+
+    def lose_plane(self) -> None:
+        self.plane.lose()
+        self.mesh.plane_life += 1
+
+    def process(self, role: str) -> Any:
+        return self.mesh.pools[role].replicas[0].process
+
+    @property
+    def trained(self) -> list[Any]:
+        rows: list[Any] = self.process("trainer").actor.read[-1]
+        return rows
+
+    def begin(self, parts: Sequence[Sequence[int]]) -> None:
+        for part in parts:
+            self.lessons.ahead(STEM, 3, "doc_teacher", [sample(i) for i in part])
+
+    async def train(self, judged: Judged) -> Stepped:
+        return await self.lessons.train(STEM, judged.lesson, 3, lambda: None)
+
+
+async def world(seconds: dict[str, float] | None = None) -> World:
+    h = house()
+    w = World(h, Plane(), {} if seconds is None else seconds)
+    await h.service.ready()
+    return w
+
+
+def lesson(samples: int) -> Lesson:
+    return Lesson(doc=tuple(sample(i) for i in range(samples)))
+
+
+PARTS = ((0, 2, 4), (1, 3))  # of six samples: the last is in none
+
+
+@pytest.fixture(scope="module")
+def afterwards() -> list[Any]:
+    """What is trained when all is scored after the rollout, in the same parts."""
+
+    async def scenario() -> list[Any]:
+        w = await world()
+        ids = tuple(tuple(sample(i).id for i in part) for part in PARTS)
+        await w.train(await w.lessons.judge(STEM, lesson(6), 3, ids))
+        await w.h.service.stop()
+        return w.trained
+
+    rows: list[Any] = run(scenario())
+    assert [row[0] for row in rows] == [sample(i).id for i in range(6)]
+    assert [len(row[1]) for row in rows] == [3, 2, 3, 2, 3, 1]
+    return rows
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.permutations(PARTS),
+    st.lists(st.sampled_from([0.05, 0.4, 1.5]), min_size=6, max_size=6),
+    st.sampled_from([0.0, 0.3, 2.0]),
+    st.sampled_from(["", "teacher", "plane"]),
+)
+def test_no_order_of_arrival_and_no_loss_changes_a_score(
+    afterwards: list[Any],
+    order: list[tuple[int, ...]],
+    slow: list[float],
+    rollout: float,
+    lost: str,
+) -> None:
+    async def scenario() -> tuple[list[Any], tuple[tuple[str, ...], ...]]:
+        w = await world({sample(i).id: s for i, s in enumerate(slow)})
+        for part in order:
+            w.begin([part])
+            await asyncio.sleep(0.1)
+        parts = w.lessons.parts(STEM)
+        if lost == "teacher":
+            w.process("doc_teacher").die()
+        if lost == "plane":
+            w.lose_plane()
+        await asyncio.sleep(rollout)
+        await w.train(await w.lessons.judge(STEM, lesson(6), 3, parts))
+        await w.h.service.stop()
+        return w.trained, parts
+
+    trained, parts = run(scenario())
+    assert trained == afterwards
+    assert parts == tuple(tuple(sample(i).id for i in part) for part in PARTS)
+
+
+def test_scores_that_are_lost_before_the_trainer_reads_them_are_made_again_in_their_parts(
+    afterwards: list[Any],
+) -> None:
+    async def scenario() -> list[Any]:
+        w = await world()
+        w.begin(PARTS)
+        judged = await w.lessons.judge(STEM, lesson(6), 3)
+        w.lose_plane()
+        await w.train(judged)
+        await w.h.service.stop()
+        return w.trained
+
+    assert run(scenario()) == afterwards
+
+
+def test_both_teachers_and_the_version_of_the_hinted_one() -> None:
+    async def scenario() -> World:
+        w = await world()
+        rl = RLSample(sample(0, 4), (True,) * 4, Sampling(), "g", 1.0)
+        items = (SDPOItem(rl.sample.id, 0, 2, (5, 6)), SDPOItem(rl.sample.id, 2, 4, (5, 6, 7)))
+        whole = Lesson(doc=(rl.sample,), rl=(rl,), sdpo=items)
+        await w.train(await w.lessons.judge(STEM, whole, 3))
+        await w.h.service.stop()
+        return w
+
+    w = run(scenario())
+    turns = ("on_policy/4/0[0:2]", "on_policy/4/0[2:4]")
+    assert w.trained == [
+        ("on_policy/4/0", ("on_policy/4/0",), ()),
+        (turns[0], turns, (3,)),
+        (turns[1], turns, (3,)),
+    ]
+
+
+def test_seconds_beside_the_rollout_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two parts of 1 s and 2 s, begun together as the pool takes several at a time, the rollout
+    covers 1.5 s: half a second is waited for, and 1.5 s were hidden."""
+    clock = SimpleNamespace(perf_counter=lambda: asyncio.get_running_loop().time())
+    monkeypatch.setattr("services.lessons.time", clock)
+
+    async def scenario() -> Judged:
+        w = await world({sample(0).id: 1.0, sample(1).id: 2.0})
+        w.begin([(0,), (1,)])
+        await asyncio.sleep(1.5)
+        judged = await w.lessons.judge(STEM, lesson(2), 3)
+        assert w.lessons.moved == 2 * 2 * 64
+        await w.h.service.stop()
+        return judged
+
+    judged = run(scenario())
+    assert judged.compute_seconds == pytest.approx(0.5)
+    assert judged.hidden_seconds == pytest.approx(1.5)
+    assert judged.documents == LookUps(hits=2)
+
+
+def test_a_teacher_that_scores_too_few_tokens_ends_the_step() -> None:
+    async def scenario() -> None:
+        w = await world()
+        w.process("doc_teacher").actor.short = 1
+        w.begin([(0, 1)])
+        with pytest.raises(
+            RunError, match="doc_teacher scored 3 of 4 tokens of scores/on_policy/3"
+        ):
+            await w.lessons.judge(STEM, lesson(2), 3)
+        await w.h.service.stop()
+
+    run(scenario())
+
+
+def test_what_nobody_judges_is_given_up() -> None:
+    async def scenario() -> None:
+        w = await world({sample(0).id: 1e6})
+        w.begin([(0,)])
+        await asyncio.sleep(0.1)
+        await w.lessons.close()
+        assert not w.mesh.pools["doc_teacher"].in_flight
+        await w.h.service.stop()
+
+    run(scenario())
+
+
+def test_a_sweep_spares_what_is_scored_ahead_and_comes_back_for_the_rest() -> None:
+    """After a loss: the packet of a step ahead is wanted, that of its dead teacher is not."""
+
+    async def scenario() -> None:
+        w = await world()
+        w.begin([(0,)])
+        await asyncio.sleep(0.5)
+        w.plane.put(f"{STEM}/doc_teacher", "left behind")
+        w.plane.put("scores/on_policy/2/doc_teacher", "left behind")
+        w.tensors.replica_lost()
+        await w.tensors.tidy()
+        await w.tensors.tidied()
+        assert [key.rpartition("/doc")[0] for key in w.plane.held] == [STEM, STEM]
+        await w.train(await w.lessons.judge(STEM, lesson(1), 3))
+        await w.tensors.tidy()
+        await w.tensors.tidied()
+        assert w.plane.held == {}
+        await w.h.service.stop()
+
+    run(scenario())
