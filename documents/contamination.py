@@ -82,7 +82,7 @@ def overlaps(
 
 
 def _rarest(groups: frozenset[int], often: Counter[int], alike: float) -> list[int]:
-    """As many of a text's shingles, the rarest first, as cannot all be missing in a text like it."""
+    """The rarest of a text's shingles: so many that a text like it has one of them."""
     least = math.ceil(alike * len(groups) - 1e-9)  # it shares at least so many
     return sorted(groups, key=lambda s: (often[s], s))[: len(groups) - least + 1]
 

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clinic.longhealth import Question, parse_patients
+from clinic.longhealth import LETTERS, Question, parse_patients
 from clinic.prompts import option_prompt, parse_answer, said_answer
 from protocols.errors import DataError
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_LABEL = re.compile(r"^\W*[a-eA-E][).:]+\s*")
 # How a response says that the document has no answer, as `normalised` leaves it.
 _DECLINES = re.compile(
     r"^$|\b(?:unanswerable|not answerable|no answer|cannot be answered|cant be answered"
@@ -57,6 +58,20 @@ class Asked:
             return declined, declined, True
         exact = max(float(normalised(said) == normalised(a)) for a in self.answers)
         return exact, max(f1(said, a) for a in self.answers), bool(normalised(said))
+
+
+    def words(self, response: str) -> tuple[float, float]:
+        """(exact match, F1) of what a response says with the right answer's words; of a question
+        with options, a letter alone stands for its option's text."""
+        if self.choice is None:
+            exact, score, _ = self.scores(response)
+            return exact, score
+        said, letter = said_answer(response) or "", parse_answer(response, self.choice)
+        if letter is not None:
+            option = self.choice.options[LETTERS.index(letter)]
+            said = _LABEL.sub("", said) if normalised(option) in normalised(said) else option
+        right = self.choice.correct
+        return float(normalised(said) == normalised(right)), f1(said, right)
 
 
 def normalised(text: str) -> str:

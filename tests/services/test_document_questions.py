@@ -111,6 +111,22 @@ def test_longhealth_with_an_option_twice(tmp_path: Path) -> None:
     assert days.scores("no idea") == (0.0, 0.0, False)
 
 
+@pytest.mark.parametrize(
+    ("response", "exact", "score"),
+    [
+        ("The answer is 9.", 1.0, 1.0),
+        ("answer: a", 1.0, 1.0),
+        ("answer: c) 9", 1.0, 1.0),
+        ("answer: 9 days", 0.0, 2 * 1 / (2 + 1)),
+        ("answer: 14", 0.0, 0.0),
+        ("9", 0.0, 0.0),  # it names no option
+    ],
+)
+def test_words_of_an_option(tmp_path: Path, response: str, exact: float, score: float) -> None:
+    (days,) = read_questions(write(tmp_path, LONGHEALTH), TEXTS, "")
+    assert days.words(response) == (exact, pytest.approx(score))
+
+
 def test_one_document_takes_all_questions(tmp_path: Path) -> None:
     other = {"patient_07": LONGHEALTH["salt"]}
     (found,) = read_questions(write(tmp_path, other), {"mill": TEXTS["mill"]}, "")
