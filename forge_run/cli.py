@@ -2,7 +2,8 @@
 `forge ablate MESH.yaml` for its channels compared (forge_run.ablate); `forge selfstudy MESH.yaml`
 for questions about documents (forge_run.selfstudy); `forge status|scale|...` for a run that runs
 (forge_run.control); `forge eval`, `forge frontier`, `forge serve`, `forge cartridges`, `forge
-convert` and `forge inspect` for what came of one; `forge k8s render` for the manifests of a mesh (forge_run.k8s).
+convert` and `forge inspect` for what came of one; `forge k8s render` for the manifests of a mesh
+(forge_run.k8s).
 
 Only argparse is imported here: `--help` and a bad spec answer in well under a second. pydantic
 comes with the spec, torch and Monarch with the run, gRPC with a call to one.
@@ -115,7 +116,9 @@ def _add_eval(commands: Any) -> None:
         "--asked", metavar="FILE", help="SQuAD's or LongHealth's questions in place of the runs'"
     )
     evaluation.add_argument(
-        "--arms", metavar="A,B", help="kinds of arms, such as none,document,on_policy (default: all)"
+        "--arms",
+        metavar="A,B",
+        help="kinds of arms: none,document,on_policy (default: all)",
     )
     evaluation.add_argument(
         "--contamination", choices=("fail", "warn"),

@@ -64,7 +64,8 @@ def cells(row: EvalRow) -> tuple[str, ...]:
         count_text(row["trained_tokens"]) if row["trained_tokens"] else UNKNOWN,
         percent(row["accuracy"]), interval(row["ci95"]) if row["ci95"] else UNKNOWN,
         percent(row["exact"]), percent(row["f1"]), str(row["parse_failures"]),
-        f"{row['answers']['value']:.3g}", UNKNOWN if passages is None else f"{passages['value']:.3g}",
+        f"{row['answers']['value']:.3g}",
+        UNKNOWN if passages is None else f"{passages['value']:.3g}",
         f"{row['teacher']['kl']:.3f}", percent(row["teacher"]["top1"]),
         UNKNOWN if forgot is None else f"{forgot['kl']:.3f}",
         UNKNOWN if forgot is None else

@@ -59,7 +59,6 @@ class Asked:
         exact = max(float(normalised(said) == normalised(a)) for a in self.answers)
         return exact, max(f1(said, a) for a in self.answers), bool(normalised(said))
 
-
     def words(self, response: str) -> tuple[float, float]:
         """(exact match, F1) of what a response says with the right answer's words; of a question
         with options, a letter alone stands for its option's text."""

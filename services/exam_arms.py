@@ -1,10 +1,10 @@
 """The arms of `forge eval` sit the same exam; what each did, question by question.
 
-    teacher   the whole document: sampled answers to every question, once
-    bare      no document: sampled answers to every probe, once
-    arm       answers greedily -> right, exact, F1, unparsed
-              reads the right answers, the passages -> perplexity
-              reads the teacher's answers -> agreement; the bare model's -> what it forgot
+teacher   the whole document: sampled answers to every question, once
+bare      no document: sampled answers to every probe, once
+arm       answers greedily -> right, exact, F1, unparsed
+          reads the right answers, the passages -> perplexity
+          reads the teacher's answers -> agreement; the bare model's -> what it forgot
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ def pairs(sat: Sequence[Sat], documents: Sequence[str], spec: EvalSpec) -> list[
 
 
 class _Room:
-    def __init__(
-        self, paper: Paper, spec: EvalSpec, max_tokens: int, generate: Generating
-    ) -> None:
+    def __init__(self, paper: Paper, spec: EvalSpec, max_tokens: int, generate: Generating) -> None:
         self._paper, self._spec, self._max_tokens = paper, spec, max_tokens
         self._generate = generate
         self._taught: list[Exam] = []
@@ -122,8 +120,9 @@ class _Room:
     async def sit(self, arm: Arm) -> Sat:
         items = self._paper.items
         said = await self._answers(arm, items, "asked")
-        judged = [i.asked.scores(a) if i.known else (0.0, 0.0, True) for i, a in zip(items, said)]
-        words = [i.asked.words(a) if i.known else (0.0, 0.0) for i, a in zip(items, said)]
+        both = list(zip(items, said, strict=True))
+        judged = [i.asked.scores(a) if i.known else (0.0, 0.0, True) for i, a in both]
+        words = [i.asked.words(a) if i.known else (0.0, 0.0) for i, a in both]
         kl, same = compared(self._taught, await self._read(arm, _readings(self._taught)))
         known = all(i.known for i in items)
         right = [score for score, _, _ in judged]

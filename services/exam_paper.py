@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from clinic.corpus import claims
 from clinic.longhealth import Patient, is_held_out, load_patients
-from clinic.prompts import option_prompt, recite_prompt
+from clinic.prompts import option_prompt, recite_prompt, sentences, unique_cue
 from documents.contamination import Placed
-from documents.seeds import PLAIN
+from documents.seeds import PLAIN, SENTENCE
 from environments.conversation import NO_DOCUMENT, Conversation
 from protocols.errors import DataError
 from protocols.eval_spec import EvalSpec
@@ -36,8 +37,9 @@ from services.study import read_rows
 from services.tasks import Tasks, in_turns, read_patients
 
 GENERAL = Path(__file__).parents[1] / "configs" / "forgetting.json"
-LEAD = "the answer is"
+LEAD = "answer:"  # as LongHealth's instruction asks for it
 CUE_WORDS = 3  # of a passage, that point at it
+WORD_START = re.compile(r"\S")
 
 
 @dataclass(frozen=True)
@@ -80,15 +82,14 @@ class Paper:
 
     @property
     def placed(self) -> list[Placed]:
-        """The questions as contamination is looked for: without their options."""
-        return [
-            Placed(
-                i.asked.document,
-                i.asked.choice.text if i.asked.choice else i.asked.text,
-                f"{self.source}: {i.asked.id}",
-            )
-            for i in self.items
-        ]
+        """The questions as contamination is looked for: without their options, and each once."""
+        found: dict[tuple[str, str], Placed] = {}
+        for item in self.items:
+            q = item.asked
+            text = q.choice.text if q.choice else q.text
+            place = f"{self.source}: {q.id}"
+            found.setdefault((q.document, text), Placed(q.document, text, place))
+        return list(found.values())
 
 
 def set_paper(
@@ -164,21 +165,22 @@ def _head(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 def _item(asked: Asked, conversation: Conversation, known: bool = True) -> Item:
     ids, bare = (_opening(conversation, d, asked.text) for d in (asked.document, None))
-    words, lead = "", ()
-    if asked.choice is not None:
-        # The option alone is scored: how an answer begins is no knowledge of the document.
-        words, lead = f"{LEAD} {asked.choice.correct}.", conversation.ids_of(LEAD)
-    elif asked.answers:
-        words = asked.answers[0]
+    words = _right(asked)
     if not words:
         return Item(asked, ids, bare, None, known)
-    said = conversation.saying(words)
-    if said[: len(lead)] != lead:
-        lead = ()
-    right = Reading(
-        asked.id, asked.document, (*ids, *lead), (*bare, *lead), said[len(lead) :]
-    )  # fmt: skip
+    right = Reading(asked.id, asked.document, ids, bare, conversation.saying(words))
     return Item(asked, ids, bare, right, known)
+
+
+def _right(asked: Asked) -> str:
+    """The right answer as the model would say it; "" where there is none."""
+    if asked.choice is None:
+        return asked.answers[0] if asked.answers else ""
+    # The clinic's reader says what the chart says first: of what it never says it knows nothing.
+    field = re.fullmatch(r"what is the (.+)\?", asked.choice.text)
+    if field:
+        return claims(field[1], asked.choice.correct)
+    return f"{LEAD} {asked.choice.correct}"
 
 
 def _opening(conversation: Conversation, document: str | None, text: str) -> tuple[int, ...]:
@@ -251,24 +253,32 @@ def _passages(
     for name, text in texts.items():
         cut = tokenised(tokenizer, text)
         last = max(0, len(cut) - spec.passage_tokens)
-        starts = [cut.chunk(i, i + 1).start_char for i in range(last + 1)]
-        # Where a word begins; a token may bring the space before it along.
-        pool = [i for i, at in enumerate(starts) if at == 0 or re.search(r"\s", text[at - 1 : at + 1])]
         rng = random.Random(f"passages/{spec.seed}/{name}")
+        pool = _sentence_starts(text, [cut.chunk(i, i + 1).start_char for i in range(last + 1)])
         for number, first in enumerate(rng.sample(pool, min(spec.passages, len(pool)))):
             stop = min(len(cut), first + spec.passage_tokens)
             words = cut.text_of(cut.chunk(first, stop)).strip()
-            cue = " ".join(words.split()[:CUE_WORDS]).strip(" ,;:.\"'")
+            (sentence, *_) = sentences(words)
+            cue = unique_cue(text, sentence) or " ".join(sentence.split()[:CUE_WORDS])
             turn = PLAIN["question"][1].format(cue=cue)
             if learn.data.source != "documents":
                 turn = recite_prompt(cue)
             found.append(
                 Reading(
                     f"{name}/passage/{number}", name, _opening(conversation, name, turn),
-                    _opening(conversation, None, turn), conversation.saying(words),
+                    # Without its end token, for the document goes on.
+                    _opening(conversation, None, turn), conversation.saying(words)[:-1],
                 )
             )  # fmt: skip
     return found
+
+
+def _sentence_starts(text: str, places: Sequence[int]) -> list[int]:
+    """Which of these tokens, by their first characters, begin a sentence; or the first, if none
+    does. A token may bring the space before it along."""
+    starts = {0, *(m.end() for m in SENTENCE.finditer(text))}
+    words = [word.start() if (word := WORD_START.search(text, at)) else at for at in places]
+    return [i for i, at in enumerate(words) if at in starts] or [0]
 
 
 def _probes(

@@ -1,8 +1,8 @@
 """Finished runs as arms of one exam: what must be the same in all, and the prefixes they bring.
 
-    run       spec, results, the last checkpoint of every arm -> cartridges
-    runs      one base model, one set of documents            -> arms: none, document, and of each
-              budget P truncated and untrained, and of each run offline, hybrid or on_policy
+run       spec, results, the last checkpoint of every arm -> cartridges
+runs      one base model, one set of documents            -> arms: none, document, and of each
+          budget P truncated and untrained, and of each run offline, hybrid or on_policy
 """
 
 from __future__ import annotations
@@ -138,9 +138,7 @@ class Entry:
     cartridges: Mapping[int, tuple[str, Tensor]]
 
 
-def enter(
-    runs: Sequence[FinishedRun], paper: Paper, kinds: Sequence[str], tokenizer: Any
-) -> Entry:
+def enter(runs: Sequence[FinishedRun], paper: Paper, kinds: Sequence[str], tokenizer: Any) -> Entry:
     """The arms of these kinds, in the order of KINDS. Raises SpecError for a kind there is not."""
     unknown = sorted(set(kinds) - set(KINDS))
     if unknown:
