@@ -17,10 +17,20 @@ from clinic.longhealth import LETTERS, Patient, Question
 
 SELF_STUDY_KINDS = ("recite", "structure", "summarise", "question", "choice")
 
-_ANSWER = re.compile(r"answer(?: is:?|:)\s*(?=\S)", re.IGNORECASE)
+_ANSWER = re.compile(
+    r"(?:answer|(?:correct|right|best) (?:option|choice))[*_`]*(?: is:?|:)[*_`]*\s*(?=\S)",
+    re.IGNORECASE,
+)
+_BEFORE = re.compile(
+    r"^(?:\$*\\boxed\{(?:\\text\{)?)?(?:(?:option|choice|letter) )?", re.IGNORECASE
+)
 # A lower-case "a" before a word is an article ("the answer is a kind of ..."), not a choice.
-_LETTER = re.compile(r"\(?([a-eA-E])(?:[).:,]|\s*(?:\n|$)|(?<!a)\s)")
-_AROUND = " .\"'"
+_LETTER = re.compile(r"\(?([a-eA-E])(?:[).:,*}]|\s*(?:\n|$)|(?<!a)\s)")
+_SEVERAL = re.compile(
+    r"\(?[a-e]\)?[*]*\s*(?:,|/|&|\bor\b|\band\b)\s*[*]*\(?(?:[b-e](?!\w)|a\s*(?:[).,*]|$))",
+    re.IGNORECASE,
+)
+_AROUND = " .\"'*_`"
 _NUMBER = re.compile(r"\d+")
 
 
@@ -148,7 +158,7 @@ def parse_answer(response: str, question: Question) -> str | None:
 
     Reads what follows the last "answer is" / "answer:": an option's whole text, or a letter.
     Of two options with one text the first is returned; either is scored alike. Text wins over
-    letter, for an option's text may begin with one ("a fracture").
+    letter, for an option's text may begin with one ("a fracture"). Two letters are no choice.
     """
     rest = said_answer(response)
     if rest is None:
@@ -161,7 +171,8 @@ def parse_answer(response: str, question: Question) -> str | None:
         # The longest option that the answer starts with: "41 gram daily" is not "41 gram".
         best = exact or sorted(leading, key=lambda i: -len(texts[i]))
         return LETTERS[best[0]]
-    letter = _LETTER.match(rest.strip(_AROUND))
+    chosen = _BEFORE.sub("", rest.strip(_AROUND))
+    letter = None if _SEVERAL.match(chosen) else _LETTER.match(chosen)
     return letter.group(1).lower() if letter else None
 
 

@@ -2,8 +2,9 @@
 `forge ablate MESH.yaml` for its channels compared (forge_run.ablate); `forge sweep SWEEP.yaml` for
 anything else (forge_run.sweep); `forge selfstudy MESH.yaml`
 for questions about documents (forge_run.selfstudy); `forge status|scale|...` for a run that runs
-(forge_run.control); `forge frontier`, `forge serve`, `forge cartridges`, `forge convert` and `forge
-inspect` for what came of one; `forge k8s render` for the manifests of a mesh (forge_run.k8s).
+(forge_run.control); `forge eval`, `forge frontier`, `forge serve`, `forge cartridges`, `forge
+convert` and `forge inspect` for what came of one; `forge k8s render` for the manifests of a mesh
+(forge_run.k8s).
 
 Only argparse is imported here: `--help` and a bad spec answer in well under a second. pydantic
 comes with the spec, torch and Monarch with the run, gRPC with a call to one.
@@ -81,6 +82,7 @@ def forge(argv: Sequence[str] | None = None) -> int:
     )
     frontier.add_argument("--questions", type=int, metavar="N", help="most held-out questions")
     frontier.set_defaults(act=_frontier)
+    _add_eval(commands)
     study = commands.add_parser(
         "selfstudy", help="write questions and answers about documents, for a run or other trainers"
     )
@@ -113,6 +115,34 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         help="go on with a run: its id or path, the latest, or `unfinished`: the latest if it "
         "did not finish, else a new one; write it after MESH.yaml",
     )
+
+
+def _add_eval(commands: Any) -> None:
+    evaluation = commands.add_parser(
+        "eval", help="the cartridges of finished runs beside no, a cut and the whole document"
+    )
+    evaluation.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
+    evaluation.add_argument(
+        "--spec", type=Path, metavar="FILE", help="what is measured (default: configs/eval.yaml)"
+    )
+    evaluation.add_argument("--questions", type=int, metavar="N", help="most questions")
+    evaluation.add_argument(
+        "--asked", metavar="FILE", help="SQuAD's or LongHealth's questions in place of the runs'"
+    )
+    evaluation.add_argument(
+        "--arms",
+        metavar="A,B",
+        help="kinds of arms: none,document,on_policy (default: all)",
+    )
+    evaluation.add_argument(
+        "--contamination", choices=("fail", "warn"),
+        help="what training prompts that double the questions do (default: as the run's)",
+    )  # fmt: skip
+    evaluation.add_argument(
+        "--out", type=Path, metavar="DIR",
+        help="where (default: the run; of several, the folder eval beside the first)",
+    )  # fmt: skip
+    evaluation.set_defaults(act=_eval)
 
 
 def _add_mesh_and_sets(parser: argparse.ArgumentParser) -> None:
@@ -296,6 +326,24 @@ def _frontier(options: argparse.Namespace) -> int:
         options.run,
         arms=options.arms,
         questions=options.questions,
+        show=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    sys.stdout.write(render(sections, terminal=sys.stdout.isatty()))
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from forge_run.evaluate import command
+    from forge_run.plan import render
+
+    sections = command(
+        options.runs,
+        spec=options.spec,
+        questions=options.questions,
+        asked=options.asked,
+        arms=options.arms,
+        contamination=options.contamination,
+        out=options.out,
         show=lambda line: print(line, file=sys.stderr, flush=True),
     )
     sys.stdout.write(render(sections, terminal=sys.stdout.isatty()))

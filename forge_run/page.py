@@ -113,6 +113,16 @@ def figure(title: str, note: str, draw: Callable[[Figure], None], height: float 
 """
 
 
+def drawing(title: str, draw: Callable[[Figure], None], height: float = 3.0) -> str:
+    """A plot as an SVG file of its own, in light or dark colours as who shows it likes."""
+    colours = "".join(re.findall(r":root\{--[^}]*\}|@media[^}]*\}\}", CSS + EPISODE_CSS))
+    colours += "".join(re.findall(r":root\{color-scheme:[^}]*\}", CSS))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(title)}"'
+    svg = re.sub(r' xmlns="[^"]*"', "", _svg(title, draw, height), count=1)
+    svg = svg.replace("<svg", head, 1)
+    return re.sub(r"(<svg[^>]*>)", rf"\1<style>{colours}</style>", svg, count=1) + "\n"
+
+
 def _svg(salt: str, draw: Callable[[Figure], None], height: float) -> str:
     """A drawing as inline SVG: no prolog, no metadata, no style of its own, no fixed size."""
     import matplotlib as mpl  # half a second, and only reports need it

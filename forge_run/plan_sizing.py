@@ -75,11 +75,12 @@ def step_bytes(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, str], ...]:
     teachers = sum(name in ("doc_teacher", "sdpo_teacher") for name, _ in spec.roles)
     moved = teachers * scores * (1 + spec.mesh.roles.trainer.procs)
     state, kept = checkpoint_bytes(learn, size), learn.train.keep_checkpoints
+    arms = "offline" in learn.evaluate.arms
     return (
         ("published", f"{bytes_text(version)} put once, got by {readers} readers: "
          f"{bytes_text(version * (1 + readers))}"),
         ("teachers' scores", f"at most {bytes_text(moved)}, put and got"),
         ("last state, to disk", f"{bytes_text(state)}, of every step"),
-        ("checkpoints", f"{bytes_text(state)} each, {bytes_text(state * (kept + 1))} for {kept} "
-         "and the one being written"),
+        ("checkpoints", f"{bytes_text(state)} each, {bytes_text(state * (kept + 1 + arms))} for "
+         f"{kept}{', the last on policy' * arms} and the one being written"),
     )  # fmt: skip

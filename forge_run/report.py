@@ -19,6 +19,7 @@ from forge_run.page import EPISODE_CSS, PAINT, Row, curve, figure, page, section
 from forge_run.report_channels import channels, rewards
 from forge_run.report_documents import documents
 from forge_run.report_episodes import Monitors, episode, monitors
+from forge_run.report_eval import evaluation
 from forge_run.report_frontier import frontier
 from forge_run.report_rsa import aggregation
 from forge_run.report_votes import teachers
@@ -71,17 +72,18 @@ def write_report(run_path: Path) -> Path:
         teachers(iter_rows(run.votes), iter_rows(run.ledger), metrics),
         monitors(seen),
     )
+    compared = (frontier(run.path), evaluation(run.path))
     read = documents(run.documents, arms, iter_rows(run.selfstudy))
     body = (
         _header(name, results, events),
         _arms(arms, _note(arms, seen)),
         _plots(metrics, phase_means(events), arms),
-        *filter(None, (*told, read, frontier(run.path))),
+        *filter(None, (*told, read, *compared)),
         _counters(results),
         _rollouts(_samples(iter_rows(run.rollouts)), samples),
         _spec(spec),
     )
-    css = EPISODE_CSS if any(told) else ""
+    css = EPISODE_CSS if any((*told, *compared)) else ""
     write_atomically(run.report, page(name, "\n".join(body), css))
     return run.report
 

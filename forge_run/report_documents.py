@@ -11,6 +11,7 @@ from pathlib import Path
 from forge_run.display import number, percent
 from forge_run.page import Row, section
 from protocols.records import ARMS
+from services.rundir import RunDirectory, iter_rows
 
 AGREED = (
     "Answers that the teacher sampled to held-out questions of self-study, read by each arm: KL is "
@@ -29,6 +30,10 @@ def documents(file: Path, arms: Row, rows: Iterable[Row]) -> str:
     heads = ("document", "from", "tokens", "characters", "SHA-256")
     parts = [_table(heads, map(_read, told["documents"]))]
     remarks = [*(f"left out: {x}" for x in told["left_out"]), *told["notes"]]
+    doubles = RunDirectory(file.parent).contamination
+    if doubles.is_file():
+        count = sum(1 for _ in iter_rows(doubles))
+        remarks.append(f"{count} training prompts double evaluation questions: {doubles.name}")
     if remarks:
         items = "".join(f"<li>{escape(x)}</li>" for x in remarks)
         parts.append(f"<ul>{items}</ul>")

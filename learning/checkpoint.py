@@ -43,7 +43,8 @@ class Checkpoint:
 
 
 def write_checkpoint(directory: Path, name: str, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write `directory/name` atomically, then drop all but the newest `keep`; returns its path.
+    """Write `directory/name` atomically, then drop all but the newest `keep` and the last of every
+    arm, which holds what that arm came to; returns its path.
 
     A whole checkpoint that is already there under this name is the same state, and is left alone;
     a damaged one (the run was resumed from the one before it) is replaced.
@@ -64,14 +65,28 @@ def write_checkpoint(directory: Path, name: str, checkpoint: Checkpoint, keep: i
         shutil.rmtree(final)
     partial.rename(final)
     flush(directory)
+    lasts = set(last_of_arms(directory).values())
     for old in list_checkpoints(directory)[:-keep]:
-        shutil.rmtree(old)
+        if old not in lasts:
+            shutil.rmtree(old)
     return final
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """Checkpoints oldest first (by version); partial ones are not among them."""
     return sorted(p for p in directory.glob("version-*") if p.is_dir())
+
+
+def last_of_arms(directory: Path) -> dict[str, Path]:
+    """The newest checkpoint of each arm, by the manifests alone; those that cannot be read, or are
+    of no arm, are passed over."""
+    found = {}
+    for path in list_checkpoints(directory):
+        try:
+            found[str(json.loads((path / MANIFEST).read_text())["facts"]["arm"])] = path
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -1,9 +1,14 @@
-"""Confidence intervals: of a share, k right answers of n; and of a mean over a few seeds."""
+"""Confidence intervals: of a share, k right answers of n; of a mean over a few seeds; and of the
+difference of two arms that answered the same questions."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from math import atan, cos, pi, sin, sqrt, tan
+from dataclasses import dataclass
+from itertools import chain
+from math import atan, ceil, cos, pi, sin, sqrt, tan
+from operator import sub
 from statistics import fmean, stdev
 
 Z95 = 1.959963984540054  # the 97.5% quantile of the standard normal distribution
@@ -72,3 +77,54 @@ def _within(angle: float, freedom: int) -> float:
         term *= cos(angle) ** 2 * (power + 1) / (power + 2)
     total *= sin(angle)
     return (angle + total) * 2 / pi if odd else total
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean of b - a over questions, its 95% interval, and how often resamples contradict its sign:
+    twice the smaller of the shares at or below zero and at or above it, at most 1."""
+
+    mean: float
+    ci95: tuple[float, float]
+    share: float
+
+
+def resamples(groups: Sequence[str], count: int, seed: int) -> list[list[int]]:
+    """`count` bootstrap samples of the questions 0 .. len(groups) - 1, as their numbers.
+
+    `groups[i]` is the document of question i. Questions about one document stand or fall together,
+    so whole documents are drawn where there are several, with all their questions, and single
+    questions where there is one. Arms that are compared over the same resamples are paired.
+    Source: A. C. Davison and D. V. Hinkley, Bootstrap Methods and their Application (1997), 3.8.
+    """
+    if not groups or count < 1:
+        raise ValueError(f"needs a question and a resample: got {len(groups)} and {count}")
+    rng = random.Random(f"bootstrap/{seed}")
+    members: dict[str, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    if len(members) == 1:
+        return [rng.choices(range(len(groups)), k=len(groups)) for _ in range(count)]
+    pools = list(members.values())
+    return [list(chain.from_iterable(rng.choices(pools, k=len(pools)))) for _ in range(count)]
+
+
+def resampled_means(values: Sequence[float], drawn: Sequence[Sequence[int]]) -> list[float]:
+    """The mean of `values` in each of the resamples."""
+    return [sum(map(values.__getitem__, sample)) / len(sample) for sample in drawn]
+
+
+def paired_difference(
+    a: Sequence[float], b: Sequence[float], means_a: Sequence[float], means_b: Sequence[float]
+) -> Difference:
+    """What b has over a, question by question; `means` are those of `resampled_means`, of the same
+    resamples. The interval is that of percentiles (B. Efron, "Bootstrap methods: another look at
+    the jackknife", Annals of Statistics 7 (1979), 1-26).
+    """
+    means = sorted(map(sub, means_b, means_a))
+    n = len(means)
+    # Equal means of unequal sums may differ by an ulp: that is no sign.
+    low = sum(m <= 1e-12 for m in means) / n
+    high = sum(m >= -1e-12 for m in means) / n
+    ci95 = (means[ceil(0.025 * n) - 1], means[ceil(0.975 * n) - 1])
+    return Difference(fmean(map(sub, b, a)), ci95, min(1.0, 2 * min(low, high)))

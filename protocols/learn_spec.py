@@ -339,6 +339,14 @@ class EvaluateSpec(Spec):
     max_tokens: int = Field(default=64, ge=1, description="most tokens of an answer")
     sampled: bool = Field(default=False, description="also answer by sampling, not only greedily")
     temperature: float = Field(default=1.0, gt=0, description="temperature of the sampled answers")
+    contamination: Literal["fail", "warn"] | None = Field(
+        default=None,
+        description="what training prompts that double evaluation questions do; null: fail where "
+        "questions come from a file, warn where they are made here",
+    )
+    alike: float = Field(
+        default=0.8, gt=0, le=1, description="Jaccard likeness of prompts that are near doubles"
+    )
 
     _arms_once = field_validator("arms")(unique)
 

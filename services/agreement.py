@@ -61,16 +61,25 @@ def split(
     return training, in_turns(held_out)
 
 
-def agreement(exams: Sequence[Exam], completions: Sequence[Completion]) -> Measured:
-    """Mean KL(T || S), nats a token, and the share of tokens at which both hold the same token
-    likeliest; intervals are those of the mean over questions, by Student's t."""
-    kl, same, tokens = [], [], 0
+def compared(
+    exams: Sequence[Exam], completions: Sequence[Completion]
+) -> tuple[list[float], list[float]]:
+    """Of each question KL(T || S), nats a token, and the share of tokens at which both hold the
+    same token likeliest."""
+    kl, same = [], []
     for exam, c in zip(exams, completions, strict=True):
         n = len(exam.answer_ids)
         read, likeliest = c.prompt_logprobs[-n:], c.prompt_likeliest[-n:]
         kl.append(math.fsum(t - s for t, s in zip(exam.logprobs, read, strict=True)) / n)
         same.append(sum(a == b for a, b in zip(exam.likeliest, likeliest, strict=True)) / n)
-        tokens += n
+    return kl, same
+
+
+def agreement(exams: Sequence[Exam], completions: Sequence[Completion]) -> Measured:
+    """Mean KL(T || S), nats a token, and the share of tokens at which both hold the same token
+    likeliest; intervals are those of the mean over questions, by Student's t."""
+    kl, same = compared(exams, completions)
+    tokens = sum(len(exam.answer_ids) for exam in exams)
     top1, of_kl = fmean(same), fmean(kl)
     low, high = mean_interval(same) or (0.0, 1.0)
     kl_low, kl_high = mean_interval(kl) or (of_kl, of_kl)

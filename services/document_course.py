@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from documents.contamination import Placed, overlaps
 from documents.rows import StudyRow
 from environments.conversation import NO_DOCUMENT, Conversation
 from environments.rollout import BARE
@@ -29,6 +30,7 @@ from protocols.replay import Message
 from protocols.seeds import stream_seed
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.agreement import Exam, Studied, agreement, answered, split
+from services.contamination import clean
 from services.course import Ended, Generate, unheard
 from services.document_questions import Asked, read_questions
 from services.loop import Done, Rollout
@@ -77,8 +79,8 @@ class DocumentCourse:
                 rows = of_parts(read_rows(Path(self._study.rows)), self._parts, self._study.rows)
             else:
                 rows = await self._write(generate)
-            studied = [s for row in rows if row.kept and (s := self._studied(row)) is not None]
-            training, held_out = split(studied, self._spec.data.held_out)
+            found = (studied_of(r, self._spec, self._conversation) for r in rows if r.kept)
+            training, held_out = split(filter(None, found), self._spec.data.held_out)
             lacking = [name for name in self._parts.parts if not training.get(name)]
             if lacking or not held_out:
                 raise DataError(
@@ -86,8 +88,29 @@ class DocumentCourse:
                     "raise self_study.questions, lower data.held_out, set self_study.plain: true, "
                     "or raise train.row_tokens, which holds a question and its answer"
                 )
+            self._require_clean(training, held_out)
             self._held_out = held_out[: self._spec.evaluate.questions]
             self._training = training
+
+    def _require_clean(
+        self, training: Mapping[str, Sequence[Studied]], held_out: Sequence[Studied]
+    ) -> None:
+        """Before anything is trained. Raises DataError as `clean` does."""
+        evaluate = self._spec.evaluate
+        trained = [
+            Placed(s.document, s.text, f"self-study: {s.key}")
+            for pool in training.values()
+            for s in pool
+        ]
+        asked = [
+            Placed(q.document, q.choice.text if q.choice else q.text, f"data.questions: {q.id}")
+            for q in self._asked
+        ] or [Placed(s.document, s.text, f"held out: {s.key}") for s in held_out]
+        clean(
+            overlaps(trained, asked, evaluate.alike),
+            evaluate.contamination or ("fail" if self._asked else "warn"),
+            self._directory.contamination,
+        )
 
     async def _write(self, generate: Generate) -> list[StudyRow]:
         async def sampled(requests: Sequence[GenerateRequest]) -> Sequence[Completion]:
@@ -99,19 +122,6 @@ class DocumentCourse:
         return await write_study(
             self._directory.selfstudy, list(self._parts.parts.values()), plan, sampler
         )
-
-    def _studied(self, row: StudyRow) -> Studied | None:
-        """None for a question that no row holds with its answer."""
-        ids = self._prompt_ids(row.document, row.question)
-        if len(ids) + self._spec.rollout.max_tokens > self._spec.train.row_tokens:
-            return None
-        room = self._spec.train.row_tokens - len(ids)
-        # Ids of another tokenizer mean nothing: what B said is then put in words of this one.
-        own = row.model == self._model and row.answer_ids
-        answer = row.answer_ids if own else ()
-        if row.answer and not own:
-            answer = self._conversation.saying(row.answer)
-        return Studied(row.key, row.document, row.kind, row.question, ids, answer[:room])
 
     def _prompt_ids(self, document: str | None, text: str) -> tuple[int, ...]:
         return self._conversation.opening(document, (Message("user", text),))
@@ -281,6 +291,20 @@ class DocumentCourse:
 
     async def close(self) -> None:
         pass
+
+
+def studied_of(row: StudyRow, spec: LearnSpec, conversation: Conversation) -> Studied | None:
+    """None for a question that no row of the trainer holds with its answer."""
+    ids = conversation.opening(row.document, (Message("user", row.question),))
+    if len(ids) + spec.rollout.max_tokens > spec.train.row_tokens:
+        return None
+    room = spec.train.row_tokens - len(ids)
+    # Ids of another tokenizer mean nothing: what B said is then put in words of this one.
+    own = row.model == model_name(spec.model.path) and row.answer_ids
+    answer = row.answer_ids if own else ()
+    if row.answer and not own:
+        answer = conversation.saying(row.answer)
+    return Studied(row.key, row.document, row.kind, row.question, ids, answer[:room])
 
 
 def note_documents(parts: Parts, directory: RunDirectory) -> None:

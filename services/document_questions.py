@@ -1,7 +1,8 @@
 """A user's own questions about their documents: SQuAD's JSON, or LongHealth's. Pure.
 
     SQuAD        {"data": [{"title", "paragraphs": [{"context", "qas": [{"question", "answers"},
-                 ...]}]}]}: free answers; F1 and exact match over the best of the given ones
+                 ...]}]}]}: free answers; F1 and exact match over the best of the given ones;
+                 2.0's unanswerable questions, where they are asked for, want to be declined
     LongHealth   {"report": {"texts", "questions": [{"question", "answer_a", ..., "correct"}]}}:
                  five options; the key is the document's name
 
@@ -19,17 +20,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clinic.longhealth import Question, parse_patients
+from clinic.longhealth import LETTERS, Question, parse_patients
 from clinic.prompts import option_prompt, parse_answer, said_answer
 from protocols.errors import DataError
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_LABEL = re.compile(r"^\W*[a-eA-E][).:]+\s*")
+# How a response says that the document has no answer, as `normalised` leaves it.
+_DECLINES = re.compile(
+    r"^$|\b(?:unanswerable|not answerable|no answer|cannot be answered|cant be answered"
+    r"|(?:not|isnt|is never|never) (?:stated|mentioned|given|specified|said|provided)"
+    r"|does not (?:say|state|mention)|doesnt (?:say|state|mention)|i (?:do not|dont) know)\b"
+)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question about a document: with options (`choice`), or with answers that are right."""
+    """A question about a document: with options (`choice`), with answers that are right, or, with
+    neither, one that the document does not answer."""
 
     id: str
     document: str
@@ -44,8 +53,24 @@ class Asked:
             right = float(letter is not None and self.choice.is_correct(letter))
             return right, right, letter is not None
         said = said_answer(response) or response
+        if not self.answers:
+            declined = float(_DECLINES.search(normalised(said)) is not None)
+            return declined, declined, True
         exact = max(float(normalised(said) == normalised(a)) for a in self.answers)
         return exact, max(f1(said, a) for a in self.answers), bool(normalised(said))
+
+    def words(self, response: str) -> tuple[float, float]:
+        """(exact match, F1) of what a response says with the right answer's words; of a question
+        with options, a letter alone stands for its option's text."""
+        if self.choice is None:
+            exact, score, _ = self.scores(response)
+            return exact, score
+        said, letter = said_answer(response) or "", parse_answer(response, self.choice)
+        if letter is not None:
+            option = self.choice.options[LETTERS.index(letter)]
+            said = _LABEL.sub("", said) if normalised(option) in normalised(said) else option
+        right = self.choice.correct
+        return float(normalised(said) == normalised(right)), f1(said, right)
 
 
 def normalised(text: str) -> str:
@@ -63,8 +88,11 @@ def f1(said: str, answer: str) -> float:
     return 2 * common / (len(a) + len(b))
 
 
-def read_questions(path: str, texts: Mapping[str, str], instruction: str) -> list[Asked]:
-    """The questions of a file about the documents of these texts, by name.
+def read_questions(
+    path: str, texts: Mapping[str, str], instruction: str, *, unanswerable: bool = False
+) -> list[Asked]:
+    """The questions of a file about the documents of these texts, by name; those that SQuAD calls
+    impossible where `unanswerable` asks for them.
 
     Raises DataError for a file of another shape, and for a question about no document of the run.
     """
@@ -75,7 +103,7 @@ def read_questions(path: str, texts: Mapping[str, str], instruction: str) -> lis
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}; give SQuAD's or LongHealth's") from error
     if isinstance(content, Mapping) and isinstance(content.get("data"), list):
-        found = _squad(path, content["data"], texts)
+        found = _squad(path, content["data"], texts, unanswerable)
     else:
         found = _longhealth(path, content, texts, instruction)
     if not found:
@@ -86,7 +114,9 @@ def read_questions(path: str, texts: Mapping[str, str], instruction: str) -> lis
     return found
 
 
-def _squad(path: str, articles: Sequence[Any], texts: Mapping[str, str]) -> list[Asked]:
+def _squad(
+    path: str, articles: Sequence[Any], texts: Mapping[str, str], unanswerable: bool
+) -> list[Asked]:
     plain = {name: _spaced(text) for name, text in texts.items()}
     found = []
     for a, article in enumerate(articles):
@@ -97,7 +127,9 @@ def _squad(path: str, articles: Sequence[Any], texts: Mapping[str, str]) -> list
                 name = _of_context(where, title, context, plain)
                 for q, qa in enumerate(paragraph["qas"]):
                     answers = tuple(dict.fromkeys(str(x["text"]) for x in qa["answers"]))
-                    if answers and not qa.get("is_impossible"):
+                    if qa.get("is_impossible") or not any(map(normalised, answers)):
+                        answers = ()
+                    if answers or unanswerable:
                         key = str(qa.get("id", f"{a}/{p}/{q}"))
                         found.append(Asked(key, name, str(qa["question"]), answers))
         except (KeyError, TypeError, AttributeError) as error:

@@ -10,6 +10,7 @@
         ├── votes.jsonl      what teachers said of its states          appended
         ├── selfstudy.jsonl questions about a user's documents        appended
         ├── documents.json   which documents, by hash                  written once
+        ├── contamination.jsonl  prompts that double its questions, if any  replaced whole
         ├── teachers.jsonl   every call to a teacher: the ledger       the teachers' business
         ├── events.jsonl     what happened when                        appended
         ├── trace.json       every request and phase, for Perfetto     appended
@@ -18,6 +19,7 @@
         ├── stacks/          of every process, when nothing moved      written once
         ├── results.json     the arms, at the end                      replaced whole
         ├── frontier.json    what strategies came to: `forge frontier` replaced whole
+        ├── eval.json        the arms compared: `forge eval`           replaced whole
         └── report.html      made from the files above                 replaced whole
 
 Whole files are replaced by rename, so a reader sees the old one or the new one. Rows are appended
@@ -43,6 +45,7 @@ from protocols.records import PHASES, TRAINED_ARMS, EventName, MetricRow, Result
 
 LATEST = "latest"
 FRONTIER = "frontier.json"
+EVALUATION = "eval.json"
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,10 @@ class RunDirectory:
     @property
     def documents(self) -> Path:
         return self.path / "documents.json"
+
+    @property
+    def contamination(self) -> Path:
+        return self.path / "contamination.jsonl"
 
     @property
     def ledger(self) -> Path:

@@ -14,6 +14,7 @@ from learning.checkpoint import (
     MANIFEST,
     STATE,
     Checkpoint,
+    last_of_arms,
     list_checkpoints,
     read_checkpoint,
     read_state,
@@ -270,3 +271,18 @@ def test_a_damaged_last_state_is_refused_by_name(
 def test_no_last_state(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"last state .*/none cannot be read"):
         read_state(tmp_path / "none")
+
+
+def test_what_an_arm_came_to_outlives_the_next_arm(tmp_path: Path) -> None:
+    for number, arm in enumerate(["on_policy"] * 3 + ["offline"] * 4, start=1):
+        facts = {"version": number, "arm": arm}
+        whole = Checkpoint(facts, {"x": torch.zeros(1)})
+        write_checkpoint(tmp_path, f"version-{number:06d}", whole, keep=2)
+    kept = [f"version-00000{n}" for n in (3, 6, 7)]
+    assert [p.name for p in list_checkpoints(tmp_path)] == kept
+    assert last_of_arms(tmp_path) == {
+        "on_policy": tmp_path / kept[0],
+        "offline": tmp_path / kept[2],
+    }
+    (tmp_path / kept[0] / MANIFEST).write_text("{")
+    assert list(last_of_arms(tmp_path)) == ["offline"]

@@ -1,13 +1,24 @@
 """Wilson's interval against values worked by hand with z = 1.96, z^2 = 3.8416; Student's against
 closed forms, the printed table and its density, integrated."""
 
+import random
+from collections import Counter
+from itertools import product
 from math import gamma, pi, sqrt, tan
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.intervals import Z95, mean_interval, student_t95, wilson_interval
+from protocols.intervals import (
+    Z95,
+    mean_interval,
+    paired_difference,
+    resampled_means,
+    resamples,
+    student_t95,
+    wilson_interval,
+)
 
 
 @pytest.mark.parametrize(
@@ -105,3 +116,57 @@ def test_the_density_between_the_quantiles_integrates_to_95_percent(freedom: int
 def test_no_freedom_is_refused() -> None:
     with pytest.raises(ValueError, match="freedom must be >= 1: got 0"):
         student_t95(0)
+
+
+def all_resamples(n: int) -> list[list[int]]:
+    return [list(sample) for sample in product(range(n), repeat=n)]
+
+
+def test_a_paired_difference_over_all_resamples() -> None:
+    a, b = [0.0, 0.0, 1.0], [1.0, 0.0, 1.0]  # b - a = 1, 0, 0
+    every = all_resamples(3)
+    found = paired_difference(a, b, resampled_means(a, every), resampled_means(b, every))
+    # Of 27 resamples 8 hold the first question never, 12 once, 6 twice and 1 three times.
+    assert found.mean == pytest.approx(1 / 3)
+    # The 2.5% and 97.5% quantiles of 27 values are the first and the last.
+    assert found.ci95 == pytest.approx((0.0, 1.0))
+    assert found.share == pytest.approx(2 * 8 / 27)
+
+
+def test_resamples_tend_to_all_resamples() -> None:
+    rng = random.Random("test/bootstrap")
+    a = [float(rng.random() < 0.4) for _ in range(5)]
+    b = [float(rng.random() < 0.7) for _ in range(5)]
+    every, some = all_resamples(5), resamples(["one"] * 5, 20_000, 0)
+    exact = paired_difference(a, b, resampled_means(a, every), resampled_means(b, every))
+    drawn = paired_difference(a, b, resampled_means(a, some), resampled_means(b, some))
+    assert drawn.mean == exact.mean
+    assert drawn.ci95 == pytest.approx(exact.ci95, abs=1e-9)
+    assert drawn.share == pytest.approx(exact.share, abs=0.02)
+
+
+def test_equal_arms_do_not_differ_and_pairs_have_a_direction() -> None:
+    some = resamples(["one"] * 4, 500, 3)
+    a, b = [0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]
+    means_a, means_b = resampled_means(a, some), resampled_means(b, some)
+    same = paired_difference(a, a, means_a, means_a)
+    assert (same.mean, same.ci95, same.share) == (0.0, (0.0, 0.0), 1.0)
+    there = paired_difference(a, b, means_a, means_b)
+    back = paired_difference(b, a, means_b, means_a)
+    assert (there.mean, back.mean, there.share) == (0.5, -0.5, back.share)
+    assert there.ci95[0] >= 0
+
+
+def test_whole_documents_are_drawn_where_there_are_several() -> None:
+    groups = ["p", "q", "p", "r", "q", "p"]
+    seen = Counter()
+    for sample in resamples(groups, 300, 1):
+        times = Counter(sample)
+        for name, members in {"p": (0, 2, 5), "q": (1, 4), "r": (3,)}.items():
+            assert len({times[i] for i in members}) == 1
+            seen[name] += times[members[0]]
+    assert sum(seen.values()) == 300 * 3
+    assert all(abs(n - 300) < 100 for n in seen.values())
+    assert resamples(groups, 5, 1) == resamples(groups, 300, 1)[:5] != resamples(groups, 5, 2)
+    with pytest.raises(ValueError, match="needs a question"):
+        resamples([], 5, 1)

@@ -77,6 +77,31 @@ def test_squad(tmp_path: Path) -> None:
     assert june.scores("...") == (0.0, 0.0, False)
 
 
+def test_the_best_of_several_answers_counts(tmp_path: Path) -> None:
+    june, _ = read_questions(write(tmp_path, SQUAD), TEXTS, "")
+    # Against "nine days" 2 of 4 words are said, 2 of 2 are met: 2 * 2 / (4 + 2); against "9" none.
+    assert june.scores("about nine dry days") == (0.0, pytest.approx(2 / 3), True)
+    assert june.scores("The 9!") == (1.0, 1.0, True)
+    assert june.scores("a fortnight") == (0.0, 0.0, True)
+
+
+def test_what_cannot_be_answered_wants_to_be_declined(tmp_path: Path) -> None:
+    path = write(tmp_path, SQUAD)
+    june, who, _ = read_questions(path, TEXTS, "", unanswerable=True)
+    assert (june.id, who.id, who.answers, who.choice) == ("a", "b", (), None)
+    for said in ("", "Unanswerable.", "The text doesn't say.", "The answer is: not stated",
+                 "I don't know.", "No answer"):  # fmt: skip
+        assert who.scores(said) == (1.0, 1.0, True), said
+    for said in ("The miller.", "It is known as salt", "No one"):
+        assert who.scores(said) == (0.0, 0.0, True), said
+    # Declining is no answer to a question that has one, and one of marks alone has none.
+    assert june.scores("Unanswerable.") == (0.0, 0.0, True)
+    paragraph = {"context": "", "qas": [{"question": "?", "answers": [{"text": "The"}]}]}
+    empty = {"data": [{"title": "mill", "paragraphs": [paragraph]}]}
+    (one,) = read_questions(write(tmp_path, empty), TEXTS, "", unanswerable=True)
+    assert one.answers == ()
+
+
 def test_longhealth_with_an_option_twice(tmp_path: Path) -> None:
     (days,) = read_questions(write(tmp_path, LONGHEALTH), TEXTS, "Say answer.")
     assert (days.document, days.id) == ("salt", "salt/0")
@@ -84,6 +109,22 @@ def test_longhealth_with_an_option_twice(tmp_path: Path) -> None:
     assert days.scores("answer: a") == days.scores("The answer is c.") == (1.0, 1.0, True)
     assert days.scores("answer: 14") == (0.0, 0.0, True)
     assert days.scores("no idea") == (0.0, 0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("response", "exact", "score"),
+    [
+        ("The answer is 9.", 1.0, 1.0),
+        ("answer: a", 1.0, 1.0),
+        ("answer: c) 9", 1.0, 1.0),
+        ("answer: 9 days", 0.0, 2 * 1 / (2 + 1)),
+        ("answer: 14", 0.0, 0.0),
+        ("9", 0.0, 0.0),  # it names no option
+    ],
+)
+def test_words_of_an_option(tmp_path: Path, response: str, exact: float, score: float) -> None:
+    (days,) = read_questions(write(tmp_path, LONGHEALTH), TEXTS, "")
+    assert days.words(response) == (exact, pytest.approx(score))
 
 
 def test_one_document_takes_all_questions(tmp_path: Path) -> None:

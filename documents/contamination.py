@@ -1,0 +1,92 @@
+"""Training prompts that are evaluation questions in disguise: exact doubles and near ones. Pure.
+
+Two texts are compared where they are about the same document: the same words about another have
+another answer. Every pair at least `alike` is found, and found exactly: a pair that shares so many
+of its shingles must share one of its rarest few (Bayardo, Ma and Srikant, "Scaling up all pairs
+similarity search", 2007), so only those are looked up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from documents.filters import WORD, jaccard, normalised, shingles
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A text with where it stands: `Placed("salt", "Days in June?", "questions.json: a")`."""
+
+    document: str
+    text: str
+    place: str
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A training prompt that says what a question asks; `likeness` is Jaccard's, of shingles."""
+
+    kind: Literal["exact", "near"]
+    likeness: float
+    training: Placed
+    question: Placed
+
+    def __str__(self) -> str:
+        how = "the words" if self.kind == "exact" else f"{self.likeness:.0%} like those"
+        return (
+            f"{self.training.place} ({_short(self.training.text)}) has {how} of "
+            f"{self.question.place} ({_short(self.question.text)})"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def overlaps(
+    training: Iterable[Placed], questions: Sequence[Placed], alike: float
+) -> list[Overlap]:
+    """Every pair about one document that is equal but for case, marks and spaces, or whose groups
+    of three words have a Jaccard likeness of `alike` or more, in the order of the training texts.
+
+    A training text that comes again is told once, where it stands first. Texts without a word are
+    passed over.
+    """
+    seen: dict[tuple[str, str], Placed] = {}
+    for text in training:
+        if WORD.search(text.text):
+            seen.setdefault((text.document, normalised(text.text)), text)
+    asked = [(q, normalised(q.text), shingles(q.text)) for q in questions if WORD.search(q.text)]
+    often = Counter(shingle for _, _, groups in asked for shingle in groups)
+    exact: dict[tuple[str, str], list[int]] = {}
+    rare: dict[tuple[str, int], list[int]] = {}
+    for i, (question, plain, groups) in enumerate(asked):
+        exact.setdefault((question.document, plain), []).append(i)
+        for shingle in _rarest(groups, often, alike):
+            rare.setdefault((question.document, shingle), []).append(i)
+    found = []
+    for (document, plain), text in seen.items():
+        same = exact.get((document, plain), [])
+        found += [Overlap("exact", 1.0, text, asked[i][0]) for i in same]
+        mine = shingles(text.text)
+        near = {i for s in _rarest(mine, often, alike) for i in rare.get((document, s), ())}
+        for i in sorted(near.difference(same)):
+            likeness = jaccard(mine, asked[i][2])
+            if likeness >= alike:
+                found.append(Overlap("near", likeness, text, asked[i][0]))
+    return found
+
+
+def _rarest(groups: frozenset[int], often: Counter[int], alike: float) -> list[int]:
+    """The rarest of a text's shingles: so many that a text like it has one of them."""
+    least = math.ceil(alike * len(groups) - 1e-9)  # it shares at least so many
+    return sorted(groups, key=lambda s: (often[s], s))[: len(groups) - least + 1]
+
+
+def _short(text: str) -> str:
+    plain = " ".join(text.split())
+    return repr(plain if len(plain) <= 60 else f"{plain[:57]}...")

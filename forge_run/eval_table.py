@@ -1,0 +1,223 @@
+"""What `forge eval` came to, for people: tables, Markdown, a page, and two plots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_run.display import UNKNOWN, interval, number, percent
+from forge_run.figures import Section, count_text
+from forge_run.page import EPISODE_CSS, HUES, PAINT, drawing, figure, page, table
+from forge_run.page import section as part
+from protocols.eval_records import EvalRow, Evaluation
+from protocols.records import ARMS
+from services.rundir import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HEADS = (
+    "arm", "prefix", "compression", "trained on", "accuracy", "95%", "exact", "F1", "unparsed",
+    "perplexity, answers", "text", "KL to the teacher", "agreement", "KL elsewhere",
+    "accuracy elsewhere",
+)  # fmt: skip
+PAIR_HEADS = ("arm", "over", "difference", "95%", "other side of zero")
+TRAINED = ("offline", "hybrid", "on_policy")
+MARKERS = {"none": "x", "document": "D", "truncated": "v", "untrained": "^", "offline": "s",
+           "hybrid": "P", "on_policy": "o"}  # fmt: skip
+NOTES = (
+    "prefix: tokens before the question, means over documents; compression: document tokens over "
+    "them; trained on: response tokens",
+    "truncated: as much of the document as a prompt of the cartridge's budget holds; untrained: "
+    "the cartridge where training starts",
+    "exact and F1 as SQuAD normalises; an answer that cannot be read is unparsed, and wrong",
+    "perplexity a token: of the right answers (of the teacher's where none are known), and of "
+    "passages of the documents",
+    "KL and agreement: with the whole document's own sampled answers, nats and shares of tokens",
+    "elsewhere: questions that have nothing to do with the document; KL from the model without a "
+    "prefix on its own sampled answers there",
+)
+
+
+def score_of(row: EvalRow) -> float:
+    """Accuracy, or agreement where no answers are known."""
+    return row["teacher"]["top1"] if row["accuracy"] is None else row["accuracy"]
+
+
+def section(found: Evaluation) -> Section:
+    return Section(_title(found), HEADS, tuple(map(cells, found["rows"])))
+
+
+def _title(found: Evaluation) -> str:
+    return f"{found['rows'][0]['n']} questions ({found['source']}) over {found['model']}"
+
+
+def cells(row: EvalRow) -> tuple[str, ...]:
+    """A row of the table, as texts."""
+    forgot, passages = row["forgetting"], row["passages"]
+    return (
+        row["arm"], number(row["prefix_tokens"], ",.0f"),
+        UNKNOWN if row["compression"] is None else f"{row['compression']:.1f}x",
+        count_text(row["trained_tokens"]) if row["trained_tokens"] else UNKNOWN,
+        percent(row["accuracy"]), interval(row["ci95"]) if row["ci95"] else UNKNOWN,
+        percent(row["exact"]), percent(row["f1"]), str(row["parse_failures"]),
+        f"{row['answers']['value']:.3g}",
+        UNKNOWN if passages is None else f"{passages['value']:.3g}",
+        f"{row['teacher']['kl']:.3f}", percent(row["teacher"]["top1"]),
+        UNKNOWN if forgot is None else f"{forgot['kl']:.3f}",
+        UNKNOWN if forgot is None else
+        f"{percent(forgot['accuracy'])} of {percent(forgot['accuracy_without'])}",
+    )  # fmt: skip
+
+
+def pair_section(found: Evaluation) -> Section:
+    """What every trained arm has over each arm before it."""
+    title = (
+        f"differences in {found['metric']}, paired bootstrap over {found['clusters']} "
+        f"{found['resampled']}"
+    )
+    return Section(title, PAIR_HEADS, tuple(_pair_rows(found)))
+
+
+def _pair_rows(found: Evaluation) -> Iterator[tuple[str, ...]]:
+    kinds = {row["arm"]: row["kind"] for row in found["rows"]}
+    for pair in found["pairs"]:
+        if kinds[pair["b"]] in TRAINED:
+            low, high = (100 * x for x in pair["ci95"])
+            yield (
+                pair["b"], pair["a"], f"{100 * pair['difference']:+.1f}",
+                f"{low:+.1f} to {high:+.1f}", f"{pair['share']:.3f}",
+            )  # fmt: skip
+
+
+def told(found: Evaluation) -> list[str]:
+    """What is worth a line beside the tables."""
+    c = found["contamination"]
+    doubles = f"{c['exact']} exact and {c['near']} near doubles"
+    where = f"; see {c['file']}" if c["file"] else ""
+    return [
+        f"contamination ({c['rule']}): {doubles} among {c['prompts']:,} training prompts and "
+        f"{c['questions']} questions{where}",
+        *found["notes"],
+    ]
+
+
+def markdown(found: Evaluation) -> str:
+    """eval.md."""
+    lines = ["# Evaluation", "", f"Runs: {', '.join(found['runs'])}", ""]
+    for one in (section(found), pair_section(found)):
+        lines += [f"## {_escaped(one.title)}", "", *_markdown_table(one), ""]
+    for name, _ in plots(found):
+        lines += [f"![{name.removesuffix('.svg')}]({name})", ""]
+    lines += [f"- {_escaped(line)}" for line in (*told(found), *NOTES)]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_table(one: Section) -> Iterator[str]:
+    for cells_ in (one.columns, ("---",) * len(one.columns), *one.rows):
+        yield "| " + " | ".join(map(_escaped, cells_)) + " |"
+
+
+def _escaped(text: str) -> str:
+    return escape(" ".join(text.split()), quote=False).replace("|", "\\|")
+
+
+def body(found: Evaluation) -> str:
+    """The tables and plots as markup, of the page and of a run's report."""
+    tables = [
+        f"<h3>{escape(one.title)}</h3>\n{table(one.title, one.columns, one.rows)}"
+        for one in (section(found), pair_section(found))
+    ]
+    figures = [figure(title, note, draw, height=3.6) for _, title, note, draw in _drawings(found)]
+    notes = "".join(f"<li>{escape(line)}</li>" for line in (*told(found), *NOTES))
+    return (
+        f'{tables[0]}\n{tables[1]}\n<div class="plots">{"".join(figures)}</div>\n'
+        f'<ul class="soft">{notes}</ul>'
+    )
+
+
+def write_page(home: Path, found: Evaluation) -> Path:
+    """eval.html: one page that asks nothing of the network."""
+    path = home / "eval.html"
+    name = f"evaluation of {', '.join(found['runs'])}"
+    inside = f"<header><h1>{escape(name)}</h1></header>\n{part('Evaluation', body(found))}"
+    write_atomically(path, page(name, inside, EPISODE_CSS))
+    return path
+
+
+def plots(found: Evaluation) -> list[tuple[str, str]]:
+    """(file name, SVG) of each plot, which stand alone."""
+    return [(file, drawing(title, draw, 3.6)) for file, title, _, draw in _drawings(found)]
+
+
+def _drawings(found: Evaluation) -> Iterator[tuple[str, str, str, partial[None]]]:
+    metric, rows = found["metric"], found["rows"]
+    note = f"{rows[0]['n']} questions; bars are 95% intervals."
+    yield (
+        "eval-compression.svg", f"{metric} against compression", note,
+        partial(_draw_compression, rows=rows, metric=metric),
+    )  # fmt: skip
+    if any(row["trained_tokens"] for row in rows):
+        yield (
+            "eval-training.svg", f"{metric} against training tokens",
+            f"{note} Lines are arms that no run trained.",
+            partial(_draw_training, rows=rows, metric=metric),
+        )  # fmt: skip
+
+
+def _draw_compression(figure: Figure, rows: Sequence[EvalRow], metric: str) -> None:
+    axes = figure.add_subplot(
+        xlabel="document tokens / prefix tokens", ylabel=metric, xscale="log", ylim=(0, 1.03)
+    )
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.xaxis.set_major_formatter(lambda times, _: f"{times:g}x")
+    axes.xaxis.set_minor_formatter(lambda times, _: "")
+    for kind in MARKERS:
+        own = [row for row in rows if row["kind"] == kind and row["compression"] is not None]
+        if own:
+            _points(axes, kind, [row["compression"] or 1.0 for row in own], own)
+    for row in rows:
+        if row["compression"] is None:
+            _level(axes, row)
+    axes.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
+
+
+def _draw_training(figure: Figure, rows: Sequence[EvalRow], metric: str) -> None:
+    axes = figure.add_subplot(xlabel="training tokens", ylabel=metric, ylim=(0, 1.03))
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.xaxis.set_major_formatter(lambda count, _: count_text(count))
+    for kind in TRAINED:
+        if own := [row for row in rows if row["kind"] == kind]:
+            _points(axes, kind, [row["trained_tokens"] for row in own], own)
+    for row in rows:
+        if row["kind"] not in TRAINED:
+            _level(axes, row)
+    axes.set_xlim(left=0)
+    axes.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
+
+
+def _points(axes, kind: str, x: Sequence[float], rows: Sequence[EvalRow]) -> None:  # type: ignore[no-untyped-def]
+    y = [score_of(row) for row in rows]
+    bars = [
+        [max(0.0, v - (row["ci95"] or [v, v])[0]) for v, row in zip(y, rows, strict=True)],
+        [max(0.0, (row["ci95"] or [v, v])[1] - v) for v, row in zip(y, rows, strict=True)],
+    ]
+    axes.errorbar(
+        x, y, yerr=bars, label=kind, color=_paint(kind), marker=MARKERS[kind], markersize=5,
+        linestyle="", elinewidth=0.7,
+    )  # fmt: skip
+
+
+def _level(axes, row: EvalRow) -> None:  # type: ignore[no-untyped-def]
+    axes.axhline(
+        score_of(row), color=_paint(row["kind"]), linestyle=":", linewidth=1, label=row["arm"]
+    )
+
+
+def _paint(kind: str) -> str:
+    if kind in ARMS:
+        return PAINT[kind]
+    return PAINT[HUES[4] if kind == "truncated" else HUES[5]]

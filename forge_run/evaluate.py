@@ -1,0 +1,190 @@
+"""`forge eval RUN...`: the cartridges of finished runs beside what they are to replace.
+
+RUNs' last checkpoints -> cartridges --+
+their documents -> whole, cut, none ---+-> a pool of generators -> every arm on one exam
+configs/eval.yaml -> questions, passages, probes                   (services.exam_*)
+
+OUT/eval.json, eval.md, eval.html, two SVGs, and answers.jsonl; of one run OUT is the run itself,
+whose report.html has a section on it. Training prompts that double the questions are looked for
+before anything is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from forge_run.display import shown_path
+from forge_run.eval_table import cells, markdown, pair_section, plots, section, write_page
+from forge_run.figures import Section
+from protocols.errors import SpecError
+from protocols.eval_records import Contamination, EvalRow, Evaluation
+from protocols.eval_spec import EvalSpec
+from protocols.spec_loading import load_file
+from services.rundir import EVALUATION, write_atomically
+
+if TYPE_CHECKING:
+    from services.exam_arms import Sat
+    from services.exam_paper import Paper
+    from services.exam_runs import Entry, FinishedRun
+
+SPEC = Path(__file__).parents[1] / "configs" / "eval.yaml"
+ONGOING = 4096  # calls of one generator: its engine queues the rest
+SCHEMA = 1
+FEW = 10  # documents: fewer tell little of others
+
+
+def command(
+    runs: Sequence[Path],
+    *,
+    spec: Path | None,
+    questions: int | None,
+    asked: str | None,
+    arms: str | None,
+    contamination: Literal["fail", "warn"] | None,
+    out: Path | None,
+    show: Callable[[str], None],
+) -> tuple[Section, ...]:
+    """The whole of `forge eval`; returns the tables. Raises ForgeError."""
+    chosen = load_file(EvalSpec, spec or SPEC)
+    if questions is not None and questions < 1:
+        raise SpecError(f"--questions must be >= 1: got {questions}")
+    given = {"questions": questions, "contamination": contamination}
+    chosen = chosen.model_copy(update={k: v for k, v in given.items() if v is not None})
+    kinds = None if arms is None else [kind.strip() for kind in arms.split(",")]
+    home = out or (runs[0].resolve() if len(runs) == 1 else runs[0].resolve().parent / "eval")
+    found = evaluate(runs, chosen, asked=asked, kinds=kinds, out=home, show=show)
+    for name, svg in plots(found):
+        write_atomically(home / name, svg)
+    write_atomically(home / "eval.md", markdown(found))
+    write_page(home, found)
+    if len(runs) == 1 and home == runs[0].resolve():
+        from forge_run.report import write_report
+
+        write_report(home)
+    show(f"written: {shown_path(home / EVALUATION)}, eval.md, eval.html")
+    return (section(found), pair_section(found))
+
+
+def evaluate(
+    runs: Sequence[Path],
+    spec: EvalSpec,
+    *,
+    asked: str | None = None,
+    kinds: Sequence[str] | None = None,
+    out: Path,
+    show: Callable[[str], None] = lambda line: None,
+) -> Evaluation:
+    """Measure the runs and write `out`/eval.json and answers.jsonl; for callers with a table of
+    their own, such as a sweep: `evaluate(paths, EvalSpec(), out=folder)["rows"]`.
+
+    Raises SpecError or CheckpointError for runs that cannot be compared, DataError for data that
+    changed and for contamination where the rule is to fail.
+    """
+    from learning.model import load_tokenizer
+    from services.exam_arms import pairs
+    from services.exam_paper import set_paper
+    from services.exam_runs import KINDS, enter, read_run, require_comparable, require_documents
+
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    finished = [read_run(path) for path in runs]
+    require_comparable(finished)
+    first = finished[0]
+    tokenizer = load_tokenizer(first.learn.model.path)
+    paper = set_paper(spec, first.learn, first.directory, tokenizer, asked)
+    for run in finished:
+        require_documents(run, paper)
+    out.mkdir(parents=True, exist_ok=True)
+    contamination = _contamination(finished, paper, spec, out)
+    entry = enter(finished, paper, kinds or KINDS, tokenizer)
+    notes = [note for run in finished for note in run.notes]
+    for note in notes:
+        show(f"note: {note}")
+    sat = asyncio.run(_measure(first, paper, entry, spec, lambda row: show("  ".join(cells(row)))))
+    names = [item.asked.document for item in paper.items]
+    clusters = len(set(names))
+    if 1 < clusters < FEW:
+        notes.append(
+            f"intervals of differences draw {clusters} documents: so few tell little of others"
+        )
+    rows = [one.row for one in sat]
+    known = all(row["accuracy"] is not None for row in rows)
+    evaluation = Evaluation(
+        schema=SCHEMA,
+        model=first.learn.model.path,
+        source=paper.source,
+        runs=[run.directory.id for run in finished],
+        metric="accuracy" if known else "agreement",
+        resampled="documents" if clusters > 1 else "questions",
+        clusters=clusters if clusters > 1 else len(names),
+        rows=rows,
+        pairs=pairs(sat, names, spec),
+        contamination=contamination,
+        notes=notes,
+        spec=spec.model_dump(mode="json"),
+    )
+    write_atomically(out / EVALUATION, json.dumps(evaluation, indent=1, allow_nan=False) + "\n")
+    lines = (json.dumps(a, ensure_ascii=False) + "\n" for one in sat for a in one.answers)
+    write_atomically(out / "answers.jsonl", "".join(lines))
+    return evaluation
+
+
+def _contamination(
+    runs: Sequence[FinishedRun], paper: Paper, spec: EvalSpec, out: Path
+) -> Contamination:
+    """Raises DataError where the rule is to fail and there is some."""
+    from documents.contamination import overlaps
+    from services.contamination import clean
+    from services.exam_runs import trained_on
+
+    evaluate = runs[0].learn.evaluate
+    rule = spec.contamination or evaluate.contamination
+    rule = rule or ("fail" if paper.user_file else "warn")
+    prompts = [text for run in runs for text in trained_on(run, paper.conversation)]
+    found = overlaps(prompts, paper.placed, evaluate.alike)
+    file = out / "eval_contamination.jsonl"
+    clean(found, rule, file)
+    exact = sum(item.kind == "exact" for item in found)
+    return Contamination(
+        rule=rule, alike=evaluate.alike, prompts=len(prompts), questions=len(paper.items),
+        exact=exact, near=len(found) - exact, file=file.name if found else "",
+    )  # fmt: skip
+
+
+async def _measure(
+    run: FinishedRun,
+    paper: Paper,
+    entry: Entry,
+    spec: EvalSpec,
+    show: Callable[[EvalRow], None],
+) -> list[Sat]:
+    from safetensors.torch import save_file
+
+    from services.exam_arms import sit
+    from services.roles import open_generators
+    from serving.pool_backend import PoolBackend
+
+    learn, mesh = run.learn, run.spec.mesh
+    role = mesh.roles.generator.model_copy(update={"max_ongoing": ONGOING})
+    service, pool = await open_generators(
+        learn.model, learn.generator, role, entry.documents, paper.end_ids,
+        health=mesh.health, spawn_timeout_s=mesh.spawn_timeout_s,
+        call_timeout_s=mesh.call_timeout_s,
+    )  # fmt: skip
+    try:
+        await service.ready()
+        backend = PoolBackend(pool, mesh.call_timeout_s)
+        with tempfile.TemporaryDirectory(prefix="forge-eval-") as made:
+            for version, (name, kv) in entry.cartridges.items():
+                file = Path(made) / f"{version}.safetensors"
+                save_file({"kv": kv.contiguous()}, file)
+                await backend.load(version, name, file)
+            most = spec.max_tokens or learn.evaluate.max_tokens
+            return await sit(paper, entry.arms, spec, most, backend.generate, show)
+    finally:
+        await service.stop()
