@@ -168,7 +168,7 @@ def channel_terms(
 def _weighing(batch: Batch, objective: Objective) -> Batch:
     """The batch without the data of channels that weigh nothing."""
     if not objective.w_doc:
-        batch = replace(batch, doc=(), doc_teacher=None)
+        batch = replace(batch, doc=(), doc_trained=None, doc_teacher=None)
     if not objective.alpha:
         batch = replace(batch, sdpo=(), sdpo_teacher=None)
     if not objective.beta:

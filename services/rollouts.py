@@ -91,7 +91,7 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
     samples = [Sample(**_tuples(s)) for s in saved["samples"]]
     return Rollout(
         saved["step"], tuple(prompts), tuple(completions), samples, saved["seconds"],
-        saved["compute"], parts=tuple(tuple(ids) for ids in saved["parts"]),
+        saved["compute"], parts=tuple(tuple(ids) for ids in saved.get("parts", ())),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -24,7 +24,13 @@ from learning.batching import pack, response_logits
 from learning.combined import CHANNELS, Objective
 from learning.grpo import GRPO
 from learning.losses import DocKL, Teacher, doc_kl, jensen_shannon
-from learning.model import base_hash, document_kv, load_model, load_tokenizer
+from learning.model import (
+    base_hash,
+    document_kv,
+    hidden_states,
+    load_model,
+    load_tokenizer,
+)
 from learning.replay import DPO
 from learning.scoring import response_logprobs, score, score_hinted, score_over
 from learning.sdpo import SDPO
@@ -677,3 +683,38 @@ def test_an_episode_in_one_piece_is_distilled_as_its_turns_one_by_one(
     assert found.gradient is not None
     assert expected.gradient is not None
     torch.testing.assert_close(found.gradient, expected.gradient, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("micro_tokens", [None, 20])
+def test_channels_over_the_same_episodes_share_their_forward(
+    llama: Twin, monkeypatch: pytest.MonkeyPatch, micro_tokens: int | None
+) -> None:
+    """doc_kl and grpo of the same episodes: each value as alone, the gradients' sum, and as many
+    places in the packed rows as for one of them."""
+    read: list[int] = []
+
+    def counted(model: Any, ids: Tensor, positions: Tensor, mask: Tensor, context: Any) -> Tensor:
+        read[-1] += int(mask[:, 0].any(-1).sum())
+        return hidden_states(model, ids, positions, mask, context)
+
+    rl = [r for r in scene(llama, bank_of(llama)).rl if r.reward is not None]
+    doc, marks = [r.sample for r in rl], [r.trained for r in rl]
+    own = torch.tensor([m for trained in marks for m in trained]).nonzero().flatten()
+    teacher = Teacher(logits=score(llama.model, doc, llama.cached(), 64)).rows(own)
+    both = Batch(doc=doc, doc_trained=marks, doc_teacher=teacher, rl=rl)
+    monkeypatch.setattr("learning.batching.hidden_states", counted)
+    found = []
+    for weights in (("w_doc",), ("w_rl",), ("w_doc", "w_rl")):
+        read.append(0)
+        found.append(do(llama, both, only(*weights), micro_tokens=micro_tokens))
+    alone_doc, alone_rl, together = found
+    assert read == [read[0]] * 3
+    assert read[0] >= sum(len(s.prompt_ids) + len(s.response_ids) for s in doc)
+    assert together.result.kl == pytest.approx(alone_doc.result.kl, **CLOSE)
+    value = together.result.terms["grpo"]["value"]
+    assert value == pytest.approx(alone_rl.result.terms["grpo"]["value"], **CLOSE)
+    assert together.gradient is not None
+    assert alone_doc.gradient is not None
+    assert alone_rl.gradient is not None
+    summed = alone_doc.gradient + alone_rl.gradient
+    torch.testing.assert_close(together.gradient, summed, rtol=2e-4, atol=1e-6)

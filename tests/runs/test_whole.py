@@ -107,7 +107,9 @@ def test_the_events_tell_the_run(finished: Finished) -> None:
     assert {e["arm"] for e in events if e["event"] == "evaluated"} == ARMS
 
 
-def test_documents_are_read_once_and_each_generators_reply_is_a_part(finished: Finished) -> None:
+def test_every_document_is_read_once_and_each_generators_reply_is_a_part(
+    finished: Finished,
+) -> None:
     steps = [e for e in rows(finished.path / "events.jsonl") if e["event"] == "step"]
     looked_up = [e["documents"] for e in steps]
     assert looked_up[0]["misses"] + looked_up[1]["misses"] == SMALL["data.patients"]

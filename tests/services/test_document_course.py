@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from protocols.types import Completion, GenerateRequest, PrefixRef
 from services.course import Came
 from services.document_course import DocumentCourse
 from services.parts import read_parts
+from services.rollouts import rollout_from
 from services.rundir import RunDirectory
 from services.study import read_rows
 
@@ -183,3 +184,22 @@ def test_documents_that_changed_end_a_resumed_run(tmp_path: Path) -> None:
     (folder / "a.txt").write_text((ARTICLES / "kestrel.md").read_text())
     with pytest.raises(CheckpointError, match="the documents changed since the run began"):
         House(tmp_path, path=folder)
+
+
+def test_each_reply_is_handed_over_as_the_lesson_has_it(house: House) -> None:
+    told: list[Any] = []
+
+    def ended(role: str, samples: Sequence[Any]) -> None:
+        assert role == "doc_teacher"
+        told.extend(samples)
+
+    rollout = asyncio.run(house.course.sample(3, 5, house.generate, ended))
+    lesson = asyncio.run(house.course.lesson(rollout, 5))
+    assert told == list(lesson.doc) != []
+
+
+def test_parts_survive_a_checkpoint(house: House) -> None:
+    sampled = asyncio.run(house.course.sample(3, 5, house.generate))
+    names = [s.id for s in sampled.samples]
+    rollout = replace(sampled, parts=((names[0], names[2]), (names[1],)))
+    assert rollout_from(json.loads(json.dumps(asdict(rollout)))) == rollout

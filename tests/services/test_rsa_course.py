@@ -304,3 +304,18 @@ def test_a_prompt_that_no_row_holds_says_how_long_it_is() -> None:
         scene.sample()
     with pytest.raises(DataError, match="has no question to train on"):
         Scene(lambda name: True, "data.held_out=1.0")
+
+
+@pytest.mark.parametrize("w_doc", [0, 1])
+def test_each_population_is_handed_over_once_it_is_sampled(w_doc: int) -> None:
+    scene = Scene(second_run_knows, f"objective.w_doc={w_doc}")
+    told: list[tuple[str, list[Any]]] = []
+
+    def ended(role: str, samples: Sequence[Any]) -> None:
+        told.append((role, list(samples)))
+
+    rollout = asyncio.run(scene.course.sample(0, 7, scene.student, ended))
+    lesson = asyncio.run(scene.course.lesson(rollout, 7))
+    assert [(role, len(samples)) for role, samples in told] == [("doc_teacher", 24)] * 4 * w_doc
+    by_id = {s.id: s for s in lesson.doc}
+    assert {s.id: s for _, samples in told for s in samples} == by_id
