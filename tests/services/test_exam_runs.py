@@ -91,7 +91,7 @@ def test_runs_that_cannot_be_evaluated(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="is no run directory"):
         read_run(tmp_path)
     stopped = finished_run(tmp_path / "s", {"on_policy": cartridges()}, status="stopped")
-    with pytest.raises(CheckpointError, match="run s is stopped: .* forge-run --resume"):
+    with pytest.raises(CheckpointError, match=r"run s is stopped: .* forge-run --resume"):
         read_run(stopped)
     (stopped / "results.json").unlink()
     with pytest.raises(CheckpointError, match="run s is unfinished"):
@@ -161,6 +161,6 @@ def test_questions_of_a_file_fail_by_default(tmp_path: Path) -> None:
 
 def test_a_run_without_questions_is_refused(tmp_path: Path) -> None:
     path = finished_run(tmp_path / "r", {"on_policy": cartridges()}, "data.held_out=0.0001")
-    with pytest.raises(DataError, match="run r has no held-out question: raise data.held_out"):
+    with pytest.raises(DataError, match=r"run r has no held-out question: raise data\.held_out"):
         evaluate([path], EVAL, out=tmp_path / "out")
     assert spec().learn.evaluate.contamination is None
