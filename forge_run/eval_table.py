@@ -28,6 +28,8 @@ PAIR_HEADS = ("arm", "over", "difference", "95%", "other side of zero")
 TRAINED = ("offline", "hybrid", "on_policy")
 MARKERS = {"none": "x", "document": "D", "truncated": "v", "untrained": "^", "offline": "s",
            "hybrid": "P", "on_policy": "o"}  # fmt: skip
+BUDGETED = ("truncated", "untrained", *TRAINED)
+BESIDE = 1.05  # by how much each of their kinds stands right of the one before, in the plot
 NOTES = (
     "prefix: tokens before the question, means over documents; compression: document tokens over "
     "them; trained on: response tokens",
@@ -36,7 +38,8 @@ NOTES = (
     "exact and F1 as SQuAD normalises; an answer that cannot be read is unparsed, and wrong",
     "perplexity a token: of the right answers (of the teacher's where none are known), and of "
     "passages of the documents",
-    "KL and agreement: with the whole document's own sampled answers, nats and shares of tokens",
+    "KL and agreement: with the whole document's own sampled answers, nats and shares of tokens; an "
+    "estimate of KL may fall a little below zero",
     "elsewhere: questions that have nothing to do with the document; KL from the model without a "
     "prefix on its own sampled answers there",
 )
@@ -110,8 +113,8 @@ def markdown(found: Evaluation) -> str:
     lines = ["# Evaluation", "", f"Runs: {', '.join(found['runs'])}", ""]
     for one in (section(found), pair_section(found)):
         lines += [f"## {_escaped(one.title)}", "", *_markdown_table(one), ""]
-    for name, _ in plots(found):
-        lines += [f"![{name.removesuffix('.svg')}]({name})", ""]
+    for name, title, _, _ in _drawings(found):
+        lines += [f"![{title}]({name})", ""]
     lines += [f"- {_escaped(line)}" for line in (*told(found), *NOTES)]
     return "\n".join(lines) + "\n"
 
@@ -173,12 +176,18 @@ def _draw_compression(figure: Figure, rows: Sequence[EvalRow], metric: str) -> N
         xlabel="document tokens / prefix tokens", ylabel=metric, xscale="log", ylim=(0, 1.03)
     )
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axes.xaxis.set_major_formatter(lambda times, _: f"{times:g}x")
-    axes.xaxis.set_minor_formatter(lambda times, _: "")
+    ticks: list[float] = []
+    for times in sorted(row["compression"] for row in rows if row["compression"] is not None):
+        if not ticks or times > 1.15 * ticks[-1]:  # or labels would touch
+            ticks.append(times)
+    axes.set_xticks(ticks, [f"{times:.3g}x" for times in ticks])
+    axes.set_xticks([], minor=True)
     for kind in MARKERS:
         own = [row for row in rows if row["kind"] == kind and row["compression"] is not None]
-        if own:
-            _points(axes, kind, [row["compression"] or 1.0 for row in own], own)
+        if own:  # beside each other, where they have one budget
+            aside = BESIDE ** (BUDGETED.index(kind) - 2) if kind in BUDGETED else 1.0
+            x = [(row["compression"] or 1.0) * aside for row in own]
+            _points(axes, kind, x, own)
     for row in rows:
         if row["compression"] is None:
             _level(axes, row)
@@ -195,7 +204,7 @@ def _draw_training(figure: Figure, rows: Sequence[EvalRow], metric: str) -> None
     for row in rows:
         if row["kind"] not in TRAINED:
             _level(axes, row)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.08 * max(row["trained_tokens"] for row in rows))
     axes.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 

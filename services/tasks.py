@@ -11,7 +11,7 @@ ever appears in the middle.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from clinic.longhealth import Patient, Question, is_held_out, load_patients, parse_patients
 from clinic.patients import generate_clinic
 from clinic.prompts import option_prompt, self_study_prompt, sentence_ends
+from documents.contamination import Placed, overlaps
 from environments.conversation import NO_DOCUMENT, Conversation
 from protocols.errors import DataError
 from protocols.learn_spec import DataSpec, LearnSpec
@@ -78,8 +79,10 @@ class Tasks:
         held_out = {
             p.id: [q for q in p.questions if is_held_out(q, spec.data.held_out)] for p in patients
         }
+        near = _doubles(patients, held_out, spec.evaluate.alike)
         self._training = {
-            p.id: [q for q in p.questions if q not in held_out[p.id]] for p in patients
+            p.id: [q for q in p.questions if q not in held_out[p.id] and q.id not in near]
+            for p in patients
         }
         self._held_out = held_out
         self._prepared: dict[int, list[Prompt]] = {}
@@ -180,6 +183,17 @@ class Tasks:
 
     def _prompt_ids(self, document: str | None, text: str) -> tuple[int, ...]:
         return self.conversation.opening(document, (Message("user", text),))
+
+
+def _doubles(
+    patients: Sequence[Patient], held_out: Mapping[str, Sequence[Question]], alike: float
+) -> set[str]:
+    """Questions that are nearly the words of a held-out one about the same patient: training on
+    them would be training on it."""
+    asked = [Placed(p, q.text, q.id) for p, some in held_out.items() for q in some]
+    every = [Placed(p.id, q.text, q.id) for p in patients for q in p.questions]
+    near = {(x.training.document, x.training.text) for x in overlaps(every, asked, alike)}
+    return {q.place for q in every if (q.document, q.text) in near}
 
 
 def over(prompt: Prompt, prefix: PrefixRef) -> Prompt:

@@ -21,7 +21,7 @@ def test_every_arm_sits_the_same_exam(finished: Finished, tmp_path: Path) -> Non
     shutil.copytree(finished.path, run)  # the run's own tests count its files
     (tmp_path / "eval.yaml").write_text(SPEC)
     words = [sys.executable, "-c", CODE, "eval", str(run), "--spec", str(tmp_path / "eval.yaml")]
-    process = run_to_end(words)
+    process = run_to_end(words, timeout=600.0)
     assert process.returncode == 0, process.stdout + process.stderr
     told = json.loads((run / "eval.json").read_text())
     rows = {row["arm"]: row for row in told["rows"]}

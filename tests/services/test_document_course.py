@@ -203,3 +203,31 @@ def test_parts_survive_a_checkpoint(house: House) -> None:
     names = [s.id for s in sampled.samples]
     rollout = replace(sampled, parts=((names[0], names[2]), (names[1],)))
     assert rollout_from(json.loads(json.dumps(asdict(rollout)))) == rollout
+
+
+def test_questions_of_the_user_that_self_study_asks_end_the_run_before_training(
+    house: House, tmp_path: Path
+) -> None:
+    house.measure("none")
+    (trained, *_) = house.course._training["salt"]
+    qas = [{"id": "leak", "question": trained.text, "answers": [{"text": "salt"}]}]
+    asked = {"data": [{"title": "salt", "paragraphs": [{"context": "", "qas": qas}]}]}
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    sets = (
+        f"data.questions={tmp_path / 'asked.json'}",
+        f"self_study.rows={house.directory.selfstudy}",
+    )
+    for rule, name in ((None, "strict"), ("warn", "told")):
+        (tmp_path / name).mkdir()
+        leaking = House(
+            tmp_path / name, *sets, *([f"evaluate.contamination={rule}"] if rule else [])
+        )
+        if rule is None:
+            with pytest.raises(DataError, match=r"self-study: salt/.* of data\.questions: leak"):
+                asyncio.run(leaking.course.sample(0, 0, leaking.generate))
+            assert leaking.requests == []
+        else:
+            assert leaking.measure("none", most=1)["n"] == 1
+        (row,) = map(json.loads, leaking.directory.contamination.read_text().splitlines())
+        assert (row["kind"], row["training"]["text"]) == ("exact", trained.text)
+    assert not house.directory.contamination.exists()

@@ -161,6 +161,6 @@ def test_questions_of_a_file_fail_by_default(tmp_path: Path) -> None:
 
 def test_a_run_without_questions_is_refused(tmp_path: Path) -> None:
     path = finished_run(tmp_path / "r", {"on_policy": cartridges()}, "data.held_out=0.0001")
-    with pytest.raises(DataError, match=r"run r has no held-out question: raise data.held_out"):
+    with pytest.raises(DataError, match=r"run r has no held-out question: raise data\.held_out"):
         evaluate([path], EVAL, out=tmp_path / "out")
     assert spec().learn.evaluate.contamination is None

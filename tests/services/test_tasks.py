@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -374,3 +375,24 @@ def test_a_file_with_too_few_patients_is_refused(tmp_path: Path) -> None:
 def test_the_first_patients_of_a_file_are_taken() -> None:
     spec = learn(patients=2)
     assert read_patients(spec.data) == read_patients(learn(patients=5).data)[:2]
+
+
+def test_near_doubles_of_held_out_questions_are_not_asked_in_training(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    spec = learn(patients=1)
+    (patient,) = read_patients(spec.data)
+    stem = "how often was the level of albumin measured in the first week of"
+    # 15 words have 13 shingles; those that end otherwise share 12 of 14.
+    months = ("march", "april", "june", "july", "august", "autumn", "winter", "spring")
+    alike = [
+        replace(patient.questions[i], id=f"near/{i}", text=f"{stem} this {month}")
+        for i, month in enumerate(months)
+    ]
+    other = replace(patient, questions=(*patient.questions, *alike))
+    tasks = Tasks(spec, [other], tokenizer)
+    held_out = {e.question.id for e in tasks.exams}
+    assert 0 < len(held_out & {q.id for q in alike}) < len(alike)
+    training = {q.id for q in tasks._training[patient.id]}
+    assert not training & {q.id for q in alike}
+    assert training == {q.id for q in patient.questions} - held_out
