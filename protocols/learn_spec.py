@@ -19,6 +19,9 @@ from protocols.rsa_spec import RsaSpec
 from protocols.spec_base import AsTuple, Spec, broken, unique
 
 Arm = Literal["none", "document", "untrained", "offline", "on_policy"]
+Init = Literal[
+    "first_tokens", "random_text", "random_vectors", "sampled_chunks", "attention_matching"
+]
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
 
 
@@ -142,9 +145,11 @@ class CartridgeSpec(Spec):
     frozen: int = Field(
         default=1, ge=1, description="leading attention-sink tokens that are not trained, tokens"
     )
-    init: Literal["first_tokens"] = Field(
+    init: Init = Field(
         default="first_tokens",
-        description="where training starts: the KV of the document's first P tokens",
+        description="where training starts: the KV of the document's first P tokens, of random "
+        "tokens, or of sampled chunks of the document; random vectors of the size of its KV; or "
+        "all of its KV, compacted to P by attention matching",
     )
 
     @field_validator("frozen")
