@@ -1,4 +1,4 @@
-"""Moving post-RoPE keys to other positions.
+"""Moving post-RoPE keys to other positions, and so composing prefixes.
 
 A rotary embedding turns pairs of a key's numbers by position x frequency, so turning a key that
 stands at p by the angle of `by` gives, exactly, the key at p + by: rotations add up. A query sees
@@ -8,6 +8,7 @@ are as good as any.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,3 +50,21 @@ def shifted(kv: Tensor, by: int, frequencies: Tensor) -> Tensor:
     first, second, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
     turned = [first * cos - second * sin, second * cos + first * sin, rest]
     return torch.stack([torch.cat(turned, dim=-1), values], dim=-4).to(kv.dtype)
+
+
+def composed(model: PreTrainedModel, prefixes: Sequence[Tensor]) -> Tensor:
+    """An ordered composition [L, 2, H_kv, P_1 + ... + P_n, D] of prefixes [L, 2, H_kv, P_i, D] that
+    each begin at position 0: every one is moved behind those before it.
+
+    It is as if the texts were read at those places without seeing one another. Raises DataError as
+    `frequencies` does.
+    """
+    first, *others = prefixes
+    if not others:
+        return first
+    of_model = frequencies(model)
+    parts, start = [first], first.shape[3]
+    for prefix in others:
+        parts.append(shifted(prefix, start, of_model))
+        start += prefix.shape[3]
+    return torch.cat(parts, dim=3)

@@ -6,7 +6,7 @@ and the records carry the key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -17,10 +17,26 @@ class PrefixRef:
     `PrefixRef("cartridge/patient_01", 7)` is version 7 of a trained cartridge,
     `PrefixRef("document/patient_01", 0)` the frozen KV of a whole document, and
     `PrefixRef("document/none", 0)` the bare beginning-of-sequence token.
+
+    `PrefixRef("cartridge/a", 7, (PrefixRef("cartridge/b", 7),))` is the ordered composition [a, b]:
+    b's keys are moved behind a's, and a prompt begins behind both. Its tokens carry the version of
+    the first; of a run's cartridges all have one version.
     """
 
     name: str
     version: int
+    then: tuple[PrefixRef, ...] = ()
+
+    @property
+    def parts(self) -> tuple[PrefixRef, ...]:
+        """What is composed, in order; of a single prefix itself alone."""
+        return (PrefixRef(self.name, self.version), *self.then)
+
+
+def composed_ref(parts: Sequence[PrefixRef]) -> PrefixRef:
+    """The composition of single prefixes, at least one, in this order."""
+    first, *others = parts
+    return PrefixRef(first.name, first.version, tuple(others))
 
 
 @dataclass(frozen=True)

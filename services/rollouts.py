@@ -63,7 +63,7 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
     for p in saved["prompts"]:
         request = dict(p["request"])
         request["prompt_ids"] = tuple(request["prompt_ids"])
-        request["prefix"] = PrefixRef(**request["prefix"])
+        request["prefix"] = _prefix(request["prefix"])
         request["sampling"] = Sampling(**request["sampling"])
         prompts.append(Prompt(p["document"], p["kind"], GenerateRequest(**request)))
     completions = [Completion(**_tuples(c)) for c in saved["completions"]]
@@ -72,6 +72,11 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
         saved["step"], tuple(prompts), tuple(completions), samples, saved["seconds"],
         saved["compute"],
     )  # fmt: skip
+
+
+def _prefix(saved: dict[str, Any]) -> PrefixRef:
+    then = tuple(_prefix(part) for part in saved.get("then", ()))
+    return PrefixRef(saved["name"], saved["version"], then)
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Keys moved to other positions are those that the model itself makes there."""
+"""Keys moved to other positions are those that the model itself makes there; prefixes composed of
+them are texts read side by side."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from learning.attention import PrefixContext
 from learning.model import hidden_states
-from learning.rotation import frequencies, shifted
+from learning.rotation import composed, frequencies, shifted
 from protocols.errors import DataError
 
 if TYPE_CHECKING:
@@ -53,3 +54,21 @@ def test_frequencies_that_depend_on_the_length_are_refused() -> None:
     )  # fmt: skip
     with pytest.raises(DataError, match="rotary embedding is dynamic, which is not the same at"):
         frequencies(LlamaForCausalLM(config))
+
+
+def test_a_composition_is_the_texts_read_behind_one_another_unseen(twin: Twin) -> None:
+    """One pass over c, a and b at consecutive positions, each seeing itself alone."""
+    order = "cab"
+    ids = [i for name in order for i in twin.documents[name]]
+    of = [n for n, name in enumerate(order) for _ in twin.documents[name]]
+    same = torch.tensor(of)[:, None] == torch.tensor(of)[None]
+    mask = same & torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    context = PrefixContext(capture=True)
+    positions = torch.arange(len(ids))[None]
+    hidden_states(twin.model, torch.tensor([ids]), positions, mask[None, None], context)
+    made = composed(twin.model, [twin.kv[name] for name in order])
+    torch.testing.assert_close(made, torch.cat(context.captured), rtol=0, atol=5e-5)
+
+
+def test_a_composition_of_one_is_itself(llama: Twin) -> None:
+    assert composed(llama.model, [llama.kv["a"]]) is llama.kv["a"]
