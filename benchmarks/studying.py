@@ -79,8 +79,14 @@ class Study:
         """What stands before a prompt, as a generator looks it up."""
         return composed(self._model, [self._single(part.name) for part in ref.parts])
 
-    def ask(self, exams: list[Exam], requests: list[GenerateRequest]) -> Right:
-        done = generate(self._model, requests, self.prefix, self.tasks.end_ids)
+    def unmoved(self, ref: PrefixRef) -> Tensor:
+        """The same prefixes with their keys where they were trained, one over the other."""
+        return torch.cat([self._single(part.name) for part in ref.parts], dim=3)
+
+    def ask(self, exams: list[Exam], requests: list[GenerateRequest], moved: bool = True) -> Right:
+        """Requests are over `moved` compositions, or over `unmoved` ones."""
+        lookup = self.prefix if moved else self.unmoved
+        done = generate(self._model, requests, lookup, self.tasks.end_ids)
         found = measure(exams, [self.tasks.decode(c.token_ids) for c in done])
         return Right(round(found["accuracy"] * found["n"]), found["n"])
 

@@ -303,6 +303,13 @@ class TrainSpec(Spec):
         default=50, ge=0, description="steps between checkpoints; 0 only at end"
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
+    compose: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of the on-policy prompts over the document's cartridge composed with "
+        "another's, before or behind it, which is not trained on them",
+    )
     warm_start: WarmStartSpec | None = Field(
         default=None, description="steps on the teacher's own text first; null: none"
     )

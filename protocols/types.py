@@ -152,7 +152,9 @@ class Sample:
 
     `document` names the document (and its cartridge): "patient_01". `sampler_logprobs` and
     `versions` are the sampler's own record, one per response token; for a response that the
-    document teacher wrote (offline), versions are -1.
+    document teacher wrote (offline), versions are -1. `composed` are the cartridges that stood
+    before the prompt, in order, where there were more than the document's: ("patient_02",
+    "patient_01").
     """
 
     id: str
@@ -161,6 +163,7 @@ class Sample:
     response_ids: tuple[int, ...]
     sampler_logprobs: tuple[float, ...]
     versions: tuple[int, ...]
+    composed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ def as_rollout(
             response_ids=c.token_ids,
             sampler_logprobs=c.logprobs,
             versions=(OFFLINE_VERSION,) * len(c.token_ids) if offline else c.versions,
+            composed=_composed(p.request.prefix),
         )
         for p, c in zip(prompts, completions, strict=True)
     ]
@@ -51,7 +52,7 @@ def as_rows(
             prompt_ids=s.prompt_ids, response_ids=s.response_ids,
             sampler_logprobs=c.logprobs, versions=s.versions,
             sampling=asdict(p.request.sampling), finish_reason=c.finish_reason,
-            text=decode(s.response_ids),
+            text=decode(s.response_ids), composed=s.composed,
         )
         for p, c, s in zip(rollout.prompts, rollout.completions, rollout.samples, strict=True)
     ]  # fmt: skip
@@ -72,6 +73,12 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
         saved["step"], tuple(prompts), tuple(completions), samples, saved["seconds"],
         saved["compute"],
     )  # fmt: skip
+
+
+def _composed(prefix: PrefixRef) -> tuple[str, ...]:
+    if not prefix.then:
+        return ()
+    return tuple(part.name.partition("/")[2] for part in prefix.parts)
 
 
 def _prefix(saved: dict[str, Any]) -> PrefixRef:
