@@ -77,7 +77,7 @@ class _Job:
 @dataclass
 class _InFlight:
     future: Future[Completion]
-    version: int | None  # of the cartridge, to be kept meanwhile
+    versions: tuple[int, ...]  # of the cartridges, to be kept meanwhile
     id: str
     told: Callable[[Came], None] | None
 
@@ -219,24 +219,24 @@ class EngineThread:
         future: Future[Completion],
         told: Callable[[Came], None] | None,
     ) -> None:
-        version = None
-        if request.prefix.name.startswith(CARTRIDGE):
-            version = request.prefix.version
-            try:
-                self._ledger.index(request.prefix.name.removeprefix(CARTRIDGE), version)
-            except PublishError as error:
-                future.set_result(refused(request, str(error)))
-                return
+        cartridges = [p for p in request.prefix.parts if p.name.startswith(CARTRIDGE)]
+        try:
+            for part in cartridges:
+                self._ledger.index(part.name.removeprefix(CARTRIDGE), part.version)
+        except PublishError as error:
+            future.set_result(refused(request, str(error)))
+            return
         key = next(self._keys)
         self._engine.add(key, request, stream=told is not None)
-        self._running[key] = _InFlight(future, version, request.id, told)
-        if version is not None:
+        versions = tuple(part.version for part in cartridges)
+        self._running[key] = _InFlight(future, versions, request.id, told)
+        for version in versions:
             self._ledger.begin(version)
 
     def _end(self, key: str, completion: Completion) -> None:
         ended = self._running.pop(key)
-        if ended.version is not None:
-            self._let_go(self._ledger.end(ended.version))
+        for version in ended.versions:
+            self._let_go(self._ledger.end(version))
         ended.future.set_result(completion)
 
     def _let_go(self, versions: Iterable[int]) -> None:

@@ -18,6 +18,7 @@ from actors.setup import BaseModel
 from learning.decoding import generate
 from learning.model import document_kv, flush_denormals, load_model, text_of
 from learning.prefixes import DocumentCache
+from learning.rotation import composed
 from learning.versions import CartridgeVersions
 from protocols.ports import TensorPlane
 from protocols.types import Generated, GenerateRequest, PrefixRef, Snapshot
@@ -27,7 +28,7 @@ class GeneratorActor(Actor):
     """One replica of the `Generate` port. Holds the last few published versions, newest by request.
 
     Prefix names: "cartridge/<document>" for a published version, "document/<document>" for a
-    document's own KV.
+    document's own KV. A request may name an ordered composition of them.
     """
 
     def __init__(self, base: BaseModel, end_ids: frozenset[int], keep_versions: int) -> None:
@@ -67,6 +68,9 @@ class GeneratorActor(Actor):
         return Generated(time.perf_counter() - begun, tuple(done))
 
     def _lookup(self, ref: PrefixRef) -> Tensor:
+        return composed(self._model, [self._single(part) for part in ref.parts])
+
+    def _single(self, ref: PrefixRef) -> Tensor:
         kind, _, name = ref.name.partition("/")
         if kind == "document":
             return self._documents.get(name)

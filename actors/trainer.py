@@ -19,8 +19,9 @@ from monarch.actor import Actor, endpoint
 from actors.setup import BaseModel, Place, fresh_key
 from learning.batch import Batch
 from learning.checkpoint import read_checkpoint
+from learning.initial import Source, Start, initial_bank
 from learning.losses import Teacher, joined
-from learning.model import document_kv, flush_denormals, load_model
+from learning.model import document_kv, flush_denormals, load_model, text_ids
 from learning.prefixes import DocumentCache
 from learning.ranks import join
 from learning.sharding import shard_base
@@ -37,6 +38,7 @@ class TrainerActor(Actor):
     def __init__(
         self,
         base: BaseModel,
+        start: Start,
         config: TrainerConfig,
         last_state: str,
         shard: bool = False,
@@ -55,8 +57,10 @@ class TrainerActor(Actor):
         cache = DocumentCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
         # "none" is the bare start of a context, not a document to compress.
         names = [name for name in sorted(base.documents) if name != "none"]
-        documents = {n: cache.get(n) for n in names}
-        self._trainer = CartridgeTrainer(model, documents, config, Path(last_state), self._ranks)
+        vocabulary = partial(text_ids, base.path)
+        sources = [Source(n, base.documents[n], cache.get(n), vocabulary) for n in names]
+        bank = initial_bank(model, sources, start)
+        self._trainer = CartridgeTrainer(model, bank, config, Path(last_state), self._ranks)
         self._ranks.gather({})
         if self._ranks.leads:
             place.left()

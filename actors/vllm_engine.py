@@ -105,6 +105,11 @@ class VllmEngine:
                 f"request {request.id} asks for {row.top_wanted} log-probabilities at a place, and "
                 f"vLLM gives at most {MAX_LOGPROBS}; ask for fewer (top_logprobs, until.top)"
             )
+        if request.prefix.then:
+            raise DataError(
+                f"request {request.id} composes {len(request.prefix.parts)} prefixes, which vLLM "
+                "is not given; use generator.backend torch"
+            )
         kind, _, name = request.prefix.name.partition("/")
         version = request.prefix.version
         extra: dict[str, Any] = {}

@@ -40,9 +40,8 @@ from services.shared_memory import SharedMemoryPlane
 
 MODEL = Path(__file__).parents[1] / "models" / "clinic-reader"
 CARTRIDGE, PROMPT, RESPONSE = 32, 24, 32
-CONFIG = TrainerConfig(
-    tokens=CARTRIDGE, frozen=1, lr=0.2, warmup_steps=0, clip=1.0, row_tokens=256
-)  # fmt: skip
+FROZEN = 1
+CONFIG = TrainerConfig(lr=0.2, warmup_steps=0, clip=1.0, row_tokens=256)
 PHASES = ("rollout", "teacher", "old log-probabilities", "train", "publish")
 GREEDY = Sampling(temperature=0.0, max_tokens=RESPONSE)
 
@@ -68,10 +67,10 @@ async def compare(
     draws = random.Random(f"document/{document_tokens}")
     document = tuple(draws.choices(range(5, vocabulary), k=document_tokens))
     beginning = {"d": document_kv(model, document[: CARTRIDGE + 1])}
-    trainer = CartridgeTrainer(model, beginning, CONFIG)
+    trainer = CartridgeTrainer(model, first_tokens(beginning, CARTRIDGE, FROZEN), CONFIG)
     trainer.begin("ours", steps + 1)
     documents = DocumentCache(partial(document_kv, model), {"d": document}, 1 << 30)
-    theirs = first_tokens(beginning, CARTRIDGE, CONFIG.frozen)
+    theirs = first_tokens(beginning, CARTRIDGE, FROZEN)
     optimizer = new_optimizer(theirs)
 
     async def ours(samples: list[Sample], version: int) -> tuple[float, float, Phases]:

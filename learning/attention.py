@@ -77,6 +77,7 @@ class PrefixContext:
     lengths  [C] valid tokens of each prefix when they differ (the rest is padding), else None
     cache    where to keep this pass's keys and values while decoding
     captured filled with [B, 2, H_kv, T, D] per layer when `capture` is set
+    queries  filled with [B, H_q, T, D] per layer, times its scale, when `capture` is set
     """
 
     kv: Tensor | None = None
@@ -84,6 +85,7 @@ class PrefixContext:
     cache: DecodeCache | None = None
     capture: bool = False
     captured: list[Tensor] = field(default_factory=list)
+    queries: list[Tensor] = field(default_factory=list)
 
 
 def cartridge_attention(
@@ -106,6 +108,7 @@ def cartridge_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int, typed as Tensor | Module
     if context.capture:
         context.captured.append(torch.stack([key, value], dim=1))
+        context.queries.append(query * scaling)
     if context.cache is not None:
         key, value = context.cache.write(layer, key, value)
 

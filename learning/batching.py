@@ -8,7 +8,7 @@ token*: index n means the same token on both sides whatever the rows looked like
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -29,7 +29,7 @@ from protocols.types import Sample
 class Packed:
     """C documents x R rows of T tokens. `ids`, `positions`, `segments` are [C*R, T].
 
-    names[c]        the document whose prefix group c sees
+    names[c]        the prefix that group c sees: by default a document's
     segments        which sample of its row a token belongs to; -1 is padding
     row, column     [N] where the token that *predicts* response token n stands
     targets         [N] the response tokens themselves
@@ -50,25 +50,38 @@ class Packed:
         )
 
 
-def pack(samples: Sequence[Sample], prefix_tokens: Mapping[str, int], row_tokens: int) -> Packed:
-    """Lay samples into rows, first fit by decreasing length within each document. Samples of the
-    same tokens share a place, whichever of them are prompt and which response: an episode that two
-    channels learn from is read once.
+def of_document(sample: Sample) -> str:
+    return sample.document
 
-    `prefix_tokens[name]` is the length of that document's prefix: the first position of its
-    samples. Raises DataError for a sample longer than a row, or one without prompt or response. Of
-    no samples it makes a row of one token that predicts none.
+
+def pack(
+    samples: Sequence[Sample],
+    prefix_tokens: Mapping[str, int],
+    row_tokens: int,
+    prefix: Callable[[Sample], str] = of_document,
+) -> Packed:
+    """Lay samples into rows, first fit by decreasing length within each prefix. Samples of the
+    same tokens over the same prefix share a place, whichever of them are prompt and which response:
+    an episode that two channels learn from is read once.
+
+    `prefix` names what stands before a sample, where that is not its document's own alone;
+    `prefix_tokens[name]` is the length of that prefix: the first position of its samples. Raises
+    DataError for a sample longer than a row, or one without prompt or response. Of no samples it
+    makes a row of one token that predicts none.
     """
     check_rows(samples, row_tokens)
     if not samples:
         return _one_token(*min(prefix_tokens.items()))
-    names = tuple(sorted({s.document for s in samples}))
+    names = tuple(sorted({prefix(s) for s in samples}))
     rows_of: dict[str, list[list[int]]] = {name: [] for name in names}
     room: dict[str, list[int]] = {name: [] for name in names}
     laid: dict[tuple[str, tuple[int, ...]], int] = {}  # text -> the first sample that has it
-    same = [laid.setdefault(text_of(s), i) for i, s in enumerate(samples)]
+    same = [
+        laid.setdefault((prefix(s), s.prompt_ids + s.response_ids), i)
+        for i, s in enumerate(samples)
+    ]
     for i in sorted(laid.values(), key=lambda i: (-_length(samples[i]), i)):
-        name, length = samples[i].document, _length(samples[i])
+        name, length = prefix(samples[i]), _length(samples[i])
         fits = next((r for r, free in enumerate(room[name]) if free >= length), None)
         if fits is None:
             rows_of[name].append([])

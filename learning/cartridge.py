@@ -59,12 +59,17 @@ def first_tokens(documents: Mapping[str, Tensor], tokens: int, frozen: int) -> C
     that is not longer than the cartridge.
     """
     for name, kv in documents.items():
-        if kv.shape[3] <= tokens:
-            raise DataError(
-                f"document {name} has {kv.shape[3]} tokens, no more than the cartridge's {tokens}; "
-                "lower cartridge.tokens"
-            )
+        check_longer(name, kv.shape[3], tokens)
     names = sorted(documents)
     return CartridgeBank(
         names, torch.stack([documents[n][:, :, :, :tokens] for n in names]), frozen
     )
+
+
+def check_longer(name: str, document: int, tokens: int) -> None:
+    """Raise DataError for a document that is not longer than its cartridge, in tokens."""
+    if document <= tokens:
+        raise DataError(
+            f"document {name} has {document} tokens, no more than the cartridge's {tokens}; "
+            "lower cartridge.tokens"
+        )

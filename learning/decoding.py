@@ -31,9 +31,10 @@ def generate(
 ) -> list[Completion]:
     """Complete every request; answers in the order of the requests.
 
-    `lookup` gives a prefix's keys and values [L, 2, H_kv, P, D], or raises PublishError: the
-    requests over that prefix are then refused, and no other. `decode` tells the text of ids, for
-    requests with `until`. Raises DataError for an empty prompt.
+    `lookup` gives a prefix's keys and values [L, 2, H_kv, P, D], those of a composition already
+    moved to their places, or raises PublishError: the requests over that prefix are then refused,
+    and no other. `decode` tells the text of ids, for requests with `until`. Raises DataError for an
+    empty prompt.
     """
     rows = [new_row(r, decode) for r in requests]
     groups: dict[PrefixRef, list[Row]] = {}

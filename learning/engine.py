@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from learning.lane import Lane, Row, new_row
 from learning.model import kv_shape
+from learning.rotation import composed, frequencies
 from learning.stopping import Decode
 from protocols.errors import PublishError
 from protocols.types import Came, Completion, GenerateRequest, PrefixRef
@@ -48,9 +49,12 @@ class TorchEngine:
         self._first_request: float | None = None
 
     def add(self, key: str, request: GenerateRequest, stream: bool = False) -> None:
-        kind, _, name = request.prefix.name.partition("/")
-        if kind == "document":
-            self._document(name)  # raises for one that there is not
+        for part in request.prefix.parts:
+            kind, _, name = part.name.partition("/")
+            if kind == "document":
+                self._document(name)  # raises for one that there is not
+        if request.prefix.then:
+            frequencies(self._model)  # raises for a model whose keys cannot be moved
         self._rows[key] = new_row(request, self._decode)
         self._waiting.append(key)
         if stream:
@@ -115,6 +119,9 @@ class TorchEngine:
                 self._lanes[ref] = new
 
     def _prefix(self, ref: PrefixRef) -> Tensor:
+        return composed(self._model, [self._single(part) for part in ref.parts])
+
+    def _single(self, ref: PrefixRef) -> Tensor:
         kind, _, name = ref.name.partition("/")
         if kind == "document":
             return self._document(name)

@@ -72,6 +72,13 @@ def text_of(path: str) -> Callable[[Sequence[int]], str]:
     return decode
 
 
+def text_ids(path: str) -> list[int]:
+    """The ids of the tokenizer beside a model that stand for text: all but the special ones."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    special = set(tokenizer.all_special_ids)
+    return sorted(i for i in tokenizer.get_vocab().values() if i not in special)
+
+
 def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
     """(layers L, key/value heads H_kv, head size D)."""
     config = model.config

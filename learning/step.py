@@ -32,6 +32,7 @@ from learning.batch import Batch, places, split
 from learning.batching import check_rows, pack, response_tokens
 from learning.cartridge import CartridgeBank
 from learning.combined import Objective, channel_terms, prepare
+from learning.company import prefix_lengths, prefix_name, student_kv
 from learning.ranks import ALONE, Ranks
 from learning.sharding import is_sharded
 from learning.terms import Tally
@@ -141,17 +142,23 @@ def train_step(
     weights = {name: weight for name, weight in objective.weights.items() if weight}
     tally = Tally(weights)
 
-    prefix_tokens = {name: bank.frozen.shape[4] + bank.trainable.shape[4] for name in bank.names}
+    alone = {name: bank.frozen.shape[4] + bank.trainable.shape[4] for name in bank.names}
+    prefix_tokens = prefix_lengths(work.batch.texts, alone)
     together = is_sharded(model)  # every pass gathers the base: all ranks make as many
     tokens, fault = 0, ""
     optimizer.zero_grad(set_to_none=True)
     for part in split(work.batch, micro_tokens, ranks.rank, ranks.world, even=together):
         where = places(part, work.advantages)
-        packed = pack(where.texts, prefix_tokens, row_tokens).only(where.needed)
+        packed = pack(where.texts, prefix_tokens, row_tokens, prefix_name).only(where.needed)
 
-        kv = bank.kv(packed.names).to(model.dtype)
+        kv, lengths = student_kv(model, bank, packed.names)
         student = response_tokens(
-            model, packed, kv, logit_bytes=logit_bytes, recompute_layers=recompute_layers
+            model,
+            packed,
+            kv.to(model.dtype),
+            lengths,
+            logit_bytes=logit_bytes,
+            recompute_layers=recompute_layers,
         )
 
         terms = channel_terms(student, packed.targets, where, part, work, objective)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from learning.batch import Batch
-from learning.cartridge import first_tokens
+from learning.cartridge import CartridgeBank
 from learning.checkpoint import Checkpoint, read_state, write_checkpoint, write_state
 from learning.combined import Objective
 from learning.losses import Teacher
@@ -29,8 +29,6 @@ SNAPSHOT = "snapshot."
 class TrainerConfig:
     """What the trainer needs of the learning config; units as in `protocols.spec`."""
 
-    tokens: int
-    frozen: int
     lr: float
     warmup_steps: int
     clip: float
@@ -58,19 +56,17 @@ class CartridgeTrainer:
     def __init__(
         self,
         model: PreTrainedModel,
-        documents: Mapping[str, Tensor],
+        bank: CartridgeBank,
         config: TrainerConfig,
         last_state: Path | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`documents` are the KV [L, 2, H_kv, T, D] that the cartridges stand in for.
-
-        On several `ranks` each has a trainer of its own, all called alike.
-        """
+        """`bank` is the untrained one. On several `ranks` each has a trainer of its own, all called
+        alike."""
         self.model = model
         self.config = config
         self._ranks = ranks
-        self.bank = first_tokens(documents, config.tokens, config.frozen)
+        self.bank = bank
         for part in (self.bank.frozen, self.bank.trainable.data):
             ranks.follow(part)
         self._initial = self.bank.trainable.detach().clone()

@@ -31,12 +31,25 @@ def across_sections(spec: LearnSpec) -> None:
         )
     _across_channels(spec)
     _across_documents(spec)
+    _across_company(spec)
     if spec.loss.form == "pairs" and spec.loss.direction != "cross_entropy":
         raise broken(
             "belongs to loss.direction cross_entropy alone, for it is no divergence",
             "use tail, or set loss.direction: cross_entropy",
             key="loss.form",
             got=spec.loss.form,
+        )
+
+
+def _across_company(spec: LearnSpec) -> None:
+    """What training on compositions needs of other sections."""
+    alone = spec.data.patients < 2 or spec.episodes is not None or spec.rsa is not None
+    if spec.train.compose and (alone or spec.generator.backend == "vllm"):
+        raise broken(
+            "must be 0 with a single document, episodes, rsa, or generator.backend vllm",
+            "remove it, or study two documents or more with generator.backend torch",
+            key="train.compose",
+            got=spec.train.compose,
         )
 
 

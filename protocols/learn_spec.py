@@ -19,6 +19,9 @@ from protocols.rsa_spec import RsaSpec
 from protocols.spec_base import AsTuple, Spec, broken, unique
 
 Arm = Literal["none", "document", "untrained", "offline", "on_policy"]
+Init = Literal[
+    "first_tokens", "random_text", "random_vectors", "sampled_chunks", "attention_matching"
+]
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
 
 
@@ -142,9 +145,11 @@ class CartridgeSpec(Spec):
     frozen: int = Field(
         default=1, ge=1, description="leading attention-sink tokens that are not trained, tokens"
     )
-    init: Literal["first_tokens"] = Field(
+    init: Init = Field(
         default="first_tokens",
-        description="where training starts: the KV of the document's first P tokens",
+        description="where training starts: the KV of the document's first P tokens, of random "
+        "tokens, or of sampled chunks of the document; random vectors of the size of its KV; or "
+        "all of its KV, compacted to P by attention matching",
     )
 
     @field_validator("frozen")
@@ -312,6 +317,13 @@ class TrainSpec(Spec):
         default=50, ge=0, description="steps between checkpoints; 0 only at end"
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
+    compose: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of the on-policy prompts over the document's cartridge composed with "
+        "another's, before or behind it, which is not trained on them",
+    )
     warm_start: WarmStartSpec | None = Field(
         default=None, description="steps on the teacher's own text first; null: none"
     )

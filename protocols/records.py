@@ -81,7 +81,8 @@ class RolloutRow:
     "sampler_logprobs": [-0.31, -0.02], "versions": [11, 11],
     "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 64},
     "finish_reason": "stop", "text": "metformin"}`
-    `text` is the decoded response, for people; the ids are what was trained on.
+    `text` is the decoded response, for people; the ids are what was trained on. `composed` is
+    `protocols.types.Sample`'s.
     """
 
     schema: int = 1
@@ -97,6 +98,7 @@ class RolloutRow:
     sampling: dict[str, float | int]
     finish_reason: str
     text: str
+    composed: tuple[str, ...] = ()
 
 
 class Seconds(TypedDict):

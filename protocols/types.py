@@ -6,7 +6,7 @@ and the records carry the key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -17,10 +17,26 @@ class PrefixRef:
     `PrefixRef("cartridge/patient_01", 7)` is version 7 of a trained cartridge,
     `PrefixRef("document/patient_01", 0)` the frozen KV of a whole document, and
     `PrefixRef("document/none", 0)` the bare beginning-of-sequence token.
+
+    `PrefixRef("cartridge/a", 7, (PrefixRef("cartridge/b", 7),))` is the ordered composition [a, b]:
+    b's keys are moved behind a's, and a prompt begins behind both. Its tokens carry the version of
+    the first; of a run's cartridges all have one version.
     """
 
     name: str
     version: int
+    then: tuple[PrefixRef, ...] = ()
+
+    @property
+    def parts(self) -> tuple[PrefixRef, ...]:
+        """What is composed, in order; of a single prefix itself alone."""
+        return (PrefixRef(self.name, self.version), *self.then)
+
+
+def composed_ref(parts: Sequence[PrefixRef]) -> PrefixRef:
+    """The composition of single prefixes, at least one, in this order."""
+    first, *others = parts
+    return PrefixRef(first.name, first.version, tuple(others))
 
 
 @dataclass(frozen=True)
@@ -136,7 +152,9 @@ class Sample:
 
     `document` names the document (and its cartridge): "patient_01". `sampler_logprobs` and
     `versions` are the sampler's own record, one per response token; for a response that the
-    document teacher wrote (offline), versions are -1.
+    document teacher wrote (offline), versions are -1. `composed` are the cartridges that stood
+    before the prompt, in order, where there were more than the document's: ("patient_02",
+    "patient_01").
     """
 
     id: str
@@ -145,6 +163,7 @@ class Sample:
     response_ids: tuple[int, ...]
     sampler_logprobs: tuple[float, ...]
     versions: tuple[int, ...]
+    composed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from services.progress import Timer
 from services.rollouts import as_rollout, as_rows, handed_over
 from services.rundir import RunDirectory, write_atomically
 from services.study import Plan, model_name, read_rows, write_study
-from services.tasks import Prompt, in_turns, over
+from services.tasks import Prompt, in_company, in_turns
 from strategies.over_tokens import TokenSampler
 
 
@@ -159,10 +159,9 @@ class DocumentCourse:
     ) -> Rollout:
         await self._ready(generate)
         timer = Timer()
-        prompts = [
-            over(p, PrefixRef(f"cartridge/{p.document}", version))
-            for _, p in self._prompts("on_policy", step)
-        ]
+        train, asked = self._spec.train, [p for _, p in self._prompts("on_policy", step)]
+        names = sorted(self._parts.parts)
+        prompts = in_company(asked, version, names, train.compose, train.seed)
         requests = [p.request for p in prompts]
         completions, compute = await generate(requests, handed_over(prompts, ended))
         return as_rollout(step, prompts, completions, timer.lap("rollout"), compute, False)

@@ -25,6 +25,7 @@ from actors.teacher_replay import TeacherReplayActor
 from actors.trainer import TrainerActor
 from learning.combined import Objective
 from learning.grpo import GRPO, Mismatch
+from learning.initial import Start
 from learning.losses import DocKL
 from learning.replay import DPO
 from learning.sdpo import SDPO
@@ -314,7 +315,9 @@ def role_arguments(
     assert name == "trainer", name
     # A rank that is silent is found by its heartbeat; the call's own time bounds what is not.
     ranks = (learn.train.shard_base, spec.mesh.call_timeout_s)
-    return (base, trainer_config(learn), str(directory.last_state), *ranks)
+    cartridge = learn.cartridge
+    start = Start(cartridge.init, cartridge.tokens, cartridge.frozen, learn.train.seed)
+    return (base, start, trainer_config(learn), str(directory.last_state), *ranks)
 
 
 def trainer_config(learn: LearnSpec) -> TrainerConfig:
@@ -322,8 +325,6 @@ def trainer_config(learn: LearnSpec) -> TrainerConfig:
     rl = chosen.grpo.model_dump()
     mismatch = rl.pop("mismatch")
     return TrainerConfig(
-        tokens=learn.cartridge.tokens,
-        frozen=learn.cartridge.frozen,
         lr=learn.train.lr,
         warmup_steps=learn.train.warmup_steps,
         clip=learn.train.clip,

@@ -40,6 +40,7 @@ def as_sample(
         response_ids=completion.token_ids,
         sampler_logprobs=completion.logprobs,
         versions=(OFFLINE_VERSION,) * len(completion.token_ids) if offline else completion.versions,
+        composed=_composed(request.prefix),
     )
 
 
@@ -72,7 +73,7 @@ def as_rows(
             prompt_ids=s.prompt_ids, response_ids=s.response_ids,
             sampler_logprobs=c.logprobs, versions=s.versions,
             sampling=asdict(p.request.sampling), finish_reason=c.finish_reason,
-            text=decode(s.response_ids),
+            text=decode(s.response_ids), composed=s.composed,
         )
         for p, c, s in zip(rollout.prompts, rollout.completions, rollout.samples, strict=True)
     ]  # fmt: skip
@@ -84,7 +85,7 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
     for p in saved["prompts"]:
         request = dict(p["request"])
         request["prompt_ids"] = tuple(request["prompt_ids"])
-        request["prefix"] = PrefixRef(**request["prefix"])
+        request["prefix"] = _prefix(request["prefix"])
         request["sampling"] = Sampling(**request["sampling"])
         prompts.append(Prompt(p["document"], p["kind"], GenerateRequest(**request)))
     completions = [Completion(**_tuples(c)) for c in saved["completions"]]
@@ -93,6 +94,17 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
         saved["step"], tuple(prompts), tuple(completions), samples, saved["seconds"],
         saved["compute"], parts=tuple(tuple(ids) for ids in saved.get("parts", ())),
     )  # fmt: skip
+
+
+def _composed(prefix: PrefixRef) -> tuple[str, ...]:
+    if not prefix.then:
+        return ()
+    return tuple(part.name.partition("/")[2] for part in prefix.parts)
+
+
+def _prefix(saved: dict[str, Any]) -> PrefixRef:
+    then = tuple(_prefix(part) for part in saved.get("then", ()))
+    return PrefixRef(saved["name"], saved["version"], then)
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from protocols.errors import DataError
 from protocols.learn_spec import DataSpec, LearnSpec
 from protocols.replay import Message
 from protocols.seeds import stream_seed
-from protocols.types import GenerateRequest, PrefixRef, Sampling
+from protocols.types import GenerateRequest, PrefixRef, Sampling, composed_ref
 
 Turn = TypeVar("Turn")
 
@@ -102,10 +102,9 @@ class Tasks:
 
     def rollout(self, step: int, version: int) -> list[Prompt]:
         """The on-policy prompts of 0-based `step`, over cartridge `version`."""
-        return [
-            over(p, PrefixRef(f"cartridge/{p.document}", version))
-            for p in self._prepared.pop(step, None) or self._prompts("on_policy", step)
-        ]
+        prompts = self._prepared.pop(step, None) or self._prompts("on_policy", step)
+        train = self._spec.train
+        return in_company(prompts, version, sorted(self.patients), train.compose, train.seed)
 
     def prepare(self, step: int) -> None:
         """Make the on-policy prompts of `step` beforehand, while the models work."""
@@ -194,6 +193,23 @@ def _doubles(
     every = [Placed(p.id, q.text, q.id) for p in patients for q in p.questions]
     near = {(x.training.document, x.training.text) for x in overlaps(every, asked, alike)}
     return {q.place for q in every if (q.document, q.text) in near}
+
+
+def in_company(
+    prompts: Sequence[Prompt], version: int, names: Sequence[str], share: float, seed: int
+) -> list[Prompt]:
+    """The prompts over their documents' cartridges of `version`; about `share` of them with the
+    cartridge of another of `names` before or behind it."""
+    found = []
+    for prompt in prompts:
+        rng = random.Random(f"compose/{seed}/{prompt.request.id}")
+        order = [prompt.document]
+        others = [name for name in names if name != prompt.document]
+        if rng.random() < share and others:
+            order.insert(rng.randrange(2), rng.choice(others))
+        refs = [PrefixRef(f"cartridge/{name}", version) for name in order]
+        found.append(over(prompt, composed_ref(refs)))
+    return found
 
 
 def over(prompt: Prompt, prefix: PrefixRef) -> Prompt:

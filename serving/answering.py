@@ -18,7 +18,7 @@ from typing import Protocol
 
 from environments.conversation import NO_DOCUMENT
 from protocols.errors import DataError, ForgeError, RunError
-from protocols.types import Came, Completion, PrefixRef
+from protocols.types import Came, Completion, PrefixRef, composed_ref
 from serving.admission import Admission
 from serving.asked import Asked, requests_of
 from serving.backend import Backend
@@ -74,11 +74,13 @@ class Desk:
         held = AsyncExitStack()
         try:
             held.enter_context(self.admission.let_in(asked.responses))
-            prefix = BARE
-            if asked.entry is not None:
-                using = held.enter_async_context(self.shelf.using(asked.entry))
+            parts = []
+            for entry in asked.entries:
+                using = held.enter_async_context(self.shelf.using(entry))
                 with as_api_errors():
-                    prefix = await asyncio.wait_for(using, self.deadline_s)
+                    left = max(0.0, deadline - time.monotonic())
+                    parts.append(await asyncio.wait_for(using, left))
+            prefix = composed_ref(parts) if parts else BARE
         except BaseException:
             await held.aclose()
             raise
@@ -96,10 +98,15 @@ class _Answer:
         self.usage = usage(asked.prompt_tokens, 0)
         self.completions: Sequence[Completion] = ()
         self.forge = ForgeTold(seed=asked.seed, cartridge_tokens=asked.cartridge_tokens)
-        if asked.entry is not None:
-            name, version = asked.entry.key
-            told = CartridgeTold(name=name, version=version, tokens=asked.cartridge_tokens)
-            self.forge = self.forge.model_copy(update={"cartridge": told})
+        told = [
+            CartridgeTold(name=name, version=version, tokens=entry.manifest.tokens)
+            for entry in asked.entries
+            for name, version in [entry.key]
+        ]
+        if len(told) == 1:
+            self.forge = self.forge.model_copy(update={"cartridge": told[0]})
+        elif told:
+            self.forge = self.forge.model_copy(update={"cartridges": told})
         self._desk, self._prefix, self._held, self._deadline = desk, prefix, held, deadline
 
     async def close(self) -> None:

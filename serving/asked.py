@@ -27,7 +27,9 @@ class StrategyAsked:
 class Asked:
     """`n` responses to each prompt. `top_logprobs` None: no log-probabilities are told.
 
-    With a strategy `messages` are what it reads, and there is one prompt and one response.
+    `entries` are the cartridges, composed in this order, none for the bare model. With a strategy
+    `messages` are what it reads, and there is one
+    prompt and one response.
     """
 
     id: str
@@ -39,7 +41,7 @@ class Asked:
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None
     stream: bool = False
-    entry: Entry | None = None
+    entries: tuple[Entry, ...] = ()
     messages: tuple[Message, ...] = ()
     strategy: StrategyAsked | None = None
 
@@ -54,7 +56,7 @@ class Asked:
 
     @property
     def cartridge_tokens(self) -> int:
-        return 0 if self.entry is None else self.entry.manifest.tokens
+        return sum(entry.manifest.tokens for entry in self.entries)
 
 
 def requests_of(asked: Asked, prefix: PrefixRef) -> list[GenerateRequest]:

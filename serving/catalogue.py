@@ -67,7 +67,7 @@ class CatalogueStrategies:
             return await asyncio.wrap_future(work)
 
         conversation = Conversation(self._texts.tokenizer, {STAND_IN: "x"})
-        document = None if asked.entry is None else STAND_IN
+        document = STAND_IN if asked.entries else None
         sampling, wanted = asked.sampling, asked.strategy
         solving = run(
             parse(wanted.name, wanted.options),

@@ -27,7 +27,7 @@ LEAST_MASS = 1e-9  # top_p 0 keeps the likeliest token alone
 
 @dataclass(frozen=True)
 class Limits:
-    """`context` counts cartridge, prompt and response."""
+    """`context` counts cartridges, prompt and response."""
 
     max_tokens: int
     context: int
@@ -54,8 +54,7 @@ class Reader:
 
     def chat(self, body: ChatRequest) -> Asked:
         name = self._name(body.model, body.forge)
-        entry = self._entry(name.cartridge)
-        return self._chat(body, name, entry)
+        return self._chat(body, name, self._entries(name, body.forge))
 
     def completion(self, body: CompletionRequest) -> Asked:
         name = self._name(body.model, body.forge)
@@ -65,7 +64,7 @@ class Reader:
                 "/v1/chat/completions",
                 "forge.strategy",
             )
-        return self._completion(body, name, self._entry(name.cartridge))
+        return self._completion(body, name, self._entries(name, body.forge))
 
     def cartridge_chat(self, body: CartridgeChatRequest) -> Asked:
         """Tokasaurus' route: any model name is the served one's."""
@@ -98,7 +97,8 @@ class Reader:
                 param="model",
                 code="strategy_not_found",
             )
-        self._entry(name.cartridge)
+        if name.cartridge is not None:
+            self._entry(name.cartridge)
         return name
 
     # -- the parts ------------------------------------------------------------------------------
@@ -136,9 +136,22 @@ class Reader:
             )
         return ModelName(name.base, cartridge, strategy)
 
-    def _entry(self, cartridge: CartridgeName | None) -> Entry | None:
-        if cartridge is None:
-            return None
+    def _entries(self, name: ModelName, forge: ForgeOptions | None) -> tuple[Entry, ...]:
+        several = None if forge is None else forge.cartridges
+        if several is None:
+            return () if name.cartridge is None else (self._entry(name.cartridge),)
+        if name.cartridge is not None:
+            raise bad_request(
+                f"the cartridge {name.cartridge} is named beside forge.cartridges; put it into "
+                "that list, where its order is told",
+                "forge.cartridges",
+            )
+        try:
+            return tuple(self._entry(parse_cartridge(text)) for text in several)
+        except ValueError as error:
+            raise bad_request(str(error), "forge.cartridges") from error
+
+    def _entry(self, cartridge: CartridgeName) -> Entry:
         try:
             return self._library.get(cartridge)
         except DataError as error:
@@ -146,7 +159,8 @@ class Reader:
                 404, str(error), param="forge.cartridge", code="cartridge_not_found"
             ) from error
 
-    def _sourced(self, cartridges: Sequence[object] | None) -> Entry | None:
+    def _sourced(self, cartridges: Sequence[object] | None) -> tuple[Entry, ...]:
+        found = []
         for source in cartridges or ():
             kind, where = getattr(source, "source", ""), getattr(source, "id", "")
             if kind != "local":
@@ -157,12 +171,12 @@ class Reader:
                     "unsupported_source",
                 )
             try:
-                return self._library.by_path(where)
+                found.append(self._library.by_path(where))
             except DataError as error:
                 raise bad_request(str(error), "cartridges", "cartridge_not_found") from error
-        return None
+        return tuple(found)
 
-    def _chat(self, body: ChatRequest, name: ModelName, entry: Entry | None) -> Asked:
+    def _chat(self, body: ChatRequest, name: ModelName, entries: tuple[Entry, ...]) -> Asked:
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         both = {body.max_tokens, body.max_completion_tokens} - {None}
@@ -172,16 +186,18 @@ class Reader:
                 "max_tokens",
             )
         messages = tuple(_message(m) for m in body.messages)
-        prompt = self._texts.chat(messages, entry is not None)
+        prompt = self._texts.chat(messages, bool(entries))
         asked = self._asked(
-            "chatcmpl", body, entry, (prompt,), next(iter(both), None),
+            "chatcmpl", body, entries, (prompt,), next(iter(both), None),
             (body.top_logprobs or 0) if body.logprobs else None, messages,
         )  # fmt: skip
         if name.strategy is None:
             return asked
         return self._with_strategy(asked, name.strategy, body.forge or ForgeOptions())
 
-    def _completion(self, body: CompletionRequest, name: ModelName, entry: Entry | None) -> Asked:
+    def _completion(
+        self, body: CompletionRequest, name: ModelName, entries: tuple[Entry, ...]
+    ) -> Asked:
         given = body.prompt
         prompts: Sequence[str | Sequence[int]]
         if isinstance(given, str):
@@ -192,15 +208,15 @@ class Reader:
             prompts = cast(list[str | list[int]], given)
         if len(prompts) > self._limits.max_choices:
             raise self._too_many()
-        read = tuple(self._texts.prompt(p, entry is not None, "prompt") for p in prompts)
+        read = tuple(self._texts.prompt(p, bool(entries), "prompt") for p in prompts)
         most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-        return self._asked("cmpl", body, entry, read, most, body.logprobs)
+        return self._asked("cmpl", body, entries, read, most, body.logprobs)
 
     def _asked(
         self,
         kind: str,
         body: SamplingFields,
-        entry: Entry | None,
+        entries: tuple[Entry, ...],
         prompts: tuple[Prompt, ...],
         most: int | None,
         top_logprobs: int | None,
@@ -223,24 +239,25 @@ class Reader:
                 temperature=1.0 if body.temperature is None else body.temperature,
                 top_p=top_p,
                 top_k=body.top_k or 0,
-                max_tokens=self._room(prompts, entry, most),
+                max_tokens=self._room(prompts, entries, most),
             ),
             seed=drawn_seed(request_id) if body.seed is None else body.seed,
             stops=tuple(dict.fromkeys(stop)),
             top_logprobs=top_logprobs,
             stream=bool(body.stream),
-            entry=entry,
+            entries=entries,
             messages=messages,
         )
 
-    def _room(self, prompts: Sequence[Prompt], entry: Entry | None, most: int | None) -> int:
+    def _room(self, prompts: Sequence[Prompt], entries: Sequence[Entry], most: int | None) -> int:
         """Tokens that a response may have. Raises ApiError where the context has no room."""
         limits = self._limits
-        read = max(p.counted for p in prompts) + (entry.manifest.tokens if entry else 0)
+        held = sum(entry.manifest.tokens for entry in entries)
+        read = max(p.counted for p in prompts) + held
         room = limits.context - read
         wanted = 1 if most is None else most
         if wanted > room:
-            of_cartridge = f", {entry.manifest.tokens} of them of the cartridge" if entry else ""
+            of_cartridge = f", {held} of them of the cartridge" if entries else ""
             raise bad_request(
                 f"the model has {limits.context} positions: {read} are read{of_cartridge}, and "
                 f"max_tokens asks for {wanted}; shorten the prompt or lower max_tokens",

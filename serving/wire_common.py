@@ -15,6 +15,8 @@ StopString = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 MAX_SEED = 2**63 - 1
+MAX_COMPOSED = 8  # cartridges before one prompt
+CartridgeText = Annotated[str, Field(max_length=128)]
 
 
 class Wire(BaseModel):
@@ -38,10 +40,13 @@ class StreamOptions(Wire):
 
 
 class ForgeOptions(Wire):
-    """The extension field `forge`: which cartridge, and which strategy to answer with."""
+    """The extension field `forge`: which cartridges, and which strategy to answer with."""
 
     cartridge: str | None = Field(
         default=None, max_length=128, description="NAME, NAME@3 or NAME@latest"
+    )
+    cartridges: Annotated[list[CartridgeText], Field(max_length=MAX_COMPOSED)] | None = Field(
+        default=None, description="several, composed in this order, in place of `cartridge`"
     )
     strategy: str | None = Field(
         default=None, max_length=64, description="a strategy's name, as `GET /v1/models` lists them"
@@ -125,6 +130,9 @@ class ForgeTold(Told):
 
     seed: int = Field(description="gives this answer again")
     cartridge: CartridgeTold | None = None
+    cartridges: list[CartridgeTold] | None = Field(
+        default=None, description="several, in the order in which they were composed"
+    )
     cartridge_tokens: int = Field(description="KV positions before each prompt, 0 for none")
     strategy: StrategyTold | None = None
 

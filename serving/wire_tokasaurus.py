@@ -27,7 +27,7 @@ from pydantic import Field
 
 from protocols.types import Completion
 from serving.wire_chat import ChatRequest
-from serving.wire_common import Wire
+from serving.wire_common import MAX_COMPOSED, Wire
 from serving.wire_completions import CompletionRequest
 
 
@@ -40,8 +40,8 @@ class CartridgeSource(Wire):
 
 
 class CartridgeFields(Wire):
-    cartridges: Annotated[list[CartridgeSource], Field(max_length=1)] | None = Field(
-        default=None, description="one cartridge; several cannot stand before one prompt here"
+    cartridges: Annotated[list[CartridgeSource], Field(max_length=MAX_COMPOSED)] | None = Field(
+        default=None, description="several are composed in this order, each moved behind the last"
     )
     logprobs_in_fingerprint: bool = False
     ignore_eos: Literal[False] = False

@@ -24,6 +24,7 @@ from channel_scene import ALL, scene
 from safetensors.torch import save_file
 
 from learning.batch import Batch
+from learning.cartridge import first_tokens
 from learning.checkpoint import read_checkpoint
 from learning.grpo import GRPO
 from learning.losses import Teacher
@@ -37,7 +38,7 @@ from tests.learning.conftest import Twin, build
 
 READER = Path(__file__).parents[1] / "models/clinic-reader"
 CONFIG = TrainerConfig(
-    tokens=8, frozen=1, lr=0.02, warmup_steps=0, clip=1.0, row_tokens=24, micro_tokens=24,
+    lr=0.02, warmup_steps=0, clip=1.0, row_tokens=24, micro_tokens=24,
     compare_every=1, objective=replace(ALL, rl=GRPO(kl=0.1)),
 )  # fmt: skip
 STEPS = 6
@@ -68,7 +69,8 @@ def lessons_of(twin: Twin) -> list[Batch]:
 def trainer_of(
     twin: Twin, config: TrainerConfig = CONFIG, ranks: Ranks = ALONE, **more: Any
 ) -> CartridgeTrainer:
-    return CartridgeTrainer(twin.model, {n: twin.kv[n] for n in "ab"}, config, ranks=ranks, **more)
+    bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
+    return CartridgeTrainer(twin.model, bank, config, ranks=ranks, **more)
 
 
 def curve(trainer: CartridgeTrainer, house: House, start: int = 0, stop: int = STEPS) -> list[Any]:
@@ -124,7 +126,7 @@ def tied(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
         if name == "sharded":
             shard_base(model, ranks)
         kv = document_kv(model, tuple(range(5, 45)))
-        trainer = CartridgeTrainer(model, {"p": kv}, config, ranks=ranks)
+        trainer = CartridgeTrainer(model, first_tokens({"p": kv}, 8, 1), config, ranks=ranks)
         trainer.begin("doc", 3)
         result = trainer.step(samples, Teacher(logits=logits), 0)
         done[name] = {

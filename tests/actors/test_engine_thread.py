@@ -299,3 +299,22 @@ def test_a_dropped_version_is_refused_and_let_go_of_once_nothing_uses_it(start: 
     with pytest.raises(PublishError, match="nothing to drop"):
         thread.drop(0).result(SOON)
     assert ("let go", 0) in fake.events
+
+
+def test_every_version_of_a_composition_is_kept_and_must_be_there(start: Start) -> None:
+    thread, fake = start()
+    for version in (0, 1):
+        thread.hold(version, ("p",), KV).result(SOON)
+    ref = PrefixRef("cartridge/p", 1, (PrefixRef("cartridge/p", 0),))
+    running = thread.submit(GenerateRequest("a", (4,), ref, Sampling(max_tokens=2), 0))
+    dropped = [thread.drop(version) for version in (0, 1)]
+    late = thread.submit(GenerateRequest("b", (4,), ref, Sampling(), 0))
+    fake.turns.release(1)
+    for future in dropped:
+        future.result(SOON)
+    assert late.result(SOON).finish_reason == "error"
+    assert not [e for e in fake.events if e[0] == "let go"]
+    fake.turns.release(1)
+    assert running.result(SOON).finish_reason == "stop"
+    thread.report().result(SOON)
+    assert [e for e in fake.events if e[0] == "let go"] == [("let go", 1), ("let go", 0)]

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from actors.setup import BaseModel, NoPlane
 from actors.trainer import TrainerActor
+from learning.initial import Source, Start, sampled_chunks
+from learning.model import document_kv, load_model
 from learning.ranks import ALONE, Ranks
 from protocols.errors import PlaneError
+from protocols.spec_loading import load_spec
 from protocols.types import Packet, TensorLayout
+from services.roles import role_arguments
+from services.rundir import RunDirectory
+from tests.small_run import MESH
 
 
 class Two(Ranks):
@@ -50,3 +58,23 @@ def test_what_another_rank_could_not_read_is_not_trained_on(
     monkeypatch.setattr(Two, "other", "no tensor doc on rank 1")
     with pytest.raises(PlaneError, match="on rank 1"):
         read(Two(0, 2), "doc", None)
+
+
+def test_the_cartridges_start_as_the_spec_says(tmp_path: Path) -> None:
+    """What the mesh constructs the actor with, for documents of drawn tokens."""
+    sets = ["cartridge.init=sampled_chunks", "train.seed=3", "roles.trainer.threads=1"]
+    spec = load_spec(MESH, sets=sets).spec
+    documents = {"none": (1,), "p": (1, *range(20, 80)), "q": (1, *range(90, 140))}
+    base = BaseModel(spec.learn.model.path, "float32", 1, documents, 1 << 30, NoPlane())
+    directory = RunDirectory(tmp_path)
+    arguments = role_arguments("trainer", spec, base, frozenset({2}), directory)
+    actor: Any = TrainerActor.__new__(TrainerActor)
+    TrainerActor.__init__(actor, *arguments)
+    bank = actor._trainer.bank
+    assert bank.names == ("p", "q")
+    model = load_model(spec.learn.model.path)
+    kv = document_kv(model, documents["q"])
+    expected = sampled_chunks(
+        model, Source("q", documents["q"], kv, list), Start("sampled_chunks", 28, 1, 3)
+    )
+    torch.testing.assert_close(bank.kv(["q"])[0].detach(), expected)

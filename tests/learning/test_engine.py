@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 
 from learning.decoding import generate
 from learning.engine import TorchEngine
+from learning.rotation import composed
 from protocols.errors import DataError, PublishError
-from protocols.types import Came, Completion, GenerateRequest, PrefixRef, Sampling, Until
+from protocols.types import (
+    Came,
+    Completion,
+    GenerateRequest,
+    PrefixRef,
+    Sampling,
+    Until,
+    composed_ref,
+)
 
 if TYPE_CHECKING:
     from tests.learning.conftest import Twin
@@ -182,3 +191,32 @@ def test_tokens_that_a_response_ended_before_are_counted(twin: Twin) -> None:
     kept = decode(free.token_ids).index(word)
     assert cut.token_ids == free.token_ids[:kept]
     assert (cut.finish_reason, cut.ended_by, cut.dropped) == ("until", word, 3)
+
+
+def test_a_composition_is_sampled_as_plain_transformers_scores_it(twin: Twin) -> None:
+    """Cartridge c of version 3, then the document b: one prefix of 31 + 17, a prompt behind it."""
+    parts = (PrefixRef("cartridge/c", 3), PrefixRef("document/b", 0))
+    one = engine(twin)
+    one.hold(3, ("c",), twin.kv["c"][None])
+    asked = {
+        order: GenerateRequest(order, (9, 8, 7), composed_ref(refs), Sampling(0.0, max_tokens=5), 0)
+        for order, refs in (("cb", parts), ("bc", parts[::-1]))
+    }
+    for order, r in asked.items():
+        one.add(order, r)
+    done: dict[str, Completion] = {}
+    while len(done) < 2:
+        done |= {key: news for key, news in one.step() if isinstance(news, Completion)}
+    for order, completion in done.items():
+        kv = composed(twin.model, [twin.kv[name] for name in order])
+        logits = twin.logits((9, 8, 7, *completion.token_ids), kv)[2:-1]
+        chosen = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])
+        assert completion.logprobs == pytest.approx(chosen[:, 0].tolist(), abs=1e-3)
+    assert done["cb"].versions == (3,) * len(done["cb"].token_ids)
+    assert done["cb"].logprobs != pytest.approx(done["bc"].logprobs, abs=1e-2)
+
+
+def test_a_composition_with_a_document_that_there_is_not_is_refused(llama: Twin) -> None:
+    ref = PrefixRef("document/a", 0, (PrefixRef("document/z", 0),))
+    with pytest.raises(DataError, match="no document 'z'"):
+        engine(llama).add("x", GenerateRequest("x", (9,), ref, Sampling(), 0))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from learning.cartridge import first_tokens
 from learning.losses import Teacher
 from learning.scoring import score
 from learning.trainer import CartridgeTrainer, TrainerConfig
@@ -18,12 +19,11 @@ from protocols.errors import PublishError
 def test_a_successor_publishes_what_rollouts_under_way_are_sampled_with(
     staleness: int, llama: Any, make_samples: Any, tmp_path: Path
 ) -> None:
-    config = TrainerConfig(
-        tokens=8, frozen=1, lr=0.02, warmup_steps=2, clip=1.0, row_tokens=64, staleness=staleness
-    )
+    config = TrainerConfig(lr=0.02, warmup_steps=2, clip=1.0, row_tokens=64, staleness=staleness)
 
     def trainer() -> CartridgeTrainer:
-        return CartridgeTrainer(llama.model, llama.kv, config, tmp_path / "last-state")
+        bank = first_tokens(llama.kv, 8, 1)
+        return CartridgeTrainer(llama.model, bank, config, tmp_path / "last-state")
 
     killed = trainer()
     killed.begin("on_policy", 3)

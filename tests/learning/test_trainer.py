@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learning.cartridge import first_tokens
 from learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
 from learning.losses import Teacher
 from learning.model import base_hash, load_model
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     MakeSamples = Callable[..., list[Sample]]
 
-CONFIG = TrainerConfig(tokens=6, frozen=1, lr=0.02, warmup_steps=2, clip=1.0, row_tokens=20)
+CONFIG = TrainerConfig(lr=0.02, warmup_steps=2, clip=1.0, row_tokens=20)
 
 
 def trainer_of(
@@ -36,8 +37,11 @@ def trainer_of(
     names: str = "ab",
     config: TrainerConfig = CONFIG,
     last_state: Path | None = None,
+    tokens: int = 6,
+    frozen: int = 1,
 ) -> CartridgeTrainer:
-    return CartridgeTrainer(twin.model, {n: twin.kv[n] for n in names}, config, last_state)
+    bank = first_tokens({n: twin.kv[n] for n in names}, tokens, frozen)
+    return CartridgeTrainer(twin.model, bank, config, last_state)
 
 
 def batch(twin: Twin, make_samples: MakeSamples, version: int) -> tuple[list[Sample], Teacher]:
@@ -106,7 +110,8 @@ def test_the_whole_bank_comes_from_the_checkpoint(llama: Twin, tmp_path: Path) -
     """Document KV read again elsewhere may differ in its last bits; the cartridges must not."""
     first = trainer_of(llama)
     checkpoint = saved(first, tmp_path)
-    again = CartridgeTrainer(llama.model, {n: llama.kv[n] * 1.001 for n in "ab"}, CONFIG)
+    bank = first_tokens({n: llama.kv[n] * 1.001 for n in "ab"}, 6, 1)
+    again = CartridgeTrainer(llama.model, bank, CONFIG)
     again.restore(checkpoint)
     assert torch.equal(again.bank.kv(), first.bank.kv())
 
@@ -242,26 +247,26 @@ def test_a_checkpoint_of_another_base_model_is_refused(llama: Twin, tmp_path: Pa
     checkpoint = saved(trainer_of(llama), tmp_path)
     model = load_model(str(llama.path))
     model.lm_head.weight[0, 0] += 1
-    other = CartridgeTrainer(model, {n: llama.kv[n] for n in "ab"}, CONFIG)
+    other = CartridgeTrainer(model, first_tokens({n: llama.kv[n] for n in "ab"}, 6, 1), CONFIG)
     with pytest.raises(CheckpointError, match="made with other base weights; resume with the mod"):
         other.restore(checkpoint)
 
 
 @pytest.mark.parametrize(
-    ("names", "config"),
+    ("names", "tokens", "frozen"),
     [
-        ("ac", CONFIG),
-        ("abc", CONFIG),
-        ("ab", replace(CONFIG, tokens=7)),
+        ("ac", 6, 1),
+        ("abc", 6, 1),
+        ("ab", 7, 1),
         # As many trainable tokens, one frozen token more.
-        ("ab", replace(CONFIG, tokens=7, frozen=2)),
+        ("ab", 7, 2),
     ],
 )
 def test_a_checkpoint_of_other_cartridges_is_refused(
-    llama: Twin, tmp_path: Path, names: str, config: TrainerConfig
+    llama: Twin, tmp_path: Path, names: str, tokens: int, frozen: int
 ) -> None:
     checkpoint = saved(trainer_of(llama), tmp_path)
-    other = trainer_of(llama, names, config)
+    other = trainer_of(llama, names, tokens=tokens, frozen=frozen)
     before = other.bank.kv().detach().clone()
     with pytest.raises(
         CheckpointError,

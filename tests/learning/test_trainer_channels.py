@@ -11,6 +11,7 @@ import torch
 from channel_scene import ALL, scene
 
 from learning.batch import Batch
+from learning.cartridge import first_tokens
 from learning.combined import Objective
 from learning.losses import Teacher
 from learning.scoring import score
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     MakeSamples = Callable[..., list[Sample]]
 
 CONFIG = TrainerConfig(
-    tokens=8, frozen=1, lr=0.02, warmup_steps=0, clip=1.0, row_tokens=24, micro_tokens=40,
+    lr=0.02, warmup_steps=0, clip=1.0, row_tokens=24, micro_tokens=40,
     compare_every=1, objective=replace(ALL, alpha=0.4, alpha_warmup_steps=2),
 )  # fmt: skip
 
@@ -33,7 +34,8 @@ CONFIG = TrainerConfig(
 def trainer_of(
     twin: Twin, config: TrainerConfig = CONFIG, last_state: Path | None = None
 ) -> CartridgeTrainer:
-    return CartridgeTrainer(twin.model, {n: twin.kv[n] for n in "ab"}, config, last_state)
+    bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
+    return CartridgeTrainer(twin.model, bank, config, last_state)
 
 
 def test_alpha_warms_up_with_the_arm_s_steps(llama: Twin) -> None:

@@ -194,6 +194,10 @@ BAD_FILES = [
     (C, "train:", "loss: {temperature: 2.0}\ntrain:",
      "temperature must be 1 with a top-k teacher, which sends no whole distribution to divide: "
      f"got 2.0 at {C}:14 (loss.temperature); set it to 1 or teacher.top_k to full"),
+    (C, "train:", "generator: {backend: vllm}\ntrain:\n  compose: 0.5",
+     "compose must be 0 with a single document, episodes, rsa, or generator.backend vllm: "
+     f"got 0.5 at {C}:16 (train.compose); remove it, or study two documents or more with "
+     "generator.backend torch"),
     (C, "train:", "loss: {form: pairs}\ntrain:",
      "form belongs to loss.direction cross_entropy alone, for it is no divergence: "
      f"got 'pairs' at {C}:14 (loss.form); use tail, or set loss.direction: cross_entropy"),
@@ -253,7 +257,7 @@ BAD_OVERRIDES = [
     ("train.stpes=3",
      "unknown key stpes at --set train.stpes=3 (train.stpes); did you mean steps? known here: "
      "steps, lr, warmup_steps, clip, staleness, seed, row_tokens, logit_chunk_mb, "
-     "recompute_layers, shard_base, checkpoint_every, keep_checkpoints, warm_start"),
+     "recompute_layers, shard_base, checkpoint_every, keep_checkpoints, compose, warm_start"),
     ("rollout.kinds=[recite",
      "the text must be valid YAML: expected ',' or ']', but got '<stream end>' at "
      "--set rollout.kinds=[recite:1; check indentation, colons, quotes and brackets"),

@@ -143,6 +143,37 @@ def test_a_cartridge_by_name_by_version_and_by_field(client: OpenAI) -> None:
     assert (old.usage.prompt_tokens, bare.usage.prompt_tokens) == (11, 12)
 
 
+def test_several_cartridges_are_composed_in_their_order(served: Served, client: OpenAI) -> None:
+    def say(*cartridges: str) -> Any:
+        return client.completions.create(
+            model=MODEL, prompt=QUESTION, temperature=0, max_tokens=9, logprobs=1,
+            extra_body={"forge": {"cartridges": list(cartridges)}},
+        )  # fmt: skip
+
+    def logprobs(answer: Any) -> Any:
+        return answer.choices[0].logprobs.token_logprobs
+
+    both, turned = say("p1@1", "p1@2"), say("p1@2", "p1@1")
+    assert both.forge["cartridges"] == [
+        {"name": "p1", "version": 1, "tokens": 8},
+        {"name": "p1", "version": 2, "tokens": 12},
+    ]
+    assert both.forge["cartridge_tokens"] == 20
+    assert "cartridge" not in both.forge
+    assert logprobs(both) != pytest.approx(logprobs(turned), abs=1e-4)
+    one = say("p1@1")
+    assert one.forge["cartridge"] == {"name": "p1", "version": 1, "tokens": 8}
+    assert logprobs(one) != pytest.approx(logprobs(both), abs=1e-4)
+    local = [{"id": "p1", "source": "local"}] * 2
+    body = {"model": "todo", "prompt": QUESTION, "max_tokens": 9, "logprobs_in_fingerprint": True}
+    answers = [
+        json.loads(raw(served, "/custom/cartridge/completions", {**body, **more})[2])
+        for more in ({"cartridges": local}, {"cartridges": local[:1]})
+    ]
+    assert [a["forge"]["cartridge_tokens"] for a in answers] == [24, 12]
+    assert answers[0]["system_fingerprint"] != answers[1]["system_fingerprint"]
+
+
 def test_a_strategy_and_what_it_tells(client: OpenAI) -> None:
     answer: Any = client.chat.completions.create(
         model=f"{MODEL}+p1:twice", messages=CHAT, max_tokens=9, seed=5

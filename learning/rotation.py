@@ -1,0 +1,70 @@
+"""Moving post-RoPE keys to other positions, and so composing prefixes.
+
+A rotary embedding turns pairs of a key's numbers by position x frequency, so turning a key that
+stands at p by the angle of `by` gives, exactly, the key at p + by: rotations add up. A query sees
+only the distance to a key, so a query and a key moved together score as before; negative positions
+are as good as any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from protocols.errors import DataError
+
+# Frequencies that change with the length of the text: a key's angle is not its position's alone.
+BY_LENGTH = ("dynamic", "longrope")
+
+
+def frequencies(model: PreTrainedModel) -> Tensor:
+    """Radians per position of each rotated pair, [<= D/2] float64, scaling of the base included.
+
+    Raises DataError for a model whose frequencies depend on the length of the text.
+    """
+    rotary: Any = getattr(model.base_model, "rotary_emb", None)
+    kind = getattr(rotary, "rope_type", None)
+    if rotary is None or kind in BY_LENGTH:
+        raise DataError(
+            f"keys of this model cannot be moved to other positions: its rotary embedding is "
+            f"{kind}, which is not the same at every length; use a model with a fixed one"
+        )
+    inverse: Tensor = rotary.inv_freq
+    return inverse.detach().double()
+
+
+def shifted(kv: Tensor, by: int, frequencies: Tensor) -> Tensor:
+    """Keys and values [..., 2, H_kv, P, D] with the keys `by` positions further on; values as they
+    are. Pairs are (i, i + n) for n frequencies, as Llama's family has them; what lies behind the
+    2n rotated numbers is not turned."""
+    if by == 0:
+        return kv
+    angle = (frequencies * by).to(kv.device)
+    cos, sin = angle.cos(), angle.sin()
+    keys, values = kv.double().unbind(-4)
+    half = len(frequencies)
+    first, second, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
+    turned = [first * cos - second * sin, second * cos + first * sin, rest]
+    return torch.stack([torch.cat(turned, dim=-1), values], dim=-4).to(kv.dtype)
+
+
+def composed(model: PreTrainedModel, prefixes: Sequence[Tensor]) -> Tensor:
+    """An ordered composition [L, 2, H_kv, P_1 + ... + P_n, D] of prefixes [L, 2, H_kv, P_i, D] that
+    each begin at position 0: every one is moved behind those before it.
+
+    It is as if the texts were read at those places without seeing one another. Raises DataError as
+    `frequencies` does.
+    """
+    first, *others = prefixes
+    if not others:
+        return first
+    of_model = frequencies(model)
+    parts, start = [first], first.shape[3]
+    for prefix in others:
+        parts.append(shifted(prefix, start, of_model))
+        start += prefix.shape[3]
+    return torch.cat(parts, dim=3)
