@@ -38,8 +38,8 @@ NOTES = (
     "exact and F1 as SQuAD normalises; an answer that cannot be read is unparsed, and wrong",
     "perplexity a token: of the right answers (of the teacher's where none are known), and of "
     "passages of the documents",
-    "KL and agreement: with the whole document's own sampled answers, nats and shares of tokens; an "
-    "estimate of KL may fall a little below zero",
+    "KL and agreement: with the whole document's own sampled answers, nats and shares of tokens; "
+    "an estimate of KL may fall a little below zero",
     "elsewhere: questions that have nothing to do with the document; KL from the model without a "
     "prefix on its own sampled answers there",
 )
