@@ -58,9 +58,10 @@ def main() -> None:
     found = []
     for init in get_args(Init):
         runs = [measured(given.mesh, given.sets, init, first + i) for i in range(given.seeds)]
-        found += [{**run, "init": init} for run in runs]
+        found += runs
         print(row(runs), flush=True)
-    write(given.out, told, {}, found)
+    plain = [{**r, **{arm: vars(r[arm]) for arm in ("untrained", "trained")}} for r in found]
+    write(given.out, told, {}, plain)
 
 
 if __name__ == "__main__":

@@ -32,5 +32,5 @@ def clean(found: Sequence[Overlap], rule: Rule, file: Path) -> None:
     raise DataError(
         f"{len(found)} training prompts double evaluation questions, so that the questions would "
         f"measure memory:{told}{more}\nAll are in {file}; take them out of the rows or out of the "
-        "questions, or set evaluate.contamination: warn"
+        "questions, or set evaluate.contamination: warn (forge eval: --contamination warn)"
     )

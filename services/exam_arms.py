@@ -161,7 +161,7 @@ class _Room:
         mean = fmean(kl)
         return Forgetting(
             kl=mean,
-            perplexity_ratio=math.exp(mean),
+            perplexity_ratio=math.exp(min(mean, 700.0)),
             top1=fmean(same),
             tokens=sum(len(e.answer_ids) for e in self._general),
             accuracy=fmean(await self._right(arm, self._paper.probes)),
@@ -181,7 +181,8 @@ class _Room:
             for r, c in zip(readings, read, strict=True)
             for x in c.prompt_logprobs[-len(r.answer_ids) :]
         )
-        return Perplexity(value=math.exp(lost / tokens), tokens=tokens)
+        # A prefix that came apart may make any token all but impossible: a float holds no more.
+        return Perplexity(value=math.exp(min(lost / tokens, 700.0)), tokens=tokens)
 
     async def _exams(self, arm: Arm, items: Sequence[Item]) -> list[Exam]:
         """Answers that an arm samples, untruncated and at temperature 1, for only then is the mean

@@ -21,6 +21,7 @@ from typing import Any
 from clinic.corpus import claims
 from clinic.longhealth import Patient, is_held_out, load_patients
 from clinic.prompts import option_prompt, recite_prompt, sentences, unique_cue
+from clinic.vocabulary import FIELDS
 from documents.contamination import Placed
 from documents.seeds import PLAIN, SENTENCE
 from environments.conversation import NO_DOCUMENT, Conversation
@@ -34,7 +35,7 @@ from services.document_questions import Asked, read_questions
 from services.parts import read_parts, tokenised
 from services.rundir import RunDirectory
 from services.study import read_rows
-from services.tasks import Tasks, in_turns, read_patients
+from services.tasks import in_turns, read_patients
 
 GENERAL = Path(__file__).parents[1] / "configs" / "forgetting.json"
 LEAD = "answer:"  # as LongHealth's instruction asks for it
@@ -102,7 +103,7 @@ def set_paper(
     if learn.data.source == "documents":
         texts, own = _of_documents(learn, directory, tokenizer, asked)
     elif learn.data.source in ("clinic", "longhealth"):
-        texts, own = _of_patients(learn, tokenizer)
+        texts, own = _of_patients(learn)
     else:
         raise DataError(
             f"run {directory.id} has no questions about documents (data.source "
@@ -178,7 +179,7 @@ def _right(asked: Asked) -> str:
         return asked.answers[0] if asked.answers else ""
     # The clinic's reader says what the chart says first: of what it never says it knows nothing.
     field = re.fullmatch(r"what is the (.+)\?", asked.choice.text)
-    if field:
+    if field and field[1] in FIELDS:
         return claims(field[1], asked.choice.correct)
     return f"{LEAD} {asked.choice.correct}"
 
@@ -194,15 +195,14 @@ def _by_document(asked: Sequence[Asked], texts: Mapping[str, str]) -> list[list[
 # -- the run's own questions ------------------------------------------------------------------
 
 
-def _of_patients(learn: LearnSpec, tokenizer: Any) -> tuple[dict[str, str], list[Asked]]:
+def _of_patients(learn: LearnSpec) -> tuple[dict[str, str], list[Asked]]:
     patients = read_patients(learn.data)
-    tasks = Tasks(learn, patients, tokenizer)
     # All that were held out, not the first few that the run itself measured.
     every = [
         [_choice(q, learn) for q in p.questions if is_held_out(q, learn.data.held_out)]
         for p in sorted(patients, key=lambda p: p.id)
     ]
-    return {p.id: p.document for p in tasks.patients.values()}, in_turns(every)
+    return {p.id: p.document for p in patients}, in_turns(every)
 
 
 def _choice(question: Any, learn: LearnSpec) -> Asked:

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from exam_house import EVAL, finished_run, paper, spec, tokenizer
+from exam_house import EVAL, MESH, finished_run, paper, spec, tokenizer
 from torch import Tensor
 
-from forge_run.evaluate import evaluate
+from forge_run.evaluate import SPEC, evaluate
 from protocols.errors import CheckpointError, DataError, SpecError
+from protocols.eval_spec import EvalSpec
 from protocols.replay import Message
+from protocols.spec_loading import load_file, load_spec
+from services.document_questions import read_questions
+from services.exam_paper import GENERAL, set_paper
 from services.exam_runs import (
     KINDS,
     enter,
@@ -22,6 +26,7 @@ from services.exam_runs import (
     require_documents,
     trained_on,
 )
+from services.rundir import RunDirectory
 
 
 def cartridges(tokens: int = 16, names: tuple[str, ...] = ("patient_01", "patient_02")) -> Any:
@@ -164,3 +169,18 @@ def test_a_run_without_questions_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"run r has no held-out question: raise data\.held_out"):
         evaluate([path], EVAL, out=tmp_path / "out")
     assert spec().learn.evaluate.contamination is None
+
+
+def test_the_shipped_files_are_what_is_measured_by_default() -> None:
+    assert load_file(EvalSpec, SPEC) == EvalSpec()
+    general = read_questions(str(GENERAL), {"general": ""}, "")
+    assert len(general) == EvalSpec().probes
+    assert all(q.scores(q.answers[-1]) == (1.0, 1.0, True) for q in general)
+
+
+def test_runs_of_other_data_have_nothing_to_be_asked(tmp_path: Path) -> None:
+    learn = load_spec(str(MESH.parent / "three_channels.yaml")).spec.learn
+    with pytest.raises(
+        DataError, match=r"run r has no questions about documents \(data\.source desk"
+    ):
+        set_paper(EVAL, learn, RunDirectory(tmp_path / "r"), tokenizer(), None)
