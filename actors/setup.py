@@ -20,6 +20,7 @@ from protocols.types import Packet
 
 if TYPE_CHECKING:  # a process says how many threads it has before torch is imported
     import torch
+    from transformers import PreTrainedModel
 
 KEPT_BYTES = 256 * 1024**2
 PLACE = "FORGE_RANK_PLACE"  # a process that is one of several ranks finds its place there
@@ -31,7 +32,8 @@ class BaseModel:
     """Which frozen model an actor loads, and the documents it may read.
 
     `documents` maps a document's name to its token ids from position 0 (chat template included);
-    `max_kv_bytes` bounds the KV of documents that the actor keeps.
+    `max_kv_bytes` bounds the KV of documents that the actor keeps. `device` is "cpu", "cuda" or
+    "auto" (`learning.device`).
     """
 
     path: str
@@ -40,6 +42,15 @@ class BaseModel:
     documents: Mapping[str, tuple[int, ...]]
     max_kv_bytes: int
     plane: TensorPlane
+    device: str = "cpu"
+
+    def load(self) -> PreTrainedModel:
+        """The model on its device. Raises DataError where there is none, SpecError where a GPU is
+        asked for and not there."""
+        from learning.device import claim_device
+        from learning.model import load_model
+
+        return load_model(self.path, self.dtype, claim_device(self.device))
 
 
 class NoPlane:
@@ -102,7 +113,7 @@ def bootstrap(threads: int, gpus: Sequence[int] = (), world: int = 1) -> Callabl
             rank = current_rank().rank
             devices = share(gpus, rank, world)
             os.environ[PLACE] = f"{rank}/{world}/{meeting}"
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -149,6 +160,13 @@ def fresh_key(stem: str) -> str:
     """A key of the tensor plane that nobody else has, not even who was asked the same before and
     died of it. Keys decide nothing, so their suffix need not come from a seeded generator."""
     return f"{stem}/{uuid.uuid4().hex[:12]}"
+
+
+def gpus_here() -> int:
+    """How many GPUs torch sees on this machine. Imports torch: for who wants one."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 VLLM_REMEDY = (
