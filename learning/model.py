@@ -40,7 +40,8 @@ def load_model(
         ) from error
     model.requires_grad_(False)
     model.eval()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-    return model.to(device)  # type: ignore[arg-type]  # transformers wraps `to`, untyped
+    model.to(device)  # type: ignore[arg-type]  # transformers wraps it without its types
+    return model
 
 
 def flush_denormals() -> None:

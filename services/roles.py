@@ -203,9 +203,8 @@ async def open_generators(
         note=note,
     )
     service.warm([role.threads] * role.replicas)
-    base = BaseModel(
-        model.path, model.dtype, role.threads, documents, SERVED_KV_BYTES, NoPlane(), device_of(role)
-    )
+    held = (model.path, model.dtype, role.threads, documents, SERVED_KV_BYTES, NoPlane())
+    base = BaseModel(*held, device_of(role))
     args = (base, end_ids, EVERY_VERSION, generator)
     return service, service.spawn(EngineGeneratorActor, args=args, role="generator", spec=role)
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from channel_scene import ALL, scene
 from elsewhere import Elsewhere, elsewhere
-from torch import Tensor
 
 from learning.batch import Batch
 from learning.checkpoint import read_checkpoint
@@ -82,8 +81,8 @@ def requests() -> list[GenerateRequest]:
         return GenerateRequest(f"r{i}", ids, ref, drawn, i, prompt_logprobs=i == 0, top_logprobs=3)
 
     return [
-        one(0, "a", 5, 12), one(1, "b", 2, 30, temperature=0.0), one(2, "a", 9, 3, top_p=0.8),
-        one(3, "b", 1, 25, temperature=0.7, top_k=5), one(4, "a", 3, 6),
+        one(0, "a", 5, 5), one(1, "b", 2, 9, temperature=0.0), one(2, "a", 9, 2, top_p=0.8),
+        one(3, "b", 1, 8, temperature=0.7, top_k=5), one(4, "a", 3, 3),
     ]  # fmt: skip
 
 
@@ -99,7 +98,7 @@ def streamed(twin: Twin) -> list[Completion]:
     engine.hold(3, ("a",), twin.kv["a"][None, :, :, :, :8].cpu())
     waiting, done = requests(), []
     waiting[2] = replace(waiting[2], prefix=PrefixRef("cartridge/a", 3))
-    for turn in range(60):
+    for turn in range(20):
         if waiting and turn % 2 == 0:
             request = waiting.pop(0)
             engine.add(request.id, request)
@@ -114,9 +113,7 @@ def test_sampling(sampled: Callable[[Twin], list[Completion]], llama: Twin, ther
 
 
 @pytest.mark.parametrize("keep_top", [None, 5])
-def test_scores_pass_over_the_tensor_plane(
-    llama: Twin, there: Twin, keep_top: int | None
-) -> None:
+def test_scores_pass_over_the_tensor_plane(llama: Twin, there: Twin, keep_top: int | None) -> None:
     samples = scene(llama, trainer_of(llama).bank).doc
     tensors = score_kept(there.model, samples, there.kv, 24, keep_top)
     assert all(isinstance(x, Elsewhere) for x in tensors.values())
@@ -147,11 +144,11 @@ def same(one: StepResult, other: StepResult) -> None:
 
 SETTINGS = {
     "whole": CONFIG,
-    "in chunks, recomputed": replace(CONFIG, logit_bytes=4 * 97 * 3, recompute_layers=True),
-    "sampled": replace(
-        CONFIG, objective=replace(ALL, sdpo=SDPO(variant="sampled", token_clip=None))
+    "in chunks, sampled": replace(
+        CONFIG, logit_bytes=4 * 97 * 9, recompute_layers=True, compare_every=0,
+        objective=replace(ALL, sdpo=SDPO(variant="sampled", token_clip=None)),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("config", SETTINGS.values(), ids=SETTINGS)
@@ -163,20 +160,20 @@ def test_all_channels_train_where_the_model_is(
     ours, theirs = trainer_of(there, config, tmp_path / "state"), trainer_of(llama, config)
     for trainer in (ours, theirs):
         trainer.begin("all", 5)
-    for turn in range(4):
+    for turn in range(3):
         v = theirs.version
         batch = scene(llama, theirs.bank, v, version=v)
         same(ours.step_on(batch, v), theirs.step_on(batch, v))
         (names, one), (_, other) = ours.snapshot(v + 1), theirs.snapshot(v + 1)
         assert (names, one.dtype) == (("a", "b"), torch.bfloat16)
         torch.testing.assert_close(one.cpu(), other)
-        if turn == 1:
+        if turn == 0:
             ours = trainer_of(there, config, tmp_path / "state")
             assert ours.recover() == v + 1
-        if turn == 2:
-            path = ours.save(tmp_path, {"step": 3}, v + 1)
+        if turn == 1:
+            path = ours.save(tmp_path, {"step": 2}, v + 1)
             ours = trainer_of(there, config)
-            assert ours.restore(read_checkpoint(path)) == {"step": 3}
+            assert ours.restore(read_checkpoint(path)) == {"step": 2}
     assert isinstance(ours.bank.trainable.data, Elsewhere)
     torch.testing.assert_close(
         ours.bank.trainable.detach().cpu(), theirs.bank.trainable.detach(), rtol=0, atol=1e-4
@@ -200,7 +197,7 @@ def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert claim_device("auto") == claim_device("cpu") == torch.device("cpu")
-    with pytest.raises(SpecError, match="a GPU is asked for and torch .* sees none"):
+    with pytest.raises(SpecError, match=r"a GPU is asked for and torch .* sees none"):
         claim_device("cuda")
     with pytest.raises(SpecError, match="a device is one of"):
         claim_device("gpu")
