@@ -121,11 +121,18 @@ def bootstrap(threads: int, gpus: Sequence[int] = (), world: int = 1) -> Callabl
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         os.environ["TQDM_DISABLE"] = "1"
         if devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(named(devices))
         logging.getLogger("transformers").setLevel(logging.ERROR)
         keep_freed_memory()
 
     return prepare
+
+
+def named(devices: Sequence[int]) -> list[str]:
+    """What CUDA calls these devices, by number among those that this process was left itself: of
+    "4,7" number 1 is "7"."""
+    left = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return [left[i] if i < len(left) else str(i) for i in devices]
 
 
 def share(gpus: Sequence[int], rank: int, world: int) -> Sequence[int]:

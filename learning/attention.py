@@ -122,7 +122,7 @@ def cartridge_attention(
         key, value = context.cache.write(layer, key, value)
     kv, lengths = None if context.kv is None else context.kv[:, layer], context.lengths
 
-    rows, heads, length, _ = query.shape
+    rows, heads, length = query.shape[:3]
     chunk = query_chunk(rows * heads, key.shape[2] + (0 if kv is None else kv.shape[3]))
     if length <= chunk:
         return _explicit(query, key, value, attention_mask, scaling, kv, lengths), None

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from cluster.parts import Resources
 from cluster.sizing import (
-    ModelSize,
     SCORE_BYTES,
+    ModelSize,
     Rows,
     activation_bytes,
     checkpoint_bytes,
