@@ -286,12 +286,11 @@ class Processes:
     ) -> Process:
         """A process that is being started. It counts at once, for whoever chooses next."""
         used = Counter(device for process in host.living for device in process.gpus)
-        free = (device for device in itertools.count() if device not in used)
+        free = filter(lambda device: device not in used, itertools.count())
         devices = tuple(next(free) for _ in gpus)
         if host.local and gpus and (there := gpus_here()):
             # Where there are too few, processes share them: those that the fewest have.
-            by_use = sorted(range(there), key=lambda device: (used[device], device))
-            devices = tuple(by_use[: len(gpus)])
+            devices = tuple(sorted(range(there), key=lambda device: used[device])[: len(gpus)])
         try:
             procs = host.mesh.spawn_procs(
                 per_host={"procs": ranks}, name=name, bootstrap=bootstrap(threads, devices, ranks)

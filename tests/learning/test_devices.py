@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 END = frozenset({5})
 CONFIG = TrainerConfig(
     tokens=8, frozen=1, lr=0.02, warmup_steps=0, clip=1.0, row_tokens=24, micro_tokens=40,
-    compare_every=1, objective=ALL, publish_dtype="bfloat16",
+    compare_every=3, objective=ALL, publish_dtype="bfloat16",
 )  # fmt: skip
 
 
