@@ -286,8 +286,7 @@ class Processes:
     ) -> Process:
         """A process that is being started. It counts at once, for whoever chooses next."""
         used = Counter(device for process in host.living for device in process.gpus)
-        free = filter(lambda device: device not in used, itertools.count())
-        devices = tuple(next(free) for _ in gpus)
+        devices = tuple(d for d in range(len(used) + len(gpus)) if d not in used)[: len(gpus)]
         if host.local and gpus and (there := gpus_here()):
             # Where there are too few, processes share them: those that the fewest have.
             devices = tuple(sorted(range(there), key=lambda device: used[device])[: len(gpus)])
