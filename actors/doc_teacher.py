@@ -11,7 +11,7 @@ import torch
 from monarch.actor import Actor, endpoint
 
 from actors.setup import BaseModel, fresh_key
-from learning.model import document_kv, flush_denormals, load_model
+from learning.model import document_kv, flush_denormals
 from learning.prefixes import DocumentCache, host_spill
 from learning.scoring import prefixes_of, score_kept
 from protocols.ports import TensorPlane
@@ -26,7 +26,7 @@ class DocTeacherActor(Actor):
         """`keep_top` entries a token are sent, or all logits for None."""
         torch.set_num_threads(base.threads)
         flush_denormals()
-        self._model = load_model(base.path, base.dtype)
+        self._model = base.load()
         self._plane = base.plane
         self._row_tokens = row_tokens
         self._keep_top = keep_top

@@ -23,7 +23,7 @@ from torch import Tensor
 from actors.engine_thread import Engine, EngineThread
 from actors.setup import VLLM_REMEDY, BaseModel, missing_vllm
 from learning.engine import TorchEngine
-from learning.model import document_kv, flush_denormals, load_model, text_of
+from learning.model import document_kv, flush_denormals, text_of
 from learning.prefixes import DocumentCache
 from protocols.errors import PublishError, RunError
 from protocols.learn_spec import GeneratorSpec
@@ -160,7 +160,7 @@ def build_engine(base: BaseModel, end_ids: frozenset[int], spec: GeneratorSpec) 
 
         return VllmEngine(base.path, base.dtype, base.documents, end_ids, spec, text)
     flush_denormals()
-    model = load_model(base.path, base.dtype)
+    model = base.load()
     cache = DocumentCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
     return TorchEngine(model, cache.get, end_ids, text)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from actors.setup import BaseModel
 from learning.decoding import generate
-from learning.model import document_kv, flush_denormals, load_model, text_of
+from learning.model import document_kv, flush_denormals, text_of
 from learning.prefixes import DocumentCache
 from learning.rotation import composed
 from learning.versions import CartridgeVersions
@@ -34,7 +34,7 @@ class GeneratorActor(Actor):
     def __init__(self, base: BaseModel, end_ids: frozenset[int], keep_versions: int) -> None:
         torch.set_num_threads(base.threads)
         flush_denormals()
-        self._model = load_model(base.path, base.dtype)
+        self._model = base.load()
         self._plane = base.plane
         self._end_ids = end_ids
         self._text = text_of(base.path)
@@ -57,7 +57,7 @@ class GeneratorActor(Actor):
     async def load(self, snapshot: Snapshot) -> int:
         """Take a published version from the tensor plane; requests may name it from now on."""
         tensors = await self._plane.get(snapshot.packet)
-        kv = tensors["kv"].to(self._model.dtype)
+        kv = tensors["kv"].to(self._model.device, self._model.dtype)
         self._cartridges.add(snapshot.version, snapshot.names, kv)
         return snapshot.version
 

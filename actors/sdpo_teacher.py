@@ -15,7 +15,7 @@ from monarch.actor import Actor, endpoint
 from torch import Tensor
 
 from actors.setup import BaseModel, fresh_key
-from learning.model import flush_denormals, load_model
+from learning.model import flush_denormals
 from learning.scoring import score_kept, with_references
 from learning.versions import CartridgeVersions
 from protocols.channels import PreferencePair
@@ -32,7 +32,7 @@ class SDPOTeacherActor(Actor):
         """`keep_top` entries a token are sent, or all logits for None."""
         torch.set_num_threads(base.threads)
         flush_denormals()
-        self._model = load_model(base.path, base.dtype)
+        self._model = base.load()
         self._plane = base.plane
         self._row_tokens = row_tokens
         self._keep_top = keep_top
@@ -52,7 +52,7 @@ class SDPOTeacherActor(Actor):
     async def load(self, snapshot: Snapshot) -> int:
         """Take a published version from the tensor plane."""
         tensors = await self._plane.get(snapshot.packet)
-        kv = tensors["kv"].to(self._model.dtype)
+        kv = tensors["kv"].to(self._model.device, self._model.dtype)
         self._cartridges.add(snapshot.version, snapshot.names, kv)
         return snapshot.version
 

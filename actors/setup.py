@@ -20,6 +20,7 @@ from protocols.types import Packet
 
 if TYPE_CHECKING:  # a process says how many threads it has before torch is imported
     import torch
+    from transformers import PreTrainedModel
 
 KEPT_BYTES = 256 * 1024**2
 PLACE = "FORGE_RANK_PLACE"  # a process that is one of several ranks finds its place there
@@ -32,7 +33,8 @@ class BaseModel:
 
     `documents` maps a document's name to its token ids from position 0 (chat template included);
     `max_kv_bytes` bounds the KV of documents that the actor keeps where the model computes, and
-    `host_kv_bytes` what it keeps of them in host memory beside a GPU.
+    `host_kv_bytes` what it keeps of them in host memory beside a GPU. `device` is "cpu", "cuda" or
+    "auto" (`learning.device`).
     """
 
     path: str
@@ -42,6 +44,15 @@ class BaseModel:
     max_kv_bytes: int
     plane: TensorPlane
     host_kv_bytes: int = 0
+    device: str = "cpu"
+
+    def load(self) -> PreTrainedModel:
+        """The model on its device. Raises DataError where there is none, SpecError where a GPU is
+        asked for and not there."""
+        from learning.device import claim_device
+        from learning.model import load_model
+
+        return load_model(self.path, self.dtype, claim_device(self.device))
 
 
 class NoPlane:
@@ -104,7 +115,7 @@ def bootstrap(threads: int, gpus: Sequence[int] = (), world: int = 1) -> Callabl
             rank = current_rank().rank
             devices = share(gpus, rank, world)
             os.environ[PLACE] = f"{rank}/{world}/{meeting}"
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -112,11 +123,18 @@ def bootstrap(threads: int, gpus: Sequence[int] = (), world: int = 1) -> Callabl
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         os.environ["TQDM_DISABLE"] = "1"
         if devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(named(devices))
         logging.getLogger("transformers").setLevel(logging.ERROR)
         keep_freed_memory()
 
     return prepare
+
+
+def named(devices: Sequence[int]) -> list[str]:
+    """What CUDA calls these devices, by number among those that this process was left itself: of
+    "4,7" number 1 is "7"."""
+    left = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return [left[i] if i < len(left) else str(i) for i in devices]
 
 
 def share(gpus: Sequence[int], rank: int, world: int) -> Sequence[int]:
@@ -151,6 +169,13 @@ def fresh_key(stem: str) -> str:
     """A key of the tensor plane that nobody else has, not even who was asked the same before and
     died of it. Keys decide nothing, so their suffix need not come from a seeded generator."""
     return f"{stem}/{uuid.uuid4().hex[:12]}"
+
+
+def gpus_here() -> int:
+    """How many GPUs torch sees on this machine. Imports torch: for who wants one."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 VLLM_REMEDY = (

@@ -19,6 +19,7 @@ from monarch.actor import Actor, endpoint
 from actors.setup import BaseModel, Place, fresh_key
 from learning.batch import Batch
 from learning.checkpoint import read_checkpoint
+from learning.device import claim_device
 from learning.initial import Source, Start, initial_bank
 from learning.losses import Teacher, joined
 from learning.model import document_kv, flush_denormals, load_model, text_ids
@@ -48,9 +49,14 @@ class TrainerActor(Actor):
         each rank keeps its share of the base; one waits at most `silent_s` for another."""
         torch.set_num_threads(base.threads)
         flush_denormals()
-        model = load_model(base.path, base.dtype)
         place = Place.here()
-        self._ranks = join(place.rank, place.world, place.rendezvous, timeout_s=silent_s)
+        device = claim_device(base.device, place.rank)
+        # A base that is to be sharded is whole on the host alone.
+        shard = shard and place.world > 1
+        model = load_model(base.path, base.dtype, "cpu" if shard else device)
+        self._ranks = join(
+            place.rank, place.world, place.rendezvous, device=device.type, timeout_s=silent_s
+        )
         if shard:
             shard_base(model, self._ranks)
         self._plane = base.plane

@@ -8,7 +8,8 @@ Random weights; 8 prompts of 200 tokens, each answered with 512, about a documen
 cartridge of 2,048. The phases are learning's own functions (benchmarks.phases). A bound takes a
 phase's FLOPs and bytes (forge_run.roofline) at the ceilings that this device reached just before. A
 phase that fails is printed with its error, the others go on over drawn tokens, and the exit code is
-1. Where the student runs out of memory: `--micro-tokens 2848`.
+1. Where the student runs out of memory: `--micro-tokens 2848`. On a GPU the first step compiles
+attention, and is not measured.
 """
 
 from __future__ import annotations

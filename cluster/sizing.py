@@ -22,6 +22,8 @@ PROCESS_BYTES = 1 * GIB  # an interpreter with torch, transformers and Monarch
 TRAINER_BYTES = 16  # per trainable number: float32 master, gradient and Adam's two moments
 STATE_BYTES = 12  # per trainable number of a checkpoint: master and moments
 FLOAT = 4
+SCORE_BYTES = 256 * 2**20  # of one layer's scores at a time: learning.attention's bound
+SCORE_COPIES = 6  # of a chunk's, float32: scores, joined, weights, and their gradients
 LOSS_COPIES = 3  # of the logits, float32: themselves, their log-softmax and its gradient
 HEADROOM = 1.25  # for what the allocator keeps, and what is not counted
 HOLDS_MODEL = ("generator", "doc_teacher", "sdpo_teacher", "trainer")
@@ -117,7 +119,9 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> Needs:
         prefix = learn.data.document_tokens or prefix
         held = ("document KV", document_bytes(learn, size))
     stacked = min(rows.rows, learn.data.patients) * prefix * size.kv_token
-    scoring = score_bytes(size, rows, prefix) // size.shape.layers  # one layer at a time
+    scoring = held_score_bytes(size, rows, prefix) // size.shape.layers  # one layer at a time
+    if is_chunked(size, rows, prefix):
+        scoring = SCORE_COPIES // 2 * SCORE_BYTES  # nothing of them has a gradient
     logits = rows.responses * size.shape.vocab * FLOAT
     return Needs(
         (weights, held, ("prefixes of a step", stacked), ("attention scores", scoring),
@@ -151,7 +155,7 @@ def _trainer(learn: LearnSpec, size: ModelSize, rows: Rows, ranks: int) -> Needs
         ("cartridges as one", bank),  # gathered for a step's documents
         ("snapshots", (learn.train.staleness + 1) * published_bytes(learn, size)),
         ("activations", activation_bytes(size, rows)),
-        ("attention scores", score_bytes(size, rows, learn.cartridge.tokens)),
+        ("attention scores", held_score_bytes(size, rows, learn.cartridge.tokens)),
         ("logits", LOSS_COPIES * rows.responses * size.shape.vocab * FLOAT),
     )
     documents = learn.data.patients * (learn.data.document_tokens or 0) * size.kv_token
@@ -178,9 +182,22 @@ def activation_bytes(size: ModelSize, rows: Rows) -> int:
     return shape.layers * rows.tokens * each
 
 
+def is_chunked(size: ModelSize, rows: Rows, prefix: int) -> bool:
+    """Whether one layer's scores are too many to exist at once."""
+    return size.shape.heads * rows.tokens * (prefix + rows.width) * FLOAT > SCORE_BYTES
+
+
+def held_score_bytes(size: ModelSize, rows: Rows, prefix: int) -> int:
+    """What exists of attention's scores: those of all layers, kept for the backward pass, or those
+    of a chunk of one layer's queries. FlexAttention, on a GPU, needs less than the latter."""
+    if is_chunked(size, rows, prefix):
+        return SCORE_COPIES * SCORE_BYTES
+    return score_bytes(size, rows, prefix)
+
+
 def score_bytes(size: ModelSize, rows: Rows, prefix: int) -> int:
-    """Attention's weights over prefix and row, of all layers, which `learning.attention` forms
-    explicitly: in float32, and once more where the values are narrower."""
+    """Attention's weights over prefix and row, of all layers, where they are formed at once: in
+    float32, and once more where the values are narrower."""
     shape = size.shape
     each = FLOAT + (size.value_bytes if size.value_bytes < FLOAT else 0)
     return shape.layers * shape.heads * rows.tokens * (prefix + rows.width) * each

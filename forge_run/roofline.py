@@ -33,6 +33,7 @@ class Kernel:
 
 FUSED = Kernel(causal=True, backward=2.5)  # forms the scores again in the backward
 EXPLICIT = Kernel(causal=False, backward=2.0)  # learning.attention: whole rows of scores, kept
+CHUNKED = Kernel(causal=False, backward=3.0)  # and where they would be too many: formed again
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from actors.setup import VLLM_REMEDY, missing_vllm
+from actors.setup import VLLM_REMEDY, gpus_here, missing_vllm
+from cluster.sizing import HOLDS_MODEL
 from protocols.replay_spec import ReplaySpec, TeacherSpec
 from protocols.spec import RunSpec
 from protocols.spec_faults import Fault, combined
@@ -59,9 +60,15 @@ def unmet(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> list
                     f"({learn.generator.tensor_parallel}) of them",
                     "make them equal",
                 )
-        elif role.gpus:
-            why = "cannot run yet, its model stays on the CPU"
-            cannot(f"roles.{name}.gpus", role.gpus, why, "use 0")
+        elif role.gpus and name not in HOLDS_MODEL:
+            cannot(f"roles.{name}.gpus", role.gpus, "cannot run, it has no model there", "use 0")
+        elif role.gpus > 1:
+            why = "cannot run, a process's model lies on one"
+            cannot(f"roles.{name}.gpus", role.gpus, why, "use 1, and more replicas or ranks")
+        elif role.gpus and mesh.hosts.kind == "local" and not gpus_here():
+            why = "cannot run here, torch sees no GPU on this machine"
+            remedy = "use 0, or install a torch built for CUDA and check nvidia-smi"
+            cannot(f"roles.{name}.gpus", role.gpus, why, remedy)
     if learn.generator.backend == "vllm" and missing_vllm():
         cannot("generator.backend", "vllm", "needs vLLM, which is not installed", VLLM_REMEDY)
     _check_model(learn.model.path, cannot)

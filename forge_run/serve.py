@@ -87,7 +87,7 @@ def plan(loaded: LoadedServe) -> list[Section]:
 
 def unmet(loaded: LoadedServe) -> list[Fault]:
     """Why this cannot be served here and now; empty when it can."""
-    from actors.setup import VLLM_REMEDY, missing_vllm
+    from actors.setup import VLLM_REMEDY, gpus_here, missing_vllm
 
     spec, faults = loaded.spec, []
 
@@ -102,8 +102,11 @@ def unmet(loaded: LoadedServe) -> list[Fault]:
         cannot("roles.generator.procs", role.procs, "cannot run", "use 1, and more replicas")
     if spec.generator.backend == "vllm" and missing_vllm():
         cannot("generator.backend", "vllm", "needs vLLM, which is not installed", VLLM_REMEDY)
-    if spec.generator.backend == "torch" and role.gpus:
-        cannot("roles.generator.gpus", role.gpus, "cannot run, torch stays on the CPU", "use 0")
+    if spec.generator.backend == "torch" and role.gpus > 1:
+        cannot("roles.generator.gpus", role.gpus, "cannot run, a model lies on one", "use 1")
+    elif spec.generator.backend == "torch" and role.gpus and not gpus_here():
+        why = "cannot run here, torch sees no GPU on this machine"
+        cannot("roles.generator.gpus", role.gpus, why, "use 0, or a torch built for CUDA")
     if spec.http.key_env and not os.environ.get(spec.http.key_env):
         why = "is not in the environment, and the API key is read from it"
         cannot("http.key_env", spec.http.key_env, why, "export it, or set http.key_env to null")

@@ -8,21 +8,30 @@ heads are never repeated either.
 
 A query sees every valid token of its prefix and, through `attention_mask`, its own row.
 
-The scores are formed explicitly in float32: memory grows with rows x heads x T x (P + S). The
-row length bounds T; a fused kernel for prefixes of thousands of tokens is the trainer-at-scale
-work, behind this same function.
+    scores up to SCORE_BYTES    formed at once, in float32, and kept for the backward pass
+    more, "cartridge" on CUDA   FlexAttention (`learning.flex`), which never forms them
+    more, otherwise             formed for a chunk of queries at a time, and again in the backward
+                                pass: no more than a few times SCORE_BYTES, whatever the lengths
+
+rows x heads x T x (P + S) x 4 bytes are a layer's scores.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-IMPLEMENTATION = "cartridge"
+from learning.flex import Blocks, flex_attention_over
+
+IMPLEMENTATIONS = {"auto": "cartridge", "chunked": "cartridge_chunked"}
+IMPLEMENTATION = IMPLEMENTATIONS["auto"]
+SCORE_BYTES = 256 * 2**20
 
 
 @dataclass
@@ -78,6 +87,7 @@ class PrefixContext:
     cache    where to keep this pass's keys and values while decoding
     captured filled with [B, 2, H_kv, T, D] per layer when `capture` is set
     queries  filled with [B, H_q, T, D] per layer, times its scale, when `capture` is set
+    blocks   what FlexAttention needs to know of the masks, which are every layer's
     """
 
     kv: Tensor | None = None
@@ -86,6 +96,7 @@ class PrefixContext:
     capture: bool = False
     captured: list[Tensor] = field(default_factory=list)
     queries: list[Tensor] = field(default_factory=list)
+    blocks: Blocks = field(default_factory=dict)
 
 
 def cartridge_attention(
@@ -96,6 +107,7 @@ def cartridge_attention(
     attention_mask: Tensor | None,
     scaling: float,
     prefix: PrefixContext | None = None,
+    fused: bool = True,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """softmax([q k_prefix ; q k_row]) [v_prefix ; v_row], prefix shared by the rows of its group.
@@ -111,7 +123,43 @@ def cartridge_attention(
         context.queries.append(query * scaling)
     if context.cache is not None:
         key, value = context.cache.write(layer, key, value)
+    kv, lengths = None if context.kv is None else context.kv[:, layer], context.lengths
 
+    rows, heads, length = query.shape[:3]
+    chunk = query_chunk(rows * heads, key.shape[2] + (0 if kv is None else kv.shape[3]))
+    if length <= chunk:
+        return _explicit(query, key, value, attention_mask, scaling, kv, lengths), None
+    if fused and query.device.type == "cuda":
+        return flex_attention_over(
+            query, key, value, attention_mask, scaling, kv, lengths, context.blocks
+        ), None
+    parts = []
+    for start in range(0, length, chunk):
+        of = slice(start, start + chunk)
+        mask = None if attention_mask is None else attention_mask[:, :, of]
+        part: Tensor = checkpoint(
+            _explicit, query[:, :, of], key, value, mask, scaling, kv, lengths,
+            use_reentrant=False, preserve_rng_state=False,
+        )  # fmt: skip
+        parts.append(part)
+    return torch.cat(parts, dim=1), None
+
+
+def query_chunk(rows_heads: int, seen: int) -> int:
+    """Queries of a row whose float32 scores over `seen` keys fit into SCORE_BYTES; one at least."""
+    return max(1, SCORE_BYTES // (4 * rows_heads * seen))
+
+
+def _explicit(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    kv: Tensor | None,
+    lengths: Tensor | None,
+) -> Tensor:
+    """All scores of these queries; kv [C, 2, H_kv, P, D] of one layer."""
     rows, query_heads, length, size = query.shape
     heads = key.shape[1]
     grouped = query_heads // heads
@@ -121,19 +169,18 @@ def cartridge_attention(
     if attention_mask is not None:
         seen = attention_mask[:, :, None].expand(-1, 1, grouped, -1, -1)
         own = own.masked_fill(~seen.flatten(2, 3), float("-inf"))
-    if context.kv is None:
+    if kv is None:
         weights = own.softmax(-1).to(value.dtype)
         out = weights @ value
     else:
-        kv = context.kv[:, layer]
         count, prefix_tokens = kv.shape[0], kv.shape[3]
         per = rows // count
         # [C*R, H, G*T, D] -> [C, H, R*G*T, D]: one product for each prefix, whatever R is.
         folded = q.view(count, per, heads, -1, size).transpose(1, 2)
         folded = folded.reshape(count, heads, -1, size)
         shared = (folded @ kv[:, 0].transpose(-1, -2)).float()
-        if context.lengths is not None:
-            padding = torch.arange(prefix_tokens, device=q.device) >= context.lengths[:, None]
+        if lengths is not None:
+            padding = torch.arange(prefix_tokens, device=q.device) >= lengths[:, None]
             shared = shared.masked_fill(padding[:, None, None], float("-inf"))
         shared = shared.view(count, heads, per, -1, prefix_tokens).transpose(1, 2)
         scores = torch.cat([shared.reshape(rows, heads, -1, prefix_tokens), own], dim=-1)
@@ -143,7 +190,8 @@ def cartridge_attention(
         read = folded.reshape(count, heads, -1, prefix_tokens) @ kv[:, 1]
         read = read.view(count, heads, per, -1, size).transpose(1, 2).reshape(q.shape)
         out = read + on_own @ value
-    return out.reshape(rows, query_heads, length, size).transpose(1, 2), None
+    return out.reshape(rows, query_heads, length, size).transpose(1, 2)
 
 
-AttentionInterface.register(IMPLEMENTATION, cartridge_attention)
+AttentionInterface.register(IMPLEMENTATIONS["auto"], cartridge_attention)
+AttentionInterface.register(IMPLEMENTATIONS["chunked"], partial(cartridge_attention, fused=False))

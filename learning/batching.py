@@ -164,15 +164,16 @@ def response_tokens(
 
     With `recompute_layers` the layers keep their inputs alone for the backward pass.
     """
-    same = packed.segments[:, :, None] == packed.segments[:, None, :]
-    length = packed.ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    device, length = model.device, packed.ids.shape[1]
+    segments = packed.segments.to(device)
+    same = segments[:, :, None] == segments[:, None, :]
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     with recomputing(model) if recompute_layers else nullcontext():
         hidden = hidden_states(
             model,
-            packed.ids.to(model.device),
-            packed.positions.to(model.device),
-            (same & causal)[:, None].to(model.device),
+            packed.ids.to(device),
+            packed.positions.to(device),
+            (same & causal)[:, None],
             PrefixContext(kv=kv, lengths=lengths),
         )
     chunk = chunk_tokens(model.config.vocab_size, logit_bytes)

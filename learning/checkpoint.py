@@ -55,7 +55,7 @@ def write_checkpoint(directory: Path, name: str, checkpoint: Checkpoint, keep: i
     partial = directory / f".{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file({k: v.contiguous() for k, v in checkpoint.tensors.items()}, partial / STATE)
+    save_file(_on_host(checkpoint.tensors), partial / STATE)
     manifest = {"schema": SCHEMA, "sha256": sha256_of(partial / STATE), "facts": checkpoint.facts}
     manifest["facts_sha256"] = _facts_sha256(checkpoint.facts)
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
@@ -123,7 +123,7 @@ def write_state(path: Path, state: Checkpoint) -> None:
     """Replace the file whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    tensors = {k: v.contiguous() for k, v in state.tensors.items()}
+    tensors = _on_host(state.tensors)
     facts = json.dumps(state.facts)
     save_file(tensors, partial, metadata={"facts": facts, "crc32": _crc32(facts, tensors)})
     partial.replace(path)
@@ -143,6 +143,10 @@ def read_state(path: Path) -> Checkpoint:
             f"the trainer's last state {path} cannot be read: {error}; end the run and resume it "
             "from its last checkpoint"
         ) from error
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _is_whole(path: Path) -> bool:

@@ -87,7 +87,7 @@ class TorchEngine:
                 f"cartridges of shape {tuple(kv.shape)} do not fit this model, which takes "
                 f"[{len(names)}, {layers}, 2, {heads}, P, {size}]; was it trained for another base?"
             )
-        self._held[version] = (names, kv.to(self._model.dtype))
+        self._held[version] = (names, kv.to(self._model.device, self._model.dtype))
 
     def let_go(self, version: int) -> None:
         del self._held[version]

@@ -123,36 +123,37 @@ class Lane:
         self.slots: list[Row | None] = [
             group[r] if r < len(group) else None for group in groups for r in range(per)
         ]
-        slots = self.slots
+        slots, device = self.slots, model.device
         kv, lengths = stack_prefixes(prefixes)
-        starts = torch.tensor([p.shape[3] for p in prefixes]).repeat_interleave(per)
+        starts = torch.tensor([p.shape[3] for p in prefixes for _ in range(per)], device=device)
         longest = max(len(s.request.prompt_ids) for s in slots if s)
         budget = max(s.request.sampling.max_tokens for s in slots if s)
-        ids = torch.zeros(len(slots), longest, dtype=torch.long)
-        # Left padding of each row; dummies keep one token.
-        self._pad = torch.full((len(slots),), longest - 1)
-        for b, slot in enumerate(slots):
-            if slot:
-                prompt = slot.request.prompt_ids
-                self._pad[b] = longest - len(prompt)
-                ids[b, self._pad[b] :] = torch.tensor(prompt)
+        # Each row's prompt, left-padded; dummies keep one token.
+        prompts = [slot.request.prompt_ids if slot else (0,) for slot in slots]
+        padding = [longest - len(prompt) for prompt in prompts]
+        ids = torch.tensor(
+            [[0] * left + [*prompt] for left, prompt in zip(padding, prompts, strict=True)],
+            device=device,
+        )
+        self._pad = torch.tensor(padding, device=device)
         layers, heads, _ = kv_shape(model)
         self._cache = DecodeCache.empty(kv, layers, len(slots), heads, longest + budget)
         self._context = PrefixContext(kv=kv, lengths=lengths, cache=self._cache)
-        columns = torch.arange(longest)
+        columns = torch.arange(longest, device=device)
         pad = self._pad
         positions = (columns[None] - pad[:, None]).clamp(min=0) + starts[:, None]
         # A padding column sees itself alone, so that its softmax stays finite; nothing sees it.
         visible = (columns[None, :, None] >= columns[None, None, :]) & (
             columns[None, None, :] >= pad[:, None, None]
         )
-        mask = visible | torch.eye(longest, dtype=torch.bool)
+        mask = visible | torch.eye(longest, dtype=torch.bool, device=device)
         read = hidden_states(model, ids, positions, mask[:, None], self._context)
         for b, slot in enumerate(slots):
             if slot and slot.request.prompt_logprobs:
-                logprobs = model.lm_head(read[b, pad[b] : -1]).float().log_softmax(-1)
+                first = padding[b]
+                logprobs = model.lm_head(read[b, first:-1]).float().log_softmax(-1)
                 slot.prompt_logprobs = tuple(
-                    logprobs.gather(-1, ids[b, pad[b] + 1 :, None])[:, 0].tolist()
+                    logprobs.gather(-1, ids[b, first + 1 :, None])[:, 0].tolist()
                 )
                 slot.prompt_likeliest = tuple(logprobs.argmax(-1).tolist())
         self._cache.used = longest
@@ -167,7 +168,7 @@ class Lane:
         """The next token of every row that goes on."""
         self._drop()
         self._position = self._position + 1
-        columns = torch.arange(self._cache.used + 1)
+        columns = torch.arange(self._cache.used + 1, device=self._pad.device)
         mask = columns[None] >= self._pad[:, None]
         hidden = hidden_states(
             self._model,
@@ -197,7 +198,7 @@ class Lane:
         keep = compaction(self.slots, self._count)
         if keep is None:
             return
-        rows = torch.tensor(keep)
+        rows = torch.tensor(keep, device=self._pad.device)
         self.slots = [self.slots[b] for b in keep]
         self._tokens, self._position = self._tokens[rows], self._position[rows]
         self._pad = self._pad[rows]
@@ -219,7 +220,7 @@ class Lane:
         for sampling, drawing in by_sampling.items():
             rows = [b for b, _ in drawing]
             draws = torch.stack([slot.uniforms[len(slot.tokens)] for _, slot in drawing])
-            chosen[rows] = draw(logits[rows], draws, sampling)
+            chosen[rows] = draw(logits[rows], draws.to(logits.device), sampling)
         picked = logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
         ids = chosen.tolist()
         wanted = max((s.top_wanted for s in slots if s and not s.reason), default=0)

@@ -19,7 +19,7 @@ Sources: Eyuboglu et al. 2025 (cartridges); Agarwal et al. 2024 (generalised JSD
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -91,6 +91,7 @@ def aligned(
             f"student has {student.shape[0]} response tokens and teacher {teacher.tokens}: "
             "they must be the same tokens in the same order"
         )
+    teacher = teacher.to(student.device)
     log_s = F.log_softmax(student.float() / temperature, dim=-1)
     if teacher.logits is not None:
         return log_s, F.log_softmax(teacher.logits.float() / temperature, dim=-1)
@@ -129,9 +130,16 @@ class Teacher:
 
     def rows(self, which: slice | Tensor) -> Teacher:
         """The teacher's view of some of the tokens: a slice, or indices [n]."""
-        return Teacher(
-            *(None if x is None else x[which] for x in (self.logits, self.indices, self.logprobs))
-        )
+        return self._each(lambda x: x[which])
+
+    def to(self, device: torch.device) -> Teacher:
+        """The same where the student is: scores come off the tensor plane on the host, and reach
+        the device a chunk of tokens at a time."""
+        return self._each(lambda x: x.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Teacher:
+        held = (self.logits, self.indices, self.logprobs)
+        return Teacher(*(None if x is None else change(x) for x in held))
 
 
 def joined(parts: Sequence[tuple[Sequence[int], Teacher]], lengths: Sequence[int]) -> Teacher:

@@ -21,8 +21,11 @@ from protocols.errors import DataError
 PREFILL_CHUNK = 512  # tokens: bounds the score matrix while a long document is read
 
 
-def load_model(path: str, dtype: str = "float32") -> PreTrainedModel:
-    """Load a causal LM from a directory (or a hub id where a hub is at hand), frozen, in eval mode.
+def load_model(
+    path: str, dtype: str = "float32", device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """Load a causal LM from a directory (or a hub id where a hub is at hand), frozen, in eval mode,
+    on `device`: whatever works with it goes where it is.
 
     Raises DataError when there is no model there.
     """
@@ -37,6 +40,7 @@ def load_model(path: str, dtype: str = "float32") -> PreTrainedModel:
         ) from error
     model.requires_grad_(False)
     model.eval()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    model.to(device)  # type: ignore[arg-type]  # transformers wraps it without its types
     return model
 
 

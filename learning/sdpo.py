@@ -115,7 +115,7 @@ def _sampled(student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor) ->
         )
     assert student.shape[0] == teacher.tokens, (student.shape, teacher.tokens)
     log_s = token_logprobs(student.float(), targets)
-    log_t = token_logprobs(teacher.logits.float(), targets)
+    log_t = token_logprobs(teacher.logits.to(student.device).float(), targets)
     lag = (log_s.detach() - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = lag.exp().clamp(max=RATIO_CAP)
     difference = (log_s - log_t).detach()

@@ -248,7 +248,12 @@ class CartridgeTrainer:
             self.bank.trainable.copy_(tensors["trainable"])
             self.bank.frozen.copy_(tensors["frozen"])
         self._optimizer = new_optimizer(self.bank)
-        moments = {k[5:]: v.clone() for k, v in tensors.items() if k.startswith("adam.")}
+        moments = {
+            # Adam counts its steps on the host, wherever its moments are.
+            k[5:]: v.clone() if k == "adam.step" else v.to(self.bank.trainable, copy=True)
+            for k, v in tensors.items()
+            if k.startswith("adam.")
+        }
         if moments:
             self._optimizer.state[self.bank.trainable] = moments
         self.version, self._arm, self._step = facts["version"], facts["arm"], facts["step"]

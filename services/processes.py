@@ -12,13 +12,14 @@ import asyncio
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from monarch.actor import HostMesh
 
 from actors.pulse import PulseActor
-from actors.setup import bootstrap
+from actors.setup import bootstrap, gpus_here
 from protocols.errors import RunError
 from protocols.service_spec import HealthSpec
 from services.hosts import Worker
@@ -284,9 +285,11 @@ class Processes:
         self, host: Host, name: str, threads: int, gpus: Sequence[int], ranks: int = 1
     ) -> Process:
         """A process that is being started. It counts at once, for whoever chooses next."""
-        used = {device for process in host.living for device in process.gpus}
-        free = (device for device in itertools.count() if device not in used)
-        devices = tuple(gpus) if host.local else tuple(next(free) for _ in gpus)
+        used = Counter(device for process in host.living for device in process.gpus)
+        devices = tuple(d for d in range(len(used) + len(gpus)) if d not in used)[: len(gpus)]
+        if host.local and gpus and (there := gpus_here()):
+            # Where there are too few, processes share them: those that the fewest have.
+            devices = tuple(sorted(range(there), key=lambda device: used[device])[: len(gpus)])
         try:
             procs = host.mesh.spawn_procs(
                 per_host={"procs": ranks}, name=name, bootstrap=bootstrap(threads, devices, ranks)

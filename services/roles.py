@@ -204,7 +204,8 @@ async def open_generators(
         note=note,
     )
     service.warm([role.threads] * role.replicas)
-    base = BaseModel(model.path, model.dtype, role.threads, documents, SERVED_KV_BYTES, NoPlane())
+    held = (model.path, model.dtype, role.threads, documents, SERVED_KV_BYTES, NoPlane())
+    base = BaseModel(*held, device_of(role))
     args = (base, end_ids, EVERY_VERSION, generator)
     return service, service.spawn(EngineGeneratorActor, args=args, role="generator", spec=role)
 
@@ -245,6 +246,7 @@ async def spawn_roles(
             max_kv_bytes=spec.learn.teacher.max_kv_bytes,
             plane=mesh.plane,
             host_kv_bytes=spec.learn.teacher.host_kv_bytes,
+            device=device_of(role),
         )
         mesh.service.spawn(
             ROLES[actor_of(name, spec.learn)],
@@ -283,6 +285,11 @@ async def _answers(store: Replica) -> bool:
     except Exception:  # however it fails: a process that is well answers
         return False
     return True
+
+
+def device_of(role: RoleSpec) -> str:
+    """Where a role's model lies: `bootstrap` shows each process the GPUs that are its own."""
+    return "cuda" if role.gpus else "cpu"
 
 
 def actor_of(name: str, learn: LearnSpec) -> str:

@@ -17,8 +17,15 @@ def _environment_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_sees_its_own_gpus_alone() -> None:
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     bootstrap(3, range(4, 6))()
     assert (os.environ["OMP_NUM_THREADS"], os.environ["CUDA_VISIBLE_DEVICES"]) == ("3", "4,5")
+
+
+def test_devices_are_counted_among_those_that_were_left() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = "4,GPU-7f"
+    bootstrap(1, range(1, 2))()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-7f"
 
 
 def test_without_gpus_the_devices_stay_as_they_are() -> None:

@@ -15,7 +15,8 @@ from benchmarks.counting import counted
 from benchmarks.phases import SETTINGS, Setting, Step, bounds
 from cluster.sizing import kv_values_per_token, matmul_parameters
 from forge_run import roofline
-from forge_run.roofline import EXPLICIT, FUSED, Workload
+from forge_run.roofline import CHUNKED, EXPLICIT, FUSED, Workload
+from learning import attention
 from learning.attention import DecodeCache
 from learning.model import PREFILL_CHUNK, document_kv, kv_shape
 from protocols.learn_spec import ShapeSpec
@@ -51,6 +52,21 @@ def test_every_further_layer_of_the_student() -> None:
     more = Step(six, CPU).counts()["student"].flops - Step(two, CPU).counts()["student"].flops
     formula = bounds(six, EXPLICIT)["student"].flops - bounds(two, EXPLICIT)["student"].flops
     assert more == formula
+
+
+def test_attention_in_chunks_costs_a_forward_more_and_keeps_no_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setting = with_layers(6)
+    whole = Step(setting, CPU).counts()["student"]
+    monkeypatch.setattr(attention, "SCORE_BYTES", 4 * 3 * 4 * (16 + 12) * 5)  # 5 queries of 12
+    chunked = Step(setting, CPU).counts()["student"]
+    least, more = (bounds(setting, kernel)["student"].flops for kernel in (EXPLICIT, CHUNKED))
+    # But for the last product, weights over the row's own values, which nothing asks for again.
+    last = 3 * 2 * 6 * 4 * 8 * 12 * 12
+    assert chunked.flops - whole.flops == more - least - last
+    scores = 6 * 4 * 3 * 12 * (16 + 12) * 4
+    assert whole.saved - chunked.saved > 0.8 * scores
 
 
 def test_decoding_one_token(step: Step) -> None:

@@ -12,11 +12,13 @@ from safetensors.torch import save_file
 
 from cluster.parts import Resources
 from cluster.sizing import (
+    SCORE_BYTES,
     ModelSize,
     Rows,
     activation_bytes,
     checkpoint_bytes,
     document_bytes,
+    held_score_bytes,
     pod_resources,
     published_bytes,
     role_needs,
@@ -28,6 +30,7 @@ from cluster.sizing import (
 )
 from forge_run.cli import forge
 from forge_run.k8s import model_size
+from learning import attention
 from learning.batching import pack, response_logits
 from learning.cartridge import first_tokens
 from learning.losses import top_k
@@ -62,8 +65,11 @@ def test_the_published_setting_by_hand() -> None:
     assert needs["cartridges, gradient, Adam"] == 20 * 2047 * 57_344 * 16
     assert needs["untrained cartridges"] == 20 * 2047 * 57_344 * 4
     assert needs["logits"] == 3 * 4096 * 128_256 * 4
-    # 28 layers, 24 heads, 8 x 712 tokens that see 2048 + 712 each, float32 and bfloat16
-    assert needs["attention scores"] == 28 * 24 * 8 * 712 * (2048 + 712) * 6
+    # 24 heads, 8 x 712 tokens that see 2048 + 712 each: 1.5 GB a layer, so a chunk at a time
+    assert needs["attention scores"] == 6 * 256 * 2**20
+    one = Rows(1, 712, 512)  # of one sample 189 MB a layer: kept, float32 and bfloat16
+    assert held_score_bytes(LLAMA_3B, one, 2048) == 28 * 24 * 712 * (2048 + 712) * 6
+    assert SCORE_BYTES == attention.SCORE_BYTES
     # gate, its activation, up; queries and what they read, keys, values; both norms in float32
     token = (3 * 8192 + 2 * 3072 + 2 * 1024) * 2 + 4 * 3072 * 4
     assert needs["activations"] == 28 * 8 * 712 * token
@@ -191,7 +197,7 @@ def test_the_plan_says_it_in_tables_and_as_json(capsys: pytest.CaptureFixture[st
     assert forge(["plan", mesh, "--sizing", "--json"]) == 0
     sections = {s["title"]: s["rows"] for s in json.loads(capsys.readouterr().out)}
     roles = {row[0]: row[1:] for row in sections["sizing, by the model's shape"]}
-    assert roles["trainer"][:3] == ["1", "155 GB", "attention scores, 63.4 GB"]
+    assert roles["trainer"][:3] == ["1", "93.7 GB", "cartridges, gradient, Adam, 37.6 GB"]
     step = dict(sections["bytes of a step"])
     assert step["published"] == "4.7 GB put once, got by 1 readers: 9.4 GB"
     assert forge(["plan", mesh, "--sizing"]) == 0

@@ -117,8 +117,11 @@ CANNOT_RUN = [
      "roles.doc_teacher.procs: 2 cannot run, only the trainer works in several processes: "
      "set at --set roles.doc_teacher.procs=2; use 1, and more replicas"),
     ("roles.generator.gpus=1",
-     "roles.generator.gpus: 1 cannot run yet, its model stays on the CPU: "
-     "set at --set roles.generator.gpus=1; use 0"),
+     "roles.generator.gpus: 1 cannot run here, torch sees no GPU on this machine: set at --set "
+     "roles.generator.gpus=1; use 0, or install a torch built for CUDA and check nvidia-smi"),
+    ("roles.trainer.gpus=2",
+     "roles.trainer.gpus: 2 cannot run, a process's model lies on one: set at --set "
+     "roles.trainer.gpus=2; use 1, and more replicas or ranks"),
     ("data={source: longhealth, patients: 1, held_out: 1}",
      "data.path: null cannot run, LongHealth asks not to be shipped and is read from a path or "
      "URL: set at --set data={source: longhealth, patients: 1, held_out: 1}; "
@@ -133,6 +136,12 @@ CANNOT_RUN = [
      "model.path: /no/model has no config.json: set at --set model.path=/no/model; "
      "give a directory with config.json and *.safetensors, or a hub id"),
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a GPU, whether this one has it or not."""
+    monkeypatch.setattr("forge_run.runnable.gpus_here", lambda: 0)
 
 
 @pytest.mark.parametrize(("override", "expected"), CANNOT_RUN, ids=[c[0] for c in CANNOT_RUN])
@@ -187,6 +196,17 @@ def test_an_engine_on_gpus_takes_as_many_as_share_it(
         SpecError, match=r"an engine takes generator\.tensor_parallel \(2\) of them"
     ):
         require_runnable(load_spec(MESH, sets=(*on_vllm, "roles.generator.gpus=1")).spec)
+
+
+def test_models_run_on_gpus_where_there_are_some(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles = ("generator", "doc_teacher", "trainer")
+    asked = (model, *(f"roles.{name}.gpus=1" for name in roles), "roles.trainer.procs=2")
+    with pytest.raises(SpecError, match="3 faults"):
+        require_runnable(load_spec(MESH, sets=asked).spec)
+    monkeypatch.setattr("forge_run.runnable.gpus_here", lambda: 1)
+    require_runnable(load_spec(MESH, sets=asked).spec)
 
 
 def test_every_reason_is_listed_at_once(model: str, no_vllm: None) -> None:

@@ -176,6 +176,22 @@ def test_devices_are_those_that_are_free_on_the_host() -> None:
     run(scenario())
 
 
+def test_roles_of_one_machine_share_its_devices_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.processes.gpus_here", lambda: 3)
+
+    async def scenario() -> None:
+        processes = Processes(HEALTH, spares=0, timeout_s=20.0)
+        host = processes.join(Worker("a", "tcp://w:1", "", 0), FakeHost(), local=True)  # type: ignore[arg-type]
+        # Each role counts its own replicas from 0.
+        devices = [
+            processes._spawn_on(host, name, 1, range(asked)).gpus
+            for name, asked in (("generator", 1), ("teacher", 1), ("none", 0), ("trainer", 2))
+        ]
+        assert devices == [(0,), (1,), (), (2, 0)]
+
+    run(scenario())
+
+
 def test_the_rank_is_the_place_among_a_role_s_workers() -> None:
     async def scenario() -> None:
         processes, _ = of(("g1", "generator", 1), ("g0", "generator", 1), ("a", "", 0))

@@ -1,0 +1,209 @@
+"""That whatever works with a model goes where the model is: over a second device that any machine
+has (`elsewhere`), the same numbers as without it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from channel_scene import ALL, scene
+from elsewhere import Elsewhere, elsewhere
+
+from learning.batch import Batch
+from learning.checkpoint import read_checkpoint
+from learning.decoding import generate
+from learning.device import claim_device
+from learning.engine import TorchEngine
+from learning.losses import Teacher
+from learning.model import base_hash, document_kv
+from learning.scoring import score_kept, with_references
+from learning.sdpo import SDPO
+from learning.step import StepResult
+from learning.trainer import CartridgeTrainer, TrainerConfig
+from protocols.errors import SpecError
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from services.packing import pack, unpack
+
+if TYPE_CHECKING:
+    from tests.learning.conftest import Twin
+
+END = frozenset({5})
+CONFIG = TrainerConfig(
+    tokens=8, frozen=1, lr=0.02, warmup_steps=0, clip=1.0, row_tokens=24, micro_tokens=40,
+    compare_every=3, objective=ALL, publish_dtype="bfloat16",
+)  # fmt: skip
+
+
+@pytest.fixture
+def there(llama: Twin) -> Iterator[Twin]:
+    """The same twin with its model, and what it has read, elsewhere."""
+    with elsewhere():
+        model = copy.deepcopy(llama.model).to("elsewhere")
+        yield replace(llama, model=model, kv={n: kv.to("elsewhere") for n, kv in llama.kv.items()})
+
+
+def test_two_devices_in_one_operation_are_refused() -> None:
+    with elsewhere():
+        a, here = torch.ones(3, device="elsewhere"), torch.ones(3)
+        assert isinstance(a, Elsewhere)
+        assert a.device.type == "elsewhere"
+        assert (a + 1)[torch.tensor([0, 2])].tolist() == [2.0, 2.0]  # indices may be on the host
+        for mixed in (lambda: a + here, lambda: here.gather(0, a.long()), lambda: here[a.long()]):
+            with pytest.raises(RuntimeError, match="two devices"):
+                mixed()
+        with pytest.raises((RuntimeError, TypeError)):
+            a.numpy()
+        assert (a.cpu() + here).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_document_is_read_and_the_base_hashed_where_the_model_is(
+    llama: Twin, there: Twin
+) -> None:
+    assert there.model.device.type == "elsewhere"
+    read = document_kv(there.model, there.documents["c"])
+    assert isinstance(read, Elsewhere)
+    assert torch.equal(read.cpu(), document_kv(llama.model, llama.documents["c"]))
+    assert base_hash(there.model) == base_hash(llama.model)
+
+
+def requests() -> list[GenerateRequest]:
+    """Two prefixes of unequal length, greedy and drawn, likeliest tokens and prompts' own."""
+
+    def one(i: int, name: str, prompt: int, most: int, **more: float) -> GenerateRequest:
+        ids = tuple((7 * t + 3 * i) % 90 + 6 for t in range(prompt))
+        drawn = Sampling(max_tokens=most, **more)
+        ref = PrefixRef(f"document/{name}", 0)
+        return GenerateRequest(f"r{i}", ids, ref, drawn, i, prompt_logprobs=i == 0, top_logprobs=3)
+
+    return [
+        one(0, "a", 5, 5), one(1, "b", 2, 9, temperature=0.0), one(2, "a", 9, 2, top_p=0.8),
+        one(3, "b", 1, 8, temperature=0.7, top_k=5), one(4, "a", 3, 3),
+    ]  # fmt: skip
+
+
+def batched(twin: Twin) -> list[Completion]:
+    with torch.no_grad():
+        return generate(twin.model, requests(), lambda ref: twin.kv[ref.name[-1]], END)
+
+
+def streamed(twin: Twin) -> list[Completion]:
+    """Through the engine: requests join rows that are under way, and rows that ended are dropped;
+    a cartridge that came over the tensor plane, from the host."""
+    engine = TorchEngine(twin.model, lambda name: twin.kv[name], END, str)
+    engine.hold(3, ("a",), twin.kv["a"][None, :, :, :, :8].cpu())
+    waiting, done = requests(), []
+    waiting[2] = replace(waiting[2], prefix=PrefixRef("cartridge/a", 3))
+    for turn in range(20):
+        if waiting and turn % 2 == 0:
+            request = waiting.pop(0)
+            engine.add(request.id, request)
+        done += [came for _, came in engine.step() if isinstance(came, Completion)]
+    assert len(done) == 5
+    return done
+
+
+@pytest.mark.parametrize("sampled", [batched, streamed])
+def test_sampling(sampled: Callable[[Twin], list[Completion]], llama: Twin, there: Twin) -> None:
+    assert sampled(there) == sampled(llama)
+
+
+@pytest.mark.parametrize("keep_top", [None, 5])
+def test_scores_pass_over_the_tensor_plane(llama: Twin, there: Twin, keep_top: int | None) -> None:
+    samples = scene(llama, trainer_of(llama).bank).doc
+    tensors = score_kept(there.model, samples, there.kv, 24, keep_top)
+    assert all(isinstance(x, Elsewhere) for x in tensors.values())
+    buffer, layout = pack(tensors)
+    expected = score_kept(llama.model, samples, llama.kv, 24, keep_top)
+    for name, got in unpack(buffer, layout).items():
+        assert torch.equal(got, expected[name])
+    pairs = scene(llama, trainer_of(llama).bank).pairs
+    assert with_references(there.model, pairs, there.kv, 24, 9, 0) == with_references(
+        llama.model, pairs, llama.kv, 24, 9, 0
+    )
+
+
+def trainer_of(
+    twin: Twin, config: TrainerConfig = CONFIG, last_state: Path | None = None
+) -> CartridgeTrainer:
+    return CartridgeTrainer(twin.model, {n: twin.kv[n] for n in "ab"}, config, last_state)
+
+
+def same(one: StepResult, other: StepResult) -> None:
+    assert one.tokens == other.tokens
+    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+    assert one.terms.keys() == other.terms.keys()
+    for name, term in one.terms.items():
+        assert term == pytest.approx(dict(other.terms[name]), rel=1e-3, abs=1e-5)
+    assert one.cosines == pytest.approx(dict(other.cosines), abs=1e-4)
+
+
+SETTINGS = {
+    "whole": CONFIG,
+    "in chunks, sampled": replace(
+        CONFIG, logit_bytes=4 * 97 * 9, recompute_layers=True, compare_every=0,
+        objective=replace(ALL, sdpo=SDPO(variant="sampled", token_clip=None)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", SETTINGS.values(), ids=SETTINGS)
+def test_all_channels_train_where_the_model_is(
+    config: TrainerConfig, llama: Twin, there: Twin, tmp_path: Path
+) -> None:
+    """What was scored comes from the host. A trainer that recovers, and one that continues from a
+    checkpoint, have their moments where the model is."""
+    ours, theirs = trainer_of(there, config, tmp_path / "state"), trainer_of(llama, config)
+    for trainer in (ours, theirs):
+        trainer.begin("all", 5)
+    for turn in range(3):
+        v = theirs.version
+        batch = scene(llama, theirs.bank, v, version=v)
+        same(ours.step_on(batch, v), theirs.step_on(batch, v))
+        (names, one), (_, other) = ours.snapshot(v + 1), theirs.snapshot(v + 1)
+        assert (names, one.dtype) == (("a", "b"), torch.bfloat16)
+        torch.testing.assert_close(one.cpu(), other)
+        if turn == 0:
+            ours = trainer_of(there, config, tmp_path / "state")
+            assert ours.recover() == v + 1
+        if turn == 1:
+            path = ours.save(tmp_path, {"step": 2}, v + 1)
+            ours = trainer_of(there, config)
+            assert ours.restore(read_checkpoint(path)) == {"step": 2}
+    assert isinstance(ours.bank.trainable.data, Elsewhere)
+    torch.testing.assert_close(
+        ours.bank.trainable.detach().cpu(), theirs.bank.trainable.detach(), rtol=0, atol=1e-4
+    )
+    assert isinstance(ours.bank.fingerprint(), int)
+
+
+def test_a_top_k_teacher_off_the_host(llama: Twin, there: Twin) -> None:
+    results = []
+    for twin in (llama, there):
+        trainer = trainer_of(twin)
+        trainer.begin("documents", 2)
+        doc = scene(llama, trainer_of(llama).bank).doc
+        scores = score_kept(llama.model, doc, llama.kv, 24, 5)
+        results.append(trainer.step_on(Batch(doc=doc, doc_teacher=Teacher(**scores)), 0))
+    same(*results)
+
+
+def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert claim_device("auto") == claim_device("cpu") == torch.device("cpu")
+    with pytest.raises(SpecError, match=r"a GPU is asked for and torch .* sees none"):
+        claim_device("cuda")
+    with pytest.raises(SpecError, match="a device is one of"):
+        claim_device("gpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert claim_device("cpu") == torch.device("cpu")
+    assert claim_device("auto", rank=2) == torch.device("cuda", 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each rank sees its own alone
+    assert claim_device("cuda", rank=2) == torch.device("cuda", 0)
+    assert taken == [torch.device("cuda", 2), torch.device("cuda", 0)]
