@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 IMPLEMENTATION = "cartridge"
 
@@ -143,4 +142,10 @@ def cartridge_attention(
     return out.reshape(rows, query_heads, length, size).transpose(1, 2), None
 
 
-AttentionInterface.register(IMPLEMENTATION, cartridge_attention)
+def register() -> str:
+    """Make it known to transformers, once or again; returns its name there, for
+    `attn_implementation`."""
+    from transformers import AttentionInterface  # seconds, and who only names our types needs none
+
+    AttentionInterface.register(IMPLEMENTATION, cartridge_attention)
+    return IMPLEMENTATION
