@@ -1,4 +1,5 @@
-"""What every test may rely on: fast supervision, a fault hook that does not exit, no orphans."""
+"""What every test may rely on: fast supervision, a fault hook that does not exit, no orphans; and
+which tests stay together where they run side by side."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Found again in the environment of every process that descends from this session.
+# Found again in the environment of every process that descends from this session (side by side,
+# from this worker of it).
 SESSION = f"FORGE_TEST_SESSION={os.getpid()}"
 
 # Set before anything imports Monarch or torch; child processes inherit them.
@@ -36,6 +38,26 @@ os.environ.update(
 )
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+
+# Files that compare with one run, made once for all of them (tests/runs/conftest.py).
+OF_ONE_RUN = {f"test_{name}" for name in ("frontier", "interrupted", "ranks", "stalled", "whole")}
+
+
+def group(item: pytest.Item) -> str:
+    """What stays with one worker under `--dist loadgroup`: a file, for the sake of its fixtures;
+    all that starts vLLM, for its memory; and what shares a run."""
+    if item.get_closest_marker("vllm"):
+        return "vllm"
+    return "one run" if item.path.stem in OF_ONE_RUN else str(item.path.relative_to(ROOT))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs first: they take longest, and nobody waits for one at the end."""
+    items.sort(key=lambda item: (item.path.parent.name != "runs", group(item) != "one run"))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
 
 
 def living_descendants() -> list[str]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from small_run import SMALL, Finished, command, latest, rows, run_to_end
+from small_run import SMALL, Finished, rows
 
 from learning.model import load_tokenizer
 from protocols.spec_loading import load_resolved
@@ -107,20 +106,11 @@ def test_the_events_tell_the_run(finished: Finished) -> None:
     assert {e["arm"] for e in events if e["event"] == "evaluated"} == ARMS
 
 
-def test_the_same_seed_writes_the_same_bytes(finished: Finished, tmp_path: Path) -> None:
-    process = run_to_end(command(tmp_path))
-    assert process.returncode == 0, process.stdout + process.stderr
-    for name in ("spec.yaml", "metrics.jsonl", "rollouts.jsonl"):
-        assert (latest(tmp_path) / name).read_bytes() == (finished.path / name).read_bytes(), name
-
-
-def test_with_staleness_one_every_token_is_one_version_behind(tmp_path: Path) -> None:
-    process = run_to_end(command(tmp_path, train__staleness=1, evaluate__arms=["on_policy"]))
-    assert process.returncode == 0, process.stdout + process.stderr
-    sampled = rows(latest(tmp_path) / "rollouts.jsonl")
+def test_with_staleness_one_every_token_is_one_version_behind(stale: Finished) -> None:
+    sampled = rows(stale.path / "rollouts.jsonl")
     assert sampled
     for r in sampled:  # step s trains version s - 1; the first step's tokens cannot be older
         assert set(r["versions"]) == {max(0, r["step"] - 2)}
-    policy = json.loads((latest(tmp_path) / "results.json").read_text())["policy"]
+    policy = json.loads((stale.path / "results.json").read_text())["policy"]
     late = sum(len(r["response_ids"]) for r in sampled if r["step"] > 1)
     assert policy["stale_tokens"] == late
