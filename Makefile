@@ -86,7 +86,7 @@ test: install-vllm install-verifiers install-prometheus ## the whole test suite
 	$(FAST)
 	FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 \
 	  FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
-	  $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder \
+	  $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 	  -m 'mesh or run or vllm or prometheus or slow'
 
 FAST = $(BIN)/python -m pytest -n 2 -m 'not (mesh or run or vllm or prometheus or slow)'

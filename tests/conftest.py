@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,23 +42,49 @@ if str(ROOT) not in sys.path:
 
 
 # Files that compare with one run, made once for all of them (tests/runs/conftest.py).
-OF_ONE_RUN = {f"test_{name}" for name in ("frontier", "interrupted", "ranks", "stalled", "whole")}
+OF_ONE_RUN = tuple(
+    f"tests/runs/test_{name}.py"
+    for name in ("frontier", "interrupted", "ranks", "stalled", "whole")
+)
+OF_VLLM = (
+    "tests/actors/test_local.py",
+    "tests/actors/test_engine_generator.py",
+    "tests/actors/test_vllm_generator.py",
+    "tests/actors/test_vllm_replica.py",
+    "tests/services/test_strategies_run.py",
+    "tests/services/test_vllm_run.py",
+)
 
 
-def group(item: pytest.Item) -> str:
-    """What stays with one worker under `--dist loadgroup`: a file, for the sake of its fixtures;
-    all that starts vLLM, for its memory; and what shares a run."""
-    if item.get_closest_marker("vllm"):
-        return "vllm"
-    return "one run" if item.path.stem in OF_ONE_RUN else str(item.path.relative_to(ROOT))
+def group(path: str) -> str:
+    """What a file of tests stays with under `--dist loadfile`: those of vLLM with each other, for
+    its memory, and those that share a run; any other is by itself."""
+    return "vllm" if path in OF_VLLM else "one run" if path in OF_ONE_RUN else path
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """pytest-xdist's own for files, over groups. (Its `loadgroup` does not see marks that are set
+    in a conftest.)"""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Groups(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid.partition("::")[0])
+
+    return Groups(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs first: they take longest, and nobody waits for one at the end."""
-    items.sort(key=lambda item: (item.path.parent.name != "runs", group(item) != "one run"))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
+
+    def late(item: pytest.Item) -> tuple[bool, bool]:
+        path = item.nodeid.partition("::")[0]
+        return not path.startswith("tests/runs/"), group(path) != "one run"
+
+    items.sort(key=late)
 
 
 def living_descendants() -> list[str]:
