@@ -80,12 +80,14 @@ run: install ## the main job: train cartridges on policy, a few minutes on a lap
 run-vllm: install-vllm ## the main job, sampled by vLLM
 	$(BIN)/forge-run meshes/longhealth.yaml --set generator.backend=vllm
 
-# Those that start meshes come one by one: side by side, they would wait for each other's processes.
+# A run's roles take turns, so that of two cores one is often idle: two groups of tests side by side
+# (tests/conftest.py says what stays together), the longest first.
 test: install-vllm install-verifiers install-prometheus ## the whole test suite
 	$(FAST)
 	FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 \
 	  FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
-	  $(BIN)/python -m pytest -m 'mesh or run or vllm or prometheus or slow'
+	  $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	  -m 'mesh or run or vllm or prometheus or slow'
 
 FAST = $(BIN)/python -m pytest -n 2 -m 'not (mesh or run or vllm or prometheus or slow)'
 

@@ -28,7 +28,7 @@ from benchmarks.counting import Count, counted
 from benchmarks.record import ROOT
 from forge_run import roofline
 from forge_run.roofline import Phase, Workload
-from learning.attention import IMPLEMENTATION, DecodeCache, PrefixContext
+from learning.attention import DecodeCache, PrefixContext, register
 from learning.batch import Batch
 from learning.batching import pack, response_logits
 from learning.cartridge import CartridgeBank
@@ -87,7 +87,7 @@ def random_model(shape: ShapeSpec, dtype: str, device: torch.device) -> PreTrain
     torch.manual_seed(0)
     with device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, attn_implementation=IMPLEMENTATION, dtype=getattr(torch, dtype)
+            config, attn_implementation=register(), dtype=getattr(torch, dtype)
         )
     model.requires_grad_(False)
     return model.eval()

@@ -14,8 +14,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from forge_run.display import interval, percent
 from forge_run.figures import Section
 from protocols.errors import SpecError
@@ -88,6 +86,9 @@ def cells(row: ArmRow) -> tuple[str, ...]:
 async def _measure(
     spec: RunSpec, directory: RunDirectory, chosen: FrontierSpec, show: Callable[[str], None]
 ) -> tuple[list[ArmRow], int]:
+    # With torch, which the report, that only names our tables, does without.
+    from safetensors.torch import save_file
+
     from formats.runs import newest_checkpoint, read_cartridges
     from learning.model import load_tokenizer
     from services.roles import open_generators

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers.utils.logging import disable_progress_bar
-
 from formats.value import Cartridge
 from learning.model import base_hash, load_model
 
@@ -19,6 +17,8 @@ def other_weights(cartridge: Cartridge, model: Path) -> list[str]:
     facts = cartridge.facts
     if not facts.weights_sha256 or not facts.weights_dtype:
         return []
+    from transformers.utils.logging import disable_progress_bar  # seconds: see learning.model
+
     disable_progress_bar()
     found = base_hash(load_model(str(model), facts.weights_dtype))
     if found == facts.weights_sha256:

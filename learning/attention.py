@@ -9,7 +9,7 @@ heads are never repeated either.
 A query sees every valid token of its prefix and, through `attention_mask`, its own row.
 
     scores up to SCORE_BYTES    formed at once, in float32, and kept for the backward pass
-    more, "cartridge" on CUDA   FlexAttention (`learning.flex`), which never forms them
+    more, on CUDA               FlexAttention (`learning.flex`), which never forms them
     more, otherwise             formed for a chunk of queries at a time, and again in the backward
                                 pass: no more than a few times SCORE_BYTES, whatever the lengths
 
@@ -19,18 +19,15 @@ rows x heads x T x (P + S) x 4 bytes are a layer's scores.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
 
 from learning.flex import Blocks, flex_attention_over
 
-IMPLEMENTATIONS = {"auto": "cartridge", "chunked": "cartridge_chunked"}
-IMPLEMENTATION = IMPLEMENTATIONS["auto"]
+IMPLEMENTATION = "cartridge"
 SCORE_BYTES = 256 * 2**20
 
 
@@ -107,7 +104,6 @@ def cartridge_attention(
     attention_mask: Tensor | None,
     scaling: float,
     prefix: PrefixContext | None = None,
-    fused: bool = True,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """softmax([q k_prefix ; q k_row]) [v_prefix ; v_row], prefix shared by the rows of its group.
@@ -129,7 +125,7 @@ def cartridge_attention(
     chunk = query_chunk(rows * heads, key.shape[2] + (0 if kv is None else kv.shape[3]))
     if length <= chunk:
         return _explicit(query, key, value, attention_mask, scaling, kv, lengths), None
-    if fused and query.device.type == "cuda":
+    if query.device.type == "cuda":
         return flex_attention_over(
             query, key, value, attention_mask, scaling, kv, lengths, context.blocks
         ), None
@@ -193,5 +189,10 @@ def _explicit(
     return out.reshape(rows, query_heads, length, size).transpose(1, 2)
 
 
-AttentionInterface.register(IMPLEMENTATIONS["auto"], cartridge_attention)
-AttentionInterface.register(IMPLEMENTATIONS["chunked"], partial(cartridge_attention, fused=False))
+def register() -> str:
+    """Make it known to transformers, once or again; returns its name there, for
+    `attn_implementation`."""
+    from transformers import AttentionInterface  # seconds, and who only names our types needs none
+
+    AttentionInterface.register(IMPLEMENTATION, cartridge_attention)
+    return IMPLEMENTATION

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from learning.attention import PrefixContext
 from learning.model import hidden_states, recomputing
@@ -23,6 +23,9 @@ from learning.projection import Projection, chunk_tokens
 from learning.sharding import vocabulary
 from protocols.errors import DataError
 from protocols.types import Sample
+
+if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

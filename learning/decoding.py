@@ -8,15 +8,18 @@ prefix is held once for the batch; every token carries its log-probability and i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from learning.lane import Lane, Row, new_row
 from learning.stopping import Decode
 from protocols.errors import PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef
+
+if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
+    from transformers import PreTrainedModel
 
 Lookup = Callable[[PrefixRef], Tensor]
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from learning.lane import Lane, Row, new_row
 from learning.model import kv_shape
@@ -23,6 +23,9 @@ from learning.rotation import composed, frequencies
 from learning.stopping import Decode
 from protocols.errors import PublishError
 from protocols.types import Came, Completion, GenerateRequest, PrefixRef
+
+if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
+    from transformers import PreTrainedModel
 
 Document = Callable[[str], Tensor]
 

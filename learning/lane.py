@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from learning.attention import DecodeCache, PrefixContext
 from learning.batching import stack_prefixes
@@ -25,6 +25,9 @@ from learning.sampling import draw, uniforms
 from learning.stopping import Decode, Stopper
 from protocols.errors import DataError
 from protocols.types import Came, Completion, GenerateRequest, Sampling, refused
+
+if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
+    from transformers import PreTrainedModel
 
 
 @dataclass

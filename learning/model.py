@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from learning.attention import IMPLEMENTATION, PrefixContext
+from learning.attention import PrefixContext, register
 from learning.sharding import whole
 from protocols.errors import DataError
+
+# transformers takes seconds, three quarters of them for models: the controller, which only names
+# our types and has a tokenizer, does without those.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 PREFILL_CHUNK = 512  # tokens: bounds the score matrix while a long document is read
 
@@ -29,9 +35,11 @@ def load_model(
 
     Raises DataError when there is no model there.
     """
+    from transformers import AutoModelForCausalLM
+
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation=IMPLEMENTATION
+            path, dtype=getattr(torch, dtype), attn_implementation=register()
         )
     except OSError as error:
         raise DataError(
@@ -56,19 +64,32 @@ def flush_denormals() -> None:
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model; it must carry a chat template."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = _tokenizer(path)
     if not tokenizer.chat_template:
         raise DataError(f"the tokenizer at {path!r} has no chat template; add one to its files")
     return tokenizer
+
+
+def _tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """AutoTokenizer's. It imports every model's code to find out which class to take; where the
+    files say that they need none, as those of our own models do, that is taken at once."""
+    config = Path(path) / "tokenizer_config.json"
+    named = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else ""
+    if named == "TokenizersBackend":
+        from transformers import TokenizersBackend
+
+        tokenizer: PreTrainedTokenizerBase = TokenizersBackend.from_pretrained(path)
+        return tokenizer
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
 
 
 def text_of(path: str) -> Callable[[Sequence[int]], str]:
     """What ids say, without special tokens, by the tokenizer beside a model; it is loaded when it
     is first needed."""
 
-    @cache
-    def tokenizer() -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(path)
+    tokenizer = cache(partial(_tokenizer, path))
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer().decode(list(ids), skip_special_tokens=True))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from learning.batching import pack, response_tokens, stack_prefixes, token_logprobs
 from learning.losses import top_k
@@ -20,6 +20,9 @@ from learning.projection import Projection
 from learning.replay import is_stale, summed_by_pair
 from protocols.channels import PreferencePair, RLSample, SDPOItem, completions, hinted
 from protocols.types import Sample
+
+if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
+    from transformers import PreTrainedModel
 
 LOGIT_BYTES = 256 * 2**20  # of a teacher that wants a few numbers a token
 

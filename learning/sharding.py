@@ -10,16 +10,17 @@ kept until its backward is done.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from learning.ranks import Ranks
+
+# torch's distributed tensors, too, are imported where they are used: a second, and who has a model
+# has them already.
+if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
+    from transformers import PreTrainedModel
 
 
 def shard_base(model: PreTrainedModel, ranks: Ranks) -> None:
@@ -30,6 +31,9 @@ def shard_base(model: PreTrainedModel, ranks: Ranks) -> None:
     """
     if ranks.world == 1:
         return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh(ranks.device, (ranks.world,))
     base: Any = model.base_model
     embedding, head = model.get_input_embeddings(), model.lm_head
@@ -45,6 +49,8 @@ def shard_base(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 def is_sharded(model: PreTrainedModel) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
     return isinstance(model.base_model, FSDPModule)
 
 
@@ -67,9 +73,13 @@ def held_bytes(model: PreTrainedModel) -> int:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's share of a sharded tensor; a whole one itself."""
+    from torch.distributed.tensor import DTensor
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a sharded tensor, gathered (all ranks must ask); a whole one itself."""
+    from torch.distributed.tensor import DTensor
+
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -23,10 +23,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from learning.batch import Batch, places, split
 from learning.batching import check_rows, pack, response_tokens
@@ -38,6 +37,9 @@ from learning.sharding import is_sharded
 from learning.terms import Tally
 from protocols.errors import RunError, StaleTokenError
 from protocols.types import Sample
+
+if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
+    from transformers import PreTrainedModel
 
 OFFLINE_VERSION = -1  # the version of tokens that a document teacher wrote
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from learning.batch import Batch
 from learning.cartridge import CartridgeBank
@@ -21,6 +20,9 @@ from learning.ranks import ALONE, Ranks
 from learning.step import Schedule, StepResult, new_optimizer, train_step
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.types import Sample
+
+if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
+    from transformers import PreTrainedModel
 
 SNAPSHOT = "snapshot."
 

@@ -23,6 +23,13 @@ class OwnedPlane(TensorPlane, Protocol):
     async def stop(self) -> None: ...
 
 
+def import_plane(kind: PlaneKind) -> None:
+    """Import a plane's code ahead: TorchStore's takes seconds, on busy cores many, in which who has
+    processes to listen to hears none of them."""
+    if kind == "torchstore":
+        import services.torchstore_plane  # noqa: F401
+
+
 async def open_plane(
     kind: PlaneKind, mesh: ProcMesh | None = None, timeout_s: float = 60.0
 ) -> OwnedPlane:

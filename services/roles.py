@@ -39,7 +39,7 @@ from services.files import same_files
 from services.hello import versions
 from services.hosts import Addresses, HostSource
 from services.lives import Check, Note
-from services.planes import OwnedPlane, open_plane
+from services.planes import OwnedPlane, import_plane, open_plane
 from services.pool import Pool
 from services.replica import Replica, ask
 from services.rundir import RunDirectory
@@ -136,6 +136,7 @@ async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[Span], None]) 
     role whose provider listens on this host's loopback.
     """
     mesh, model = spec.mesh, spec.learn.model
+    import_plane(mesh.plane)
     local = mesh.hosts.kind == "local"
     service = await Service.of(
         this_host() if local else host_source(spec),

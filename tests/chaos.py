@@ -65,6 +65,7 @@ HASTY: dict[str, Any] = {
     "health.heartbeat_s": 0.3,
     "health.suspect_after_s": 1.0,
     "health.dead_after_s": 3.0,
+    "spares": 1,
     **{f"roles.{name}.restarts": 1000 for name in ("generator", "doc_teacher", "trainer")},
 }
 
@@ -308,6 +309,15 @@ class Eye:
         if self._client is not None:
             self._client.__exit__(None, None, None)
             self._client = None
+
+
+def wait_until_freed(before: set[str], seconds: float = GONE_SECONDS) -> None:
+    """Fail when memory is left behind that was not `before`. What a test beside this one leaves for
+    a moment goes too."""
+    deadline = time.monotonic() + seconds
+    while (left := shared_memory() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, f"shared memory left: {left}"
 
 
 def shared_memory() -> set[str]:

@@ -1,4 +1,5 @@
-"""What every test may rely on: fast supervision, a fault hook that does not exit, no orphans."""
+"""What every test may rely on: fast supervision, a fault hook that does not exit, no orphans; and
+which tests stay together where they run side by side."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Found again in the environment of every process that descends from this session.
+# Found again in the environment of every process that descends from this session (side by side,
+# from this worker of it).
 SESSION = f"FORGE_TEST_SESSION={os.getpid()}"
 
 # Set before anything imports Monarch or torch; child processes inherit them.
@@ -36,6 +39,52 @@ os.environ.update(
 )
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+
+# Files that compare with one run, made once for all of them (tests/runs/conftest.py).
+OF_ONE_RUN = tuple(
+    f"tests/runs/test_{name}.py"
+    for name in ("frontier", "interrupted", "ranks", "stalled", "whole")
+)
+OF_VLLM = (
+    "tests/actors/test_local.py",
+    "tests/actors/test_engine_generator.py",
+    "tests/actors/test_vllm_generator.py",
+    "tests/actors/test_vllm_replica.py",
+    "tests/services/test_strategies_run.py",
+    "tests/services/test_vllm_run.py",
+)
+
+
+def group(path: str) -> str:
+    """What a file of tests stays with under `--dist loadfile`: those of vLLM with each other, for
+    its memory, and those that share a run; any other is by itself."""
+    return "vllm" if path in OF_VLLM else "one run" if path in OF_ONE_RUN else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """pytest-xdist's own for files, over groups. (Its `loadgroup` does not see marks that are set
+    in a conftest.)"""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Groups(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid.partition("::")[0])
+
+    return Groups(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs first: they take longest, and nobody waits for one at the end."""
+
+    def late(item: pytest.Item) -> tuple[bool, bool]:
+        path = item.nodeid.partition("::")[0]
+        return not path.startswith("tests/runs/"), group(path) != "one run"
+
+    items.sort(key=late)
 
 
 def living_descendants() -> list[str]:

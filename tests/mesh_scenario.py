@@ -22,7 +22,7 @@ from small_run import command, latest, rows, run_to_end, running
 HEALTH = {"heartbeat_s": 0.5, "suspect_after_s": 3.0, "dead_after_s": 8.0}
 SHORT = {
     "train.steps": 12, "evaluate.arms": ["on_policy"], "evaluate.questions": 4,
-    "evaluate.probe_every": 0, "health": HEALTH,
+    "evaluate.probe_every": 0, "health": HEALTH, "spares": 1,
 }  # fmt: skip
 
 

@@ -31,7 +31,10 @@ SMALL = {
     "evaluate.max_tokens": 20,
     "roles.doc_teacher.threads": 1,
     "roles.trainer.threads": 1,
+    "spares": 0,  # a process that imports for seconds, and that most tests would not use
 }
+
+STALE: dict[str, Any] = {"train.staleness": 1, "evaluate.arms": ["on_policy"]}
 
 
 def command(run_dir: Path, *extra: str, **sets: Any) -> list[str]:

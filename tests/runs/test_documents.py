@@ -38,6 +38,7 @@ SMALL: dict[str, Any] = {
     "roles.generator.replicas": 1,
     "roles.doc_teacher.threads": 1,
     "roles.trainer.threads": 1,
+    "spares": 0,
 }
 
 

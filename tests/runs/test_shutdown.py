@@ -8,14 +8,19 @@ import time
 from pathlib import Path
 
 import pytest
-from chaos import Eye, shared_memory
+from chaos import Eye, shared_memory, wait_until_freed
 from small_run import command, running
 
 pytestmark = pytest.mark.run
 
 GONE_SECONDS = 30.0  # 4 on quiet cores
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-ONE_GENERATOR = {"roles.generator.replicas": 1, "train.steps": 1000, "evaluate.arms": ["on_policy"]}
+ONE_GENERATOR = {
+    "roles.generator.replicas": 1,
+    "train.steps": 1000,
+    "evaluate.arms": ["on_policy"],
+    "spares": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +53,4 @@ def test_nothing_outlives_the_client(
         run.wait_until_gone(GONE_SECONDS - (time.monotonic() - begun))
         eye.close()
         assert run.process.wait(timeout=5) in (130, 143, -signal.SIGKILL)
-    deadline = begun + GONE_SECONDS
-    while shared_memory() - before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert shared_memory() <= before
+    wait_until_freed(before)
