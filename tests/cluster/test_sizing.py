@@ -169,9 +169,11 @@ def test_what_a_forward_keeps_is_as_the_formula_says(
 ) -> None:
     size = ModelSize(model_size(load_spec(str(REPOSITORY / "meshes/longhealth.yaml")).spec.learn
                                 .model).shape, 4)  # fmt: skip
-    ids, half = tuple(range(5, 5 + width)), width // 2
+    half = width // 2
+    texts = [tuple(range(5 + i, 5 + i + width)) for i in range(rows)]  # equal ones share a place
     samples = [
-        Sample(str(i), "d", ids[:half], ids[half:], (0.0,) * half, (0,) * half) for i in range(rows)
+        Sample(str(i), "d", ids[:half], ids[half:], (0.0,) * half, (0,) * half)
+        for i, ids in enumerate(texts)
     ]
     bank = first_tokens({"d": document_kv(reader, tuple(range(3, 4 + prefix)))}, prefix, 1)
     kept: dict[int, torch.Tensor] = {}
