@@ -99,7 +99,7 @@ def text_of(path: str) -> Callable[[Sequence[int]], str]:
 
 def text_ids(path: str) -> list[int]:
     """The ids of the tokenizer beside a model that stand for text: all but the special ones."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = load_tokenizer(path)
     special = set(tokenizer.all_special_ids)
     return sorted(i for i in tokenizer.get_vocab().values() if i not in special)
 

@@ -206,7 +206,7 @@ async def open_generators(
     )
     service.warm([role.threads] * role.replicas)
     held = (model.path, model.dtype, role.threads, documents, SERVED_KV_BYTES, NoPlane())
-    base = BaseModel(*held, device_of(role))
+    base = BaseModel(*held, device=device_of(role))
     args = (base, end_ids, EVERY_VERSION, generator)
     return service, service.spawn(EngineGeneratorActor, args=args, role="generator", spec=role)
 

@@ -107,6 +107,20 @@ def test_the_events_tell_the_run(finished: Finished) -> None:
     assert {e["arm"] for e in events if e["event"] == "evaluated"} == ARMS
 
 
+def test_every_document_is_read_once_and_each_generators_reply_is_a_part(
+    finished: Finished,
+) -> None:
+    steps = [e for e in rows(finished.path / "events.jsonl") if e["event"] == "step"]
+    looked_up = [e["documents"] for e in steps]
+    assert looked_up[0]["misses"] + looked_up[1]["misses"] == SMALL["data.patients"]
+    assert [d["misses"] for d in looked_up[2:]] == [0] * (len(steps) - 2)
+    # Two replies a step on policy, each about both documents; offline all of a step together.
+    assert {d["hits"] + d["misses"] for d in looked_up[:STEPS]} <= {2, 3, 4}
+    assert {d["host_hits"] + d["evictions"] for d in looked_up} == {0}
+    assert all(e["hidden"] >= 0 for e in steps)
+    assert {e["hidden"] for e in steps if e["arm"] == "offline"} == {0.0}
+
+
 def test_with_staleness_one_every_token_is_one_version_behind(stale: Finished) -> None:
     sampled = rows(stale.path / "rollouts.jsonl")
     assert sampled
