@@ -8,7 +8,8 @@ heads are never repeated either.
 
 A query sees every valid token of its prefix and, through `attention_mask`, its own row.
 
-    scores up to SCORE_BYTES    formed at once, in float32, and kept for the backward pass
+    scores up to SCORE_BYTES    formed at once, in float32, and kept for the backward pass; where
+                                there is none, on a CPU, up to CACHED_SCORE_BYTES
     more, on CUDA               FlexAttention (`learning.flex`), which never forms them
     more, otherwise             formed for a chunk of queries at a time, and again in the backward
                                 pass: no more than a few times SCORE_BYTES, whatever the lengths
@@ -29,6 +30,8 @@ from learning.flex import Blocks, flex_attention_over
 
 IMPLEMENTATION = "cartridge"
 SCORE_BYTES = 256 * 2**20
+# Without a backward pass nothing is formed twice, and scores that stay in a CPU's caches cost half.
+CACHED_SCORE_BYTES = 8 * 2**20
 
 
 @dataclass
@@ -122,7 +125,9 @@ def cartridge_attention(
     kv, lengths = None if context.kv is None else context.kv[:, layer], context.lengths
 
     rows, heads, length = query.shape[:3]
-    chunk = query_chunk(rows * heads, key.shape[2] + (0 if kv is None else kv.shape[3]))
+    cached = query.device.type == "cpu" and not torch.is_grad_enabled()
+    most = min(SCORE_BYTES, CACHED_SCORE_BYTES) if cached else SCORE_BYTES
+    chunk = query_chunk(rows * heads, key.shape[2] + (0 if kv is None else kv.shape[3]), most)
     if length <= chunk:
         return _explicit(query, key, value, attention_mask, scaling, kv, lengths), None
     if query.device.type == "cuda":
@@ -141,9 +146,9 @@ def cartridge_attention(
     return torch.cat(parts, dim=1), None
 
 
-def query_chunk(rows_heads: int, seen: int) -> int:
-    """Queries of a row whose float32 scores over `seen` keys fit into SCORE_BYTES; one at least."""
-    return max(1, SCORE_BYTES // (4 * rows_heads * seen))
+def query_chunk(rows_heads: int, seen: int, most: int) -> int:
+    """Queries of a row whose float32 scores over `seen` keys fit into `most` bytes, or one."""
+    return max(1, most // (4 * rows_heads * seen))
 
 
 def _explicit(

@@ -345,7 +345,8 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def _record(row: MetricRow | RolloutRow) -> dict[str, Any]:
     values = {field.name: getattr(row, field.name) for field in fields(row)}
-    return {name: value for name, value in values.items() if value != {}}
+    left_out = ({}, ())  # of both, what most rows have nothing of
+    return {name: value for name, value in values.items() if value not in left_out}
 
 
 def _position(arm: str, step: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from actors.trainer import TrainerActor
 from learning.initial import Source, Start, sampled_chunks
 from learning.model import document_kv, load_model
 from learning.ranks import ALONE, Ranks
+from protocols.channels import ScoredPart
 from protocols.errors import PlaneError
 from protocols.spec_loading import load_spec
 from protocols.types import Packet, TensorLayout
@@ -39,9 +40,11 @@ class Plane:
 
 
 def read(ranks: Ranks, *keys: str | None) -> Any:
+    """What each of two teachers said of one sample of two tokens; None: of none."""
     actor: Any = TrainerActor.__new__(TrainerActor)
     actor._ranks, actor._plane = ranks, Plane()
-    return asyncio.run(actor._scores(*(k and Packet(k, TensorLayout(())) for k in keys)))
+    parts = [(ScoredPart((0,), Packet(k, TensorLayout(()))),) if k else () for k in keys]
+    return asyncio.run(actor._scores(*((p, [2] * len(p)) for p in parts)))
 
 
 @pytest.mark.parametrize("ranks", [ALONE, Two(0, 2)])
@@ -60,8 +63,11 @@ def test_what_another_rank_could_not_read_is_not_trained_on(
         read(Two(0, 2), "doc", None)
 
 
-def test_the_cartridges_start_as_the_spec_says(tmp_path: Path) -> None:
+def test_the_cartridges_start_as_the_spec_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the mesh constructs the actor with, for documents of drawn tokens."""
+    monkeypatch.setattr("actors.trainer.flush_denormals", lambda: None)  # it is for a whole process
     sets = ["cartridge.init=sampled_chunks", "train.seed=3", "roles.trainer.threads=1"]
     spec = load_spec(MESH, sets=sets).spec
     documents = {"none": (1,), "p": (1, *range(20, 80)), "q": (1, *range(90, 140))}

@@ -89,7 +89,7 @@ def test_chunks_of_queries_equal_all_at_once(
     with pytest.MonkeyPatch.context() as patch:
         seen = length + prefix * prefixed
         patch.setattr(attention, "SCORE_BYTES", 4 * groups * rows * 6 * seen * queries)
-        assert query_chunk(groups * rows * 6, seen) == queries
+        assert query_chunk(groups * rows * 6, seen, attention.SCORE_BYTES) == queries
         parts = attend(given, lengths, prefixed)
         got = gradients(parts, given, prefixed)
     close(parts, whole)

@@ -15,6 +15,7 @@ from channel_scene import ALL, scene
 from elsewhere import Elsewhere, elsewhere
 
 from learning.batch import Batch
+from learning.cartridge import first_tokens
 from learning.checkpoint import read_checkpoint
 from learning.decoding import generate
 from learning.device import claim_device
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 END = frozenset({5})
 CONFIG = TrainerConfig(
-    tokens=8, frozen=1, lr=0.02, warmup_steps=0, clip=1.0, row_tokens=24, micro_tokens=40,
+    lr=0.02, warmup_steps=0, clip=1.0, row_tokens=24, micro_tokens=40,
     compare_every=3, objective=ALL, publish_dtype="bfloat16",
 )  # fmt: skip
 
@@ -130,7 +131,8 @@ def test_scores_pass_over_the_tensor_plane(llama: Twin, there: Twin, keep_top: i
 def trainer_of(
     twin: Twin, config: TrainerConfig = CONFIG, last_state: Path | None = None
 ) -> CartridgeTrainer:
-    return CartridgeTrainer(twin.model, {n: twin.kv[n] for n in "ab"}, config, last_state)
+    bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
+    return CartridgeTrainer(twin.model, bank, config, last_state)
 
 
 def same(one: StepResult, other: StepResult) -> None:
