@@ -1,6 +1,6 @@
 """`forge frontier RUN`: what test-time compute buys over the cartridges of a run.
 
-RUN's newest checkpoint -> cartridges -> a pool of generators
+RUN's newest checkpoint on policy -> cartridges -> a pool of generators
 configs/frontier.yaml   -> arms       -> accuracy, tokens, seconds (services.frontier)
 RUN/frontier.json, a section of RUN/report.html, and the table
 """
@@ -89,7 +89,7 @@ async def _measure(
     # With torch, which the report, that only names our tables, does without.
     from safetensors.torch import save_file
 
-    from formats.runs import newest_checkpoint, read_cartridges
+    from formats.runs import chosen_checkpoint, read_cartridges
     from learning.model import load_tokenizer
     from services.roles import open_generators
     from services.tasks import Tasks, read_patients
@@ -97,7 +97,7 @@ async def _measure(
     from strategies.over_tokens import TokenSampler
 
     learn, mesh = spec.learn, spec.mesh
-    version, cartridges = read_cartridges(newest_checkpoint(directory.path))
+    version, cartridges = read_cartridges(chosen_checkpoint(directory.path))
     tasks = Tasks(learn, read_patients(learn.data), load_tokenizer(learn.model.path))
     role = mesh.roles.generator.model_copy(update={"max_ongoing": ONGOING})
     service, pool = await open_generators(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from formats.base import model_name, read_base
 from formats.value import Cartridge, Provenance
-from learning.checkpoint import MANIFEST, STATE, list_checkpoints, read_checkpoint
+from learning.checkpoint import MANIFEST, STATE, last_of_arms, list_checkpoints, read_checkpoint
 from protocols.errors import DataError
 from protocols.spec_loading import load_resolved
 
@@ -24,8 +24,9 @@ def is_run(path: Path) -> bool:
     return _is_checkpoint(path) or bool(_checkpoints(path))
 
 
-def newest_checkpoint(path: Path) -> Path:
-    """`path` is a run directory, its `checkpoints`, or one checkpoint. Raises DataError."""
+def chosen_checkpoint(path: Path) -> Path:
+    """`path` is a run directory, its `checkpoints`, or one checkpoint. Of a run it is the newest on
+    policy: the offline arm, its baseline, is trained after it. Raises DataError."""
     if _is_checkpoint(path):
         return path
     found = _checkpoints(path)
@@ -33,7 +34,7 @@ def newest_checkpoint(path: Path) -> Path:
         raise DataError(
             f"there is no checkpoint in {path}; give a run directory such as runs/longhealth/latest"
         )
-    return found[-1]
+    return last_of_arms(found[-1].parent).get("on_policy", found[-1])
 
 
 def read_cartridges(checkpoint: Path) -> tuple[int, dict[str, Tensor]]:
@@ -46,11 +47,11 @@ def read_cartridges(checkpoint: Path) -> tuple[int, dict[str, Tensor]]:
 
 
 def read_all(path: Path, names: Collection[str] | None = None) -> dict[str, Cartridge]:
-    """Every cartridge of a run's newest checkpoint by name, or those in `names`.
+    """Every cartridge of a run's newest checkpoint on policy by name, or those in `names`.
 
     Raises DataError or CheckpointError.
     """
-    checkpoint = newest_checkpoint(path.resolve())
+    checkpoint = chosen_checkpoint(path.resolve())
     facts, kv, frozen = _whole(checkpoint)
     run = checkpoint.parent.parent
     source = {

@@ -145,22 +145,25 @@ def test_the_hash_of_a_config_is_that_of_what_is_computed() -> None:
     assert config_hash(config) != config_hash({**config, "rope": {"theta": 2}})
 
 
-def checkpoint(run: Path, version: int) -> None:
+def checkpoint(run: Path, version: int, arm: str = "on_policy") -> None:
     names, shape = ["p1", "p2"], (2, 2, 2, 1)
-    facts = {"names": names, "arm": "on_policy", "step": version, "version": version}
+    facts = {"names": names, "arm": arm, "step": version, "version": version}
     tensors = {
         "frozen": torch.full((*shape, 1, 4), 1.0),
         "trainable": torch.stack(
             [torch.full((*shape[1:], 2, 4), 10.0 * version + c) for c in (1, 2)]
         ),
     }
-    write_checkpoint(run / "checkpoints", f"version-{version:06d}", Checkpoint(facts, tensors), 2)
+    write_checkpoint(run / "checkpoints", f"version-{version:06d}", Checkpoint(facts, tensors), 3)
 
 
-def test_the_newest_checkpoint_of_a_run_is_added(library: Library, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_on_policy_of_a_run_is_added(
+    library: Library, tmp_path: Path
+) -> None:
     run = tmp_path / "runs/longhealth/r1"
     checkpoint(run, 1)
     checkpoint(run, 2)
+    checkpoint(run, 3, "offline")  # the baseline is trained last
     one, two = add_from_run(library, run)
     assert [one.key, two.key] == [("p1", 1), ("p2", 1)]
     assert one.manifest.source["checkpoint"] == "version-000002"
