@@ -16,6 +16,7 @@ from protocols.spec import RunSpec
 from protocols.types import Completion, Generated, GenerateRequest, Stepped
 from services.course import Came, Course
 from services.evaluation import aggregation_gain
+from services.held_probe import HeldProbe
 from services.helm import Stopped
 from services.lessons import Lessons
 from services.loop import Done, Judged, OnPolicyLoop, Ports, Rollout
@@ -47,6 +48,7 @@ class Run:
         self._mesh = mesh
         self._tensors = Tensors(mesh, keep=1 + spec.learn.train.staleness)
         self._lessons = Lessons(mesh, self._tensors)
+        self._probe = HeldProbe(self._probed, recorder.metric)
         self._generators = mesh.pools["generator"]
         self._trainer = mesh.pools["trainer"]
         self._directory = directory
@@ -198,6 +200,7 @@ class Run:
         return await self._generators.split(requests, share, most), busy(computed)
 
     async def _score(self, rollout: Rollout) -> Judged:
+        self._probe.begin()
         version = self._at.first_version + rollout.step
         lesson = await self._course.lesson(rollout, version)
         stem = self._stem(rollout.step)
@@ -217,6 +220,7 @@ class Run:
         return f"scores/{self._at.arm}/{step}"
 
     async def _publish(self, version: int) -> None:
+        await self._probe.settled()  # it asks about the version before
         size = await self._tensors.publish(version)
         self._published_bytes = size * (1 + self._tensors.readers)
 
@@ -226,15 +230,18 @@ class Run:
         self._watch("")
         at, arm, step = self._at, self._at.arm, done.rollout.step + 1
         stepped = done.stepped
-        accuracy = await self._probe(arm, step, stepped.version)
         kl = stepped.kl if self._learn.objective.w_doc else None
         row = MetricRow(
             arm=arm, step=step, version=stepped.version, kl=kl,
             grad_norm=stepped.grad_norm, lr=stepped.lr, tokens=stepped.tokens,
-            stale_tokens=stepped.stale_tokens, accuracy=accuracy, **self._course.facts(done),
+            stale_tokens=stepped.stale_tokens, **self._course.facts(done),
         )  # fmt: skip
         self._course.record(done.rollout, arm, step, self._directory)
-        self._recorder.metric(row)
+        every = self._learn.evaluate.probe_every
+        if arm == "on_policy" and every and step % every == 0:
+            self._probe.hold(row)
+        else:  # the offline arm publishes nothing while it trains
+            self._recorder.metric(row)
         # Only now does the position move: a checkpoint never claims a step without its rows.
         at.step = step
         at.tokens[arm] = at.tokens.get(arm, 0) + stepped.tokens
@@ -255,24 +262,19 @@ class Run:
             rollouts=len(done.rollout.samples), **self._course.heard(self._directory),
         )  # fmt: skip
         self._meter.add(arm, seconds)
-        shown = {} if accuracy is None else {"accuracy": accuracy}
         self._show(
             step=step, kl=kl, reward=row.episodes.get("reward"), version=stepped.version,
             tokens_per_second=speed,
             phase_seconds=self._meter.means(arm),
-            seconds_left=self._meter.seconds_left(arm, steps - step), **shown,
+            seconds_left=self._meter.seconds_left(arm, steps - step),
         )  # fmt: skip
         await self._checkpoint_due(steps)
 
-    async def _probe(self, arm: str, step: int, version: int) -> float | None:
-        """Accuracy on the first few held-out questions, for the display; on-policy arm only,
-        because the offline arm publishes nothing while it trains."""
-        evaluate = self._learn.evaluate
-        if arm != "on_policy" or not evaluate.probe_every or step % evaluate.probe_every:
-            return None
-        measured = await self._measure(
-            "probe", "cartridge", version, most=evaluate.probe_questions, sampled=False
-        )
+    async def _probed(self, version: int) -> float:
+        """Accuracy on the first few held-out questions, for the display."""
+        most = self._learn.evaluate.probe_questions
+        measured = await self._measure("probe", "cartridge", version, most=most, sampled=False)
+        self._show(accuracy=measured["accuracy"])
         return measured["accuracy"]
 
     async def _evaluate(self, arm: str, prefix: str, version: int) -> None:
@@ -315,6 +317,7 @@ class Run:
         """
         if not self._begun_arm:
             return ""
+        await self._probe.settled()
         if self._loop is not None:
             self._at.pending = [asdict(r) for r in await self._loop.settle()]
         elif (

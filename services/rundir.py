@@ -345,8 +345,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def _record(row: MetricRow | RolloutRow) -> dict[str, Any]:
     values = {field.name: getattr(row, field.name) for field in fields(row)}
-    left_out = ({}, ())  # of both, what most rows have nothing of
-    return {name: value for name, value in values.items() if value not in left_out}
+    return {name: value for name, value in values.items() if value != {} and value != ()}
 
 
 def _position(arm: str, step: int) -> tuple[int, int]:
