@@ -80,7 +80,9 @@ def test_stopped_with_rollouts_in_flight_and_resumed(stale: Finished, tmp_path: 
 
 
 def test_a_killed_generator_of_which_none_may_die_ends_the_run_by_name(tmp_path: Path) -> None:
-    with running(command(tmp_path, roles__generator__restarts=0), tmp_path) as run:
+    # Without a probe, beside which the next step is trained before the row of this one is written.
+    sets = {"roles.generator.restarts": 0, "evaluate.probe_every": 0}
+    with running(command(tmp_path, **sets), tmp_path) as run:
         path = run.wait_for("on_policy", 3)
         ready = [e for e in rows(path / "events.jsonl") if e["event"] == "role_ready"]
         (pids,) = [e["pids"] for e in ready if e["role"] == "generator"]
