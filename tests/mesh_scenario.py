@@ -50,11 +50,21 @@ def until(so: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+def told(run: Path, event: str) -> list[dict[str, Any]]:
+    """The events of a kind that a run that goes on has told of so far."""
+    whole = (run / "events.jsonl").read_text().rpartition("\n")[0]  # the last is half there
+    return [e for e in map(json.loads, whole.splitlines()) if e["event"] == event]
+
+
 def joined(run: Path, host: str) -> int:
     """How often a host has joined the run."""
-    whole = (run / "events.jsonl").read_text().rpartition("\n")[0]  # the last is half there
-    told = [json.loads(line) for line in whole.splitlines()]
-    return sum(e["event"] == "host_joined" and e["host"] == host for e in told)
+    return sum(e["host"] == host for e in told(run, "host_joined"))
+
+
+def all_back(run: Path) -> bool:
+    """Whether a replica was lost, and every one that was has come back."""
+    lost = {e["replica"] for e in told(run, "replica_lost")}
+    return bool(lost) and lost <= {e["replica"] for e in told(run, "replica_back")}
 
 
 def host_of(run: Path, replica: str) -> int:
@@ -103,6 +113,9 @@ def scenario(hosts: Hosts, home: Path) -> dict[str, Any]:
         hosts.cut(lost)
         steer(path, "resume")  # before its silence is noticed: calls are lost on the way
         report["cut"]["host"] = lost
+        paused(path)  # later on: the generator that is left could end the run alone
+        until(lambda: all_back(path), 120.0)
+        steer(path, "resume")
         output, _ = run.process.communicate(timeout=120)
         report["cut"]["output"] = output[-3000:]
         ended("cut", run.process.returncode, home / "cut")
