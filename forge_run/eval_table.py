@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_run.display import UNKNOWN, interval, number, percent
-from forge_run.figures import Section, count_text
+from forge_run.figures import Section, count_text, markdown_table, markdown_text
 from forge_run.page import EPISODE_CSS, HUES, PAINT, drawing, figure, page, table
 from forge_run.page import section as part
 from protocols.eval_records import EvalRow, Evaluation
@@ -17,6 +17,7 @@ from protocols.records import ARMS
 from services.rundir import write_atomically
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 HEADS = (
@@ -112,20 +113,11 @@ def markdown(found: Evaluation) -> str:
     """eval.md."""
     lines = ["# Evaluation", "", f"Runs: {', '.join(found['runs'])}", ""]
     for one in (section(found), pair_section(found)):
-        lines += [f"## {_escaped(one.title)}", "", *_markdown_table(one), ""]
+        lines += [f"## {markdown_text(one.title)}", "", markdown_table(one), ""]
     for name, title, _, _ in _drawings(found):
         lines += [f"![{title}]({name})", ""]
-    lines += [f"- {_escaped(line)}" for line in (*told(found), *NOTES)]
+    lines += [f"- {markdown_text(line)}" for line in (*told(found), *NOTES)]
     return "\n".join(lines) + "\n"
-
-
-def _markdown_table(one: Section) -> Iterator[str]:
-    for cells_ in (one.columns, ("---",) * len(one.columns), *one.rows):
-        yield "| " + " | ".join(map(_escaped, cells_)) + " |"
-
-
-def _escaped(text: str) -> str:
-    return escape(" ".join(text.split()), quote=False).replace("|", "\\|")
 
 
 def body(found: Evaluation) -> str:
@@ -208,7 +200,7 @@ def _draw_training(figure: Figure, rows: Sequence[EvalRow], metric: str) -> None
     axes.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
-def _points(axes, kind: str, x: Sequence[float], rows: Sequence[EvalRow]) -> None:  # type: ignore[no-untyped-def]
+def _points(axes: Axes, kind: str, x: Sequence[float], rows: Sequence[EvalRow]) -> None:
     y = [score_of(row) for row in rows]
     bars = [
         [max(0.0, v - (row["ci95"] or [v, v])[0]) for v, row in zip(y, rows, strict=True)],
@@ -220,7 +212,7 @@ def _points(axes, kind: str, x: Sequence[float], rows: Sequence[EvalRow]) -> Non
     )  # fmt: skip
 
 
-def _level(axes, row: EvalRow) -> None:  # type: ignore[no-untyped-def]
+def _level(axes: Axes, row: EvalRow) -> None:
     axes.axhline(
         score_of(row), color=_paint(row["kind"]), linestyle=":", linewidth=1, label=row["arm"]
     )

@@ -14,11 +14,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from forge_run.cartridge_pool import cartridge_pool
 from forge_run.display import shown_path
 from forge_run.eval_table import cells, markdown, pair_section, plots, section, write_page
 from forge_run.figures import Section
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from services.exam_runs import Entry, FinishedRun
 
 SPEC = Path(__file__).parents[1] / "configs" / "eval.yaml"
-ONGOING = 4096  # calls of one generator: its engine queues the rest
 SCHEMA = 1
 FEW = 10  # documents: fewer tell little of others
 
@@ -163,28 +162,9 @@ async def _measure(
     spec: EvalSpec,
     show: Callable[[EvalRow], None],
 ) -> list[Sat]:
-    from safetensors.torch import save_file
-
     from services.exam_arms import sit
-    from services.roles import open_generators
-    from serving.pool_backend import PoolBackend
 
-    learn, mesh = run.learn, run.spec.mesh
-    role = mesh.roles.generator.model_copy(update={"max_ongoing": ONGOING})
-    service, pool = await open_generators(
-        learn.model, learn.generator, role, entry.documents, paper.end_ids,
-        health=mesh.health, spawn_timeout_s=mesh.spawn_timeout_s,
-        call_timeout_s=mesh.call_timeout_s,
-    )  # fmt: skip
-    try:
-        await service.ready()
-        backend = PoolBackend(pool, mesh.call_timeout_s)
-        with tempfile.TemporaryDirectory(prefix="forge-eval-") as made:
-            for version, (name, kv) in entry.cartridges.items():
-                file = Path(made) / f"{version}.safetensors"
-                save_file({"kv": kv.contiguous()}, file)
-                await backend.load(version, name, file)
-            most = spec.max_tokens or learn.evaluate.max_tokens
-            return await sit(paper, entry.arms, spec, most, backend.generate, show)
-    finally:
-        await service.stop()
+    most = spec.max_tokens or run.learn.evaluate.max_tokens
+    held = cartridge_pool(run.spec, entry.documents, paper.end_ids, entry.cartridges)
+    async with held as backend:
+        return await sit(paper, entry.arms, spec, most, backend.generate, show)

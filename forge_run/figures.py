@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,17 @@ class Section:
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+
+
+def markdown_table(section: Section) -> str:
+    """A section's rows in Markdown, without its title."""
+    lines = (section.columns, ("---",) * len(section.columns), *section.rows)
+    return "\n".join(f"| {' | '.join(map(markdown_text, line))} |" for line in lines)
+
+
+def markdown_text(text: str) -> str:
+    """A line that Markdown shows as it is: `"a|b <c>"` -> `"a\\|b &lt;c&gt;"`."""
+    return escape(" ".join(text.split()), quote=False).replace("|", "\\|")
 
 
 def bytes_text(count: float) -> str:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from forge_run.cartridge_pool import cartridge_pool
 from forge_run.display import interval, percent
 from forge_run.figures import Section
 from protocols.errors import SpecError
@@ -24,7 +24,6 @@ from protocols.types import PrefixRef
 from services.frontier import ArmRow, compare
 from services.rundir import FRONTIER, RunDirectory, write_atomically
 
-ONGOING = 4096  # calls of one generator: its engine queues the rest
 ARMS = Path(__file__).parents[1] / "configs" / "frontier.yaml"
 HEADS = (
     "strategy",
@@ -87,38 +86,23 @@ async def _measure(
     spec: RunSpec, directory: RunDirectory, chosen: FrontierSpec, show: Callable[[str], None]
 ) -> tuple[list[ArmRow], int]:
     # With torch, which the report, that only names our tables, does without.
-    from safetensors.torch import save_file
-
     from formats.runs import chosen_checkpoint, read_cartridges
     from learning.model import load_tokenizer
-    from services.roles import open_generators
     from services.tasks import Tasks, read_patients
-    from serving.pool_backend import PoolBackend
     from strategies.over_tokens import TokenSampler
 
-    learn, mesh = spec.learn, spec.mesh
+    learn = spec.learn
     version, cartridges = read_cartridges(chosen_checkpoint(directory.path))
     tasks = Tasks(learn, read_patients(learn.data), load_tokenizer(learn.model.path))
-    role = mesh.roles.generator.model_copy(update={"max_ongoing": ONGOING})
-    service, pool = await open_generators(
-        learn.model, learn.generator, role, tasks.documents, tasks.end_ids,
-        health=mesh.health, spawn_timeout_s=mesh.spawn_timeout_s,
-        call_timeout_s=mesh.call_timeout_s,
-    )  # fmt: skip
-    try:
-        await service.ready()
-        backend = PoolBackend(pool, mesh.call_timeout_s)
-        samplers = {}
-        with tempfile.TemporaryDirectory(prefix="forge-frontier-") as made:
-            for number, (name, kv) in enumerate(sorted(cartridges.items())):
-                file = Path(made) / f"{number}.safetensors"
-                save_file({"kv": kv.contiguous()}, file)
-                await backend.load(number, name, file)
-                prefix = PrefixRef(f"cartridge/{name}", number)
-                samplers[name] = TokenSampler(backend.generate, tasks.conversation, name, prefix)
-            rows = await compare(
-                chosen, tasks.exams, samplers.__getitem__, lambda row: show("  ".join(cells(row)))
+    numbered = dict(enumerate(sorted(cartridges.items())))
+    async with cartridge_pool(spec, tasks.documents, tasks.end_ids, numbered) as backend:
+        samplers = {
+            name: TokenSampler(
+                backend.generate, tasks.conversation, name, PrefixRef(f"cartridge/{name}", number)
             )
-        return rows, version
-    finally:
-        await service.stop()
+            for number, (name, _) in numbered.items()
+        }
+        rows = await compare(
+            chosen, tasks.exams, samplers.__getitem__, lambda row: show("  ".join(cells(row)))
+        )
+    return rows, version

@@ -12,12 +12,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from forge_run.figures import Section, count_text
-from forge_run.sweep_table import Point, SweepRow, gather, markdown, page_of, table
+from forge_run.sweep_table import Planned, SweepRow, gather, markdown, page_of, table
 from forge_run.trials import Runner, Trial, apart, read_runs, runs_of, write_record
 from protocols.errors import SpecError
 from protocols.spec_loading import load_file, load_spec
@@ -26,15 +25,6 @@ from services.rundir import RunDirectory, write_atomically
 
 # What costs time and gives the table nothing. Under the sweep's own keys, which may ask for it.
 PLAIN = ("evaluate.probe_every=0", "evaluate.sampled=false")
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A trial, where on the axes it stands, and which of its arms are shown under which names."""
-
-    trial: Trial
-    point: Point
-    arms: tuple[tuple[str, str], ...]
 
 
 def planned(

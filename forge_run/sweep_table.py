@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from html import escape
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from forge_run.display import UNKNOWN, percent
-from forge_run.figures import Section, count_text
+from forge_run.figures import Section, count_text, markdown_table, markdown_text
 from forge_run.page import EPISODE_CSS, HUES, PAINT, figure, page, section
 from forge_run.page import table as html_table
 from forge_run.trials import Trial
@@ -24,6 +24,7 @@ from protocols.sweep_spec import SweepSpec
 from services.rundir import RunDirectory
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Point = dict[str, Any]  # key of an axis -> its value
@@ -34,15 +35,13 @@ NOTE = (
 )
 
 
-class Shown(Protocol):
-    """A trial, where it stands, and its arms with their names (forge_run.sweep.Planned)."""
+@dataclass(frozen=True)
+class Planned:
+    """A trial, where on the axes it stands, and which of its arms are shown under which names."""
 
-    @property
-    def trial(self) -> Trial: ...
-    @property
-    def point(self) -> Point: ...
-    @property
-    def arms(self) -> tuple[tuple[str, str], ...]: ...
+    trial: Trial
+    point: Point
+    arms: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -83,14 +82,14 @@ class SweepRow:
         return {**asdict(self), "mean": self.mean, "ci95": self.ci95}
 
 
-def gather(runs: Iterable[tuple[Shown, RunDirectory]]) -> list[SweepRow]:
+def gather(runs: Iterable[tuple[Planned, RunDirectory]]) -> list[SweepRow]:
     """A row of every arm at every point, from the results of its seeds' runs, in their order."""
     found: dict[tuple[str, str], list[tuple[int, Mapping[str, Any], str, Point]]] = {}
-    for shown, directory in runs:
+    for planned, directory in runs:
         results = directory.read_results() or {}
-        for arm, name in shown.arms:
-            key = (json.dumps(shown.point), name)
-            found.setdefault(key, []).append((shown.trial.seed, results, arm, shown.point))
+        for arm, name in planned.arms:
+            key = (json.dumps(planned.point), name)
+            found.setdefault(key, []).append((planned.trial.seed, results, arm, planned.point))
     rows = []
     for (_, name), each in found.items():
         each = sorted(each, key=lambda x: x[0])
@@ -180,9 +179,7 @@ def markdown(spec: SweepSpec, rows: Sequence[SweepRow]) -> str:
     """The tables for a page of documentation."""
     parts = [f"# Sweep {spec.name}\n\n{NOTE}\n"]
     for part in table(spec, rows):
-        lines = [part.columns, ("---",) * len(part.columns), *part.rows]
-        body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        parts.append(f"## {part.title}\n\n{body}\n")
+        parts.append(f"## {markdown_text(part.title)}\n\n{markdown_table(part)}\n")
     return "\n".join(parts)
 
 
@@ -263,7 +260,12 @@ def _draw_tokens(figure: Figure, rows: Sequence[SweepRow]) -> None:
 
 
 def _curve(
-    axes: Any, i: int, label: str, x: Sequence[float], y: Sequence[Sequence[float]], line: str = "-"
+    axes: Axes,
+    i: int,
+    label: str,
+    x: Sequence[float],
+    y: Sequence[Sequence[float]],
+    line: str = "-",
 ) -> None:
     means = [fmean(values) for values in y]
     spans = [mean_interval(values) or (m, m) for values, m in zip(y, means, strict=True)]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.replay_spec import KEY_NAMES, OFFICIAL_URLS, PriceSpec, Provider, open_url
+from protocols.replay_spec import EndpointSpec, PriceSpec
 from protocols.spec_base import AsTuple, Spec, broken, unique
 
 StudyKind = Literal["structuring", "summarization", "question", "use_case", "creative"]
@@ -54,40 +54,13 @@ class DocumentsSpec(Spec):
             raise broken("must be an encoding that Python knows", "cp1252 is a usual one") from None
 
 
-class ApiSpec(Spec):
+class ApiSpec(EndpointSpec):
     """An external model that writes self-study instead of the mesh's own."""
 
-    provider: Provider = Field(description="which wire format its server speaks")
-    model: str = Field(min_length=1, description="the provider's name of the model")
-    base_url: str | None = Field(
-        default=None, validate_default=True, description="server; null: the provider's own"
-    )
-    key_env: str | None = Field(
-        default=None,
-        validate_default=True,
-        description="environment variable with the API key; null: the provider's usual one",
-    )
     logprobs: bool = Field(default=False, description="whether it tells log-probabilities")
     concurrency: int = Field(default=8, ge=1, description="calls in flight")
     timeout_s: float = Field(default=120.0, gt=0, description="seconds that one attempt may take")
     prices: PriceSpec | None = Field(default=None, description="what its tokens cost, for the plan")
-
-    @field_validator("base_url")
-    @classmethod
-    def _holds_no_secret(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None:
-            return OFFICIAL_URLS.get(info.data.get("provider", "openai"))
-        return open_url(value, "https://openrouter.ai/api/v1", "give the key by key_env")
-
-    @field_validator("key_env")
-    @classmethod
-    def _is_a_name(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None:
-            return KEY_NAMES.get(info.data.get("provider", "openai"))
-        if not value.isidentifier():
-            # The value may be the key itself, put in the wrong place: it is not repeated.
-            raise broken("must be the name of an environment variable", "export the key under it")
-        return value
 
 
 class SelfStudySpec(Spec):

@@ -46,22 +46,44 @@ class PriceSpec(Spec):
         return value
 
 
-class TeacherSpec(Spec):
-    """One external teacher. Limits hold over all actors that ask it."""
+class EndpointSpec(Spec):
+    """An external model: who serves it, where, and which variable holds the key."""
 
-    name: str = Field(min_length=1, description="its name in votes and in the ledger")
     provider: Provider = Field(description="which wire format its server speaks")
     model: str = Field(min_length=1, description="the provider's name of the model")
     base_url: str | None = Field(
         default=None,
         validate_default=True,
-        description="server, for OpenRouter and others; null: the official one",
+        description="server, for OpenRouter and others; null: the provider's own",
     )
     key_env: str | None = Field(
         default=None,
         validate_default=True,
         description="environment variable with the API key; null: the provider's usual one",
     )
+
+    @field_validator("base_url")
+    @classmethod
+    def _holds_no_secret(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None:
+            return OFFICIAL_URLS.get(info.data.get("provider", "openai"))
+        return open_url(value, "https://openrouter.ai/api/v1", "give the key by key_env")
+
+    @field_validator("key_env")
+    @classmethod
+    def _is_a_name(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None:
+            return KEY_NAMES.get(info.data.get("provider", "openai"))
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+            # The value may be the key itself, put in the wrong place: it is not repeated.
+            raise broken("must be the name of an environment variable", "export the key under it")
+        return value
+
+
+class TeacherSpec(EndpointSpec):
+    """One external teacher. Limits hold over all actors that ask it."""
+
+    name: str = Field(min_length=1, description="its name in votes and in the ledger")
     prices: PriceSpec = Field(description="what its tokens cost")
     headers: dict[str, str] = Field(
         default_factory=dict, description="further HTTP headers, never secrets"
@@ -88,23 +110,6 @@ class TeacherSpec(Spec):
     breaker_cooldown_s: float = Field(
         default=30.0, gt=0, description="seconds for which it is left alone, until one try"
     )
-
-    @field_validator("base_url")
-    @classmethod
-    def _holds_no_secret(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None:
-            return OFFICIAL_URLS.get(info.data.get("provider", "openai"))
-        return open_url(value, "https://openrouter.ai/api/v1", "give the key by key_env")
-
-    @field_validator("key_env")
-    @classmethod
-    def _is_a_name(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None:
-            return KEY_NAMES.get(info.data.get("provider", "openai"))
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
-            # The value may be the key itself, put in the wrong place: it is not repeated.
-            raise broken("must be the name of an environment variable", "export the key under it")
-        return value
 
 
 class GateSpec(Spec):
