@@ -21,13 +21,13 @@ from learning.batch import Batch
 from learning.checkpoint import read_checkpoint
 from learning.device import claim_device
 from learning.initial import Source, Start, initial_bank
-from learning.losses import Teacher, joined
+from learning.losses import Teacher, joined, of_stored
 from learning.model import document_kv, flush_denormals, load_model, text_ids
 from learning.prefixes import DocumentCache
 from learning.ranks import join
 from learning.sharding import shard_base
 from learning.trainer import CartridgeTrainer, TrainerConfig
-from protocols.channels import Lesson, ScoredPart
+from protocols.channels import Lesson, ScoredPart, StoredScores
 from protocols.errors import PlaneError
 from protocols.ports import TensorPlane
 from protocols.types import Snapshot, Stepped
@@ -98,8 +98,8 @@ class TrainerActor(Actor):
         The scores are read off the tensor plane, not deleted. Raises StaleTokenError, RunError.
         """
         doc_teacher, sdpo_teacher = await self._scores(
-            (lesson.doc_scores, [len(s.response_ids) for s in lesson.doc]),
-            (lesson.sdpo_scores, [item.tokens for item in lesson.sdpo]),
+            (lesson.doc_scores, lesson.doc_stored, [len(s.response_ids) for s in lesson.doc]),
+            (lesson.sdpo_scores, (), [item.tokens for item in lesson.sdpo]),
         )
         if doc_teacher is not None and lesson.doc_trained is not None:
             marks = torch.tensor([m for marks in lesson.doc_trained for m in marks])
@@ -129,9 +129,9 @@ class TrainerActor(Actor):
         )
 
     async def _scores(
-        self, *scored: tuple[Sequence[ScoredPart], Sequence[int]]
+        self, *scored: tuple[Sequence[ScoredPart], Sequence[StoredScores], Sequence[int]]
     ) -> list[Teacher | None]:
-        """What each teacher said of its samples, which have so many tokens.
+        """What each teacher said of its samples, which have so many tokens, now or before.
 
         Each rank reads the plane itself, beside the others: where they share a host's memory
         nothing is copied, and elsewhere a broadcast would only follow the same transfer. What one
@@ -140,8 +140,9 @@ class TrainerActor(Actor):
         fault = ""
         with self._ranks.abreast():
             try:
-                for parts, lengths in scored:
+                for parts, stored, lengths in scored:
                     read = [(p.samples, Teacher(**await self._plane.get(p.packet))) for p in parts]
+                    read += [((s.sample,), of_stored(s)) for s in stored]
                     found.append(joined(read, lengths) if read else None)
             except PlaneError as error:
                 fault = str(error)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from protocols.channels import StoredScores
 from protocols.errors import SpecError
 
 DIRECTIONS = ("forward", "reverse", "jsd", "cross_entropy")
@@ -140,6 +141,12 @@ class Teacher:
     def _each(self, change: Callable[[Tensor], Tensor]) -> Teacher:
         held = (self.logits, self.indices, self.logprobs)
         return Teacher(*(None if x is None else change(x) for x in held))
+
+
+def of_stored(stored: StoredScores) -> Teacher:
+    """The view of a sample's tokens that was kept when its text was written."""
+    indices = torch.tensor(stored.ids, dtype=torch.int32)
+    return Teacher(indices=indices, logprobs=torch.tensor(stored.logprobs))
 
 
 def joined(parts: Sequence[tuple[Sequence[int], Teacher]], lengths: Sequence[int]) -> Teacher:

@@ -3,7 +3,8 @@
     RLSample         an episode with its reward               (grpo)
     SDPOItem         a turn of an RLSample, read under a hint (sdpo)
     PreferencePair   a better and a worse completion          (replay_dpo)
-    Lesson           all of one training step, with where its teachers' scores lie (ScoredPart)
+    Lesson           all of one training step, with where its teachers' scores lie (ScoredPart), or
+                     those that were kept with the text (StoredScores)
 
 Token ids only: text is never re-tokenised on the way. Every record checks itself when it is made.
 """
@@ -145,17 +146,41 @@ class ScoredPart:
 
 
 @dataclass(frozen=True)
+class StoredScores:
+    """What was kept of whoever wrote a sample: at each response token the k likeliest `ids` and
+    their natural-log probabilities under the whole vocabulary. `sample` is its index in
+    `Lesson.doc`.
+
+    `StoredScores(0, ids=((17, 4), (9, 2)), logprobs=((-0.1, -2.7), (-0.4, -1.6)))`
+    """
+
+    sample: int
+    ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        shapes = [[len(at) for at in told] for told in (self.ids, self.logprobs)]
+        if shapes[0] != shapes[1] or len(set(shapes[0])) != 1 or not shapes[0][0]:
+            raise DataError(
+                f"stored scores have {shapes[0]} ids and {shapes[1]} log-probabilities at their "
+                "tokens; give as many of both, one at least, and as many at every token"
+            )
+
+
+@dataclass(frozen=True)
 class Lesson:
     """What one step trains on. No scores where nothing was scored: no data, or no weight.
 
-    `doc_scores` are the document teacher's over every response token of `doc`; those bear a loss
-    that `doc_trained` marks (None: all). `sdpo_scores` are the hinted teacher's over every token of
-    every item's turn. Their parts have each sample, or item, once.
+    `doc_scores` are the document teacher's over every response token of `doc` but of those samples
+    that `doc_stored` speaks of; those tokens bear a loss that `doc_trained` marks (None: all).
+    `sdpo_scores` are the hinted teacher's over every token of every item's turn. Their parts have
+    each sample, or item, once.
     """
 
     doc: tuple[Sample, ...] = ()
     doc_trained: tuple[tuple[bool, ...], ...] | None = None
     doc_scores: tuple[ScoredPart, ...] = ()
+    doc_stored: tuple[StoredScores, ...] = ()
     rl: tuple[RLSample, ...] = ()
     sdpo: tuple[SDPOItem, ...] = ()
     sdpo_scores: tuple[ScoredPart, ...] = ()

@@ -72,6 +72,12 @@ class SelfStudySpec(Spec):
         description="rows.jsonl that `forge selfstudy` wrote; null: questions are written at the "
         "start of a run",
     )
+    scores: Literal["read", "stored"] = Field(
+        default="read",
+        validate_default=True,
+        description="of the answers in rows: read by the document teacher with the whole document, "
+        "or stored with the rows, as B saw them with the passage",
+    )
     questions: int = Field(default=64, ge=2, description="turns of A for each document")
     kinds: Annotated[tuple[StudyKind, ...], AsTuple] = Field(
         default=STUDY_KINDS, min_length=1, description="seeds that A is given, in turn"
@@ -100,6 +106,13 @@ class SelfStudySpec(Spec):
     )
 
     _kinds_once = field_validator("kinds")(unique)
+
+    @field_validator("scores")
+    @classmethod
+    def _are_somewhere(cls, value: str, info: ValidationInfo) -> str:
+        if value == "stored" and info.data.get("rows") is None:
+            raise broken("must be read without rows", "give self_study.rows")
+        return value
 
     @field_validator("max_chunk")
     @classmethod

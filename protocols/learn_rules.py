@@ -22,10 +22,11 @@ def across_sections(spec: LearnSpec) -> None:
             key="rollout.max_tokens",
             got=spec.rollout.max_tokens,
         )
-    if spec.loss.temperature != 1.0 and spec.teacher.top_k != "full":
+    stored = spec.self_study is not None and spec.self_study.scores == "stored"
+    if spec.loss.temperature != 1.0 and (stored or spec.teacher.top_k != "full"):
         raise broken(
             "must be 1 with a top-k teacher, which sends no whole distribution to divide",
-            "set it to 1 or teacher.top_k to full",
+            "set it to 1 or teacher.top_k to full" + ", and self_study.scores to read" * stored,
             key="loss.temperature",
             got=spec.loss.temperature,
         )

@@ -18,7 +18,8 @@ from services.tasks import in_turns
 
 @dataclass(frozen=True)
 class Studied:
-    """A question of self-study as the student reads it; `answer_ids` are what B said, if it did."""
+    """A question of self-study as the student reads it; `answer_ids` are what B said, if it did,
+    and `teacher_ids`, `teacher_logprobs` its likeliest tokens there, if they are known."""
 
     key: str
     document: str
@@ -26,6 +27,8 @@ class Studied:
     text: str
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
+    teacher_ids: tuple[tuple[int, ...], ...] = ()
+    teacher_logprobs: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)

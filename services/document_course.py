@@ -22,7 +22,7 @@ from documents.contamination import Placed, overlaps
 from documents.rows import StudyRow
 from environments.conversation import NO_DOCUMENT, Conversation
 from environments.rollout import BARE
-from protocols.channels import Lesson
+from protocols.channels import Lesson, StoredScores
 from protocols.errors import CheckpointError, DataError
 from protocols.learn_spec import LearnSpec
 from protocols.records import Measured
@@ -36,7 +36,7 @@ from services.document_questions import Asked, read_questions
 from services.loop import Done, Rollout
 from services.parts import Parts
 from services.progress import Timer
-from services.rollouts import as_rollout, as_rows, handed_over
+from services.rollouts import as_rollout, as_rows, handed_over, is_offline
 from services.rundir import RunDirectory, write_atomically
 from services.study import Plan, model_name, read_rows, write_study
 from services.tasks import Prompt, in_company, in_turns
@@ -88,6 +88,8 @@ class DocumentCourse:
                     "raise self_study.questions, lower data.held_out, set self_study.plain: true, "
                     "or raise train.row_tokens, which holds a question and its answer"
                 )
+            if self._study.scores == "stored":
+                require_scores([s for pool in training.values() for s in pool], self._study.rows)
             self._require_clean(training, held_out)
             self._held_out = held_out[: self._spec.evaluate.questions]
             self._training = training
@@ -180,7 +182,13 @@ class DocumentCourse:
         return [as_rollout(first, asked, completions, timer.lap("rollout"), compute, True)]
 
     async def lesson(self, rollout: Rollout, version: int) -> Lesson:
-        return Lesson(doc=tuple(rollout.samples))
+        stored: tuple[StoredScores, ...] = ()
+        if self._study.scores == "stored" and is_offline(rollout):
+            asked = enumerate(self._prompts("offline", rollout.step))
+            stored = tuple(
+                StoredScores(i, s.teacher_ids, s.teacher_logprobs) for i, (s, _) in asked
+            )
+        return Lesson(doc=tuple(rollout.samples), doc_stored=stored)
 
     # -- measures -------------------------------------------------------------------------------
 
@@ -303,7 +311,29 @@ def studied_of(row: StudyRow, spec: LearnSpec, conversation: Conversation) -> St
     answer = row.answer_ids if own else ()
     if row.answer and not own:
         answer = conversation.saying(row.answer)
-    return Studied(row.key, row.document, row.kind, row.question, ids, answer[:room])
+    kept = min(len(answer), room) if own and len(row.teacher_ids) == len(answer) else 0
+    known = all(id >= 0 for at in row.teacher_ids[:kept] for id in at)
+    return Studied(
+        row.key, row.document, row.kind, row.question, ids, answer[:room],
+        row.teacher_ids[:kept] if known else (), row.teacher_logprobs[:kept] if known else (),
+    )  # fmt: skip
+
+
+def require_scores(studied: Sequence[Studied], where: str | None) -> None:
+    """Raises DataError unless every answer has as many of its teacher's tokens at every place."""
+    lacking = [s.key for s in studied if not s.answer_ids or not s.teacher_ids]
+    if lacking:
+        raise DataError(
+            f"{where}: {len(lacking)} of {len(studied)} rows to train on have no answer with "
+            f"log-probabilities of this model's tokens, the first is {lacking[0]}; write them with "
+            "this model and self_study.top_k > 0, or set self_study.scores: read"
+        )
+    counts = sorted({len(at) for s in studied for at in s.teacher_ids})
+    if len(counts) > 1:
+        raise DataError(
+            f"{where}: rows keep {counts} log-probabilities a token; keep one file for each "
+            "self_study.top_k, or set self_study.scores: read"
+        )
 
 
 def note_documents(parts: Parts, directory: RunDirectory) -> None:

@@ -83,11 +83,12 @@ class Lessons:
         self, stem: str, lesson: Lesson, version: int, parts: Sequence[tuple[str, ...]] = ()
     ) -> Judged:
         """The lesson with the scores that its samples need, under keys of this stem; the hinted
-        turns are read with the cartridges of `version`. What was not begun is begun now: the
-        document's samples by `parts`, and the rest of each role together."""
+        turns are read with the cartridges of `version`. What was not begun, nor has stored scores,
+        is begun now: the document's samples by `parts`, and the rest of each role together."""
         begun = time.perf_counter()
         texts = {"doc_teacher": lesson.doc, "sdpo_teacher": hinted(lesson.sdpo, lesson.rl)}
         there = {s.id for part in self._ahead.get(stem, []) for s in part.samples}
+        there |= {lesson.doc[stored.sample].id for stored in lesson.doc_stored}
         for role, samples in texts.items():
             rest = {s.id: s for s in samples if s.id not in there}
             for ids in parts:

@@ -14,7 +14,7 @@ from actors.trainer import TrainerActor
 from learning.initial import Source, Start, sampled_chunks
 from learning.model import document_kv, load_model
 from learning.ranks import ALONE, Ranks
-from protocols.channels import ScoredPart
+from protocols.channels import ScoredPart, StoredScores
 from protocols.errors import PlaneError
 from protocols.spec_loading import load_spec
 from protocols.types import Packet, TensorLayout
@@ -44,7 +44,7 @@ def read(ranks: Ranks, *keys: str | None) -> Any:
     actor: Any = TrainerActor.__new__(TrainerActor)
     actor._ranks, actor._plane = ranks, Plane()
     parts = [(ScoredPart((0,), Packet(k, TensorLayout(()))),) if k else () for k in keys]
-    return asyncio.run(actor._scores(*((p, [2] * len(p)) for p in parts)))
+    return asyncio.run(actor._scores(*((p, (), [2] * len(p)) for p in parts)))
 
 
 @pytest.mark.parametrize("ranks", [ALONE, Two(0, 2)])
@@ -53,6 +53,20 @@ def test_scores_are_read_where_there_are_any(ranks: Ranks) -> None:
     assert (doc.logits.shape, sdpo) == ((2, 3), None)
     with pytest.raises(PlaneError, match="no tensor lost"):
         read(ranks, "doc", "lost")
+
+
+def test_stored_scores_stand_at_their_samples_places() -> None:
+    actor: Any = TrainerActor.__new__(TrainerActor)
+    actor._ranks, actor._plane = ALONE, Plane()
+    stored = (
+        StoredScores(1, ((5, 6), (7, 8)), ((-0.1, -3.0), (-0.2, -2.0))),
+        StoredScores(0, ((3, 4),), ((-0.5, -1.0),)),
+    )
+    (found,) = asyncio.run(actor._scores(((), stored, [1, 2])))
+    assert found.indices.tolist() == [[3, 4], [5, 6], [7, 8]]
+    assert found.logprobs.tolist() == [
+        pytest.approx(row) for row in ([-0.5, -1.0], [-0.1, -3.0], [-0.2, -2.0])
+    ]
 
 
 def test_what_another_rank_could_not_read_is_not_trained_on(

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from protocols.channels import PreferencePair, RLSample, SDPOItem, completions, hinted
+from protocols.channels import (
+    PreferencePair,
+    RLSample,
+    SDPOItem,
+    StoredScores,
+    completions,
+    hinted,
+)
 from protocols.errors import DataError
 from protocols.types import Sample, Sampling
 
@@ -74,6 +81,21 @@ def test_an_item_needs_a_context_and_a_token(change: dict[str, Any]) -> None:
 def test_an_item_that_points_nowhere(item: SDPOItem, message: str) -> None:
     with pytest.raises(DataError, match=message):
         hinted([item], [EPISODE])
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs"),
+    [
+        ((), ()),
+        (((1, 2),), ((-0.1,),)),
+        (((1, 2), (3, 4)), ((-0.1, -0.2),)),
+        (((1, 2), (3,)), ((-0.1, -0.2), (-0.1,))),
+        (((),), ((),)),
+    ],
+)
+def test_stored_scores_have_as_many_at_every_token(ids: Any, logprobs: Any) -> None:
+    with pytest.raises(DataError, match="as many at every token"):
+        StoredScores(0, ids, logprobs)
 
 
 @pytest.mark.parametrize("side", ["context_ids", "chosen_ids", "rejected_ids"])

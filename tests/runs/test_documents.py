@@ -125,6 +125,33 @@ def test_a_run_that_was_killed_goes_on_to_the_same_end(
     assert found[0]["arms"] == found[1]["arms"]
 
 
+def test_rows_with_their_scores_are_trained_on_without_a_teacher(
+    folder: Path, tmp_path: Path
+) -> None:
+    sets = {"data.path": str(folder / "salt.txt"), **SMALL, "self_study.answer_tokens": 16}
+    code = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+    words = [sys.executable, "-c", code, "selfstudy", str(ROOT / "meshes" / "documents.yaml")]
+    words += ["--out", str(tmp_path / "study")]
+    for key, value in {**sets, "self_study.questions": 16, "self_study.top_k": 12}.items():
+        words += ["--set", f"{key}={json.dumps(value)}"]
+    process = run_to_end(words)
+    assert process.returncode == 0, process.stdout + process.stderr
+    stored = {
+        "self_study.rows": str(tmp_path / "study" / "rows.jsonl"), "self_study.scores": "stored",
+        "train.warm_start": {"steps": 10}, "evaluate.arms": ["untrained", "on_policy"],
+    }  # fmt: skip
+    words = [x for k, v in stored.items() for x in ("--set", f"{k}={json.dumps(v)}")]
+    process = run_to_end(command(tmp_path / "runs", folder / "salt.txt", *words))
+    assert process.returncode == 0, process.stdout + process.stderr
+    done = directory(tmp_path / "runs")
+    results = json.loads((done / "results.json").read_text())
+    kl = {name: arm["agreement"]["kl"] for name, arm in results["arms"].items()}
+    assert kl["on_policy"] < 0.8 * kl["untrained"]  # a half
+    steps = [e for e in read_rows(done / "events.jsonl") if e["event"] == "step"]
+    assert {e["bytes"]["scores"] for e in steps} == {0}
+    assert {n for e in steps for n in e["documents"].values()} == {0}  # look-ups of the teacher's
+
+
 def wait_for(root: Path, step: int, timeout: float = 240.0) -> None:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

@@ -161,6 +161,68 @@ def test_rows_that_were_written_before_are_asked_and_their_answers_trained_on(
         elsewhere.measure("none")
 
 
+def with_scores(house: House, path: Path, k: int) -> Path:
+    """The house's rows with an answer of two tokens, and k of its teacher's at each."""
+    house.measure("none")
+    ids, logprobs = tuple(range(5, 5 + k)), tuple(-1.0 - i for i in range(k))
+    rows = [
+        replace(
+            r, answer="x", answer_ids=(9, 2), teacher_ids=(ids, (i, *ids[1:])),
+            teacher_logprobs=(logprobs,) * 2,
+        )
+        for i, r in enumerate(read_rows(house.directory.selfstudy), start=100)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(r.as_dict()) + "\n" for r in rows))
+    return path
+
+
+def test_what_b_said_of_its_answers_goes_with_them(tmp_path: Path, house: House) -> None:
+    path = with_scores(house, tmp_path / "rows.jsonl", 3)
+    rows = {r.question: r for r in read_rows(path)}
+    (tmp_path / "run").mkdir()
+    other = House(tmp_path / "run", f"self_study.rows={path}", "self_study.scores=stored")
+    (rollout,) = asyncio.run(other.course.offline(0, other.generate))
+    lesson = asyncio.run(other.course.lesson(rollout, 0))
+    assert [s.sample for s in lesson.doc_stored] == list(range(len(lesson.doc)))
+    for sample, stored in zip(lesson.doc, lesson.doc_stored, strict=True):
+        (row,) = [r for q, r in rows.items() if q in TOKENIZER.decode(sample.prompt_ids)]
+        assert (stored.ids, stored.logprobs) == (row.teacher_ids, row.teacher_logprobs)
+    on_policy = asyncio.run(other.course.sample(0, 0, other.generate))
+    assert asyncio.run(other.course.lesson(on_policy, 0)).doc_stored == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model": "another"}, "12 of 12 rows to train on have no answer with log-probabilities"),
+        ({"teacher_ids": ((-1, -1), (-1, -1))}, "12 of 12 rows"),
+        ({"teacher_ids": (), "teacher_logprobs": ()}, "12 of 12 rows"),
+    ],
+)
+def test_rows_that_say_nothing_of_this_models_tokens_are_refused(
+    tmp_path: Path, house: House, change: dict[str, Any], told: str
+) -> None:
+    path = with_scores(house, tmp_path / "rows.jsonl", 2)
+    rows = [replace(r, **change) for r in read_rows(path)]
+    path.write_text("".join(json.dumps(r.as_dict()) + "\n" for r in rows))
+    (tmp_path / "run").mkdir()
+    other = House(tmp_path / "run", f"self_study.rows={path}", "self_study.scores=stored")
+    with pytest.raises(DataError, match=told):
+        other.measure("none")
+
+
+def test_rows_of_several_top_k_are_refused(tmp_path: Path, house: House) -> None:
+    path = with_scores(house, tmp_path / "rows.jsonl", 2)
+    more = with_scores(house, tmp_path / "more.jsonl", 3)
+    path.write_text(
+        "".join(path.read_text().splitlines(True)[::2] + more.read_text().splitlines(True)[1::2])
+    )
+    (tmp_path / "run").mkdir()
+    other = House(tmp_path / "run", f"self_study.rows={path}", "self_study.scores=stored")
+    with pytest.raises(DataError, match=r"rows keep \[2, 3\] log-probabilities a token"):
+        other.measure("none")
+
+
 def test_a_users_questions_decide_the_accuracy(tmp_path: Path) -> None:
     context = (ARTICLES / "salt.txt").read_text().split("\n\n")[1]
     qas = [{"question": "What did they live on?", "answers": [{"text": "salt"}]}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from fake_mesh import House, house, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.channels import Lesson, RLSample, SDPOItem
+from protocols.channels import Lesson, RLSample, SDPOItem, StoredScores
 from protocols.errors import PlaneError, RunError
 from protocols.types import LookUps, Packet, Sample, Sampling, Scored, Stepped, TensorLayout
 from services.lessons import Lessons
@@ -210,6 +211,24 @@ def test_scores_that_are_lost_before_the_trainer_reads_them_are_made_again_in_th
         return w.trained
 
     assert run(scenario()) == afterwards
+
+
+def test_what_was_stored_with_the_text_is_not_scored_again() -> None:
+    async def scenario() -> tuple[Any, Lesson, Judged]:
+        w = await world()
+        told = StoredScores(1, ((7, 2), (7, 3)), ((-0.1, -3.0), (-0.2, -2.0)))
+        some = await w.lessons.judge(STEM, replace(lesson(3), doc_stored=(told,)), 3)
+        both = tuple(replace(told, sample=i) for i in range(2))
+        every = await w.lessons.judge(STEM, replace(lesson(2), doc_stored=both), 3)
+        (held,) = w.plane.held.values()
+        await w.h.service.stop()
+        return held, some.lesson, every
+
+    held, some, every = run(scenario())
+    assert [id for id, _, _ in held] == [sample(0).id, sample(2).id]
+    assert [part.samples for part in some.doc_scores] == [(0, 2)]
+    assert every.lesson.doc_scores == ()
+    assert (every.compute_seconds, every.hidden_seconds) == (0.0, 0.0)
 
 
 def test_both_teachers_and_the_version_of_the_hinted_one() -> None:
