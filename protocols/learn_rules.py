@@ -47,7 +47,7 @@ def _across_company(spec: LearnSpec) -> None:
     if spec.train.compose and alone:
         raise broken(
             "must be 0 with a single document, episodes or rsa",
-            "remove it, or study two documents or more",
+            "remove it, or study two documents or more without them",
             key="train.compose",
             got=spec.train.compose,
         )
