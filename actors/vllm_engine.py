@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -44,19 +44,30 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
 from actors.draws import DrawnRow, leave_drawn
-from actors.engine_thread import CARTRIDGE
-from actors.paged import PLACEHOLDER, Fill, cache_salt, check_shape, kv_heads, slots
+from actors.outputs import completed, likeliest, of_prompt
+from actors.paged import (
+    PLACEHOLDER,
+    Fill,
+    Part,
+    cache_salt,
+    cartridges_of,
+    check_shape,
+    kv_heads,
+    pieces,
+    slots,
+)
 from learning.lane import Row, new_row
+from learning.rotation import frequencies_of, shifted
 from learning.sampling import uniforms
 from learning.stopping import Decode
 from protocols.errors import DataError, RunError
 from protocols.learn_spec import GeneratorSpec
-from protocols.types import Came, Completion, GenerateRequest, Sampling, refused
+from protocols.types import Came, Completion, GenerateRequest, Sampling
 
 MAX_LOGPROBS = 20  # at a place; vLLM's own choice, and the most that others' APIs give
 MAX_REQUESTS = 256  # in one step; vLLM's own choice for most machines
 GIB = 1024**3
-LOADED = "cartridge"  # key in kv_transfer_params: [name, version, P]
+LOADED = "cartridges"  # key in kv_transfer_params: [name, version, P] of each, in order
 DRAWN = "draw"  # key in extra_args: [seed, temperature, top_p, top_k, first draw]
 
 
@@ -73,6 +84,7 @@ class VllmEngine:
         text: Decode,
     ) -> None:
         self.first_token_seconds: float | None = None
+        self._path = path
         self._documents = documents
         self._text = text
         self._end_ids = sorted(end_ids)
@@ -105,26 +117,22 @@ class VllmEngine:
                 f"request {request.id} asks for {row.top_wanted} log-probabilities at a place, and "
                 f"vLLM gives at most {MAX_LOGPROBS}; ask for fewer (top_logprobs, until.top)"
             )
-        if request.prefix.then:
-            raise DataError(
-                f"request {request.id} composes {len(request.prefix.parts)} prefixes, which vLLM "
-                "is not given; use generator.backend torch"
-            )
-        kind, _, name = request.prefix.name.partition("/")
-        version = request.prefix.version
+        parts = cartridges_of(request, self._tokens)
         extra: dict[str, Any] = {}
         salt: str | None = None
-        if kind + "/" == CARTRIDGE:
-            tokens = self._tokens[version]
-            before = (PLACEHOLDER,) * tokens
-            extra["kv_transfer_params"] = {LOADED: [name, version, tokens]}
+        if parts:
+            if len(parts) > 1:
+                frequencies_of(self._path)  # raises for a model whose keys cannot be moved
+            before = (PLACEHOLDER,) * sum(part.tokens for part in parts)
+            extra["kv_transfer_params"] = {LOADED: [astuple(part) for part in parts]}
             # Blocks found in the prefix cache have no logits, so prompt log-probabilities are
-            # computed by a request that shares nothing and loads the cartridge for itself.
-            salt = cache_salt(name, version, key if request.prompt_logprobs else "")
-        elif name in self._documents:
-            before = self._documents[name]
+            # computed by a request that shares nothing and loads its cartridges for itself.
+            salt = cache_salt(parts, key if request.prompt_logprobs else "")
         else:
-            raise DataError(f"no document {name!r}; this run has {sorted(self._documents)}")
+            name = request.prefix.name.partition("/")[2]
+            if name not in self._documents:
+                raise DataError(f"no document {name!r}; this run has {sorted(self._documents)}")
+            before = self._documents[name]
         ids = [*before, *request.prompt_ids]
         if len(ids) + request.sampling.max_tokens > self._max_tokens:
             raise DataError(
@@ -275,50 +283,6 @@ def engine_arguments(path: str, dtype: str, spec: GeneratorSpec) -> EngineArgs:
     )
 
 
-def completed(request: GenerateRequest, output: RequestOutput) -> Completion:
-    """What vLLM made of a request."""
-    (made,) = output.outputs
-    if made.finish_reason not in ("stop", "length"):
-        return refused(
-            request,
-            f"vLLM ended request {request.id} with {made.finish_reason!r}: the worker does not "
-            f"hold {request.prefix.name} version {request.prefix.version}",
-        )
-    ids = tuple(made.token_ids)
-    assert made.logprobs is not None
-    logprobs = tuple(at[token].logprob for at, token in zip(made.logprobs, ids, strict=True))
-    versions = (request.prefix.version,) * len(ids)
-    wanted = request.top_logprobs
-    read, likeliest_read = of_prompt(request, output)
-    return Completion(
-        request.id, ids, logprobs, versions, made.finish_reason, read,
-        prompt_likeliest=likeliest_read,
-        top_logprobs=tuple(likeliest(at, wanted) for at in made.logprobs) if wanted else (),
-    )  # fmt: skip
-
-
-def of_prompt(
-    request: GenerateRequest, output: RequestOutput
-) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """The prompt's log-probabilities and the likeliest token at each of their places."""
-    wanted = len(request.prompt_ids) - 1
-    if not request.prompt_logprobs or not wanted:
-        return (), ()
-    # Counted from the end: what stands before depends on where computing began.
-    assert output.prompt_logprobs is not None
-    last = output.prompt_logprobs[-wanted:]
-    told = zip(last, request.prompt_ids[1:], strict=True)
-    return tuple(at[token].logprob for at, token in told), tuple(
-        likeliest(at, 1)[0][0] for at in last
-    )
-
-
-def likeliest(at: Mapping[int, Any], count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` likeliest tokens at a place, as (id, log-probability); vLLM adds the chosen."""
-    ranked = sorted(at.items(), key=lambda item: item[1].rank)
-    return tuple((token, told.logprob) for token, told in ranked[:count])
-
-
 @dataclass
 class _Fills(KVConnectorMetadata):
     """What the workers load before the next forward pass."""
@@ -327,11 +291,12 @@ class _Fills(KVConnectorMetadata):
 
 
 class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
-    """Fills the blocks of a request's placeholders with its cartridge.
+    """Fills the blocks of a request's placeholders with its cartridges.
 
-    In the scheduler it says that P tokens need no computing and notes their blocks; in a worker it
-    writes them there, just before the forward pass that first reads them. A block that the prefix
-    cache knows under the request's salt was filled before and is left alone.
+    In the scheduler it says that their tokens need no computing and notes the blocks; in a worker
+    it writes them there, just before the forward pass that first reads them, the keys turned to
+    where they stand. A block that the prefix cache knows under the request's salt was filled before
+    and is left alone.
     """
 
     def __init__(
@@ -360,15 +325,15 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        loaded = (request.kv_transfer_params or {}).get(LOADED)
-        return (0 if loaded is None else max(0, loaded[2] - num_computed_tokens), False)
+        tokens = sum(part.tokens for part in _parts(request))
+        return max(0, tokens - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
-            name, version, tokens = request.kv_transfer_params[LOADED]
+            parts = _parts(request)
             (ids,) = blocks.get_block_ids()
-            first = tokens - num_external_tokens
-            self._noted.append(Fill(name, version, first, tokens, tuple(ids)))
+            tokens = sum(part.tokens for part in parts)
+            self._noted.append(Fill(parts, tokens - num_external_tokens, tokens, tuple(ids)))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         noted, self._noted = self._noted, []
@@ -406,23 +371,27 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
                 self._load(fill, layers)
 
     def _load(self, fill: Fill, layers: list[tuple[int, Any]]) -> None:
-        held = self._held.get(fill.version)
-        if held is None or fill.name not in held[0]:
-            # The engine keeps a version until its requests have ended, so this is a worker that
-            # lost it. vLLM fails the requests that hold these blocks, and no other.
-            self._failed.update(fill.blocks[: -(-fill.stop // self._block_tokens)])
-            return
-        where = slots(fill.blocks, self._block_tokens, fill.first, fill.stop)
-        device = layers[0][1].kv_cache.device
-        at = torch.tensor(where, device=device)
-        kv = held[1][held[0].index(fill.name), :, :, :, fill.first : fill.stop]
-        kv = kv.to(device, self._vllm_config.model_config.dtype)
-        for index, layer in layers:
-            # [2, tokens, H_kv, D]: the order in which an attention layer takes keys and values.
-            keys, values = kv[index].transpose(1, 2).contiguous()
-            layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, at)
-        self.loads += 1
-        self.loaded_tokens += fill.stop - fill.first
+        device, model = layers[0][1].kv_cache.device, self._vllm_config.model_config
+        for piece in pieces(fill.parts, fill.first, fill.stop):
+            part, start = piece.part, piece.start
+            held = self._held.get(part.version)
+            if held is None or part.name not in held[0]:
+                # The engine keeps a version until its requests have ended, so this is a worker that
+                # lost it. vLLM fails the requests that hold these blocks, and no other.
+                self._failed.update(fill.blocks[: -(-fill.stop // self._block_tokens)])
+                return
+            kv = held[1][held[0].index(part.name), :, :, :, piece.first : piece.stop]
+            kv = kv.to(device, model.dtype)
+            if start:
+                kv = shifted(kv, start, frequencies_of(model.model))
+            where = slots(fill.blocks, self._block_tokens, start + piece.first, start + piece.stop)
+            at = torch.tensor(where, device=device)
+            for index, layer in layers:
+                # [2, tokens, H_kv, D]: the order in which an attention layer takes keys and values.
+                keys, values = kv[index].transpose(1, 2).contiguous()
+                layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, at)
+            self.loads += 1
+            self.loaded_tokens += len(where)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()
@@ -436,6 +405,11 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Nothing is saved."""
+
+
+def _parts(request: Any) -> tuple[Part, ...]:
+    """The cartridges of a vLLM request, as `VllmEngine.add` sent them."""
+    return tuple(Part(*sent) for sent in (request.kv_transfer_params or {}).get(LOADED, ()))
 
 
 class SeededDraw(LogitsProcessor):

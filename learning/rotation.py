@@ -9,6 +9,7 @@ are as good as any.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +36,27 @@ def frequencies(model: PreTrainedModel) -> Tensor:
         )
     inverse: Tensor = rotary.inv_freq
     return inverse.detach().double()
+
+
+@cache
+def frequencies_of(path: str) -> Tensor:
+    """`frequencies` of the model in this directory (or of this hub id), from its config alone: for
+    who computes with it elsewhere. Raises DataError as `frequencies` does."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):  # no memory, no numbers
+            shell = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"keys of the model {path!r} cannot be moved to other positions, for transformers does "
+            f"not know it: {str(error).splitlines()[0]}; use one cartridge before a prompt"
+        ) from error
+    rotary = getattr(shell.base_model, "rotary_emb", None)
+    if rotary is not None:
+        shell.base_model.rotary_emb = type(rotary)(shell.base_model.config)
+    return frequencies(shell)
 
 
 def shifted(kv: Tensor, by: int, frequencies: Tensor) -> Tensor:

@@ -45,10 +45,10 @@ def across_sections(spec: LearnSpec) -> None:
 def _across_company(spec: LearnSpec) -> None:
     """What training on compositions needs of other sections."""
     alone = spec.data.patients < 2 or spec.episodes is not None or spec.rsa is not None
-    if spec.train.compose and (alone or spec.generator.backend == "vllm"):
+    if spec.train.compose and alone:
         raise broken(
-            "must be 0 with a single document, episodes, rsa, or generator.backend vllm",
-            "remove it, or study two documents or more with generator.backend torch",
+            "must be 0 with a single document, episodes or rsa",
+            "remove it, or study two documents or more without them",
             key="train.compose",
             got=spec.train.compose,
         )

@@ -32,8 +32,16 @@ from actors.engine_generator import EngineGeneratorActor
 from actors.setup import BaseModel, bootstrap, missing_vllm
 from learning.decoding import generate
 from learning.model import document_kv, load_model, text_of
+from learning.rotation import composed
 from protocols.learn_spec import GeneratorSpec
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, Snapshot
+from protocols.types import (
+    Completion,
+    GenerateRequest,
+    PrefixRef,
+    Sampling,
+    Snapshot,
+    composed_ref,
+)
 from services.replica import Replica as Member
 from services.replica import ask
 from services.shared_memory import SharedMemoryPlane
@@ -156,6 +164,9 @@ class Replica:
         return done
 
     def lookup(self, ref: PrefixRef) -> Tensor:
+        return composed(self.model.ours, [self._single(part) for part in ref.parts])
+
+    def _single(self, ref: PrefixRef) -> Tensor:
         kind, _, name = ref.name.partition("/")
         if kind == "document":
             return document_kv(self.model.ours, self.model.documents[name])
@@ -209,6 +220,14 @@ def over(
     name: str, version: int, prompt: Sequence[int], count: int = 6, **sampling: Any
 ) -> GenerateRequest:
     """A request that is greedy unless said; its seed is its prompt's."""
+    return over_all([(name, version)], prompt, count, **sampling)
+
+
+def over_all(
+    parts: Sequence[tuple[str, int]], prompt: Sequence[int], count: int = 6, **sampling: Any
+) -> GenerateRequest:
+    """The same over an ordered composition."""
     chosen = Sampling(**{"temperature": 0.0, "max_tokens": count, **sampling})
-    ref = PrefixRef(name, version)
-    return GenerateRequest(f"{name}@{version}/{prompt[0]}", tuple(prompt), ref, chosen, sum(prompt))
+    ref = composed_ref([PrefixRef(name, version) for name, version in parts])
+    said = "+".join(f"{name}@{version}" for name, version in parts)
+    return GenerateRequest(f"{said}/{prompt[0]}", tuple(prompt), ref, chosen, sum(prompt))

@@ -6,8 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.paged import cache_salt, check_shape, kv_heads, slots
-from protocols.errors import PublishError
+from actors.paged import (
+    Part,
+    Piece,
+    cache_salt,
+    cartridges_of,
+    check_shape,
+    kv_heads,
+    pieces,
+    slots,
+)
+from protocols.errors import DataError, PublishError
+from protocols.types import GenerateRequest, PrefixRef, Sampling, composed_ref
 
 
 def test_slots_by_hand() -> None:
@@ -30,15 +40,61 @@ def test_slots_are_the_rows_of_the_blocks_laid_end_to_end(
     assert slots(blocks, size, first, stop) == laid[first:stop]
 
 
-def test_salts_are_apart_by_name_version_and_request() -> None:
+def test_pieces_by_hand() -> None:
+    a, b = Part("a", 7, 50), Part("b", 8, 30)
+    assert pieces((a,), 0, 50) == [Piece(a, 0, 0, 50)]
+    assert pieces((a, b), 0, 80) == [Piece(a, 0, 0, 50), Piece(b, 50, 0, 30)]
+    assert pieces((a, b), 32, 80) == [Piece(a, 0, 32, 50), Piece(b, 50, 0, 30)]
+    assert pieces((a, b), 64, 80) == [Piece(b, 50, 14, 30)]
+    assert pieces((b, a), 30, 80) == [Piece(a, 30, 0, 50)]
+    assert pieces((a, b), 80, 80) == []
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5), data=st.data())
+def test_pieces_are_a_slice_of_all_laid_end_to_end(lengths: list[int], data: st.DataObject) -> None:
+    parts = [Part(str(i), 0, tokens) for i, tokens in enumerate(lengths)]
+    laid = [(p.name, token) for p in parts for token in range(p.tokens)]
+    first = data.draw(st.integers(0, len(laid)))
+    stop = data.draw(st.integers(first, len(laid)))
+    found = pieces(parts, first, stop)
+    assert [(p.part.name, t) for p in found for t in range(p.first, p.stop)] == laid[first:stop]
+    assert [p.start + t for p in found for t in range(p.first, p.stop)] == [*range(first, stop)]
+
+
+def test_salts_are_apart_by_names_versions_order_and_request() -> None:
+    names = ("a", "a@1", "b", "a@1,b", "b#1")
+    singles = [Part(name, version, 9) for name in names for version in (0, 1, 11)]
     salts = [
-        cache_salt(name, version, private)
-        for name in ("a", "a@1", "b")
-        for version in (0, 1, 11)
+        cache_salt(parts, private)
+        for parts in [(p,) for p in singles] + [(p, q) for p in singles for q in singles]
         for private in ("", "1", "2")
     ]
     assert len(set(salts)) == len(salts)
-    assert cache_salt("a", 1) == cache_salt("a", 1)
+    assert cache_salt([Part("a", 7, 9), Part("b", 8, 9)]) == "a@7,b@8"
+
+
+def asked(*names: str) -> GenerateRequest:
+    refs = [PrefixRef(name, i) for i, name in enumerate(names)]
+    return GenerateRequest("r", (5,), composed_ref(refs), Sampling(), 0)
+
+
+def test_the_cartridges_of_a_request() -> None:
+    tokens = {0: 50, 1: 30}
+    assert cartridges_of(asked("document/d"), tokens) == ()
+    assert cartridges_of(asked("cartridge/a"), tokens) == (Part("a", 0, 50),)
+    both = (Part("a", 0, 50), Part("b/c", 1, 30))
+    assert cartridges_of(asked("cartridge/a", "cartridge/b/c"), tokens) == both
+
+
+@pytest.mark.parametrize("names", [("cartridge/a", "document/d"), ("document/d", "cartridge/a")])
+def test_a_document_among_others_is_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(DataError) as caught:
+        cartridges_of(asked(*names), {0: 50, 1: 50})
+    assert str(caught.value) == (
+        "request r composes document/d with other prefixes: vLLM computes a document as tokens, "
+        "which would see the cartridges before it, and loads cartridges only before all tokens; "
+        "compose cartridges alone, or use generator.backend torch"
+    )
 
 
 @pytest.mark.parametrize(

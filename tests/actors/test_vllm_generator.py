@@ -6,14 +6,16 @@ One engine for each family of models: blocks of 32 tokens, prefill chunks of 48.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from monarch.actor import concurrent_endpoint
-from vllm_replica import Replica, over, prompts, replica, require_vllm, tiny_model
+from vllm_replica import Replica, over, over_all, prompts, replica, require_vllm, tiny_model
 
 from actors.engine_generator import EngineGeneratorActor
 from protocols.errors import DataError, PublishError
@@ -39,6 +41,13 @@ class Forgetful(EngineGeneratorActor):
             future.set_result(None)
 
         self._engine._post(_Job(work, done)).result(30)
+
+    @concurrent_endpoint
+    async def pretend(self, path: str) -> str:
+        """Take this for the model's directory from now on; the one before."""
+        engine = self._engine._engine
+        before, engine._path = engine._path, path
+        return before
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -243,3 +252,118 @@ def test_prompt_logprobs_over_a_document(engine: Replica, name: str) -> None:
         expected = engine.model.logprobs(engine.lookup(asked.prefix), prompt)[:-1]
         close(c.prompt_logprobs, expected[range(59), list(prompt[1:])])
         close(embedded.prompt_logprobs, expected[range(59), list(prompt[1:])])
+
+
+@pytest.mark.parametrize("lengths", [(50, 40), (50, 10), (ALIGNED, LONG)])
+def test_compositions_are_those_of_the_embedded_backend(
+    engine: Replica, lengths: tuple[int, int]
+) -> None:
+    """Of several versions, in any order; a second time beside blocks in the prefix cache."""
+    model = engine.model
+    a, b = (
+        ("cartridge/" + name, engine.publish(model.cartridges(60 + tokens, 2, tokens)))
+        for name, tokens in zip("ab", lengths, strict=True)
+    )
+    short, long = prompts(2, (9, 70).__getitem__, seed=13)
+    orders = [[a, b], [b, a], [a, b, a], [a]]
+    asked = [over_all(order, prompt) for order in orders for prompt in (short, long)]
+    asked += [over_all(order, short, 12, temperature=1.0) for order in orders]
+    embedded = engine.embedded(*asked)
+    for _ in range(2):
+        for r, c, e in zip(asked, engine.generate(*asked), embedded, strict=True):
+            assert (c.token_ids, c.finish_reason) == (e.token_ids, "length")
+            close(c.logprobs, torch.tensor(e.logprobs))
+            assert set(c.versions) == {r.prefix.version}
+    for r, e in zip(asked[:8], embedded, strict=False):
+        assert list(e.token_ids) == model.greedy(engine.lookup(r.prefix), r.prompt_ids, 6)
+    assert len({e.token_ids for e in embedded[:8:2]}) > 2, "orders make different continuations"
+
+
+def test_a_fill_may_begin_inside_any_part(engine: Replica) -> None:
+    """[50, 40]: 64 of 90 tokens are whole blocks, the tail is b's. [50, 10]: 32 of 60, both's."""
+    one, other = prompts(2, lambda i: 9, seed=14)
+    for lengths, tails in (((50, 40), (1, 26)), ((50, 10), (2, 28)), ((64, 32), (0, 0))):
+        version = engine.newest + 1
+        for seed, tokens in enumerate(lengths):
+            engine.publish(engine.model.cartridges(70 + seed, 2, tokens))
+        parts = [("cartridge/a", version), ("cartridge/b", version + 1)]
+        for prompt, loaded in ((one, (2, sum(lengths))), (other, tails)):
+            asked = over_all(parts, prompt)
+            before = engine.loads()
+            (c,) = engine.generate(asked)
+            after = engine.loads()
+            assert (after[0] - before[0], after[1] - before[1]) == loaded
+            assert c.token_ids == engine.embedded(asked)[0].token_ids
+
+
+def test_orders_do_not_share_blocks(engine: Replica) -> None:
+    """Nor does a cartridge alone with a composition that it begins: the salt is of the whole."""
+    version = engine.publish(engine.model.cartridges(80, 2, ALIGNED))
+    short = prompts(1, lambda i: 9, seed=15)[0]
+    a, b = ("cartridge/a", version), ("cartridge/b", version)
+    for parts in ([a, b], [b, a], [a], [a, a]):
+        before = engine.loads()
+        engine.generate(over_all(parts, short))
+        engine.generate(over_all(parts, short))
+        after = engine.loads()
+        loaded = (len(parts), len(parts) * ALIGNED)
+        assert (after[0] - before[0], after[1] - before[1]) == loaded
+
+
+@pytest.mark.parametrize("tokens", [ALIGNED, UNALIGNED])
+def test_prompt_logprobs_over_a_composition(engine: Replica, tokens: int) -> None:
+    version = engine.publish(engine.model.cartridges(90, 2, tokens))
+    parts = [("cartridge/b", version), ("cartridge/a", version)]
+    asked = [over_all(parts, p, 3) for p in prompts(3, (2, 40, 130).__getitem__, seed=16)]
+    plain = engine.generate(*asked)  # their blocks are now in the prefix cache
+    scored = [dataclasses.replace(r, prompt_logprobs=True) for r in asked]
+    embedded = engine.embedded(*scored)
+    for _ in range(2):
+        for c, e, p in zip(engine.generate(*scored), embedded, plain, strict=True):
+            close(c.prompt_logprobs, torch.tensor(e.prompt_logprobs))
+            assert c.prompt_likeliest == e.prompt_likeliest
+            assert c.token_ids == p.token_ids == e.token_ids
+
+
+def test_a_worker_that_lost_a_part_fails_the_composition_alone(engine: Replica) -> None:
+    held, lost = (engine.publish(engine.model.cartridges(s, 2, UNALIGNED)) for s in (91, 92))
+    engine.call("forget", lost)
+    bad = over_all([("cartridge/a", held), ("cartridge/a", lost)], (7, 8, 9))
+    good = over("cartridge/a", held, (7, 8, 9))
+    done = engine.generate(bad, good)
+    assert [c.finish_reason for c in done] == ["error", "length"]
+    said = f"does not hold cartridge/a version {held} or cartridge/a version {lost}"
+    assert said in done[0].error
+    assert done[1].token_ids == engine.embedded(good)[0].token_ids
+
+
+def test_a_composition_in_flight_keeps_all_its_versions(engine: Replica) -> None:
+    old, older = (engine.publish(engine.model.cartridges(s, 2, UNALIGNED)) for s in (93, 94))
+    asked = over_all([("cartridge/a", older), ("cartridge/b", old)], (7, 8, 9), 300)
+    running = engine.start("generate", (asked,))
+    for seed in range(3):  # as many as are kept
+        engine.publish(engine.model.cartridges(seed, 2, ALIGNED))
+    (late,) = engine.generate(dataclasses.replace(asked, sampling=Sampling(max_tokens=1)))
+    assert "was evicted" in late.error
+    (done,) = running.get(timeout=60).completions
+    assert done.token_ids == engine.embedded(asked)[0].token_ids
+
+
+def test_compositions_that_cannot_be_are_refused_by_name(engine: Replica, tmp_path: Path) -> None:
+    version = engine.publish(engine.model.cartridges(95, 2, ALIGNED))
+    a, d = ("cartridge/a", version), ("document/d", 0)
+    said = r"composes document/d with other prefixes: .* tokens, .* or use generator.backend torch"
+    for parts in ([a, d], [d, a], [d, d]):
+        with pytest.raises(DataError, match=said):
+            engine.generate(over_all(parts, (5, 6)))
+    with pytest.raises(DataError, match=r"960 prefix . 100 prompt . 6 new tokens"):
+        engine.generate(over_all([a] * 15, (5,) * 100))
+    config = json.loads((Path(engine.model.path) / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    before = engine.call("pretend", str(tmp_path))
+    with pytest.raises(DataError, match="embedding is dynamic, which is not the same at every"):
+        engine.generate(over_all([a, a], (5, 6)))
+    engine.call("pretend", before)
+    asked = over_all([a, a], (5, 6))
+    assert engine.generate(asked)[0].token_ids == engine.embedded(asked)[0].token_ids

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from monarch.actor import concurrent_endpoint
-from vllm_replica import END, Replica, Tiny, over, replica, require_vllm, tiny_model
+from vllm_replica import END, Replica, Tiny, over, over_all, replica, require_vllm, tiny_model
 
 from actors.engine_generator import EngineGeneratorActor
 from learning.decoding import generate
@@ -57,11 +57,13 @@ def test_drain_publishes_when_the_requests_in_flight_have_ended(drained: Replica
 def test_preempted_requests_load_their_cartridge_again(drained: Replica) -> None:
     """More tokens than the paged memory holds: vLLM drops requests and starts them again."""
     version = drained.publish(drained.model.cartridges(3, 2, 50))  # its tail is loaded by each
-    asked = [over("cartridge/" + "ab"[i % 2], version, (5 + i, 6), 260,
-                  temperature=1.0) for i in range(8)]  # fmt: skip
+    parts = [("cartridge/a", version), ("cartridge/b", version)]
+    asked = [over_all(parts[-1 - i % 2 :: -1], (5 + i, 6), 260,
+                      temperature=1.0) for i in range(8)]  # fmt: skip
     before = drained.loads()[0]
     done = drained.generate(*asked)
-    assert drained.loads()[0] - before > 8, "nothing was preempted: give the engine less memory"
+    least = sum(len(r.prefix.parts) for r in asked)
+    assert drained.loads()[0] - before > least, "nothing was preempted: give the engine less memory"
     assert [c.token_ids for c in done] == [c.token_ids for c in drained.embedded(*asked)]
 
 
@@ -120,6 +122,8 @@ def test_two_ranks_share_an_engine(model: Tiny) -> None:
         version = r.publish(model.cartridges(1, 2, 50))
         asked = [over(f"cartridge/{n}", version, (i, 6, 7)) for n in "ab" for i in range(3, 6)]
         asked.append(over("document/d", 0, (5, 6)))
+        parts = [("cartridge/a", version), ("cartridge/b", version)]
+        asked += [over_all(order, (5, 6, 7)) for order in (parts, parts[::-1])]
         done = r.generate(*asked)
         for c, e in zip(done, r.embedded(*asked), strict=True):
             assert c.token_ids == e.token_ids

@@ -4,6 +4,7 @@ them are texts read side by side."""
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from learning.attention import PrefixContext
 from learning.model import hidden_states
-from learning.rotation import composed, frequencies, shifted
+from learning.rotation import composed, frequencies, frequencies_of, shifted
 from protocols.errors import DataError
 
 if TYPE_CHECKING:
@@ -46,14 +47,44 @@ def test_a_quarter_turn_by_hand() -> None:
     assert shifted(kv, 0, torch.tensor([1.0]).double()) is kv
 
 
-def test_frequencies_that_depend_on_the_length_are_refused() -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    config = LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2, rope_parameters=rope,
+def config_with(**rope: object) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=8, hidden_size=64, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, rope_parameters={"rope_theta": 1e4, **rope},
     )  # fmt: skip
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, LLAMA3])
+def test_frequencies_of_a_path_are_those_of_the_model(
+    rope: dict[str, object], tmp_path: Path
+) -> None:
+    """From the config alone: there are no weights beside it."""
+    config = config_with(**rope)
+    config.save_pretrained(tmp_path)
+    found = frequencies_of(str(tmp_path))
+    assert torch.equal(found, frequencies(LlamaForCausalLM(config)))
+    assert (found.dtype, len(found)) == (torch.float64, 16)
+
+
+def test_frequencies_that_depend_on_the_length_are_refused(tmp_path: Path) -> None:
+    config = config_with(rope_type="dynamic", factor=2.0)
     with pytest.raises(DataError, match="rotary embedding is dynamic, which is not the same at"):
         frequencies(LlamaForCausalLM(config))
+    config.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="rotary embedding is dynamic, which is not the same at"):
+        frequencies_of(str(tmp_path))
+
+
+def test_a_path_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
+    with pytest.raises(DataError, match=r"cannot be moved .* for transformers does not know it: "):
+        frequencies_of(str(tmp_path))
 
 
 def test_a_composition_is_the_texts_read_behind_one_another_unseen(twin: Twin) -> None:

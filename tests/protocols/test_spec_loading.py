@@ -194,10 +194,9 @@ BAD_FILES = [
     (C, "train:", "loss: {temperature: 2.0}\ntrain:",
      "temperature must be 1 with a top-k teacher, which sends no whole distribution to divide: "
      f"got 2.0 at {C}:14 (loss.temperature); set it to 1 or teacher.top_k to full"),
-    (C, "train:", "generator: {backend: vllm}\ntrain:\n  compose: 0.5",
-     "compose must be 0 with a single document, episodes, rsa, or generator.backend vllm: "
-     f"got 0.5 at {C}:16 (train.compose); remove it, or study two documents or more with "
-     "generator.backend torch"),
+    (C, "train:", "episodes: {tasks: 1, max_context: 200}\ntrain:\n  compose: 0.5",
+     "compose must be 0 with a single document, episodes or rsa: got 0.5 at "
+     f"{C}:16 (train.compose); remove it, or study two documents or more without them"),
     (C, "train:", "loss: {form: pairs}\ntrain:",
      "form belongs to loss.direction cross_entropy alone, for it is no divergence: "
      f"got 'pairs' at {C}:14 (loss.form); use tail, or set loss.direction: cross_entropy"),
