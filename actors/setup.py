@@ -34,8 +34,8 @@ class BaseModel:
 
     `documents` maps a document's name to its token ids from position 0 (chat template included);
     `max_kv_bytes` bounds the KV of documents that the actor keeps where the model computes, and
-    `host_kv_bytes` what it keeps of them in host memory beside a GPU. `device` is "cpu", "cuda" or
-    "auto" (`learning.device`).
+    `host_kv_bytes` what it keeps of them in host memory beside a GPU. `device` is "cpu" or
+    "cuda" (`learning.device`).
     """
 
     path: str

@@ -5,7 +5,8 @@
 Runs `forge-run meshes/longhealth.yaml`, shortened by overrides, without evaluation questions beyond
 a few, and reads the run's own `results.json` and `events.jsonl`: orchestration is the step's wall
 time less the seconds that actors spent computing. Its share depends on how long a step is; its
-milliseconds say what a longer step would pay.
+milliseconds say what a longer step would pay. `hidden` are the seconds that teachers computed
+beside the rollout, which are in no phase.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def finished_run(mesh: str, steps: int, sets: Iterable[str], directory: str) -> 
 
 def step_seconds(events: Iterable[dict[str, Any]], arm: str) -> list[dict[str, float]]:
     """The seconds of every step of an arm, the first left out: it opens connections."""
-    steps = [e["seconds"] for e in events if e.get("event") == "step" and e.get("arm") == arm]
-    return steps[1:]
+    steps = [e for e in events if e.get("event") == "step" and e.get("arm") == arm]
+    return [e["seconds"] | {"hidden": e["hidden"]} for e in steps[1:]]
 
 
 def main() -> None:
@@ -78,14 +79,18 @@ def main() -> None:
     phases = {name: statistics.mean(s[name] for s in seconds) for name in seconds[0]}
     share = phases["orchestration"] / phases["step"]
     print("  ".join(f"{name} {1e3 * value:.0f} ms" for name, value in phases.items()))
+    medians = {name: statistics.median(s[name] for s in seconds) for name in seconds[0]}
+    spoken = "  ".join(f"{name} {medians[name]:.2f} s" for name in ("rollout", "hidden", "score"))
+    hidden = medians["hidden"] / (medians["hidden"] + medians["score"])
+    print(f"medians: {spoken}; {hidden:.0%} of the teachers' seconds hidden")
     verdict = "met" if share <= GOAL else "MISSED"
     print(
         f"orchestration {share:.1%} of a step of {phases['step']:.2f} s "
         f"({1e3 * phases['orchestration']:.0f} ms); goal {GOAL:.0%}: {verdict}"
     )
     found = {
-        "steps": len(seconds), "mean_seconds": phases, "by_step": seconds,
-        "orchestration_share_of_run": results["orchestration_share"],
+        "steps": len(seconds), "mean_seconds": phases, "median_seconds": medians,
+        "by_step": seconds, "orchestration_share_of_run": results["orchestration_share"],
     }  # fmt: skip
     write(options.out, told, {"orchestration over step": share}, found)
 

@@ -33,6 +33,7 @@ class Benchmark:
 SUITE = (
     Benchmark("step", 400),
     Benchmark("losses", 400),
+    Benchmark("attention", 400),
     Benchmark("step_3b", 300, ("--shape", "tiny", "--device", "cpu")),
     Benchmark("tensor_plane", 500),
     Benchmark("generation", 500),

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 
 from clinic import vocabulary as words
 from protocols.errors import DataError
@@ -187,15 +186,6 @@ def reply_to(case: Case, standing: Standing, text: str, max_turns: int) -> Stand
             reply.hint_facts,
         )  # fmt: skip
     return Standing(found, read, turns, reply)
-
-
-def replayed(case: Case, texts: Sequence[str], max_turns: int) -> list[Standing]:
-    """How the case stood after 0, 1, .. calls: the same as when they were made."""
-
-    def more(so_far: list[Standing], text: str) -> list[Standing]:
-        return [*so_far, reply_to(case, so_far[-1], text, max_turns)]
-
-    return reduce(more, texts, [Standing()])
 
 
 def _answered(case: Case, standing: Standing, call: ToolCall) -> tuple[bool, bool, Reply]:

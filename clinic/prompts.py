@@ -15,8 +15,6 @@ from functools import lru_cache
 
 from clinic.longhealth import LETTERS, Patient, Question
 
-SELF_STUDY_KINDS = ("recite", "structure", "summarise", "question", "choice")
-
 _ANSWER = re.compile(
     r"(?:answer|(?:correct|right|best) (?:option|choice))[*_`]*(?: is:?|:)[*_`]*\s*(?=\S)",
     re.IGNORECASE,

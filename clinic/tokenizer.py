@@ -18,14 +18,15 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+CHARTS = 400
 KINDS = ["recite", "structure", "summarise", "question", "options"]
 
 
-def build_tokenizer(charts: int = 400) -> PreTrainedTokenizerFast:
+def build_tokenizer() -> PreTrainedTokenizerFast:
     """Train the tokenizer on drawn charts and on the bare word lists."""
     rng = random.Random("tokenizer")
     text: list[str] = []
-    for _ in range(charts):
+    for _ in range(CHARTS):
         patient, turns = draw_conversation(rng, Difficulty((8, 24), 1.0), KINDS)
         text.append(patient.document)
         text += [t for turn in turns for t in (turn.prompt, turn.response)]

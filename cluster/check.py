@@ -54,12 +54,12 @@ def drift(committed: Mapping[str, str], rendered: Mapping[str, str]) -> list[str
     return lines + [f"{p}: differs from its render" for p in both if committed[p] != rendered[p]]
 
 
-def definitions(folder: Path = KUBERNETES) -> list[dict[str, Any]]:
+def definitions() -> list[dict[str, Any]]:
     """The custom kinds' definitions, which are written by hand."""
-    return [yaml.safe_load(path.read_bytes()) for path in sorted(folder.glob("crds/*.yaml"))]
+    return [yaml.safe_load(path.read_bytes()) for path in sorted(KUBERNETES.glob("crds/*.yaml"))]
 
 
-def committed(folder: Path = KUBERNETES) -> dict[str, str]:
+def committed() -> dict[str, str]:
     """The rendered files as they lie in the repository: text by path."""
-    paths = sorted(path for path in folder.rglob("*.yaml") if path.parent.name != "crds")
-    return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in paths}
+    paths = sorted(path for path in KUBERNETES.rglob("*.yaml") if path.parent.name != "crds")
+    return {str(path.relative_to(KUBERNETES)): path.read_text(encoding="utf-8") for path in paths}

@@ -24,7 +24,6 @@ from protocols.spec import RunSpec
 H100 = "NVIDIA-H100-80GB-HBM3"  # as NVIDIA's feature discovery names it, in nvidia.com/gpu.product
 TEACHERS = 8  # replicas of teacher_replay in overlays/teachers: they wait for others' servers
 LAPTOP_CPU = "100m"  # requested a pod in overlays/cpu; the limit stays at its threads
-OVERLAYS = ("cpu", "gpu", "teachers")
 CONTAINER = "/spec/podTemplate/spec/containers/0"
 
 Tree = dict[str, str]

@@ -13,8 +13,6 @@ import random
 import re
 from collections.abc import Mapping
 
-KINDS = ("structuring", "summarization", "question", "use_case", "creative")
-
 WRITE = (
     "Write that message and nothing else. It must be understood by someone who does not see the "
     "passage: name what it is about."

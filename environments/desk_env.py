@@ -56,7 +56,7 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
     def __init__(self) -> None:
         super().__init__()
         self._case: Case | None = None
-        self._arguments: dict[str, Any] = {}
+        self._max_turns = 0
         self._standing = Standing()
         self._state = DeskState()
 
@@ -75,11 +75,7 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
         if max_turns < 1:
             raise DataError(f"max_turns must be >= 1: got {max_turns}; set it to 1 or more")
         case = draw_case(draw_desk(desk_seed, desk, fields), seed or 0)
-        self._case, self._standing = case, Standing()
-        self._arguments = {
-            "seed": seed, "episode_id": episode_id, "desk_seed": desk_seed, "desk": desk,
-            "fields": fields, "max_turns": max_turns,
-        }  # fmt: skip
+        self._case, self._standing, self._max_turns = case, Standing(), max_turns
         question = {"role": "user", "content": case.question}
         self._state = DeskState(episode_id=episode_id, history=[question])
         tools = [asdict(tool) for tool in TOOLS]
@@ -95,7 +91,7 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
         before = self._standing.reply
         if self._case is None or (before is not None and before.done):
             raise RunError("there is no open case; reset first")
-        limit = self._arguments["max_turns"]
+        limit = self._max_turns
         self._standing = reply_to(self._case, self._standing, bounded(action.text), limit)
         reply = self._standing.reply
         assert reply is not None
@@ -117,19 +113,6 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
     @property
     def state(self) -> DeskState:
         return self._state
-
-    def state_at(self, turn: int) -> DeskState:
-        """The state as it was before turn `turn` (from 0), played again from the start.
-
-        Raises DataError for a turn that has not come.
-        """
-        if not 0 <= turn <= len(self._state.actions):
-            raise DataError(
-                f"turn must be 0 to {len(self._state.actions)}, those that came: got {turn}"
-            )
-        again = DeskEnvironment()
-        again.reset(**self._arguments, replay_actions=self._state.actions[:turn])
-        return again.state
 
 
 def bounded(text: str) -> str:

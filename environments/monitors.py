@@ -45,13 +45,6 @@ def count_flags(episodes: Sequence[Episode]) -> Counter[str]:
     return Counter(flag for e in episodes for flag in e.flags)
 
 
-def examples(episodes: Sequence[Episode], at_most: int) -> dict[str, list[Episode]]:
-    """The first few episodes of each flag, for a report."""
-    return {
-        flag: [e for e in episodes if flag in e.flags][:at_most] for flag in count_flags(episodes)
-    }
-
-
 def claimed(action: Action) -> str:
     """What an action gives as the answer: a call's arguments, an option, or the text."""
     match action:

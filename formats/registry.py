@@ -17,16 +17,13 @@ class Format:
 
     read: Callable[[Path], Cartridge]
     write: Callable[[Cartridge, Path, bool], None]
-    about: str
 
 
 FORMATS = {
-    "forge": Format(forge.read, forge.write, "a directory: cartridge.safetensors, manifest.json"),
-    "hazy": Format(hazy.read, hazy.write, "HazyResearch/cartridges' file, NAME.pt"),
-    "peft": Format(peft.read, peft.write, "PEFT's CARTRIDGE adapter, a directory"),
-    "tokasaurus": Format(
-        tokasaurus.read, tokasaurus.write, "a directory: cartridge.pt, config.yaml"
-    ),
+    "forge": Format(forge.read, forge.write),
+    "hazy": Format(hazy.read, hazy.write),
+    "peft": Format(peft.read, peft.write),
+    "tokasaurus": Format(tokasaurus.read, tokasaurus.write),
 }
 RUN = "run"
 

@@ -6,26 +6,25 @@ import torch
 
 from protocols.errors import SpecError
 
-DEVICES = ("cpu", "cuda", "auto")
+DEVICES = ("cpu", "cuda")
 
 
 def claim_device(asked: str, rank: int = 0) -> torch.device:
-    """The device that `asked` names, made this process's own: "cpu", "cuda", or "auto" for a GPU
-    where torch sees one.
+    """The device that `asked` names, "cpu" or "cuda", made this process's own.
 
     Rank `rank` of several that see the same GPUs takes the one of its number; one that sees its own
     alone takes that. Raises SpecError where a GPU is asked for and torch sees none.
     """
     if asked not in DEVICES:
         raise SpecError(f"a device is one of {DEVICES}: got {asked!r}")
-    there = torch.cuda.device_count() if asked != "cpu" else 0
-    if asked == "cuda" and not there:
+    if asked == "cpu":
+        return torch.device("cpu")
+    there = torch.cuda.device_count()
+    if not there:
         raise SpecError(
             f"a GPU is asked for and torch {torch.__version__} sees none: install a torch built "
             "for CUDA, check nvidia-smi and CUDA_VISIBLE_DEVICES, or set the role's gpus to 0"
         )
-    if not there:
-        return torch.device("cpu")
     device = torch.device("cuda", rank % there)
     torch.cuda.set_device(device)  # what FSDP and NCCL take when they are not told
     return device

@@ -18,7 +18,7 @@ from learning.losses import top_k
 from learning.prefixes import DocumentCache
 from learning.projection import Projection
 from learning.replay import is_stale, summed_by_pair
-from protocols.channels import PreferencePair, RLSample, SDPOItem, completions, hinted
+from protocols.channels import PreferencePair, completions
 from protocols.types import Sample
 
 if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
@@ -82,17 +82,6 @@ def response_logprobs(
     student's own under the version that sampled it."""
     tokens, targets = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES)
     return tokens.read(slice(None), lambda logits, of: (token_logprobs(logits, targets[of]),))[0]
-
-
-def score_hinted(
-    model: PreTrainedModel,
-    items: Sequence[SDPOItem],
-    samples: Sequence[RLSample],
-    prefixes: Mapping[str, Tensor],
-    row_tokens: int,
-) -> Tensor:
-    """The hinted teacher's logits [N, V] over every token of every item's turn, item by item."""
-    return score_over(model, hinted(items, samples), prefixes, row_tokens)
 
 
 def with_references(

@@ -64,21 +64,16 @@ class SDPO:
             )
 
 
-def sdpo(student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor, spec: SDPO) -> Term:
-    """The summed loss over the N tokens of the hinted turns.
-
-    student [N, V] logits with gradient; `targets` [N] the sampled tokens; `old` [N] their
-    log-probability under the version that sampled them, read by "sampled" alone. Facts of "jsd":
-    the share of outcomes clamped and of tokens below zero, each summed over tokens. "sampled" needs
-    the teacher's probability of the sampled token: all its logits.
-    """
-    return sdpo_term(sdpo_tokens(student, teacher, targets, old, spec), spec)
-
-
 def sdpo_tokens(
     student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor, spec: SDPO
 ) -> tuple[Tensor, ...]:
-    """Each token's loss and its facts, in the order of FACTS[spec.variant]: [N] each."""
+    """Each hinted token's loss and its facts, in the order of FACTS[spec.variant]: [N] each.
+
+    student [N, V] logits with gradient; `targets` [N] the sampled tokens; `old` [N] their
+    log-probability under the version that sampled them, read by "sampled" alone. Facts of "jsd":
+    the share of outcomes clamped, and whether the token is below zero. "sampled" needs the
+    teacher's probability of the sampled token: all its logits.
+    """
     if spec.variant == "sampled":
         return _sampled(student, teacher, targets, old)
     return _jsd(student, teacher, spec)

@@ -123,10 +123,6 @@ class Vote:
     attempts: int
     error: str
 
-    @property
-    def dollars(self) -> float:
-        return self.nanodollars / NANO
-
 
 VerdictReason = Literal[
     "pair",  # a quorum of teachers would do one and the same, and the student did another thing

@@ -32,7 +32,7 @@ from protocols.spec_faults import (
     unknown_key,
     unknown_override,
 )
-from protocols.yaml_lines import Document, Key, Place, parse_document, parse_value, read_yaml
+from protocols.yaml_lines import Document, Key, Place, parse_value, read_yaml
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -140,11 +140,6 @@ def load_resolved(path: Path) -> RunSpec:
     """
     document = read_yaml(path, str(path))
     return resolved_of(document)
-
-
-def parse_resolved(text: str, source: str) -> RunSpec:
-    """A resolved spec from its YAML text. Raises SpecError as `load_spec` does."""
-    return resolved_of(parse_document(text, source, Path()))
 
 
 def resolved_of(document: Document) -> RunSpec:

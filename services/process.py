@@ -45,10 +45,6 @@ class Process:
     heard: float = field(default_factory=time.monotonic)
 
     @property
-    def ranks(self) -> int:
-        return len(self.pulses)
-
-    @property
     def pulse(self) -> Any:
         """The pulse of the only one, or of rank 0."""
         return self.pulses[0]

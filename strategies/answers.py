@@ -83,7 +83,7 @@ def clusters(answers: Sequence[str | None], form: Form) -> list[list[int]]:
 async def clustered(answers: Sequence[str | None], form: Form) -> list[list[int]]:
     """`clusters`, beside the event loop where it may take long.
 
-    Only there: those who wait for it fall out of step with the others (`strategies.batching`).
+    Only there: those who wait for it fall out of step with the others.
     """
     if form == "math" and need_judge(a for a in answers if a is not None):
         return await asyncio.to_thread(clusters, answers, form)

@@ -14,9 +14,9 @@ from learning.batch import Batch
 from learning.cartridge import CartridgeBank, first_tokens
 from learning.combined import Objective
 from learning.losses import Teacher
-from learning.scoring import response_logprobs, score, score_hinted, with_references
+from learning.scoring import response_logprobs, score, score_over, with_references
 from learning.step import StepResult, new_optimizer, train_step
-from protocols.channels import PreferencePair, RLSample, SDPOItem
+from protocols.channels import PreferencePair, RLSample, SDPOItem, hinted
 from protocols.types import Sample, Sampling
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def scene(twin: Twin, bank: CartridgeBank, seed: int = 0, version: int = 0) -> B
         rl=rl,
         ref=response_logprobs(twin.model, [r.sample for r in rl], older, 64),
         sdpo=sdpo,
-        sdpo_teacher=Teacher(logits=score_hinted(twin.model, sdpo, rl, given, 64)),
+        sdpo_teacher=Teacher(logits=score_over(twin.model, hinted(sdpo, rl), given, 64)),
         pairs=with_references(twin.model, pairs, older, 64, version, 0),
     )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
-from clinic.desk import TOOLS, Case, draw_case, draw_desk, replayed
+from clinic.desk import TOOLS, Case, Standing, draw_case, draw_desk, reply_to
 from protocols.episodes import Observation, Task
 from protocols.replay import Message
 
@@ -26,6 +27,15 @@ def solution(task: Task) -> tuple[str, str, str]:
         f"read note {case.note}.",
         f"answer {case.value}.",
     )
+
+
+def replayed(case: Case, texts: Sequence[str], max_turns: int) -> list[Standing]:
+    """How the case stood after 0, 1, .. calls: the same as when they were made."""
+
+    def more(so_far: list[Standing], text: str) -> list[Standing]:
+        return [*so_far, reply_to(case, so_far[-1], text, max_turns)]
+
+    return reduce(more, texts, [Standing()])
 
 
 def expected_after(task: Task, actions: Sequence[str]) -> Observation:

@@ -8,9 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from desk_tasks import replayed
 from transformers import AutoTokenizer
 
-from clinic.desk import TOOLS, Case, replayed
+from clinic.desk import TOOLS, Case
 from environments.conversation import Conversation
 from protocols.episodes import Episode, Move, Observation, Task, Turn
 from protocols.replay import Message

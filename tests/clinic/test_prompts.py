@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from clinic.longhealth import Patient, Question, parse_patients
 from clinic.patients import generate_clinic
 from clinic.prompts import (
-    SELF_STUDY_KINDS,
     cued_sentences,
     look_alikes,
     option_prompt,
@@ -22,6 +21,8 @@ from clinic.prompts import (
     summarise_prompt,
     unique_cue,
 )
+
+KINDS = ("recite", "structure", "summarise", "question", "choice")
 
 
 def asks(*options: str) -> Question:
@@ -235,7 +236,7 @@ def drawn(
 
 def test_only_training_questions_are_drawn(patient: Patient) -> None:
     training, held_out = list(patient.questions[:12]), patient.questions[12:]
-    prompts = drawn(patient, training, SELF_STUDY_KINDS, 600)
+    prompts = drawn(patient, training, KINDS, 600)
     asked = {text for kind, text in prompts if kind == "question"}
     asked = {text for text in asked if not text.startswith("what about ")}
     assert asked == {q.text for q in training}, "all of them in 600 draws, and no other"
@@ -244,16 +245,16 @@ def test_only_training_questions_are_drawn(patient: Patient) -> None:
 
 def test_kinds_are_respected(patient: Patient) -> None:
     questions = list(patient.questions)
-    for kind in SELF_STUDY_KINDS:
+    for kind in KINDS:
         assert {k for k, _ in drawn(patient, questions, (kind,), 50)} == {kind}
-    kinds = [k for k, _ in drawn(patient, questions, SELF_STUDY_KINDS, 600)]
-    for kind in SELF_STUDY_KINDS:  # B(600, 1/5): 120, standard deviation 9.8
+    kinds = [k for k, _ in drawn(patient, questions, KINDS, 600)]
+    for kind in KINDS:  # B(600, 1/5): 120, standard deviation 9.8
         assert 71 < kinds.count(kind) < 169
 
 
 def test_what_each_kind_says(patient: Patient) -> None:
-    everything = drawn(patient, list(patient.questions), SELF_STUDY_KINDS, 600)
-    said = {kind: {t for k, t in everything if k == kind} for kind in SELF_STUDY_KINDS}
+    everything = drawn(patient, list(patient.questions), KINDS, 600)
+    said = {kind: {t for k, t in everything if k == kind} for kind in KINDS}
     assert said["structure"] == {f"list the findings of note {i}." for i in (1, 2, 3, 4)}
     assert said["summarise"] == {f"summarise note {i}." for i in (1, 2, 3, 4)}
     for text in said["recite"]:
@@ -336,6 +337,4 @@ def test_a_note_without_a_unique_cue_is_listed_instead() -> None:
 
 def test_the_generator_alone_decides(patient: Patient) -> None:
     questions = list(patient.questions)
-    assert drawn(patient, questions, SELF_STUDY_KINDS) == drawn(
-        patient, questions, SELF_STUDY_KINDS
-    )
+    assert drawn(patient, questions, KINDS) == drawn(patient, questions, KINDS)

@@ -5,11 +5,12 @@ import string
 from collections.abc import Sequence
 
 import pytest
+from desk_tasks import replayed
 from episode_house import CASE, seen_at_desk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clinic.desk import replayed, reply_to
+from clinic.desk import reply_to
 from clinic.desk_hints import HINTS
 from environments.hints import Hints, Writer, holds, leaks, words
 from protocols.episodes import Observation

@@ -6,8 +6,9 @@ import json
 import random
 
 import pytest
+from desk_tasks import replayed
 
-from clinic.desk import TOOLS, call_text, draw_case, draw_desk, replayed
+from clinic.desk import TOOLS, call_text, draw_case, draw_desk
 from environments.local_teachers import KEY_ENV, at, local_provider, next_call
 from protocols.errors import DataError
 from protocols.replay import Message, ReplayState, ToolCall

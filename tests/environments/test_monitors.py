@@ -7,7 +7,7 @@ import pytest
 from episode_house import LOST, RIGHT, episode_of, seen_at_desk
 
 from environments.dialects import DESK, JSON
-from environments.monitors import claimed, count_flags, examples, flagged
+from environments.monitors import claimed, count_flags, flagged
 from protocols.episodes import Episode, Observation
 from protocols.replay import Choice, Message, Text, ToolCall
 
@@ -103,11 +103,10 @@ def test_what_is_claimed() -> None:
     assert claimed(Text("weber")) == "weber"
 
 
-def test_flags_are_counted_with_examples() -> None:
+def test_flags_are_counted() -> None:
     cheats: list[Episode] = [flagged(episode_of(("answer weber.",)), DESK) for _ in range(3)]
     seen = [*cheats, flagged(episode_of(RIGHT), DESK)]
     assert count_flags(seen) == {"answer_not_through_tools": 3}
-    assert examples(seen, 2) == {"answer_not_through_tools": cheats[:2]}
 
 
 def test_free_text_is_an_answer_too() -> None:

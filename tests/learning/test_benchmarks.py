@@ -35,6 +35,22 @@ def test_losses_in_chunks_are_the_same_and_make_less(tmp_path: Path) -> None:
         assert chunked["differs"] < 1e-5
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads its memory's peak from /proc")
+def test_attention_in_chunks_takes_less_memory(tmp_path: Path) -> None:
+    """The benchmark itself refuses a row whose gradients or scores differ from the other form's.
+    Six heads' scores over 3,072 keys are 72 MiB a layer; the chunks 32."""
+    rows = rows_of(
+        "benchmarks.attention", tmp_path / "attention.json", "--prefixes", "2048", "--samples", "4",
+        "--repeats", "1",
+    )  # fmt: skip
+    assert [(row["at"], row["form"], len(row["seconds"])) for row in rows] == [
+        (2048, "kept", 2), (2048, "32 MiB", 2), (4, "256 MiB", 1), (4, "8 MiB", 1),
+    ]  # fmt: skip
+    kept, chunked = rows[:2]
+    assert kept["grew_mb"] > 3 * 2 * 72  # of each layer its scores, and what softmax made of them
+    assert chunked["grew_mb"] < kept["grew_mb"] / 1.5
+
+
 def test_a_step_reads_its_document_once(tmp_path: Path) -> None:
     """The benchmark itself refuses a row whose two gradients differ."""
     plot = tmp_path / "step.svg"

@@ -32,10 +32,10 @@ from learning.model import (
     load_tokenizer,
 )
 from learning.replay import DPO
-from learning.scoring import response_logprobs, score, score_hinted, score_over
+from learning.scoring import response_logprobs, score, score_over
 from learning.sdpo import SDPO
 from learning.step import new_optimizer
-from protocols.channels import RLSample, SDPOItem
+from protocols.channels import RLSample, SDPOItem, hinted
 from protocols.errors import DataError, ForgeError, RunError, SpecError, StaleTokenError
 from protocols.types import Sample, Sampling
 
@@ -104,8 +104,8 @@ def by_transformers(
         s = by_id[item.sample]
         turn = s.response_ids[item.start : item.stop]
         with torch.no_grad():
-            hinted = twin.logits(item.context_ids + turn, kv[s.document])
-            teacher = hinted[len(item.context_ids) - 1 : -1].log_softmax(-1)
+            read = twin.logits(item.context_ids + turn, kv[s.document])
+            teacher = read[len(item.context_ids) - 1 : -1].log_softmax(-1)
         student = logprobs(s)[item.start : item.stop]
         hints = hints + jensen_shannon(student, teacher, 0.5).sum()
         turn_tokens += len(turn)
@@ -295,7 +295,7 @@ def test_a_hinted_turn_of_an_errored_episode_is_learnt_from(llama: Twin) -> None
     batch = scene(llama, bank)
     errored = batch.rl[3].sample
     item = SDPOItem(errored.id, 0, 2, (*errored.prompt_ids, 50, 51))
-    teacher = Teacher(logits=score_hinted(llama.model, [item], batch.rl, prefixes(bank), 64))
+    teacher = Teacher(logits=score_over(llama.model, hinted([item], batch.rl), prefixes(bank), 64))
     both = replace(batch, sdpo=[item], sdpo_teacher=teacher)
     done = do(llama, both, only("w_rl", "alpha"))
     assert done.result.terms["sdpo"]["count"] == 2
@@ -357,7 +357,7 @@ def test_sdpo_touches_the_turn_s_tokens_alone(llama: Twin) -> None:
     batch = scene(llama, bank_of(llama))
     item = batch.sdpo[2]  # the second turn of e5, tokens 3 to 6 of 7
     batch = replace(batch, sdpo=[replace(item, stop=5)])
-    teacher = score_hinted(llama.model, batch.sdpo, batch.rl, prefixes(bank_of(llama)), 64)
+    teacher = score_over(llama.model, hinted(batch.sdpo, batch.rl), prefixes(bank_of(llama)), 64)
     batch = replace(batch, sdpo_teacher=Teacher(logits=teacher))
     clean = do(llama, batch, only("alpha"))
     assert clean.result.tokens == 2
@@ -391,13 +391,13 @@ def test_without_a_hint_there_is_nothing_to_learn(twin: Twin, spec: SDPO) -> Non
         replace(i, context_ids=by_id[i.sample].prompt_ids + by_id[i.sample].response_ids[: i.start])
         for i in batch.sdpo
     ]
-    hinted = do(twin, batch, replace(only("alpha"), sdpo=spec))
-    given = Teacher(logits=score_hinted(twin.model, items, batch.rl, prefixes(bank), 17))
+    taught = do(twin, batch, replace(only("alpha"), sdpo=spec))
+    given = Teacher(logits=score_over(twin.model, hinted(items, batch.rl), prefixes(bank), 17))
     empty = replace(batch, sdpo=items, sdpo_teacher=given)
     done = do(twin, empty, replace(only("alpha"), sdpo=spec))
     assert abs(done.result.terms["sdpo"]["value"]) < 1e-5
-    assert abs(hinted.result.terms["sdpo"]["value"]) > 0.01
-    assert done.result.grad_norm < 1e-4 < hinted.result.grad_norm
+    assert abs(taught.result.terms["sdpo"]["value"]) > 0.01
+    assert done.result.grad_norm < 1e-4 < taught.result.grad_norm
 
 
 @pytest.mark.parametrize("old_is_given", [False, True])
@@ -442,7 +442,7 @@ def test_without_a_hint_the_reader_agrees_with_itself() -> None:
 
     def divergence(start: int, given: tuple[int, ...]) -> float:
         item = SDPOItem("e", start, len(answer), given + question + answer[:start])
-        teacher = score_hinted(model, [item], rl, kv, 256)
+        teacher = score_over(model, hinted([item], rl), kv, 256)
         student = score_over(model, [sample], kv, 256)[start:]
         total, count = doc_kl(student, Teacher(logits=teacher), DocKL("jsd"))
         return (total / count).item()

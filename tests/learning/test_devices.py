@@ -198,14 +198,14 @@ def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert claim_device("auto") == claim_device("cpu") == torch.device("cpu")
+    assert claim_device("cpu") == torch.device("cpu")
     with pytest.raises(SpecError, match=r"a GPU is asked for and torch .* sees none"):
         claim_device("cuda")
     with pytest.raises(SpecError, match="a device is one of"):
         claim_device("gpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert claim_device("cpu") == torch.device("cpu")
-    assert claim_device("auto", rank=2) == torch.device("cuda", 2)
+    assert claim_device("cuda", rank=2) == torch.device("cuda", 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each rank sees its own alone
     assert claim_device("cuda", rank=2) == torch.device("cuda", 0)
     assert taken == [torch.device("cuda", 2), torch.device("cuda", 0)]

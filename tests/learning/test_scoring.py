@@ -15,11 +15,11 @@ from learning.scoring import (
     prefixes_of,
     response_logprobs,
     score,
-    score_hinted,
     score_kept,
     score_over,
     with_references,
 )
+from protocols.channels import hinted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ def test_the_hinted_teacher_is_the_model_reading_cartridge_hint_and_turn(
 ) -> None:
     bank = bank_of(twin)
     batch, kv = scene(twin, bank), prefixes(bank)
-    found = score_hinted(twin.model, batch.sdpo, batch.rl, kv, row_tokens)
+    found = score_over(twin.model, hinted(batch.sdpo, batch.rl), kv, row_tokens)
     by_id = {r.sample.id: r.sample for r in batch.rl}
     expected = []
     for item in batch.sdpo:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from learning.losses import DocKL, Teacher, doc_kl, top_k
-from learning.sdpo import SDPO, alpha_at, sdpo
+from learning.sdpo import SDPO, alpha_at, sdpo_term, sdpo_tokens
 from learning.terms import Term
 from protocols.errors import SpecError
 
@@ -19,6 +19,10 @@ S, T = (0.5, 0.5), (0.9, 0.1)
 def logits(*rows: tuple[float, ...]) -> Tensor:
     """Logits of the given distributions, each shifted by its own constant."""
     return torch.tensor(rows).log() + torch.arange(1.0, len(rows) + 1)[:, None]
+
+
+def sdpo(student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor, spec: SDPO) -> Term:
+    return sdpo_term(sdpo_tokens(student, teacher, targets, old, spec), spec)
 
 
 def term_of(spec: SDPO, student: Tensor | None = None, teacher: Tensor | None = None) -> Term:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocols.errors import SpecError
 from protocols.spec import RunSpec
-from protocols.spec_loading import Loaded, load_resolved, load_spec, parse_resolved
+from protocols.spec_loading import Loaded, load_resolved, load_spec, resolved_of
 from protocols.yaml_lines import dump_yaml, parse_document, parse_value
 
 REPOSITORY = Path(__file__).parents[2]
@@ -439,7 +439,7 @@ def run_specs(draw: st.DrawFn) -> RunSpec:
 @settings(max_examples=60, deadline=None)
 @given(run_specs())
 def test_a_resolved_spec_survives_its_dump(spec: RunSpec) -> None:
-    assert parse_resolved(dump_yaml(spec.as_dict()), "spec.yaml") == spec
+    assert resolved_of(parse_document(dump_yaml(spec.as_dict()), "spec.yaml", Path())) == spec
 
 
 def test_a_resolved_spec_is_read_back_from_a_run_directory(house: Path) -> None:

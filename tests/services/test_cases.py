@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from desk_tasks import replayed
 
-from clinic.desk import TOOLS, call_text, draw_case, draw_desk, replayed
+from clinic.desk import TOOLS, call_text, draw_case, draw_desk
 from environments.local_teachers import next_call
 from learning.model import load_tokenizer
 from protocols.channels import hinted
