@@ -112,6 +112,14 @@ class Pool:
         self.requests += 1
         return answer
 
+    def session(self, name: str) -> Callable[..., Awaitable[Any]]:
+        """`route` with that session: `ask = pool.session("u17"); await ask("generate", ...)`."""
+
+        async def ask_in_session(method: str, *args: Any, timeout_s: float | None = None) -> Any:
+            return await self.route(method, *args, session=name, timeout_s=timeout_s)
+
+        return ask_in_session
+
     async def fanout(self, method: str, *args: Any) -> list[Any]:
         """The same call to every replica in service, once, without retries: answers in the order
         of the replicas. The first failure is raised once all have ended."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -103,7 +102,7 @@ def test_a_session_stays_with_its_replica_while_that_serves() -> None:
     async def scenario() -> None:
         actors = [Actor(n) for n in "abc"]
         pool = pool_of(*actors, router="session")
-        sessions = {name: partial(pool.route, session=name) for name in ("u1", "u2", "u3", "u4")}
+        sessions = {name: pool.session(name) for name in ("u1", "u2", "u3", "u4")}
         first = {name: (await ask("work"))[0] for name, ask in sessions.items()}
         assert len(set(first.values())) > 1, "these sessions tell nothing"
         for name, ask in sessions.items():
