@@ -2,7 +2,8 @@
 
     configs/sweep_compression.yaml   axes x variants x seeds -> trials -> runs, side by side
     runs/longhealth/<run>/           every run, as `forge-run` keeps it
-    runs/sweep-compression/          sweep.json, sweep.md, sweep.html, what each run printed
+    runs/sweep-compression/          sweep.json, sweep.md, sweep.html, its plots as SVG files,
+                                     what each run printed
 
 What is finished is not run again: an interrupted sweep goes on where it was.
 """
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from forge_run.figures import Section, count_text
-from forge_run.sweep_table import Planned, SweepRow, gather, markdown, page_of, table
+from forge_run.sweep_table import Planned, SweepRow, gather, markdown, page_of, plots, table
 from forge_run.trials import Runner, Trial, apart, read_runs, runs_of, write_record
 from protocols.errors import SpecError
 from protocols.spec_loading import load_file, load_spec
@@ -80,6 +81,8 @@ def sweep(
     )  # fmt: skip
     write_atomically(home / "sweep.md", markdown(spec, rows))
     write_atomically(home / "sweep.html", page_of(spec, rows))
+    for name, svg in plots(spec, rows):
+        write_atomically(home / name, svg)
     return rows
 
 

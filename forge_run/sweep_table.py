@@ -6,7 +6,7 @@ runs and their arms  ->  gather  ->  SweepRow, its values seed by seed  ->  tabl
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from html import escape
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_run.display import UNKNOWN, percent
 from forge_run.figures import Section, count_text, markdown_table, markdown_text
-from forge_run.page import EPISODE_CSS, HUES, PAINT, figure, page, section
+from forge_run.page import EPISODE_CSS, HUES, PAINT, drawing, figure, page, section
 from forge_run.page import table as html_table
 from forge_run.trials import Trial
 from protocols.errors import RunError
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Point = dict[str, Any]  # key of an axis -> its value
 P_KEY = "cartridge.tokens"
+HEIGHT = 3.6  # inches of a plot
 NOTE = (
     "Accuracy on held-out questions, decoded greedily: the mean over the seeds, with Student's 95% "
     "interval. Compression is KV tokens of the document over those of the cartridge."
@@ -184,30 +185,40 @@ def markdown(spec: SweepSpec, rows: Sequence[SweepRow]) -> str:
 
 
 def page_of(spec: SweepSpec, rows: Sequence[SweepRow]) -> str:
-    """sweep.html: the tables, and accuracy against every axis and against training tokens."""
+    """sweep.html: the tables and plots."""
     tables = [section(s.title, html_table(s.title, s.columns, s.rows)) for s in table(spec, rows)]
-    plots = [_plot_of(key, rows) for key in spec.axes]
-    plots.append(
-        figure(
-            "Accuracy against training tokens",
-            "A point is one arm at one combination of the axes; bars are 95% intervals.",
-            partial(_draw_tokens, rows=[row for row in rows if row.tokens]),
-            height=3.6,
-        )
-    )
+    drawn = [figure(title, note, draw, HEIGHT) for _, title, note, draw in _drawings(spec, rows)]
     body = f'<header><h1>{escape(spec.name)}</h1>\n<p class="soft">{NOTE}</p></header>\n'
-    body += "\n".join(tables) + f'\n<div class="plots">{"".join(plots)}</div>'
+    body += "\n".join(tables) + f'\n<div class="plots">{"".join(drawn)}</div>'
     return page(f"sweep {spec.name}", body, EPISODE_CSS)
 
 
-def _plot_of(key: str, rows: Sequence[SweepRow]) -> str:
-    name = "compression" if key == P_KEY else key
-    return figure(
-        f"Accuracy against {name}",
-        "Means over the seeds and all other axes; bars are 95% intervals over the seeds.",
-        partial(_draw_axis, key=key, rows=rows),
-        height=3.6,
-    )
+def plots(spec: SweepSpec, rows: Sequence[SweepRow]) -> list[tuple[str, str]]:
+    """(file name, SVG) of each plot, which stand alone."""
+    return [(file, drawing(title, draw, HEIGHT)) for file, title, _, draw in _drawings(spec, rows)]
+
+
+def _drawings(
+    spec: SweepSpec, rows: Sequence[SweepRow]
+) -> Iterator[tuple[str, str, str, partial[None]]]:
+    """Accuracy against every axis and training tokens; of each arm, where there is no axis."""
+    bars = "bars are 95% intervals"
+    for key in spec.axes:
+        name = "compression" if key == P_KEY else key
+        yield (
+            f"sweep-{name}.svg", f"Accuracy against {name}",
+            f"Means over the seeds and all other axes; {bars} over the seeds.",
+            partial(_draw_axis, key=key, rows=rows),
+        )  # fmt: skip
+    if spec.axes:
+        yield (
+            "sweep-tokens.svg", "Accuracy against training tokens",
+            f"A point is one arm at one combination of the axes; {bars}.",
+            partial(_draw_tokens, rows=[row for row in rows if row.tokens]),
+        )  # fmt: skip
+    else:
+        note = f"Means over the seeds; {bars} over them."
+        yield "sweep-arms.svg", "Accuracy of each arm", note, partial(_draw_arms, rows=rows)
 
 
 def positions(key: str, rows: Sequence[SweepRow]) -> tuple[dict[str, float], bool]:
@@ -257,6 +268,17 @@ def _draw_tokens(figure: Figure, rows: Sequence[SweepRow]) -> None:
         _curve(axes, i, arm, [row.tokens for row in own], [row.accuracy for row in own], line="")
     if rows:
         axes.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+
+
+def _draw_arms(figure: Figure, rows: Sequence[SweepRow]) -> None:
+    axes = figure.add_subplot(xlabel="accuracy")
+    axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    for i, row in enumerate(rows):
+        low, high = row.ci95 or (row.mean, row.mean)
+        axes.plot([max(0.0, low), min(1.0, high)], [i, i], color=PAINT[HUES[0]], linewidth=0.7)
+        axes.plot(row.mean, i, color=PAINT[HUES[0]], marker="o", markersize=4)
+    axes.set_yticks(range(len(rows)), [row.arm for row in rows], fontsize=7)
+    axes.invert_yaxis()
 
 
 def _curve(

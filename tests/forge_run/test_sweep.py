@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forge_run.sweep import Planned, at_once, planned, sweep
-from forge_run.sweep_table import positions, table
+from forge_run.sweep_table import plots, positions, table
 from forge_run.trials import Trial
 from protocols.errors import RunError, SpecError
 from protocols.records import ArmResult, Results
@@ -204,6 +204,11 @@ def test_the_table_against_values_worked_by_hand(tmp_path: Path) -> None:
     assert [row["mean"] for row in told["rows"]] == pytest.approx([r.mean for r in rows])
     assert "| on policy | 12 | 20.0x | 45.0% |" in (home / "sweep.md").read_text()
     assert (home / "sweep.html").read_text().count("<svg") == 2
+    drawn = {p.name: p.read_text() for p in home.glob("*.svg")}
+    assert set(drawn) == {"sweep-compression.svg", "sweep-tokens.svg"}
+    assert all(text.startswith("<svg xmlns=") for text in drawn.values())
+    alone = plots(SPEC.model_copy(update={"axes": {}}), rows)
+    assert [name for name, _ in alone] == ["sweep-arms.svg"]
 
 
 def test_a_sweep_that_failed_goes_on_where_it_was(tmp_path: Path) -> None:
