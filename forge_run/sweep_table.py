@@ -66,8 +66,9 @@ class SweepRow:
 
     @property
     def ci95(self) -> tuple[float, float] | None:
-        """Of the mean; None with one seed."""
-        return mean_interval(self.accuracy)
+        """Of the mean, within what a share can be; None with one seed."""
+        found = mean_interval(self.accuracy)
+        return None if found is None else (max(0.0, found[0]), min(1.0, found[1]))
 
     def over(self, other: SweepRow) -> list[float]:
         """This arm's accuracy less the other's, seed by seed.
@@ -144,7 +145,7 @@ def cells(spec: SweepSpec, rows: Sequence[SweepRow], row: SweepRow) -> tuple[str
         *(value if isinstance(value, str) else json.dumps(value) for value in row.point.values()),
         UNKNOWN if row.compression is None else f"{row.compression:.1f}x",
         percent(row.mean),
-        _between(row.accuracy, sign=""),
+        _span(row.ci95, sign=""),
         *over,
         str(sum(row.unparsed)),
         str(row.questions),
@@ -171,8 +172,11 @@ def _gains(spec: SweepSpec, rows: Sequence[SweepRow], row: SweepRow) -> list[flo
     return None if not beside or row.arm == spec.reference else row.over(beside[0])
 
 
-def _between(values: Sequence[float], sign: str = "+") -> str:
-    found = mean_interval(values)
+def _between(values: Sequence[float]) -> str:
+    return _span(mean_interval(values), sign="+")
+
+
+def _span(found: tuple[float, float] | None, sign: str) -> str:
     return UNKNOWN if found is None else " .. ".join(format(100 * x, f"{sign}.1f") for x in found)
 
 
@@ -275,7 +279,7 @@ def _draw_arms(figure: Figure, rows: Sequence[SweepRow]) -> None:
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     for i, row in enumerate(rows):
         low, high = row.ci95 or (row.mean, row.mean)
-        axes.plot([max(0.0, low), min(1.0, high)], [i, i], color=PAINT[HUES[0]], linewidth=0.7)
+        axes.plot([low, high], [i, i], color=PAINT[HUES[0]], linewidth=0.7)
         axes.plot(row.mean, i, color=PAINT[HUES[0]], marker="o", markersize=4)
     axes.set_yticks(range(len(rows)), [row.arm for row in rows], fontsize=7)
     axes.invert_yaxis()
