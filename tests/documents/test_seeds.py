@@ -2,19 +2,19 @@ import random
 
 import pytest
 
-from documents.seeds import KINDS, PLAIN, SEEDS, asking, plain_turn
+from documents.seeds import PLAIN, SEEDS, asking, plain_turn
 from protocols.documents_spec import STUDY_KINDS
 
 PASSAGE = "Salt was made here. The road is still called the Grey Lane.\nIt climbs to Tollard."
 
 
 def test_there_are_five_kinds_and_no_two_seeds_are_alike() -> None:
-    assert set(KINDS) == set(SEEDS) == set(PLAIN) == set(STUDY_KINDS)
+    assert set(SEEDS) == set(PLAIN) == set(STUDY_KINDS)
     seeds = [seed for kind in SEEDS.values() for seed in kind]
     assert len(set(seeds)) == len(seeds) == 10
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", STUDY_KINDS)
 def test_a_sees_the_passage_and_a_seed_of_its_kind(kind: str) -> None:
     told = asking(PASSAGE, kind, random.Random("seeds"))
     assert told.startswith(PASSAGE)
@@ -22,7 +22,7 @@ def test_a_sees_the_passage_and_a_seed_of_its_kind(kind: str) -> None:
     assert told == asking(PASSAGE, kind, random.Random("seeds"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", STUDY_KINDS)
 def test_a_plain_turn_quotes_the_passage(kind: str) -> None:
     for seed in range(20):
         cue = plain_turn(PASSAGE, kind, random.Random(seed)).split('"')[1]
