@@ -194,9 +194,6 @@ BAD_FILES = [
     (C, "train:", "loss: {temperature: 2.0}\ntrain:",
      "temperature must be 1 with a top-k teacher, which sends no whole distribution to divide: "
      f"got 2.0 at {C}:14 (loss.temperature); set it to 1 or teacher.top_k to full"),
-    (C, "train:", "episodes: {tasks: 1, max_context: 200}\ntrain:\n  compose: 0.5",
-     "compose must be 0 with a single document, episodes or rsa: got 0.5 at "
-     f"{C}:16 (train.compose); remove it, or study two documents or more without them"),
     (C, "train:", "loss: {form: pairs}\ntrain:",
      "form belongs to loss.direction cross_entropy alone, for it is no divergence: "
      f"got 'pairs' at {C}:14 (loss.form); use tail, or set loss.direction: cross_entropy"),
@@ -278,6 +275,15 @@ BAD_OVERRIDES = [
 @pytest.mark.parametrize(("override", "expected"), BAD_OVERRIDES, ids=first_words(BAD_OVERRIDES))
 def test_a_bad_override_names_itself(house: Path, override: str, expected: str) -> None:
     assert message(override) == expected
+
+
+def test_compositions_need_two_documents_and_no_certain_backend(house: Path) -> None:
+    assert message("train.compose=0.5", "data.patients=1") == (
+        "compose must be 0 with a single document, episodes or rsa: got 0.5 at --set "
+        "train.compose=0.5 (train.compose); remove it, or study two documents or more without them"
+    )
+    sets = ("train.compose=0.5", "generator.backend=vllm")
+    assert load_spec(M, sets=sets).spec.learn.train.compose == 0.5
 
 
 def test_every_fault_is_listed_in_the_order_of_places(house: Path) -> None:
