@@ -269,7 +269,9 @@ def _draw_tokens(figure: Figure, rows: Sequence[SweepRow]) -> None:
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     for i, arm in enumerate(dict.fromkeys(row.arm for row in rows)):
         own = sorted((row for row in rows if row.arm == arm), key=lambda row: row.tokens)
-        _curve(axes, i, arm, [row.tokens for row in own], [row.accuracy for row in own], line="")
+        _curve(
+            axes, i, arm, [row.tokens for row in own], [row.accuracy for row in own], joined=False
+        )
     if rows:
         axes.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
 
@@ -291,7 +293,7 @@ def _curve(
     label: str,
     x: Sequence[float],
     y: Sequence[Sequence[float]],
-    line: str = "-",
+    joined: bool = True,
 ) -> None:
     means = [fmean(values) for values in y]
     spans = [mean_interval(values) or (m, m) for values, m in zip(y, means, strict=True)]
@@ -301,5 +303,6 @@ def _curve(
     ]
     axes.errorbar(
         x, means, yerr=bars, label=label, color=PAINT[HUES[i % len(HUES)]],
-        marker="osD^v<>P"[i % 8], markersize=4, linestyle=line, linewidth=1, elinewidth=0.5,
+        marker="osD^v<>P"[i % 8], markersize=4, linewidth=1, elinewidth=0.5,
+        linestyle="" if not joined else "-" if i < len(HUES) else "--",
     )  # fmt: skip
