@@ -141,12 +141,14 @@ def test_rows_with_their_scores_are_trained_on_without_a_teacher(
         "train.warm_start": {"steps": 10}, "evaluate.arms": ["untrained", "on_policy"],
     }  # fmt: skip
     words = [x for k, v in stored.items() for x in ("--set", f"{k}={json.dumps(v)}")]
-    process = run_to_end(command(tmp_path / "runs", folder / "salt.txt", *words))
+    process = run_to_end([*command(tmp_path / "runs", folder / "salt.txt"), *words])
     assert process.returncode == 0, process.stdout + process.stderr
     done = directory(tmp_path / "runs")
-    results = json.loads((done / "results.json").read_text())
-    kl = {name: arm["agreement"]["kl"] for name, arm in results["arms"].items()}
-    assert kl["on_policy"] < 0.8 * kl["untrained"]  # a half
+    rows = read_rows(done / "metrics.jsonl")
+    assert {version for r in read_rows(done / "rollouts.jsonl") for version in r["versions"]} == {
+        -1
+    }
+    assert rows[-1]["kl"] < 0.5 * rows[0]["kl"]  # 0.06 of 0.77
     steps = [e for e in read_rows(done / "events.jsonl") if e["event"] == "step"]
     assert {e["bytes"]["scores"] for e in steps} == {0}
     assert {n for e in steps for n in e["documents"].values()} == {0}  # look-ups of the teacher's
