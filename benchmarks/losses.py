@@ -98,7 +98,7 @@ def once(s: Scene, reader: Reader, chunk: int | None) -> tuple[float, float, Ten
     projection = Projection(hidden, lambda h: F.linear(h, s.weight), chunk)
     loss = projection.read(slice(None), reader)[0].mean()
     middle = time.process_time()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]  # torch's own
     ended = time.process_time()
     assert hidden.grad is not None
     return middle - begun, ended - middle, hidden.grad

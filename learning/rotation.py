@@ -46,7 +46,7 @@ def frequencies_of(path: str) -> Tensor:
 
     try:
         config = AutoConfig.from_pretrained(path)
-        with torch.device("meta"):  # no memory, no numbers
+        with torch.device("meta"):  # no memory, no numbers; unannotated in transformers
             shell = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
         raise DataError(

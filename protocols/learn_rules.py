@@ -26,7 +26,8 @@ def across_sections(spec: LearnSpec) -> None:
     if spec.loss.temperature != 1.0 and (stored or spec.teacher.top_k != "full"):
         raise broken(
             "must be 1 with a top-k teacher, which sends no whole distribution to divide",
-            "set it to 1 or teacher.top_k to full" + ", and self_study.scores to read" * stored,
+            "set it to 1 or teacher.top_k to full"
+            + (", and self_study.scores to read" if stored else ""),
             key="loss.temperature",
             got=spec.loss.temperature,
         )

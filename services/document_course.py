@@ -321,7 +321,7 @@ def studied_of(row: StudyRow, spec: LearnSpec, conversation: Conversation) -> St
 
 def require_scores(studied: Sequence[Studied], where: str | None) -> None:
     """Raises DataError unless every answer has as many of its teacher's tokens at every place."""
-    lacking = [s.key for s in studied if not s.answer_ids or not s.teacher_ids]
+    lacking = [s.key for s in studied if not s.teacher_ids]
     if lacking:
         raise DataError(
             f"{where}: {len(lacking)} of {len(studied)} rows to train on have no answer with "
