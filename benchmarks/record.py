@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from protocols.errors import DataError
+from protocols.files import REPOSITORY
 
-ROOT = Path(__file__).parents[1]
 FIELDS: dict[str, type] = {
     "benchmark": str, "command": str, "commit": str, "device": dict, "config": dict,
     "ratios": dict,
@@ -103,7 +103,8 @@ def median_ratio(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=ROOT)
+    command = ["git", "-C", str(REPOSITORY), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 

@@ -13,7 +13,6 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
@@ -23,13 +22,14 @@ from clinic.prompts import option_prompt
 from environments.conversation import Conversation
 from learning.decoding import generate
 from learning.model import document_kv, flush_denormals, load_model, load_tokenizer
+from protocols.files import REPOSITORY
 from protocols.learn_spec import DataSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from services.tasks import read_patients
 from strategies.over_tokens import TokenSampler
 from strategies.rsa.engine import RSAEngine
 
-MODEL = Path(__file__).parents[1] / "models" / "clinic-panel"
+MODEL = REPOSITORY / "models" / "clinic-panel"
 
 
 def measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | int]:

@@ -35,10 +35,11 @@ from learning.prefixes import DocumentCache
 from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer
 from learning.trainer import CartridgeTrainer, TrainerConfig
+from protocols.files import REPOSITORY
 from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
 from services.shared_memory import SharedMemoryPlane
 
-MODEL = Path(__file__).parents[1] / "models" / "clinic-reader"
+MODEL = REPOSITORY / "models" / "clinic-reader"
 CARTRIDGE, PROMPT, RESPONSE = 32, 24, 32
 FROZEN = 1
 CONFIG = TrainerConfig(lr=0.2, warmup_steps=0, clip=1.0, row_tokens=256)

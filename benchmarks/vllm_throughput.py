@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.record import provenance, write
+from protocols.files import REPOSITORY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from services.pool import Pool
     from services.service import Service
 
-READER = Path(__file__).parents[1] / "models" / "clinic-reader"
+READER = REPOSITORY / "models" / "clinic-reader"
 READER_SHAPE = (4, 2, 32)  # layers, key/value heads, head size
 SHAPE_3B = (28, 8, 128)
 TOKENS_3B = 2048

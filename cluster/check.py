@@ -15,7 +15,6 @@ extra.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -24,8 +23,9 @@ from cluster.hardening import unsafe
 from cluster.parts import Object
 from cluster.references import dangling, unlabelled
 from cluster.schemas import built_in, custom
+from protocols.files import REPOSITORY
 
-KUBERNETES = Path(__file__).parents[1] / "deploy" / "k8s"
+KUBERNETES = REPOSITORY / "deploy" / "k8s"
 
 
 def faults(

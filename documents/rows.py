@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from protocols.errors import DataError
+from protocols.files import replacing
 
 SCHEMA = 1
 PARQUET_REMEDY = "run `pip install -e '.[parquet]'`, or use the JSON lines"
@@ -133,6 +134,5 @@ def write_parquet(rows: Sequence[StudyRow], path: Path) -> None:
         {n: json.dumps(v) if n in samplings else v for n, v in row.as_dict().items()}
         for row in rows
     ]
-    temporary = path.with_name(f".{path.name}")
-    parquet.write_table(pa.Table.from_pylist(plain, schema=schema), temporary)
-    temporary.replace(path)
+    with replacing(path) as fresh:
+        parquet.write_table(pa.Table.from_pylist(plain, schema=schema), fresh)

@@ -29,9 +29,9 @@ from environments.chat_endpoint import ChatEndpoint
 from environments.conversation import NO_DOCUMENT
 from protocols.episodes import Task
 from protocols.errors import DataError, RunError
+from protocols.files import REPOSITORY
 
-ROOT = Path(__file__).resolve().parents[1]
-PYTHON = ROOT / ".venv-verifiers" / "bin" / "python"
+PYTHON = REPOSITORY / ".venv-verifiers" / "bin" / "python"
 WORKER = Path(__file__).with_name("verifiers_worker.py")
 KEY = "FORGE_CHAT_API_KEY"
 MARK = "FORGE_VERIFIERS"  # in the environment of the worker and of all that it starts

@@ -28,8 +28,9 @@ from forge_run.ablation_table import caption, figures_of, summarise, table, untr
 from forge_run.figures import Section
 from forge_run.trials import Runner, Trial, apart, read_runs, runs_of, write_record
 from protocols.errors import RunError, SpecError
+from protocols.files import iter_rows
 from protocols.spec_loading import load_spec
-from services.rundir import RunDirectory, iter_rows
+from services.rundir import RunDirectory
 
 # What costs time and gives the table nothing. Under the user's --set, which may ask for it.
 PLAIN = (

@@ -13,8 +13,9 @@ from typing import Any
 from forge_run.display import UNKNOWN, duration, percent
 from forge_run.figures import Section, count_text
 from protocols.errors import RunError
+from protocols.files import iter_rows
 from protocols.intervals import mean_interval
-from services.rundir import RunDirectory, iter_rows
+from services.rundir import RunDirectory
 from services.spending import Spending
 
 CAPTION = (

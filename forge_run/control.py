@@ -181,7 +181,8 @@ def _events(options: argparse.Namespace) -> int:
         # A run that has ended has events too: they are read where they lie.
         if options.address is not None:
             raise SpecError("the events of another host's run are a stream: add --follow")
-        from services.rundir import RunDirectory, iter_rows
+        from protocols.files import iter_rows
+        from services.rundir import RunDirectory
 
         events = RunDirectory(_run(options)).events
         for event in deque(iter_rows(events), maxlen=options.replay):

@@ -22,9 +22,9 @@ from protocols import control_pb2 as pb
 from protocols.control_messages import RUN_KEY, pool_status, run_status
 from protocols.control_pb2_grpc import ControlStub
 from protocols.errors import ControlError
+from protocols.files import utc_text
 from protocols.status import PoolStatus, RunStatus
 from services.endpoints import is_loopback, not_running
-from services.rundir import utc_text
 
 CONNECT_SECONDS = 5.0
 CALL_SECONDS = 10.0

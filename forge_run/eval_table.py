@@ -13,8 +13,8 @@ from forge_run.figures import Section, count_text, markdown_table, markdown_text
 from forge_run.page import EPISODE_CSS, HUES, PAINT, drawing, figure, page, table
 from forge_run.page import section as part
 from protocols.eval_records import EvalRow, Evaluation
+from protocols.files import write_atomically
 from protocols.records import ARMS
-from services.rundir import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

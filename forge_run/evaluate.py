@@ -25,15 +25,16 @@ from forge_run.figures import Section
 from protocols.errors import SpecError
 from protocols.eval_records import Contamination, EvalRow, Evaluation
 from protocols.eval_spec import EvalSpec
+from protocols.files import REPOSITORY, json_lines, write_atomically
 from protocols.spec_loading import load_file
-from services.rundir import EVALUATION, write_atomically
+from services.rundir import EVALUATION
 
 if TYPE_CHECKING:
     from services.exam_arms import Sat
     from services.exam_paper import Paper
     from services.exam_runs import Entry, FinishedRun
 
-SPEC = Path(__file__).parents[1] / "configs" / "eval.yaml"
+SPEC = REPOSITORY / "configs" / "eval.yaml"
 SCHEMA = 1
 FEW = 10  # documents: fewer tell little of others
 
@@ -128,8 +129,7 @@ def evaluate(
         spec=spec.model_dump(mode="json"),
     )
     write_atomically(out / EVALUATION, json.dumps(evaluation, indent=1, allow_nan=False) + "\n")
-    lines = (json.dumps(a, ensure_ascii=False) + "\n" for one in sat for a in one.answers)
-    write_atomically(out / "answers.jsonl", "".join(lines))
+    write_atomically(out / "answers.jsonl", json_lines(a for one in sat for a in one.answers))
     return evaluation
 
 

@@ -17,14 +17,15 @@ from forge_run.cartridge_pool import cartridge_pool
 from forge_run.display import interval, percent
 from forge_run.figures import Section
 from protocols.errors import SpecError
+from protocols.files import REPOSITORY, write_atomically
 from protocols.frontier_spec import FrontierSpec
 from protocols.spec import RunSpec
 from protocols.spec_loading import load_file, load_resolved
 from protocols.types import PrefixRef
 from services.frontier import ArmRow, compare
-from services.rundir import FRONTIER, RunDirectory, write_atomically
+from services.rundir import FRONTIER, RunDirectory
 
-ARMS = Path(__file__).parents[1] / "configs" / "frontier.yaml"
+ARMS = REPOSITORY / "configs" / "frontier.yaml"
 HEADS = (
     "strategy",
     "accuracy",

@@ -12,10 +12,11 @@ import yaml
 from cluster.mesh import MeshFiles
 from cluster.sizing import door_resources, model_size
 from cluster.tree import Tree, door_tree, mesh_tree
+from protocols.files import REPOSITORY
 from protocols.spec_loading import load_serve, load_spec
 from protocols.yaml_lines import read_yaml
 
-MONITORING = Path(__file__).parents[1] / "deploy" / "monitoring"
+MONITORING = REPOSITORY / "deploy" / "monitoring"
 PODS = "hosts=kubernetes"
 CARTRIDGE_TOKENS = 2048  # of a door's cartridges, whose sizes its library alone knows
 

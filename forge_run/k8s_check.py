@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 
 from cluster.check import committed, definitions, drift, faults
 from cluster.kustomize import build, targets
-from forge_run.k8s import MONITORING, render
+from forge_run.k8s import render
 from protocols.errors import SpecError
+from protocols.files import REPOSITORY
 
 COMMITTED = {"meshes/three_channels.yaml": ("replay.local=null",), "meshes/serve.yaml": ()}
 """What deploy/k8s holds: the mesh files, and the overrides that they are rendered with."""
@@ -18,11 +19,10 @@ PROVISIONING = "overlays/with-provisioning"  # no overlay of the tree takes this
 
 def rendered() -> dict[str, str]:
     """Every file of deploy/k8s that is rendered, by path. Relative to the repository's root."""
-    root = MONITORING.parents[1]
     tree: dict[str, str] = {}
     for mesh, sets in COMMITTED.items():
         # The name is as the committed files say it; the file is found from anywhere.
-        tree |= render(str(root / mesh), sets)
+        tree |= render(str(REPOSITORY / mesh), sets)
     return tree
 
 

@@ -23,8 +23,9 @@ from forge_run.report_eval import evaluation
 from forge_run.report_frontier import frontier
 from forge_run.report_rsa import aggregation
 from forge_run.report_votes import teachers
+from protocols.files import iter_rows, write_atomically
 from protocols.records import ARMS, PHASES, TRAINED_ARMS
-from services.rundir import RunDirectory, iter_rows, outcome, phase_means, write_atomically
+from services.rundir import RunDirectory, outcome, phase_means
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from forge_run.display import number, percent
 from forge_run.page import Row, section
+from protocols.files import iter_rows
 from protocols.records import ARMS
-from services.rundir import RunDirectory, iter_rows
+from services.rundir import RunDirectory
 
 AGREED = (
     "Answers that the teacher sampled to held-out questions of self-study, read by each arm: KL is "

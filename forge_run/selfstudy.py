@@ -19,9 +19,9 @@ from pathlib import Path
 from documents.rows import counts, write_parquet
 from forge_run.plan_documents import told
 from protocols.errors import DataError, SpecError
+from protocols.files import write_atomically
 from protocols.spec import RunSpec
 from services.parts import read_parts
-from services.rundir import write_atomically
 from services.study import Plan, model_name, write_study
 from strategies.port import Sampler
 

@@ -20,9 +20,10 @@ from forge_run.figures import Section, count_text
 from forge_run.sweep_table import Planned, SweepRow, gather, markdown, page_of, plots, table
 from forge_run.trials import Runner, Trial, apart, read_runs, runs_of, write_record
 from protocols.errors import SpecError
+from protocols.files import write_atomically
 from protocols.spec_loading import load_file, load_spec
 from protocols.sweep_spec import SweepSpec
-from services.rundir import RunDirectory, write_atomically
+from services.rundir import RunDirectory
 
 # What costs time and gives the table nothing. Under the sweep's own keys, which may ask for it.
 PLAIN = ("evaluate.probe_every=0", "evaluate.sampled=false")

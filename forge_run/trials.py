@@ -18,9 +18,10 @@ from forge_run.child_run import ChildRun, run_side_by_side
 from forge_run.display import duration, shown_path
 from forge_run.run import differences
 from protocols.errors import RunError
+from protocols.files import write_atomically
 from protocols.spec import RunSpec
 from protocols.spec_loading import load_resolved
-from services.rundir import RunDirectory, write_atomically
+from services.rundir import RunDirectory
 
 
 @dataclass(frozen=True)

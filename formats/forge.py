@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 
 from formats.files import whole
 from formats.value import Cartridge, Provenance, labelled
-from learning.checkpoint import sha256_of
 from protocols.errors import DataError
+from protocols.files import sha256_of
 
 FILE, MANIFEST = "cartridge.safetensors", "manifest.json"
 SCHEMA = 2

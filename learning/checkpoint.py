@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from protocols.errors import CheckpointError
+from protocols.files import flush, sha256_of
 
 SCHEMA = 2
 STATE, MANIFEST = "state.safetensors", "manifest.json"
@@ -171,18 +171,3 @@ def _crc32(facts: str, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         crc = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, crc)
     return f"{crc:08x}"
-
-
-def sha256_of(path: Path) -> str:
-    """The checksum of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def flush(path: Path) -> None:
-    """Have the disk keep a file, or the names in a directory, before this returns."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from protocols.errors import DataError, RunError
+from protocols.files import flush
 from protocols.replay import Usage
 from replay.books import INTERRUPTED, Admission, Books, Call, Go, Limits, Reserved, Settled, Totals
 
@@ -63,7 +64,7 @@ class Ledger:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             with self._locked():
-                sync_folder(path.parent)
+                flush(path.parent)
                 self._alive = self._claim()
                 self._sweep()
         except BaseException:
@@ -240,12 +241,3 @@ def interrupted(row: Reserved, nanodollars: int) -> Settled:
         row.attempt, row.key, row.teacher, row.run, INTERRUPTED, nanodollars, None, "",
         False, False, 0.0, 1, 0.0, time.time(),
     )  # fmt: skip
-
-
-def sync_folder(folder: Path) -> None:
-    """A new file is durable only once its folder is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

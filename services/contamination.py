@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from documents.contamination import Overlap
 from protocols.errors import DataError
-from services.rundir import write_atomically
+from protocols.files import json_lines, write_atomically
 
 Rule = Literal["fail", "warn"]
 TOLD = 5  # in an error's message; the file has them all
@@ -23,8 +22,7 @@ def clean(found: Sequence[Overlap], rule: Rule, file: Path) -> None:
     if not found:
         file.unlink(missing_ok=True)
         return
-    lines = (json.dumps(item.as_dict(), ensure_ascii=False) + "\n" for item in found)
-    write_atomically(file, "".join(lines))
+    write_atomically(file, json_lines(item.as_dict() for item in found))
     if rule == "warn":
         return
     told = "".join(f"\n  {item}" for item in found[:TOLD])

@@ -24,6 +24,7 @@ from environments.conversation import NO_DOCUMENT, Conversation
 from environments.rollout import BARE
 from protocols.channels import Lesson, StoredScores
 from protocols.errors import CheckpointError, DataError
+from protocols.files import write_atomically
 from protocols.learn_spec import LearnSpec
 from protocols.records import Measured
 from protocols.replay import Message
@@ -37,7 +38,7 @@ from services.loop import Done, Rollout
 from services.parts import Parts
 from services.progress import Timer
 from services.rollouts import as_rollout, as_rows, handed_over, is_offline
-from services.rundir import RunDirectory, write_atomically
+from services.rundir import RunDirectory
 from services.study import Plan, model_name, read_rows, write_study
 from services.tasks import Prompt, in_company, in_turns
 from strategies.over_tokens import TokenSampler

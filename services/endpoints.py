@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from protocols.errors import ControlError, SpecError
+from protocols.files import write_atomically
 from protocols.service_spec import LOOPBACK
-from services.rundir import LATEST, RunDirectory, write_atomically
+from services.rundir import LATEST, RunDirectory
 
 FILE = "endpoints.json"
 

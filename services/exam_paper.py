@@ -27,6 +27,7 @@ from documents.seeds import PLAIN, SENTENCE
 from environments.conversation import NO_DOCUMENT, Conversation
 from protocols.errors import DataError
 from protocols.eval_spec import EvalSpec
+from protocols.files import REPOSITORY
 from protocols.learn_spec import LearnSpec
 from protocols.replay import Message
 from services.agreement import split
@@ -37,7 +38,7 @@ from services.rundir import RunDirectory
 from services.study import read_rows
 from services.tasks import in_turns, read_patients
 
-GENERAL = Path(__file__).parents[1] / "configs" / "forgetting.json"
+GENERAL = REPOSITORY / "configs" / "forgetting.json"
 LEAD = "answer:"  # as LongHealth's instruction asks for it
 CUE_WORDS = 3  # of a passage, that point at it
 WORD_START = re.compile(r"\S")

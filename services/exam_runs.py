@@ -20,6 +20,7 @@ from environments.conversation import NO_DOCUMENT, Conversation
 from formats.runs import read_all
 from learning.checkpoint import last_of_arms
 from protocols.errors import CheckpointError, DataError, SpecError
+from protocols.files import iter_rows
 from protocols.learn_spec import LearnSpec
 from protocols.replay import Message
 from protocols.spec import RunSpec
@@ -27,7 +28,7 @@ from protocols.spec_loading import load_resolved
 from protocols.types import PrefixRef
 from services.exam_arms import Arm
 from services.exam_paper import Paper, first_tokens_of
-from services.rundir import RunDirectory, iter_rows
+from services.rundir import RunDirectory
 
 KINDS = ("none", "document", "truncated", "untrained", "offline", "hybrid", "on_policy")
 TRAINED = ("offline", "on_policy")  # as checkpoints name them; a hybrid is on_policy's

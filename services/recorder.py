@@ -13,11 +13,12 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from protocols.files import read_rows
 from protocols.ports import Sink
 from protocols.records import EventName, MetricRow
 from protocols.status import RunStatus
 from protocols.types import Span
-from services.rundir import RunDirectory, read_rows
+from services.rundir import RunDirectory
 
 HELD_EVENTS = 1000  # of a follower that does not keep up; the oldest are dropped
 

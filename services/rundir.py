@@ -33,14 +33,14 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from protocols.errors import CheckpointError, RunError
+from protocols.files import append_rows, iter_rows, json_lines, utc_text, write_atomically
 from protocols.records import PHASES, TRAINED_ARMS, EventName, MetricRow, Results, RolloutRow
 
 LATEST = "latest"
@@ -206,7 +206,7 @@ class RunDirectory:
     def mend_events(self) -> None:
         """Cut off a torn last line, before anything is appended to it. Whole rows all stay: they
         are history."""
-        write_atomically(self.events, "".join(map(_line, iter_rows(self.events))))
+        write_atomically(self.events, json_lines(iter_rows(self.events)))
 
     def truncate_after(self, arm: str, step: int) -> dict[str, int]:
         """Cut the files back to a checkpoint and return how many whole rows each lost.
@@ -222,7 +222,7 @@ class RunDirectory:
         for file in (self.metrics, self.rollouts, *some):
             rows = list(iter_rows(file))
             kept = [row for row in rows if _position(row["arm"], row["step"]) <= end]
-            write_atomically(file, "".join(map(_line, kept)))
+            write_atomically(file, json_lines(kept))
             dropped[file.name] = len(rows) - len(kept)
         self.results.unlink(missing_ok=True)
         return dropped
@@ -234,44 +234,6 @@ def new_run_id(started: datetime) -> str:
     The suffix comes from the operating system and leaves the seeded generators alone.
     """
     return f"{started.astimezone(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
-
-
-def utc_text(now: datetime | None = None) -> str:
-    """`2026-07-26T10:15:42.120Z`, in milliseconds."""
-    moment = (now or datetime.now(UTC)).astimezone(UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSON-lines file; a missing file has none, and a torn last line is passed over.
-
-    A line that cannot be read before the last is damage that no kill of ours explains: it raises.
-    """
-    if not path.is_file():
-        return
-    damaged = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if damaged:
-                raise CheckpointError(
-                    f"{path}:{damaged}: every line but the last must be a JSON object, got a "
-                    "damaged line; restore the file, or delete the line"
-                )
-            try:
-                row = json.loads(line)
-            except ValueError:  # torn JSON, or a character cut in two
-                row = None
-            if isinstance(row, dict):
-                yield row
-            elif line.endswith(b"\n"):
-                damaged = number
-            else:  # still being written: its rest may be there already, and would seem a line
-                return
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """`iter_rows` in a list; rollouts.jsonl is better read row by row."""
-    return list(iter_rows(path))
 
 
 def outcome(events: Iterable[Mapping[str, Any]]) -> str:
@@ -297,50 +259,6 @@ def phase_means(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, floa
         }
         for arm, done in steps.items()
     }
-
-
-def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
-    """Replace a file whole: a reader or a crash sees the old text or the new, never a part.
-
-    `mode` is that of a new file before the umask, at every moment from its creation on.
-    """
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    try:
-        opener = partial(os.open, mode=mode)
-        with open(temporary, "w", encoding="utf-8", newline="", opener=opener) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    # The rename is durable only once the folder is.
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append rows to a JSON-lines file in one write. Raises RunError for a number not finite."""
-    for row in rows:
-        infinite = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
-        if infinite:
-            where = f"{row.get('arm', '')} step {row.get('step', '?')}".strip()
-            raise RunError(
-                f"{path.name}: every number must be finite: got {infinite[0]} = "
-                f"{row[infinite[0]]} at {where}; lower the learning rate and resume from the "
-                "last checkpoint"
-            )
-    with path.open("ab") as file:  # closing flushes: nothing waits in our memory for a kill
-        file.write("".join(map(_line, rows)).encode())
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    # Floats are written as their repr, the shortest text that reads back as the same number:
-    # equal numbers are equal bytes, and a row read and written again does not change.
-    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _record(row: MetricRow | RolloutRow) -> dict[str, Any]:

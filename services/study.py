@@ -22,11 +22,11 @@ from documents.rows import StudyRow, from_dict
 from documents.seeds import asking, plain_turn
 from protocols.documents_spec import SelfStudySpec
 from protocols.errors import DataError
+from protocols.files import append_rows, iter_rows, json_lines, utc_text, write_atomically
 from protocols.replay import Message
 from protocols.seeds import stream_seed
 from protocols.types import Sampling
 from services.parts import Part
-from services.rundir import append_rows, iter_rows, utc_text, write_atomically
 from strategies.port import Answer, Ask, Sampler
 
 BATCH = 32  # items written together: a kill loses so many at most
@@ -117,8 +117,7 @@ def _begun(path: Path, wanted: Sequence[Item], plan: Plan) -> list[StudyRow]:
     if len(rows) < len(wanted):
         rows = rows[: len(rows) // BATCH * BATCH]
     if path.exists():  # a torn last line goes too
-        lines = (json.dumps(row.as_dict(), ensure_ascii=False) + "\n" for row in rows)
-        write_atomically(path, "".join(lines))
+        write_atomically(path, json_lines(row.as_dict() for row in rows))
     return rows
 
 

@@ -33,8 +33,8 @@ from formats.forge import (
     read_manifest,
     write_manifest,
 )
-from learning.checkpoint import flush
 from protocols.errors import DataError
+from protocols.files import flush, write_atomically
 from serving.names import LATEST, TAG, VERSION, CartridgeName, is_name, parse_cartridge
 
 LAST, INCOMING, TAGS = "last", ".incoming", "tags"
@@ -114,7 +114,7 @@ class Library:
         entry = self.get(wanted)
         path = self.directory / wanted.name / TAGS / tag
         path.parent.mkdir(exist_ok=True)
-        _put(path, str(entry.manifest.version))
+        write_atomically(path, str(entry.manifest.version))
         return entry
 
     def untag(self, name: str, tag: str) -> None:
@@ -212,11 +212,4 @@ class Library:
         return max([last, *self.versions(name)])
 
     def _note_last(self, name: str, version: int) -> None:
-        _put(self.directory / name / LAST, str(max(version, self._last(name))))
-
-
-def _put(path: Path, text: str) -> None:
-    """Replace a small file whole."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    partial.write_text(text)
-    partial.replace(path)
+        write_atomically(self.directory / name / LAST, str(max(version, self._last(name))))

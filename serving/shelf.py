@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from learning.checkpoint import sha256_of
+from protocols.files import sha256_of
 from protocols.types import PrefixRef
 from serving.backend import Backend
 from serving.errors import ApiError

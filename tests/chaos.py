@@ -25,9 +25,9 @@ from small_run import Running, command, latest, running
 
 from forge_run.control_client import ControlClient, Target
 from protocols.errors import ControlError
+from protocols.files import read_rows
 from protocols.status import ReplicaStatus, RunStatus
 from services.endpoints import read_endpoints
-from services.rundir import read_rows
 
 
 @dataclass(frozen=True)

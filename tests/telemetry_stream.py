@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+from protocols.files import utc_text
 from protocols.ports import Sink
 from protocols.records import MetricRow
 from protocols.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
 from protocols.types import Span
-from services.rundir import utc_text
 
 STEPS = 4
 SECONDS = {"rollout": 0.2, "score": 0.1, "train": 0.3, "publish": 0.02, "orchestration": 0.03}

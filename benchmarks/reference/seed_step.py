@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from learning.cartridge import CartridgeBank
-from learning.checkpoint import flush
 from learning.losses import DocKL, Teacher, doc_kl_tokens, top_k
+from protocols.files import flush
 from protocols.types import Sample
 
 KEEP_TOP = 20

@@ -117,7 +117,7 @@ def test_a_write_that_fails_leaves_nothing(
     def full(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("formats.files.flush", full)
+    monkeypatch.setattr("protocols.files.flush", full)
     with pytest.raises(OSError, match="No space"):
         write(cartridge(), tmp_path, name)
     assert list(tmp_path.iterdir()) == []

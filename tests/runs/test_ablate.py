@@ -15,7 +15,7 @@ from small_run import ROOT, run_to_end, running
 
 from forge_run.child_run import ChildRun, run_side_by_side
 from protocols.errors import RunError
-from services.rundir import read_rows
+from protocols.files import read_rows
 
 pytestmark = [pytest.mark.run, pytest.mark.timeout(900)]
 

@@ -14,7 +14,7 @@ import pytest
 from pdfs import pdf
 from small_run import ROOT, run_to_end, running
 
-from services.rundir import read_rows
+from protocols.files import read_rows
 
 pytestmark = [pytest.mark.run, pytest.mark.timeout(900)]  # a busy machine starts it slowly
 

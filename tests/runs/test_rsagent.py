@@ -15,7 +15,7 @@ from chaos import ROLES
 from small_run import ROOT, run_to_end, running
 
 from environments.traces import from_row
-from services.rundir import read_rows
+from protocols.files import read_rows
 
 pytestmark = pytest.mark.run
 

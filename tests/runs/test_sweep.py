@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small_run import ROOT, run_to_end
 
-from services.rundir import read_rows
+from protocols.files import read_rows
 
 pytestmark = [pytest.mark.run, pytest.mark.timeout(600)]
 

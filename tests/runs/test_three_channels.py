@@ -17,9 +17,9 @@ from small_run import ROOT, Finished, run_to_end, running
 
 from environments.traces import from_row
 from learning.combined import CHANNELS
+from protocols.files import read_rows
 from protocols.replay import NANO, Verdict
 from replay.records import from_row as record_from
-from services.rundir import read_rows
 
 pytestmark = pytest.mark.run
 

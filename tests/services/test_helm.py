@@ -12,6 +12,7 @@ import pytest
 from fake_mesh import pool_of, run
 
 from protocols.errors import RunError, SpecError
+from protocols.files import read_rows
 from protocols.records import MetricRow
 from protocols.service_spec import AutoscaleSpec
 from protocols.status import RunStatus
@@ -20,7 +21,7 @@ from services import helm as helm_module
 from services.helm import Helm, Stopped
 from services.pool import Pool
 from services.recorder import Recorder
-from services.rundir import RunDirectory, read_rows
+from services.rundir import RunDirectory
 
 
 class NoSink:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from fake_mesh import run
 
+from protocols.files import read_rows
 from protocols.records import MetricRow
 from protocols.status import RunStatus
 from protocols.types import Span
 from services.recorder import HELD_EVENTS, Recorder
-from services.rundir import RunDirectory, read_rows
+from services.rundir import RunDirectory
 
 ROW = MetricRow(
     arm="on_policy", step=1, version=1, kl=0.5, grad_norm=0.1, lr=0.02, tokens=9, stale_tokens=0

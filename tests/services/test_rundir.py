@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from protocols.errors import CheckpointError, RunError
+from protocols.files import iter_rows, read_rows
 from protocols.records import MetricRow, Results, RolloutRow
-from services.rundir import RunDirectory, iter_rows, outcome, phase_means, read_rows
+from services.rundir import RunDirectory, outcome, phase_means
 
 START = datetime(2026, 7, 26, 10, 15, 30, 120_000, tzinfo=UTC)
 

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from formats.base import Base, config_hash
 from formats.forge import FILE, MANIFEST
-from learning.checkpoint import Checkpoint, sha256_of, write_checkpoint
+from learning.checkpoint import Checkpoint, write_checkpoint
 from protocols.errors import DataError
+from protocols.files import sha256_of
 from serving.imports import add_from_run
 from serving.library import INCOMING, Library
 from serving.names import CartridgeName

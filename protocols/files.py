@@ -1,0 +1,140 @@
+"""Files as every room writes and reads them: replaced whole, or appended row by row."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from protocols.errors import CheckpointError, RunError
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+"""Where configs/ and deploy/monitoring/ lie: in a checkout, and in an installed wheel."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path` to make a file or directory at, and rename it when the block ends.
+
+    A reader or a crash sees the old content or the new, on disk, never a part. When the block
+    fails, `path` stays as it was.
+    """
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        yield fresh
+        for inner in (*(fresh.iterdir() if fresh.is_dir() else ()), fresh):
+            flush(inner)
+        if os.path.lexists(path) and (fresh.is_dir() or path.is_dir()):
+            # A directory is renamed neither onto a file nor onto another that is not empty.
+            aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
+            path.rename(aside)
+            fresh.rename(path)
+            _remove(aside)
+        else:
+            os.replace(fresh, path)
+        flush(path.parent)  # the rename is durable only once the folder is
+    finally:
+        _remove(fresh)
+
+
+def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
+    """Replace a file whole, as UTF-8 with the line ends of `text`.
+
+    `mode` is that of a new file before the umask, at every moment from its creation on.
+    """
+    with replacing(path) as fresh:
+        opener = partial(os.open, mode=mode)
+        with open(fresh, "w", encoding="utf-8", newline="", opener=opener) as file:
+            file.write(text)
+
+
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append rows to a JSON-lines file in one write. Raises RunError for a number not finite."""
+    for row in rows:
+        infinite = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
+        if infinite:
+            where = f"{row.get('arm', '')} step {row.get('step', '?')}".strip()
+            raise RunError(
+                f"{path.name}: every number must be finite: got {infinite[0]} = "
+                f"{row[infinite[0]]} at {where}; lower the learning rate and resume from the "
+                "last checkpoint"
+            )
+    with path.open("ab") as file:  # closing flushes: nothing waits in our memory for a kill
+        file.write(json_lines(rows).encode())
+
+
+def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a JSON-lines file: none of a missing file, nor of a torn last line.
+
+    A line that cannot be read before the last is damage that no kill of ours explains: it raises
+    CheckpointError.
+    """
+    if not path.is_file():
+        return
+    damaged = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if damaged:
+                raise CheckpointError(
+                    f"{path}:{damaged}: every line but the last must be a JSON object, got a "
+                    "damaged line; restore the file, or delete the line"
+                )
+            try:
+                row = json.loads(line)
+            except ValueError:  # torn JSON, or a character cut in two
+                row = None
+            if isinstance(row, dict):
+                yield row
+            elif line.endswith(b"\n"):
+                damaged = number
+            else:  # still being written: its rest may be there already, and would seem a line
+                return
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return `iter_rows` in a list; rollouts.jsonl is better read row by row."""
+    return list(iter_rows(path))
+
+
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the text of a JSON-lines file. Raises ValueError for a number not finite."""
+    # Floats are written as their repr, the shortest text that reads back as the same number:
+    # equal numbers are equal bytes, and a row read and written again does not change.
+    return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+
+
+def utc_text(now: datetime | None = None) -> str:
+    """Return `2026-07-26T10:15:42.120Z`, in milliseconds."""
+    moment = (now or datetime.now(UTC)).astimezone(UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the checksum of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Have the disk keep a file, or the names in a directory, before this returns."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
