@@ -17,14 +17,15 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     disable_created_metrics,
+    start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from protocols.errors import SpecError
 from protocols.records import TRAINED_ARMS, MetricRow
 from protocols.status import ReplicaState, RunStatus
 from protocols.types import Span
 from services.telemetry.channel_metrics import ChannelMetrics, TeachersCollector
-from services.telemetry.metrics_server import MetricsServer
 from services.telemetry.values import losses, role_of
 
 # Seconds. From a cached answer of the tiny model to a long rollout of a large one.
@@ -54,8 +55,19 @@ class PrometheusSink:
         self._pools = StatusCollector()
         self.registry.register(self._pools)
         ProcessCollector(registry=self.registry)
-        self._server = MetricsServer(address, self.registry)
-        self.url = self._server.url
+        host, _, port = address.rpartition(":")
+        try:
+            self._server, self._thread = start_http_server(
+                int(port), host.strip("[]"), self.registry
+            )
+        except OSError as error:
+            raise SpecError(
+                f"telemetry.metrics: cannot listen on {address}: {error}; choose another address, "
+                "127.0.0.1:0 for any free port, or null for no metrics"
+            ) from error
+        # A scraper or a probe that hangs up is not worth a traceback.
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]
+        self.url = f"http://{host}:{self._server.server_port}/metrics"
 
     def _families(self, run: str, mesh: str, staleness: int) -> None:
         to = self.registry
@@ -214,7 +226,10 @@ class PrometheusSink:
         self._pools.newest = status
 
     def close(self) -> None:
-        self._server.close()
+        """Stop listening. A scrape in progress ends on its own thread."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
 
 
 class StatusCollector:

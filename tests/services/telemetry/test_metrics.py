@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
@@ -173,13 +172,6 @@ def test_a_stall_is_no_progress(sink: PrometheusSink) -> None:
     assert value(sink, "forge_last_progress_timestamp_seconds") > at
 
 
-def test_only_metrics_are_served(sink: PrometheusSink) -> None:
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(sink.url.replace("/metrics", "/"), timeout=5)
-    refused.value.close()
-    assert refused.value.code == 404
-
-
 def test_an_address_that_is_taken_is_refused_by_its_key(sink: PrometheusSink) -> None:
     address = sink.url.removeprefix("http://").removesuffix("/metrics")
     with pytest.raises(SpecError, match=rf"telemetry\.metrics: cannot listen on {address}: .*null"):
@@ -190,13 +182,15 @@ def test_closing_leaves_no_thread_and_no_port() -> None:
     before = set(threading.enumerate())
     sink = PrometheusSink("127.0.0.1:0", "run-1", "small", staleness=0)
     host, port = sink.url.removeprefix("http://").removesuffix("/metrics").split(":")
-    # Scrapers that say nothing hold neither the others nor the end up for long.
+    # A scraper that says nothing holds up neither the others nor the end.
     with socket.create_connection((host, int(port))):
         assert scraped(sink)
         begun = time.monotonic()
         sink.close()
         assert time.monotonic() - begun < 4
-    assert set(threading.enumerate()) == before
+    while set(threading.enumerate()) != before:  # its thread sees that it has hung up
+        assert time.monotonic() - begun < 8
+        time.sleep(0.01)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)))
 
