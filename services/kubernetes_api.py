@@ -68,18 +68,16 @@ class Api:
     def pods(self, selector: str) -> tuple[list[Object], str]:
         """Every pod of a selector, and the version from which to watch them."""
         found = self._asked(
-            "list",
-            "pods",
-            "",
-            lambda: self._core.list_namespaced_pod(self.namespace, label_selector=selector, **_RAW),
-        )
+            "list", "pods", "", self._core.list_namespaced_pod, self.namespace,
+            label_selector=selector,
+        )  # fmt: skip
         return found["items"], found["metadata"]["resourceVersion"]
 
     def pod(self, name: str) -> Object | None:
         """None where there is none of that name."""
-        return self._found("pods", name, lambda: self._core.read_namespaced_pod(
-            name, self.namespace, **_RAW
-        ))  # fmt: skip
+        return self._found(
+            "get", "pods", name, self._core.read_namespaced_pod, name, self.namespace
+        )
 
     def changes(self, selector: str, version: str) -> Iterator[tuple[str, Object]]:
         """(ADDED, MODIFIED, DELETED or BOOKMARK, pod) from a version on, until the server ends the
@@ -122,42 +120,27 @@ class Api:
 
     def mesh(self, name: str) -> Object | None:
         """A MonarchMesh; None where there is none of that name."""
-        return self._found(MESHES, name, lambda: self._custom.get_namespaced_custom_object(
-            *self._of_meshes(), name, **_RAW
-        ))  # fmt: skip
+        call = self._custom.get_namespaced_custom_object
+        return self._found("get", MESHES, name, call, *self._meshes, name)
 
     def create(self, mesh: Object) -> None:
         """Raises Exists."""
-        self._asked(
-            "create",
-            MESHES,
-            mesh["metadata"]["name"],
-            lambda: self._custom.create_namespaced_custom_object(*self._of_meshes(), mesh, **_RAW),
-        )
+        call = self._custom.create_namespaced_custom_object
+        self._asked("create", MESHES, mesh["metadata"]["name"], call, *self._meshes, mesh)
 
     def scale(self, name: str, replicas: int) -> None:
         """Have the operator keep so many pods of a MonarchMesh."""
-        body = {"spec": {"replicas": replicas}}
         self._asked(
-            "patch",
-            MESHES,
-            name,
-            lambda: self._custom.patch_namespaced_custom_object(
-                *self._of_meshes(), name, body, _content_type="application/merge-patch+json", **_RAW
-            ),
-        )
+            "patch", MESHES, name, self._custom.patch_namespaced_custom_object,
+            *self._meshes, name, {"spec": {"replicas": replicas}},
+            _content_type="application/merge-patch+json",
+        )  # fmt: skip
 
     def delete(self, name: str, uid: str) -> None:
         """Let go of the MonarchMesh with that uid, and of its pods; nothing where it is gone."""
         body = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
-        self._found(
-            MESHES,
-            name,
-            lambda: self._custom.delete_namespaced_custom_object(
-                *self._of_meshes(), name, body=body, **_RAW
-            ),
-            verb="delete",
-        )
+        call = self._custom.delete_namespaced_custom_object
+        self._found("delete", MESHES, name, call, *self._meshes, name, body=body)
 
     def wait(self, seconds: float) -> bool:
         """Whether it was closed meanwhile."""
@@ -170,28 +153,32 @@ class Api:
             _shut(response)
         self._client.rest_client.pool_manager.clear()
 
-    def _of_meshes(self) -> tuple[str, str, str, str]:
+    @property
+    def _meshes(self) -> tuple[str, str, str, str]:
         group, _, version = MONARCH_API.partition("/")
         return group, version, self.namespace, "monarchmeshes"
 
-    def _found(
-        self, resource: str, name: str, call: Callable[[], Any], verb: str = "get"
-    ) -> Object | None:
+    def _found(self, *args: Any, **kwargs: Any) -> Object | None:
         try:
-            return self._asked(verb, resource, name, call)
+            return self._asked(*args, **kwargs)
         except _NotThere:
             return None
 
-    def _asked(self, verb: str, resource: str, name: str, call: Callable[[], Any]) -> Object:
+    def _asked(
+        self, verb: str, resource: str, name: str, call: Callable[..., Any], *args: Any, **kw: Any
+    ) -> Object:
         """The answer, as a dict, to what may be asked several times."""
+        # urllib3's own Retry counts attempts: it has no bound in seconds, and sleeps through a
+        # close(). So the client is told to try once, and the loop is here.
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
+        kw |= {"_preload_content": False, "_request_timeout": (CONNECT_S, ANSWER_S)}
         end, pause = time.monotonic() + PATIENCE_S, PAUSE_S
         while True:
             failure = None
             try:
-                response = call()
+                response = call(*args, **kw)
                 status, body, headers = response.status, response.data, response.headers
             except ApiException as error:  # how custom kinds are refused, and TLS
                 status, body, headers = error.status, error.body, error.headers or {}
@@ -258,7 +245,6 @@ class _NotThere(RunError):
     """No object of that name (404)."""
 
 
-_RAW = {"_preload_content": False, "_request_timeout": (CONNECT_S, ANSWER_S)}
 _GRANTS = {
     (MESHES, "get"): "deploy/k8s/components/scaling",
     (MESHES, "patch"): "deploy/k8s/components/scaling",
