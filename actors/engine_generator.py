@@ -26,8 +26,8 @@ from learning.engine import TorchEngine
 from learning.model import document_kv, flush_denormals, text_of
 from learning.prefixes import DocumentCache
 from protocols.errors import PublishError, RunError
-from protocols.learn_spec import GeneratorSpec
 from protocols.ports import TensorPlane
+from protocols.sections import GeneratorSpec
 from protocols.types import Came, Completion, EngineReport, Generated, GenerateRequest, Snapshot
 
 TELL_SECONDS = 0.02  # how long tokens of a stream gather before they are sent

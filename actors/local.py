@@ -19,7 +19,7 @@ from actors.engine_thread import EngineThread
 from actors.setup import BaseModel, NoPlane, keep_freed_memory
 from environments.conversation import NO_DOCUMENT, Conversation
 from learning.model import load_tokenizer
-from protocols.learn_spec import GeneratorSpec
+from protocols.sections import GeneratorSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from strategies.over_tokens import TokenSampler
 

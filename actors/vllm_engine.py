@@ -61,7 +61,7 @@ from learning.rotation import frequencies_of, shifted
 from learning.sampling import uniforms
 from learning.stopping import Decode
 from protocols.errors import DataError, RunError
-from protocols.learn_spec import GeneratorSpec
+from protocols.sections import GeneratorSpec
 from protocols.types import Came, Completion, GenerateRequest, Sampling
 
 MAX_LOGPROBS = 20  # at a place; vLLM's own choice, and the most that others' APIs give

@@ -120,7 +120,7 @@ def backends(tokens: int) -> dict[str, Backend]:
 
     from learning.engine import TorchEngine
     from learning.model import document_kv, flush_denormals, load_model
-    from protocols.learn_spec import GeneratorSpec
+    from protocols.sections import GeneratorSpec
 
     torch.set_num_threads(1)
     flush_denormals()

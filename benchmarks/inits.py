@@ -16,7 +16,7 @@ from typing import Any, get_args
 from benchmarks.record import arguments, provenance, write
 from benchmarks.studying import Right, Study
 from protocols.intervals import wilson_interval
-from protocols.learn_spec import Init
+from protocols.sections import Init
 from protocols.spec_loading import load_spec
 
 

@@ -109,7 +109,7 @@ async def replica(
     from actors.engine_generator import EngineGeneratorActor
     from actors.generator import GeneratorActor
     from actors.setup import BaseModel
-    from protocols.learn_spec import GeneratorSpec
+    from protocols.sections import GeneratorSpec
 
     base = BaseModel(model, dtype, 1, documents, 1 << 30, place.plane)
     common = (base, frozenset[int](), 2)

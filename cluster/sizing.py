@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from cluster.parts import Resources
 from protocols.errors import SpecError
-from protocols.learn_spec import LearnSpec, ModelSpec, ShapeSpec
+from protocols.learn_spec import LearnSpec
+from protocols.sections import ModelSpec, ShapeSpec
 from protocols.serve_spec import ServeSpec
 from protocols.shapes import VALUE_BYTES, model_shape
 from protocols.spec import RoleSpec, RunSpec

@@ -17,7 +17,8 @@ from forge_run import plan_channels, plan_documents, plan_rsa, plan_sizing, roof
 from forge_run.figures import Section, bytes_text, count_text, seconds_text
 from forge_run.roofline import A100, H200, MFU, Phase, Workload
 from forge_run.runnable import resolved_place, unmet
-from protocols.learn_spec import LearnSpec, ShapeSpec
+from protocols.learn_spec import LearnSpec
+from protocols.sections import ShapeSpec
 from protocols.shapes import VALUE_BYTES, model_shape
 from protocols.spec import RunSpec
 from protocols.yaml_lines import Place

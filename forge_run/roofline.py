@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.sizing import body_parameters, head_parameters, kv_values_per_token, matmul_parameters
-from protocols.learn_spec import ShapeSpec
+from protocols.sections import ShapeSpec
 
 MFU = 0.5  # share of peak FLOP/s that large matrix products reach in practice
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from protocols.rsa import shape_fault
-from protocols.rsa_spec import OF_DOCUMENTS
+from protocols.rsa_spec import OF_DOCUMENTS, RsaSpec
+from protocols.sections import LearnSections
 from protocols.spec_base import broken
 
-if TYPE_CHECKING:
-    from protocols.learn_spec import LearnSpec
-    from protocols.rsa_spec import RsaSpec
 
-
-def across_sections(spec: LearnSpec) -> None:
+def across_sections(spec: LearnSections) -> None:
     """Raise for the first rule between sections that a config breaks."""
     if spec.rollout.max_tokens >= spec.train.row_tokens:
         raise broken(
@@ -43,7 +38,7 @@ def across_sections(spec: LearnSpec) -> None:
         )
 
 
-def _across_company(spec: LearnSpec) -> None:
+def _across_company(spec: LearnSections) -> None:
     """What training on compositions needs of other sections."""
     alone = spec.data.patients < 2 or spec.episodes is not None or spec.rsa is not None
     if spec.train.compose and alone:
@@ -55,7 +50,7 @@ def _across_company(spec: LearnSpec) -> None:
         )
 
 
-def _across_documents(spec: LearnSpec) -> None:
+def _across_documents(spec: LearnSections) -> None:
     """What a user's documents need of other sections."""
     study, train = spec.self_study, spec.train
     if (study is None) != (spec.data.source != "documents"):
@@ -100,7 +95,7 @@ def _across_documents(spec: LearnSpec) -> None:
         )
 
 
-def _across_channels(spec: LearnSpec) -> None:
+def _across_channels(spec: LearnSections) -> None:
     """What the channels need of other sections."""
     objective, episodes = spec.objective, spec.episodes
     if objective.of_episodes and episodes is None and spec.rsa is None:
@@ -137,7 +132,7 @@ def _across_channels(spec: LearnSpec) -> None:
         _across_rsa(spec, spec.rsa)
 
 
-def _across_rewards(spec: LearnSpec) -> None:
+def _across_rewards(spec: LearnSections) -> None:
     """What training on rewards needs, of episodes and of runs of rsa alike."""
     if spec.train.staleness:
         raise broken(
@@ -164,7 +159,7 @@ def _across_rewards(spec: LearnSpec) -> None:
         )
 
 
-def _across_rsa(spec: LearnSpec, rsa: RsaSpec) -> None:
+def _across_rsa(spec: LearnSections, rsa: RsaSpec) -> None:
     """What runs of recursive self-aggregation need of each other's numbers and other sections."""
     fault = shape_fault(rsa.M, rsa.N, rsa.K, rsa.T)
     if fault is not None:

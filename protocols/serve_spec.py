@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.learn_spec import GeneratorSpec, ModelSpec
+from protocols.sections import GeneratorSpec, ModelSpec
 from protocols.service_spec import LOOPBACK, HealthSpec, host_and_port
 from protocols.spec import RoleSpec
 from protocols.spec_base import Spec, broken

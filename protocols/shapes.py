@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from protocols.errors import SpecError
-from protocols.learn_spec import ModelSpec, ShapeSpec
+from protocols.sections import ModelSpec, ShapeSpec
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -68,7 +68,8 @@ def dotted(key: Key) -> str:
 def unknown_key(key: Key, model: type[BaseModel], place: Place) -> Fault:
     """The fault of a key that the section `model` does not have."""
     known, leaf = list(model.model_fields), str(key[-1])
-    near = difflib.get_close_matches(leaf, known, 1) or _elsewhere(leaf)
+    elsewhere = [k for k in _all_keys() if k.rsplit(".", 1)[-1] == leaf]
+    near = difflib.get_close_matches(leaf, known, 1) or elsewhere
     hint = f"did you mean {near[0]}? " if near else ""
     return Fault(
         place,
@@ -79,7 +80,7 @@ def unknown_key(key: Key, model: type[BaseModel], place: Place) -> Fault:
 def unknown_override(key: Key, place: Place) -> Fault:
     """The fault of a `--set` whose first word is neither a mesh's nor a config's."""
     known = dict.fromkeys([*MeshSpec.model_fields, *LearnSpec.model_fields])
-    every = [*_dotted_keys(MeshSpec), *_dotted_keys(LearnSpec)]
+    every = _all_keys()
     near = (
         [k for k in every if k.endswith(f".{dotted(key)}")]
         or difflib.get_close_matches(dotted(key), every, 1)
@@ -113,58 +114,42 @@ def _fault_of(error: ErrorDetails, model: type[BaseModel], places: Mapping[Key, 
     return fault(rule, got, place, key, remedy)
 
 
+_RULES = {  # pydantic's error kinds -> (rule, remedy); {} is the bound that its context holds
+    "greater_than_equal": ("must be >= {}", "set it to {} or more"),
+    "greater_than": ("must be > {}", "set it above {}"),
+    "less_than_equal": ("must be <= {}", "set it to {} or less"),
+    "less_than": ("must be < {}", "set it below {}"),
+    "int_type": ("must be a whole number", "write digits alone, without quotes"),
+    "int_from_float": ("must be a whole number", "write digits alone, without quotes"),
+    "float_type": ("must be a number", "write it without quotes"),
+    "finite_number": ("must be a finite number", "write a number"),
+    "bool_type": ("must be true or false", "write true or false"),
+    "string_type": ("must be text", "put it in quotes"),
+    "string_too_short": ("must not be empty", "write a value"),
+    "tuple_type": ("must be a list", "write it as [a, b]"),
+    "too_short": ("must hold at least one item", "list one"),
+}
+
+
 def _rule_of(
     kind: str, context: Mapping[str, Any], section: type[BaseModel] | None, got: Any, message: str
 ) -> tuple[str, str]:
-    """(rule, remedy) of pydantic's error kinds."""
-    match kind:
-        case "greater_than_equal":
-            return (
-                f"must be >= {_bound(context['ge'])}",
-                f"set it to {_bound(context['ge'])} or more",
-            )
-        case "multiple_of":
-            step = _bound(context["multiple_of"])
-            return f"must be a multiple of {step}", f"round it to {step}, {2 * int(step)}, ..."
-        case "greater_than":
-            return f"must be > {_bound(context['gt'])}", f"set it above {_bound(context['gt'])}"
-        case "less_than_equal":
-            return (
-                f"must be <= {_bound(context['le'])}",
-                f"set it to {_bound(context['le'])} or less",
-            )
-        case "less_than":
-            return f"must be < {_bound(context['lt'])}", f"set it below {_bound(context['lt'])}"
-        case "int_type" | "int_from_float":
-            return "must be a whole number", "write digits alone, without quotes"
-        case "float_type":
-            return "must be a number", "write it without quotes"
-        case "finite_number":
-            return "must be a finite number", "write a number"
-        case "bool_type":
-            return "must be true or false", "write true or false"
-        case "string_type":
-            return "must be text", "put it in quotes"
-        case "string_too_short":
-            return "must not be empty", "write a value"
-        case "tuple_type":
-            return "must be a list", "write it as [a, b]"
-        case "too_short":
-            return "must hold at least one item", "list one"
-        case "model_type" if section is not None:
-            return "must be a mapping of keys", f"it may hold {', '.join(section.model_fields)}"
-        case "literal_error":
-            words = re.findall(r"'([^']*)'", context["expected"])
-            near = difflib.get_close_matches(str(got), words, 1)
-            return (
-                f"must be one of {', '.join(words)}",
-                f"did you mean {near[0]}?" if near else "pick one of them",
-            )
+    """Return (rule, remedy) of one of pydantic's errors."""
+    if kind in _RULES:
+        bound = next((f"{context[k]:g}" for k in ("ge", "gt", "le", "lt") if k in context), "")
+        rule, remedy = _RULES[kind]
+        return rule.format(bound), remedy.format(bound)
+    if kind == "multiple_of":
+        step = context["multiple_of"]
+        return f"must be a multiple of {step}", f"round it to {step}, {2 * step}, ..."
+    if kind == "model_type" and section is not None:
+        return "must be a mapping of keys", f"it may hold {', '.join(section.model_fields)}"
+    if kind == "literal_error":
+        words = re.findall(r"'([^']*)'", context["expected"])
+        near = difflib.get_close_matches(str(got), words, 1)
+        remedy = f"did you mean {near[0]}?" if near else "pick one of them"
+        return f"must be one of {', '.join(words)}", remedy
     return f"is refused ({message})", "see its description in protocols/"
-
-
-def _bound(value: float) -> str:
-    return f"{value:g}"
 
 
 def _leaf(key: Key) -> str:
@@ -196,7 +181,5 @@ def _dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _dotted_keys(section, f"{prefix}{name}.")
 
 
-def _elsewhere(leaf: str) -> list[str]:
-    """Dotted keys of either file that end with this name: it may be in the wrong section."""
-    every = [*_dotted_keys(MeshSpec), *_dotted_keys(LearnSpec)]
-    return [k for k in every if k.rsplit(".", 1)[-1] == leaf]
+def _all_keys() -> list[str]:
+    return [*_dotted_keys(MeshSpec), *_dotted_keys(LearnSpec)]

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from protocols.errors import SpecError
-from protocols.learn_spec import LearnSpec, ModelSpec
+from protocols.learn_spec import LearnSpec
+from protocols.sections import ModelSpec
 from protocols.serve_spec import SERVE_KEYS, ServeSpec
 from protocols.spec import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
 from protocols.spec_faults import (
@@ -62,10 +63,10 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
     mesh_values, mesh_places = dict(mesh_document.values), dict(mesh_document.places)
     mesh_sets, learn_sets = _route(sets, faults)
 
-    _expand_hosts(mesh_values)
+    _expand(mesh_values, "hosts", "kind")
     for override in mesh_sets:
         _override(mesh_values, mesh_places, override, faults)
-        _expand_hosts(mesh_values)
+        _expand(mesh_values, "hosts", "kind")
     mesh_spec = _checked(MeshSpec, mesh_values, mesh_places, faults)
 
     learn_spec = None
@@ -76,10 +77,10 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
             over = _read(Path(overlay), overlay, faults)
             if over is not None:
                 _merge(learn_values, learn_places, over)
-        _expand_model(learn_values)
+        _expand(learn_values, "model", "path")
         for override in learn_sets:
             _override(learn_values, learn_places, override, faults)
-            _expand_model(learn_values)
+            _expand(learn_values, "model", "path")
         learn_spec = _checked(LearnSpec, learn_values, learn_places, faults)
     if faults or mesh_spec is None or learn_spec is None:
         raise combined(faults)
@@ -124,7 +125,7 @@ def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServe:
 
 
 def load_file(model: type[Model], path: Path) -> Model:
-    """A spec that is one file. Raises SpecError as `load_spec` does."""
+    """Read and check a spec that is one file. Raises SpecError as `load_spec` does."""
     faults: list[Fault] = []
     document = read_yaml(path, str(path))
     spec = _checked(model, document.values, document.places, faults)
@@ -138,17 +139,7 @@ def load_resolved(path: Path) -> RunSpec:
 
     Raises SpecError as `load_spec` does.
     """
-    document = read_yaml(path, str(path))
-    return resolved_of(document)
-
-
-def resolved_of(document: Document) -> RunSpec:
-    """A resolved spec from a document that was read."""
-    faults: list[Fault] = []
-    spec = _checked(RunSpec, document.values, document.places, faults)
-    if spec is None:
-        raise combined(faults)
-    return spec
+    return load_file(RunSpec, path)
 
 
 @dataclass(frozen=True)
@@ -201,15 +192,8 @@ def _override(
         done = (*done, name)
         below = section.get(name)
         if below is not None and not isinstance(below, dict):
-            faults.append(
-                fault(
-                    "must be a mapping to set a key in it",
-                    below,
-                    override.place,
-                    done,
-                    f"set {dotted(done)} as a whole",
-                )
-            )
+            rule, remedy = "must be a mapping to set a key in it", f"set {dotted(done)} as a whole"
+            faults.append(fault(rule, below, override.place, done, remedy))
             return
         if below is None:
             places[done] = override.place
@@ -242,16 +226,10 @@ def _forget(places: dict[Key, Place], key: Key) -> None:
         del places[old]
 
 
-def _expand_hosts(values: dict[str, Any]) -> None:
+def _expand(values: dict[str, Any], section: str, key: str) -> None:
     """`hosts: kubernetes` is short for `hosts: {kind: kubernetes}`."""
-    if isinstance(values.get("hosts"), str):
-        values["hosts"] = {"kind": values["hosts"]}
-
-
-def _expand_model(values: dict[str, Any]) -> None:
-    """`model: DIR` is short for `model: {path: DIR}`."""
-    if isinstance(values.get("model"), str):
-        values["model"] = {"path": values["model"]}
+    if isinstance(values.get(section), str):
+        values[section] = {key: values[section]}
 
 
 def _checked(
@@ -274,15 +252,9 @@ def _config_document(
     place = places[("config",)]
     path = place.directory / name
     if not path.is_file():
-        faults.append(
-            fault(
-                f"must name a learning config (there is no file {_shown(path)})",
-                name,
-                place,
-                ("config",),
-                "give its path relative to the mesh file",
-            )
-        )
+        rule = f"must name a learning config (there is no file {_shown(path)})"
+        remedy = "give its path relative to the mesh file"
+        faults.append(fault(rule, name, place, ("config",), remedy))
         return None
     return _read(path, _shown(path), faults)
 

@@ -31,7 +31,8 @@ from learning.replay import DPO
 from learning.sdpo import SDPO
 from learning.trainer import TrainerConfig
 from protocols.errors import PlaneError, SpecError
-from protocols.learn_spec import GeneratorSpec, LearnSpec, ModelSpec
+from protocols.learn_spec import LearnSpec
+from protocols.sections import GeneratorSpec, ModelSpec
 from protocols.service_spec import HealthSpec
 from protocols.spec import RoleSpec, RunSpec
 from protocols.types import Span

@@ -22,8 +22,9 @@ from clinic.prompts import option_prompt, self_study_prompt, sentence_ends
 from documents.contamination import Placed, overlaps
 from environments.conversation import NO_DOCUMENT, Conversation
 from protocols.errors import DataError
-from protocols.learn_spec import DataSpec, LearnSpec
+from protocols.learn_spec import LearnSpec
 from protocols.replay import Message
+from protocols.sections import DataSpec
 from protocols.seeds import stream_seed
 from protocols.types import GenerateRequest, PrefixRef, Sampling, composed_ref
 

@@ -33,7 +33,7 @@ from actors.setup import BaseModel, bootstrap, missing_vllm
 from learning.decoding import generate
 from learning.model import document_kv, load_model, text_of
 from learning.rotation import composed
-from protocols.learn_spec import GeneratorSpec
+from protocols.sections import GeneratorSpec
 from protocols.types import (
     Completion,
     GenerateRequest,

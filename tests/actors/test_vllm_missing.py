@@ -10,7 +10,7 @@ import pytest
 from actors.engine_generator import EngineGeneratorActor
 from actors.setup import BaseModel
 from protocols.errors import RunError
-from protocols.learn_spec import GeneratorSpec
+from protocols.sections import GeneratorSpec
 
 HIDE = """
 import sys

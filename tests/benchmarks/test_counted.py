@@ -19,7 +19,7 @@ from forge_run.roofline import CHUNKED, EXPLICIT, FUSED, Workload
 from learning import attention
 from learning.attention import DecodeCache
 from learning.model import PREFILL_CHUNK, document_kv, kv_shape
-from protocols.learn_spec import ShapeSpec
+from protocols.sections import ShapeSpec
 from services.packing import layout_of, packed_bytes
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from cluster.sizing import ModelSize, pod_resources
 from forge_run.cli import forge
 from forge_run.k8s import MONITORING, render
 from protocols.errors import SpecError
-from protocols.learn_spec import ShapeSpec
+from protocols.sections import ShapeSpec
 from protocols.spec_loading import load_serve, load_spec
 from services.worker import address
 from serving.metrics import ServingMetrics

@@ -36,7 +36,7 @@ from learning.cartridge import first_tokens
 from learning.losses import top_k
 from learning.model import document_kv, load_model
 from learning.step import new_optimizer
-from protocols.learn_spec import ShapeSpec
+from protocols.sections import ShapeSpec
 from protocols.spec_loading import load_spec
 from protocols.types import Sample
 

@@ -11,7 +11,7 @@ from forge_run.figures import Section, bytes_text, count_text, seconds_text
 from forge_run.plan import plan, render, step_phases
 from forge_run.roofline import A100, EXPLICIT, H200, Device, Phase, Workload
 from protocols.errors import SpecError
-from protocols.learn_spec import ModelSpec, ShapeSpec
+from protocols.sections import ModelSpec, ShapeSpec
 from protocols.shapes import model_shape
 from protocols.spec_loading import load_spec
 

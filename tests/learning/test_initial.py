@@ -13,7 +13,7 @@ from learning.initial import INITS, Source, Start, chunks, initial_bank
 from learning.matching import attention_matched
 from learning.model import text_ids
 from protocols.errors import DataError
-from protocols.learn_spec import CartridgeSpec
+from protocols.sections import CartridgeSpec
 from tests.small_run import ROOT
 
 if TYPE_CHECKING:

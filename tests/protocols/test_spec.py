@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from protocols.learn_spec import EvaluateSpec, LearnSpec, LossSpec, TeacherSpec
+from protocols.learn_spec import LearnSpec
+from protocols.sections import EvaluateSpec, LossSpec, TeacherSpec
 from protocols.spec import LEARN_KEYS, MESH_KEYS, MeshSpec, RolesSpec, RunSpec
 
 

@@ -21,8 +21,8 @@ from clinic.prompts import option_prompt
 from environments.conversation import NO_DOCUMENT, Conversation
 from learning.decoding import generate
 from learning.model import document_kv, load_model, load_tokenizer
-from protocols.learn_spec import GeneratorSpec, ModelSpec
 from protocols.replay import Message
+from protocols.sections import GeneratorSpec, ModelSpec
 from protocols.service_spec import HealthSpec
 from protocols.spec import RoleSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
