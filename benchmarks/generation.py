@@ -23,14 +23,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.record import ROOT, arguments, median_ratio, provenance, write
+from benchmarks.record import arguments, median_ratio, provenance, write
+from protocols.files import REPOSITORY
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from actors.engine_thread import Engine
 
-READER = ROOT / "models" / "clinic-reader"
+READER = REPOSITORY / "models" / "clinic-reader"
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 PREFIXES = ("cartridge", "none")
 BLOCK = 32

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT, arguments, provenance, write
+from benchmarks.record import arguments, provenance, write
+from protocols.files import REPOSITORY
 
 GOAL = 0.05  # of a step
 ARM = "on_policy"
@@ -50,7 +50,7 @@ def finished_run(mesh: str, steps: int, sets: Iterable[str], directory: str) -> 
     words = [sys.executable, "-c", CODE, mesh, "--run-dir", directory]
     words += [word for each in chosen for word in ("--set", each)]
     done = subprocess.run(
-        words, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=LIMIT_S,
+        words, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_S,
         check=False,
     )  # fmt: skip
     if done.returncode:

@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.ceilings import synchronize
 from benchmarks.counting import Count, counted
-from benchmarks.record import ROOT
 from forge_run import roofline
 from forge_run.roofline import Phase, Workload
 from learning.attention import DecodeCache, PrefixContext, register
@@ -39,6 +38,7 @@ from learning.model import document_kv, hidden_states, kv_shape
 from learning.prefixes import DocumentCache
 from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer, train_step
+from protocols.files import REPOSITORY
 from protocols.ports import TensorPlane
 from protocols.sections import ShapeSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling
@@ -174,7 +174,7 @@ class Step:
         except (RuntimeError, ValueError) as error:  # ours, and out of memory, are of these
             traced = traceback.extract_tb(error.__traceback__)
             last = [frame for frame in traced if "site-packages" not in frame.filename][-1]
-            where = f"{os.path.relpath(last.filename, ROOT)}:{last.lineno}"
+            where = f"{os.path.relpath(last.filename, REPOSITORY)}:{last.lineno}"
             self.failures[phase] = f"{type(error).__name__} at {where}: {error}"[:500]
             return None
 

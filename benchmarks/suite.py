@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.baseline import judge
-from benchmarks.record import ROOT
 from protocols.errors import ForgeError
+from protocols.files import REPOSITORY
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
-    os.chdir(ROOT)
+    os.chdir(REPOSITORY)
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     chosen = [benchmark for benchmark in SUITE if benchmark.name in options.only]
     ended = [run(benchmark, options.out, options.quick) for benchmark in chosen]
