@@ -36,8 +36,8 @@ def write_completion(model: str, reply: ChatReply, serial: int) -> dict[str, Any
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     message |= {"tool_calls": _calls(reply)} if reply.calls else {_field(reply): reply.text}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(reply)}
-    usage = _usage(reply.usage)
-    return {**_head("chat.completion", model, serial), "choices": [choice], "usage": usage}
+    head = _head("chat.completion", model, serial)
+    return {**head, "choices": [choice], "usage": _usage(reply.usage)}
 
 
 def write_events(model: str, reply: ChatReply, serial: int, include_usage: bool) -> list[bytes]:
@@ -47,9 +47,11 @@ def write_events(model: str, reply: ChatReply, serial: int, include_usage: bool)
         deltas.append({"tool_calls": [{"index": i, **c} for i, c in enumerate(_calls(reply))]})
     else:
         deltas += [{_field(reply): word} for word in words_of(reply.text)]
-    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
-    choices.append({"index": 0, "delta": {}, "finish_reason": _reason(reply)})
-    chunks: list[dict[str, Any]] = [{"choices": [choice]} for choice in choices]
+    ends: list[str | None] = [*(None for _ in deltas), _reason(reply)]
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": end}]}
+        for delta, end in zip([*deltas, {}], ends, strict=True)
+    ]
     if include_usage:
         chunks.append({"choices": [], "usage": _usage(reply.usage)})
     head = _head("chat.completion.chunk", model, serial)

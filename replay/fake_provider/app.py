@@ -21,6 +21,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -239,12 +240,10 @@ async def _sent(parts: Sequence[bytes], cut_off: bool) -> AsyncIterator[bytes]:
 
 async def _silence(http: Request, seconds: float) -> None:
     """Wait until the client goes or time is up."""
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while (await http.receive())["type"] != "http.disconnect":
                 pass
-    except TimeoutError:
-        pass
 
 
 def _error(
@@ -306,20 +305,18 @@ def _message(model: str, reply: ChatReply, serial: int) -> dict[str, Any]:
 
 
 def _message_events(model: str, reply: ChatReply, serial: int) -> list[bytes]:
-    whole = _message(model, reply, serial)
-    written = whole["usage"]["output_tokens"]
-    start = {"content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 1}}
-    end = {key: whole[key] for key in ("stop_reason", "stop_sequence")}
+    message = _message(model, reply, serial)
+    end = {key: message.pop(key) for key in ("stop_reason", "stop_sequence")}
+    written = {"output_tokens": message["usage"].pop("output_tokens")}
+    message |= {"content": [], "stop_reason": None, "stop_sequence": None}
+    message["usage"]["output_tokens"] = 1
+    deltas = [{"type": "text_delta", "text": word} for word in openai_chat.words_of(reply.text)]
     events: list[dict[str, Any]] = [
-        {"type": "message_start", "message": {**whole, **start}},
+        {"type": "message_start", "message": message},
         {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-    ]
-    for word in openai_chat.words_of(reply.text):
-        delta = {"type": "text_delta", "text": word}
-        events.append({"type": "content_block_delta", "index": 0, "delta": delta})
-    events += [
+        *({"type": "content_block_delta", "index": 0, "delta": delta} for delta in deltas),
         {"type": "content_block_stop", "index": 0},
-        {"type": "message_delta", "delta": end, "usage": {"output_tokens": written}},
+        {"type": "message_delta", "delta": end, "usage": written},
         {"type": "message_stop"},
     ]
     return [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n".encode() for e in events]

@@ -17,7 +17,7 @@ from protocols.replay_spec import PriceSpec
 from protocols.types import Sampling, Until
 from replay.fake_provider.app import FakeProvider, Faults, ProviderRequest
 from replay.fake_provider.server import LoopbackServer
-from strategies.apis import ApiSampler, Endpoint
+from strategies.api_sampler import ApiSampler, Endpoint
 from strategies.catalog import parse, run
 from strategies.port import Answer, Ask, Begun
 
