@@ -10,23 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import re
 import secrets
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import request_response
+
 from environments.chat_record import ChatRequest, read_chat
-from replay.asgi import Receive, Send, read_body, respond, stream
-from replay.local_wire import Answered, Asked, write_answer, write_error, write_stream
-from replay.loopback import Loopback
+from protocols.openai_chat import ChatReply, write_completion, write_error, write_events
+from replay.fake_provider.server import LoopbackServer
 
 MODEL = "student"
 PATH = re.compile(r"/episodes/([\w-]+)/v1/chat/completions")
 
-Answer = Callable[[ChatRequest], Coroutine[Any, Any, Answered]]
+Answer = Callable[[ChatRequest], Coroutine[Any, Any, ChatReply]]
 
 
 class Refused(Exception):
@@ -37,17 +41,17 @@ class Refused(Exception):
 class _Episode:
     answer: Answer
     loop: asyncio.AbstractEventLoop
-    under_way: set[Future[Answered]] = field(default_factory=set)
+    under_way: set[Future[ChatReply]] = field(default_factory=set)
 
 
-class ChatEndpoint(Loopback):
+class ChatEndpoint(LoopbackServer):
     """The server, in a thread of its own; answers are awaited in the event loop that they were
     given in. Any `key` but its own is answered 401."""
 
     def __init__(self) -> None:
         self.key = secrets.token_urlsafe(24)
         self._episodes: dict[str, _Episode] = {}
-        super().__init__(self._app, "chat endpoint", ws="none")
+        super().__init__(request_response(self._respond), "chat endpoint")
 
     @contextmanager
     def serving(self, answer: Answer) -> Iterator[str]:
@@ -62,43 +66,46 @@ class ChatEndpoint(Loopback):
             for work in list(episode.under_way):
                 work.cancel()
 
-    async def _app(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
-        headers = {k.lower(): v for k, v in scope["headers"]}
-        body = await read_body(receive)
-        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        if not hmac.compare_digest(given, self.key.encode()):
-            return await _fail(send, 401, "incorrect API key")
-        found = PATH.fullmatch(scope["path"])
+    async def _respond(self, http: Request) -> Response:
+        body = await http.body()
+        given = http.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self.key.encode()):
+            return _error(401, "incorrect API key")
+        found = PATH.fullmatch(http.url.path)
         name = found.group(1) if found else ""
         episode = self._episodes.get(name)
-        if episode is None or scope["method"] != "POST":
-            return await _fail(send, 404, "no such path, or an episode that is over")
+        if episode is None or http.method != "POST":
+            return _error(404, "no such path, or an episode that is over")
         try:
             request = read_chat(body)
         except (ValueError, KeyError, TypeError) as error:
-            return await _fail(send, 400, f"bad request: {type(error).__name__}: {error}")
+            return _error(400, f"bad request: {type(error).__name__}: {error}")
         work = asyncio.run_coroutine_threadsafe(episode.answer(request), episode.loop)
         episode.under_way.add(work)
         if name not in self._episodes:  # it ended meanwhile, in the other thread
             work.cancel()
         try:
-            said = await asyncio.wrap_future(work)
+            reply = await asyncio.wrap_future(work)
         except Refused as error:
-            return await _fail(send, 400, str(error))
+            return _error(400, str(error))
         except asyncio.CancelledError:
             if not work.cancelled():
                 raise
-            return await _fail(send, 500, "the episode was ended")
+            return _error(500, "the episode was ended")
         except Exception:  # the answer's own business, which told its caller
-            return await _fail(send, 500, "no answer could be sampled")
+            return _error(500, "no answer could be sampled")
         finally:
             episode.under_way.discard(work)
-        asked = Asked("chat", MODEL, "", "", 0, request.stream, request.include_usage)
         serial = sum(m.role == "assistant" for m in request.messages)
         if request.stream:
-            return await stream(send, write_stream(asked, said, serial), whole=True)
-        await respond(send, 200, write_answer(asked, said, serial))
+            events = write_events(MODEL, reply, serial, request.include_usage)
+            return Response(b"".join(events), media_type="text/event-stream")
+        return _json(200, write_completion(MODEL, reply, serial))
 
 
-async def _fail(send: Send, status: int, why: str) -> None:
-    await respond(send, status, write_error("chat", status, why))
+def _error(status: int, why: str) -> Response:
+    return _json(status, write_error(status, why))
+
+
+def _json(status: int, body: dict[str, Any]) -> Response:
+    return Response(json.dumps(body), status, media_type="application/json")

@@ -18,10 +18,10 @@ from typing import Any
 from environments.conversation import Conversation, messages_so_far
 from environments.dialects import Dialect
 from protocols.episodes import Observation, Turn
+from protocols.openai_chat import FunctionCall
 from protocols.replay import Message, Role, Tool, ToolCall
 from protocols.types import Completion, GenerateRequest
 from replay.actions import dense
-from replay.local_wire import Called
 
 ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -38,7 +38,7 @@ class ChatMessage:
 
     role: Role
     text: str
-    calls: tuple[Called, ...] = ()
+    calls: tuple[FunctionCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ChatRecord:
         self._conversation, self._document, self._dialect = conversation, document, dialect
         self._start = Observation()  # how the newest branch began, and with which turn
         self._first = 0
-        self._words: dict[tuple[Called, ...], str] = {}
+        self._words: dict[tuple[FunctionCall, ...], str] = {}
 
     def context(self, request: ChatRequest) -> tuple[tuple[int, ...], int]:
         """What the student reads, and the branch it is on. Raises DataError as `Conversation`."""
@@ -107,14 +107,16 @@ class ChatRecord:
         self.turns = (*self.turns, turn)
         return turn
 
-    def calls(self, turn: Turn) -> tuple[Called, ...]:
+    def calls(self, turn: Turn) -> tuple[FunctionCall, ...]:
         """The calls that a turn is told as; none: its words are told."""
         if self._dialect is None or not self._start.tools:
             return ()
         action = self._dialect.parse(turn.text)
         if not isinstance(action, ToolCall):
             return ()
-        calls = (Called(f"call_{len(self.turns)}", action.tool, dense(dict(action.arguments))),)
+        calls = (
+            FunctionCall(f"call_{len(self.turns)}", action.tool, dense(dict(action.arguments))),
+        )
         self._words[calls] = turn.text
         return calls
 
@@ -139,7 +141,7 @@ class ChatRecord:
 
 def _message(plain: Mapping[str, Any]) -> ChatMessage:
     calls = tuple(
-        Called(call["id"], call["function"]["name"], call["function"]["arguments"])
+        FunctionCall(call["id"], call["function"]["name"], call["function"]["arguments"])
         for call in plain.get("tool_calls") or ()
     )
     return ChatMessage(ROLES[plain["role"]], _text(plain.get("content")), calls)

@@ -15,8 +15,7 @@ from clinic.vocabulary import DEPARTMENTS
 from protocols.errors import DataError
 from protocols.replay import Message, ToolCall
 from protocols.replay_spec import LocalSpec, ReplaySpec
-from replay.local_provider import Faults, LocalProvider, sometimes_right
-from replay.local_wire import Asked
+from replay.fake_provider.app import FakeProvider, Faults, ProviderRequest, sometimes_right
 
 KEY_ENV = "FORGE_LOCAL_PROVIDER_KEY"
 
@@ -25,7 +24,7 @@ _ASKED = re.compile(r"what is the (\S+)\?")
 _NOTE = re.compile(r"note (\d+)\.")
 
 
-def local_provider(spec: ReplaySpec, local: LocalSpec) -> LocalProvider:
+def local_provider(spec: ReplaySpec, local: LocalSpec) -> FakeProvider:
     """The provider of a spec's teachers, not yet started."""
     faults = Faults(
         rate_limit=local.rate_limit, server_error=local.server_error, latency_s=local.latency_s,
@@ -33,12 +32,12 @@ def local_provider(spec: ReplaySpec, local: LocalSpec) -> LocalProvider:
     )  # fmt: skip
     right = partial(_answer, right=True)
     rule = sometimes_right(right, partial(_answer, right=False), local.right, local.seed)
-    return LocalProvider(rule, {t.model: t.prices for t in spec.teachers}, faults)
+    return FakeProvider(rule, {t.model: t.prices for t in spec.teachers}, faults)
 
 
-def at(spec: ReplaySpec, provider: LocalProvider) -> ReplaySpec:
+def at(spec: ReplaySpec, provider: FakeProvider) -> ReplaySpec:
     """The spec with every teacher at the provider."""
-    urls = {"openai": provider.openai_url, "anthropic": provider.anthropic_url}
+    urls = {"openai": provider.openai_url, "anthropic": provider.url}
     here = [
         t.model_copy(update={"base_url": urls[t.provider], "key_env": KEY_ENV})
         for t in spec.teachers
@@ -66,8 +65,8 @@ def next_call(messages: Sequence[Message]) -> ToolCall:
     return ToolCall("find", {"field": asked, "department": department[1]})
 
 
-def _answer(asked: Asked, right: bool) -> str:
-    parts = _TURN.split(asked.user)
+def _answer(request: ProviderRequest, right: bool) -> str:
+    parts = _TURN.split(request.user)
     messages = [Message(role, text) for role, text in zip(parts[1::2], parts[2::2], strict=True)]  # type: ignore[arg-type]  # the pattern's roles
     try:
         call = next_call(messages)

@@ -27,10 +27,10 @@ from environments.chat_record import ChatRequest
 from environments.verifiers_process import VerifiersWorker
 from protocols.episodes import Task
 from protocols.errors import DataError, RunError
+from protocols.openai_chat import ChatReply
 from protocols.replay import Usage
 from protocols.rsa import Candidate, Problem
 from protocols.rsa_spec import OF_DOCUMENTS, ProblemsSpec
-from replay.local_wire import Answered
 
 Extract = Callable[[str], str | None]  # the answer in a text, None where there is none
 
@@ -204,7 +204,7 @@ class Taskset:
             task = self._tasks[number]
             asked: list[str] = []
 
-            async def listen(request: ChatRequest, asked: list[str] = asked) -> Answered:
+            async def listen(request: ChatRequest, asked: list[str] = asked) -> ChatReply:
                 asked.append("\n\n".join(m.text for m in request.messages))
                 raise Refused("only the question was wanted")
 
@@ -226,12 +226,12 @@ class Taskset:
     async def _play(self, worker: VerifiersWorker, task: Task, text: str) -> Candidate:
         said = False
 
-        async def say(request: ChatRequest) -> Answered:
+        async def say(request: ChatRequest) -> ChatReply:
             nonlocal said
             if said:
                 raise Refused("a candidate has one turn")
             said = True
-            return Answered(text, False, False, Usage(0, 0))
+            return ChatReply(text, False, False, Usage(0, 0))
 
         async with self._places:
             with worker.endpoint.serving(say) as url:

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from openenv.core.env_server.http_server import create_fastapi_app
 
 from environments.desk_env import DeskAction, DeskEnvironment, DeskObservation, DeskState
-from replay.loopback import Loopback
+from replay.fake_provider.server import LoopbackServer
 
 MAX_SESSIONS = 1024
 
@@ -31,7 +31,7 @@ def desk_app() -> FastAPI:
     )
 
 
-class LocalEnvironment(Loopback):
+class LocalEnvironment(LoopbackServer):
     """The server, in a thread of its own."""
 
     def __init__(self) -> None:

@@ -24,10 +24,10 @@ from environments.rollout import BARE
 from environments.verifiers_process import Outcome
 from protocols.episodes import Episode, Observation, Task
 from protocols.errors import PublishError
+from protocols.openai_chat import ChatReply
 from protocols.ports import Generate
 from protocols.replay import Usage
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from replay.local_wire import Answered
 
 AT_ONCE = 32  # rollouts; each has a server and two clients in the worker
 
@@ -74,7 +74,7 @@ async def verifiers_episodes(
         one_at_a_time = asyncio.Lock()
         kind = ""
 
-        async def answer(request: ChatRequest) -> Answered:
+        async def answer(request: ChatRequest) -> ChatReply:
             nonlocal kind
             async with one_at_a_time:
                 try:
@@ -96,7 +96,7 @@ async def verifiers_episodes(
                     raise
                 cut = completion.finish_reason == "length"
                 usage = Usage(len(ids), len(turn.response_ids))
-                return Answered(turn.text, False, cut, usage, record.calls(turn))
+                return ChatReply(turn.text, False, cut, usage, record.calls(turn))
 
         async with places:
             with worker.endpoint.serving(answer) as url:

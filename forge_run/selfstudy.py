@@ -67,7 +67,7 @@ async def _sampler(spec: RunSpec) -> AsyncIterator[Sampler]:
     learn = spec.learn
     assert learn.self_study is not None
     if (api := learn.self_study.api) is not None:
-        from strategies.apis import ApiSampler, Endpoint
+        from strategies.api_sampler import ApiSampler, Endpoint
 
         endpoint = Endpoint(
             api.provider, api.model, api.base_url, api.key_env, api.logprobs, api.concurrency,

@@ -245,19 +245,9 @@ class Books:
                 return Wait(0.1, why)  # calls in flight may give some of theirs back
         return Go("")
 
-    def _count(
-        self,
-        row: Reserved | Settled,
-        *,
-        held: int = 0,
-        spent: int = 0,
-        presumed: int = 0,
-        calls: int = 0,
-        answered: int = 0,
-    ) -> None:
+    def _count(self, row: Reserved | Settled, **more: int) -> None:
+        """Add to the totals of the row's run, and to those of its teacher in it."""
         for teacher in ("", row.teacher):
-            t = self.totals(row.run, teacher)
-            self._totals[row.run, teacher] = Totals(
-                t.spent + spent, t.presumed + presumed, t.held + held,
-                t.calls + calls, t.answered + answered,
-            )  # fmt: skip
+            totals = self.totals(row.run, teacher)
+            counted = {name: getattr(totals, name) + n for name, n in more.items()}
+            self._totals[row.run, teacher] = replace(totals, **counted)

@@ -79,16 +79,8 @@ class Ledger:
             if not isinstance(admission, Go):
                 return admission
             attempt = uuid.uuid4().hex
-            reserved = Reserved(
-                attempt,
-                call.key,
-                call.teacher,
-                call.run,
-                self._owner,
-                call.nanodollars,
-                time.time(),
-            )
-            self._append(reserved)
+            whose = (call.key, call.teacher, call.run, self._owner)
+            self._append(Reserved(attempt, *whose, call.nanodollars, time.time()))
             return Go(attempt)
 
     def settle(self, settled: Settled) -> None:

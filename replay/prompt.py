@@ -69,7 +69,8 @@ class Reply:
 
     `usage` is None where unknown; then `free` says that nothing was charged. `nanodollars` is what
     the provider itself said that the call cost, where it does (OpenRouter). `retriable`: the same
-    question may fare better."""
+    question may fare better. `cut`: it ended at the limit of tokens. Log-probabilities, and per
+    token the likeliest ones, are there where they were asked for and told."""
 
     outcome: str
     raw: str = ""
@@ -79,6 +80,9 @@ class Reply:
     free: bool = False
     retriable: bool = True
     retry_after_s: float = 0.0
+    cut: bool = False
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[str, float], ...], ...] = ()
 
 
 @dataclass(frozen=True)

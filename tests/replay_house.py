@@ -8,7 +8,7 @@ from typing import Any
 
 from protocols.replay import Message, ReplayState, Text, Tool, ToolCall
 from protocols.replay_spec import GateSpec, PriceSpec, ReplaySpec, TeacherSpec
-from replay.local_wire import Asked
+from replay.fake_provider.app import ProviderRequest
 
 KEY = "sk-test-0123456789abcdef"
 KEY_ENV = "FORGE_TEST_TEACHER_KEY"
@@ -82,15 +82,15 @@ def canonical_read(note: int) -> str:
     return f'{{"arguments":{{"name":"hemoglobin","note":{note}}},"tool":"read_value"}}'
 
 
-def case(asked: Asked) -> int:
+def case(asked: ProviderRequest) -> int:
     return int(asked.user.split("Case ")[1].split(".")[0])
 
 
-def right(asked: Asked) -> str:
+def right(asked: ProviderRequest) -> str:
     return answer(case(asked))
 
 
-def wrong(asked: Asked) -> str:
+def wrong(asked: ProviderRequest) -> str:
     return answer(case(asked) + 1000)
 
 

@@ -31,7 +31,7 @@ from protocols.errors import DataError, ForgeError, SpecError
 from protocols.replay import NANO, ReplayState, Verdict
 from protocols.replay_spec import PriceSpec, ReplaySpec
 from protocols.spec import RoleSpec
-from replay.local_provider import Faults, LocalProvider, sometimes_right
+from replay.fake_provider.app import FakeProvider, Faults, sometimes_right
 from services.pool import Pool
 from services.service import Service
 
@@ -85,10 +85,10 @@ def test_eight_actors_never_spend_more_than_a_dollar(path: Path, faults: Faults,
     price = PriceSpec(input=12.0 * dear, output=60.0 * dear, cached=1.2 * dear)
     rule = sometimes_right(right, wrong, 0.8, seed=5)
     models = {f"model-{name}": price for name in "ab"}
-    with LocalProvider(rule, models, faults, key=KEY) as provider:
+    with FakeProvider(rule, models, faults, key=KEY) as provider:
         spec = a_spec(
             a_teacher("a", provider.openai_url, prices=price, timeout_s=2.0),
-            a_teacher("b", provider.anthropic_url, "anthropic", prices=price, timeout_s=2.0),
+            a_teacher("b", provider.url, "anthropic", prices=price, timeout_s=2.0),
             cap=1.0,
         )
 
@@ -163,7 +163,7 @@ def print_figures(**figures: float) -> None:
 def test_eight_actors_do_seven_times_the_work_of_one(path: Path) -> None:
     """200 ms a call, one state in hand per actor. Both pools are warm, and in one run."""
     states = [a_state(i) for i in range(96)]
-    with LocalProvider(right, prices(a_spec(a_teacher("a", "http://127.0.0.1:1")))) as provider:
+    with FakeProvider(right, prices(a_spec(a_teacher("a", "http://127.0.0.1:1")))) as provider:
         spec = a_spec(a_teacher("a", provider.openai_url), quorum=1)
 
         async def throughput(n: int, asked: Sequence[ReplayState]) -> float:
@@ -187,7 +187,7 @@ def test_eight_actors_do_seven_times_the_work_of_one(path: Path) -> None:
 
 def test_a_killed_actor_s_votes_are_asked_again_and_its_money_counted(path: Path) -> None:
     models = prices(a_spec(a_teacher("a", "http://127.0.0.1:1")))
-    with LocalProvider(right, models, Faults(latency_s=0.3)) as provider:
+    with FakeProvider(right, models, Faults(latency_s=0.3)) as provider:
         spec = a_spec(a_teacher("a", provider.openai_url), quorum=1)
 
         async def kill_one() -> list[Verdict]:
@@ -214,10 +214,10 @@ def test_a_pool_that_is_wholly_down_abstains_and_offline_replay_agrees(
 ) -> None:
     models = prices(a_spec(a_teacher("a", "http://127.0.0.1:1"), a_teacher("b", "http://x")))
     states = [a_state(i) for i in range(8)]
-    with LocalProvider(right, models) as provider:
+    with FakeProvider(right, models) as provider:
         spec = a_spec(
             a_teacher("a", provider.openai_url, breaker_failures=3, breaker_cooldown_s=60.0),
-            a_teacher("b", provider.anthropic_url, "anthropic", breaker_failures=3),
+            a_teacher("b", provider.url, "anthropic", breaker_failures=3),
             deadline_s=20.0,
         )
 

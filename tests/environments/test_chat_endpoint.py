@@ -10,15 +10,15 @@ import pytest
 
 from environments.chat_endpoint import ChatEndpoint, Refused
 from environments.chat_record import ChatRequest
+from protocols.openai_chat import ChatReply, FunctionCall
 from protocols.replay import Usage
-from replay.local_wire import Answered, Called
 
-WORDS = Answered("let me see note 17.", False, False, Usage(7, 5))
-CALLS = Answered(
+WORDS = ChatReply("let me see note 17.", False, False, Usage(7, 5))
+CALLS = ChatReply(
     "find", False, False, Usage(7, 5),
-    (Called("call_1", "find", '{"a":1}'), Called("call_2", "read", "{}")),
+    (FunctionCall("call_1", "find", '{"a":1}'), FunctionCall("call_2", "read", "{}")),
 )  # fmt: skip
-CUT = Answered("let me", False, True, Usage(7, 2))
+CUT = ChatReply("let me", False, True, Usage(7, 2))
 Use = Callable[[openai.AsyncOpenAI, str], Awaitable[Any]]
 
 
@@ -39,8 +39,8 @@ def using(endpoint: ChatEndpoint, answer: Any, use: Use) -> Any:
     return asyncio.run(main())
 
 
-def always(said: Answered) -> Callable[[ChatRequest], Awaitable[Answered]]:
-    async def answer(_: ChatRequest) -> Answered:
+def always(said: ChatReply) -> Callable[[ChatRequest], Awaitable[ChatReply]]:
+    async def answer(_: ChatRequest) -> ChatReply:
         return said
 
     return answer
@@ -53,7 +53,7 @@ def create(client: openai.AsyncOpenAI, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("said", [WORDS, CALLS, CUT])
-def test_a_stream_says_what_a_whole_answer_says(endpoint: ChatEndpoint, said: Answered) -> None:
+def test_a_stream_says_what_a_whole_answer_says(endpoint: ChatEndpoint, said: ChatReply) -> None:
     async def both(client: openai.AsyncOpenAI, _: str) -> Any:
         whole = await create(client)
         async with client.chat.completions.stream(
@@ -109,10 +109,10 @@ def test_only_the_key_and_the_address_open_an_episode(endpoint: ChatEndpoint) ->
 
 
 def test_refusals_and_failures_are_told_apart(endpoint: ChatEndpoint) -> None:
-    async def refuses(_: ChatRequest) -> Answered:
+    async def refuses(_: ChatRequest) -> ChatReply:
         raise Refused("the episode is over: context_full")
 
-    async def fails(_: ChatRequest) -> Answered:
+    async def fails(_: ChatRequest) -> ChatReply:
         raise OSError("secrets of the host")
 
     async def ask(client: openai.AsyncOpenAI, _: str) -> Any:
@@ -129,7 +129,7 @@ def test_refusals_and_failures_are_told_apart(endpoint: ChatEndpoint) -> None:
 
 
 def test_an_answer_that_is_called_off_is_a_failure(endpoint: ChatEndpoint) -> None:
-    async def called_off(_: ChatRequest) -> Answered:
+    async def called_off(_: ChatRequest) -> ChatReply:
         raise asyncio.CancelledError
 
     async def ask(client: openai.AsyncOpenAI, _: str) -> Any:

@@ -14,7 +14,7 @@ from protocols.errors import DataError
 from protocols.replay import Message, ReplayState, ToolCall
 from protocols.replay_spec import LocalSpec, PriceSpec, ReplaySpec, TeacherSpec
 from replay.actions import canonical
-from replay.local_wire import Asked
+from replay.fake_provider.app import ProviderRequest
 from replay.prompt import read_answer, render
 
 PRICES = PriceSpec(input=1.0, output=1.0)
@@ -64,7 +64,7 @@ def test_it_answers_what_a_teacher_is_shown(right: float, agrees: bool) -> None:
     )  # fmt: skip
     prompt = render(state)
     with local_provider(SPEC, LocalSpec(right=right)) as provider:
-        said = provider._rule(Asked("chat", "small", prompt.system, prompt.user, 99, False, False))
+        said = provider.rule(ProviderRequest("small", prompt.system, prompt.user))
     found, why = read_answer(said, state)
     best = canonical(ToolCall("find", {"field": "sodium", "department": "urology"}), state)
     assert (found == best, why) == (agrees, "")

@@ -21,7 +21,7 @@ from environments.openenv_client import OpenEnvClient
 from environments.server import LocalEnvironment
 from protocols.episodes import Move, Observation, Task
 from protocols.replay import Message
-from replay.loopback import Loopback
+from replay.fake_provider.server import LoopbackServer
 
 TASK = a_task()
 STRAY = ("find sodium in nowhere.", "sing.", *solution(TASK))
@@ -234,7 +234,7 @@ class Echo(Environment[Guess, Heard, State]):
 
 
 def test_a_foreign_environment_is_understood() -> None:
-    server = Loopback(create_fastapi_app(Echo, Guess, Heard), "echo", ws="websockets-sansio")
+    server = LoopbackServer(create_fastapi_app(Echo, Guess, Heard), "echo", ws="websockets-sansio")
     task = Task("t", "", {"tries": 2, "unknown": 1})
 
     async def play() -> list[Observation]:

@@ -9,8 +9,7 @@ from forge_run.selfstudy import command
 from protocols.errors import SpecError
 from protocols.replay_spec import PriceSpec
 from protocols.spec_loading import load_spec
-from replay.local_provider import LocalProvider
-from replay.local_wire import Asked
+from replay.fake_provider.app import FakeProvider, ProviderRequest
 from services.study import read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -52,12 +51,12 @@ def test_an_external_model_writes_them_as_well(
     monkeypatch.setenv("LOCAL_KEY", "local-key-1234")
     count = iter(range(10**6))
 
-    def rule(asked: Asked) -> str:
+    def rule(asked: ProviderRequest) -> str:
         number = next(count)
         return f"number {number} of {number * 7} and {number * 13}"
 
     prices = {"tiny": PriceSpec(input=1.0, output=2.0)}
-    with LocalProvider(rule, prices, key="local-key-1234") as provider:
+    with FakeProvider(rule, prices, key="local-key-1234") as provider:
         api = {
             "provider": "openai", "model": "tiny", "key_env": "LOCAL_KEY",
             "base_url": provider.openai_url,

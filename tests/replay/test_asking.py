@@ -31,9 +31,8 @@ from protocols.replay_spec import ReplaySpec, TeacherSpec
 from replay.asking import Desk, ask_teachers, limits_of, worst
 from replay.books import ANSWERED, Totals
 from replay.clients import connect
+from replay.fake_provider.app import FakeProvider, Faults, ProviderRequest, sometimes_right
 from replay.ledger import Ledger
-from replay.local_provider import Faults, LocalProvider, sometimes_right
-from replay.local_wire import Asked
 from replay.prompt import Client, Reply, render
 
 MODELS = prices(a_spec(*(a_teacher(name, "http://127.0.0.1:1") for name in "abcde")))
@@ -45,8 +44,8 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def provider() -> Iterator[LocalProvider]:
-    with LocalProvider(right, MODELS, key=KEY) as running:
+def provider() -> Iterator[FakeProvider]:
+    with FakeProvider(right, MODELS, key=KEY) as running:
         yield running
 
 
@@ -55,10 +54,10 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ledger.jsonl"
 
 
-def both(provider: LocalProvider, **other: Any) -> tuple[TeacherSpec, TeacherSpec]:
+def both(provider: FakeProvider, **other: Any) -> tuple[TeacherSpec, TeacherSpec]:
     return (
         a_teacher("a", provider.openai_url, **other),
-        a_teacher("b", provider.anthropic_url, "anthropic", **other),
+        a_teacher("b", provider.url, "anthropic", **other),
     )
 
 
@@ -79,7 +78,7 @@ def judge(
     return asyncio.run(ask_all())
 
 
-def wait_for_a_call(provider: LocalProvider) -> None:
+def wait_for_a_call(provider: FakeProvider) -> None:
     deadline = time.monotonic() + 20
     while not provider.served and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -93,7 +92,7 @@ def totals(path: Path, spec: ReplaySpec, run: str = "run") -> Totals:
         ledger.close()
 
 
-def test_two_wires_one_vote(provider: LocalProvider, path: Path) -> None:
+def test_two_wires_one_vote(provider: FakeProvider, path: Path) -> None:
     spec = a_spec(*both(provider))
     (verdict,) = judge(path, spec, a_state(7))
     assert verdict.reason == "pair"
@@ -112,13 +111,13 @@ def test_two_wires_one_vote(provider: LocalProvider, path: Path) -> None:
 
 
 def test_the_third_is_paid_only_when_two_cheaper_ones_disagree(
-    provider: LocalProvider, path: Path
+    provider: FakeProvider, path: Path
 ) -> None:
-    def rule(asked: Asked) -> str:
+    def rule(asked: ProviderRequest) -> str:
         odd = asked.model == "model-b" and "Case 5." in asked.user
         return wrong(asked) if odd else right(asked)
 
-    provider._rule = rule
+    provider.rule = rule
     a, b = both(provider)
     dear = a_teacher("c", provider.openai_url, max_tokens=640)
     spec = a_spec(dear, a, b)
@@ -129,7 +128,7 @@ def test_the_third_is_paid_only_when_two_cheaper_ones_disagree(
     assert settled_by_third.counts == ((canonical_read(5), 2), (canonical_read(1005), 1))
 
 
-def test_states_not_worth_asking_about_cost_nothing(provider: LocalProvider, path: Path) -> None:
+def test_states_not_worth_asking_about_cost_nothing(provider: FakeProvider, path: Path) -> None:
     spec = a_spec(*both(provider)).model_copy(update={"gate": a_spec(*both(provider)).gate})
     spec = spec.model_copy(update={"gate": spec.gate.model_copy(update={"everywhere": False})})
     (verdict,) = judge(path, spec, a_state(error_kind="", confidence=0.9))
@@ -137,7 +136,7 @@ def test_states_not_worth_asking_about_cost_nothing(provider: LocalProvider, pat
     assert provider.served == []
 
 
-def test_the_second_time_nobody_is_asked(provider: LocalProvider, path: Path) -> None:
+def test_the_second_time_nobody_is_asked(provider: FakeProvider, path: Path) -> None:
     spec = a_spec(*both(provider))
     states = [a_state(i) for i in range(3)]
     first = judge(path, spec, *states)
@@ -156,7 +155,7 @@ def right_action(note: int) -> ToolCall:
 def test_offline_the_ledger_gives_the_same_votes(path: Path, monkeypatch: Any) -> None:
     rule = sometimes_right(right, wrong, 0.7, seed=2)
     faults = Faults(rate_limit=0.1, server_error=0.1, garbage=0.1, refuse=0.1, cut_off=0.1, seed=1)
-    with LocalProvider(rule, MODELS, faults) as provider:
+    with FakeProvider(rule, MODELS, faults) as provider:
         spec = a_spec(*both(provider, attempts=2), a_teacher("c", provider.openai_url, attempts=2))
         states = [a_state(i) for i in range(25)]
         online = judge(path, spec, *states)
@@ -189,7 +188,7 @@ def test_offline_the_ledger_gives_the_same_votes(path: Path, monkeypatch: Any) -
     ],
 )
 def test_a_teacher_that_fails_abstains(
-    provider: LocalProvider, path: Path, fault: str, error: str, attempts: int, presumed: bool
+    provider: FakeProvider, path: Path, fault: str, error: str, attempts: int, presumed: bool
 ) -> None:
     provider.faults = Faults(**{fault: 1.0})
     spec = a_spec(*both(provider, timeout_s=0.5))
@@ -208,7 +207,7 @@ def test_a_teacher_that_fails_abstains(
     assert provider.money() <= whole
 
 
-def test_what_fails_once_is_asked_again(provider: LocalProvider, path: Path) -> None:
+def test_what_fails_once_is_asked_again(provider: FakeProvider, path: Path) -> None:
     """Of one prompt, the first two calls fail under this seed, and the third is answered."""
     spec = a_spec(a_teacher("a", provider.openai_url), quorum=1)
     prompt = "model-a/" + render(a_state()).system + "/" + render(a_state()).user
@@ -235,7 +234,7 @@ def test_a_provider_that_is_not_there(path: Path) -> None:
 
 
 def test_a_stalling_teacher_cannot_hold_a_verdict_past_its_deadline(
-    provider: LocalProvider, path: Path
+    provider: FakeProvider, path: Path
 ) -> None:
     provider.faults = Faults(stall=1.0)
     spec = a_spec(*both(provider, timeout_s=60.0), deadline_s=1.0)
@@ -246,7 +245,7 @@ def test_a_stalling_teacher_cannot_hold_a_verdict_past_its_deadline(
 
 
 def test_a_vote_that_is_cancelled_leaves_its_money_settled(
-    provider: LocalProvider, path: Path
+    provider: FakeProvider, path: Path
 ) -> None:
     provider.faults = Faults(stall=1.0)
     spec = a_spec(a_teacher("a", provider.openai_url), quorum=1)
@@ -267,7 +266,7 @@ def test_a_vote_that_is_cancelled_leaves_its_money_settled(
 
 
 def test_a_vote_that_is_cancelled_before_its_call_owes_nothing(
-    provider: LocalProvider, path: Path
+    provider: FakeProvider, path: Path
 ) -> None:
     spec = a_spec(a_teacher("a", provider.openai_url), quorum=1)
 
@@ -291,9 +290,7 @@ def test_a_vote_that_is_cancelled_before_its_call_owes_nothing(
     assert len(provider.served) == 1
 
 
-def test_the_breaker_opens_leaves_alone_and_tries_again(
-    provider: LocalProvider, path: Path
-) -> None:
+def test_the_breaker_opens_leaves_alone_and_tries_again(provider: FakeProvider, path: Path) -> None:
     provider.faults = Faults(server_error=1.0)
     teacher = a_teacher(
         "a", provider.openai_url, attempts=1, breaker_failures=3, breaker_cooldown_s=1.0
@@ -312,7 +309,7 @@ def test_the_breaker_opens_leaves_alone_and_tries_again(
     assert len(provider.served) == 6
 
 
-def test_the_purse_is_spent_to_the_last_call_that_fits(provider: LocalProvider, path: Path) -> None:
+def test_the_purse_is_spent_to_the_last_call_that_fits(provider: FakeProvider, path: Path) -> None:
     teacher = a_teacher("a", provider.openai_url)
     worst_call = worst(teacher, render(a_state(10)))
     spec = a_spec(teacher, quorum=1, cap=(worst_call + 300_000) / NANO)
@@ -330,7 +327,7 @@ def test_the_purse_is_spent_to_the_last_call_that_fits(provider: LocalProvider, 
     assert totals(path, spec, "another") == Totals()
 
 
-def test_a_rate_limit_is_kept(provider: LocalProvider, path: Path) -> None:
+def test_a_rate_limit_is_kept(provider: FakeProvider, path: Path) -> None:
     teacher = a_teacher("a", provider.openai_url, requests_per_minute=2)
     spec = a_spec(teacher, quorum=1, deadline_s=2.0)
     verdicts = judge(path, spec, *(a_state(i) for i in range(3)))
@@ -339,7 +336,7 @@ def test_a_rate_limit_is_kept(provider: LocalProvider, path: Path) -> None:
 
 
 def test_one_question_asked_by_many_at_once_is_paid_once(
-    provider: LocalProvider, path: Path
+    provider: FakeProvider, path: Path
 ) -> None:
     provider.faults = Faults(latency_s=0.2)
     spec = a_spec(a_teacher("a", provider.openai_url), quorum=1)
@@ -399,12 +396,12 @@ def test_no_secret_is_ever_written_or_said(
     monkeypatch.setenv(KEY_ENV, secret)
     caplog.set_level(logging.DEBUG)
 
-    def telling(asked: Asked) -> str:
+    def telling(asked: ProviderRequest) -> str:
         return right(asked).replace("hemoglobin", secret)
 
     said: list[str] = []
     for key in ("another", None):
-        with LocalProvider(telling, MODELS, key=key) as provider:
+        with FakeProvider(telling, MODELS, key=key) as provider:
             spec = a_spec(*both(provider))
             verdicts = judge(path, spec, a_state(1 if key else 2))
             said += [repr(spec), repr(verdicts), provider.served[-1].attempt if not key else ""]

@@ -18,8 +18,8 @@ from replay_worker import RACE_PAID, RACE_WORST, a_settlement
 from protocols.errors import DataError, RunError
 from replay.asking import limits_of
 from replay.books import INTERRUPTED, Call, Go, Have, Totals, Wait
+from replay.fake_provider.app import FakeProvider, Faults
 from replay.ledger import Ledger
-from replay.local_provider import Faults, LocalProvider
 
 SPEC = a_spec(a_teacher("a", "http://127.0.0.1:1"))
 CALL = Call("k", "a", "run", 5_000)
@@ -218,7 +218,7 @@ def test_kill_9_in_the_middle_and_nothing_is_paid_twice(path: Path, start: Start
     """Killed four times at different moments, the work is finished at last, and every answer that
     was on disk before a kill was bought once."""
     spec = a_spec(a_teacher("a", "http://127.0.0.1:1/v1"))
-    with LocalProvider(right, prices(spec), Faults(latency_s=0.05)) as provider:
+    with FakeProvider(right, prices(spec), Faults(latency_s=0.05)) as provider:
         kills = 0
         for moment in (1, 3, 4, 8):  # states done before the kill
             worker = start("ask", path, provider.openai_url, COUNT)

@@ -1,4 +1,4 @@
-"""The local provider: the official SDKs talk to it over every wire, and its faults are theirs."""
+"""The fake provider: the official SDKs talk to it over every wire, and its faults are theirs."""
 
 import asyncio
 import json
@@ -13,8 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from protocols.replay import Usage
 from protocols.replay_spec import PriceSpec
-from replay.local_provider import Faults, LocalProvider, sometimes_right, uniform
-from replay.local_wire import Asked
+from replay.fake_provider.app import FakeProvider, Faults, ProviderRequest, sometimes_right, uniform
 from replay.prompt import ATTEMPT_HEADER
 
 PRICES = {"tiny": PriceSpec(input=1.0, output=2.0, cached=0.5)}
@@ -25,27 +24,25 @@ class Point(BaseModel):
     y: int
 
 
-def rule(asked: Asked) -> str:
+def rule(asked: ProviderRequest) -> str:
     return json.dumps({"x": len(asked.user), "y": len(asked.system)})
 
 
 @pytest.fixture
-def provider() -> Iterator[LocalProvider]:
-    with LocalProvider(rule, PRICES) as running:
+def provider() -> Iterator[FakeProvider]:
+    with FakeProvider(rule, PRICES) as running:
         yield running
 
 
-def openai_client(provider: LocalProvider, key: str = "k") -> openai.AsyncOpenAI:
+def openai_client(provider: FakeProvider, key: str = "k") -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(api_key=key, base_url=provider.openai_url, max_retries=0, timeout=5)
 
 
-def anthropic_client(provider: LocalProvider) -> anthropic.AsyncAnthropic:
-    return anthropic.AsyncAnthropic(
-        api_key="k", base_url=provider.anthropic_url, max_retries=0, timeout=5
-    )
+def anthropic_client(provider: FakeProvider) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(api_key="k", base_url=provider.url, max_retries=0, timeout=5)
 
 
-def test_chat_completions_parse_and_charge(provider: LocalProvider) -> None:
+def test_chat_completions_parse_and_charge(provider: FakeProvider) -> None:
     async def ask() -> None:
         async with openai_client(provider) as client:
             for _ in range(2):
@@ -74,7 +71,7 @@ def test_chat_completions_parse_and_charge(provider: LocalProvider) -> None:
     assert (first.attempt, first.wire, first.fault) == ("a1", "chat", "")
 
 
-def test_chat_completions_stream(provider: LocalProvider) -> None:
+def test_chat_completions_stream(provider: FakeProvider) -> None:
     async def ask() -> tuple[str, int]:
         async with openai_client(provider) as client:
             stream = await client.chat.completions.create(
@@ -92,7 +89,7 @@ def test_chat_completions_stream(provider: LocalProvider) -> None:
     assert asyncio.run(ask()) == ('{"x": 5, "y": 0}', 4)
 
 
-def test_responses_parse(provider: LocalProvider) -> None:
+def test_responses_parse(provider: FakeProvider) -> None:
     async def ask() -> None:
         async with openai_client(provider) as client:
             done = await client.responses.parse(
@@ -105,7 +102,7 @@ def test_responses_parse(provider: LocalProvider) -> None:
     asyncio.run(ask())
 
 
-def test_messages_parse_and_stream(provider: LocalProvider) -> None:
+def test_messages_parse_and_stream(provider: FakeProvider) -> None:
     async def ask() -> None:
         async with anthropic_client(provider) as client:
             done = await client.messages.parse(
@@ -132,7 +129,7 @@ def test_messages_parse_and_stream(provider: LocalProvider) -> None:
     asyncio.run(ask())
 
 
-def test_an_answer_is_cut_at_max_tokens(provider: LocalProvider) -> None:
+def test_an_answer_is_cut_at_max_tokens(provider: FakeProvider) -> None:
     async def ask() -> None:
         async with anthropic_client(provider) as client:
             done = await client.messages.create(
@@ -158,7 +155,7 @@ def test_an_answer_is_cut_at_max_tokens(provider: LocalProvider) -> None:
     ],
 )
 def test_a_fault_is_what_the_sdk_calls_it(
-    provider: LocalProvider, fault: str, raised: type[Exception], charged: bool
+    provider: FakeProvider, fault: str, raised: type[Exception], charged: bool
 ) -> None:
     provider.faults = Faults(**{fault: 1.0})
 
@@ -182,7 +179,7 @@ def test_a_fault_is_what_the_sdk_calls_it(
     assert (provider.money() > 0) is charged
 
 
-def test_a_refusal_has_each_wire_s_form(provider: LocalProvider) -> None:
+def test_a_refusal_has_each_wire_s_form(provider: FakeProvider) -> None:
     provider.faults = Faults(refuse=1.0)
 
     async def ask() -> None:
@@ -201,7 +198,7 @@ def test_a_refusal_has_each_wire_s_form(provider: LocalProvider) -> None:
     asyncio.run(ask())
 
 
-def test_a_stream_is_cut_off_in_the_middle(provider: LocalProvider) -> None:
+def test_a_stream_is_cut_off_in_the_middle(provider: FakeProvider) -> None:
     provider.faults = Faults(cut_off=1.0)
 
     async def ask() -> None:
@@ -227,7 +224,7 @@ def test_a_stream_is_cut_off_in_the_middle(provider: LocalProvider) -> None:
 
 
 def test_a_wrong_key_is_refused_and_repeated_as_real_providers_do() -> None:
-    async def ask(provider: LocalProvider) -> str:
+    async def ask(provider: FakeProvider) -> str:
         async with openai_client(provider, "sk-wrong") as client:
             with pytest.raises(openai.AuthenticationError) as caught:
                 await client.chat.completions.create(
@@ -235,7 +232,7 @@ def test_a_wrong_key_is_refused_and_repeated_as_real_providers_do() -> None:
                 )
         return str(caught.value)
 
-    with LocalProvider(rule, PRICES, key="sk-right") as provider:
+    with FakeProvider(rule, PRICES, key="sk-right") as provider:
         assert "sk-wrong" in asyncio.run(ask(provider))
         assert provider.money() == 0
 
@@ -252,8 +249,8 @@ def test_rates_are_met_and_do_not_depend_on_order() -> None:
 
 
 def test_a_rule_that_is_right_at_a_set_rate() -> None:
-    def asked(i: int, model: str) -> Asked:
-        return Asked("chat", model, "s", str(i), 9, False, False)
+    def asked(i: int, model: str) -> ProviderRequest:
+        return ProviderRequest(model, "s", str(i))
 
     mostly = sometimes_right(lambda _: "right", lambda _: "wrong", 0.8, seed=1)
     said = [mostly(asked(i, "a")) for i in range(5000)]

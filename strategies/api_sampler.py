@@ -19,19 +19,16 @@ other host. An endpoint is the operator's: a server never takes one from a clien
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-import anthropic
-import httpx2
-import openai
-
 from protocols.errors import DataError, RunError
-from protocols.replay import Message
+from protocols.replay import Usage
 from protocols.replay_spec import KEY_NAMES, OFFICIAL_URLS, Provider, open_url
-from replay.clients import by_cause, by_status, read_key
+from replay.books import ANSWERED
+from replay.clients import ApiClient, read_key
 from replay.prompt import Reply
 from strategies.port import Ability, Answer, Ask
 
@@ -43,11 +40,6 @@ KEY_HOSTS = {
     "GEMINI_API_KEY": ("https", "generativelanguage.googleapis.com"),
     "OPENROUTER_API_KEY": ("https", "openrouter.ai"),
 }
-
-HEADERS = frozenset({
-    "host", "user-agent", "accept", "accept-encoding", "connection", "content-type",
-    "content-length", "transfer-encoding", "authorization", "anthropic-version",
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,14 +74,15 @@ class ApiSampler:
         url, key = _checked(endpoint)
         self._endpoint = endpoint
         self._turns = asyncio.Semaphore(endpoint.concurrency)
-        serve = _openai if endpoint.provider == "openai" else _anthropic
-        self._say, self._close = serve(endpoint, url, key)
+        self._client = ApiClient(
+            endpoint.provider, endpoint.model, url, key, endpoint.timeout_s, isolated=True
+        )
 
     async def __aenter__(self) -> ApiSampler:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._close()
+        await self._client.close()
 
     @property
     def abilities(self) -> frozenset[Ability]:
@@ -128,44 +121,39 @@ class ApiSampler:
 
     async def _answer(self, ask: Ask) -> Answer:
         endpoint = self._endpoint
+        body = _body(ask, endpoint)
         attempt = 0
         while True:
             attempt += 1
             async with self._turns:
-                said = await self._attempt(ask)
-            if isinstance(said, Answer):
-                return said
-            if attempt == endpoint.attempts or not said.retriable:
+                reply = await self._client.ask(ask.messages, ask.sampling.max_tokens, body)
+            if reply.outcome == ANSWERED and reply.usage is not None:
+                return self._read(ask, reply, reply.usage)
+            if attempt == endpoint.attempts or not reply.retriable:
+                # Without a count of its tokens no budget holds.
+                outcome = "unreadable" if reply.outcome == ANSWERED else reply.outcome
                 raise RunError(
-                    f"ask {ask.id} to {endpoint.model}: {said.outcome} at attempt {attempt} of "
+                    f"ask {ask.id} to {endpoint.model}: {outcome} at attempt {attempt} of "
                     f"{endpoint.attempts}; look at the provider's status, the key in its variable "
                     "and the model's name"
                 )
             backoff = min(endpoint.backoff_s * 2 ** (attempt - 1), LONGEST_BACKOFF_S)
-            await asyncio.sleep(max(backoff, said.retry_after_s))
+            await asyncio.sleep(max(backoff, reply.retry_after_s))
 
-    async def _attempt(self, ask: Ask) -> Answer | Reply:
-        try:
-            # The SDKs' timeout is for each wait; a body that drips can take for ever.
-            async with asyncio.timeout(self._endpoint.timeout_s):
-                return await self._say(ask)
-        except (openai.APIStatusError, anthropic.APIStatusError) as error:
-            return by_status(error.status_code, error.response.headers)
-        except (openai.APIConnectionError, anthropic.APIConnectionError) as error:
-            return by_cause(error)
-        except TimeoutError:
-            return Reply("timeout")
-        except DataError:
-            raise
-        except (
-            ValueError, TypeError, AttributeError, IndexError,
-            openai.OpenAIError, anthropic.AnthropicError,
-        ):  # fmt: skip
-            return Reply("unreadable")  # a body that is no JSON, or no message
-
-
-Say = Callable[[Ask], Awaitable[Answer]]
-Close = Callable[[], Awaitable[None]]
+    def _read(self, ask: Ask, reply: Reply, usage: Usage) -> Answer:
+        if self._endpoint.logprobs and usage.output_tokens and not reply.logprobs:
+            raise DataError(
+                f"endpoint {self._endpoint.model}: it told no log-probabilities; set logprobs to "
+                "false, and use strategies that need none"
+            )
+        return Answer(
+            reply.raw,
+            usage.output_tokens,
+            usage.input_tokens + usage.cached_tokens,
+            "length" if reply.cut else "stop",
+            logprobs=reply.logprobs,
+            top_logprobs=reply.top_logprobs if ask.top_logprobs else (),
+        )
 
 
 def _checked(endpoint: Endpoint) -> tuple[str, str]:
@@ -192,106 +180,17 @@ def _checked(endpoint: Endpoint) -> tuple[str, str]:
     return url, read_key(who, key_env)
 
 
-def _openai(endpoint: Endpoint, url: str, key: str) -> tuple[Say, Close]:
-    client = openai.AsyncOpenAI(
-        api_key=key, base_url=url, timeout=endpoint.timeout_s, max_retries=0,
-        http_client=openai.DefaultAsyncHttpxClient(**_discreet(url, key)),
-    )  # fmt: skip
-
-    async def say(ask: Ask) -> Answer:
-        sampling = ask.sampling
-        wanted: dict[str, Any] = {"logprobs": True} if endpoint.logprobs else {}
-        if ask.top_logprobs:
-            wanted["top_logprobs"] = ask.top_logprobs
-        completion: Any = await client.chat.completions.create(
-            model=endpoint.model,
-            messages=[_turn(m) for m in ask.messages],
-            max_completion_tokens=sampling.max_tokens,
-            seed=ask.seed % 2**31,
-            extra_body={**_unusual(ask), **wanted},
-        )
-        choice, usage = completion.choices[0], completion.usage
-        told = getattr(choice.logprobs, "content", None) or []
-        if endpoint.logprobs and not told and usage.completion_tokens:
-            raise DataError(
-                f"endpoint {endpoint.model}: it told no log-probabilities; set logprobs to false, "
-                "and use strategies that need none"
-            )
-        return Answer(
-            str(choice.message.content or choice.message.refusal or ""),
-            _count(usage.completion_tokens),
-            _count(usage.prompt_tokens),
-            "length" if choice.finish_reason == "length" else "stop",
-            logprobs=tuple(float(t.logprob) for t in told),
-            top_logprobs=tuple(_likeliest(t.top_logprobs) for t in told if ask.top_logprobs),
-        )
-
-    return say, client.close
-
-
-def _anthropic(endpoint: Endpoint, url: str, key: str) -> tuple[Say, Close]:
-    client = anthropic.AsyncAnthropic(
-        api_key=key, base_url=url, timeout=endpoint.timeout_s, max_retries=0,
-        http_client=anthropic.DefaultAsyncHttpxClient(**_discreet(url, key)),
-    )  # fmt: skip
-
-    async def say(ask: Ask) -> Answer:
-        top_k = {"top_k": ask.sampling.top_k} if ask.sampling.top_k else {}
-        system = "\n\n".join(m.content for m in ask.messages if m.role == "system")
-        message: Any = await client.messages.create(
-            model=endpoint.model,
-            system=system or anthropic.omit,
-            messages=[_turn(m) for m in ask.messages if m.role != "system"],
-            max_tokens=ask.sampling.max_tokens,
-            extra_body={**_unusual(ask), **top_k},
-            timeout=endpoint.timeout_s,
-        )
-        usage = message.usage
-        cached = (usage.cache_read_input_tokens, usage.cache_creation_input_tokens)
-        return Answer(
-            "".join(block.text for block in message.content if block.type == "text"),
-            _count(usage.output_tokens),
-            _count(usage.input_tokens) + sum(n or 0 for n in cached),
-            "length" if message.stop_reason == "max_tokens" else "stop",
-        )
-
-    return say, client.close
-
-
-def _discreet(url: str, key: str) -> dict[str, Any]:
-    """Options of an HTTP client that takes nothing elsewhere: no redirections, and to a host that
-    is not the SDK's own neither organisation nor $OPENAI_CUSTOM_HEADERS and its like, which the
-    SDKs send to any host."""
-
-    async def only_ours(request: httpx2.Request) -> None:
-        for name in list(request.headers):
-            if name not in HEADERS and not name.startswith("x-stainless-"):
-                del request.headers[name]
-        request.headers["authorization"] = f"Bearer {key}"
-
-    hooks = [] if url in OFFICIAL_URLS.values() else [only_ours]
-    return {"follow_redirects": False, "event_hooks": {"request": hooks}}
-
-
-def _unusual(ask: Ask) -> dict[str, float]:
-    """What differs from the providers' own default, 1: some models refuse to be told even that."""
+def _body(ask: Ask, endpoint: Endpoint) -> dict[str, Any]:
+    """The provider's own fields. What is its default, 1, is not sent: some models refuse even
+    that."""
     sampling = ask.sampling
     given = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    return {name: value for name, value in given.items() if value != 1.0}
-
-
-def _turn(message: Message) -> Any:
-    """There is no role "tool" without a call of one: what a tool said is the user's."""
-    role = "user" if message.role == "tool" else message.role
-    return {"role": role, "content": message.content}
-
-
-def _likeliest(told: Sequence[Any]) -> tuple[tuple[str, float], ...]:
-    return tuple(sorted(((str(t.token), float(t.logprob)) for t in told), key=lambda t: -t[1]))
-
-
-def _count(tokens: Any) -> int:
-    """Raises TypeError for none: without a count no budget holds."""
-    if not isinstance(tokens, int) or tokens < 0:
-        raise TypeError(f"expected a number of tokens, got {type(tokens).__name__}")
-    return tokens
+    body: dict[str, Any] = {name: value for name, value in given.items() if value != 1.0}
+    if endpoint.provider == "anthropic":
+        return body | ({"top_k": sampling.top_k} if sampling.top_k else {})
+    body["seed"] = ask.seed % 2**31
+    if endpoint.logprobs:
+        body["logprobs"] = True
+    if ask.top_logprobs:
+        body["top_logprobs"] = ask.top_logprobs
+    return body

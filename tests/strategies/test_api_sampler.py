@@ -7,16 +7,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import request_response
 
 from protocols.errors import DataError, RunError, SpecError
 from protocols.replay import Message
 from protocols.replay_spec import PriceSpec
 from protocols.types import Sampling, Until
-from replay.asgi import Receive, Send, read_body, respond
-from replay.local_provider import Faults, LocalProvider
-from replay.local_wire import Asked
-from replay.loopback import Loopback
-from strategies.apis import ApiSampler, Endpoint
+from replay.fake_provider.app import FakeProvider, Faults, ProviderRequest
+from replay.fake_provider.server import LoopbackServer
+from strategies.api_sampler import ApiSampler, Endpoint
 from strategies.catalog import parse, run
 from strategies.port import Answer, Ask, Begun
 
@@ -34,13 +35,13 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_KEY", KEY)
 
 
-def rule(asked: Asked) -> str:
+def rule(asked: ProviderRequest) -> str:
     return f"\\boxed{{{asked.user[-1]}}}"
 
 
 @pytest.fixture(scope="module")
-def provider() -> Iterator[LocalProvider]:
-    with LocalProvider(rule, {"tiny": PriceSpec(input=1.0, output=2.0)}, key=KEY) as running:
+def provider() -> Iterator[FakeProvider]:
+    with FakeProvider(rule, {"tiny": PriceSpec(input=1.0, output=2.0)}, key=KEY) as running:
         yield running
 
 
@@ -50,29 +51,29 @@ class Recorder:
 
     status: int = 200
     body: Mapping[str, Any] | str = ""
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
     paths: list[str] = field(default_factory=list)
     sent: list[dict[str, Any]] = field(default_factory=list)
     heads: list[dict[str, str]] = field(default_factory=list)
     at_once: int = 0
     most_at_once: int = 0
 
-    async def app(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+    async def respond(self, request: Request) -> Response:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
-        self.sent.append(json.loads(await read_body(receive)))
-        self.paths.append(scope["path"])
-        self.heads.append({k.decode().lower(): v.decode("latin-1") for k, v in scope["headers"]})
+        self.sent.append(await request.json())
+        self.paths.append(request.url.path)
+        self.heads.append(dict(request.headers))
         await asyncio.sleep(0.01)
         self.at_once -= 1
         body = self.body if isinstance(self.body, str) else json.dumps(self.body)
-        await respond(send, self.status, body.encode(), self.headers)
+        return Response(body, self.status, self.headers, "application/json")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Recorder, str]]:
     recorder = Recorder()
-    with Loopback(recorder.app, "recorder", ws="none") as serving:
+    with LoopbackServer(request_response(recorder.respond), "recorder") as serving:
         yield recorder, serving.url
 
 
@@ -130,9 +131,9 @@ def anthropic_at(url: str, **changes: Any) -> Endpoint:
 
 
 @pytest.mark.parametrize("at", [openai_at, anthropic_at])
-def test_a_strategy_runs_over_either_wire(at: Any, provider: LocalProvider) -> None:
+def test_a_strategy_runs_over_either_wire(at: Any, provider: FakeProvider) -> None:
     async def go() -> None:
-        async with ApiSampler(at(provider.anthropic_url)) as sampler:
+        async with ApiSampler(at(provider.url)) as sampler:
             assert sampler.abilities == frozenset()
             strategy = parse("self_consistency", {"samples": 5})
             messages = (Message("user", "it is 7"),)
@@ -242,7 +243,7 @@ def test_calls_are_bounded(recorder: tuple[Recorder, str]) -> None:
 
 
 @pytest.mark.parametrize("at", [openai_at, anthropic_at])
-def test_what_may_fare_better_is_tried_again(at: Any, provider: LocalProvider) -> None:
+def test_what_may_fare_better_is_tried_again(at: Any, provider: FakeProvider) -> None:
     provider.faults = Faults(
         rate_limit=0.2, server_error=0.1, malformed=0.1, cut_off=0.1, retry_after_s=0.01
     )
@@ -250,7 +251,7 @@ def test_what_may_fare_better_is_tried_again(at: Any, provider: LocalProvider) -
         before = len(provider.served)
         talks = [(Message("user", f"{at.__name__}{i}"),) for i in range(10)]
         asked = [replace(a, messages=m) for a, m in zip(asks(10), talks, strict=True)]
-        answers = say(at(provider.anthropic_url, attempts=30, backoff_s=0.0), asked)
+        answers = say(at(provider.url, attempts=30, backoff_s=0.0), asked)
         assert [a.text for a in answers] == [f"\\boxed{{{i}}}" for i in range(10)]
         assert len(provider.served) - before > 10
     finally:
@@ -258,23 +259,23 @@ def test_what_may_fare_better_is_tried_again(at: Any, provider: LocalProvider) -
 
 
 @pytest.mark.parametrize("at", [openai_at, anthropic_at])
-def test_what_never_answers_ends_in_time(at: Any, provider: LocalProvider) -> None:
+def test_what_never_answers_ends_in_time(at: Any, provider: FakeProvider) -> None:
     provider.faults = Faults(stall=1.0)
     try:
         with pytest.raises(RunError, match="q/0 to tiny: timeout at attempt 2 of 2"):
-            say(at(provider.anthropic_url, timeout_s=0.3, attempts=2), asks())
+            say(at(provider.url, timeout_s=0.3, attempts=2), asks())
     finally:
         provider.faults = Faults()
 
 
 @pytest.mark.parametrize("at", [openai_at, anthropic_at])
 def test_a_wrong_key_is_not_tried_again_nor_told(
-    at: Any, provider: LocalProvider, monkeypatch: pytest.MonkeyPatch
+    at: Any, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_KEY", "sk-wrong")
     before = len(provider.served)
     with pytest.raises(RunError, match="http_401 at attempt 1") as told:
-        say(at(provider.anthropic_url), asks())
+        say(at(provider.url), asks())
     assert "sk-wrong" not in f"{told.value!r} {told.value.__cause__!r}"
     assert len(provider.served) == before
 
@@ -290,11 +291,11 @@ def test_answers_without_counts_are_unreadable(at: Any, recorder: tuple[Recorder
 
 @pytest.mark.parametrize("at", [openai_at, anthropic_at])
 def test_a_key_does_not_follow_a_redirection(
-    at: Any, recorder: tuple[Recorder, str], provider: LocalProvider
+    at: Any, recorder: tuple[Recorder, str], provider: FakeProvider
 ) -> None:
     records, url = recorder
     records.status = 307
-    records.headers = [(b"location", f"{provider.anthropic_url}/elsewhere".encode())]
+    records.headers = {"location": f"{provider.url}/elsewhere"}
     with pytest.raises(RunError, match="http_307 at attempt 1"):
         say(at(url), asks())
     assert len(records.sent) == 1
