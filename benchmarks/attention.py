@@ -3,7 +3,7 @@
     python -m benchmarks.attention [--prefixes 4096 16384] [--samples 8 16]
 
 "student": forward and backward of one sequence of 1,024 tokens over a trainable prefix, the tiny
-shape of `benchmarks.step_3b`; all scores kept, or in chunks of 32 MiB that are formed again in the
+shape of `benchmarks.step_gpu`; all scores kept, or in chunks of 32 MiB that are formed again in the
 backward pass. "teacher": the scoring of `benchmarks.step`, which learns nothing, over a document of
 4,096 tokens; scores up to 256 MiB at once, or in chunks of 8 MiB, which lie in a CPU's caches. Each
 row is a process of its own. Seconds are of one thread's work, whoever else uses the cores: medians
@@ -27,10 +27,10 @@ from torch import Tensor
 
 from actors.setup import keep_freed_memory
 from benchmarks.losses import in_a_process, resident_mb
-from benchmarks.phases import SETTINGS, random_model
 from benchmarks.record import arguments, provenance, write
 from benchmarks.reference.seed_step import KEEP_TOP
 from benchmarks.step import CONFIG, MODEL, samples_of
+from benchmarks.step_gpu import SETTINGS, random_model
 from learning import attention
 from learning.attention import CACHED_SCORE_BYTES, SCORE_BYTES, PrefixContext
 from learning.model import document_kv, flush_denormals, hidden_states, load_model
