@@ -135,6 +135,13 @@ def median_ratio(first: Sequence[float], second: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(first, second, strict=True))
 
 
+def processor_seconds(pid: int, reaped: bool = False) -> float:
+    """What a process used of the cores, in the kernel's ticks; with that of children it waited for
+    where `reaped`. Linux only."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11 : 15 if reaped else 13])) / os.sysconf("SC_CLK_TCK")
+
+
 def _git(*words: str) -> str:
     done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=ROOT)
     return done.stdout.strip()
