@@ -17,16 +17,15 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from actors.setup import keep_freed_memory
-from benchmarks.losses import in_a_process, resident_mb
+from benchmarks.losses import grown_mb, in_a_process
 from benchmarks.record import arguments, provenance, write
 from benchmarks.reference.seed_step import KEEP_TOP
 from benchmarks.step import CONFIG, MODEL, samples_of
@@ -85,16 +84,14 @@ def teacher(samples: int, most: int, repeats: int) -> dict[str, Any]:
 
 
 def measured(once: Once, repeats: int) -> dict[str, Any]:
-    before = resident_mb("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    found = once()[1]
-    grew = resident_mb("VmHWM") - before
+    found: list[Tensor] = []
+    grew = grown_mb(lambda: found.append(once()[1]))
     rounds = [once()[0] for _ in range(repeats)]
     seconds = [round(statistics.median(of), 4) for of in zip(*rounds, strict=True)]
-    return {"seconds": seconds, "grew_mb": round(grew, 1), "found": found}
+    return {"seconds": seconds, "grew_mb": round(grew, 1), "found": found[0]}
 
 
-def pair(who: str, at: int, forms: dict[str, Callable[[], dict[str, Any]]]) -> list[Any]:
+def pair(who: str, at: int, forms: Mapping[str, Callable[[], dict[str, Any]]]) -> list[Any]:
     """The rows of both forms, the usual one first; `ratios` of the second are over it."""
     rows: list[dict[str, Any]] = []
     found: list[Tensor] = []

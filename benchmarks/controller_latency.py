@@ -194,7 +194,12 @@ def records() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as root:
         directory = RunDirectory.create(Path(root), "probe", "{}")
         recorder = Recorder(directory, open_sinks(spec, directory, lambda sink, message: None))
-        facts = {"request": "generator/1", "attempt": 1, "outcome": "ok", "waited": 0.0}
+        facts: dict[str, Any] = {
+            "request": "generator/1",
+            "attempt": 1,
+            "outcome": "ok",
+            "waited": 0.0,
+        }
         step = partial(recorder.event, "step", arm="on_policy", step=1, rollouts=8)
         span = partial(recorder.span, Span("generator[0]", "generate", 0.0, 1.0, facts))
         times = {"event_s": per_turn(step, 2000), "span_s": per_turn(span, 2000)}

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from actors.setup import keep_freed_memory
-from benchmarks.record import arguments, provenance, write
+from benchmarks.record import ROOT, arguments, provenance, write
 from benchmarks.reference.seed_step import KEEP_TOP, Phases, load_plain, seed_step
 from learning.cartridge import CartridgeBank, first_tokens
 from learning.decoding import generate
@@ -38,7 +38,7 @@ from learning.trainer import CartridgeTrainer, TrainerConfig
 from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
 from services.shared_memory import SharedMemoryPlane
 
-MODEL = Path(__file__).parents[1] / "models" / "clinic-reader"
+MODEL = ROOT / "models" / "clinic-reader"
 CARTRIDGE, PROMPT, RESPONSE = 32, 24, 32
 FROZEN = 1
 CONFIG = TrainerConfig(lr=0.2, warmup_steps=0, clip=1.0, row_tokens=256)
