@@ -118,7 +118,7 @@ k8s: install ## write the manifests under deploy/k8s anew from their mesh files
 
 # promtool is passed over where there is no apt to fetch it with.
 k8s-check: install install-prometheus ## manifests, alert rules and the .proto; asks no cluster
-	$(BIN)/python -m forge_run.k8s_check
+	PYTHONPATH=tests $(BIN)/python -m manifest_checks.check
 	@test ! -x $(PROMTOOL) || { set -x; $(PROMTOOL) check rules deploy/monitoring/rules.yml && \
 	  $(PROMTOOL) test rules deploy/monitoring/rules_test.yml; }
 	$(BIN)/buf lint
@@ -129,14 +129,14 @@ k8s-apiserver: install ## the cluster code against a real kube-apiserver, where 
 	  $(BIN)/python -m pytest tests/services/kubernetes_apiserver.py
 
 bench: install-vllm ## benchmarks against benchmarks/baseline.json, by ratio (BENCH=--quick: fewer)
-	$(BIN)/python -m benchmarks.suite $(BENCH)
+	$(BIN)/python -m benchmarks.record $(BENCH)
 
 bench-vllm: install-vllm ## a cartridge on vLLM against prompt tokens, the document, and torch
 	$(BIN)/python -m benchmarks.vllm_throughput
 
 bench-hosts: install ## the controller's latencies, and 1 to 1,000 hosts simulated from them
 	$(BIN)/python -m benchmarks.controller_latency
-	$(BIN)/python -m benchmarks.hosts_scaling --set data.patients=1
+	$(BIN)/python -m benchmarks.controller_simulation --set data.patients=1
 
 chaos: install ## how long each role is missing when it is killed or stopped: about 20 minutes
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.mttr

@@ -3,7 +3,7 @@
     python -m benchmarks.attention [--prefixes 4096 16384] [--samples 8 16]
 
 "student": forward and backward of one sequence of 1,024 tokens over a trainable prefix, the tiny
-shape of `benchmarks.step_3b`; all scores kept, or in chunks of 32 MiB that are formed again in the
+shape of `benchmarks.step_gpu`; all scores kept, or in chunks of 32 MiB that are formed again in the
 backward pass. "teacher": the scoring of `benchmarks.step`, which learns nothing, over a document of
 4,096 tokens; scores up to 256 MiB at once, or in chunks of 8 MiB, which lie in a CPU's caches. Each
 row is a process of its own. Seconds are of one thread's work, whoever else uses the cores: medians
@@ -17,20 +17,19 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from actors.setup import keep_freed_memory
-from benchmarks.losses import in_a_process, resident_mb
-from benchmarks.phases import SETTINGS, random_model
+from benchmarks.losses import grown_mb, in_a_process
 from benchmarks.record import arguments, provenance, write
 from benchmarks.reference.seed_step import KEEP_TOP
 from benchmarks.step import CONFIG, MODEL, samples_of
+from benchmarks.step_gpu import SETTINGS, random_model
 from learning import attention
 from learning.attention import CACHED_SCORE_BYTES, SCORE_BYTES, PrefixContext
 from learning.model import document_kv, flush_denormals, hidden_states, load_model
@@ -85,16 +84,14 @@ def teacher(samples: int, most: int, repeats: int) -> dict[str, Any]:
 
 
 def measured(once: Once, repeats: int) -> dict[str, Any]:
-    before = resident_mb("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    found = once()[1]
-    grew = resident_mb("VmHWM") - before
+    found: list[Tensor] = []
+    grew = grown_mb(lambda: found.append(once()[1]))
     rounds = [once()[0] for _ in range(repeats)]
     seconds = [round(statistics.median(of), 4) for of in zip(*rounds, strict=True)]
-    return {"seconds": seconds, "grew_mb": round(grew, 1), "found": found}
+    return {"seconds": seconds, "grew_mb": round(grew, 1), "found": found[0]}
 
 
-def pair(who: str, at: int, forms: dict[str, Callable[[], dict[str, Any]]]) -> list[Any]:
+def pair(who: str, at: int, forms: Mapping[str, Callable[[], dict[str, Any]]]) -> list[Any]:
     """The rows of both forms, the usual one first; `ratios` of the second are over it."""
     rows: list[dict[str, Any]] = []
     found: list[Tensor] = []

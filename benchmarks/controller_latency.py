@@ -1,4 +1,4 @@
-"""What the controller's event loop spends on each thing it does: benchmarks.hosts_scaling takes it.
+"""What the controller's event loop spends on each thing it does: controller_simulation takes it.
 
     python -m benchmarks.controller_latency [--most 8] [--out benchmarks/controller_latency.json]
 
@@ -13,10 +13,7 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -25,6 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, concurrent_endpoint, this_host
+
+from benchmarks.record import provenance
 
 if TYPE_CHECKING:
     from services.pool import Pool
@@ -65,16 +64,29 @@ class Clock:
     """CPU seconds of this thread and of the whole process, and wall seconds, since it was made."""
 
     def __init__(self) -> None:
-        self._then = self._now()
-
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
-        return time.thread_time(), time.process_time(), time.perf_counter()
+        self._then = time.thread_time(), time.process_time(), time.perf_counter()
 
     @property
     def spent(self) -> tuple[float, float, float]:
-        thread, process, wall = (n - t for n, t in zip(self._now(), self._then, strict=True))
-        return thread, process, wall
+        thread, process, wall = self._then
+        return (
+            time.thread_time() - thread,
+            time.process_time() - process,
+            time.perf_counter() - wall,
+        )
+
+
+def powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [1 << i for i in range(most.bit_length())]
+
+
+def per_turn(work: Callable[[], Any], turns: int) -> float:
+    """Seconds on the loop of one call, the mean of so many."""
+    clock = Clock()
+    for _ in range(turns):
+        work()
+    return clock.spent[0] / turns
 
 
 async def service_of(replicas: int, heartbeat_s: float) -> tuple[Service, Pool, dict[str, float]]:
@@ -110,77 +122,64 @@ async def one_by_one(calls: list[Callable[[], Awaitable[Any]]]) -> dict[str, flo
     return {"send_s": send, "receive_s": receive, "process_s": process, "wall_s": wall}
 
 
-def kinds_of_call(service: Service, pool: Pool) -> dict[str, list[Callable[[], Awaitable[Any]]]]:
-    """What the controller sends to each replica: as it is, and as the service and its pools do."""
-    there = pool.replicas
-    return {
-        "calls": [r.actor.echo.call_one for r in there],
-        "beats": [partial(service._hear, r, r.process) for r in there],
-        "routes": [partial(pool.route, "echo") for _ in there],
-        "updates": [partial(pool._tell, r, "load", (1,)) for r in there],
-    }
-
-
 async def calls_and_starts(most: int) -> dict[str, list[dict[str, Any]]]:
-    """Starts, bare calls, beats, routed requests and updates, over 1, 2, 4, ... replicas."""
-    found: dict[str, list[dict[str, Any]]] = {
-        name: [] for name in ("starts", "calls", "beats", "routes", "updates")
-    }
-    replicas = 1
-    while replicas <= most:
+    """Starts, bare calls, beats, routed requests and updates, over 1, 2, 4, ... replicas: what the
+    controller sends to each, as it is, and as the service and its pools do."""
+    names = ("starts", "calls", "beats", "routes", "updates")
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for replicas in powers_of_two(most):
         service, pool, start = await service_of(replicas, SILENT)
         found["starts"].append(start)
-        kinds = kinds_of_call(service, pool)
+        there = pool.replicas
+        kinds: dict[str, list[Callable[[], Awaitable[Any]]]] = {
+            "calls": [r.actor.echo.call_one for r in there],
+            "beats": [partial(service._hear, r, r.process) for r in there],
+            "routes": [partial(pool.route, "echo") for _ in there],
+            "updates": [partial(pool._tell, r, "load", (1,)) for r in there],
+        }
         for name, calls in kinds.items():
             found[name].append({"replicas": replicas, **await one_by_one(calls)})
             print(name, found[name][-1], flush=True)
         await service.stop()
-        replicas *= 2
     return found
 
 
-def seats(sizes: tuple[int, ...] = (8, 64, 512, 4096)) -> list[dict[str, Any]]:
-    """Seconds to choose a replica for a request, which looks at every one of the pool."""
-    from protocols.spec import RoleSpec
-    from protocols.status import ReplicaState
-    from services.health import Life
-    from services.pool import Pool, Request
-    from services.replica import Replica
-
-    async def measure(size: int) -> float:
-        pool = Pool("probe", RoleSpec(replicas=size), 60.0)
-        pool.replicas = [Replica("probe", i, life=Life(ReplicaState.HEALTHY)) for i in range(size)]
-        request = Request("probe/1", "echo", 0.0)
-        repeats = max(5, 20_000 // size)
-        clock = Clock()
-        for _ in range(repeats):
-            await pool._seat(None, time.monotonic() + 60, request, 60.0)
-        return clock.spent[0] / repeats
-
-    return [{"replicas": size, "loop_s": asyncio.run(measure(size))} for size in sizes]
-
-
-def looks(sizes: tuple[int, ...] = (64, 512, 4096)) -> list[dict[str, Any]]:
-    """Seconds of the run's own look once a second, and of the pools' states at a heartbeat."""
+def healthy_pool(size: int) -> Pool:
+    """A pool of so many replicas in good health, without processes."""
     from protocols.spec import RoleSpec
     from protocols.status import ReplicaState
     from services.health import Life
     from services.pool import Pool
     from services.replica import Replica
 
-    async def measure(size: int) -> dict[str, Any]:
-        pool = Pool("probe", RoleSpec(replicas=size), 60.0)
-        pool.replicas = [Replica("probe", i, life=Life(ReplicaState.HEALTHY)) for i in range(size)]
-        clock = Clock()
-        for _ in range(20):
-            pool.status()
-        status = clock.spent[0] / 20
-        clock = Clock()
-        for _ in range(20):
-            pool.is_settled()
-        return {"replicas": size, "status_s": status, "settled_s": clock.spent[0] / 20}
+    pool = Pool("probe", RoleSpec(replicas=size), 60.0)
+    pool.replicas = [Replica("probe", i, life=Life(ReplicaState.HEALTHY)) for i in range(size)]
+    return pool
 
-    return [asyncio.run(measure(size)) for size in sizes]
+
+async def seats() -> list[dict[str, Any]]:
+    """Seconds to choose a replica for a request, which looks at every one of the pool."""
+    from services.pool import Request
+
+    rows = []
+    for size in (8, 64, 512, 4096):
+        pool, request = healthy_pool(size), Request("probe/1", "echo", 0.0)
+        repeats = max(5, 20_000 // size)
+        clock = Clock()
+        for _ in range(repeats):
+            await pool._seat(None, time.monotonic() + 60, request, 60.0)
+        rows.append({"replicas": size, "loop_s": clock.spent[0] / repeats})
+    return rows
+
+
+async def looks() -> list[dict[str, Any]]:
+    """Seconds of the run's own look once a second, and of the pools' states at a heartbeat."""
+    rows = []
+    for size in (64, 512, 4096):
+        pool = healthy_pool(size)
+        times = {"status_s": per_turn(pool.status, 20), "settled_s": per_turn(pool.is_settled, 20)}
+        rows.append({"replicas": size, **times})
+    return rows
 
 
 def records() -> dict[str, float]:
@@ -195,16 +194,15 @@ def records() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as root:
         directory = RunDirectory.create(Path(root), "probe", "{}")
         recorder = Recorder(directory, open_sinks(spec, directory, lambda sink, message: None))
-        facts = {"request": "generator/1", "attempt": 1, "outcome": "ok", "waited": 0.0}
-        times = {}
-        for name, tell in {
-            "event_s": lambda: recorder.event("step", arm="on_policy", step=1, rollouts=8),
-            "span_s": lambda: recorder.span(Span("generator[0]", "generate", 0.0, 1.0, facts)),
-        }.items():
-            clock = Clock()
-            for _ in range(2000):
-                tell()
-            times[name] = clock.spent[0] / 2000
+        facts: dict[str, Any] = {
+            "request": "generator/1",
+            "attempt": 1,
+            "outcome": "ok",
+            "waited": 0.0,
+        }
+        step = partial(recorder.event, "step", arm="on_policy", step=1, rollouts=8)
+        span = partial(recorder.span, Span("generator[0]", "generate", 0.0, 1.0, facts))
+        times = {"event_s": per_turn(step, 2000), "span_s": per_turn(span, 2000)}
         recorder.close()
     return times
 
@@ -259,8 +257,7 @@ async def checks(most: int) -> list[dict[str, Any]]:
     """A real service at work, to hold the simulation against: the share of its loop's time that
     the watch takes, and seconds of a step's requests and of an update."""
     rows = []
-    replicas = 1
-    while replicas <= most:
+    for replicas in powers_of_two(most):
         service, pool, _ = await service_of(replicas, CHECK_HEARTBEAT)
         clock = Clock()
         await asyncio.sleep(WATCHED_SECONDS)
@@ -283,30 +280,14 @@ async def checks(most: int) -> list[dict[str, Any]]:
         rows.append(row)
         print(row, flush=True)
         await service.stop()
-        replicas *= 2
     return rows
 
 
-def provenance(most: int) -> dict[str, Any]:
-    from importlib.metadata import version
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    packages = ("torch", "torchmonarch", "torchstore")
+async def measured(most: int) -> dict[str, Any]:
+    alone = {"seats": await seats(), "looks": await looks(), "records": records()}
+    print(alone, flush=True)
     return {
-        "config": {"most": most, **{name: version(name) for name in packages}},
-        "device": f"cpu, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-        f"{platform.machine()}, {platform.system()} {platform.release()}",
-        "commit": git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else ""),
-        "command": " ".join(["python -m benchmarks.controller_latency", *sys.argv[1:]]),
-        "unit": "seconds, medians",
-    }
-
-
-async def with_processes(most: int) -> dict[str, Any]:
-    return {
+        **alone,
         **await calls_and_starts(most),
         "idle_s": await idle(),
         "store": await store(),
@@ -322,10 +303,11 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    alone = {"seats": seats(), "looks": looks(), "records": records()}
-    print(alone, flush=True)
-    measured = alone | asyncio.run(with_processes(arguments.most))
-    text = json.dumps({**provenance(arguments.most), **measured}, indent=1)
+    told = provenance("controller_latency", {"most": arguments.most})
+    device = "{name}, {cores} cores, load {load}".format(**told["device"])
+    figures = asyncio.run(measured(arguments.most))
+    whole = {**told, "device": device, "unit": "seconds, medians", **figures}
+    text = json.dumps(whole, indent=1)
     arguments.out.write_text(text + "\n")
     print(f"written to {arguments.out}")
 

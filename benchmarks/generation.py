@@ -41,15 +41,6 @@ OURS, THEIRS, VLLM = "embedded", "transformers", "vllm"
 Backend = Callable[[str, Sequence[tuple[int, ...]], int], list[tuple[int, ...]]]
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = arguments(__doc__, "generation")
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds")
-    parser.add_argument("--prompt", type=int, default=24, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=48, help="tokens of a response")
-    parser.add_argument("--tokens", type=int, default=64, help="P of the cartridge")
-    return parser.parse_args()
-
-
 def through_engine(engine: Engine) -> Backend:
     """An engine of the mesh's generators, stepped until all have ended."""
     from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
@@ -185,9 +176,8 @@ def compared(
     draws: random.Random,
 ) -> dict[str, Any]:
     """Every backend's speed in every round, and how many times faster ours is than each other."""
-    speeds: dict[str, list[float]] = {name: [] for name in found}
-    processor: dict[str, list[float]] = {name: [] for name in found}
-    firsts: dict[str, list[float]] = {name: [] for name in found}
+    # Of every backend and round: seconds to the first token, tokens a second, processor seconds.
+    laps: dict[str, list[tuple[float, float, float]]] = {name: [] for name in found}
     for turn in range(rounds + 1):
         asked = prompts(batch)
         for name in draws.sample(list(found), k=len(found)):
@@ -199,15 +189,15 @@ def compared(
             seconds, used = time.perf_counter() - begun, time.process_time() - used
             assert sum(map(len, said)) == batch * options.new, f"{name} ended early"
             if turn:
-                speeds[name].append(batch * options.new / seconds)
-                processor[name].append(used)
-                firsts[name].append(first)
+                laps[name].append((first, batch * options.new / seconds, used))
+    columns = {name: list(zip(*of, strict=True)) for name, of in laps.items()}
+    ours = columns[OURS][2]
     return {
         "prefix": prefix,
         "batch": batch,
-        "tokens_per_second": {n: round(statistics.median(s), 1) for n, s in speeds.items()},
-        "first_token_ms": {n: round(1e3 * statistics.median(f), 2) for n, f in firsts.items()},
-        "speed": {n: median_ratio(s, processor[OURS]) for n, s in processor.items() if n != OURS},
+        "tokens_per_second": {n: round(statistics.median(c[1]), 1) for n, c in columns.items()},
+        "first_token_ms": {n: round(1e3 * statistics.median(c[0]), 2) for n, c in columns.items()},
+        "speed": {n: median_ratio(c[2], ours) for n, c in columns.items() if n != OURS},
     }
 
 
@@ -223,7 +213,12 @@ def main() -> None:
     from actors.setup import bootstrap
 
     bootstrap(1)()  # before torch is imported
-    options = parse_arguments()
+    parser = arguments(__doc__, "generation")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds")
+    parser.add_argument("--prompt", type=int, default=24, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=48, help="tokens of a response")
+    parser.add_argument("--tokens", type=int, default=64, help="P of the cartridge")
+    options = parser.parse_args()
     batches, rounds = ((1, 8, 64), 2) if options.quick else (BATCHES, options.rounds)
     told = provenance("generation", vars(options) | {"batches": batches, "threads": 1})
     results = run(options, batches, rounds)

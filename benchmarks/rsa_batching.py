@@ -17,19 +17,18 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from actors.setup import keep_freed_memory
-from benchmarks.record import arguments, provenance, write
+from benchmarks.record import ROOT, arguments, provenance, write
 from clinic.prompts import option_prompt
 from environments.conversation import Conversation
 from learning.decoding import generate
 from learning.model import document_kv, flush_denormals, load_model, load_tokenizer
-from protocols.files import REPOSITORY
-from protocols.sections import DataSpec
+from protocols.learn_spec import DataSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from services.tasks import read_patients
 from strategies.over_tokens import TokenSampler
 from strategies.rsa.engine import RSAEngine
 
-MODEL = REPOSITORY / "models" / "clinic-panel"
+MODEL = ROOT / "models" / "clinic-panel"
 
 
 def measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | int]:
@@ -56,16 +55,12 @@ def _measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | 
     def sample(requests: Sequence[GenerateRequest]) -> list[Completion]:
         return generate(model, requests, lambda ref: kv, end_ids, conversation.decode)
 
-    async def batched(requests: Sequence[GenerateRequest]) -> list[Completion]:
-        calls["batched"] += 1
-        return sample(requests)
-
-    async def sequential(requests: Sequence[GenerateRequest]) -> list[Completion]:
-        calls["sequential"] += len(requests)
-        return [c for request in requests for c in sample([request])]
-
     async def one(how: str) -> tuple[float, tuple[tuple[str, ...], ...]]:
-        generating = batched if how == "batched" else sequential
+        async def generating(requests: Sequence[GenerateRequest]) -> list[Completion]:
+            parts = [requests] if how == "batched" else [[request] for request in requests]
+            calls[how] += len(parts)
+            return [completion for part in parts for completion in sample(part)]
+
         sampler = TokenSampler(
             generating, conversation, patient.id, PrefixRef(f"document/{patient.id}", 0)
         )

@@ -1,62 +1,83 @@
-"""The door's throughput and time to first token, at pools of one and of two generators.
+"""The door's throughput and time to first token, at work and from nothing.
 
     python -m benchmarks.serving [--requests 96] [--together 32] [--out serving.json]
+    python -m benchmarks.serving --cold-start [--runs 5] [--generators 1] [--out cold_start.json]
 
-Starts `forge serve` with the tiny reader for each size, and streams chat completions from it over
-TCP: one after the other, then `--together` at a time. Ratios within one run say more than absolute
-figures, which depend on who else uses the cores.
+At work: starts `forge serve` with the tiny reader, once with one generator and once with two, and
+streams chat completions from it over TCP: one after the other, then `--together` at a time. Ratios
+within one run say more than absolute figures, which depend on who else uses the cores.
+
+From nothing: what a request waits that wakes a door.
+
+    command  --door-->  first process of a generator  --generators-->  /ready is 200
+             --first request-->  its first token
+
+Starts the server anew each time and watches it from outside: no server knows when its own command
+was given. Files are in the page cache after the first start, which is shown apart; neither the pull
+of an image nor the weights of a large model are in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import re
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from benchmarks.record import provenance, write
+from benchmarks.record import arguments, processor_seconds, provenance, write
 
-QUESTION = "List all findings of this patient."
+CODE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+MESSAGES: list[Any] = [{"role": "user", "content": "List all findings of this patient."}]
 TOKENS = 48
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=96, help="of each measurement")
-    parser.add_argument("--together", type=int, default=32, help="requests in flight")
-    parser.add_argument("--out", type=Path, default=Path("serving.json"))
-    return parser.parse_args()
+PATIENCE = 300.0
+STEP = 0.01
+# What the door imports before it starts a process, and what a generator does before it is ready.
+ALONE = {
+    "door's imports": "import forge_run.serve, services.roles, serving.app, uvicorn",
+    "generator's imports": "import actors.generator, transformers.models.llama.modeling_llama",
+    "generator's imports and model": (
+        "import actors.generator; from learning.model import load_model; "
+        "load_model('models/clinic-reader')"
+    ),
+}
 
 
 @contextmanager
-def served(replicas: int, directory: str) -> Iterator[str]:
-    """The base URL of a server with so many generators."""
-    code = "import sys; from forge_run.cli import forge; sys.exit(forge())"
-    sets = [f"roles.generator.replicas={replicas}", "http.listen=127.0.0.1:0"]
-    sets += [f"library={directory}/library", "spares=0"]
-    words = [w for s in sets for w in ("--set", s)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "serve", "meshes/serve.yaml", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        said = next((line for line in process.stdout if "serving" in line), "")
-        found = re.search(r"on (http://\S+);", said)
-        if found is None:
-            raise SystemExit("the server did not start")
-        yield f"{found[1]}/v1"
-    finally:
-        process.terminate()
-        process.communicate()
+def server(generators: int) -> Iterator[subprocess.Popen[str]]:
+    """A server that was just told to start, with so many generators."""
+    with tempfile.TemporaryDirectory() as directory:
+        sets = [f"roles.generator.replicas={generators}", "http.listen=127.0.0.1:0", "spares=0"]
+        words = [w for s in [*sets, f"library={directory}/library"] for w in ("--set", s)]
+        process = subprocess.Popen(
+            [sys.executable, "-c", CODE, "serve", "meshes/serve.yaml", *words],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+def address(process: subprocess.Popen[str]) -> str:
+    """Where it listens, `127.0.0.1:40123`, once it says so."""
+    assert process.stdout is not None
+    said = next((line for line in process.stdout if "serving" in line), "")
+    found = re.search(r"on http://(\S+);", said)
+    if found is None:
+        raise SystemExit("the server did not start")
+    return found[1]
 
 
 async def measure(url: str, requests: int, together: int) -> dict[str, float]:
@@ -73,9 +94,8 @@ async def measure(url: str, requests: int, together: int) -> dict[str, float]:
         async with room:
             begun, first = time.perf_counter(), None
             async for chunk in await client.chat.completions.create(
-                model="clinic-reader", messages=[{"role": "user", "content": QUESTION}],
-                max_tokens=TOKENS, temperature=2, seed=seed, stream=True,
-                stream_options={"include_usage": True},
+                model="clinic-reader", messages=MESSAGES, max_tokens=TOKENS, temperature=2,
+                seed=seed, stream=True, stream_options={"include_usage": True},
             ):  # fmt: skip
                 if first is None and chunk.choices and chunk.choices[0].delta.content:
                     first = time.perf_counter() - begun
@@ -99,19 +119,141 @@ async def measure(url: str, requests: int, together: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    options = parse_arguments()
-    told = provenance("serving", vars(options) | {"tokens": TOKENS})
+def at_work(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     pools = {}
-    for replicas in (1, 2):
-        with tempfile.TemporaryDirectory() as directory, served(replicas, directory) as url:
+    for generators in (1, 2):
+        with server(generators) as process:
+            url = f"http://{address(process)}/v1"
             alone = asyncio.run(measure(url, max(8, options.requests // 6), 1))
             together = asyncio.run(measure(url, options.requests, options.together))
-        pools[replicas] = {"one_at_a_time": alone, "together": together}
-        print(replicas, json.dumps(pools[replicas]), flush=True)
+        pools[generators] = {"one_at_a_time": alone, "together": together}
+        print(generators, json.dumps(pools[generators]), flush=True)
     speeds = [pools[n]["together"]["tokens_per_second"] for n in (1, 2)]
     ratio = {f"{options.together} at a time, 2 generators over 1": speeds[1] / speeds[0]}
-    write(options.out, told, ratio, {"pools": pools})
+    return ratio, {"pools": pools}
+
+
+# -- from nothing ---------------------------------------------------------------------------------
+
+
+def start(generators: int) -> dict[str, float]:
+    """Seconds of each part of one start, and of a second request's first token; what its processes
+    took of the cores says more where others use these too."""
+    begun = time.perf_counter()
+    with server(generators) as process:
+        spawned = until(lambda: has_child(process.pid))
+        door_cpu = cpu_seconds(process.pid)
+        at = address(process)
+        ready = until(lambda: is_ready(at))
+        all_cpu = cpu_seconds(process.pid)
+        first, second = first_token(at), first_token(at)
+    return {
+        "door": spawned - begun, "generators": ready - spawned, "first request": first,
+        "in all": ready - begun + first, "second request": second,
+        "door, of the cores": door_cpu, "until ready, of the cores": all_cpu,
+    }  # fmt: skip
+
+
+def until(so: Callable[[], bool]) -> float:
+    """When it was so, by time.perf_counter."""
+    deadline = time.perf_counter() + PATIENCE
+    while not so():
+        if time.perf_counter() > deadline:
+            raise SystemExit(f"it did not come up within {PATIENCE:g} s")
+        time.sleep(STEP)
+    return time.perf_counter()
+
+
+def has_child(pid: int) -> bool:
+    """Whether it started a process of Monarch's."""
+    return any(b"monarch" in Path(f"/proc/{c}/cmdline").read_bytes() for c in children(pid))
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process and all that descend from it took of the cores so far."""
+    return processor_seconds(pid, reaped=True) + sum(map(cpu_seconds, children(pid)))
+
+
+def is_ready(address: str) -> bool:
+    asking = http.client.HTTPConnection(address, timeout=5)
+    try:
+        asking.request("GET", "/ready")
+        return asking.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        asking.close()
+
+
+def first_token(address: str) -> float:
+    """Seconds from the request to the first text of its stream."""
+    body = {
+        "model": "clinic-reader", "stream": True, "max_tokens": 8, "temperature": 2, "seed": 1,
+        "messages": MESSAGES,
+    }  # fmt: skip
+    asking = http.client.HTTPConnection(address, timeout=PATIENCE)
+    begun = time.perf_counter()
+    asking.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"}
+    )
+    answer = asking.getresponse()
+    taken = 0.0
+    for line in iter(answer.readline, b""):
+        if not taken and line.startswith(b"data: {"):
+            choices = json.loads(line.removeprefix(b"data: "))["choices"]
+            if choices and choices[0]["delta"].get("content"):
+                taken = time.perf_counter() - begun
+    asking.close()
+    return taken
+
+
+def alone(code: str) -> float:
+    """Seconds of the cores that a fresh Python takes for it."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    figures = {"median": statistics.median(values), "least": min(values), "most": max(values)}
+    return {name: round(value, 2) for name, value in figures.items()}
+
+
+def from_nothing(generators: int, runs: int) -> dict[str, Any]:
+    before = start(generators)
+    starts = [start(generators) for _ in range(runs)]
+    results = {
+        "first_start": {name: round(value, 2) for name, value in before.items()},
+        "starts": {name: spread([one[name] for one in starts]) for name in before},
+        "alone, of the cores": {
+            name: spread([alone(code) for _ in range(runs)]) for name, code in ALONE.items()
+        },
+    }
+    print(json.dumps(results, indent=1))
+    return results
+
+
+def main() -> None:
+    parser = arguments(__doc__, "serving")
+    parser.set_defaults(out=Path("serving.json"))
+    parser.add_argument("--requests", type=int, default=96, help="of each measurement")
+    parser.add_argument("--together", type=int, default=32, help="requests in flight")
+    parser.add_argument("--cold-start", action="store_true", help="from nothing, and not at work")
+    parser.add_argument("--runs", type=int, default=5, help="starts, after a first one")
+    parser.add_argument("--generators", type=int, default=1, help="of every start")
+    options = parser.parse_args()
+    told = provenance("serving", vars(options) | {"tokens": TOKENS})
+    if options.cold_start:
+        found = from_nothing(options.generators, options.runs)
+        write(options.out, told, {}, found)
+    else:
+        write(options.out, told, *at_work(options))
 
 
 if __name__ == "__main__":

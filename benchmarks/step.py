@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from actors.setup import keep_freed_memory
-from benchmarks.record import arguments, provenance, write
+from benchmarks.record import ROOT, arguments, provenance, write
 from benchmarks.reference.seed_step import KEEP_TOP, Phases, load_plain, seed_step
 from learning.cartridge import CartridgeBank, first_tokens
 from learning.decoding import generate
@@ -35,11 +35,10 @@ from learning.prefixes import DocumentCache
 from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer
 from learning.trainer import CartridgeTrainer, TrainerConfig
-from protocols.files import REPOSITORY
 from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
 from services.shared_memory import SharedMemoryPlane
 
-MODEL = REPOSITORY / "models" / "clinic-reader"
+MODEL = ROOT / "models" / "clinic-reader"
 CARTRIDGE, PROMPT, RESPONSE = 32, 24, 32
 FROZEN = 1
 CONFIG = TrainerConfig(lr=0.2, warmup_steps=0, clip=1.0, row_tokens=256)

@@ -17,19 +17,20 @@ cache. A copy in memory is timed after every move: ratios are of such pairs.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from monarch.actor import Actor, endpoint, this_host
+from monarch.rdma import RDMABuffer
 
 from benchmarks.record import arguments, median_ratio, provenance, write
-
-if TYPE_CHECKING:
-    from services.planes import PlaneKind
+from services.planes import PlaneKind, open_plane
 
 PLANES: tuple[PlaneKind, ...] = ("torchstore", "shared_memory")
 COLUMNS = ("memcpy", "put", "get", "read", "delete")
@@ -44,12 +45,6 @@ class Cost:
 
     operation_s: float
     bandwidth: float
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = arguments(__doc__, "tensor_plane")
-    parser.add_argument("--max-mb", type=int, default=512, choices=(1, 4, 16, 64, 256, 512))
-    return parser.parse_args()
 
 
 def sizes_up_to(max_mb: int) -> list[int]:
@@ -99,8 +94,6 @@ def by_message(reader: Any) -> Move:
 
 def by_rdma(reader: Any) -> Move:
     async def move(source: Any, turn: int) -> tuple[float, float, float, float]:
-        from monarch.rdma import RDMABuffer
-
         began = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # no such network: it says so for every buffer
@@ -117,8 +110,6 @@ def by_rdma(reader: Any) -> Move:
 async def measure(name: str, move: Move, size: int) -> dict[str, Any]:
     """Median milliseconds of each operation on one tensor of `size` bytes, and of a copy of it;
     the ratio of put, get and read together to the copy, pair by pair."""
-    import torch
-
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.zeros_like(source)
     laps = []
@@ -134,35 +125,29 @@ async def measure(name: str, move: Move, size: int) -> dict[str, Any]:
     return {"transport": name, "bytes": size, **row, "over_memcpy": round(ratio, 2)}
 
 
+class Reader(Actor):
+    """Gets tensors in another process, and reads every byte once: returns the seconds of both."""
+
+    @endpoint
+    async def read(self, plane: Any, packet: Any) -> tuple[float, float]:
+        began = time.perf_counter()
+        tensors = await plane.get(packet)
+        return time.perf_counter() - began, _read(tensors["x"])
+
+    @endpoint
+    async def take(self, tensor: Any) -> float:
+        return _read(tensor)
+
+    @endpoint
+    async def pull(self, buffer: Any, size: int) -> tuple[float, float]:
+        began = time.perf_counter()
+        target = torch.empty(size, dtype=torch.uint8)
+        await buffer.read_into(target)
+        return time.perf_counter() - began, _read(target)
+
+
 async def run(max_mb: int) -> list[dict[str, Any]]:
-    import torch
-    from monarch.actor import Actor, endpoint, this_host
-
-    from services.planes import open_plane
-
     torch.set_num_threads(1)
-
-    class Reader(Actor):
-        @endpoint
-        async def read(self, plane: Any, packet: Any) -> tuple[float, float]:
-            """Seconds to get, and seconds to read every byte once."""
-            began = time.perf_counter()
-            tensors = await plane.get(packet)
-            return time.perf_counter() - began, _read(tensors["x"])
-
-        @endpoint
-        async def take(self, tensor: Any) -> float:
-            return _read(tensor)
-
-        @endpoint
-        async def pull(self, buffer: Any, size: int) -> tuple[float, float]:
-            import torch
-
-            began = time.perf_counter()
-            target = torch.empty(size, dtype=torch.uint8)
-            await buffer.read_into(target)
-            return time.perf_counter() - began, _read(target)
-
     storage = this_host().spawn_procs(per_host={"gpus": 1}, name="storage")
     reading = this_host().spawn_procs(per_host={"gpus": 1}, name="reading")
     reader = reading.spawn("reader", Reader)
@@ -185,8 +170,6 @@ async def run(max_mb: int) -> list[dict[str, Any]]:
 
 
 def _read(tensor: Any) -> float:
-    import torch
-
     torch.set_num_threads(1)
     began = time.perf_counter()
     tensor.view(torch.int64).sum()
@@ -212,7 +195,9 @@ def costs(rows: Sequence[dict[str, Any]]) -> dict[str, Cost]:
 
 
 def main() -> None:
-    options = parse_arguments()
+    parser = arguments(__doc__, "tensor_plane")
+    parser.add_argument("--max-mb", type=int, default=512, choices=(1, 4, 16, 64, 256, 512))
+    options = parser.parse_args()
     max_mb = min(options.max_mb, 16) if options.quick else options.max_mb
     told = provenance("tensor_plane", vars(options) | {"max_mb": max_mb, "threads": 1})
     header = "".join(f"{name:>10}" for name in COLUMNS)

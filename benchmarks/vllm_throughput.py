@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -33,41 +32,29 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.record import provenance, write
-from protocols.files import REPOSITORY
+import torch
+from monarch.actor import this_host
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from actors.engine_generator import EngineGeneratorActor
+from actors.generator import GeneratorActor
+from actors.setup import BaseModel, bootstrap
+from benchmarks.record import ROOT, arguments, processor_seconds, provenance, write
+from protocols.learn_spec import GeneratorSpec
+from protocols.types import GenerateRequest, PrefixRef, Sampling, Snapshot
+from services.planes import OwnedPlane, open_plane
+from services.pool import Pool
+from services.service import Service
 
-    from protocols.types import GenerateRequest
-    from services.planes import OwnedPlane
-    from services.pool import Pool
-    from services.service import Service
-
-READER = REPOSITORY / "models" / "clinic-reader"
+READER = ROOT / "models" / "clinic-reader"
 READER_SHAPE = (4, 2, 32)  # layers, key/value heads, head size
 SHAPE_3B = (28, 8, 128)
 TOKENS_3B = 2048
 BLOCK = 32
 TIMEOUT = 600.0
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=21, help="measured rounds, 2 or more")
-    parser.add_argument("--requests", type=int, default=64, help="requests in flight at once")
-    parser.add_argument("--tokens", type=int, default=64, help="P of the cartridge")
-    parser.add_argument("--document", type=int, default=1024, help="tokens of the document")
-    parser.add_argument("--prompt", type=int, default=24, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=48, help="tokens of a response")
-    parser.add_argument("--publishes", type=int, default=5, help="measured publishes of each size")
-    parser.add_argument("--plane", choices=("shared_memory", "torchstore"), default="shared_memory")
-    parser.add_argument("--out", type=Path, default=Path("vllm_throughput.json"))
-    return parser.parse_args()
 
 
 @dataclass
@@ -80,12 +67,6 @@ class Place:
 
 @asynccontextmanager
 async def opened(kind: Any) -> AsyncIterator[Place]:
-    from monarch.actor import this_host
-
-    from actors.setup import bootstrap
-    from services.planes import open_plane
-    from services.service import Service
-
     store = this_host().spawn_procs(per_host={"procs": 1}, name="store", bootstrap=bootstrap(1))
     service = await Service.of(this_host(), call_timeout_s=TIMEOUT, spawn_timeout_s=TIMEOUT)
     place = Place(await open_plane(kind, store), service)
@@ -106,11 +87,6 @@ async def replica(
     gib: float,
 ) -> Pool:
     """A generator of one thread in a process of its own: on vLLM, or embedded for gib 0."""
-    from actors.engine_generator import EngineGeneratorActor
-    from actors.generator import GeneratorActor
-    from actors.setup import BaseModel
-    from protocols.sections import GeneratorSpec
-
     base = BaseModel(model, dtype, 1, documents, 1 << 30, place.plane)
     common = (base, frozenset[int](), 2)
     if gib:
@@ -124,8 +100,6 @@ async def replica(
 
 def cartridge(shape: tuple[int, int, int], tokens: int, dtype: str) -> Tensor:
     """Random keys and values [1, L, 2, H_kv, P, D]."""
-    import torch
-
     layers, heads, size = shape
     stream = torch.Generator().manual_seed(0)
     kv = torch.randn((1, layers, 2, heads, tokens, size), generator=stream)
@@ -134,8 +108,6 @@ def cartridge(shape: tuple[int, int, int], tokens: int, dtype: str) -> Tensor:
 
 async def throughput(place: Place, options: argparse.Namespace) -> dict[str, Any]:
     """Tokens/s of each arm in every round, their medians and the ratios."""
-    from protocols.types import PrefixRef, Snapshot
-
     draws = random.Random(0)
 
     def ids(count: int) -> tuple[int, ...]:
@@ -195,15 +167,7 @@ async def throughput(place: Place, options: argparse.Namespace) -> dict[str, Any
     }
 
 
-def processor_seconds(pid: int) -> float:
-    """What a process has used of the cores, in ticks of 10 ms as the kernel counts."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def request(ref: Any, prompt: Sequence[int], new: int) -> GenerateRequest:
-    from protocols.types import GenerateRequest, Sampling
-
     return GenerateRequest("r", tuple(prompt), ref, Sampling(temperature=0.0, max_tokens=new), 0)
 
 
@@ -211,8 +175,6 @@ async def publishing(
     place: Place, name: str, model: str, dtype: str, kv: Tensor, gib: float, times: int
 ) -> dict[str, Any]:
     """Median milliseconds from tensors here to the first token on the new version."""
-    from protocols.types import PrefixRef, Snapshot
-
     pool = await replica(place, name, model, dtype, {"none": (1,)}, gib)
     laps: dict[str, list[float]] = {"put": [], "load": [], "first_token": [], "total": []}
     for version in range(times + 1):
@@ -243,8 +205,6 @@ async def publishing(
 
 def model_of_3b_cache(path: str) -> str:
     """A random Llama with the key/value shape of Llama-3.2-3B and little else."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     layers, heads, size = SHAPE_3B
     config = LlamaConfig(
         vocab_size=1000, hidden_size=64, intermediate_size=64, num_hidden_layers=layers,
@@ -279,7 +239,20 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = parse_arguments()
+    parser = arguments(__doc__, "vllm_throughput")
+    parser.set_defaults(out=Path("vllm_throughput.json"))
+    for name, default, meaning in (
+        ("rounds", 21, "measured rounds, 2 or more"),
+        ("requests", 64, "requests in flight at once"),
+        ("tokens", 64, "P of the cartridge"),
+        ("document", 1024, "tokens of the document"),
+        ("prompt", 24, "tokens of a prompt"),
+        ("new", 48, "tokens of a response"),
+        ("publishes", 5, "measured publishes of each size"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=meaning)
+    parser.add_argument("--plane", choices=("shared_memory", "torchstore"), default="shared_memory")
+    options = parser.parse_args()
     told = provenance("vllm_throughput", vars(options) | {"block_tokens": BLOCK, "threads": 1})
     results = asyncio.run(run(options))
     ratios = {

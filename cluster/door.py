@@ -6,22 +6,23 @@ Doors share nothing but the library: a Deployment whose pods are added by the de
 from __future__ import annotations
 
 from cluster.mesh import MeshFiles
-from cluster.monitoring import METRICS_EVERY, POD_MONITOR_API
 from cluster.parts import (
     HOME,
-    MONITORING_NAMESPACE,
     Object,
     Resources,
     budget,
     claim,
     dashed,
+    from_monitoring,
     from_namespace,
     labels,
     made,
     namespace,
     pod,
+    pod_monitor,
     policy,
     secret_env,
+    settings,
     tcp,
 )
 from protocols.serve_spec import ServeSpec
@@ -41,8 +42,9 @@ def door(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, l
     name = dashed(spec.name)
     space, mine = f"forge-{name}", labels(name, "door")
     variable = spec.http.key_env or "FORGE_API_KEY"
-    watching = [from_namespace("kubernetes.io/metadata.name", MONITORING_NAMESPACE)]
-    clients = [from_namespace(CLIENTS, "true"), *watching]
+    clients = [from_namespace(CLIENTS, "true"), from_monitoring()]
+    # /metrics of a door asks for its key, as every route does.
+    key = {"type": "Bearer", "credentials": {"name": SECRET, "key": KEY}}
     account = made("v1", "ServiceAccount", "forge-door", space, mine)
     return {
         "namespace.yaml": [namespace(space, name, {SECRET: (KEY,)})],
@@ -61,7 +63,7 @@ def door(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, l
             policy("deny-all", space, mine, {}, ingress=(), egress=()),
             policy("http", space, mine, mine, ingress=[{"from": clients, "ports": tcp(HTTP_PORT)}]),
         ],
-        "monitoring.yaml": [_monitor(space, mine)],
+        "monitoring.yaml": [pod_monitor("door", space, mine, mine, "http", authorization=key)],
     }
 
 
@@ -71,8 +73,9 @@ def runs(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, l
     name = dashed(spec.name)
     space, mine = f"forge-{name}", labels(name, "cartridges")
     mesh = f"{HOME}/meshes/{files.mesh_name}"
-    sets = [w for value in (*files.sets, "library=/library") for w in ("--set", value)]
+    sets = settings(*files.sets, "library=/library")
     volumes, mounts = _files(mesh)
+    bound = {"claimName": "runs", "readOnly": True}
     template = pod(
         "cartridges",
         ["forge", "cartridges", "sync", "/runs", "--serve", mesh, *sets],
@@ -82,7 +85,7 @@ def runs(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, l
         mine,
         ports={},
         probes={},
-        volumes=[*volumes, {"name": "runs", "persistentVolumeClaim": _CLAIM_OF_RUNS}],
+        volumes=[*volumes, {"name": "runs", "persistentVolumeClaim": bound}],
         mounts=[*mounts, {"name": "runs", "mountPath": "/runs", "readOnly": True}],
     )
     template["spec"]["restartPolicy"] = "Never"
@@ -100,9 +103,6 @@ def runs(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, l
     }
 
 
-_CLAIM_OF_RUNS = {"claimName": "runs", "readOnly": True}
-
-
 def _deployment(
     spec: ServeSpec,
     files: MeshFiles,
@@ -113,13 +113,12 @@ def _deployment(
 ) -> Object:
     mesh = f"{HOME}/meshes/{files.mesh_name}"
     own = (f"http.listen=0.0.0.0:{HTTP_PORT}", f"http.key_env={variable}", "library=/library")
-    sets = [word for value in (*files.sets, *own) for word in ("--set", value)]
     # Model and generators come up first: so long may a door start before it is given up.
     tries = max(1, round(spec.spawn_timeout_s / 5))
     volumes, mounts = _files(mesh)
     template = pod(
         "door",
-        ["forge", "serve", mesh, *sets],
+        ["forge", "serve", mesh, *settings(*files.sets, *own)],
         resources,
         "forge-door",
         mine,
@@ -138,11 +137,9 @@ def _deployment(
     leave = {"preStop": {"sleep": {"seconds": LEAVE_SECONDS}}}
     template["spec"]["containers"][0]["lifecycle"] = leave
     # No replicas: their number is the autoscaler's, and applying this again would set it back.
+    one_more = {"maxUnavailable": 0, "maxSurge": 1}
     body = {
-        "strategy": {
-            "type": "RollingUpdate",
-            "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1},
-        },
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": one_more},
         "selector": {"matchLabels": mine},
         "template": template,
     }
@@ -186,11 +183,3 @@ def _autoscaler(spec: ServeSpec, space: str, mine: dict[str, str]) -> Object:
         "behavior": {"scaleDown": {"stabilizationWindowSeconds": 300}},
     }
     return made("autoscaling/v2", "HorizontalPodAutoscaler", "door", space, mine, spec=body)
-
-
-def _monitor(space: str, mine: dict[str, str]) -> Object:
-    """/metrics of a door asks for its key, as every route does."""
-    key = {"type": "Bearer", "credentials": {"name": SECRET, "key": KEY}}
-    end = {"port": "http", "path": "/metrics", "interval": METRICS_EVERY, "authorization": key}
-    body = {"selector": {"matchLabels": mine}, "podMetricsEndpoints": [end]}
-    return made(POD_MONITOR_API, "PodMonitor", "door", space, mine, spec=body)

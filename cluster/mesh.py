@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from posixpath import join, normpath
 from typing import Any
 
 from cluster.parts import (
     HELLO_PORT,
     HOME,
     MONARCH_API,
-    MONITORING_NAMESPACE,
     WORKER_PORT,
     Object,
     budget,
     claim,
     dashed,
+    from_monitoring,
     from_namespace,
     labels,
     made,
@@ -33,6 +33,7 @@ from cluster.parts import (
     pod,
     policy,
     secret_env,
+    settings,
     tcp,
 )
 from cluster.sizing import ModelSize, controller_resources, pod_resources
@@ -205,15 +206,14 @@ def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
     template["spec"]["restartPolicy"] = "Never"
     given_up = {"containerName": "controller", "operator": "In", "values": [2]}
     lost = {"type": "DisruptionTarget", "status": "True"}
+    rules = [
+        {"action": "FailJob", "onExitCodes": given_up},
+        {"action": "Ignore", "onPodConditions": [lost]},
+    ]
     job = {
         "backoffLimit": 3,
         "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "FailJob", "onExitCodes": given_up},
-                {"action": "Ignore", "onPodConditions": [lost]},
-            ]
-        },
+        "podFailurePolicy": {"rules": rules},
         "template": template,
     }
     return made("batch/v1", "Job", "controller", space_of(spec), mine, spec=job)
@@ -241,20 +241,14 @@ def _arguments(files: MeshFiles) -> list[str]:
         f"control.token_env={TOKEN}",
         f"telemetry.metrics=0.0.0.0:{METRICS_PORT}",
     )
-    sets = [word for value in (*files.sets, *own) for word in ("--set", value)]
-    return [_mesh_path(files), "--resume", "unfinished", "--run-dir", "/runs", *sets]
+    kept = ("--resume", "unfinished", "--run-dir", "/runs")
+    return [_mesh_path(files), *kept, *settings(*files.sets, *own)]
 
 
 def _asks() -> list[str]:
     """The gRPC health service over TLS, with the token."""
-    return [
-        "python",
-        "-m",
-        "forge_run.healthy",
-        f"localhost:{CONTROL_PORT}",
-        f"{PEMS}/ca.crt",
-        TOKEN,
-    ]
+    asked = (f"localhost:{CONTROL_PORT}", f"{PEMS}/ca.crt", TOKEN)
+    return ["python", "-m", "forge_run.healthy", *asked]
 
 
 def _mesh_path(files: MeshFiles) -> str:
@@ -263,10 +257,7 @@ def _mesh_path(files: MeshFiles) -> str:
 
 def _config_path(files: MeshFiles) -> str:
     """Where the mesh file looks for its config: relative to itself."""
-    parts: list[str] = []
-    for part in PurePosixPath(f"{HOME}/meshes", files.config_name).parts:
-        parts = parts[:-1] if part == ".." else [*parts, part]
-    return str(PurePosixPath(*parts))
+    return normpath(join(HOME, "meshes", files.config_name))
 
 
 def _file(key: str, path: str) -> Object:
@@ -293,9 +284,8 @@ def network(spec: RunSpec) -> list[Object]:
     space, mine = space_of(spec), labels(instance(spec))
     here = labels(instance(spec), "controller")
     own: list[Object] = [{"podSelector": {"matchLabels": mine}}]
-    anything = [{"protocol": "TCP", "port": 1, "endPort": 65535}]
+    anything = {"ports": [{"protocol": "TCP", "port": 1, "endPort": 65535}]}
     steering = [from_namespace(STEERS, "true")]
-    watching = [from_namespace("kubernetes.io/metadata.name", MONITORING_NAMESPACE)]
     api = [{"ipBlock": {"cidr": cidr}} for cidr in PRIVATE]
 
     def allow(name: str, selector: dict[str, str], **rules: Any) -> Object:
@@ -303,17 +293,12 @@ def network(spec: RunSpec) -> list[Object]:
 
     policies = [
         allow("deny-all", {}, ingress=(), egress=()),
-        allow(
-            "mesh",
-            mine,
-            ingress=[{"from": own, "ports": anything}],
-            egress=[{"to": own, "ports": anything}],
-        ),
+        allow("mesh", mine, ingress=[{"from": own, **anything}], egress=[{"to": own, **anything}]),
         allow("dns", mine, egress=[_dns()]),
         # The API server's own address is the cluster's secret: any private one, on its two ports.
         allow("api-server", here, egress=[{"to": api, "ports": tcp(443, 6443)}]),
         allow("control", here, ingress=[{"from": steering, "ports": tcp(CONTROL_PORT)}]),
-        allow("metrics", here, ingress=[{"from": watching, "ports": tcp(METRICS_PORT)}]),
+        allow("metrics", here, ingress=[{"from": [from_monitoring()], "ports": tcp(METRICS_PORT)}]),
     ]
     if teacher_keys(spec):
         public = [{"ipBlock": {"cidr": "0.0.0.0/0", "except": list(NOT_PUBLIC)}}]

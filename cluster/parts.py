@@ -25,6 +25,8 @@ GPU = "nvidia.com/gpu"
 MONARCH_API = "monarch.pytorch.org/v1alpha1"
 SECRETS = "cartridge-forge/secrets"  # annotation of a namespace: the Secrets that it must be given
 MONITORING_NAMESPACE = "monitoring"
+POD_MONITOR_API = "monitoring.coreos.com/v1"
+METRICS_EVERY = "5s"
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,11 @@ def namespace(name: str, instance: str, secrets: Mapping[str, Sequence[str]]) ->
     return found
 
 
+def settings(*values: str) -> list[str]:
+    """Overrides as words of a command: `settings("hosts=slurm")` -> `["--set", "hosts=slurm"]`."""
+    return [word for value in values for word in ("--set", value)]
+
+
 def secret_env(variable: str, secret: str, key: str) -> Object:
     return {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
@@ -111,6 +118,7 @@ def pod(
 ) -> Object:
     """A pod template of one container, as every pod here is: no root, nothing writable but /tmp and
     /dev/shm and what `mounts` add, no capabilities."""
+    shm = f"{resources.shm}Gi"
     container: Object = {
         "name": name,
         "image": IMAGE,
@@ -150,10 +158,7 @@ def pod(
             "containers": [container],
             "volumes": [
                 {"name": "tmp", "emptyDir": {"sizeLimit": "4Gi"}},
-                {
-                    "name": "shm",
-                    "emptyDir": {"medium": "Memory", "sizeLimit": f"{resources.shm}Gi"},
-                },
+                {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
                 *volumes,
             ],
         },
@@ -195,3 +200,21 @@ def tcp(*ports: int) -> list[Object]:
 
 def from_namespace(label: str, value: str) -> Object:
     return {"namespaceSelector": {"matchLabels": {label: value}}}
+
+
+def from_monitoring() -> Object:
+    return from_namespace("kubernetes.io/metadata.name", MONITORING_NAMESPACE)
+
+
+def pod_monitor(
+    name: str,
+    space: str,
+    labelled: Mapping[str, str],
+    selector: Mapping[str, str],
+    port: str,
+    **way: Any,
+) -> Object:
+    """A PodMonitor that asks the pods of `selector` for /metrics; `way` is more of the endpoint."""
+    end = {"port": port, "path": "/metrics", "interval": METRICS_EVERY, **way}
+    body = {"selector": {"matchLabels": dict(selector)}, "podMetricsEndpoints": [end]}
+    return made(POD_MONITOR_API, "PodMonitor", name, space, labelled, spec=body)

@@ -24,7 +24,9 @@ from protocols.spec import RunSpec
 H100 = "NVIDIA-H100-80GB-HBM3"  # as NVIDIA's feature discovery names it, in nvidia.com/gpu.product
 TEACHERS = 8  # replicas of teacher_replay in overlays/teachers: they wait for others' servers
 LAPTOP_CPU = "100m"  # requested a pod in overlays/cpu; the limit stays at its threads
+POOL = "MonarchMesh"
 CONTAINER = "/spec/podTemplate/spec/containers/0"
+JOB_CONTAINER = "/spec/template/spec/containers/0"
 
 Tree = dict[str, str]
 
@@ -44,7 +46,9 @@ def mesh_tree(
     more = ["../../components/monitoring", *more]
     tree |= _overlay("gpu", ["../../base"], gpu_patches(spec), more)
     if "teacher_replay" in dict(spec.roles):
-        tree |= _overlay("teachers", ["../gpu"], [_patch("teacher_replay", _more(TEACHERS))])
+        more_of_them = _replace("/spec/replicas", TEACHERS)
+        patch = _patch(POOL, mesh_name("teacher_replay"), more_of_them)
+        tree |= _overlay("teachers", ["../gpu"], [patch])
     return _headed(tree, files)
 
 
@@ -52,13 +56,12 @@ def door_tree(spec: ServeSpec, files: MeshFiles, resources: Resources) -> Tree:
     """The serving door's overlays, of an image for CPUs, or for GPUs where the spec has any."""
     parts = door(spec, files, resources)
     target = "cuda" if resources.gpus else "cpu"
-    image = _replace("/spec/template/spec/containers/0/image", f"{IMAGE}-{target}")
-    patch = {"target": {"kind": "Deployment", "name": "door"}, "patch": text([image])}
-    tree = _folder("overlays/serve", parts, patches=[patch])
+    image = _replace(f"{JOB_CONTAINER}/image", f"{IMAGE}-{target}")
+    tree = _folder("overlays/serve", parts, patches=[_patch("Deployment", "door", image)])
     image = _replace("/spec/jobTemplate/spec/template/spec/containers/0/image", f"{IMAGE}-cpu")
-    patch = {"target": {"kind": "CronJob", "name": "cartridges"}, "patch": text([image])}
+    patches = [_patch("CronJob", "cartridges", image)]
     added = runs(spec, files, resources)
-    tree |= _folder("overlays/serve-runs", added, base=["../serve"], patches=[patch])
+    tree |= _folder("overlays/serve-runs", added, base=["../serve"], patches=patches)
     return _headed(tree, files)
 
 
@@ -71,22 +74,20 @@ def cpu_patches(spec: RunSpec) -> list[Object]:
         {"op": "remove", "path": f"{CONTAINER}/resources/{kind}/{_escaped(GPU)}"}
         for kind in ("requests", "limits")
     ]
-    claim = {"kind": "PersistentVolumeClaim", "name": "runs"}
+    one_node = _replace("/spec/accessModes/0", "ReadWriteOnce")
+    little_job = _replace(f"{JOB_CONTAINER}/resources/requests/cpu", LAPTOP_CPU)
     return [
-        _all_pools([_replace(f"{CONTAINER}/image", image), little]),
-        {"target": claim, "patch": text([_replace("/spec/accessModes/0", "ReadWriteOnce")])},
-        *(_patch(name, ask_none) for name, role in spec.roles if role.gpus),
-        _controller([
-            _replace(_of_job("image"), image),
-            _replace(_of_job("resources/requests/cpu"), LAPTOP_CPU),
-        ]),
-    ]  # fmt: skip
+        _patch(POOL, None, _replace(f"{CONTAINER}/image", image), little),
+        _patch("PersistentVolumeClaim", "runs", one_node),
+        *(_patch(POOL, mesh_name(name), *ask_none) for name, role in spec.roles if role.gpus),
+        _patch("Job", "controller", _replace(f"{JOB_CONTAINER}/image", image), little_job),
+    ]
 
 
 def gpu_patches(spec: RunSpec) -> list[Object]:
     """H100-class nodes: every role that holds the model has the GPUs of its spec, at least one."""
     image = f"{IMAGE}-cuda"
-    patches = [_all_pools([_replace(f"{CONTAINER}/image", image)])]
+    patches = [_patch(POOL, None, _replace(f"{CONTAINER}/image", image))]
     for name, role in spec.roles:
         if name in HOLDS_MODEL:
             gpus = str(role.procs * max(1, role.gpus))
@@ -94,8 +95,8 @@ def gpu_patches(spec: RunSpec) -> list[Object]:
                 _add(f"{CONTAINER}/resources/{kind}/{_escaped(GPU)}", gpus)
                 for kind in ("requests", "limits")
             ]
-            patches.append(_patch(name, [*asked, *_on_gpu_nodes()]))
-    return [*patches, _controller([_replace(_of_job("image"), image)])]
+            patches.append(_patch(POOL, mesh_name(name), *asked, *_on_gpu_nodes()))
+    return [*patches, _patch("Job", "controller", _replace(f"{JOB_CONTAINER}/image", image))]
 
 
 def text(value: Any) -> str:
@@ -111,25 +112,10 @@ def _on_gpu_nodes() -> list[Object]:
     ]
 
 
-def _more(replicas: int) -> list[Object]:
-    return [_replace("/spec/replicas", replicas)]
-
-
-def _of_job(path: str) -> str:
-    return f"/spec/template/spec/containers/0/{path}"
-
-
-def _all_pools(operations: Sequence[Object]) -> Object:
-    return {"target": {"kind": "MonarchMesh"}, "patch": text(list(operations))}
-
-
-def _patch(role: str, operations: Sequence[Object]) -> Object:
-    target = {"kind": "MonarchMesh", "name": mesh_name(role)}
+def _patch(kind: str, name: str | None, *operations: Object) -> Object:
+    """What changes one object of a kind, or all of them."""
+    target = {"kind": kind} if name is None else {"kind": kind, "name": name}
     return {"target": target, "patch": text(list(operations))}
-
-
-def _controller(operations: Sequence[Object]) -> Object:
-    return {"target": {"kind": "Job", "name": "controller"}, "patch": text(list(operations))}
 
 
 def _replace(path: str, value: Any) -> Object:

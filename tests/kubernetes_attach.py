@@ -18,11 +18,11 @@ from pathlib import Path
 
 from api_server import ApiServer
 from api_store import ADMIN
+from manifest_checks.check import definitions
+from manifest_checks.kustomize import build
 from monarch.actor import Actor, enable_transport, endpoint
 from operator_loop import Admin, OperatorLoop
 
-from cluster.check import definitions
-from cluster.kustomize import build
 from forge_run.k8s import render
 from protocols.spec_loading import load_spec
 from services.hosts import Worker, attach

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 from api_server import ApiServer
+from manifest_checks.check import committed, definitions
+from manifest_checks.kustomize import build
 from operator_loop import OperatorLoop, not_ready, ready, unschedulable, waiting
 
-from cluster.check import committed, definitions
-from cluster.kustomize import build
 from protocols.errors import RunError
 from protocols.spec import RunSpec
 from protocols.spec_loading import load_spec

@@ -11,8 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.counting import counted
-from benchmarks.phases import SETTINGS, Setting, Step, bounds
+from benchmarks.step_gpu import SETTINGS, Setting, Step, bounds, counted
 from cluster.sizing import kv_values_per_token, matmul_parameters
 from forge_run import roofline
 from forge_run.roofline import CHUNKED, EXPLICIT, FUSED, Workload

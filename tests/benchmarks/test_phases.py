@@ -7,9 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.ceilings import measured
-from benchmarks.phases import PHASES, SETTINGS, Setting, Step
-from benchmarks.step_3b import measure, published_bound
+from benchmarks.step_gpu import (
+    PHASES,
+    SETTINGS,
+    Setting,
+    Step,
+    measure,
+    measured,
+    published_bound,
+)
 from forge_run.roofline import Device, Workload
 from protocols.sections import ShapeSpec
 from protocols.types import Packet

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 from cluster_faults import FAULTS, Fault
+from manifest_checks import check
+from manifest_checks.check import KUBERNETES, committed, definitions, drift, faults
+from manifest_checks.kustomize import build, targets
 
-from cluster.check import KUBERNETES, committed, definitions, drift, faults
-from cluster.kustomize import build, targets
-from forge_run import k8s_check
 from protocols.errors import SpecError
 
 TREE = committed()
@@ -30,7 +30,7 @@ def built() -> dict[str, list[dict[str, Any]]]:
 def test_what_is_committed_is_sound_and_what_is_rendered(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert k8s_check.main() == 0
+    assert check.main() == 0
     assert capsys.readouterr().out == "28 files, 5 overlays: sound\n"
     names = ("cpu", "gpu", "serve", "serve-runs", "teachers")
     assert targets(TREE) == [f"overlays/{name}" for name in names]
@@ -78,11 +78,11 @@ def test_a_broken_overlay_is_told(old: str, new: str, said: str) -> None:
 
 def test_the_check_tells_target_check_and_object() -> None:
     path = "overlays/teachers/kustomization.yaml"
-    lines = list(k8s_check.found({**TREE, path: TREE[path].replace("teacherreplay", "replay")}))
+    lines = list(check.found({**TREE, path: TREE[path].replace("teacherreplay", "replay")}))
     assert lines[0] == f"drift: {path}: differs from its render"
     assert lines[1].startswith(f"overlays/teachers: build: {path}: a patch meets no object")
     path = "components/provisioning/access.yaml"
-    lines = list(k8s_check.found({**TREE, path: TREE[path].replace("patch", "watch")}))
+    lines = list(check.found({**TREE, path: TREE[path].replace("patch", "watch")}))
     assert lines[1:] == [
         "overlays/with-provisioning: hardening: Role/forge-provision: grants watch on monarchmeshes"
     ]

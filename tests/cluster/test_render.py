@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+from manifest_checks.kustomize import build
 
-from cluster.kustomize import build
 from cluster.mesh import CONTROL_PORT
 from cluster.parts import Resources, dashed
 from cluster.sizing import ModelSize, pod_resources

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cluster.parts import DOMAIN, SECRETS, Object
+from manifest_checks.kustomize import name_of
 
 
 def dangling(objects: Sequence[Object]) -> list[str]:
@@ -26,12 +27,12 @@ def dangling(objects: Sequence[Object]) -> list[str]:
         if found["kind"] == "HorizontalPodAutoscaler":
             target = found["spec"]["scaleTargetRef"]
             if (target["kind"], target["name"]) not in there:
-                faults.append(f"{_name(found)}: scales {target['name']}, which is not there")
+                faults.append(f"{name_of(found)}: scales {target['name']}, which is not there")
         if found["kind"] == "PodMonitor":
             for end in found["spec"].get("podMetricsEndpoints", ()):
                 key = end.get("authorization", {}).get("credentials")
                 if key and key.get("key") not in keys.get(key.get("name"), ()):
-                    faults.append(f"{_name(found)}: no Secret {key} is asked of the namespace")
+                    faults.append(f"{name_of(found)}: no Secret {key} is asked of the namespace")
     return faults
 
 
@@ -42,7 +43,7 @@ def pod_templates(objects: Sequence[Object]) -> Iterator[tuple[str, Object]]:
         spec = spec.get("jobTemplate", {}).get("spec", spec)  # of a CronJob
         template = spec.get("podTemplate") or spec.get("template")
         if isinstance(template, dict) and "spec" in template:
-            yield _name(found), template
+            yield name_of(found), template
 
 
 def _bindings(objects: Sequence[Object], there: set[tuple[str, str]]) -> Iterator[str]:
@@ -50,7 +51,7 @@ def _bindings(objects: Sequence[Object], there: set[tuple[str, str]]) -> Iterato
         if found["kind"] == "RoleBinding":
             for named in (found["roleRef"], *found.get("subjects", ())):
                 if (named["kind"], named["name"]) not in there:
-                    yield f"{_name(found)}: {named['kind']} {named['name']} is not there"
+                    yield f"{name_of(found)}: {named['kind']} {named['name']} is not there"
 
 
 def _namespaces(objects: Sequence[Object]) -> Iterator[str]:
@@ -58,14 +59,14 @@ def _namespaces(objects: Sequence[Object]) -> Iterator[str]:
     for found in objects:
         space = found["metadata"].get("namespace")
         if found["kind"] != "Namespace" and space not in spaces:
-            yield f"{_name(found)}: namespace {space} is not there"
+            yield f"{name_of(found)}: namespace {space} is not there"
         for subject in found.get("subjects", ()):
             if subject.get("namespace") not in spaces:
-                yield f"{_name(found)}: its subject's namespace is not there"
+                yield f"{name_of(found)}: its subject's namespace is not there"
 
 
 def _twice(objects: Sequence[Object]) -> Iterator[str]:
-    names = [_name(o) for o in objects]
+    names = [name_of(o) for o in objects]
     yield from sorted({f"{n}: is there twice" for n in names if names.count(n) > 1})
 
 
@@ -152,15 +153,15 @@ def _selecting(found: Object, pods: Sequence[tuple[str, Object]]) -> Iterator[st
         wanted = selector if kind == "Service" else selector.get("matchLabels", {})
         met = [t for _, t in pods if wanted.items() <= t["metadata"]["labels"].items()]
         if not met:
-            yield f"{_name(found)}: selects no pod: {wanted}"
+            yield f"{name_of(found)}: selects no pod: {wanted}"
         for port in _asked_ports(found):
             for template in met:
                 if port not in _ports(template):
-                    yield f"{_name(found)}: port {port} is no port of the pods it selects"
+                    yield f"{name_of(found)}: port {port} is no port of the pods it selects"
     if kind in ("Deployment", "StatefulSet"):
         wanted = spec["selector"]["matchLabels"]
         if not wanted.items() <= spec["template"]["metadata"]["labels"].items():
-            yield f"{_name(found)}: its selector does not meet its own pods"
+            yield f"{name_of(found)}: its selector does not meet its own pods"
 
 
 _SELECTORS = ("Service", "PodDisruptionBudget", "PodMonitor")
@@ -206,15 +207,11 @@ def _secret_keys(objects: Sequence[Object]) -> dict[str, list[str]]:
     return found
 
 
-def _name(found: Object) -> str:
-    return f"{found['kind']}/{found['metadata']['name']}"
-
-
 def unlabelled(objects: Sequence[Object]) -> list[str]:
     """Objects and pods without the labels that all of them carry, or with another mesh's."""
     faults, instances = [], set()
     needed = (f"{DOMAIN}/part-of", f"{DOMAIN}/instance")
-    named = [(_name(o), o["metadata"]) for o in objects]
+    named = [(name_of(o), o["metadata"]) for o in objects]
     named += [(f"pods of {n}", t.get("metadata", {})) for n, t in pod_templates(objects)]
     for name, metadata in named:
         labels = metadata.get("labels", {})

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from cluster.parts import Object
+from manifest_checks.kustomize import name_of
 
 KUBERNETES = "1.32"
 
@@ -23,11 +24,11 @@ def built_in(objects: Sequence[Object]) -> list[str]:
     for found in objects:
         template = found.get("spec", {}).get("podTemplate") if isinstance(found, dict) else None
         if "." not in found["apiVersion"].partition("/")[0] or _of_kubernetes(found):
-            faults += _strictly(found, _name(found))
+            faults += _strictly(found, name_of(found))
         elif found["kind"] == "MonarchMesh" and isinstance(template, dict):
             metadata = {"name": found["metadata"]["name"]}
             inner = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": metadata}
-            faults += _strictly({**inner, "template": template}, f"{_name(found)} podTemplate")
+            faults += _strictly({**inner, "template": template}, f"{name_of(found)} podTemplate")
     return faults
 
 
@@ -48,10 +49,10 @@ def custom(objects: Sequence[Object], definitions: Sequence[Mapping[str, Any]]) 
             continue
         schema = known.get((found["apiVersion"], found["kind"]))
         if schema is None:
-            faults.append(f"{_name(found)}: {found['apiVersion']} is defined in no file of crds")
+            faults.append(f"{name_of(found)}: {found['apiVersion']} is defined in no file of crds")
             continue
         for error in Draft202012Validator(schema).iter_errors(found):
-            faults.append(f"{_name(found)}: {error.json_path}: {error.message:.200}")
+            faults.append(f"{name_of(found)}: {error.json_path}: {error.message:.200}")
     return faults
 
 
@@ -85,7 +86,3 @@ def _read_once() -> None:
     from kubernetes_validate import utils
 
     utils.schema_contents = cache(utils.schema_contents)
-
-
-def _name(found: Object) -> str:
-    return f"{found['kind']}/{found['metadata']['name']}"

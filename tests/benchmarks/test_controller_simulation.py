@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.hosts_scaling import LATENCIES, checks, costs_from, suspected
-from cluster.schedule import (
+from benchmarks.controller_simulation import (
+    LATENCIES,
     Costs,
     Events,
     Message,
     Scale,
     Server,
     Task,
-    Together,
-    Wait,
-    Work,
     breaks_at,
+    checks,
+    costs_from,
     doubling,
     grouped,
     reading,
     simulate,
     spreading,
+    suspected,
 )
 from protocols.spec_loading import load_spec
 
@@ -71,12 +71,12 @@ def test_a_server_does_one_thing_at_a_time_in_the_order_of_arrival() -> None:
     events, server, ends = Events(), Server(), {}
 
     def task(name: str, after: float, seconds: float) -> Task:
-        yield Wait(after)
-        yield Work(server, seconds)
+        yield events.now + after
+        yield server.takes(events.now, seconds)
         ends[name] = events.now
 
     def all_of_them() -> Task:
-        yield Together((task("late", 1.0, 1.0), task("first", 0.0, 3.0), task("idle", 9.0, 2.0)))
+        yield [task("late", 1.0, 1.0), task("first", 0.0, 3.0), task("idle", 9.0, 2.0)]
 
     assert events.run(all_of_them()) == 11.0
     assert ends == {"first": 3.0, "late": 4.0, "idle": 11.0}

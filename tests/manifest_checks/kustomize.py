@@ -38,6 +38,11 @@ def targets(tree: Mapping[str, str]) -> list[str]:
     )
 
 
+def name_of(found: Object) -> str:
+    """Name an object as faults do: `Job/controller`."""
+    return f"{found['kind']}/{found['metadata']['name']}"
+
+
 def _include(tree: Mapping[str, str], folder: str, objects: list[Object]) -> None:
     path = f"{folder}/kustomization.yaml"
     if path not in tree:

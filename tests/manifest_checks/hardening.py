@@ -8,7 +8,8 @@ from ipaddress import ip_network
 
 from cluster.mesh import NOT_PUBLIC
 from cluster.parts import DOMAIN, GPU, Object
-from cluster.references import pod_templates
+from manifest_checks.kustomize import name_of
+from manifest_checks.references import pod_templates
 
 MAY = {  # all that any Role here may grant
     "pods": {"get", "list", "watch"},
@@ -20,7 +21,7 @@ def unsafe(objects: Sequence[Object]) -> list[str]:
     """Every such mistake, each a line."""
     faults = [f for name, template in pod_templates(objects) for f in _pod(name, template)]
     for found in objects:
-        name = f"{found['kind']}/{found['metadata']['name']}"
+        name = name_of(found)
         if found["kind"] == "Secret":
             faults.append(f"{name}: a Secret's content does not belong into files")
         if found["kind"] in ("Role", "ClusterRole"):

@@ -1,0 +1,237 @@
+"""Accuracy of cartridges trained on policy: by where training starts, or composed with another's.
+
+    python -m benchmarks.accuracy initialization [MESH] [--seeds 1] [--set key.path=value]...
+    python -m benchmarks.accuracy composition [MESH] [--share 0.5] [--set key.path=value]...
+
+Runs of the mesh's config in this process, of one thread: the same prompts, draws, scores and steps
+as `forge-run` with the same config. `--out` says where the record is written.
+
+initialization: a run for each `cartridge.init` and `train.seed`, and nothing else different. The
+first seed is the config's. Intervals are Wilson's over all questions of all seeds; the same
+questions are asked with every seed, so they are narrower than independent questions would give.
+
+composition: a run without `train.compose` and one with it; then the same held-out questions over
+the document's cartridge alone [A], with the next document's behind [A, B] or before it [B, A]. Keys
+are moved behind one another; `unmoved` leaves them at the positions that they were trained at. The
+documents' own KV are composed as well: what composing costs where nothing was trained. A question
+does not say whose chart it is about: those that B has too, word for word, nobody can answer over
+both, and they stand in rows of their own. Intervals are Wilson's; the questions are the same in all
+rows of a kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from benchmarks.record import arguments, provenance, write
+from learning.batch import Batch
+from learning.decoding import generate
+from learning.initial import Source, Start, initial_bank
+from learning.losses import Teacher
+from learning.model import document_kv, flush_denormals, load_model, load_tokenizer, text_ids
+from learning.prefixes import DocumentCache
+from learning.rotation import composed
+from learning.scoring import prefixes_of, score_kept
+from learning.trainer import CartridgeTrainer
+from protocols.intervals import wilson_interval
+from protocols.learn_spec import Init, LearnSpec
+from protocols.spec_loading import load_spec
+from protocols.types import GenerateRequest, PrefixRef, composed_ref
+from services.evaluation import measure
+from services.roles import trainer_config
+from services.rollouts import as_rollout
+from services.tasks import Exam, Tasks, read_patients
+
+# Of the documents in a ring, starting with the one that is asked about.
+ORDERS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
+    "[A]": lambda ring: ring[:1],
+    "[A, B]": lambda ring: ring[:2],
+    "[B, A]": lambda ring: ring[1::-1],
+}
+
+
+@dataclass(frozen=True)
+class Right:
+    """So many of n questions answered rightly."""
+
+    right: int
+    n: int
+
+
+class Study:
+    """One bank, from where `cartridge.init` starts it."""
+
+    def __init__(self, learn: LearnSpec) -> None:
+        torch.set_num_threads(1)
+        flush_denormals()
+        self._learn = learn
+        self._model = load_model(learn.model.path, learn.model.dtype)
+        patients = read_patients(learn.data)
+        self.tasks = Tasks(learn, patients, load_tokenizer(learn.model.path))
+        documents = self.tasks.documents
+        self.names = sorted(p.id for p in patients)
+        self._cache = DocumentCache(partial(document_kv, self._model), documents, 1 << 30)
+        vocabulary = partial(text_ids, learn.model.path)
+        sources = [Source(n, documents[n], self._cache.get(n), vocabulary) for n in self.names]
+        of = learn.cartridge
+        start = Start(of.init, of.tokens, of.frozen, learn.train.seed)
+        bank = initial_bank(self._model, sources, start)
+        self._trainer = CartridgeTrainer(self._model, bank, trainer_config(learn))
+
+    def train(self, steps: int) -> list[float]:
+        """doc_kl of every step."""
+        trainer, learn = self._trainer, self._learn
+        top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
+        trainer.begin("on_policy", steps)
+        kls = []
+        for step in range(steps):
+            prompts = self.tasks.rollout(step, trainer.version)
+            done = generate(
+                self._model, [p.request for p in prompts], self.prefix, self.tasks.end_ids
+            )
+            samples = as_rollout(step, prompts, done, 0.0, 0.0, offline=False).samples
+            scored = score_kept(
+                self._model, samples, prefixes_of(samples, self._cache), learn.train.row_tokens, top
+            )
+            batch = Batch(doc=samples, doc_teacher=Teacher(**scored))
+            kls.append(trainer.step_on(batch, trainer.version).kl)
+        return kls
+
+    def prefix(self, ref: PrefixRef) -> Tensor:
+        """What stands before a prompt, as a generator looks it up."""
+        return composed(self._model, [self._single(part.name) for part in ref.parts])
+
+    def unmoved(self, ref: PrefixRef) -> Tensor:
+        """The same prefixes with their keys where they were trained, one over the other."""
+        return torch.cat([self._single(part.name) for part in ref.parts], dim=3)
+
+    def ask(self, exams: list[Exam], requests: list[GenerateRequest], moved: bool = True) -> Right:
+        """Requests are over `moved` compositions, or over `unmoved` ones."""
+        lookup = self.prefix if moved else self.unmoved
+        done = generate(self._model, requests, lookup, self.tasks.end_ids)
+        found = measure(exams, [self.tasks.decode(c.token_ids) for c in done])
+        return Right(round(found["accuracy"] * found["n"]), found["n"])
+
+    def examined(self) -> Right:
+        """The held-out questions, each over its own cartridge."""
+        exams = self.tasks.exams
+        return self.ask(exams, self.tasks.exam_requests(exams, "bench", "cartridge", 0, False))
+
+    def _single(self, name: str) -> Tensor:
+        kind, _, document = name.partition("/")
+        if kind == "document":
+            return self._cache.get(document)
+        bank = self._trainer.bank
+        return bank.kv([document])[0].detach().to(self._model.dtype)
+
+
+def share(found: list[Right]) -> str:
+    """`63.1% (58.2% to 67.7%)` of the answers of all runs."""
+    right, n = sum(f.right for f in found), sum(f.n for f in found)
+    low, high = wilson_interval(right, n)
+    return f"{right / n:.1%} ({low:.1%} to {high:.1%})"
+
+
+def told(*cells: str) -> list[str]:
+    """Print a row of a Markdown table."""
+    print("| " + " | ".join(cells) + " |", flush=True)
+    return list(cells)
+
+
+def started(mesh: str, sets: list[str], init: str, seed: int) -> dict[str, Any]:
+    """Right answers before and after, and doc_kl of the first and the last step."""
+    sets = [*sets, f"cartridge.init={init}", f"train.seed={seed}"]
+    learn = load_spec(mesh, sets=sets).spec.learn
+    study = Study(learn)
+    untrained = study.examined()
+    kls = study.train(learn.train.steps)
+    return {
+        "init": init, "seed": seed, "untrained": untrained, "trained": study.examined(),
+        "first_kl": kls[0], "last_kl": fmean(kls[-5:]),
+    }  # fmt: skip
+
+
+def initialization(options: argparse.Namespace) -> Iterator[Any]:
+    """A row for each start; yields its runs."""
+    print("| init | untrained | trained | doc_kl, first step | last five |\n|---|---|---|---|---|")
+    first = load_spec(options.mesh, sets=options.set).spec.learn.train.seed
+    for init in get_args(Init):
+        seeds = range(first, first + options.seeds)
+        runs = [started(options.mesh, options.set, init, seed) for seed in seeds]
+        arms = (share([run[arm] for run in runs]) for arm in ("untrained", "trained"))
+        ends = (f"{fmean(run[end] for run in runs):.3f}" for end in ("first_kl", "last_kl"))
+        told(init, *arms, *ends)
+        for run in runs:
+            yield {**run, **{arm: vars(run[arm]) for arm in ("untrained", "trained")}}
+
+
+def asked(study: Study, exams: list[Exam], kind: str, order: str, moved: bool) -> str:
+    """Right answers over one order of prefixes of a kind, "cartridge" or "document"."""
+    requests = []
+    plain = study.tasks.exam_requests(exams, "bench", kind, 0, False)
+    for exam, request in zip(exams, plain, strict=True):
+        first = study.names.index(exam.question.patient)
+        ring = [*study.names[first:], *study.names[:first]]
+        prefix = composed_ref([PrefixRef(f"{kind}/{name}", 0) for name in ORDERS[order](ring)])
+        requests.append(replace(request, prefix=prefix))
+    return share([study.ask(exams, requests, moved)])
+
+
+def by_owner(study: Study) -> dict[str, list[Exam]]:
+    """The questions that B, the next document, does not have, and those that it has too."""
+    names, patients = study.names, study.tasks.patients
+    following = dict(zip(names, [*names[1:], names[0]], strict=True))
+    texts = {name: {q.text for q in patients[name].questions} for name in names}
+    found: dict[str, list[Exam]] = {"A's alone": [], "B's too": []}
+    for exam in study.tasks.exams:
+        both = exam.question.text in texts[following[exam.question.patient]]
+        found["B's too" if both else "A's alone"].append(exam)
+    return found
+
+
+def rows(study: Study, name: str, kind: str) -> Iterator[list[str]]:
+    """A row for each kind of question, with keys moved and unmoved."""
+    for whose, exams in by_owner(study).items():
+        for moved in (True, False):
+            cells = [
+                asked(study, exams, kind, order, moved) if moved or order != "[A]" else ""
+                for order in ORDERS
+            ]
+            yield told(name if moved else f"{name}, unmoved", f"{whose}, {len(exams)}", *cells)
+
+
+def composition(options: argparse.Namespace) -> Iterator[Any]:
+    print("| | questions | " + " | ".join(ORDERS) + " |\n|" + "---|" * (len(ORDERS) + 2))
+    for compose in (0.0, options.share):
+        sets = [*options.set, f"train.compose={compose}"]
+        learn = load_spec(options.mesh, sets=sets).spec.learn
+        study = Study(learn)
+        if not compose:
+            yield from rows(study, "documents, whole", "document")
+        study.train(learn.train.steps)
+        yield from rows(study, f"trained, compose {compose:g}", "cartridge")
+
+
+def main() -> None:
+    kinds = {"initialization": initialization, "composition": composition}
+    parser = arguments(__doc__, "accuracy")
+    parser.add_argument("of", choices=kinds)
+    parser.add_argument("mesh", nargs="?", default="meshes/longhealth.yaml")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--share", type=float, default=0.5)
+    parser.add_argument("--set", action="append", default=[])
+    options = parser.parse_args()
+    origin = provenance("accuracy", vars(options))
+    write(options.out, origin, {}, list(kinds[options.of](options)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,577 @@
+"""From 1 to 1,000 hosts: what one controller and one tensor store would bear, simulated.
+
+    python -m benchmarks.controller_simulation [meshes/longhealth_3b.yaml] [--set KEY=VALUE]...
+        [--replicas 8] [--byte-rate 3e9] [--latencies benchmarks/controller_latency.json]
+
+    watch      every heartbeat_s: a pass over the replicas, then a beat of each
+    step       rollout -> score -> train -> publish -> record
+    a message  its sender's share of the loop, the way there and back, the answer's share
+
+The controller's event loop and each store serve one thing at a time, first come first served; all
+else only waits. Costs are those that benchmarks.controller_latency measured; model times are the
+plan's roofline of one step on A100s. Times are seconds.
+
+Every host has `--replicas` generators and gets as many prompts as the mesh file gives each of its
+own, so a step's model time stays as it is: teachers and trainer are taken to grow along, which they
+do not yet, and `one trainer` says what the one there is would take. `--byte-rate` puts the store on
+a faster link than was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from forge_run.figures import bytes_text, seconds_text
+from forge_run.plan import step_workload
+from forge_run.roofline import A100
+from protocols.errors import SpecError
+from protocols.spec import RunSpec
+from protocols.spec_loading import load_spec
+
+MESH = "meshes/longhealth_3b.yaml"
+LATENCIES = Path(__file__).with_name("controller_latency.json")
+MOST_HOSTS = 1000
+LOOP_LIMIT = 0.5  # of the loop: beyond it what waits for it grows fast
+SHARE_LIMIT = 0.1  # of the step's model time
+PARTS = 16  # of a fan-out that are followed one by one: more are followed in groups
+HORIZON = 20.0  # seconds of a publish's transfers that are followed; the rest is more of the same
+OVERLOAD = 5.0  # seconds of work that lie before a server after HORIZON of the watch alone
+
+# A task yields the time at which it goes on, or tasks of which it awaits the end.
+Task = Generator["float | list[Task]", None, None]
+
+
+@dataclass
+class Server:
+    """Does one thing at a time, in the order of arrival."""
+
+    free: float = 0.0
+    busy: float = 0.0
+
+    def takes(self, now: float, seconds: float) -> float:
+        """When work that arrives now is done."""
+        self.free = max(now, self.free) + seconds
+        self.busy += seconds
+        return self.free
+
+
+class Events:
+    """Runs tasks in the order of time; those of one time in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Task, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def begin(self, task: Task, at: float = 0.0, then: Callable[[], None] = lambda: None) -> None:
+        """Go on with a task `at` a time, or now where that is past; call `then` at its end."""
+        heapq.heappush(self._due, (max(at, self.now), next(self._order), task, then))
+
+    def run(self, task: Task) -> float:
+        """Until this task has ended, whatever else goes on; returns when that was."""
+        over: list[float] = []
+        self.begin(task, then=lambda: over.append(self.now))
+        while not over:
+            self.now, _, current, then = heapq.heappop(self._due)
+            self._resume(current, then)
+        return over[0]
+
+    def _resume(self, task: Task, then: Callable[[], None]) -> None:
+        try:
+            asked = next(task)
+        except StopIteration:
+            then()
+            return
+        if not isinstance(asked, list):
+            self.begin(task, asked, then)
+            return
+        left = len(asked)
+
+        def one_less() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self.begin(task, then=then)
+
+        for awaited in asked:
+            self.begin(awaited, then=one_less)
+
+
+@dataclass(frozen=True)
+class Message:
+    """Seconds on the loop to send one, and to hear its answer."""
+
+    send: float
+    receive: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured, in seconds: on the loop, but for `wire`, `trip`, `start_host` and the store's.
+
+    `wire` is what Monarch's own threads take for a message and its answer, taken as one thread.
+    `seat`, `look` and `status` are for each replica of the pool: of every request's choice, of
+    every heartbeat, of the look once a second. `start` is the loop's share of a process's start,
+    `start_host` what its host takes. A store takes `store_fixed + bytes * store_byte` for a get.
+    """
+
+    beat: Message
+    request: Message
+    update: Message
+    tick: float
+    look: float
+    seat: float
+    status: float
+    event: float
+    span: float
+    wire: float
+    trip: float
+    start: float
+    start_host: float
+    store_fixed: float
+    store_byte: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A mesh of `hosts`, each with `replicas` readers of the cartridges, and its step's model time.
+
+    What shards it: one beat a host in place of one a process, one get a host, `stores` that share
+    the readers, `relays`: hosts pass on what they got, `kept_seats`: a request need not look at
+    every replica, `controllers` that share the replicas.
+    """
+
+    hosts: int
+    replicas: int
+    rollout: float
+    score: float
+    train: float
+    published: int  # bytes
+    heartbeat_s: float = 0.5
+    beat_per_host: bool = False
+    get_per_host: bool = False
+    stores: int = 1
+    relays: bool = False
+    kept_seats: bool = False
+    controllers: int = 1
+
+    @property
+    def readers(self) -> int:
+        return self.hosts * self.replicas
+
+    @property
+    def compute(self) -> float:
+        return self.rollout + self.score + self.train
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one step in the long run. A server's share is its busy time over all;
+    `silence` is the longest that a replica in good health seemed silent to a pass that judges."""
+
+    step: float
+    dispatch: float
+    publish: float
+    loop_share: float
+    wire_share: float
+    store_share: float
+    silence: float
+    late_passes: float
+    start: float
+
+    def overhead(self, scale: Scale) -> float:
+        """The share of a step that no model computes."""
+        return 1 - scale.compute / self.step
+
+
+class _Mesh:
+    """One simulated controller with its share of the replicas. `followed` is the share of a
+    publish's transfers that is simulated."""
+
+    def __init__(self, scale: Scale, costs: Costs, followed: float = 1.0) -> None:
+        self.scale, self.costs, self.followed = scale, costs, followed
+        self.events, self.loop, self.wire = Events(), Server(), Server()
+        self.stores = [Server() for _ in range(scale.stores)]
+        self.replicas = math.ceil(scale.readers / scale.controllers)
+        self.heard: list[float] = []
+        self.silence = 0.0
+        self.passes = self.late = 0
+        self.publishes: list[float] = []
+        self.dispatches: list[float] = []
+
+    def run(self, task: Task) -> float:
+        self.events.begin(self._watch())
+        self.events.begin(self._looks())
+        return self.events.run(task)
+
+    def rest(self, seconds: float) -> Task:
+        yield self.events.now + seconds
+
+    def steps(self, count: int) -> Task:
+        scale, costs = self.scale, self.costs
+        one = Message(costs.request.send, costs.request.receive + costs.span)
+        seen = 0 if scale.kept_seats else self.replicas
+        many = replace(one, send=one.send + seen * costs.seat)
+        update = Message(costs.update.send, costs.update.receive + costs.span)
+        for _ in range(count):
+            begun = self.events.now
+            yield self._fan(many, lambda group, size: self.rest(scale.rollout))
+            self.dispatches.append(self.events.now - begun - scale.rollout)
+            yield self._fan(one, lambda group, size: self.rest(scale.score), 1)
+            yield self._fan(one, lambda group, size: self.rest(scale.train), 1)
+            begun = self.events.now
+            yield self._fan(one, lambda group, size: self._spread(), 1)
+            yield self._fan(update, self._read)
+            self.publishes.append(self.events.now - begun)
+            yield self._on(self.loop, costs.event)
+
+    def _on(self, server: Server, seconds: float) -> float:
+        return server.takes(self.events.now, seconds)
+
+    def _watch(self) -> Task:
+        costs, scale = self.costs, self.scale
+        beats = math.ceil(scale.hosts / scale.controllers) if scale.beat_per_host else self.replicas
+        groups = grouped(beats)
+        self.heard = [0.0] * len(groups)
+        due = 0.0
+        while True:
+            yield self._on(self.loop, 0.0)  # it wakes when the loop comes to it
+            late = self.events.now - due > scale.heartbeat_s  # then the service judges nobody
+            self.passes += 1
+            self.late += late
+            if not late:
+                self.silence = max(self.silence, self.events.now - min(self.heard))
+            yield self._on(self.loop, costs.tick + self.replicas * costs.look)
+            for i, count in enumerate(groups):
+                self.events.begin(self._beat(i, count))
+            due = self.events.now + scale.heartbeat_s
+            yield due
+
+    def _beat(self, group: int, count: int) -> Task:
+        yield from self._ask(self.costs.beat, count, ())
+        self.heard[group] = self.events.now
+
+    def _looks(self) -> Task:
+        while True:
+            yield self.events.now + 1.0
+            yield self._on(self.loop, self.replicas * self.costs.status)
+
+    def _fan(
+        self, message: Message, meanwhile: Callable[[int, int], Task], count: int | None = None
+    ) -> list[Task]:
+        """So many messages at once, and all their answers."""
+        groups = grouped(self.replicas if count is None else count)
+        return [self._ask(message, n, meanwhile(group, n)) for group, n in enumerate(groups)]
+
+    def _ask(self, message: Message, count: int, meanwhile: Iterable[float | list[Task]]) -> Task:
+        yield self._on(self.loop, count * message.send)
+        yield self._on(self.wire, count * self.costs.wire)
+        yield self.events.now + self.costs.trip
+        yield from meanwhile
+        yield self._on(self.loop, count * message.receive)
+
+    def _spread(self) -> Task:
+        yield self._on(self.stores[0], self.followed * spreading(self.scale, self.costs))
+
+    def _read(self, group: int, count: int) -> Task:
+        """So many replicas get what was published."""
+        seconds = self.followed * reading(self.scale, self.costs)
+        if self.scale.relays:
+            yield self.events.now + seconds
+        else:
+            here = count * self.scale.stores / self.replicas  # of one store's readers
+            yield self._on(self.stores[group % len(self.stores)], here * seconds)
+
+
+def _one_get(scale: Scale, costs: Costs) -> float:
+    return costs.store_fixed + scale.published * costs.store_byte
+
+
+def spreading(scale: Scale, costs: Costs) -> float:
+    """Seconds of the trainer's put and its copies to the other stores: each round doubles them."""
+    return (1 + math.ceil(math.log2(scale.stores))) * _one_get(scale, costs)
+
+
+def reading(scale: Scale, costs: Costs) -> float:
+    """Seconds until every reader has what lies in the stores: in turn, or in rounds that double
+    the hosts that have it."""
+    if scale.relays:
+        return math.ceil(math.log2(scale.hosts + 1)) * _one_get(scale, costs)
+    gets = scale.hosts if scale.get_per_host else scale.readers
+    return gets / scale.stores * _one_get(scale, costs)
+
+
+def grouped(count: int) -> list[int]:
+    """`count` as at most PARTS sizes, as equal as can be: `20 -> [2, 2, 2, 2, 1, ...]`."""
+    parts = min(count, PARTS)
+    return [count // parts + (i < count % parts) for i in range(parts)] if parts else []
+
+
+def simulate(scale: Scale, costs: Costs, steps: int = 2) -> Outcome:
+    """The mesh at work for so many steps. The same every time: nothing is drawn.
+
+    Where the watch alone is more than can be served, no step ends: `step` is infinite.
+    """
+    alone = _Mesh(scale, costs)  # nothing but the watch
+    watched = alone.run(alone.rest(HORIZON))
+    start = alone.replicas * costs.start + scale.replicas * costs.start_host
+    if max(alone.loop.free, alone.wire.free) > watched + OVERLOAD:
+        return Outcome(
+            step=math.inf, dispatch=math.inf, publish=math.inf,
+            loop_share=min(1.0, alone.loop.busy / watched),
+            wire_share=min(1.0, alone.wire.busy / watched),
+            store_share=0.0, silence=math.inf, late_passes=alone.late / alone.passes, start=start,
+        )  # fmt: skip
+    transfer = spreading(scale, costs) + reading(scale, costs)
+    mesh = _Mesh(scale, costs, followed=min(1.0, HORIZON / transfer) if transfer else 1.0)
+    seconds = mesh.run(mesh.steps(steps))
+    beyond = (1 - mesh.followed) * transfer * steps  # nothing but the watch goes on then
+    whole = seconds + beyond
+    return Outcome(
+        step=whole / steps,
+        dispatch=mesh.dispatches[-1],
+        publish=mesh.publishes[-1] + beyond / steps,
+        loop_share=min(1.0, (mesh.loop.busy + alone.loop.busy * beyond / watched) / whole),
+        wire_share=min(1.0, (mesh.wire.busy + alone.wire.busy * beyond / watched) / whole),
+        store_share=min(1.0, (max(s.busy for s in mesh.stores) + beyond) / whole),
+        silence=mesh.silence,
+        late_passes=mesh.late / mesh.passes,
+        start=start,
+    )
+
+
+def breaks_at(broken: Callable[[int], bool], most: int) -> int | None:
+    """The fewest hosts at which a limit is broken, up to `most`; None where it holds. A limit that
+    is broken stays broken with more hosts."""
+    if not broken(most):
+        return None
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if broken(middle) else (middle, high)
+    return high
+
+
+def doubling(most: int) -> Iterable[int]:
+    """1, 2, 4, ... and `most` itself."""
+    yield from itertools.takewhile(lambda n: n < most, (2**i for i in itertools.count()))
+    yield most
+
+
+# What a mesh may outgrow, and whether an outcome has.
+LIMITS: Mapping[str, Callable[[Scale, Outcome, RunSpec], bool]] = {
+    "publish > 10%": lambda s, o, _: o.publish > SHARE_LIMIT * s.compute,
+    "requests > 10%": lambda s, o, _: o.dispatch > SHARE_LIMIT * s.compute,
+    "Monarch > 50%": lambda s, o, _: o.wire_share > LOOP_LIMIT,
+    "loop > 50%": lambda s, o, _: o.loop_share > LOOP_LIMIT,
+    "healthy are suspected": lambda s, o, m: o.silence > suspected(s, m),
+    "start > spawn_timeout_s": lambda s, o, m: o.start > m.mesh.spawn_timeout_s,
+    "too late to judge": lambda s, o, _: o.late_passes > 0.5,
+}
+_PASSED_ON = {"relays": True, "kept_seats": True, "beat_per_host": True}
+REMEDIES: Mapping[str, Mapping[str, Any]] = {
+    "as it is": {},
+    "4 stores": {"stores": 4},
+    "one get a host": {"get_per_host": True},
+    "hosts pass it on": {"relays": True},
+    "kept seats": {"kept_seats": True},
+    "heartbeat 5 s, suspicion 20 s": {"heartbeat_s": 5.0},
+    "one beat a host": {"beat_per_host": True},
+    "8 controllers": {"controllers": 8},
+    "passed on, kept seats, one beat a host": _PASSED_ON,
+    "all of it": _PASSED_ON | {"controllers": 8},
+}
+
+
+def suspected(scale: Scale, spec: RunSpec) -> float:
+    """Silence that is doubted, seconds: it is raised with the heartbeat."""
+    health = spec.mesh.health
+    return health.suspect_after_s * scale.heartbeat_s / health.heartbeat_s
+
+
+def costs_from(measured: Mapping[str, Any], byte_rate: float | None = None) -> Costs:
+    """Measured latencies as the simulation's costs: those of the most replicas measured."""
+    last = {name: rows[-1] for name, rows in measured.items() if isinstance(rows, list)}
+
+    def message(name: str) -> Message:
+        return Message(last[name]["send_s"], last[name]["receive_s"])
+
+    alone, most, look = measured["calls"][0], last["calls"], last["looks"]
+    small, large = measured["store"][0], last["store"]
+    of_four = (large["get_4_s"] - small["get_4_s"]) / (large["bytes"] - small["bytes"]) / 4
+    return Costs(
+        beat=message("beats"),
+        request=message("routes"),
+        update=message("updates"),
+        tick=measured["idle_s"],
+        look=look["settled_s"] / look["replicas"],
+        seat=last["seats"]["loop_s"] / last["seats"]["replicas"],
+        status=look["status_s"] / look["replicas"],
+        event=measured["records"]["event_s"],
+        span=measured["records"]["span_s"],
+        wire=max(0.0, most["process_s"] - most["send_s"] - most["receive_s"]),
+        trip=max(0.0, alone["wall_s"] - alone["send_s"] - alone["receive_s"]),
+        start=last["starts"]["loop_s"] / last["starts"]["processes"],
+        start_host=last["starts"]["wall_s"] / last["starts"]["processes"],
+        store_fixed=small["get_4_s"] / 4,
+        store_byte=of_four if byte_rate is None else 1 / byte_rate,
+    )
+
+
+def scale_of(spec: RunSpec, replicas: int) -> Scale:
+    """One host of this mesh. Raises SpecError where the plan has no roofline for it."""
+    phases = {low.name: low for low, _ in step_workload(spec)}
+    if not phases:
+        raise SpecError(
+            f"{spec.mesh.name} has no roofline to take a step's model time from; choose a mesh of "
+            "document distillation whose model's shape and data.document_tokens are known"
+        )
+    return Scale(
+        hosts=1,
+        replicas=replicas,
+        rollout=phases["rollout"].seconds(A100),
+        score=phases["teacher"].seconds(A100),
+        train=phases["student"].seconds(A100),
+        published=round(phases["publish"].bytes),
+        heartbeat_s=spec.mesh.health.heartbeat_s,
+    )
+
+
+def row(scale: Scale, costs: Costs) -> dict[str, Any]:
+    """What is shown of one number of hosts."""
+    outcome = simulate(scale, costs)
+    return {
+        "hosts": scale.hosts,
+        "replicas": scale.readers,
+        "step_s": outcome.step,
+        "overhead": outcome.overhead(scale),
+        "publish_s": outcome.publish,
+        "store": outcome.store_share,
+        "loop": outcome.loop_share,
+        "wire": outcome.wire_share,
+        "silence_s": outcome.silence,
+        "requests_s": outcome.dispatch,
+        "late": outcome.late_passes,
+        "start_s": outcome.start,
+        "one_trainer_s": scale.hosts * scale.train,
+    }
+
+
+def limits(spec: RunSpec, scale: Scale, costs: Costs, most: int = MOST_HOSTS) -> dict[str, Any]:
+    """The fewest hosts at which each limit breaks, for every remedy; None where it holds."""
+    outcome = cache(lambda grown: simulate(grown, costs))
+
+    def first(limit: str, remedy: Mapping[str, Any]) -> int | None:
+        def broken(hosts: int) -> bool:
+            grown = replace(scale, hosts=hosts, **remedy)
+            found = outcome(grown)
+            # Beyond the last step that ends, every limit is.
+            return not math.isfinite(found.step) or LIMITS[limit](grown, found, spec)
+
+        return breaks_at(broken, most)
+
+    return {
+        name: {limit: first(limit, remedy) for limit in LIMITS} for name, remedy in REMEDIES.items()
+    }
+
+
+def checks(measured: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Simulated over measured, of a real service on one machine: the ratio is 1 where it is right.
+
+    There replicas and controller share the cores: a message costs all of them `wall_s`.
+    """
+    calls = measured["calls"][-1]
+    costs = replace(costs_from(measured), wire=calls["wall_s"] / calls["replicas"], span=0.0)
+    # An update without a store: what it costs is the messages.
+    still = replace(costs, store_fixed=0.0, store_byte=0.0)
+    rows = []
+    for real in measured["checks"]:
+        n, beat = real["replicas"], real["heartbeat_s"]
+        idle = Scale(n, 1, rollout=4.0, score=0, train=0, published=0, heartbeat_s=beat)
+        quiet = replace(idle, rollout=0.0, heartbeat_s=1e6)
+        done = simulate(quiet, still, steps=1)
+        update = done.publish - simulate(replace(quiet, hosts=1), still, 1).publish / 2
+        rows.append(
+            {
+                "replicas": n,
+                "loop": simulate(idle, costs, steps=1).loop_share / real["loop_share"],
+                "split": done.dispatch / real["split_s"],
+                "update": update / real["update_s"],
+            }
+        )
+    return rows
+
+
+def text(
+    scale: Scale, rows: Sequence[Mapping[str, Any]], broken: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """The figures as Markdown tables."""
+    each = bytes_text(scale.published)
+    lines = [
+        f"{scale.replicas} generators a host; model time {seconds_text(scale.compute)} a step; "
+        f"{each} published to each",
+        "",
+        "| hosts | step | overhead | publish | requests | store | loop | Monarch | silence |"
+        " start | one trainer |",
+        "|" + "---|" * 11,
+    ]
+    for r in rows:
+        cells = (
+            f"{r['hosts']:,}", _shown(r["step_s"]), f"{r['overhead']:.0%}",
+            _shown(r["publish_s"]), _shown(r["requests_s"]), f"{r['store']:.0%}",
+            f"{r['loop']:.1%}", f"{r['wire']:.0%}", _shown(r["silence_s"]),
+            seconds_text(r["start_s"]), seconds_text(r["one_trainer_s"]),
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "| breaks at hosts | " + " | ".join(LIMITS) + " |",
+        "|" + "---|" * (1 + len(LIMITS)),
+    ]
+    for remedy, at in broken.items():
+        shown = ("holds" if at[name] is None else f"{at[name]:,}" for name in LIMITS)
+        lines.append(f"| {remedy} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def _shown(seconds: float) -> str:
+    return seconds_text(seconds) if math.isfinite(seconds) else "never"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mesh", nargs="?", default=MESH)
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--replicas", type=int, default=8, help="generators a host")
+    parser.add_argument(
+        "--byte-rate", type=float, help="bytes/s of the store, in place of measured"
+    )
+    parser.add_argument("--latencies", type=Path, default=LATENCIES)
+    parser.add_argument("--out", type=Path, help="the same figures as JSON")
+    options = parser.parse_args()
+    measured = json.loads(options.latencies.read_bytes())
+    spec = load_spec(options.mesh, sets=options.sets).spec
+    scale, costs = scale_of(spec, options.replicas), costs_from(measured, options.byte_rate)
+    rows = [row(replace(scale, hosts=hosts), costs) for hosts in doubling(MOST_HOSTS)]
+    broken, ratios = limits(spec, scale, costs), checks(measured)
+    print(f"costs: {options.latencies.name}, {measured['device']}, {measured['commit'][:12]}")
+    print(text(scale, rows, broken))
+    print("\nsimulated over measured, one machine:")
+    for found in ratios:
+        print("  " + ", ".join(f"{name} {value:.2f}" for name, value in found.items()))
+    if options.out:
+        figures = {"rows": rows, "breaks_at": broken, "checks": ratios}
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
