@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from forge_run.roofline import Device
+from forge_run.plan.roofline import Device
 
 
 def synchronize(device: torch.device) -> None:

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from benchmarks.ceilings import synchronize
 from benchmarks.counting import Count, counted
 from benchmarks.record import ROOT
-from forge_run import roofline
-from forge_run.roofline import Phase, Workload
+from forge_run.plan import roofline
+from forge_run.plan.roofline import Phase, Workload
 from learning.attention import DecodeCache, PrefixContext, register
 from learning.batch import Batch
 from learning.batching import pack, response_logits

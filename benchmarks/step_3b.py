@@ -6,10 +6,10 @@
 
 Random weights; 8 prompts of 200 tokens, each answered with 512, about a document of 12,000, over a
 cartridge of 2,048. The phases are learning's own functions (benchmarks.phases). A bound takes a
-phase's FLOPs and bytes (forge_run.roofline) at the ceilings that this device reached just before. A
-phase that fails is printed with its error, the others go on over drawn tokens, and the exit code is
-1. Where the student runs out of memory: `--micro-tokens 2848`. On a GPU the first step compiles
-attention, and is not measured.
+phase's FLOPs and bytes (forge_run.plan.roofline) at the ceilings that this device reached just
+before. A phase that fails is printed with its error, the others go on over drawn tokens, and the
+exit code is 1. Where the student runs out of memory: `--micro-tokens 2848`. On a GPU the first step
+compiles attention, and is not measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.ceilings import measured, seconds
 from benchmarks.phases import PHASES, SETTINGS, Setting, Step, bounds
 from benchmarks.record import arguments, provenance, write
 from forge_run.figures import bytes_text, count_text, seconds_text
-from forge_run.roofline import A100, EXPLICIT, H200, Device
+from forge_run.plan.roofline import A100, EXPLICIT, H200, Device
 from learning.model import flush_denormals
 from services.shared_memory import SharedMemoryPlane
 

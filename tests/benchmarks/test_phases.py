@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.ceilings import measured
 from benchmarks.phases import PHASES, SETTINGS, Setting, Step
 from benchmarks.step_3b import measure, published_bound
-from forge_run.roofline import Device, Workload
+from forge_run.plan.roofline import Device, Workload
 from protocols.learn_spec import ShapeSpec
 from protocols.types import Packet
 from services.packing import pack, unpack
