@@ -9,13 +9,14 @@ A run without episodes has neither section.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from html import escape
 from typing import TYPE_CHECKING
 
 from forge_run.display import number
-from forge_run.page import HUES, PAINT, Row, curve, figure, section, table
+from forge_run.figures import Section
+from forge_run.report.plots import PAINT, curve, hue, plot, share_axes
+from forge_run.report.template import Block, Row
 from protocols.records import TRAINED_ARMS
 
 if TYPE_CHECKING:
@@ -25,67 +26,65 @@ WINDOW = 10  # steps of a trailing mean at most, and a quarter of the run's at m
 ERROR = "error/"  # of a row's episodes: turns that met that kind
 OWN_COLUMNS = ("weight", "value", "count", "grad_norm")  # of a channel; the others are its facts
 PANEL = 1.3  # inches that one row of small multiples is high
+HEADS = ("channel", "weight", "value", "denominator", "facts")
+LINES = dict(zip(TRAINED_ARMS, ("-", "--"), strict=True))
 
 
-def rewards(metrics: Sequence[Row]) -> str:
-    """What the episodes came to; "" without any."""
+def rewards(metrics: Sequence[Row]) -> list[Block]:
+    """Show what the episodes came to; nothing without any."""
     rows = [row for row in metrics if row.get("episodes")]
     if not rows:
-        return ""
-    figures = []
+        return []
+    plots = []
     if any("reward" in row["episodes"] for row in rows):
         title = "Mean reward of a step's episodes"
-        figures.append(figure(title, _reward_note(rows), partial(_draw_rewards, rows=rows)))
+        plots.append(plot(title, _reward_note(rows), partial(_draw_rewards, rows=rows)))
     if kinds := _kinds(rows):
         draw = partial(_draw_errors, rows=rows, kinds=kinds)
         met = {kind: sum(row["episodes"].get(ERROR + kind, 0) for row in rows) for kind in kinds}
         turns = sum(row["episodes"]["turns"] for row in rows)
         note = "; ".join(f"{kind}: {n:,} of {turns:,} turns" for kind, n in met.items())
-        figures.append(figure("Turns that met an error", f"{note}.", draw))
-    if not figures:  # every environment died before it said anything
-        episodes = sum(row["episodes"]["count"] for row in rows)
-        return section("Rewards", f"<p>None of {episodes:,} episodes could be judged.</p>")
-    return section("Rewards", f'<div class="plots">\n{"".join(figures)}</div>')
+        plots.append(plot("Turns that met an error", f"{note}.", draw))
+    if plots:
+        return [("plots", plots)]
+    # Every environment died before it said anything.
+    episodes = sum(row["episodes"]["count"] for row in rows)
+    return [("text", f"None of {episodes:,} episodes could be judged.")]
 
 
-def channels(metrics: Sequence[Row]) -> str:
-    """Every channel over the steps, and as it was last."""
+def channels(metrics: Sequence[Row]) -> list[Block]:
+    """Show every channel over the steps, and as it was last."""
     rows = [row for row in metrics if row.get("channels")]
     if not rows:
-        return ""
+        return []
     names = _names(row["channels"] for row in rows)
-    figures = [
-        figure(
-            "Value of each channel",
-            "Each over its own denominator, before its weight; where that is 0, nothing is drawn.",
-            partial(_draw_values, rows=rows, names=names),
-            height=_height(len(names)),
-        )
-    ]
+    title = "Value of each channel"
+    note = "Each over its own denominator, before its weight; where that is 0, nothing is drawn."
+    draw = partial(_draw_panels, rows=rows, names=names, value=_value)
+    plots = [plot(title, note, draw, _height(names))]
     if pairs := _names(row.get("cosines") or {} for row in rows):
         title = "Cosines between the channels' gradients"
         note = "Below 0 two channels pull against each other."
-        draw = partial(_draw_cosines, rows=rows, pairs=pairs)
-        figures.append(figure(title, note, draw, height=_height(len(pairs))))
-    body = f'<div class="plots">\n{"".join(figures)}</div>'
-    return section("Channels", f"{body}\n{_tables(rows, names)}")
+        draw = partial(_draw_panels, rows=rows, names=pairs, value=_cosine, signed=True)
+        plots.append(plot(title, note, draw, _height(pairs)))
+    return [("plots", plots), *_tables(rows, names)]
 
 
-def _tables(rows: Sequence[Row], names: Sequence[str]) -> str:
+def _tables(rows: Sequence[Row], names: Sequence[str]) -> Iterable[Block]:
     """The channels of each arm's last step, and its last comparison of their gradients."""
-    parts = []
     for arm in TRAINED_ARMS:
         of_arm = [row for row in rows if row["arm"] == arm]
         if not of_arm:
             continue
         last, compared = of_arm[-1], [row for row in of_arm if _norms(row)]
         at = f"{arm}, step {last['step']}"
-        heads = ("channel", "weight", "value", "denominator", "facts")
-        lines = [_cells(name, last["channels"].get(name)) for name in names]
-        parts += [f"<h3>{escape(at)}</h3>", table(f"Channels, {at}", heads, lines)]
+        lines = tuple(_cells(name, last["channels"].get(name)) for name in names)
+        yield "heading", at
+        yield "table", Section(f"Channels, {at}", HEADS, lines)
         if compared:
-            parts.append(_gradients(arm, compared[-1]))
-    return "\n".join(parts)
+            told = _gradients(arm, compared[-1])
+            yield "soft", f"{told.title}."
+            yield "table", told
 
 
 def _norms(row: Row) -> dict[str, float]:
@@ -105,9 +104,8 @@ def _cells(name: str, facts: Row | None) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _gradients(arm: str, row: Row) -> str:
+def _gradients(arm: str, row: Row) -> Section:
     """Norms and cosines of one step, a row for each channel that had a gradient."""
-    at = f"Gradients of {arm}, step {row['step']}"
     norms, cosines = _norms(row), row.get("cosines") or {}
     lines = []
     for one in norms:
@@ -115,7 +113,7 @@ def _gradients(arm: str, row: Row) -> str:
         told = [number(cosine, "+.2f") for cosine in of_one]
         lines.append((one, number(norms[one], ".3g"), *told))
     heads = ("channel", "norm", *(f"cosine to {name}" for name in norms))
-    return f'<p class="soft">{escape(at)}.</p>\n{table(at, heads, lines)}'
+    return Section(f"Gradients of {arm}, step {row['step']}", heads, tuple(lines))
 
 
 def _names(mappings: Iterable[Row]) -> list[str]:
@@ -156,61 +154,53 @@ def _draw_rewards(figure: Figure, rows: Sequence[Row]) -> None:
 
 
 def _draw_errors(figure: Figure, rows: Sequence[Row], kinds: Sequence[str]) -> None:
-    axes = figure.add_subplot(xlabel="step")
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    for arm, line in zip(TRAINED_ARMS, ("-", "--"), strict=True):
+    axes = share_axes(figure, xlabel="step")
+    for arm, line in LINES.items():
         told = [row for row in rows if row["arm"] == arm and row["episodes"]["turns"]]
         x = [row["step"] for row in told]
         for index, kind in enumerate(kinds):
             y = [row["episodes"].get(ERROR + kind, 0) / row["episodes"]["turns"] for row in told]
             label = kind if told and arm == told[0]["arm"] == rows[0]["arm"] else None
-            color = PAINT[HUES[index % len(HUES)]]
-            axes.plot(x, y, label=label, color=color, linestyle=line, marker="o", markersize=3)
+            axes.plot(x, y, label=label, color=hue(index), linestyle=line, marker="o", markersize=3)
     axes.set_ylim(bottom=0)
     axes.legend()
 
 
-def _height(panels: int) -> float:
-    return 0.4 + PANEL * ((panels + 1) // 2)
+def _height(panels: Sequence[str]) -> float:
+    return 0.4 + PANEL * ((len(panels) + 1) // 2)
 
 
-def _draw_values(figure: Figure, rows: Sequence[Row], names: Sequence[str]) -> None:
-    for index, name in enumerate(names):
-        axes = figure.add_subplot((len(names) + 1) // 2, 2, index + 1, title=name)
-        color = PAINT[HUES[index % len(HUES)]]
-        for arm, line in zip(TRAINED_ARMS, ("-", "--"), strict=True):
-            told = [
-                (row["step"], row["channels"][name]["value"])
-                for row in rows
-                if row["arm"] == arm and row["channels"].get(name, {}).get("count")
-            ]
-            if told:
-                x, y = zip(*told, strict=True)
-                axes.plot(x, y, color=color, linestyle=line, marker="o", markersize=2)
-        axes.set_xlim(*_span(rows))
-    figure.supxlabel("step", fontsize=9)
+def _value(row: Row, name: str) -> float | None:
+    """A channel's, of a step where something was counted."""
+    facts = row["channels"].get(name)
+    return facts["value"] if facts and facts["count"] else None
 
 
-def _draw_cosines(figure: Figure, rows: Sequence[Row], pairs: Sequence[str]) -> None:
-    for index, pair in enumerate(pairs):
-        axes = figure.add_subplot(
-            (len(pairs) + 1) // 2, 2, index + 1, title=pair.replace("/", ", "), ylim=(-1.05, 1.05)
-        )
-        axes.axhline(0, color=PAINT["soft"], linewidth=0.8)
-        for arm in TRAINED_ARMS:
-            told = [
-                (row["step"], row["cosines"][pair])
-                for row in rows
-                if row["arm"] == arm and pair in (row.get("cosines") or {})
-            ]
-            if told:
-                x, y = zip(*told, strict=True)
-                axes.plot(x, y, color=PAINT[arm], marker="o", markersize=2)
-        axes.set_xlim(*_span(rows))
-    figure.supxlabel("step", fontsize=9)
+def _cosine(row: Row, pair: str) -> float | None:
+    return (row.get("cosines") or {}).get(pair)
 
 
-def _span(rows: Sequence[Row]) -> tuple[float, float]:
-    """Where the steps lie, the same for all panels, with room for the marks."""
+def _draw_panels(
+    figure: Figure,
+    rows: Sequence[Row],
+    names: Sequence[str],
+    value: Callable[[Row, str], float | None],
+    signed: bool = False,
+) -> None:
+    """Small multiples over the same steps: a colour each, or with `signed` one of each arm."""
     steps = [row["step"] for row in rows]
-    return min(steps) - 0.5, max(steps) + 0.5
+    for index, name in enumerate(names):
+        title = name.replace("/", ", ")
+        axes = figure.add_subplot((len(names) + 1) // 2, 2, index + 1, title=title)
+        if signed:
+            axes.set_ylim(-1.05, 1.05)
+            axes.axhline(0, color=PAINT["soft"], linewidth=0.8)
+        for arm, line in LINES.items():
+            of_arm = [(row["step"], value(row, name)) for row in rows if row["arm"] == arm]
+            told = [(step, y) for step, y in of_arm if y is not None]
+            color, style = (PAINT[arm], "-") if signed else (hue(index), line)
+            if told:
+                x, y = zip(*told, strict=True)
+                axes.plot(x, y, color=color, linestyle=style, marker="o", markersize=2)
+        axes.set_xlim(min(steps) - 0.5, max(steps) + 0.5)  # room for the marks
+    figure.supxlabel("step", fontsize=9)
