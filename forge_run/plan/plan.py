@@ -214,18 +214,20 @@ def _warm_text(learn: LearnSpec) -> str:
     return f", after {warm.steps} of them on the teacher's text{sooner}"
 
 
+def _not_estimated(learn: LearnSpec, shape: ShapeSpec | None) -> str:
+    """Why a step has no roofline; "" where it has one."""
+    if learn.rsa is not None:
+        return "not estimated for rsa, whose prompts hold what was said before"
+    if learn.episodes is not None:
+        return "not estimated for episodes, which end when they like"
+    if shape is None:
+        return "unknown: needs the model's shape"
+    return "" if learn.data.document_tokens else "unknown: needs data.document_tokens"
+
+
 def _roofline_section(spec: RunSpec, shape: ShapeSpec | None) -> Section:
     learn = spec.learn
-    why = ""
-    if learn.rsa is not None:
-        why = "not estimated for rsa, whose prompts hold what was said before"
-    elif learn.episodes is not None:
-        why = "not estimated for episodes, which end when they like"
-    elif shape is None:
-        why = "unknown: needs the model's shape"
-    elif learn.data.document_tokens is None:
-        why = "unknown: needs data.document_tokens"
-    if why or shape is None:
+    if (why := _not_estimated(learn, shape)) or shape is None:
         return lines("roofline of a step", [why])
     base = _workload(learn)
     phases = step_phases(spec, shape, base)
@@ -247,8 +249,7 @@ def _roofline_section(spec: RunSpec, shape: ShapeSpec | None) -> Section:
 def step_workload(spec: RunSpec) -> tuple[tuple[Phase, Phase], ...]:
     """`step_phases` of the spec's own step; none where the plan has no roofline for it."""
     learn, shape = spec.learn, model_shape(spec.learn.model)
-    episodic = learn.episodes is not None or learn.rsa is not None
-    if episodic or shape is None or learn.data.document_tokens is None:
+    if _not_estimated(learn, shape) or shape is None:
         return ()
     return step_phases(spec, shape, _workload(learn))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from forge_run.display import number
 from forge_run.figures import Section
-from forge_run.report.plots import PAINT, curve, hue, plot, share_axes
+from forge_run.report.plots import LINES, PAINT, by_arm, curve, hue, plot, share_axes
 from forge_run.report.template import Block, Row
 from protocols.records import TRAINED_ARMS
 
@@ -27,7 +27,6 @@ ERROR = "error/"  # of a row's episodes: turns that met that kind
 OWN_COLUMNS = ("weight", "value", "count", "grad_norm")  # of a channel; the others are its facts
 PANEL = 1.3  # inches that one row of small multiples is high
 HEADS = ("channel", "weight", "value", "denominator", "facts")
-LINES = dict(zip(TRAINED_ARMS, ("-", "--"), strict=True))
 
 
 def rewards(metrics: Sequence[Row]) -> list[Block]:
@@ -130,38 +129,40 @@ def _kinds(rows: Sequence[Row]) -> list[str]:
     return [name.removeprefix(ERROR) for name in ranked]
 
 
+def _reward(row: Row) -> float | None:
+    return row["episodes"].get("reward")
+
+
 def _reward_note(rows: Sequence[Row]) -> str:
     notes = []
-    for arm in TRAINED_ARMS:
+    for arm, points in by_arm(rows, _reward).items():
         of_arm = [row["episodes"] for row in rows if row["arm"] == arm]
-        if means := [episodes["reward"] for episodes in of_arm if "reward" in episodes]:
-            count, errored = (sum(e[key] for e in of_arm) for key in ("count", "errored"))
-            notes.append(
-                f"{arm}: {means[0]:.3f} to {means[-1]:.3f} in {len(of_arm)} steps, "
-                f"{count:,} episodes, of which {errored:,} errored"
-            )
+        count, errored = (sum(e[key] for e in of_arm) for key in ("count", "errored"))
+        notes.append(
+            f"{arm}: {points[0][1]:.3f} to {points[-1][1]:.3f} in {len(of_arm)} steps, "
+            f"{count:,} episodes, of which {errored:,} errored"
+        )
     return "; ".join(notes) + "."
+
+
+def _error_share(row: Row, kind: str) -> float:
+    return row["episodes"].get(ERROR + kind, 0) / row["episodes"]["turns"]
 
 
 def _draw_rewards(figure: Figure, rows: Sequence[Row]) -> None:
     axes = figure.add_subplot(xlabel="step", ylabel="reward")
-    for arm in TRAINED_ARMS:
-        told = [row for row in rows if row["arm"] == arm and "reward" in row["episodes"]]
-        if told:
-            x, y = [row["step"] for row in told], [row["episodes"]["reward"] for row in told]
-            curve(axes, arm, x, y, min(WINDOW, len(y) // 4), color=PAINT[arm])
+    for arm, points in by_arm(rows, _reward).items():
+        curve(axes, arm, points, min(WINDOW, len(points) // 4), color=PAINT[arm])
     axes.legend()
 
 
 def _draw_errors(figure: Figure, rows: Sequence[Row], kinds: Sequence[str]) -> None:
     axes = share_axes(figure, xlabel="step")
-    for arm, line in LINES.items():
-        told = [row for row in rows if row["arm"] == arm and row["episodes"]["turns"]]
-        x = [row["step"] for row in told]
-        for index, kind in enumerate(kinds):
-            y = [row["episodes"].get(ERROR + kind, 0) / row["episodes"]["turns"] for row in told]
-            label = kind if told and arm == told[0]["arm"] == rows[0]["arm"] else None
-            axes.plot(x, y, label=label, color=hue(index), linestyle=line, marker="o", markersize=3)
+    told = [row for row in rows if row["episodes"]["turns"]]
+    for index, kind in enumerate(kinds):
+        for arm, points in by_arm(told, partial(_error_share, kind=kind)).items():
+            label = kind if arm == rows[0]["arm"] else None
+            curve(axes, label, points, 1, color=hue(index), linestyle=LINES[arm])
     axes.set_ylim(bottom=0)
     axes.legend()
 
@@ -176,15 +177,15 @@ def _value(row: Row, name: str) -> float | None:
     return facts["value"] if facts and facts["count"] else None
 
 
-def _cosine(row: Row, pair: str) -> float | None:
-    return (row.get("cosines") or {}).get(pair)
+def _cosine(row: Row, name: str) -> float | None:
+    return (row.get("cosines") or {}).get(name)
 
 
 def _draw_panels(
     figure: Figure,
     rows: Sequence[Row],
     names: Sequence[str],
-    value: Callable[[Row, str], float | None],
+    value: Callable[..., float | None],
     signed: bool = False,
 ) -> None:
     """Small multiples over the same steps: a colour each, or with `signed` one of each arm."""
@@ -195,12 +196,8 @@ def _draw_panels(
         if signed:
             axes.set_ylim(-1.05, 1.05)
             axes.axhline(0, color=PAINT["soft"], linewidth=0.8)
-        for arm, line in LINES.items():
-            of_arm = [(row["step"], value(row, name)) for row in rows if row["arm"] == arm]
-            told = [(step, y) for step, y in of_arm if y is not None]
-            color, style = (PAINT[arm], "-") if signed else (hue(index), line)
-            if told:
-                x, y = zip(*told, strict=True)
-                axes.plot(x, y, color=color, linestyle=style, marker="o", markersize=2)
+        for arm, points in by_arm(rows, partial(value, name=name)).items():
+            color, line = (PAINT[arm], "-") if signed else (hue(index), LINES[arm])
+            axes.plot(*zip(*points, strict=True), color=color, ls=line, marker="o", markersize=2)
         axes.set_xlim(min(steps) - 0.5, max(steps) + 0.5)  # room for the marks
     figure.supxlabel("step", fontsize=9)

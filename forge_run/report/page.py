@@ -18,7 +18,7 @@ from forge_run.report.documents import documents
 from forge_run.report.episodes import Monitors, episode, monitors
 from forge_run.report.evaluation import evaluation
 from forge_run.report.frontier import frontier
-from forge_run.report.plots import PAINT, as_percent, curve, plot, share_axes
+from forge_run.report.plots import LINES, PAINT, Curves, as_percent, by_arm, curve, plot, share_axes
 from forge_run.report.rsa import aggregation
 from forge_run.report.template import Block, Row, render, shortened
 from forge_run.report.votes import teachers
@@ -120,10 +120,11 @@ def _arms(arms: Row, note: str) -> list[Block]:
 
 def _training(metrics: list[Row], means: Means, arms: Row) -> list[Block]:
     plots = []
-    if distilled := [row for row in metrics if row["kl"] is not None]:
-        title, draw = "KL to the document teacher, per token", partial(_draw_kl, metrics=distilled)
-        plots.append(plot(title, _kl_note(distilled), draw))
-    if probes := [row for row in metrics if row.get("accuracy") is not None]:
+    if kl := by_arm(metrics, lambda row: row["kl"]):
+        told = (f"{a}: {p[0][1]:.3f} to {p[-1][1]:.3f} in {len(p)} steps" for a, p in kl.items())
+        title, note = "KL to the document teacher, per token", f"{'; '.join(told)}."
+        plots.append(plot(title, note, partial(_draw_kl, kl=kl)))
+    if probes := by_arm(metrics, lambda row: row.get("accuracy")):
         note = (
             "Probe questions while training" + bool(arms) * "; lines are the arms' final accuracy"
         )
@@ -136,34 +137,24 @@ def _training(metrics: list[Row], means: Means, arms: Row) -> list[Block]:
     return [("plots", plots) if plots else ("text", "No step was recorded.")]
 
 
-def _kl_note(metrics: list[Row]) -> str:
-    notes = []
-    for arm in TRAINED_ARMS:
-        if kl := [row["kl"] for row in metrics if row["arm"] == arm]:
-            notes.append(f"{arm}: {kl[0]:.3f} to {kl[-1]:.3f} in {len(kl)} steps")
-    return "; ".join(notes) + "."
-
-
 def _share(phases: dict[str, float]) -> float:
     return phases["orchestration"] / phases["step"] if phases["step"] else 0.0
 
 
-def _draw_kl(figure: Figure, metrics: list[Row]) -> None:
+def _draw_kl(figure: Figure, kl: Curves) -> None:
     axes = figure.add_subplot(xlabel="step", ylabel="nats per token")
-    for arm in TRAINED_ARMS:
-        if rows := [row for row in metrics if row["arm"] == arm]:
-            x, y = [row["step"] for row in rows], [row["kl"] for row in rows]
-            line = "-" if arm == "on_policy" else "--"
-            curve(axes, arm, x, y, len(y) // 20, color=PAINT[arm], linestyle=line)
+    for arm, points in kl.items():
+        style = {"color": PAINT[arm], "linestyle": LINES[arm]}
+        curve(axes, arm, points, len(points) // 20, **style)
     axes.set_ylim(bottom=0)
     axes.legend()
 
 
-def _draw_accuracy(figure: Figure, probes: list[Row], arms: Row) -> None:
+def _draw_accuracy(figure: Figure, probes: Curves, arms: Row) -> None:
     axes = share_axes(figure, xlabel="step", ylim=(0, 1.03))
-    for arm, marker in zip(TRAINED_ARMS, "os", strict=True):
-        rows = [row for row in probes if row["arm"] == arm]
-        x, y = [row["step"] for row in rows], [row["accuracy"] for row in rows]
+    for arm, points in probes.items():
+        marker = "o" if arm == "on_policy" else "s"
+        x, y = zip(*points, strict=True)
         axes.plot(x, y, color=PAINT[arm], marker=marker, markersize=3, label=arm)
     if not arms:  # otherwise the levels name the colours
         axes.legend()

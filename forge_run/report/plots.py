@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
+
+from protocols.records import TRAINED_ARMS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Draw = Callable[["Figure"], None]
+Points = Sequence[tuple[int, float]]  # (step, value)
+Curves = dict[str, list[tuple[int, float]]]  # arm -> its points
+
+LINES = dict(zip(TRAINED_ARMS, ("-", "--"), strict=True))  # where the colour tells something else
 
 COLOURS = {  # in the light, and in the dark
     "ink": ("#1d2126", "#e6e3dd"), "soft": ("#5a636e", "#a0a8b1"), "line": ("#dcd8cf", "#343a40"),
@@ -126,13 +132,22 @@ def legend(axes: Axes, ncols: int) -> None:
     axes.legend(fontsize=7, ncols=ncols, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
-def curve(
-    axes: Axes, label: str, x: Sequence[int], y: Sequence[float], window: int, **style: Any
-) -> None:
+def by_arm(rows: Iterable[Mapping[str, Any]], value: Callable[[Any], float | None]) -> Curves:
+    """Return the (step, value) of each trained arm that has any; a row without one has None."""
+    found: Curves = {}
+    for arm in TRAINED_ARMS:
+        for row in rows:
+            if row["arm"] == arm and (y := value(row)) is not None:
+                found.setdefault(arm, []).append((row["step"], y))
+    return found
+
+
+def curve(axes: Axes, label: str | None, points: Points, window: int, **style: Any) -> None:
     """Draw the numbers themselves, and from a `window` of 2 on their trailing mean in front.
 
     `style` is matplotlib's; its colour is one of PAINT.
     """
+    x, y = zip(*points, strict=True)
     if window < 2:
         axes.plot(x, y, label=label, marker="o", markersize=3, **style)
         return

@@ -59,8 +59,7 @@ def _told(gain: Row) -> str:
 
 def _draw(figure: Figure, rows: Sequence[Row]) -> None:
     axes = share_axes(figure, xlabel="step", ylim=(0, 1.03))
-    x = [row["step"] for row in rows]
     for t in range(sum(key.startswith(ACCURACY) for key in rows[0]["episodes"])):
-        y = [row["episodes"][f"{ACCURACY}{t}"] for row in rows]
-        curve(axes, f"population {t}", x, y, min(10, len(y) // 4), color=hue(t))
+        points = [(row["step"], row["episodes"][f"{ACCURACY}{t}"]) for row in rows]
+        curve(axes, f"population {t}", points, min(10, len(points) // 4), color=hue(t))
     axes.legend()
