@@ -21,14 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from forge_run.cartridge_pool import cartridge_pool
 from forge_run.display import shown_path
 from forge_run.figures import Section
-from forge_run.report.evaluation import (
-    cells,
-    markdown,
-    pair_section,
-    plots,
-    section,
-    write_page,
-)
+from forge_run.report.evaluation import cells, markdown, pair_section, plots, section, write_page
 from protocols.errors import SpecError
 from protocols.eval_records import Contamination, EvalRow, Evaluation
 from protocols.eval_spec import EvalSpec

@@ -162,59 +162,47 @@ def _drawings(found: Evaluation) -> Iterator[tuple[str, str, str, partial[None]]
 
 
 def _draw_compression(figure: Figure, rows: Sequence[EvalRow], metric: str) -> None:
-    axes = share_axes(
-        figure,
-        xlabel="document tokens / prefix tokens",
-        ylabel=metric,
-        xscale="log",
-        ylim=(0, 1.03),
-    )
+    label = "document tokens / prefix tokens"
+    axes = share_axes(figure, xlabel=label, ylabel=metric, xscale="log", ylim=(0, 1.03))
     ticks: list[float] = []
-    for times in sorted(row["compression"] for row in rows if row["compression"] is not None):
-        if not ticks or times > 1.15 * ticks[-1]:  # or labels would touch
-            ticks.append(times)
+    for ratio in sorted(row["compression"] for row in rows if row["compression"] is not None):
+        if not ticks or ratio > 1.15 * ticks[-1]:  # or labels would touch
+            ticks.append(ratio)
     axes.set_xticks(ticks, [f"{times:.3g}x" for times in ticks])
     axes.set_xticks([], minor=True)
-    for kind in KINDS:
-        own = [row for row in rows if row["kind"] == kind and row["compression"] is not None]
-        if own:  # beside each other, where they have one budget
-            aside = BESIDE ** (BUDGETED.index(kind) - 2) if kind in BUDGETED else 1.0
-            x = [(row["compression"] or 1.0) * aside for row in own]
-            _points(axes, kind, x, own)
-    for row in rows:
-        if row["compression"] is None:
-            _level(axes, row)
-    legend(axes, ncols=4)
+    places: list[float | None] = []
+    for row in rows:  # beside each other, where they have one budget
+        kind, times = row["kind"], row["compression"]
+        aside = BESIDE ** (BUDGETED.index(kind) - 2) if kind in BUDGETED else 1.0
+        places.append(None if times is None else times * aside)
+    _draw_rows(axes, rows, places)
 
 
 def _draw_training(figure: Figure, rows: Sequence[EvalRow], metric: str) -> None:
     axes = share_axes(figure, xlabel="training tokens", ylabel=metric, ylim=(0, 1.03))
     axes.xaxis.set_major_formatter(lambda count, _: count_text(count))
-    for kind in TRAINED:
-        if own := [row for row in rows if row["kind"] == kind]:
-            _points(axes, kind, [row["trained_tokens"] for row in own], own)
-    for row in rows:
-        if row["kind"] not in TRAINED:
-            _level(axes, row)
     axes.set_xlim(0, 1.08 * max(row["trained_tokens"] for row in rows))
+    _draw_rows(axes, rows, [r["trained_tokens"] if r["kind"] in TRAINED else None for r in rows])
+
+
+def _draw_rows(axes: Axes, rows: Sequence[EvalRow], places: Sequence[float | None]) -> None:
+    """Draw each row at its place on the x axis, or as a level where it has none."""
+    placed = list(zip(places, rows, strict=True))
+    for kind in KINDS:
+        own = [(x, row) for x, row in placed if row["kind"] == kind and x is not None]
+        if own:
+            y = [score_of(row) for _, row in own]
+            bars = [row["ci95"] or [v, v] for v, (_, row) in zip(y, own, strict=True)]
+            error_bars(
+                axes, [x for x, _ in own], y, bars, label=kind, color=_paint(kind),
+                marker=KINDS[kind], markersize=5, linestyle="", elinewidth=0.7,
+            )  # fmt: skip
+    for x, row in placed:
+        if x is None:
+            color, label = _paint(row["kind"]), row["arm"]
+            axes.axhline(score_of(row), color=color, linestyle=":", linewidth=1, label=label)
     legend(axes, ncols=4)
 
 
-def _points(axes: Axes, kind: str, x: Sequence[float], rows: Sequence[EvalRow]) -> None:
-    y = [score_of(row) for row in rows]
-    error_bars(
-        axes, x, y, [row["ci95"] or [v, v] for v, row in zip(y, rows, strict=True)], label=kind,
-        color=_paint(kind), marker=KINDS[kind], markersize=5, linestyle="", elinewidth=0.7,
-    )  # fmt: skip
-
-
-def _level(axes: Axes, row: EvalRow) -> None:
-    axes.axhline(
-        score_of(row), color=_paint(row["kind"]), linestyle=":", linewidth=1, label=row["arm"]
-    )
-
-
 def _paint(kind: str) -> str:
-    if kind in ARMS:
-        return PAINT[kind]
-    return hue(4 if kind == "truncated" else 5)
+    return PAINT[kind] if kind in ARMS else hue(4 if kind == "truncated" else 5)

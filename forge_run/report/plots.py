@@ -41,9 +41,7 @@ COLOURS = {  # in the light, and in the dark
     "hue4": ("#866a9b", "#bba2d0"), "hue5": ("#be3455", "#f08aa0"), "hue6": ("#5f7a1f", "#b3cc6a"),
     "page": ("#faf9f6", "#15181b"),
 }  # fmt: skip
-LIGHT, DARK = (
-    "".join(f";--{name}:{both[i]}" for name, both in COLOURS.items()).lstrip(";") for i in (0, 1)
-)
+LIGHT, DARK = (";".join(f"--{name}:{both[i]}" for name, both in COLOURS.items()) for i in (0, 1))
 STYLE = (
     f":root{{color-scheme:light dark;{LIGHT}}}\n"
     f"@media(prefers-color-scheme:dark){{:root{{{DARK}}}}}"

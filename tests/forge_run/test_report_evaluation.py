@@ -7,14 +7,7 @@ from xml.etree import ElementTree
 
 from report_house import DOCUMENT, EVAL_ROW, HOSTILE, NONE, Page, eval_found, eval_row
 
-from forge_run.report.evaluation import (
-    cells,
-    markdown,
-    pair_section,
-    plots,
-    section,
-    write_page,
-)
+from forge_run.report.evaluation import cells, markdown, pair_section, plots, section, write_page
 
 
 def test_a_row_as_texts() -> None:
