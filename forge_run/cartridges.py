@@ -236,6 +236,6 @@ def _origin(entry: Entry) -> str:
 
 
 def _print(sections: list[Section]) -> None:
-    from forge_run.plan import render
+    from forge_run.figures import render
 
     sys.stdout.write(render(sections, terminal=sys.stdout.isatty()))

@@ -222,7 +222,8 @@ def _run(options: argparse.Namespace) -> int:
 
     loaded = load_spec(options.mesh, overlays=options.overlays, sets=options.sets)
     if options.dry_run:
-        from forge_run.plan import as_json, plan, render, size_plan
+        from forge_run.figures import as_json, render
+        from forge_run.plan.plan import plan, size_plan
 
         whole = not getattr(options, "sizing", False)  # forge-run has neither option
         sections = plan(loaded.spec, loaded.place) if whole else size_plan(loaded.spec)
@@ -234,7 +235,7 @@ def _run(options: argparse.Namespace) -> int:
     require_runnable(loaded.spec, loaded.place)
     require_sinks(loaded.spec)
     if loaded.spec.learn.self_study is not None:
-        from forge_run.plan_documents import require_documents
+        from forge_run.plan.documents import require_documents
 
         for line in require_documents(loaded.spec.learn):
             print(line, file=sys.stderr)
@@ -250,7 +251,7 @@ def _serve(options: argparse.Namespace) -> int:
 
     loaded = load_serve(options.mesh, sets=options.sets)
     if options.dry_run:
-        from forge_run.plan import render
+        from forge_run.figures import render
 
         sys.stdout.write(render(serve.plan(loaded), terminal=sys.stdout.isatty()))
         return 0
@@ -273,7 +274,7 @@ def _k8s_render(options: argparse.Namespace) -> int:
 
 def _ablate(options: argparse.Namespace) -> int:
     from forge_run.ablate import command
-    from forge_run.plan import render
+    from forge_run.figures import render
 
     sections = command(
         options.mesh,
@@ -287,7 +288,7 @@ def _ablate(options: argparse.Namespace) -> int:
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    from forge_run.plan import render
+    from forge_run.figures import render
     from forge_run.sweep import command
 
     sections = command(
@@ -304,7 +305,8 @@ def _selfstudy(options: argparse.Namespace) -> int:
 
     loaded = load_spec(options.mesh, overlays=options.overlays, sets=options.sets)
     if options.dry_run:
-        from forge_run.plan import plan, render
+        from forge_run.figures import render
+        from forge_run.plan.plan import plan
 
         sys.stdout.write(render(plan(loaded.spec, loaded.place), terminal=sys.stdout.isatty()))
         return 0
@@ -319,8 +321,8 @@ def _selfstudy(options: argparse.Namespace) -> int:
 
 
 def _frontier(options: argparse.Namespace) -> int:
+    from forge_run.figures import render
     from forge_run.frontier import command
-    from forge_run.plan import render
 
     sections = command(
         options.run,
@@ -334,7 +336,7 @@ def _frontier(options: argparse.Namespace) -> int:
 
 def _eval(options: argparse.Namespace) -> int:
     from forge_run.evaluate import command
-    from forge_run.plan import render
+    from forge_run.figures import render
 
     sections = command(
         options.runs,

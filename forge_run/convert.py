@@ -68,7 +68,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from forge_run.plan import render
+    from forge_run.figures import render
     from formats.base import misfits, read_base
     from formats.registry import detect, read
 

@@ -27,6 +27,7 @@ from protocols.records import ARMS, PHASES
 from protocols.status import RunStatus
 
 UNKNOWN = "-"
+HEADS = ("95% CI", "n", "unparsed")  # beside an accuracy
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -152,25 +153,23 @@ def arms_table(results: Mapping[str, Any]) -> Table:
     """The arms side by side: greedy accuracy with its interval, and sampled accuracy."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("arm", no_wrap=True)
-    for heading in ("accuracy", "95% CI", "n", "unparsed", "sampled"):
+    for heading in ("accuracy", *HEADS, "sampled"):
         table.add_column(heading, justify="right", no_wrap=True)
     arms = results.get("arms", {})
     for name in [*ARMS, *(arm for arm in arms if arm not in ARMS)]:
-        arm = arms.get(name)
-        if arm is None:
-            table.add_row(name, *[UNKNOWN] * 5, style="dim")
-            continue
-        sampled = arm.get("sampled")
-        table.add_row(
-            name,
-            percent(arm["accuracy"]),
-            interval(arm["ci95"]),
-            str(arm["n"]),
-            str(arm["parse_failures"]),
-            percent(sampled["accuracy"]) if sampled else UNKNOWN,
-            style="bold" if name == "on_policy" else None,
-        )
+        arm = arms.get(name) or {}
+        style = "bold" if name == "on_policy" else None
+        sampled = arm_cells(arm.get("sampled"))[0]
+        table.add_row(name, *arm_cells(arm), sampled, style=style if arm else "dim")
     return table
+
+
+def arm_cells(measured: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return an accuracy and what HEADS name beside it, as texts."""
+    if not measured:
+        return (UNKNOWN,) * (1 + len(HEADS))
+    share = (percent(measured["accuracy"]), interval(measured["ci95"]))
+    return (*share, str(measured["n"]), str(measured["parse_failures"]))
 
 
 def print_results(console: Console, results: Mapping[str, Any], run_path: Path) -> None:

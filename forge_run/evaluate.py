@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Literal
 
 from forge_run.cartridge_pool import cartridge_pool
 from forge_run.display import shown_path
-from forge_run.eval_table import cells, markdown, pair_section, plots, section, write_page
 from forge_run.figures import Section
+from forge_run.report.evaluation import cells, markdown, pair_section, plots, section, write_page
 from protocols.errors import SpecError
 from protocols.eval_records import Contamination, EvalRow, Evaluation
 from protocols.eval_spec import EvalSpec
@@ -64,7 +64,7 @@ def command(
     write_atomically(home / "eval.md", markdown(found))
     write_page(home, found)
     if len(runs) == 1 and home == runs[0].resolve():
-        from forge_run.report import write_report
+        from forge_run.report.page import write_report
 
         write_report(home)
     show(f"written: {shown_path(home / EVALUATION)}, eval.md, eval.html")

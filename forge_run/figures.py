@@ -1,9 +1,13 @@
-"""Figures as people read them, and the titled table that every plan is made of."""
+"""Numbers as people read them, and the titled tables that every command prints."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from html import escape
+
+Rows = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -12,7 +16,46 @@ class Section:
 
     title: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: Rows
+
+
+def facts(title: str, rows: Iterable[tuple[str, str]]) -> Section:
+    """Make a section of names and what they are, which needs no heads."""
+    return Section(title, ("", ""), tuple(rows))
+
+
+def lines(title: str, texts: Iterable[str]) -> Section:
+    """Make a section of plain lines."""
+    return Section(title, ("",), tuple((text,) for text in texts))
+
+
+def render(sections: Sequence[Section], *, terminal: bool) -> str:
+    """Render as text: aligned lines, or with `terminal` rich's tables at the terminal's width."""
+    if not terminal:
+        return "\n\n".join(map(_plain, sections)) + "\n"
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(force_terminal=True)
+    with console.capture() as capture:
+        for section in sections:
+            table = Table(
+                *section.columns,
+                title=section.title,
+                title_justify="left",
+                show_header=any(section.columns),
+                title_style="bold",
+            )
+            for row in section.rows:
+                table.add_row(*map(Text, row))  # not markup: "arms[2]" is meant as it stands
+            console.print(table)
+    return capture.get()
+
+
+def as_json(sections: Sequence[Section]) -> str:
+    """Render as JSON: `[{"title", "columns", "rows"}, ...]`."""
+    return json.dumps([asdict(section) for section in sections], indent=1) + "\n"
 
 
 def markdown_table(section: Section) -> str:
@@ -50,3 +93,10 @@ def _scaled(count: float, units: tuple[str, ...]) -> str:
     while count >= 999.5 and step < len(units) - 1:
         count, step = count / 1000, step + 1
     return f"{count:.3g} {units[step]}".rstrip()
+
+
+def _plain(section: Section) -> str:
+    table = [section.columns, *section.rows] if any(section.columns) else list(section.rows)
+    widths = [max(len(row[i]) for row in table) for i in range(len(section.columns))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in table]
+    return "\n".join([section.title, *(f"  {line}".rstrip() for line in lines)])

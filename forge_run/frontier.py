@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from forge_run.cartridge_pool import cartridge_pool
-from forge_run.display import interval, percent
 from forge_run.figures import Section
+from forge_run.report.frontier import HEADS, cells
 from protocols.errors import SpecError
 from protocols.files import REPOSITORY, write_atomically
 from protocols.frontier_spec import FrontierSpec
@@ -26,17 +26,6 @@ from services.frontier import ArmRow, compare
 from services.rundir import FRONTIER, RunDirectory
 
 ARMS = REPOSITORY / "configs" / "frontier.yaml"
-HEADS = (
-    "strategy",
-    "accuracy",
-    "95%",
-    "over the first",
-    "95%",
-    "tokens",
-    "read",
-    "calls",
-    "seconds",
-)
 
 
 def command(
@@ -62,25 +51,16 @@ def command(
         "arms": [row.as_dict() for row in rows],
     }
     write_atomically(directory.path / FRONTIER, json.dumps(told, indent=1) + "\n")
-    from forge_run.report import write_report
+    from forge_run.report.page import write_report
 
     write_report(directory.path)
     return (section(rows, version),)
 
 
 def section(rows: Sequence[ArmRow], version: int) -> Section:
+    """Return the table of the arms."""
     title = f"{rows[0].n} held-out questions over version {version}; tokens and calls a question"
     return Section(title, HEADS, tuple(map(cells, rows)))
-
-
-def cells(row: ArmRow) -> tuple[str, ...]:
-    """A row of the table, as texts."""
-    gain = "-" if row.gain is None else f"{100 * row.gain:+.1f}"
-    return (
-        row.name, percent(row.accuracy), interval(row.ci95), gain,
-        "-" if row.gain_ci95 is None else interval(row.gain_ci95),
-        f"{row.tokens:.0f}", f"{row.prompt_tokens:.0f}", f"{row.calls:.1f}", f"{row.seconds:.1f}",
-    )  # fmt: skip
 
 
 async def _measure(

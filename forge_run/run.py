@@ -76,7 +76,7 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
             cut_off = not _drive(spec, directory, resumed, display, caught)
         except ForgeError as failure:
             error = failure
-    from forge_run.report import write_report
+    from forge_run.report.page import write_report
 
     write_report(directory.path)
     results = directory.read_results()
@@ -204,7 +204,7 @@ def _drive(
             if caught.first and asked is None:
                 asked = time.monotonic()
                 controller.ask_to_stop.call_one().get(timeout=STATUS_TIMEOUT)
-                import_module("forge_run.report")  # a second or two, while the step ends
+                import_module("forge_run.report.page")  # a second or two, while the step ends
             late = asked is not None and time.monotonic() - asked > STOP_SECONDS
             if late or caught.count > 1:
                 display.line("stopping at once; the last checkpoint stands")

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from documents.rows import counts, write_parquet
-from forge_run.plan_documents import told
+from forge_run.plan.documents import told
 from protocols.errors import DataError, SpecError
 from protocols.files import write_atomically
 from protocols.spec import RunSpec

@@ -9,14 +9,23 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from forge_run.display import UNKNOWN, percent
 from forge_run.figures import Section, count_text, markdown_table, markdown_text
-from forge_run.page import EPISODE_CSS, HUES, PAINT, drawing, figure, page, section
-from forge_run.page import table as html_table
+from forge_run.report.plots import (
+    HUES,
+    MARKERS,
+    as_percent,
+    error_bars,
+    hue,
+    legend,
+    plot,
+    share_axes,
+    svg_file,
+)
+from forge_run.report.template import Block, render
 from forge_run.trials import Trial
 from protocols.errors import RunError
 from protocols.intervals import mean_interval
@@ -189,17 +198,16 @@ def markdown(spec: SweepSpec, rows: Sequence[SweepRow]) -> str:
 
 
 def page_of(spec: SweepSpec, rows: Sequence[SweepRow]) -> str:
-    """sweep.html: the tables and plots."""
-    tables = [section(s.title, html_table(s.title, s.columns, s.rows)) for s in table(spec, rows)]
-    drawn = [figure(title, note, draw, HEIGHT) for _, title, note, draw in _drawings(spec, rows)]
-    body = f'<header><h1>{escape(spec.name)}</h1>\n<p class="soft">{NOTE}</p></header>\n'
-    body += "\n".join(tables) + f'\n<div class="plots">{"".join(drawn)}</div>'
-    return page(f"sweep {spec.name}", body, EPISODE_CSS)
+    """Return sweep.html: the tables and plots."""
+    sections: dict[str, list[Block]] = {s.title: [("table", s)] for s in table(spec, rows)}
+    drawn = [plot(title, note, draw, HEIGHT) for _, title, note, draw in _drawings(spec, rows)]
+    sections["Plots"] = [("plots", drawn)]
+    return render(f"sweep {spec.name}", [("soft", NOTE)], sections)
 
 
 def plots(spec: SweepSpec, rows: Sequence[SweepRow]) -> list[tuple[str, str]]:
-    """(file name, SVG) of each plot, which stand alone."""
-    return [(file, drawing(title, draw, HEIGHT)) for file, title, _, draw in _drawings(spec, rows)]
+    """Return (file name, SVG) of each plot, which stand alone."""
+    return [(file, svg_file(title, draw, HEIGHT)) for file, title, _, draw in _drawings(spec, rows)]
 
 
 def _drawings(
@@ -245,8 +253,7 @@ def positions(key: str, rows: Sequence[SweepRow]) -> tuple[dict[str, float], boo
 def _draw_axis(figure: Figure, key: str, rows: Sequence[SweepRow]) -> None:
     x_of, numbers = positions(key, rows)
     ticks = sorted(x_of, key=lambda text: x_of[text])
-    axes = figure.add_subplot(xlabel="compression" if key == P_KEY else key)
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes = share_axes(figure, xlabel="compression" if key == P_KEY else key)
     if numbers and min(x_of.values()) > 0:
         axes.set_xscale("log")
         axes.minorticks_off()
@@ -261,28 +268,27 @@ def _draw_axis(figure: Figure, key: str, rows: Sequence[SweepRow]) -> None:
             if own:
                 by_seed[text] = [fmean(v) for v in zip(*(r.accuracy for r in own), strict=True)]
         _curve(axes, i, arm, [x_of[text] for text in by_seed], list(by_seed.values()))
-    axes.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+    legend(axes, ncols=3)
 
 
 def _draw_tokens(figure: Figure, rows: Sequence[SweepRow]) -> None:
-    axes = figure.add_subplot(xlabel="tokens trained")
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes = share_axes(figure, xlabel="tokens trained")
     for i, arm in enumerate(dict.fromkeys(row.arm for row in rows)):
         own = sorted((row for row in rows if row.arm == arm), key=lambda row: row.tokens)
         _curve(
             axes, i, arm, [row.tokens for row in own], [row.accuracy for row in own], joined=False
         )
     if rows:
-        axes.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+        legend(axes, ncols=3)
 
 
 def _draw_arms(figure: Figure, rows: Sequence[SweepRow]) -> None:
     axes = figure.add_subplot(xlabel="accuracy")
-    axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    as_percent(axes.xaxis)
     for i, row in enumerate(rows):
         low, high = row.ci95 or (row.mean, row.mean)
-        axes.plot([low, high], [i, i], color=PAINT[HUES[0]], linewidth=0.7)
-        axes.plot(row.mean, i, color=PAINT[HUES[0]], marker="o", markersize=4)
+        axes.plot([low, high], [i, i], color=hue(0), linewidth=0.7)
+        axes.plot(row.mean, i, color=hue(0), marker="o", markersize=4)
     axes.set_yticks(range(len(rows)), [row.arm for row in rows], fontsize=7)
     axes.invert_yaxis()
 
@@ -296,13 +302,9 @@ def _curve(
     joined: bool = True,
 ) -> None:
     means = [fmean(values) for values in y]
-    spans = [mean_interval(values) or (m, m) for values, m in zip(y, means, strict=True)]
-    bars = [
-        [m - max(0.0, lo) for m, (lo, _) in zip(means, spans, strict=True)],
-        [min(1.0, hi) - m for m, (_, hi) in zip(means, spans, strict=True)],
-    ]
-    axes.errorbar(
-        x, means, yerr=bars, label=label, color=PAINT[HUES[i % len(HUES)]],
-        marker="osD^v<>P"[i % 8], markersize=4, linewidth=1, elinewidth=0.5,
+    found = [mean_interval(values) or (m, m) for values, m in zip(y, means, strict=True)]
+    error_bars(
+        axes, x, means, [(max(0.0, low), min(1.0, high)) for low, high in found], label=label,
+        color=hue(i), marker=MARKERS[i % len(MARKERS)], markersize=4, linewidth=1, elinewidth=0.5,
         linestyle="" if not joined else "-" if i < len(HUES) else "--",
     )  # fmt: skip

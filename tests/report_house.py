@@ -6,22 +6,27 @@ import re
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+from protocols.eval_records import EvalRow, Evaluation
 from protocols.records import ArmResult, Measured, MetricRow, Results, RolloutRow
 from services.rundir import RunDirectory
 
 START = datetime(2026, 7, 26, 10, 15, 30, tzinfo=UTC)
 HOSTILE = "<script>alert('x')</script><img src=//evil.example/a.png>&\"quoted\""
+LINES = ("p", "h1", "h2", "h3", "tr", "dd", "li", "figcaption", "summary", "article", "section")
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
 class Page(HTMLParser):
-    """Every tag with its attributes, and the text outside of them; fails on tags left open."""
+    """Every tag with its attributes, the text outside of them, and that text line by line without
+    the plots; fails on tags left open."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
+        self.lines = [""]
         self.open: list[str] = []
         self.feed(html)
         self.close()
@@ -37,9 +42,15 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+        if tag in ("td", "th", "dt"):
+            self.lines[-1] += " | "
+        elif tag in LINES and "svg" not in self.open:
+            self.lines.append("")
 
     def handle_data(self, data: str) -> None:
         self.text += data
+        if not {"svg", "style", "title"} & set(self.open):
+            self.lines[-1] += data.strip("\n")
 
 
 def rollout(arm: str, step: int, index: int, text: str) -> RolloutRow:
@@ -128,3 +139,42 @@ def make_run(root: Path, steps: int = 4, finished: bool = True) -> RunDirectory:
 
 def svgs(html: str) -> list[str]:
     return re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
+
+
+EVAL_ROW = EvalRow(
+    arm="on_policy", kind="on_policy", run="r1", mesh="m", step=5, budget=28, prefix_tokens=28.0,
+    document_tokens=231.0, compression=8.25, trained_tokens=107_154, n=200, accuracy=0.85,
+    ci95=[0.79, 0.89], exact=0.84, f1=0.86, parse_failures=17,
+    answers={"value": 1.234, "tokens": 900}, passages={"value": 8.5, "tokens": 300},
+    teacher={"kl": 0.021, "kl_ci95": [0.01, 0.03], "top1": 0.97, "tokens": 2000},
+    forgetting={"kl": 0.04, "perplexity_ratio": 1.041, "top1": 0.98, "tokens": 300,
+                "accuracy": 0.9, "accuracy_without": 0.95, "n": 24},
+)  # fmt: skip
+
+
+def eval_row(**changes: Any) -> EvalRow:
+    return EvalRow(**{**EVAL_ROW, **changes})
+
+
+def eval_found(*rows: EvalRow, **changes: Any) -> Evaluation:
+    told: dict[str, Any] = {
+        "schema": 1, "model": "models/reader", "source": "held-out questions", "runs": ["r1"],
+        "metric": "accuracy", "resampled": "documents", "clusters": 4, "rows": list(rows),
+        "pairs": [
+            {"a": "document", "b": "on_policy", "difference": -0.1, "ci95": [-0.2, 0.0],
+             "share": 0.04},
+            {"a": "none", "b": "document", "difference": 0.8, "ci95": [0.7, 0.9], "share": 0.0},
+        ],
+        "contamination": {"rule": "warn", "alike": 0.8, "prompts": 10_080, "questions": 200,
+                          "exact": 0, "near": 3, "file": "eval_contamination.jsonl"},
+        "notes": [], "spec": {},
+    }  # fmt: skip
+    arms = {one["arm"] for one in rows}
+    told["pairs"] = [pair for pair in told["pairs"] if {pair["a"], pair["b"]} <= arms]
+    return Evaluation(**{**told, **changes})
+
+
+NONE = eval_row(
+    arm="none", kind="none", compression=None, prefix_tokens=1.0, trained_tokens=0,
+           forgetting=None, passages=None, accuracy=0.18, ci95=[0.13, 0.24])  # fmt: skip
+DOCUMENT = eval_row(arm="document", kind="document", compression=1.0, trained_tokens=0)

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.step_gpu import SETTINGS, Setting, Step, bounds, counted
 from cluster.sizing import kv_values_per_token, matmul_parameters
-from forge_run import roofline
-from forge_run.roofline import CHUNKED, EXPLICIT, FUSED, Workload
+from forge_run.plan import roofline
+from forge_run.plan.roofline import CHUNKED, EXPLICIT, FUSED, Workload
 from learning import attention
 from learning.attention import DecodeCache
 from learning.model import PREFILL_CHUNK, document_kv, kv_shape

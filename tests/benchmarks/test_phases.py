@@ -16,7 +16,7 @@ from benchmarks.step_gpu import (
     measured,
     published_bound,
 )
-from forge_run.roofline import Device, Workload
+from forge_run.plan.roofline import Device, Workload
 from protocols.sections import ShapeSpec
 from protocols.types import Packet
 from services.packing import pack, unpack

@@ -6,16 +6,19 @@ from pathlib import Path
 import pytest
 
 from cluster.sizing import kv_values_per_token, matmul_parameters
-from forge_run import roofline
-from forge_run.figures import Section, bytes_text, count_text, seconds_text
-from forge_run.plan import plan, render, step_phases
-from forge_run.roofline import A100, EXPLICIT, H200, Device, Phase, Workload
-from protocols.errors import SpecError
+from forge_run.figures import Section, bytes_text, count_text, render, seconds_text
+from forge_run.plan import roofline
+from forge_run.plan.documents import require_documents
+from forge_run.plan.plan import plan, step_phases
+from forge_run.plan.roofline import A100, EXPLICIT, H200, Device, Phase, Workload
+from forge_run.runnable import require_runnable
+from protocols.errors import DataError, SpecError
 from protocols.sections import ModelSpec, ShapeSpec
 from protocols.shapes import model_shape
 from protocols.spec_loading import load_spec
 
 REPOSITORY = Path(__file__).parents[2]
+ARTICLES = REPOSITORY / "tests" / "documents" / "articles"
 LLAMA_3B = ShapeSpec(
     layers=28, hidden=3072, heads=24, kv_heads=8, head_dim=128, intermediate=8192, vocab=128256
 )
@@ -94,28 +97,49 @@ def test_a_step_of_the_published_setting() -> None:
         assert total == pytest.approx(most, rel=0.03)
 
 
+def planned(mesh: str, *sets: str) -> tuple[Section, ...]:
+    loaded = load_spec(str(REPOSITORY / "meshes" / mesh), sets=sets)
+    return plan(loaded.spec, loaded.place)
+
+
 def rows(sections: tuple[Section, ...], title: str) -> dict[str, tuple[str, ...]]:
     (section,) = [s for s in sections if s.title.startswith(title)]
     return {row[0]: row[1:] for row in section.rows}
 
 
-def test_the_plan_of_the_published_setting() -> None:
-    loaded = load_spec(str(REPOSITORY / "meshes/longhealth_3b.yaml"))
-    sections = plan(loaded.spec, loaded.place)
-    memory = rows(sections, "memory")
-    assert memory["one cartridge"] == ("235 MB",)
-    assert memory["all cartridges"] == ("4.7 GB, published as one",)
-    assert memory["KV per token"] == ("114,688 B = 28 layers x 2 x 8 heads x 128 x 2 B",)
-    # 20 x (2048 - 1) x 57,344 numbers, 16 bytes each with gradient and Adam
-    assert memory["trainable"] == ("2.35 G numbers, 37.6 GB with gradient and Adam in float32",)
-    assert memory["document KV"] == ("1.38 GB each, 27.5 GB in all",)
-    assert memory["teacher's cache"] == ("34.4 GB a replica: all fit",)
-    budget = rows(sections, "budget")
-    assert budget["prompts"] == ("8 a step, 320 in all",)
-    assert budget["response tokens"] == ("at most 4,096 a step, 163,840 in all",)
-    step = rows(sections, "roofline")
-    assert step["rollout"] == ("40 T", "3.62 TB .. 4.47 TB", "1.8 s .. 2.2 s", "755 ms .. 930 ms")
-    assert step["teacher, document re-read"][2:] == ("5.6 s", "1.8 s")
+GOLDEN = (
+    ("longhealth_3b.yaml",),
+    ("three_channels.yaml", "episodes.tasks=3", "episodes.group=4", "train.steps=100",
+     "train.warmup_steps=0", "evaluate.arms=[none, on_policy]", "evaluate.questions=30",
+     "evaluate.probe_every=30", "objective.compare_every=0", "data.patients=2",
+     "objective.alpha_warmup_steps=4", "objective.w_doc=0", "objective.dpo.states=12",
+     "replay.teachers=[{name: one, provider: openai, model: m, cap: 0.5, concurrency: 3, "
+     "requests_per_minute: 60, prices: {input: 1.25, cached: 0.125, output: 10}}, "
+     "{name: two, provider: anthropic, model: n, prices: {input: 5, output: 25}}]",
+     "replay.cap=2", "replay.local={right: 0.8, server_error: 0.1}"),
+    ("rsagent.yaml", "rsa.M=4", "rsa.N=2", "rsa.K=2", "rsa.T=6", "rsa.advantage=rollout",
+     "rsa.examples=2", "rsa.rollouts_per_example=3", "train.steps=10", "train.warmup_steps=0",
+     "rollout.max_tokens=24", "evaluate.arms=[untrained, on_policy]", "evaluate.questions=5",
+     "evaluate.probe_every=3"),
+    ("documents.yaml", f"data.path={ARTICLES}", "self_study.questions=10",
+     "self_study.min_chunk=100", "self_study.max_chunk=100", "self_study.answer_tokens=200",
+     "self_study.api={provider: openai, model: m, prices: {input: 1.0, output: 4.0}}",
+     'train.warm_start={"steps": 7, "plateau": 3}'),
+)  # fmt: skip
+
+
+def test_whole_plans_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """plans.txt by hand: longhealth_3b trains 20 x (2048 - 1) x 57,344 numbers of 16 bytes; a step
+    of three_channels has 3 x 4 = 12 episodes of 5 turns of 16 tokens: 960; one of rsagent 2
+    problems x 3 runs x 6 populations x 4 x 2 = 288 candidates of 24 tokens: 6,912; documents costs
+    (5,700 + 6,840) * $1 + (3,840 + 6,000) * $4 a million: $0.05."""
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    sections = [s for case in GOLDEN for s in planned(*case) if s.title != "cannot run here yet"]
+    twice = ("roles", "memory", "sizing", "roofline")  # shown of the first alone
+    shown = [s for i, s in enumerate(sections) if i < 6 or not s.title.startswith(twice)]
+    found = render(shown, terminal=False)
+    golden = Path(__file__).with_name("plans.txt").read_text(encoding="utf-8")
+    assert found.replace(f"{REPOSITORY}/", "") == golden
 
 
 def test_replicas_share_a_phase_and_documents_are_no_more_than_there_are() -> None:
@@ -136,23 +160,90 @@ def test_a_cache_too_small_for_all_documents_says_how_many_fit() -> None:
         (8_000_000_000, 0, "2 of 20 fit, the others are read again"),  # a CPU has one memory
     ]:
         sets = (small, f"teacher.host_kv_bytes={host}", f"roles.doc_teacher.gpus={gpus}")
-        spec = load_spec(str(REPOSITORY / "meshes/longhealth_3b.yaml"), sets=sets).spec
-        told = rows(plan(spec), "memory")["teacher's cache"]
+        told = rows(planned("longhealth_3b.yaml", *sets), "memory")["teacher's cache"]
         assert told == (f"4 GB a replica: {verdict}",)
 
 
-def test_what_is_not_at_hand_is_said_to_be_unknown() -> None:
-    mesh = str(REPOSITORY / "meshes/longhealth_3b.yaml")
-    sections = plan(load_spec(mesh, sets=("model.shape=",)).spec)
+def test_what_is_not_at_hand_is_said_to_be_unknown(tmp_path: Path) -> None:
+    sections = planned("longhealth_3b.yaml", "model.shape=")
     assert rows(sections, "memory")["document KV"] == (
         "unknown: no config.json at model.path and no model.shape",
     )
     assert list(rows(sections, "roofline")) == ["unknown: needs the model's shape"]
-    sections = plan(load_spec(mesh, sets=("data.document_tokens=",)).spec)
+    sections = planned("longhealth_3b.yaml", "data.document_tokens=")
     assert rows(sections, "memory")["document KV"] == (
         "measured at run time; a teacher keeps 34.4 GB, and 8.59 GB in host memory",
     )
     assert list(rows(sections, "roofline")) == ["unknown: needs data.document_tokens"]
+    (tmp_path / "a.txt").write_text("word " * 80)
+    without = planned("documents.yaml", f"data.path={tmp_path}/a.txt", f"model={tmp_path}")
+    told = rows(without, "1 documents")["tokens"][0]
+    assert told.startswith("about 100: the model's tokenizer is not")
+    (why,) = rows(planned("documents.yaml"), "cannot run here yet")
+    assert "there are no documents" in why
+    assert "add --set data.path=FOLDER" in why
+
+
+@pytest.mark.parametrize(
+    ("gate", "asked"),
+    [
+        ("{everywhere: true}", "in every state"),
+        ("{error_turns: false}", "where the student was less sure than 0.5"),
+        ("{error_turns: false, confidence_below: 0}", "never"),
+    ],
+)
+def test_when_teachers_are_asked(gate: str, asked: str) -> None:
+    sections = planned("three_channels.yaml", f"replay.gate={gate}")
+    assert rows(sections, "votes")["asked"] == (asked,)
+
+
+def test_real_teachers_need_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "a-secret-that-is-not-shown")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    sections = planned("three_channels.yaml", "replay.local=")
+    votes = rows(sections, "votes")
+    assert votes["key of opus"] == ("ANTHROPIC_API_KEY, set; for https://api.anthropic.com",)
+    assert votes["key of gpt"] == ("OPENAI_API_KEY, not set; for https://api.openai.com/v1",)
+    assert "a-secret-that-is-not-shown" not in str(sections)
+    (why,) = rows(sections, "cannot run here yet")
+    assert why.startswith("replay.teachers: OPENAI_API_KEY is not in the environment")
+    mesh = str(REPOSITORY / "meshes/three_channels.yaml")
+    loaded = load_spec(mesh, sets=("replay.local=",))
+    with pytest.raises(SpecError, match=r"OPENAI_API_KEY .*three_channels\.yaml:\d+; export it"):
+        require_runnable(loaded.spec, loaded.place)
+    require_runnable(load_spec(mesh).spec)  # its own provider needs none
+
+
+def test_problems_about_no_document_have_a_page() -> None:
+    found = planned(
+        "rsagent.yaml", 'data={"source": "primer", "patients": 1, "held_out": 1.0}', "rsa.task=rg",
+        'rsa.problems={"kind": "reasoning_gym", "name": "chain_sum"}', "objective.w_doc=0.5",
+        "rsa.advantage=population",
+    )  # fmt: skip
+    page = "a page on solving problems, for reasoning_gym: chain_sum"
+    assert rows(found, "plan of rsagent")["data"] == (page,)
+    channels = rows(found, "channels")
+    assert channels["doc_kl"][0] == "0.5"
+    assert channels["grpo"][1].startswith("each candidate's own score")
+
+
+def test_what_is_odd_of_documents_is_said_before_a_run_starts(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text((ARTICLES / "salt.txt").read_text())
+    (tmp_path / "empty.txt").write_text("")
+    mesh = str(REPOSITORY / "meshes/documents.yaml")
+    spec = load_spec(mesh, sets=[f"data.path={tmp_path}"]).spec.learn
+    assert require_documents(spec) == ["left out: empty.txt is empty"]
+    asked = load_spec(mesh, sets=[f"data.path={tmp_path}", "data.questions=none.json"]).spec.learn
+    with pytest.raises(DataError, match=r"cannot read .*none.json: No such file"):
+        require_documents(asked)
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    reader = REPOSITORY / "models" / "clinic-reader"
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((reader / name).read_bytes())
+    with pytest.raises(DataError, match="has no chat template"):
+        planned("documents.yaml", f"data.path={ARTICLES}", f"model={tmp_path}")
 
 
 def test_the_shape_comes_from_config_json_first(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_results_and_the_report_are_written(done: Finished) -> None:
     assert results["arms"]["document"]["accuracy"] >= results["arms"]["none"]["accuracy"]
     assert results["policy"]["stale_tokens"] == 0
     report = (done.path / "report.html").read_text()
-    for section in ("Rewards", "Channels", "Teachers&#x27; votes", "Monitors"):
+    for section in ("Rewards", "Channels", "Teachers&#39; votes", "Monitors"):
         assert f"<h2>{section}</h2>" in report
 
 

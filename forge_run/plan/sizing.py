@@ -13,7 +13,7 @@ from cluster.sizing import (
     scores_bytes,
     step_rows,
 )
-from forge_run.figures import Section, bytes_text
+from forge_run.figures import Section, bytes_text, facts
 from protocols.spec import RoleSpec, RunSpec
 
 COLUMNS = (
@@ -50,21 +50,21 @@ def _row(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> tuple[str
 def details(spec: RunSpec, size: ModelSize) -> tuple[Section, ...]:
     """Every role's memory by what it is, then what a step moves and writes."""
     roles = tuple(
-        Section(f"memory of a {name} process", ("", ""), _items(needs))
+        facts(f"memory of a {name} process", _items(needs))
         for name, _ in spec.roles
         if (needs := role_needs(spec, name, size)).items
     )
-    return (*roles, Section("bytes of a step", ("", ""), step_bytes(spec, size)))
+    return (*roles, facts("bytes of a step", step_bytes(spec, size)))
 
 
-def _items(needs: Needs) -> tuple[tuple[str, str], ...]:
+def _items(needs: Needs) -> list[tuple[str, str]]:
     rows = [(name, bytes_text(count)) for name, count in needs.items]
     rows.append(("in all", bytes_text(sum(count for _, count in needs.items))))
     if needs.start:
         rows.append(("before the first step", bytes_text(needs.start)))
     if needs.staging:
         rows.append(("beside, in host memory", bytes_text(needs.staging)))
-    return tuple(rows)
+    return rows
 
 
 def step_bytes(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, str], ...]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from html import escape
 
 from environments.monitors import FLAGS
 from forge_run.display import number, percent
-from forge_run.page import Row, section, shortened, table
+from forge_run.figures import Section
+from forge_run.report.template import Block, Row, shortened
 
 EXAMPLES = 2  # episodes shown of each flag
 TURNS = 12  # shown of an episode, half of them its last
@@ -27,7 +27,7 @@ class Monitors:
     examples: dict[str, list[Row]] = field(default_factory=dict)
 
     def watch(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """The same rows, counted."""
+        """Count the rows that go by."""
         for row in rows:
             self.episodes += 1
             for flag in row["flags"]:
@@ -38,29 +38,28 @@ class Monitors:
             yield row
 
 
-def monitors(seen: Monitors) -> str:
-    """What is watched for, how often it was met, and examples; "" without episodes."""
+def monitors(seen: Monitors) -> list[Block]:
+    """Show what is watched for, how often it was met, and examples; nothing without episodes."""
     if not seen.episodes:
-        return ""
+        return []
     names = [*FLAGS, *sorted(seen.flags.keys() - FLAGS.keys())]
     ranked = sorted(names, key=lambda flag: -seen.flags[flag])
-    lines = [
+    lines = tuple(
         (flag, f"{seen.flags[flag]:,}", percent(seen.flags[flag] / seen.episodes),
          FLAGS.get(flag, "-"))
         for flag in ranked
-    ]  # fmt: skip
+    )  # fmt: skip
     name = f"Flags of {seen.episodes:,} episodes"
     note = f"{name}. They are for people to look at: nothing is trained differently for one."
     heads = ("flag", "episodes", "share", "meaning")
-    parts = [f'<p class="soft">{note}</p>', table(name, heads, lines)]
+    blocks: list[Block] = [("soft", note), ("table", Section(name, heads, lines))]
     for flag in filter(seen.flags.get, ranked):
-        shown = "\n".join(map(episode, seen.examples[flag]))
-        parts.append(f"<details>\n<summary>{escape(flag)}</summary>\n{shown}\n</details>")
-    return section("Monitors", "\n".join(parts))
+        blocks.append(("folded", (flag, [*map(episode, seen.examples[flag])])))
+    return blocks
 
 
-def episode(row: Row) -> str:
-    """One row of episodes.jsonl as a conversation to read."""
+def episode(row: Row) -> Block:
+    """Show one row of episodes.jsonl as a conversation to read."""
     ends = [row["error_kind"] or f"reward {number(row['reward'], 'g')}", *row["flags"]]
     head = f"{row['arm']}, step {row['step']}: {row['task']['id']}, {row['task']['document']} "
     head += f"({len(row['turns'])} turns, {', '.join(ends)})"
@@ -74,14 +73,7 @@ def episode(row: Row) -> str:
         said += [("student", turn["text"]), *_messages(turn["observation"])]
         if turn["observation"]["expected"] is not None:
             said.append(("right answer", turn["observation"]["expected"]))
-    shown = talk((who, shortened(text)) for who, text in said)
-    return f'<article>\n<p class="soft">{escape(head)}</p>\n{shown}\n</article>'
-
-
-def talk(said: Iterable[tuple[str, str]]) -> str:
-    """(who, text) one below the other. Who speaks is markup of ours, so no text can pretend."""
-    items = (f"<dt>{escape(who)}</dt><dd><pre>{escape(text)}</pre></dd>\n" for who, text in said)
-    return f'<dl class="talk">\n{"".join(items)}</dl>'
+    return "talk", (head, [(who, shortened(text)) for who, text in said])
 
 
 def _messages(observation: Row) -> list[tuple[str, str]]:

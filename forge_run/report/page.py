@@ -1,28 +1,27 @@
-"""report.html: one run on one page that asks nothing of the network.
+"""report.html: what every run has on its page, and the sections of some runs in reading order.
 
-It is made from the files of the run directory alone, so the same files give the same bytes, and it
-can be made again at any time, for a run that failed or still goes as well. Every text is escaped:
-rollouts are what a model wrote. The plots are inline SVG whose colours are CSS variables, so they
-follow the page into dark mode.
+The page is made from the files of the run directory alone, so the same files give the same bytes,
+and it can be made again at any time, for a run that failed or still goes as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_run.display import duration, interval, number, percent, summary
-from forge_run.page import EPISODE_CSS, PAINT, Row, curve, figure, page, section, shortened
-from forge_run.report_channels import channels, rewards
-from forge_run.report_documents import documents
-from forge_run.report_episodes import Monitors, episode, monitors
-from forge_run.report_eval import evaluation
-from forge_run.report_frontier import frontier
-from forge_run.report_rsa import aggregation
-from forge_run.report_votes import teachers
+from forge_run.display import HEADS, arm_cells, duration, number, percent, summary
+from forge_run.figures import Section
+from forge_run.report.channels import channels, rewards
+from forge_run.report.documents import documents
+from forge_run.report.episodes import Monitors, episode, monitors
+from forge_run.report.evaluation import evaluation
+from forge_run.report.frontier import frontier
+from forge_run.report.plots import LINES, PAINT, Curves, as_percent, by_arm, curve, plot, share_axes
+from forge_run.report.rsa import aggregation
+from forge_run.report.template import Block, Row, render, shortened
+from forge_run.report.votes import teachers
 from protocols.files import iter_rows, write_atomically
 from protocols.records import ARMS, PHASES, TRAINED_ARMS
 from services.rundir import RunDirectory, outcome, phase_means
@@ -35,7 +34,6 @@ Means = dict[str, dict[str, float]]  # arm -> phase -> seconds
 GOAL = 0.10  # orchestration's share of a step that we allow ourselves
 SAMPLES = 2  # rollouts and episodes shown of the first step and of the last
 DASHES = {"none": ":", "document": "-.", "untrained": ":", "offline": "--", "on_policy": "--"}
-HEADS = ("95% CI", "n", "unparsed")
 QUESTIONS = (
     "Held-out questions, decoded greedily and sampled. An answer that names no option is unparsed "
     "and counts as wrong."
@@ -60,49 +58,46 @@ def write_report(run_path: Path) -> Path:
     run = RunDirectory(run_path)
     metrics, events = list(iter_rows(run.metrics)), list(iter_rows(run.events))
     results = run.read_results() or {}
-    whole = run.path.resolve()
-    name = f"{whole.parent.name} / {whole.name}"
-    spec = run.spec.read_text(encoding="utf-8") if run.spec.is_file() else ""
     arms = results.get("arms") or {}
     seen = Monitors()
     samples = _samples(seen.watch(iter_rows(run.episodes)))
-    told = (  # by runs with episodes alone
-        rewards(metrics),
-        aggregation(metrics, results),
-        channels(metrics),
-        teachers(iter_rows(run.votes), iter_rows(run.ledger), metrics),
-        monitors(seen),
-    )
-    compared = (frontier(run.path), evaluation(run.path))
-    read = documents(run.documents, arms, iter_rows(run.selfstudy))
-    body = (
-        _header(name, results, events),
-        _arms(arms, _note(arms, seen)),
-        _plots(metrics, phase_means(events), arms),
-        *filter(None, (*told, read, *compared)),
-        _counters(results),
-        _rollouts(_samples(iter_rows(run.rollouts)), samples),
-        _spec(spec),
-    )
-    css = EPISODE_CSS if any((*told, *compared)) else ""
-    write_atomically(run.report, page(name, "\n".join(body), css))
+    sections = {
+        "Arms": _arms(arms, _note(arms, seen)),
+        "Training": _training(metrics, phase_means(events), arms),
+        "Rewards": rewards(metrics),
+        "Aggregation": aggregation(metrics, results),
+        "Channels": channels(metrics),
+        "Teachers' votes": teachers(iter_rows(run.votes), iter_rows(run.ledger), metrics),
+        "Monitors": monitors(seen),
+        "Documents": documents(run.documents, arms, iter_rows(run.selfstudy)),
+        "Test-time compute": frontier(run.path),
+        "Evaluation": evaluation(run.path),
+        "Compression and policy": _counters(results),
+        "Sample rollouts": [
+            *map(_rollout, _samples(iter_rows(run.rollouts))), *map(episode, samples),
+        ] or [("text", "No rollout was recorded.")],
+        "Spec": _spec(run.spec),
+    }  # fmt: skip
+    whole = run.path.resolve()
+    name = f"{whole.parent.name} / {whole.name}"
+    write_atomically(run.report, render(name, _header(results, events), sections))
     return run.report
 
 
-def _header(name: str, results: Row, events: list[Row]) -> str:
+def _header(results: Row, events: list[Row]) -> list[Block]:
     status = str(results.get("status") or outcome(events))
-    told = escape(summary({**results, "status": status}))
-    lines = [f"<h1>{escape(name)}</h1>", f'<p class="status {escape(status)}">{told}</p>']
+    blocks: list[Block] = [(f"status {status}", summary({**results, "status": status}))]
     if times := [event["time"] for event in events]:
-        lines.append(f'<p class="soft">{escape(f"{times[0]} to {times[-1]}")}</p>')
+        blocks.append(("soft", f"{times[0]} to {times[-1]}"))
     if not results:
-        lines.append("<p>There is no results.json: this page shows what the run wrote so far.</p>")
+        told = "There is no results.json: this page shows what the run wrote so far."
+        blocks.append(("text", told))
     failed = [event for event in events if event["event"] == "failed"]
     if status == "failed" and failed:
         fields = {k: v for k, v in failed[-1].items() if k not in ("time", "event")}
         text = ", ".join(f"{key}: {value}" for key, value in fields.items())
-        lines.append(f'<p class="error" role="note">{escape(text or "no reason was recorded")}</p>')
-    return "<header>\n" + "\n".join(lines) + "\n</header>"
+        blocks.append(("error", text or "no reason was recorded"))
+    return blocks
 
 
 def _note(arms: Row, seen: Monitors) -> str:
@@ -113,83 +108,54 @@ def _note(arms: Row, seen: Monitors) -> str:
     return CASES if seen.episodes else QUESTIONS
 
 
-def _arms(arms: Row, note: str) -> str:
+def _arms(arms: Row, note: str) -> list[Block]:
     if not arms:
-        return section("Arms", "<p>No arm has its final evaluation.</p>")
+        return [("text", "No arm has its final evaluation.")]
+    heads = ("arm", "accuracy", *HEADS, "sampled", *HEADS)
     rows = []
     for name in [*ARMS, *(arm for arm in arms if arm not in ARMS)]:
         arm = arms.get(name) or {}
-        cells = [*_cells(arm), *_cells(arm.get("sampled"))]
-        tds = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        ours = ' class="ours"' if name == "on_policy" else ""
-        rows.append(f'<tr{ours}><th scope="row">{escape(name)}</th>{tds}</tr>\n')
-    heads = ("arm", *(h for kind in ("accuracy", "sampled") for h in (kind, *HEADS)))
-    ths = "".join(f'<th scope="col">{head}</th>' for head in heads)
-    body = f"""<p class="soft">{note}</p>
-<div class="scroll" tabindex="0" role="region" aria-label="Table of arms"><table>
-<thead><tr>{ths}</tr></thead>
-<tbody>
-{"".join(rows)}</tbody>
-</table></div>"""
-    return section("Arms", body)
+        rows.append((name, *arm_cells(arm), *arm_cells(arm.get("sampled"))))
+    return [("soft", note), ("table", Section("Table of arms", heads, tuple(rows)))]
 
 
-def _cells(measured: Row | None) -> list[str]:
-    if not measured:
-        return ["-"] * (1 + len(HEADS))
-    share = (percent(measured["accuracy"]), interval(measured["ci95"]))
-    return [*share, str(measured["n"]), str(measured["parse_failures"])]
-
-
-def _plots(metrics: list[Row], means: Means, arms: Row) -> str:
-    figures = []
-    if distilled := [row for row in metrics if row["kl"] is not None]:
-        title, draw = "KL to the document teacher, per token", partial(_draw_kl, metrics=distilled)
-        figures.append(figure(title, _kl_note(distilled), draw))
-    if probes := [row for row in metrics if row.get("accuracy") is not None]:
+def _training(metrics: list[Row], means: Means, arms: Row) -> list[Block]:
+    plots = []
+    if kl := by_arm(metrics, lambda row: row["kl"]):
+        told = (f"{a}: {p[0][1]:.3f} to {p[-1][1]:.3f} in {len(p)} steps" for a, p in kl.items())
+        title, note = "KL to the document teacher, per token", f"{'; '.join(told)}."
+        plots.append(plot(title, note, partial(_draw_kl, kl=kl)))
+    if probes := by_arm(metrics, lambda row: row.get("accuracy")):
         note = (
             "Probe questions while training" + bool(arms) * "; lines are the arms' final accuracy"
         )
         draw = partial(_draw_accuracy, probes=probes, arms=arms)
-        figures.append(figure("Accuracy over steps", f"{note}.", draw))
+        plots.append(plot("Accuracy over steps", f"{note}.", draw))
     if means:
         shares = ", ".join(f"{arm} {percent(_share(phases))}" for arm, phases in means.items())
         note = f"Means. Orchestration: {shares}; the goal is {GOAL:.0%} of a step at most."
-        figures.append(figure("Seconds per step", note, partial(_draw_phases, means=means)))
-    if not figures:
-        return section("Training", "<p>No step was recorded.</p>")
-    return section("Training", f'<div class="plots">\n{"".join(figures)}</div>')
-
-
-def _kl_note(metrics: list[Row]) -> str:
-    notes = []
-    for arm in TRAINED_ARMS:
-        if kl := [row["kl"] for row in metrics if row["arm"] == arm]:
-            notes.append(f"{arm}: {kl[0]:.3f} to {kl[-1]:.3f} in {len(kl)} steps")
-    return "; ".join(notes) + "."
+        plots.append(plot("Seconds per step", note, partial(_draw_phases, means=means)))
+    return [("plots", plots) if plots else ("text", "No step was recorded.")]
 
 
 def _share(phases: dict[str, float]) -> float:
     return phases["orchestration"] / phases["step"] if phases["step"] else 0.0
 
 
-def _draw_kl(figure: Figure, metrics: list[Row]) -> None:
+def _draw_kl(figure: Figure, kl: Curves) -> None:
     axes = figure.add_subplot(xlabel="step", ylabel="nats per token")
-    for arm in TRAINED_ARMS:
-        if rows := [row for row in metrics if row["arm"] == arm]:
-            x, y = [row["step"] for row in rows], [row["kl"] for row in rows]
-            line = "-" if arm == "on_policy" else "--"
-            curve(axes, arm, x, y, len(y) // 20, color=PAINT[arm], linestyle=line)
+    for arm, points in kl.items():
+        style = {"color": PAINT[arm], "linestyle": LINES[arm]}
+        curve(axes, arm, points, len(points) // 20, **style)
     axes.set_ylim(bottom=0)
     axes.legend()
 
 
-def _draw_accuracy(figure: Figure, probes: list[Row], arms: Row) -> None:
-    axes = figure.add_subplot(xlabel="step", ylim=(0, 1.03))
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    for arm, marker in zip(TRAINED_ARMS, "os", strict=True):
-        rows = [row for row in probes if row["arm"] == arm]
-        x, y = [row["step"] for row in rows], [row["accuracy"] for row in rows]
+def _draw_accuracy(figure: Figure, probes: Curves, arms: Row) -> None:
+    axes = share_axes(figure, xlabel="step", ylim=(0, 1.03))
+    for arm, points in probes.items():
+        marker = "o" if arm == "on_policy" else "s"
+        x, y = zip(*points, strict=True)
         axes.plot(x, y, color=PAINT[arm], marker=marker, markersize=3, label=arm)
     if not arms:  # otherwise the levels name the colours
         axes.legend()
@@ -216,13 +182,13 @@ def _draw_phases(figure: Figure, means: Means) -> None:
     share.barh(arms, shares, color=PAINT["orchestration"], height=0.45)
     share.axvline(GOAL, color=PAINT["ink"], linestyle="--", linewidth=1)
     share.set_xlim(0, max(1.5 * GOAL, 1.1 * max(shares, default=0.0)))
-    share.xaxis.set_major_formatter(lambda part, _: f"{part:.0%}")
+    as_percent(share.xaxis)
     share.set_xlabel(f"orchestration's share of a step (goal: at most {GOAL:.0%})")
     for axes in (bars, share):
         axes.grid(visible=False, axis="y")
 
 
-def _counters(results: Row) -> str:
+def _counters(results: Row) -> list[Block]:
     compression, policy = results.get("compression") or {}, results.get("policy") or {}
     wall = results.get("wall_seconds")
     facts = {
@@ -236,8 +202,7 @@ def _counters(results: Row) -> str:
     for arm, tokens in (results.get("tokens_trained") or {}).items():
         facts[f"tokens trained, {arm}"] = number(tokens, ",")
     facts["wall time"] = "-" if wall is None else duration(wall)
-    items = (f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>\n" for k, v in facts.items())
-    return section("Compression and policy", f"<dl>\n{''.join(items)}</dl>")
+    return [("facts", facts)]
 
 
 def _samples(rows: Iterable[Row]) -> list[Row]:
@@ -253,25 +218,18 @@ def _samples(rows: Iterable[Row]) -> list[Row]:
     return [row for steps in arms.values() for group in steps.values() for row in group]
 
 
-def _rollouts(rollouts: list[Row], episodes: list[Row]) -> str:
-    articles = [*map(_rollout, rollouts), *map(episode, episodes)]
-    shown = "\n".join(articles) or "<p>No rollout was recorded.</p>"
-    return section("Sample rollouts", shown)
-
-
-def _rollout(row: Row) -> str:
+def _rollout(row: Row) -> Block:
     lo, hi = min(row["versions"], default=0), max(row["versions"], default=0)
     head = (
         f"{row['arm']}, step {row['step']}: {row['document']}, {row['kind']} "
         f"({len(row['response_ids'])} tokens, {row['finish_reason']}, "
         f"{'by the teacher' if hi < 0 else f'version {lo}' if lo == hi else f'versions {lo}-{hi}'})"
     )
-    text = escape(shortened(row["text"]))
-    return f'<article>\n<p class="soft">{escape(head)}</p>\n<pre>{text}</pre>\n</article>'
+    return "talk", (head, [("student", shortened(row["text"]))])
 
 
-def _spec(text: str) -> str:
+def _spec(file: Path) -> list[Block]:
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
     if not text:
-        return section("Spec", "<p>There is no spec.yaml.</p>")
-    shown = f"<summary>The resolved spec</summary>\n<pre>{escape(text)}</pre>"
-    return section("Spec", f"<details>\n{shown}\n</details>")
+        return [("text", "There is no spec.yaml.")]
+    return [("folded", ("The resolved spec", [("verbatim", text)]))]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from forge_run.figures import Rows, Section, facts
 from forge_run.runnable import missing_key
 from protocols.learn_spec import LearnSpec
 from protocols.objective_spec import EpisodesSpec
 from protocols.replay_spec import PriceSpec, ReplaySpec
-
-Rows = tuple[tuple[str, ...], ...]
 
 CHANNEL_COLUMNS = ("channel", "weight", "learns from")
 TEACHER_COLUMNS = ("teacher", "model", "dollars a million tokens", "cap", "calls at a time")
@@ -19,10 +18,20 @@ def data_text(learn: LearnSpec) -> str:
     return f"{data.patients} clinic desks, seed {data.seed}: handbooks of {data.facts} fields"
 
 
-def channel_rows(learn: LearnSpec) -> Rows:
+def sections(learn: LearnSpec, episodes: EpisodesSpec) -> list[Section]:
+    """The channels, and where a run has them its teachers and their votes."""
+    found = [Section("channels", CHANNEL_COLUMNS, channel_rows(learn, episodes))]
+    if replay := learn.replay:
+        found += [
+            Section("teachers", TEACHER_COLUMNS, teacher_rows(replay)),
+            facts("votes", vote_rows(learn, replay)),
+        ]
+    return found
+
+
+def channel_rows(learn: LearnSpec, episodes: EpisodesSpec) -> Rows:
     """Every channel with its weight, in the order of the objective."""
-    objective, episodes = learn.objective, learn.episodes
-    assert episodes is not None
+    objective = learn.objective
     alpha = f"{objective.alpha:g}"
     if objective.alpha_warmup_steps:
         alpha = f"0 to {alpha} over {objective.alpha_warmup_steps} steps"
@@ -44,17 +53,12 @@ def channel_rows(learn: LearnSpec) -> Rows:
     )
 
 
-def budget_rows(learn: LearnSpec, episodes: EpisodesSpec) -> Rows:
-    """What is sampled, at most: an episode has `max_turns` turns of `rollout.max_tokens`."""
-    steps, evaluate, environment = learn.train.steps, learn.evaluate, episodes.environment
+def sampled(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, list[tuple[str, str]]]:
+    """Response tokens of a step at most, and the rows that say what is sampled."""
+    steps, environment = learn.train.steps, episodes.environment
     each = episodes.tasks * episodes.group
-    most = each * episodes.max_turns * learn.rollout.max_tokens
-    cases = len(evaluate.arms) * evaluate.questions * (2 if evaluate.sampled else 1)
-    probes = steps // evaluate.probe_every if evaluate.probe_every else 0
-    every = learn.objective.compare_every
     served = "clinic desks, served here" if environment.url is None else environment.url
-    return (
-        ("steps", f"{steps}, on policy"),
+    return each * episodes.max_turns * learn.rollout.max_tokens, [
         ("environment", f"{served}; {environment.timeout_s:g} s a move"),
         (
             "episodes",
@@ -65,12 +69,7 @@ def budget_rows(learn: LearnSpec, episodes: EpisodesSpec) -> Rows:
             f"at most {episodes.max_turns} turns of {learn.rollout.max_tokens} tokens, "
             f"{episodes.max_context} with what it reads",
         ),
-        ("response tokens", f"at most {most:,} a step, {most * steps:,} in all"),
-        ("packed rows", f"{learn.train.row_tokens} tokens"),
-        ("gradients", f"compared every {every} steps" if every else "never compared"),
-        ("probes", f"{probes} of {evaluate.probe_questions} cases"),
-        ("evaluation", f"at most {cases:,} episodes: {', '.join(evaluate.arms)}"),
-    )
+    ]
 
 
 def teacher_rows(replay: ReplaySpec) -> Rows:
@@ -90,38 +89,36 @@ def teacher_rows(replay: ReplaySpec) -> Rows:
     )  # fmt: skip
 
 
-def vote_rows(learn: LearnSpec, replay: ReplaySpec) -> Rows:
+def vote_rows(learn: LearnSpec, replay: ReplaySpec) -> list[tuple[str, str]]:
     """Who answers, when they are asked, and what bounds it."""
     states, steps = learn.objective.dpo.states, learn.train.steps
     quorum = f"{replay.quorum} equal votes of {len(replay.teachers)}, the cheapest asked first"
-    return (
+    return [
         *_answered(replay),
         ("quorum", quorum),
         ("asked", _gate(replay)),
         ("states", f"at most {states} a step, {states * steps:,} in all"),
         ("cap", f"{replay.cap:g} dollars together, set aside before each call"),
         ("deadline", f"{replay.deadline_s:g} s for a state; no step waits for it"),
-    )
+    ]
 
 
-def _answered(replay: ReplaySpec) -> Rows:
-    if replay.local is not None:
-        right, refused, failed = (
-            f"{share:.0%}"
-            for share in (replay.local.right, replay.local.rate_limit, replay.local.server_error)
+def _answered(replay: ReplaySpec) -> list[tuple[str, str]]:
+    if (local := replay.local) is not None:
+        answers = (
+            f"{local.right:.0%} right; {local.rate_limit:.0%} of calls refused, "
+            f"{local.server_error:.0%} failed"
         )
-        return (
-            ("answered by", "a provider of our own on loopback: no key, no network, no real money"),
-            ("its answers", f"{right} right; {refused} of calls refused, {failed} failed"),
-        )
-    return tuple(
+        own = "a provider of our own on loopback: no key, no network, no real money"
+        return [("answered by", own), ("its answers", answers)]
+    return [
         (
             f"key of {teacher.name}",
             f"{teacher.key_env}, {'not set' if missing_key(teacher) else 'set'}; for "
             f"{teacher.base_url}",
         )
         for teacher in replay.teachers
-    )
+    ]
 
 
 def _gate(replay: ReplaySpec) -> str:

@@ -1,20 +1,21 @@
-"""What `forge eval` came to, for people: tables, Markdown, a page, and two plots."""
+"""What `forge eval` came to, for people: tables, two plots, Markdown, a page and a section."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_run.display import UNKNOWN, interval, number, percent
 from forge_run.figures import Section, count_text, markdown_table, markdown_text
-from forge_run.page import EPISODE_CSS, HUES, PAINT, drawing, figure, page, table
-from forge_run.page import section as part
+from forge_run.report.plots import PAINT, error_bars, hue, legend, plot, share_axes, svg_file
+from forge_run.report.template import Block, render
 from protocols.eval_records import EvalRow, Evaluation
 from protocols.files import write_atomically
 from protocols.records import ARMS
+from services.rundir import EVALUATION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,9 +28,10 @@ HEADS = (
 )  # fmt: skip
 PAIR_HEADS = ("arm", "over", "difference", "95%", "other side of zero")
 TRAINED = ("offline", "hybrid", "on_policy")
-MARKERS = {"none": "x", "document": "D", "truncated": "v", "untrained": "^", "offline": "s",
-           "hybrid": "P", "on_policy": "o"}  # fmt: skip
+KINDS = {"none": "x", "document": "D", "truncated": "v", "untrained": "^", "offline": "s",
+         "hybrid": "P", "on_policy": "o"}  # fmt: skip
 BUDGETED = ("truncated", "untrained", *TRAINED)
+HEIGHT = 3.6  # inches of a plot
 BESIDE = 1.05  # by how much each of their kinds stands right of the one before, in the plot
 NOTES = (
     "prefix: tokens before the question, means over documents; compression: document tokens over "
@@ -47,20 +49,18 @@ NOTES = (
 
 
 def score_of(row: EvalRow) -> float:
-    """Accuracy, or agreement where no answers are known."""
+    """Return accuracy, or agreement where no answers are known."""
     return row["teacher"]["top1"] if row["accuracy"] is None else row["accuracy"]
 
 
 def section(found: Evaluation) -> Section:
-    return Section(_title(found), HEADS, tuple(map(cells, found["rows"])))
-
-
-def _title(found: Evaluation) -> str:
-    return f"{found['rows'][0]['n']} questions ({found['source']}) over {found['model']}"
+    """Return the table of the arms."""
+    title = f"{found['rows'][0]['n']} questions ({found['source']}) over {found['model']}"
+    return Section(title, HEADS, tuple(map(cells, found["rows"])))
 
 
 def cells(row: EvalRow) -> tuple[str, ...]:
-    """A row of the table, as texts."""
+    """Return a row of the table, as texts."""
     forgot, passages = row["forgetting"], row["passages"]
     return (
         row["arm"], number(row["prefix_tokens"], ",.0f"),
@@ -78,7 +78,7 @@ def cells(row: EvalRow) -> tuple[str, ...]:
 
 
 def pair_section(found: Evaluation) -> Section:
-    """What every trained arm has over each arm before it."""
+    """Return what every trained arm has over each arm before it."""
     title = (
         f"differences in {found['metric']}, paired bootstrap over {found['clusters']} "
         f"{found['resampled']}"
@@ -98,7 +98,7 @@ def _pair_rows(found: Evaluation) -> Iterator[tuple[str, ...]]:
 
 
 def told(found: Evaluation) -> list[str]:
-    """What is worth a line beside the tables."""
+    """Return what is worth a line beside the tables."""
     c = found["contamination"]
     doubles = f"{c['exact']} exact and {c['near']} near doubles"
     where = f"; see {c['file']}" if c["file"] else ""
@@ -110,7 +110,7 @@ def told(found: Evaluation) -> list[str]:
 
 
 def markdown(found: Evaluation) -> str:
-    """eval.md."""
+    """Return eval.md."""
     lines = ["# Evaluation", "", f"Runs: {', '.join(found['runs'])}", ""]
     for one in (section(found), pair_section(found)):
         lines += [f"## {markdown_text(one.title)}", "", markdown_table(one), ""]
@@ -120,32 +120,31 @@ def markdown(found: Evaluation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def body(found: Evaluation) -> str:
-    """The tables and plots as markup, of the page and of a run's report."""
-    tables = [
-        f"<h3>{escape(one.title)}</h3>\n{table(one.title, one.columns, one.rows)}"
-        for one in (section(found), pair_section(found))
-    ]
-    figures = [figure(title, note, draw, height=3.6) for _, title, note, draw in _drawings(found)]
-    notes = "".join(f"<li>{escape(line)}</li>" for line in (*told(found), *NOTES))
-    return (
-        f'{tables[0]}\n{tables[1]}\n<div class="plots">{"".join(figures)}</div>\n'
-        f'<ul class="soft">{notes}</ul>'
-    )
+def evaluation(run: Path) -> list[Block]:
+    """Show eval.json; nothing for a run that nobody evaluated."""
+    file = run / EVALUATION
+    return blocks(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else []
+
+
+def blocks(found: Evaluation) -> list[Block]:
+    """Show the tables, the plots and their notes."""
+    drawn = [plot(title, note, draw, HEIGHT) for _, title, note, draw in _drawings(found)]
+    tables = (section(found), pair_section(found))
+    titled = [block for one in tables for block in (("heading", one.title), ("table", one))]
+    return [*titled, ("plots", drawn), ("list", [*told(found), *NOTES])]
 
 
 def write_page(home: Path, found: Evaluation) -> Path:
-    """eval.html: one page that asks nothing of the network."""
+    """Write eval.html: one page that asks nothing of the network."""
     path = home / "eval.html"
     name = f"evaluation of {', '.join(found['runs'])}"
-    inside = f"<header><h1>{escape(name)}</h1></header>\n{part('Evaluation', body(found))}"
-    write_atomically(path, page(name, inside, EPISODE_CSS))
+    write_atomically(path, render(name, [], {"Evaluation": blocks(found)}))
     return path
 
 
 def plots(found: Evaluation) -> list[tuple[str, str]]:
-    """(file name, SVG) of each plot, which stand alone."""
-    return [(file, drawing(title, draw, 3.6)) for file, title, _, draw in _drawings(found)]
+    """Return (file name, SVG) of each plot, which stand alone."""
+    return [(file, svg_file(title, draw, HEIGHT)) for file, title, _, draw in _drawings(found)]
 
 
 def _drawings(found: Evaluation) -> Iterator[tuple[str, str, str, partial[None]]]:
@@ -164,61 +163,47 @@ def _drawings(found: Evaluation) -> Iterator[tuple[str, str, str, partial[None]]
 
 
 def _draw_compression(figure: Figure, rows: Sequence[EvalRow], metric: str) -> None:
-    axes = figure.add_subplot(
-        xlabel="document tokens / prefix tokens", ylabel=metric, xscale="log", ylim=(0, 1.03)
-    )
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    label = "document tokens / prefix tokens"
+    axes = share_axes(figure, xlabel=label, ylabel=metric, xscale="log", ylim=(0, 1.03))
     ticks: list[float] = []
-    for times in sorted(row["compression"] for row in rows if row["compression"] is not None):
-        if not ticks or times > 1.15 * ticks[-1]:  # or labels would touch
-            ticks.append(times)
+    for ratio in sorted(row["compression"] for row in rows if row["compression"] is not None):
+        if not ticks or ratio > 1.15 * ticks[-1]:  # or labels would touch
+            ticks.append(ratio)
     axes.set_xticks(ticks, [f"{times:.3g}x" for times in ticks])
     axes.set_xticks([], minor=True)
-    for kind in MARKERS:
-        own = [row for row in rows if row["kind"] == kind and row["compression"] is not None]
-        if own:  # beside each other, where they have one budget
-            aside = BESIDE ** (BUDGETED.index(kind) - 2) if kind in BUDGETED else 1.0
-            x = [(row["compression"] or 1.0) * aside for row in own]
-            _points(axes, kind, x, own)
-    for row in rows:
-        if row["compression"] is None:
-            _level(axes, row)
-    axes.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
+    places: list[float | None] = []
+    for row in rows:  # beside each other, where they have one budget
+        kind, times = row["kind"], row["compression"]
+        aside = BESIDE ** (BUDGETED.index(kind) - 2) if kind in BUDGETED else 1.0
+        places.append(None if times is None else times * aside)
+    _draw_rows(axes, rows, places)
 
 
 def _draw_training(figure: Figure, rows: Sequence[EvalRow], metric: str) -> None:
-    axes = figure.add_subplot(xlabel="training tokens", ylabel=metric, ylim=(0, 1.03))
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes = share_axes(figure, xlabel="training tokens", ylabel=metric, ylim=(0, 1.03))
     axes.xaxis.set_major_formatter(lambda count, _: count_text(count))
-    for kind in TRAINED:
-        if own := [row for row in rows if row["kind"] == kind]:
-            _points(axes, kind, [row["trained_tokens"] for row in own], own)
-    for row in rows:
-        if row["kind"] not in TRAINED:
-            _level(axes, row)
     axes.set_xlim(0, 1.08 * max(row["trained_tokens"] for row in rows))
-    axes.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
+    _draw_rows(axes, rows, [r["trained_tokens"] if r["kind"] in TRAINED else None for r in rows])
 
 
-def _points(axes: Axes, kind: str, x: Sequence[float], rows: Sequence[EvalRow]) -> None:
-    y = [score_of(row) for row in rows]
-    bars = [
-        [max(0.0, v - (row["ci95"] or [v, v])[0]) for v, row in zip(y, rows, strict=True)],
-        [max(0.0, (row["ci95"] or [v, v])[1] - v) for v, row in zip(y, rows, strict=True)],
-    ]
-    axes.errorbar(
-        x, y, yerr=bars, label=kind, color=_paint(kind), marker=MARKERS[kind], markersize=5,
-        linestyle="", elinewidth=0.7,
-    )  # fmt: skip
-
-
-def _level(axes: Axes, row: EvalRow) -> None:
-    axes.axhline(
-        score_of(row), color=_paint(row["kind"]), linestyle=":", linewidth=1, label=row["arm"]
-    )
+def _draw_rows(axes: Axes, rows: Sequence[EvalRow], places: Sequence[float | None]) -> None:
+    """Draw each row at its place on the x axis, or as a level where it has none."""
+    placed = list(zip(places, rows, strict=True))
+    for kind in KINDS:
+        own = [(x, row) for x, row in placed if row["kind"] == kind and x is not None]
+        if own:
+            y = [score_of(row) for _, row in own]
+            bars = [row["ci95"] or [v, v] for v, (_, row) in zip(y, own, strict=True)]
+            error_bars(
+                axes, [x for x, _ in own], y, bars, label=kind, color=_paint(kind),
+                marker=KINDS[kind], markersize=5, linestyle="", elinewidth=0.7,
+            )  # fmt: skip
+    for x, row in placed:
+        if x is None:
+            color, label = _paint(row["kind"]), row["arm"]
+            axes.axhline(score_of(row), color=color, linestyle=":", linewidth=1, label=label)
+    legend(axes, ncols=4)
 
 
 def _paint(kind: str) -> str:
-    if kind in ARMS:
-        return PAINT[kind]
-    return PAINT[HUES[4] if kind == "truncated" else HUES[5]]
+    return PAINT[kind] if kind in ARMS else hue(4 if kind == "truncated" else 5)

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from html import escape
 
 from forge_run.display import number, percent
-from forge_run.page import Row, section, shortened, table
-from forge_run.report_episodes import talk
+from forge_run.figures import Section
+from forge_run.report.template import Block, Row, shortened
 from protocols.replay import NANO
 
 AUDITED = 2  # pairs shown of the first and of the last
@@ -41,8 +40,8 @@ class Tally:
     latency_s: float = 0.0  # of the valid votes, together
 
 
-def teachers(votes: Iterable[Row], ledger: Iterable[Row], metrics: Iterable[Row]) -> str:
-    """The whole section; "" where no teacher was asked."""
+def teachers(votes: Iterable[Row], ledger: Iterable[Row], metrics: Iterable[Row]) -> list[Block]:
+    """Show who voted how and at what price; nothing where no teacher was asked."""
     tallies: dict[str, Tally] = {}
     reasons: Counter[str] = Counter()
     because: Counter[str] = Counter()
@@ -62,13 +61,13 @@ def teachers(votes: Iterable[Row], ledger: Iterable[Row], metrics: Iterable[Row]
                 del last[:-AUDITED]
     spent = _spent(ledger)
     if not reasons and not spent:
-        return ""
-    parts = [_by_teacher(tallies, spent)]
+        return []
+    blocks = _by_teacher(tallies, spent)
     if reasons:
-        parts += [_by_reason(reasons, because), *_afterwards(metrics)]
+        blocks += [*_by_reason(reasons, because), *_afterwards(metrics)]
     if first:
-        parts += ["<h3>Some of the pairs</h3>", *(_audit(*pair) for pair in first + last)]
-    return section("Teachers' votes", "\n".join(parts))
+        blocks += [("heading", "Some of the pairs"), *(_audit(*pair) for pair in first + last)]
+    return blocks
 
 
 def _count(verdict: Row, tallies: dict[str, Tally]) -> None:
@@ -109,7 +108,7 @@ def _spent(ledger: Iterable[Row]) -> dict[str, int]:
     return spent
 
 
-def _by_teacher(tallies: dict[str, Tally], spent: dict[str, int]) -> str:
+def _by_teacher(tallies: dict[str, Tally], spent: dict[str, int]) -> list[Block]:
     heads = (
         "teacher", "asked", "valid", "abstained", "with the majority", "dollars", "mean latency"
     )  # fmt: skip
@@ -131,28 +130,33 @@ def _by_teacher(tallies: dict[str, Tally], spent: dict[str, int]) -> str:
         "are the ledger's, with calls that no verdict waited for; latency is of valid votes."
     )
     total = f"{sum(spent.values()) / NANO:.4f} dollars together."
-    return f'<p class="soft">{note} {total}</p>\n{table("Votes by teacher", heads, lines)}'
+    return [
+        ("soft", f"{note} {total}"),
+        ("table", Section("Votes by teacher", heads, tuple(lines))),
+    ]
 
 
-def _by_reason(reasons: Counter[str], because: Counter[str]) -> str:
+def _by_reason(reasons: Counter[str], because: Counter[str]) -> list[Block]:
     whole = reasons.total()
-    lines = [(name, f"{n:,}", percent(n / whole)) for name, n in reasons.most_common()]
+    lines = tuple((name, f"{n:,}", percent(n / whole)) for name, n in reasons.most_common())
     asked = ", ".join(f"{why or 'not at all'} {n:,}" for why, n in because.most_common())
-    return f'<h3>Verdicts</h3>\n<p class="soft">Asked because: {escape(asked)}.</p>\n' + table(
-        "Verdicts by reason", ("verdict", "states", "share"), lines
-    )
+    return [
+        ("heading", "Verdicts"),
+        ("soft", f"Asked because: {asked}."),
+        ("table", Section("Verdicts by reason", ("verdict", "states", "share"), lines)),
+    ]
 
 
-def _afterwards(metrics: Iterable[Row]) -> list[str]:
+def _afterwards(metrics: Iterable[Row]) -> list[Block]:
     """What the votes table does not know: states without a verdict, and what became of pairs."""
     told: Counter[str] = Counter()
     for row in metrics:
         told.update({what: row.get("episodes", {}).get(f"teachers/{what}", 0) for what in LATER})
     ends = "; ".join(f"{meaning} {told[what]:,}" for what, meaning in LATER.items() if told[what])
-    return [f'<p class="soft">{escape(ends)}.</p>'] if ends else []
+    return [("soft", f"{ends}.")] if ends else []
 
 
-def _audit(verdict: Row, state: Row | None) -> str:
+def _audit(verdict: Row, state: Row | None) -> Block:
     valid = sum(n for _, n in verdict["counts"])
     head = (
         f"{verdict['arm']}, step {verdict['step']}: {verdict['trace_id']}, turn {verdict['turn']}, "
@@ -163,5 +167,4 @@ def _audit(verdict: Row, state: Row | None) -> str:
     said += [("chosen", verdict["chosen"]), ("rejected", verdict["rejected"])]
     for vote in verdict["votes"]:
         said.append((vote["teacher"], vote["canonical"] or f"abstains: {vote['error']}"))
-    shown = talk((who, shortened(text)) for who, text in said)
-    return f'<article>\n<p class="soft">{escape(head)}</p>\n{shown}\n</article>'
+    return "talk", (head, [(who, shortened(text)) for who, text in said])

@@ -1,21 +1,25 @@
 """`--dry-run`: what a spec would run, hold in memory, spend, and at best take. Nothing is started.
 
-The plan is plain data (`plan`) and its rendering apart (`render`): tables on a terminal, aligned
-lines elsewhere. Only config.json is read; what is not at hand is said to be unknown.
+The plan is plain data; `forge_run.figures` renders it. Only config.json is read; what is not at
+hand is said to be unknown.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import replace
 
-from cluster import sizing
-from cluster.sizing import kv_values_per_token, matmul_parameters
-from forge_run import plan_channels, plan_documents, plan_rsa, plan_sizing, roofline
-from forge_run.figures import Section, bytes_text, count_text, seconds_text
-from forge_run.roofline import A100, H200, MFU, Phase, Workload
+from cluster.sizing import (
+    TRAINER_BYTES,
+    ModelSize,
+    kv_values_per_token,
+    matmul_parameters,
+    model_size,
+)
+from forge_run.figures import Section, bytes_text, count_text, facts, lines, seconds_text
+from forge_run.plan import channels, documents, roofline, rsa, sizing
+from forge_run.plan.roofline import A100, H200, MFU, Phase, Workload
 from forge_run.runnable import resolved_place, unmet
 from protocols.learn_spec import LearnSpec
 from protocols.sections import ShapeSpec
@@ -29,71 +33,39 @@ AT_RUN_TIME = "measured at run time"
 def plan(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> tuple[Section, ...]:
     """Every section of the plan, in reading order. Raises SpecError for a damaged config.json."""
     shape = model_shape(spec.learn.model)
-    learn, told = plan_documents.studied(spec.learn)
+    learn, told = documents.studied(spec.learn)
     spec = spec.model_copy(update={"learn": learn})
     sections = [
         _run_section(spec),
-        *(Section(*section) for section in told),
+        *told,
         _roles_section(spec),
         _memory_section(spec, shape),
         *_sizing_sections(spec, shape),
         *_channel_sections(spec.learn),
         _budget_section(spec.learn),
-        *_roofline_sections(spec, shape),
+        _roofline_section(spec, shape),
     ]
-    reasons = tuple((fault.text,) for fault in unmet(spec, place))
-    if reasons:
-        sections.append(Section("cannot run here yet", ("",), reasons))
+    if faults := unmet(spec, place):
+        sections.append(lines("cannot run here yet", (fault.text for fault in faults)))
     return tuple(sections)
-
-
-def render(sections: Sequence[Section], *, terminal: bool) -> str:
-    """The plan as text: aligned lines, or with `terminal` rich's tables at the terminal's width."""
-    if not terminal:
-        return "\n\n".join(_plain(section) for section in sections) + "\n"
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(force_terminal=True)
-    with console.capture() as capture:
-        for section in sections:
-            table = Table(
-                *section.columns,
-                title=section.title,
-                title_justify="left",
-                show_header=any(section.columns),
-                title_style="bold",
-            )
-            for row in section.rows:
-                table.add_row(*map(Text, row))  # not markup: "arms[2]" is meant as it stands
-            console.print(table)
-    return capture.get()
-
-
-def as_json(sections: Sequence[Section]) -> str:
-    """The plan as JSON: `[{"title", "columns", "rows"}, ...]`."""
-    return json.dumps([asdict(section) for section in sections], indent=1) + "\n"
 
 
 def size_plan(spec: RunSpec) -> tuple[Section, ...]:
     """What each role needs, item by item. Raises SpecError where the shape is not at hand."""
-    size = sizing.model_size(spec.learn.model)
-    return (plan_sizing.summary(spec, size), *plan_sizing.details(spec, size))
+    size = model_size(spec.learn.model)
+    return (sizing.summary(spec, size), *sizing.details(spec, size))
 
 
 def _sizing_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[Section]:
     if shape is None:
         return []
-    size = sizing.ModelSize(shape, VALUE_BYTES[spec.learn.model.dtype])
-    return [plan_sizing.summary(spec, size)]
+    return [sizing.summary(spec, ModelSize(shape, VALUE_BYTES[spec.learn.model.dtype]))]
 
 
 def _run_section(spec: RunSpec) -> Section:
     mesh = spec.mesh
-    return Section(
+    return facts(
         f"plan of {mesh.name}",
-        ("", ""),
         (
             ("config", mesh.config),
             ("model", f"{spec.learn.model.path}, {spec.learn.model.dtype}"),
@@ -108,9 +80,9 @@ def _run_section(spec: RunSpec) -> Section:
 def _data_text(learn: LearnSpec) -> str:
     data = learn.data
     if data.source == "desk":
-        return plan_channels.data_text(learn)
+        return channels.data_text(learn)
     if data.source == "primer":
-        return plan_rsa.data_text(learn)
+        return rsa.data_text(learn)
     if data.source == "documents":
         return f"{data.path or 'no documents yet'}; questions: {data.questions or 'self-study'}"
     source = data.path or (
@@ -124,19 +96,8 @@ def _data_text(learn: LearnSpec) -> str:
 def _channel_sections(learn: LearnSpec) -> list[Section]:
     """What a run with rewards has beside the others."""
     if learn.rsa is not None:
-        rows = plan_rsa.channel_rows(learn, learn.rsa)
-        return [Section("channels", plan_channels.CHANNEL_COLUMNS, rows)]
-    if learn.episodes is None:
-        return []
-    rows = plan_channels.channel_rows(learn)
-    sections = [Section("channels", plan_channels.CHANNEL_COLUMNS, rows)]
-    if replay := learn.replay:
-        asked = plan_channels.teacher_rows(replay)
-        sections += [
-            Section("teachers", plan_channels.TEACHER_COLUMNS, asked),
-            Section("votes", ("", ""), plan_channels.vote_rows(learn, replay)),
-        ]
-    return sections
+        return [Section("channels", channels.CHANNEL_COLUMNS, rsa.channel_rows(learn, learn.rsa))]
+    return [] if learn.episodes is None else channels.sections(learn, learn.episodes)
 
 
 def _roles_section(spec: RunSpec) -> Section:
@@ -163,7 +124,7 @@ def _memory_section(spec: RunSpec, shape: ShapeSpec | None) -> Section:
     if shape is None:
         unknown = "unknown: no config.json at model.path and no model.shape"
         rows += [("KV per token", unknown), ("all cartridges", unknown), ("document KV", unknown)]
-        return Section("memory", ("", ""), tuple(rows))
+        return facts("memory", rows)
     values = kv_values_per_token(shape)
     per_token = values * VALUE_BYTES[learn.model.dtype]
     trainable = documents * (tokens - frozen) * values
@@ -183,12 +144,12 @@ def _memory_section(spec: RunSpec, shape: ShapeSpec | None) -> Section:
         ("all cartridges", f"{bytes_text(documents * tokens * per_token)}, published as one"),
         (
             "trainable",
-            f"{count_text(trainable)} numbers, {bytes_text(trainable * sizing.TRAINER_BYTES)} "
+            f"{count_text(trainable)} numbers, {bytes_text(trainable * TRAINER_BYTES)} "
             "with gradient and Adam in float32",
         ),
     ]
     rows += _document_rows(learn, per_token, spilling=bool(spec.mesh.roles.doc_teacher.gpus))
-    return Section("memory", ("", ""), tuple(rows))
+    return facts("memory", rows)
 
 
 def _document_rows(learn: LearnSpec, per_token: int, *, spilling: bool) -> list[tuple[str, str]]:
@@ -216,33 +177,34 @@ def _document_rows(learn: LearnSpec, per_token: int, *, spilling: bool) -> list[
 
 
 def _budget_section(learn: LearnSpec) -> Section:
-    if learn.episodes is not None:
-        return Section("budget", ("", ""), plan_channels.budget_rows(learn, learn.episodes))
-    if learn.rsa is not None:
-        return Section("budget", ("", ""), plan_rsa.budget_rows(learn, learn.rsa))
-    prompts, steps = learn.rollout.prompts, learn.train.steps
-    most = prompts * learn.rollout.max_tokens
-    evaluate = learn.evaluate
+    """What is sampled, at most."""
+    steps, evaluate, staleness = learn.train.steps, learn.evaluate, learn.train.staleness
     answers = len(evaluate.arms) * evaluate.questions * (2 if evaluate.sampled else 1)
     probes = steps // evaluate.probe_every if evaluate.probe_every else 0
-    staleness = learn.train.staleness
-    return Section(
-        "budget",
-        ("", ""),
-        (
-            (
-                "steps",
-                f"{steps}, "
-                + (f"at most {staleness} behind" if staleness else "on policy")
-                + _warm_text(learn),
-            ),
-            ("prompts", f"{prompts} a step, {prompts * steps:,} in all"),
-            ("response tokens", f"at most {most:,} a step, {most * steps:,} in all"),
-            ("packed rows", f"{learn.train.row_tokens} tokens"),
-            ("probes", f"{probes} of {evaluate.probe_questions} questions"),
-            ("evaluation", f"at most {answers:,} answers: {', '.join(evaluate.arms)}"),
-        ),
-    )
+    prompts, gradients = learn.rollout.prompts, []
+    sampled = prompts * learn.rollout.max_tokens
+    asked = [("prompts", f"{prompts} a step, {prompts * steps:,} in all")]
+    probe, told = "questions", f"at most {answers:,} answers"
+    if learn.episodes is not None:
+        sampled, asked = channels.sampled(learn, learn.episodes)
+        probe, told = "cases", f"at most {answers:,} episodes"
+        every = learn.objective.compare_every
+        gradients = [("gradients", f"compared every {every} steps" if every else "never compared")]
+    elif learn.rsa is not None:
+        sampled, asked = rsa.sampled(learn, learn.rsa)
+        candidates = len(evaluate.arms) * evaluate.questions * learn.rsa.candidates
+        probe, told = "runs", f"{candidates:,} candidates"
+    behind = f"at most {staleness} behind" if staleness else "on policy"
+    rows = [
+        ("steps", f"{steps}, {behind}{_warm_text(learn)}"),
+        *asked,
+        ("response tokens", f"at most {sampled:,} a step, {sampled * steps:,} in all"),
+        ("packed rows", f"{learn.train.row_tokens} tokens"),
+        *gradients,
+        ("probes", f"{probes} of {evaluate.probe_questions} {probe}"),
+        ("evaluation", f"{told}: {', '.join(evaluate.arms)}"),
+    ]
+    return facts("budget", rows)
 
 
 def _warm_text(learn: LearnSpec) -> str:
@@ -253,41 +215,42 @@ def _warm_text(learn: LearnSpec) -> str:
     return f", after {warm.steps} of them on the teacher's text{sooner}"
 
 
-def _roofline_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[Section]:
+def _not_estimated(learn: LearnSpec, shape: ShapeSpec | None) -> str:
+    """Why a step has no roofline; "" where it has one."""
+    if learn.rsa is not None:
+        return "not estimated for rsa, whose prompts hold what was said before"
+    if learn.episodes is not None:
+        return "not estimated for episodes, which end when they like"
+    if shape is None:
+        return "unknown: needs the model's shape"
+    return "" if learn.data.document_tokens else "unknown: needs data.document_tokens"
+
+
+def _roofline_section(spec: RunSpec, shape: ShapeSpec | None) -> Section:
     learn = spec.learn
-    if learn.episodes is not None or learn.rsa is not None:
-        why = "not estimated for episodes, which end when they like"
-        if learn.rsa is not None:
-            why = "not estimated for rsa, whose prompts hold what was said before"
-        return [Section("roofline of a step", ("",), ((why,),))]
-    if shape is None or learn.data.document_tokens is None:
-        missing = "the model's shape" if shape is None else "data.document_tokens"
-        return [Section("roofline of a step", ("",), ((f"unknown: needs {missing}",),))]
+    if (why := _not_estimated(learn, shape)) or shape is None:
+        return lines("roofline of a step", [why])
     base = _workload(learn)
     phases = step_phases(spec, shape, base)
     rows = [(low.name, *_phase_cells(low, high)) for low, high in phases]
-    names = ("rollout", "teacher", "student", "publish")
-    counted = [(low, high) for low, high in phases if low.name in names]
+    counted = phases[:-1]  # the document re-read is no part of a step
     totals = (
         _range(sum(p.seconds(d) for p, _ in counted), sum(p.seconds(d) for _, p in counted))
         for d in (A100, H200)
     )
     rows.append(("step, phases in turn", "", "", *totals))
-    return [
-        Section(
-            f"roofline of a step: bf16 peaks at {MFU:.0%} MFU, one device a replica, prompts of "
-            f"{base.prompt} tokens, all of one document .. each of its own",
-            ("phase", "FLOP", "bytes", "A100", "H200"),
-            tuple(rows),
-        )
-    ]
+    return Section(
+        f"roofline of a step: bf16 peaks at {MFU:.0%} MFU, one device a replica, prompts of "
+        f"{base.prompt} tokens, all of one document .. each of its own",
+        ("phase", "FLOP", "bytes", "A100", "H200"),
+        tuple(rows),
+    )
 
 
 def step_workload(spec: RunSpec) -> tuple[tuple[Phase, Phase], ...]:
     """`step_phases` of the spec's own step; none where the plan has no roofline for it."""
     learn, shape = spec.learn, model_shape(spec.learn.model)
-    episodic = learn.episodes is not None or learn.rsa is not None
-    if episodic or shape is None or learn.data.document_tokens is None:
+    if _not_estimated(learn, shape) or shape is None:
         return ()
     return step_phases(spec, shape, _workload(learn))
 
@@ -296,13 +259,13 @@ def _workload(learn: LearnSpec) -> Workload:
     assert learn.data.document_tokens is not None
     prompt = learn.data.prompt_tokens or learn.train.row_tokens - learn.rollout.max_tokens
     return Workload(
-        learn.rollout.prompts,
-        prompt,
-        learn.rollout.max_tokens,
-        learn.data.document_tokens,
-        learn.cartridge.tokens,
-        1,
-        VALUE_BYTES[learn.model.dtype],
+        samples=learn.rollout.prompts,
+        prompt=prompt,
+        response=learn.rollout.max_tokens,
+        document=learn.data.document_tokens,
+        cartridge=learn.cartridge.tokens,
+        distinct=1,
+        value_bytes=VALUE_BYTES[learn.model.dtype],
     )
 
 
@@ -317,13 +280,11 @@ def step_phases(spec: RunSpec, shape: ShapeSpec, base: Workload) -> tuple[tuple[
     def pair(phase: Callable[[ShapeSpec, Workload], Phase], replicas: int) -> tuple[Phase, Phase]:
         samples = -(-base.samples // replicas)
         low = replace(base, samples=samples)
-        return phase(shape, low), phase(
-            shape, replace(low, distinct=min(samples, learn.data.patients))
-        )
+        high = replace(low, distinct=min(samples, learn.data.patients))
+        return phase(shape, low), phase(shape, high)
 
-    snapshot = roofline.publish(
-        shape, learn.data.patients, learn.cartridge.tokens, base.value_bytes
-    )
+    patients, tokens = learn.data.patients, learn.cartridge.tokens
+    snapshot = roofline.publish(shape, patients, tokens, base.value_bytes)
     return (
         pair(roofline.rollout, roles.generator.replicas),
         pair(roofline.teacher_cached, roles.doc_teacher.replicas),
@@ -343,10 +304,3 @@ def _phase_cells(low: Phase, high: Phase) -> tuple[str, ...]:
 def _range(low: float, high: float) -> str:
     least, most = seconds_text(low), seconds_text(high)
     return least if least == most else f"{least} .. {most}"
-
-
-def _plain(section: Section) -> str:
-    table = [section.columns, *section.rows] if any(section.columns) else list(section.rows)
-    widths = [max(len(row[i]) for row in table) for i in range(len(section.columns))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in table]
-    return "\n".join([section.title, *(f"  {line}".rstrip() for line in lines)])

@@ -1,7 +1,8 @@
-"""The report of a run of channels: its figures worked by hand, and nothing in it that is markup."""
+"""The report of a run that has every section: its text, and nothing in it that is markup."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,11 +10,23 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from report_house import HOSTILE, START, Page, make_run, results, svgs
+from report_house import (
+    DOCUMENT,
+    EVAL_ROW,
+    HOSTILE,
+    NONE,
+    START,
+    Page,
+    eval_found,
+    eval_row,
+    results,
+    rollout,
+    svgs,
+)
 
-from environments.monitors import FLAGS
 from environments.traces import to_row as episode_row
-from forge_run.report import write_report
+from forge_run.report.frontier import best
+from forge_run.report.page import write_report
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.records import MetricRow
 from protocols.replay import Message, ReplayState, ToolCall, Usage, Verdict, VerdictReason, Vote
@@ -22,7 +35,8 @@ from replay.books import Call, Go, Limits, Settled
 from replay.ledger import Ledger
 from replay.prompt import state_hash
 from replay.records import to_row
-from services.rundir import RunDirectory
+from services.frontier import ArmRow
+from services.rundir import EVALUATION, FRONTIER, RunDirectory
 
 X, Y, Z = '{"choice":"X"}', '{"choice":"Y"}', '{"choice":"Z"}'
 NO_LIMITS = Limits(10**12, 10**12, 8, None, 5, 30.0)
@@ -113,6 +127,21 @@ def pay(ledger: Ledger, teacher: str, key: str, nanodollars: int, outcome: str) 
     ledger.settle(replace(settled, nanodollars=10**9))  # of two settlements the first counts
 
 
+DOCUMENTS = {
+    "documents": [
+        {"name": "salt", "source": HOSTILE, "sha256": "ab" * 32, "encoding": "utf-8",
+         "tokens": 1234, "chars": [0, 5678]},
+    ],
+    "left_out": [f"{HOSTILE} is empty"],
+    "notes": ["old.txt is not UTF-8: read as cp1252"],
+}  # fmt: skip
+ASKED = (("question", "model", ""), ("question", "plain", ""), ("creative", "plain", "double"))
+AGREEMENT = {"kl": 0.25, "kl_ci95": [0.15, 0.35], "top1": 0.75, "tokens": 2000}
+POPULATIONS = {"accuracy": [0.5, 0.8], "majority_vote": 0.7, "pass_at_n": 0.9}
+ONE = ArmRow("one", "chain_of_thought", 0.5, (0.4, 0.6), 100, 3, 12.0, 30.0, 1.0, 0.2, 4.0)
+OTHER = replace(ONE, name=HOSTILE, accuracy=0.7, tokens=400, gain=0.2, gain_ci95=(0.1, 0.3))
+
+
 def doc(value: float) -> dict[str, float]:
     return {"value": value, "count": 10, "weight": 0.2}
 
@@ -139,6 +168,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
                 "reward": 0.5,
                 "error/bad_call": 2,
                 "teachers/pair": 1,
+                "rsa/accuracy_0": 0.25,
+                "rsa/accuracy_1": 0.5,
                 "teachers/trained": 2,
             },
         )
@@ -167,7 +198,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     pay(ledger, "a", "2", 250_000, "http_500")
     pay(ledger, "b", "3", 0, "rate_limited")
     ledger.close()
-    run.write_results(results())
+    run.append_rollouts([rollout("on_policy", 1, 0, f"answer {HOSTILE}")])
+    run.documents.write_text(json.dumps(DOCUMENTS))
+    keys = ("kind", "asker", "refused")
+    study = [json.dumps(dict(zip(keys, asked, strict=True))) for asked in ASKED]
+    run.selfstudy.write_text("\n".join(study) + "\n")
+    run.contamination.write_text('{"row": 1}\n{"row": 2}\n')
+    (run.path / FRONTIER).write_text(
+        json.dumps({"version": 16, "arms": [arm.as_dict() for arm in (ONE, OTHER)]})
+    )
+    (run.path / EVALUATION).write_text(
+        json.dumps(eval_found(NONE, DOCUMENT, EVAL_ROW, eval_row(arm=HOSTILE)))
+    )
+    told = results()
+    told["arms"]["on_policy"] |= {"f1": 0.5, "agreement": AGREEMENT, "populations": POPULATIONS}
+    told["aggregation"] = {"last": 0.2, "first": 0.05, "aggregation": 0.15, "share": 0.75}
+    run.write_results(told)
     write_report(run.path)
     return run
 
@@ -177,98 +223,22 @@ def html(run: RunDirectory) -> str:
     return run.report.read_text(encoding="utf-8")
 
 
-def table(html: str, name: str) -> list[list[str]]:
-    """The cells of the table of that name, its heads first."""
-    (found,) = re.findall(rf'aria-label="{name}"><table>(.*?)</table>', html, flags=re.DOTALL)
-    rows = re.findall(r"<tr.*?</tr>", found, flags=re.DOTALL)
-    return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
+def test_the_whole_text_is_as_it_was(html: str, run: RunDirectory) -> None:
+    """report.txt by hand, for instance the votes: a majority was in the states 0 and 2; b said X
+    there, and Z and nothing elsewhere; of two settlements of a call the first is paid."""
+    lines = [line.strip(" |") for line in Page(html).lines]
+    text = "\n".join(filter(None, lines)).replace(run.id, "RUN").replace(HOSTILE, "HOSTILE")
+    golden = Path(__file__).with_name("report.txt").read_text(encoding="utf-8")
+    assert text.splitlines() == golden.splitlines()
 
 
-def test_channels_are_shown_as_they_were_last(html: str) -> None:
-    assert table(html, "Channels, on_policy, step 2") == [
-        ["channel", "weight", "value", "denominator", "facts"],
-        ["doc_kl", "0.2", "0.3750", "10", "-"],
-        ["grpo", "1", "-0.2500", "1,234", "ratio 1"],
-        ["replay_dpo", "0.5", "-", "0", "-"],
-        ["sdpo", "0.125", "0.0325", "40", "clipped 0.0116, negative 0"],
-    ]
-
-
-def test_gradients_are_those_of_the_last_comparison(html: str) -> None:
-    assert table(html, "Gradients of on_policy, step 1") == [
-        ["channel", "norm", "cosine to doc_kl", "cosine to grpo"],
-        ["doc_kl", "0.0119", "-", "-0.25"],
-        ["grpo", "0.5", "-0.25", "-"],
-    ]
-
-
-def test_rewards_and_errors_have_their_sums(html: str) -> None:
-    text = Page(html).text
-    assert "on_policy: 0.500 to 0.750 in 2 steps, 8 episodes, of which 1 errored." in text
-    assert f"lost $x$ {HOSTILE}: 3 of 18 turns; bad_call: 2 of 18 turns." in text
-    legend = "".join(ElementTree.fromstring(svgs(html)[2]).itertext())
-    assert f"lost $x$ {HOSTILE}" in legend
-    assert "A case that could not be judged is unparsed and counts as wrong." in text
-    assert len(svgs(html)) == 5  # KL, rewards, errors, values, cosines
-
-
-def test_votes_are_counted_by_teacher(html: str) -> None:
-    """A majority was in the states 0 and 2. b said X there, and Z and nothing elsewhere."""
-    assert table(html, "Votes by teacher") == [
-        ["teacher", "asked", "valid", "abstained", "with the majority", "dollars", "mean latency"],
-        ["a", "4", "4", "0", "100.0%", "0.0015", "0.50 s"],
-        ["b", "4", "3", "timeout 1", "100.0%", "0.0000", "0.50 s"],
-        ["c", "3", "1", "unparseable 2", "0.0%", "-", "0.50 s"],
-    ]
-    assert "0.0015 dollars together." in html
-
-
-def test_verdicts_are_counted_by_reason(html: str) -> None:
-    assert table(html, "Verdicts by reason") == [
-        ["verdict", "states", "share"],
-        ["pair", "1", "25.0%"],
-        ["disagreement", "1", "25.0%"],
-        ["agrees_with_student", "1", "25.0%"],
-        ["too_few_votes", "1", "25.0%"],
-    ]
-    text = Page(html).text
-    assert "Asked because: error_turn 4." in text
-    assert "pairs trained on 3; states whose verdict came too late 4." in text
-    # The one pair, with its last four messages and every vote.
-    assert text.count("2 of 2 votes, error_turn") == 1
-    assert [f"seen {i} " in text for i in range(6)] == [False, False, True, True, True, True]
-
-
-def test_flags_are_counted_with_what_they_mean(html: str) -> None:
-    found = table(html, "Flags of 4 episodes")
-    assert found[0] == ["flag", "episodes", "share", "meaning"]
-    assert [row[1:3] for row in found[1:]] == [
-        ["2", "50.0%"], ["1", "25.0%"], ["1", "25.0%"], ["0", "0.0%"], ["0", "0.0%"],
-    ]  # fmt: skip
-    names = [row[0] for row in found[1:]]
-    assert names[:2] == ["answer_not_through_tools", "verifier_disagrees"]
-    assert names[2].startswith("later &lt;script&gt;")
-    assert names[3:] == ["degenerate", "copied"]
-    assert found[1][3] == FLAGS["answer_not_through_tools"]
-    shown = re.findall(r"<summary>(\w+)", html)
-    assert shown == ["answer_not_through_tools", "verifier_disagrees", "later", "The"]
-
-
-def test_what_models_teachers_and_environments_said_is_text(html: str) -> None:
+def test_what_others_wrote_is_text_and_never_markup(html: str) -> None:
+    assert {tag for tag, _ in Page(html).tags} & {"script", "img"} == set()
     assert "<script" not in html
-    assert "<img" not in html
-    text = Page(html).text
-    for piece in (
-        f"on_policy/0 {HOSTILE}, desk_01 (2 turns, reward 1, answer_not_through_tools, verifier",
-        f"what is the mri? {HOSTILE}",
-        f"find {HOSTILE}",
-        f"tool, bad {HOSTILE}",
-        f"right answerfibrosis {HOSTILE}",
-        f"(0 turns, reward 0, later {HOSTILE})",
-        f"trace {HOSTILE}, turn 0",
-        f"seen 5 {HOSTILE}",
-    ):
-        assert piece in text, piece
+    drawn = ["".join(ElementTree.fromstring(svg).itertext()) for svg in svgs(html)]
+    assert len(drawn) == 9
+    assert f"lost $x$ {HOSTILE}" in drawn[2]
+    assert "population 1" in drawn[3]
 
 
 def test_the_same_files_give_the_same_bytes(run: RunDirectory) -> None:
@@ -282,26 +252,20 @@ def test_episodes_that_all_died_are_said_to_have(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "desk", "", now=START)
     died = [episode(str(i), None, kind="environment_died") for i in range(3)]
     run.append_episodes(episode_row(e, "on_policy", 1) for e in died)
-    run.append_metric(metric(1, episodes={"count": 3, "errored": 3, "turns": 0}))
+    row = metric(1, episodes={"count": 3, "errored": 3, "turns": 0})
+    run.append_metric(replace(row, kl=None))
+    run.write_results(results())
     text = Page(write_report(run.path).read_text()).text
     assert "None of 3 episodes could be judged." in text
+    assert "A case that could not be judged is unparsed and counts as wrong." in text
     assert "Flags of 3 episodes." in text
     assert "desk_01 (0 turns, environment_died)" in text
     assert "Channels" not in text
     assert "Teachers" not in text
+    assert "KL to the document teacher" not in text
 
 
-def test_a_run_without_document_distillation_has_no_curve_of_it(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "desk", "", now=START)
-    row = metric(1, episodes={"count": 3, "errored": 0, "turns": 3, "reward": 0.5})
-    run.append_metric(replace(row, kl=None))
-    html = write_report(run.path).read_text()
-    assert "KL to the document teacher" not in html
-
-
-def test_a_run_without_channels_shows_none(tmp_path: Path) -> None:
-    html = write_report(make_run(tmp_path, steps=2).path).read_text()
-    heads = re.findall(r"<h2>(.*?)</h2>", html)
-    assert heads == ["Arms", "Training", "Compression and policy", "Sample rollouts", "Spec"]
-    assert "--hue" not in html
-    assert "An answer that names no option is unparsed" in html
+def test_the_frontier_is_what_nothing_beats_for_less() -> None:
+    arms = (("one", 0.5, 12), ("a", 0.6, 40), ("b", 0.6, 48), ("c", 0.55, 20), ("d", 0.4, 99))
+    rows = [replace(ONE, name=name, accuracy=share, tokens=n) for name, share, n in arms]
+    assert [r.name for r in best(rows)] == ["one", "c", "a"]

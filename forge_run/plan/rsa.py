@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from forge_run.figures import Rows
 from protocols.learn_spec import LearnSpec
 from protocols.rsa_spec import RsaSpec
-
-Rows = tuple[tuple[str, ...], ...]
 
 
 def data_text(learn: LearnSpec) -> str:
@@ -31,17 +30,13 @@ def channel_rows(learn: LearnSpec, rsa: RsaSpec) -> Rows:
     )
 
 
-def budget_rows(learn: LearnSpec, rsa: RsaSpec) -> Rows:
-    """What is sampled, at most."""
-    steps, evaluate, each = learn.train.steps, learn.evaluate, learn.rollout.max_tokens
+def sampled(learn: LearnSpec, rsa: RsaSpec) -> tuple[int, list[tuple[str, str]]]:
+    """Response tokens of a step at most, and the rows that say what is sampled."""
+    steps, problems = learn.train.steps, rsa.problems
     runs = rsa.examples * rsa.rollouts_per_example
     asked = runs * rsa.candidates
-    problems = rsa.problems
     about = "questions of the patients" if problems.name is None else problems.name
-    answers = len(evaluate.arms) * evaluate.questions * rsa.candidates
-    probes = steps // evaluate.probe_every if evaluate.probe_every else 0
-    return (
-        ("steps", f"{steps}, on policy"),
+    return asked * learn.rollout.max_tokens, [
         ("problems", f"{problems.kind}: {about}; {rsa.examples} a step, asked as {rsa.task}"),
         (
             "a run",
@@ -50,8 +45,4 @@ def budget_rows(learn: LearnSpec, rsa: RsaSpec) -> Rows:
         ),
         ("runs", f"{rsa.rollouts_per_example} a problem, {runs} a step, {runs * steps:,} in all"),
         ("candidates", f"{asked:,} a step, {asked * steps:,} in all, each a training sample"),
-        ("response tokens", f"at most {asked * each:,} a step, {asked * each * steps:,} in all"),
-        ("packed rows", f"{learn.train.row_tokens} tokens"),
-        ("probes", f"{probes} of {evaluate.probe_questions} runs"),
-        ("evaluation", f"{answers:,} candidates: {', '.join(evaluate.arms)}"),
-    )
+    ]

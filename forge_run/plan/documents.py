@@ -11,13 +11,11 @@ from typing import Any
 
 from documents.formats import Format
 from documents.reading import Limits, read_documents
+from forge_run.figures import Section, facts, lines
 from protocols.errors import DataError
 from protocols.learn_spec import LearnSpec
 from services.parts import Part, Parts, read_parts
 from services.study import passage_of
-
-Rows = tuple[tuple[str, ...], ...]
-Told = tuple[str, tuple[str, ...], Rows]
 
 MOST_ROWS = 24
 CHARS_PER_TOKEN = 4  # of English, where the model's tokenizer is not at hand
@@ -25,7 +23,7 @@ SEED_TOKENS = 90  # what A reads beside its passage: the seed's words
 HEADS = ("document", "from", "tokens", "characters", "hash", "passages of self-study, tokens")
 
 
-def studied(learn: LearnSpec) -> tuple[LearnSpec, list[Told]]:
+def studied(learn: LearnSpec) -> tuple[LearnSpec, list[Section]]:
     """The spec with what is known of the documents, and the plan's sections on them. Raises
     DataError as `read_parts` does."""
     if learn.self_study is None or learn.data.path is None:
@@ -35,20 +33,15 @@ def studied(learn: LearnSpec) -> tuple[LearnSpec, list[Told]]:
         return _estimated(learn)
     parts = read_parts(learn, tokenizer)
     counts = [len(part.tokens) for part in parts.parts.values()]
-    data = learn.data.model_copy(
-        update={"patients": len(counts), "document_tokens": round(fmean(counts))}
-    )
-    rows = tuple(_row(part, learn) for part in parts.parts.values())
-    more = len(rows) - MOST_ROWS
-    if more > 0:
-        rows = (*rows[:MOST_ROWS], (f"and {more} more", *[""] * (len(HEADS) - 1)))
-    sections: list[Told] = [
-        (f"{len(counts)} documents, {sum(counts):,} tokens, a cartridge each", HEADS, rows)
-    ]
-    if lines := told(parts):
-        sections.append(("left out, or read in an unusual way", ("",), tuple((x,) for x in lines)))
-    sections.append(("self-study", ("", ""), study_rows(learn, parts)))
-    return learn.model_copy(update={"data": data}), sections
+    rows = [_row(part, learn) for part in parts.parts.values()]
+    if (more := len(rows) - MOST_ROWS) > 0:
+        rows[MOST_ROWS:] = [(f"and {more} more", *[""] * (len(HEADS) - 1))]
+    title = f"{len(counts)} documents, {sum(counts):,} tokens, a cartridge each"
+    sections = [Section(title, HEADS, tuple(rows))]
+    if odd := told(parts):
+        sections.append(lines("left out, or read in an unusual way", odd))
+    sections.append(facts("self-study", study_rows(learn, parts)))
+    return _sized(learn, counts), sections
 
 
 def require_documents(learn: LearnSpec) -> list[str]:
@@ -72,7 +65,7 @@ def told(parts: Parts) -> list[str]:
     return [*(f"left out: {x}" for x in parts.left_out), *(f"note: {x}" for x in parts.notes)]
 
 
-def study_rows(learn: LearnSpec, parts: Parts) -> Rows:
+def study_rows(learn: LearnSpec, parts: Parts) -> list[tuple[str, str]]:
     """What A and B read and write, at most."""
     study = learn.self_study
     assert study is not None
@@ -89,7 +82,7 @@ def study_rows(learn: LearnSpec, parts: Parts) -> Rows:
         ("held out", f"{learn.data.held_out:.0%} of them, to measure agreement with the teacher"),
     ]
     if study.rows is not None:
-        return (("rows", study.rows), *rows)
+        return [("rows", study.rows), *rows]
     rows.append(("A", f"reads about {reads:,} tokens, writes at most {writes:,}"))
     answers = turns * study.answer_tokens
     again = sum(passages) + writes
@@ -102,7 +95,7 @@ def study_rows(learn: LearnSpec, parts: Parts) -> Rows:
             dollars = (reads + again) * api.prices.input + (writes + answers) * api.prices.output
             cost = f"at most ${dollars / 1e6:,.2f}"
         rows.append(("written by", f"{api.model} ({api.provider}) for `forge selfstudy`: {cost}"))
-    return tuple(rows)
+    return rows
 
 
 def passage_tokens(part: Part, learn: LearnSpec) -> list[int]:
@@ -115,16 +108,13 @@ def passage_tokens(part: Part, learn: LearnSpec) -> list[int]:
 def _row(part: Part, learn: LearnSpec) -> tuple[str, ...]:
     sizes = passage_tokens(part, learn)
     return (
-        part.name,
-        part.document.source,
-        f"{len(part.tokens):,}",
-        f"{part.chunk.start_char:,} to {part.chunk.stop_char:,}",
-        part.document.sha256[:12],
+        part.name, part.document.source, f"{len(part.tokens):,}",
+        f"{part.chunk.start_char:,} to {part.chunk.stop_char:,}", part.document.sha256[:12],
         f"{len(sizes)} of {min(sizes):,} to {max(sizes):,}",
-    )
+    )  # fmt: skip
 
 
-def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[Told]]:
+def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[Section]]:
     read = learn.documents
     assert learn.data.path is not None
     found = read_documents(
@@ -133,16 +123,18 @@ def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[Told]]:
         Limits(read.max_file_bytes, read.max_total_bytes),
     )
     counts = [len(d.text) // CHARS_PER_TOKEN for d in found.documents]
-    data = learn.data.model_copy(
-        update={"patients": len(counts), "document_tokens": max(1, round(fmean(counts)))}
-    )
-    rows = (
+    rows = [
         ("tokens", f"about {sum(counts):,}: the model's tokenizer is not at hand, so "
          f"{CHARS_PER_TOKEN} characters each; parts and passages are unknown"),
         *(("left out", str(item)) for item in found.left_out),
-    )  # fmt: skip
-    sections: list[Told] = [(f"{len(counts)} documents", ("", ""), rows)]
-    return learn.model_copy(update={"data": data}), sections
+    ]  # fmt: skip
+    return _sized(learn, counts), [facts(f"{len(counts)} documents", rows)]
+
+
+def _sized(learn: LearnSpec, counts: list[int]) -> LearnSpec:
+    """The spec with as many documents as `counts`, and their mean tokens."""
+    known = {"patients": len(counts), "document_tokens": max(1, round(fmean(counts)))}
+    return learn.model_copy(update={"data": learn.data.model_copy(update=known)})
 
 
 def _tokenizer(path: str) -> Any:

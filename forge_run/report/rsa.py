@@ -11,7 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from forge_run.display import percent
-from forge_run.page import HUES, PAINT, Row, curve, figure, section, table
+from forge_run.figures import Section
+from forge_run.report.plots import curve, hue, plot, share_axes
+from forge_run.report.template import Block, Row
 from protocols.records import ARMS
 
 if TYPE_CHECKING:
@@ -20,30 +22,29 @@ if TYPE_CHECKING:
 ACCURACY = "rsa/accuracy_"  # of a row's episodes, and then the population's number
 
 
-def aggregation(metrics: Sequence[Row], results: Row) -> str:
-    """ "" without any population."""
+def aggregation(metrics: Sequence[Row], results: Row) -> list[Block]:
+    """Show how good each population was, and what training gained; nothing without any."""
     arms = results.get("arms") or {}
     told = {
         arm: arms[arm]["populations"] for arm in ARMS if (arms.get(arm) or {}).get("populations")
     }
     rows = [row for row in metrics if f"{ACCURACY}0" in (row.get("episodes") or {})]
-    parts = []
+    blocks: list[Block] = []
     if rows:
         title, note = "Accuracy of each population", "Problems that are trained on, by step."
-        plot = figure(title, note, partial(_draw, rows=rows))
-        parts.append(f'<div class="plots">\n{plot}</div>')
+        blocks.append(("plots", [plot(title, note, partial(_draw, rows=rows))]))
     if told:
         steps = max(len(populations["accuracy"]) for populations in told.values())
         heads = ("arm", *(f"population {t}" for t in range(steps)), "majority", "pass at n")
-        lines = [
+        lines = tuple(
             (arm, *map(percent, [*p["accuracy"], p["majority_vote"], p["pass_at_n"]]))
             for arm, p in told.items()
-        ]
+        )
         name = "Accuracy of each population on held-out problems"
-        parts += [f'<p class="soft">{name}.</p>', table(name, heads, lines)]
+        blocks += [("soft", f"{name}."), ("table", Section(name, heads, lines))]
     if gain := results.get("aggregation"):
-        parts.append(f"<p>{_told(gain)}</p>")
-    return section("Aggregation", "\n".join(parts)) if parts else ""
+        blocks.append(("text", _told(gain)))
+    return blocks
 
 
 def _told(gain: Row) -> str:
@@ -57,11 +58,8 @@ def _told(gain: Row) -> str:
 
 
 def _draw(figure: Figure, rows: Sequence[Row]) -> None:
-    axes = figure.add_subplot(xlabel="step", ylim=(0, 1.03))
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    x = [row["step"] for row in rows]
+    axes = share_axes(figure, xlabel="step", ylim=(0, 1.03))
     for t in range(sum(key.startswith(ACCURACY) for key in rows[0]["episodes"])):
-        y = [row["episodes"][f"{ACCURACY}{t}"] for row in rows]
-        color = PAINT[HUES[t % len(HUES)]]
-        curve(axes, f"population {t}", x, y, min(10, len(y) // 4), color=color)
+        points = [(row["step"], row["episodes"][f"{ACCURACY}{t}"]) for row in rows]
+        curve(axes, f"population {t}", points, min(10, len(points) // 4), color=hue(t))
     axes.legend()

@@ -1,0 +1,1 @@
+"""report.html: one run on one page that asks nothing of the network."""

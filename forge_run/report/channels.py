@@ -1,0 +1,203 @@
+"""The report's sections on the channels of a run with episodes, from metrics.jsonl.
+
+    rewards    mean reward and the errors that turns met, by step
+    channels   each channel's loss, how the gradients lie to each other, and the last numbers
+
+A run without episodes has neither section.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from forge_run.display import number
+from forge_run.figures import Section
+from forge_run.report.plots import LINES, PAINT, by_arm, curve, hue, plot, share_axes
+from forge_run.report.template import Block, Row
+from protocols.records import TRAINED_ARMS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WINDOW = 10  # steps of a trailing mean at most, and a quarter of the run's at most
+ERROR = "error/"  # of a row's episodes: turns that met that kind
+OWN_COLUMNS = ("weight", "value", "count", "grad_norm")  # of a channel; the others are its facts
+PANEL = 1.3  # inches that one row of small multiples is high
+HEADS = ("channel", "weight", "value", "denominator", "facts")
+
+
+def rewards(metrics: Sequence[Row]) -> list[Block]:
+    """Show what the episodes came to; nothing without any."""
+    rows = [row for row in metrics if row.get("episodes")]
+    if not rows:
+        return []
+    plots = []
+    if any("reward" in row["episodes"] for row in rows):
+        title = "Mean reward of a step's episodes"
+        plots.append(plot(title, _reward_note(rows), partial(_draw_rewards, rows=rows)))
+    if kinds := _kinds(rows):
+        draw = partial(_draw_errors, rows=rows, kinds=kinds)
+        met = {kind: sum(row["episodes"].get(ERROR + kind, 0) for row in rows) for kind in kinds}
+        turns = sum(row["episodes"]["turns"] for row in rows)
+        note = "; ".join(f"{kind}: {n:,} of {turns:,} turns" for kind, n in met.items())
+        plots.append(plot("Turns that met an error", f"{note}.", draw))
+    if plots:
+        return [("plots", plots)]
+    # Every environment died before it said anything.
+    episodes = sum(row["episodes"]["count"] for row in rows)
+    return [("text", f"None of {episodes:,} episodes could be judged.")]
+
+
+def channels(metrics: Sequence[Row]) -> list[Block]:
+    """Show every channel over the steps, and as it was last."""
+    rows = [row for row in metrics if row.get("channels")]
+    if not rows:
+        return []
+    names = _names(row["channels"] for row in rows)
+    title = "Value of each channel"
+    note = "Each over its own denominator, before its weight; where that is 0, nothing is drawn."
+    draw = partial(_draw_panels, rows=rows, names=names, value=_value)
+    plots = [plot(title, note, draw, _height(names))]
+    if pairs := _names(row.get("cosines") or {} for row in rows):
+        title = "Cosines between the channels' gradients"
+        note = "Below 0 two channels pull against each other."
+        draw = partial(_draw_panels, rows=rows, names=pairs, value=_cosine, signed=True)
+        plots.append(plot(title, note, draw, _height(pairs)))
+    return [("plots", plots), *_tables(rows, names)]
+
+
+def _tables(rows: Sequence[Row], names: Sequence[str]) -> Iterable[Block]:
+    """The channels of each arm's last step, and its last comparison of their gradients."""
+    for arm in TRAINED_ARMS:
+        of_arm = [row for row in rows if row["arm"] == arm]
+        if not of_arm:
+            continue
+        last, compared = of_arm[-1], [row for row in of_arm if _norms(row)]
+        at = f"{arm}, step {last['step']}"
+        lines = tuple(_cells(name, last["channels"].get(name)) for name in names)
+        yield "heading", at
+        yield "table", Section(f"Channels, {at}", HEADS, lines)
+        if compared:
+            told = _gradients(arm, compared[-1])
+            yield "soft", f"{told.title}."
+            yield "table", told
+
+
+def _norms(row: Row) -> dict[str, float]:
+    """Of each channel's own gradient, where the step compared them."""
+    channels = row["channels"].items()
+    return {name: facts["grad_norm"] for name, facts in channels if "grad_norm" in facts}
+
+
+def _cells(name: str, facts: Row | None) -> tuple[str, ...]:
+    if facts is None:
+        return (name, *["-"] * 4)
+    value = facts["value"] if facts["count"] else None
+    others = [f"{key} {fact:.3g}" for key, fact in facts.items() if key not in OWN_COLUMNS]
+    return (
+        name, f"{facts['weight']:g}", number(value, ".4f"), number(facts["count"], ","),
+        ", ".join(others) or "-",
+    )  # fmt: skip
+
+
+def _gradients(arm: str, row: Row) -> Section:
+    """Norms and cosines of one step, a row for each channel that had a gradient."""
+    norms, cosines = _norms(row), row.get("cosines") or {}
+    lines = []
+    for one in norms:
+        of_one = [cosines.get(f"{one}/{other}", cosines.get(f"{other}/{one}")) for other in norms]
+        told = [number(cosine, "+.2f") for cosine in of_one]
+        lines.append((one, number(norms[one], ".3g"), *told))
+    heads = ("channel", "norm", *(f"cosine to {name}" for name in norms))
+    return Section(f"Gradients of {arm}, step {row['step']}", heads, tuple(lines))
+
+
+def _names(mappings: Iterable[Row]) -> list[str]:
+    """All keys, as they first came."""
+    return list(dict.fromkeys(name for mapping in mappings for name in mapping))
+
+
+def _kinds(rows: Sequence[Row]) -> list[str]:
+    """The kinds of error, the most frequent first."""
+    met: Counter[str] = Counter()
+    for row in rows:
+        met.update({k: n for k, n in row["episodes"].items() if k.startswith(ERROR)})
+    ranked = sorted(met, key=lambda name: (-met[name], name))
+    return [name.removeprefix(ERROR) for name in ranked]
+
+
+def _reward(row: Row) -> float | None:
+    return row["episodes"].get("reward")
+
+
+def _reward_note(rows: Sequence[Row]) -> str:
+    notes = []
+    for arm, points in by_arm(rows, _reward).items():
+        of_arm = [row["episodes"] for row in rows if row["arm"] == arm]
+        count, errored = (sum(e[key] for e in of_arm) for key in ("count", "errored"))
+        notes.append(
+            f"{arm}: {points[0][1]:.3f} to {points[-1][1]:.3f} in {len(of_arm)} steps, "
+            f"{count:,} episodes, of which {errored:,} errored"
+        )
+    return "; ".join(notes) + "."
+
+
+def _error_share(row: Row, kind: str) -> float:
+    return row["episodes"].get(ERROR + kind, 0) / row["episodes"]["turns"]
+
+
+def _draw_rewards(figure: Figure, rows: Sequence[Row]) -> None:
+    axes = figure.add_subplot(xlabel="step", ylabel="reward")
+    for arm, points in by_arm(rows, _reward).items():
+        curve(axes, arm, points, min(WINDOW, len(points) // 4), color=PAINT[arm])
+    axes.legend()
+
+
+def _draw_errors(figure: Figure, rows: Sequence[Row], kinds: Sequence[str]) -> None:
+    axes = share_axes(figure, xlabel="step")
+    told = [row for row in rows if row["episodes"]["turns"]]
+    for index, kind in enumerate(kinds):
+        for arm, points in by_arm(told, partial(_error_share, kind=kind)).items():
+            label = kind if arm == rows[0]["arm"] else None
+            curve(axes, label, points, 1, color=hue(index), linestyle=LINES[arm])
+    axes.set_ylim(bottom=0)
+    axes.legend()
+
+
+def _height(panels: Sequence[str]) -> float:
+    return 0.4 + PANEL * ((len(panels) + 1) // 2)
+
+
+def _value(row: Row, name: str) -> float | None:
+    """A channel's, of a step where something was counted."""
+    facts = row["channels"].get(name)
+    return facts["value"] if facts and facts["count"] else None
+
+
+def _cosine(row: Row, name: str) -> float | None:
+    return (row.get("cosines") or {}).get(name)
+
+
+def _draw_panels(
+    figure: Figure,
+    rows: Sequence[Row],
+    names: Sequence[str],
+    value: Callable[..., float | None],
+    signed: bool = False,
+) -> None:
+    """Small multiples over the same steps: a colour each, or with `signed` one of each arm."""
+    steps = [row["step"] for row in rows]
+    for index, name in enumerate(names):
+        title = name.replace("/", ", ")
+        axes = figure.add_subplot((len(names) + 1) // 2, 2, index + 1, title=title)
+        if signed:
+            axes.set_ylim(-1.05, 1.05)
+            axes.axhline(0, color=PAINT["soft"], linewidth=0.8)
+        for arm, points in by_arm(rows, partial(value, name=name)).items():
+            color, line = (PAINT[arm], "-") if signed else (hue(index), LINES[arm])
+            axes.plot(*zip(*points, strict=True), color=color, ls=line, marker="o", markersize=2)
+        axes.set_xlim(min(steps) - 0.5, max(steps) + 0.5)  # room for the marks
+    figure.supxlabel("step", fontsize=9)

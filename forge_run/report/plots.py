@@ -1,0 +1,172 @@
+"""Plots as SVG by matplotlib, and what the sections' drawings share.
+
+The colours are CSS variables, so that a plot follows its page into dark mode.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from protocols.records import TRAINED_ARMS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+Draw = Callable[["Figure"], None]
+Points = Sequence[tuple[int, float]]  # (step, value)
+Curves = dict[str, list[tuple[int, float]]]  # arm -> its points
+
+LINES = dict(zip(TRAINED_ARMS, ("-", "--"), strict=True))  # where the colour tells something else
+
+COLOURS = {  # in the light, and in the dark
+    "ink": ("#1d2126", "#e6e3dd"), "soft": ("#5a636e", "#a0a8b1"), "line": ("#dcd8cf", "#343a40"),
+    # arms
+    "none": ("#8a7f78", "#9c948e"), "document": ("#3b5bab", "#8fabf0"),
+    "untrained": ("#866a9b", "#bba2d0"), "offline": ("#b45309", "#f0a35e"),
+    "on_policy": ("#0f766e", "#4fc3b4"),
+    # phases of a step
+    "rollout": ("#2f4a63", "#a9c6df"), "score": ("#5b7f9f", "#7199bd"),
+    "train": ("#8fb2cc", "#4a7093"), "publish": ("#bcd0dd", "#365570"),
+    "orchestration": ("#c2410c", "#f2895c"),
+    # channels, kinds of error and strategies, in turn
+    "hue1": ("#3b5bab", "#8fabf0"), "hue2": ("#0f766e", "#4fc3b4"), "hue3": ("#b45309", "#f0a35e"),
+    "hue4": ("#866a9b", "#bba2d0"), "hue5": ("#be3455", "#f08aa0"), "hue6": ("#5f7a1f", "#b3cc6a"),
+    "page": ("#faf9f6", "#15181b"),
+}  # fmt: skip
+LIGHT, DARK = (";".join(f"--{name}:{both[i]}" for name, both in COLOURS.items()) for i in (0, 1))
+STYLE = (
+    f":root{{color-scheme:light dark;{LIGHT}}}\n"
+    f"@media(prefers-color-scheme:dark){{:root{{{DARK}}}}}"
+)
+HUES = tuple(name for name in COLOURS if name.startswith("hue"))
+MARKERS = "osD^v<>P"
+
+# matplotlib draws with stand-in colours; `_svg` turns each into the CSS variable of its name.
+PAINT = {name: f"#dead{index:02x}" for index, name in enumerate(COLOURS)}
+RC: dict[Any, Any] = {
+    **{"font.family": "sans-serif", "font.size": 9, "legend.frameon": False},
+    **{"axes.spines.top": False, "axes.spines.right": False},
+    **{"axes.grid": True, "axes.axisbelow": True, "grid.linewidth": 0.5},
+    **dict.fromkeys(("text.color", "axes.labelcolor"), PAINT["ink"]),
+    **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), PAINT["soft"]),
+    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), PAINT["line"]),
+    "text.parse_math": False,  # names are not ours: a dollar sign is one
+    "svg.fonttype": "none",  # text stays text: small, selectable, read aloud
+}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """An inline SVG with its title, and a note that also reads it aloud."""
+
+    title: str
+    note: str
+    svg: str
+
+
+def plot(title: str, note: str, draw: Draw, height: float = 3.0) -> Plot:
+    """Draw a plot of a page, `height` inches high."""
+    return Plot(title, note, _svg(title, f"{title}. {note}", draw, height))
+
+
+def svg_file(title: str, draw: Draw, height: float) -> str:
+    """Draw an SVG that stands alone, in light or dark colours as who shows it likes."""
+    return _svg(title, title, draw, height, f"<style>{STYLE}</style>") + "\n"
+
+
+def _svg(title: str, label: str, draw: Draw, height: float, style: str = "") -> str:
+    """A drawing as SVG: no prolog, no metadata, no style of matplotlib's, no fixed size."""
+    import matplotlib as mpl  # half a second, and only reports need it
+    from matplotlib.figure import Figure
+    from matplotlib.style import context
+
+    # The salt makes ids a function of the content, and parts the figures of one page.
+    with context("default"), mpl.rc_context({**RC, "svg.hashsalt": title}):
+        # Near a phone's width, so that text is never scaled far from its size.
+        figure = Figure(figsize=(4.8, height), layout="constrained")
+        draw(figure)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    whole = re.search(r'<svg[^>]*(viewBox="[^"]*")[^>]*>(.*)', out.getvalue().strip(), re.DOTALL)
+    assert whole
+    box, inside = whole.groups()
+    inside = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", inside, flags=re.DOTALL)
+    inside = re.sub(r'<g id="[^"]*"', "<g", inside)  # ids like axes_1 would repeat
+    for name, colour in PAINT.items():
+        inside = inside.replace(colour, f"var(--{name})")
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f'role="img" aria-label="{escape(label)}" {box}>{style}{inside}'
+    )
+
+
+def hue(index: int) -> str:
+    """Return the colour of the thing of that index, in turn."""
+    return PAINT[HUES[index % len(HUES)]]
+
+
+def as_percent(axis: Axis) -> None:
+    """Label an axis of shares in percent."""
+    axis.set_major_formatter(lambda share, _: f"{share:.0%}")
+
+
+def share_axes(figure: Figure, **style: Any) -> Axes:
+    """Add axes with shares up the side; `style` is matplotlib's."""
+    axes = figure.add_subplot(**style)
+    as_percent(axes.yaxis)
+    return axes
+
+
+def legend(axes: Axes, ncols: int) -> None:
+    """Put a small legend over the plot."""
+    axes.legend(fontsize=7, ncols=ncols, loc="lower center", bbox_to_anchor=(0.5, 1))
+
+
+def by_arm(rows: Iterable[Mapping[str, Any]], value: Callable[[Any], float | None]) -> Curves:
+    """Return the (step, value) of each trained arm that has any; a row without one has None."""
+    found: Curves = {}
+    for arm in TRAINED_ARMS:
+        for row in rows:
+            if row["arm"] == arm and (y := value(row)) is not None:
+                found.setdefault(arm, []).append((row["step"], y))
+    return found
+
+
+def curve(axes: Axes, label: str | None, points: Points, window: int, **style: Any) -> None:
+    """Draw the numbers themselves, and from a `window` of 2 on their trailing mean in front.
+
+    `style` is matplotlib's; its colour is one of PAINT.
+    """
+    x, y = zip(*points, strict=True)
+    if window < 2:
+        axes.plot(x, y, label=label, marker="o", markersize=3, **style)
+        return
+    axes.plot(x, y, color=style["color"], alpha=0.3, linewidth=0.7)
+    smooth = trailing(y, window)
+    axes.plot(x, smooth, label=f"{label}, mean of {window}", linewidth=1.6, **style)
+
+
+def error_bars(
+    axes: Axes,
+    x: Sequence[float],
+    y: Sequence[float],
+    intervals: Sequence[Sequence[float]],
+    **style: Any,
+) -> None:
+    """Draw points with their intervals (low, high) as bars; `style` is matplotlib's."""
+    below = [max(0.0, v - low) for v, (low, _) in zip(y, intervals, strict=True)]
+    above = [max(0.0, high - v) for v, (_, high) in zip(y, intervals, strict=True)]
+    axes.errorbar(x, y, yerr=[below, above], **style)
+
+
+def trailing(y: Sequence[float], window: int) -> list[float]:
+    """Return trailing means: `trailing([1, 3, 5], 2) == [1, 2, 4]`."""
+    return [fmean(y[max(0, i + 1 - window) : i + 1]) for i in range(len(y))]
