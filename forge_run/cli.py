@@ -1,6 +1,6 @@
 """The command line: `forge-run MESH.yaml ...`, and `forge run|plan MESH.yaml ...` for the same;
-`forge ablate MESH.yaml` for its channels compared (forge_run.ablate); `forge sweep SWEEP.yaml` for
-anything else (forge_run.sweep); `forge selfstudy MESH.yaml`
+`forge ablate MESH.yaml` for its channels compared ; `forge sweep SWEEP.yaml` for
+anything else ; `forge selfstudy MESH.yaml`
 for questions about documents (forge_run.selfstudy); `forge status|scale|...` for a run that runs
 (forge_run.control); `forge eval`, `forge frontier`, `forge serve`, `forge cartridges`, `forge
 convert` and `forge inspect` for what came of one; `forge k8s render` for the manifests of a mesh
@@ -272,7 +272,7 @@ def _k8s_render(options: argparse.Namespace) -> int:
 
 
 def _ablate(options: argparse.Namespace) -> int:
-    from forge_run.ablate import command
+    from forge_run.experiments.ablation import command
     from forge_run.plan import render
 
     sections = command(
@@ -287,8 +287,8 @@ def _ablate(options: argparse.Namespace) -> int:
 
 
 def _sweep(options: argparse.Namespace) -> int:
+    from forge_run.experiments.sweep import command
     from forge_run.plan import render
-    from forge_run.sweep import command
 
     sections = command(
         options.sweep, sets=options.sets, seeds=options.seeds, jobs=options.jobs,
