@@ -118,7 +118,7 @@ k8s: install ## write the manifests under deploy/k8s anew from their mesh files
 
 # promtool is passed over where there is no apt to fetch it with.
 k8s-check: install install-prometheus ## manifests, alert rules and the .proto; asks no cluster
-	$(BIN)/python -m forge_run.k8s_check
+	$(BIN)/python -m forge_run.commands.k8s_check
 	@test ! -x $(PROMTOOL) || { set -x; $(PROMTOOL) check rules deploy/monitoring/rules.yml && \
 	  $(PROMTOOL) test rules deploy/monitoring/rules_test.yml; }
 	$(BIN)/buf lint

@@ -8,8 +8,8 @@
     labels       the labels that all carry
     hardening    rights, bounds, secrets, networks
 
-No cluster is asked. `python -m forge_run.k8s_check` puts them to deploy/k8s; schemas need the `dev`
-extra.
+No cluster is asked. `python -m forge_run.commands.k8s_check` puts them to deploy/k8s; schemas need
+the `dev` extra.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ def _asks() -> list[str]:
     return [
         "python",
         "-m",
-        "forge_run.healthy",
+        "forge_run.commands.health_check",
         f"localhost:{CONTROL_PORT}",
         f"{PEMS}/ca.crt",
         TOKEN,

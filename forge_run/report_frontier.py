@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_run.frontier import HEADS, cells
+from forge_run.frontier_table import HEADS, cells
 from forge_run.page import HUES, PAINT, figure, section, table
 from services.frontier import ArmRow
 from services.rundir import FRONTIER

@@ -23,7 +23,7 @@ from operator_loop import Admin, OperatorLoop
 
 from cluster.check import definitions
 from cluster.kustomize import build
-from forge_run.k8s import render
+from forge_run.commands.k8s import render
 from protocols.spec_loading import load_spec
 from services.hosts import Worker, attach
 from services.kubernetes_hosts import KubernetesHosts

@@ -15,20 +15,19 @@ from cluster.tree import Tree, door_tree, mesh_tree
 from protocols.spec_loading import load_serve, load_spec
 from protocols.yaml_lines import read_yaml
 
-MONITORING = Path(__file__).parents[1] / "deploy" / "monitoring"
+MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 PODS = "hosts=kubernetes"
 CARTRIDGE_TOKENS = 2048  # of a door's cartridges, whose sizes its library alone knows
 
 
-def command(mesh: str, sets: Sequence[str], out: Path) -> list[Path]:
-    """Write the manifests under `out`. Returns what was written. Raises SpecError."""
-    written = []
+def command(*, mesh: str, sets: Sequence[str], out: Path) -> int:
+    """Write the manifests under `out` and print their paths. Raises SpecError."""
     for name, text in render(mesh, sets).items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        written.append(path)
-    return written
+        print(path)
+    return 0
 
 
 def render(mesh: str, sets: Sequence[str] = ()) -> Tree:

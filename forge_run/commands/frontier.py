@@ -13,9 +13,10 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from forge_run.cartridge_pool import cartridge_pool
-from forge_run.display import interval, percent
+from forge_run.commands import note
+from forge_run.commands.cartridge_pool import cartridge_pool
 from forge_run.figures import Section
+from forge_run.frontier_table import HEADS, cells
 from protocols.errors import SpecError
 from protocols.frontier_spec import FrontierSpec
 from protocols.spec import RunSpec
@@ -24,22 +25,15 @@ from protocols.types import PrefixRef
 from services.frontier import ArmRow, compare
 from services.rundir import FRONTIER, RunDirectory, write_atomically
 
-ARMS = Path(__file__).parents[1] / "configs" / "frontier.yaml"
-HEADS = (
-    "strategy",
-    "accuracy",
-    "95%",
-    "over the first",
-    "95%",
-    "tokens",
-    "read",
-    "calls",
-    "seconds",
-)
+ARMS = Path(__file__).parents[2] / "configs" / "frontier.yaml"
 
 
 def command(
-    run: Path, *, arms: Path | None, questions: int | None, show: Callable[[str], None]
+    run: Path,
+    *,
+    arms: Path | None,
+    questions: int | None,
+    show: Callable[[str], None] = note,
 ) -> tuple[Section, ...]:
     """Measure every arm; returns the table. Raises ForgeError."""
     directory = RunDirectory(run.resolve())
@@ -70,16 +64,6 @@ def command(
 def section(rows: Sequence[ArmRow], version: int) -> Section:
     title = f"{rows[0].n} held-out questions over version {version}; tokens and calls a question"
     return Section(title, HEADS, tuple(map(cells, rows)))
-
-
-def cells(row: ArmRow) -> tuple[str, ...]:
-    """A row of the table, as texts."""
-    gain = "-" if row.gain is None else f"{100 * row.gain:+.1f}"
-    return (
-        row.name, percent(row.accuracy), interval(row.ci95), gain,
-        "-" if row.gain_ci95 is None else interval(row.gain_ci95),
-        f"{row.tokens:.0f}", f"{row.prompt_tokens:.0f}", f"{row.calls:.1f}", f"{row.seconds:.1f}",
-    )  # fmt: skip
 
 
 async def _measure(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from cluster.check import committed, definitions, drift, faults
 from cluster.kustomize import build, targets
-from forge_run.k8s import MONITORING, render
+from forge_run.commands.k8s import MONITORING, render
 from protocols.errors import SpecError
 
 COMMITTED = {"meshes/three_channels.yaml": ("replay.local=null",), "meshes/serve.yaml": ()}
