@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from forge_run.figures import bytes_text, seconds_text
-from forge_run.plan import step_workload
-from forge_run.roofline import A100
+from forge_run.plan.plan import step_workload
+from forge_run.plan.roofline import A100
 from protocols.errors import SpecError
 from protocols.spec import RunSpec
 from protocols.spec_loading import load_spec

@@ -10,7 +10,7 @@
     publish   one packed snapshot through the tensor plane to a reader's device
 
 Random weights; 8 prompts of 200 tokens, each answered with 512, about a document of 12,000, over a
-cartridge of 2,048. A bound takes a phase's FLOPs and bytes (forge_run.roofline) at the ceilings
+cartridge of 2,048. A bound takes a phase's FLOPs and bytes (forge_run.plan.roofline) at the ceilings
 that this device reached just before. A phase that fails is printed with its error, the others go on
 over drawn tokens, and the exit code is 1. Where the student runs out of memory: `--micro-tokens
 2848`. On a GPU the first step compiles attention, and is not measured.
@@ -40,9 +40,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from actors.setup import keep_freed_memory
 from benchmarks.record import ROOT, arguments, provenance, write
-from forge_run import roofline
 from forge_run.figures import bytes_text, count_text, seconds_text
-from forge_run.roofline import A100, EXPLICIT, H200, Device, Phase, Workload
+from forge_run.plan import roofline
+from forge_run.plan.roofline import A100, EXPLICIT, H200, Device, Phase, Workload
 from learning.attention import DecodeCache, PrefixContext, register
 from learning.batch import Batch
 from learning.batching import pack, response_logits

@@ -182,3 +182,8 @@ def said_answer(response: str) -> str | None:
 
 def _fold(text: str) -> str:
     return " ".join(text.lower().split()).strip(_AROUND)
+
+
+def claims(field: str, value: str) -> str:
+    """The line of reasoning and the answer: `claims("sodium", "41 mmol")`, right or wrong."""
+    return f"the chart says {field} {value}. the answer is {value}."

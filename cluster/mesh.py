@@ -248,7 +248,7 @@ def _arguments(files: MeshFiles) -> list[str]:
 def _asks() -> list[str]:
     """The gRPC health service over TLS, with the token."""
     asked = (f"localhost:{CONTROL_PORT}", f"{PEMS}/ca.crt", TOKEN)
-    return ["python", "-m", "forge_run.healthy", *asked]
+    return ["python", "-m", "forge_run.commands.health_check", *asked]
 
 
 def _mesh_path(files: MeshFiles) -> str:

@@ -1,213 +1,265 @@
-"""The command line: `forge-run MESH.yaml ...`, and `forge run|plan MESH.yaml ...` for the same;
-`forge ablate MESH.yaml` for its channels compared (forge_run.ablate); `forge sweep SWEEP.yaml` for
-anything else (forge_run.sweep); `forge selfstudy MESH.yaml`
-for questions about documents (forge_run.selfstudy); `forge status|scale|...` for a run that runs
-(forge_run.control); `forge eval`, `forge frontier`, `forge serve`, `forge cartridges`, `forge
-convert` and `forge inspect` for what came of one; `forge k8s render` for the manifests of a mesh
-(forge_run.k8s).
+"""The command line: `forge-run MESH.yaml ...`, and `forge COMMAND ...`: one table of commands.
 
-Only argparse is imported here: `--help` and a bad spec answer in well under a second. pydantic
-comes with the spec, torch and Monarch with the run, gRPC with a call to one.
+Only argparse is imported here: `--help` and a bad spec answer in well under a second. A command's
+module comes with the command: pydantic with the spec, torch and Monarch with the run, gRPC with a
+call to one.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from forge_run.cartridges import add_cartridges
-from forge_run.control import add_commands
-from forge_run.convert import add_formats
 from protocols.errors import ForgeError
 
 INTERRUPTED = 130  # what a shell expects of a process that Ctrl-C ended
+FORMATS = ("forge", "hazy", "peft", "tokasaurus")
+DTYPES = ("float32", "bfloat16", "float16")
+
+Option = tuple[str, dict[str, Any]]  # its name, and what argparse is to know of it
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, or with `verbs` a family of them.
+
+    `handler` is module:function. It gets the options by name, and returns the exit code or the
+    tables to print.
+    """
+
+    help: str
+    handler: str = ""
+    options: Sequence[Option] = ()
+    verbs: Mapping[str, Command] = field(default_factory=dict)
+
+
+def _option(name: str, metavar: str | None = None, help: str | None = None, **more: Any) -> Option:
+    return name, {"metavar": metavar, "help": help, **more}
+
+
+def _flag(name: str, help: str, **more: Any) -> Option:
+    return name, {"action": "store_true", "help": help, **more}
+
+
+def _sets(help: str) -> Option:
+    return _option("--set", "KEY.PATH=VALUE", help, dest="sets", action="append", default=[])
+
+
+def _count(text: str) -> int:
+    """A whole number that the protocol's uint32 holds."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more: got {text!r}")
+    return int(text)
+
+
+MESH_AND_SETS = (
+    _option("mesh", "MESH.yaml", "which roles run, where, with which config"),
+    _sets("override a key of the mesh or the config; VALUE is YAML; repeatable"),
+)
+MESH = (
+    *MESH_AND_SETS,
+    _option("--config", "FILE", "lay a YAML file over the config, before --set; repeatable",
+            dest="overlays", action="append", default=[]),
+    _option("--run-dir", "DIR", "where runs are kept, as DIR/<mesh name>/<run> (default: runs)",
+            type=Path),
+)  # fmt: skip
+RUN = (
+    *MESH,
+    _option("--resume", "RUN", "go on with a run: its id or path, the latest, or `unfinished`: the "
+            "latest if it did not finish, else a new one; write it after MESH.yaml",
+            nargs="?", const=""),
+)  # fmt: skip
+DRY_RUN = _flag("--dry-run", "print the plan and start nothing")
+FORGE_RUN = Command(
+    "Train the cartridges of a mesh file on policy, or print its plan.",
+    "run:run",
+    (*RUN, _flag("--dry-run", "print the resolved plan and start nothing")),
+)
+LIBRARY = (
+    _option("--serve", "MESH.yaml",
+            "the server whose library and model they are for (default: meshes/serve.yaml)",
+            dest="mesh", default="meshes/serve.yaml"),
+    _sets("override a key of it, such as library=DIR"),
+)  # fmt: skip
+NAMED = "NAME, NAME@VERSION or NAME@TAG"
+CARTRIDGE = _option("cartridge", "CARTRIDGE", NAMED)
+OF_NAME = _option("name", "NAME", "of this cartridge alone", nargs="?")
+SOURCE = "a cartridge of any format, a version in a library, a run or one of its checkpoints"
+CHOICE = (
+    _option("--name", "NAME", "which cartridge of a run that has several"),
+    _option("--model", "DIR", "refuse a cartridge that is not for this model", type=Path),
+)
+TARGET = (
+    _option("run", "RUN", "a run's directory or id; left out, the one started last that still runs",
+            nargs="?"),
+    _option("--run-dir", "DIR", "where runs are kept", type=Path, default=Path("runs")),
+    _option("--address", "HOST:PORT", "a run on another host, instead of RUN"),
+    _option("--ca", "FILE", "PEM certificates that the run's must come from", type=Path),
+    _option("--token-env", "NAME", "environment variable that holds the run's token"),
+)  # fmt: skip
+
+CARTRIDGES = {
+    "add": Command("add the cartridges of a run, or a cartridge of any format", "cartridges:add", (
+        *LIBRARY,
+        _option("path", "PATH", "a run, a checkpoint, or a cartridge", type=Path),
+        _option("--name", "NAME[=NEW]", "this cartridge of the run alone, under another name; "
+                "repeatable (default: all). Of a file, the name it gets",
+                dest="names", action="append", default=[]),
+    )),
+    "sync": Command("add those of every finished run, each run once", "cartridges:sync", (
+        *LIBRARY, _option("runs", "RUNS", "such as runs, or runs/longhealth", type=Path),
+    )),
+    "list": Command("every version, with its tags", "cartridges:list_versions",
+                    (*LIBRARY, OF_NAME)),
+    "tag": Command("call a version by a word: clinic-reader+NAME@TAG", "cartridges:tag", (
+        *LIBRARY, CARTRIDGE, _option("tag", "TAG", "letters, digits and _ . -, a letter first"),
+        _flag("--remove", "call it so no more"),
+    )),
+    "diff": Command("how far two cartridges are apart, layer by layer", "cartridges:diff", (
+        *LIBRARY,
+        *(_option(which, which.upper(), f"{NAMED}, or a path of any format") for which in "ab"),
+    )),
+    "prune": Command("drop old versions; those with a tag are kept", "cartridges:prune", (
+        *LIBRARY, OF_NAME, _option("--keep", "N", "newest kept (default: 3)", type=int, default=3),
+        _flag("--dry-run", "say what would go; drop nothing"),
+    )),
+    "push": Command("commit a version to the Hugging Face hub", "cartridges:push", (
+        *LIBRARY, CARTRIDGE, _option("repo", "OWNER/REPO", "made if it is not there"),
+        _flag("--private", "made for nobody else to see"),
+    )),
+    "pull": Command("add a cartridge of the hub, of any format", "cartridges:pull", (
+        *LIBRARY, _option("repo", "OWNER/REPO"),
+        _option("--revision", "R", "branch, tag or commit (default: main)"),
+        _option("--name", "NAME", "what it is called here (default: REPO)"),
+    )),
+}  # fmt: skip
+K8S = {
+    "render": Command("write the manifests of a mesh, or of a server; applies nothing",
+                      "k8s:command", (
+        *MESH_AND_SETS,
+        _option("--out", "DIR", "where they are written (default: deploy/k8s)", type=Path,
+                default=Path("deploy/k8s")),
+    )),
+}  # fmt: skip
+COMMANDS = {
+    "run": Command("run a mesh, as forge-run does", "run:run", (*RUN, DRY_RUN)),
+    "plan": Command("print a mesh's resolved plan and start nothing", "run:plan", (
+        *RUN, _flag("--sizing", "memory, item by item, and bytes of a step alone"),
+        _flag("--json", "the tables as JSON", dest="as_json"),
+    )),
+    "ablate": Command("run a mesh with and without its channels, compare",
+                      "experiments.ablation:command", (
+        *MESH, _option("--seeds", "N", "seeds of each arm (default: 3)", type=int, default=3),
+    )),
+    "sweep": Command("run a mesh over axes, ways to train and seeds", "experiments.sweep:command", (
+        _option("path", "SWEEP.yaml", "what is compared", type=Path),
+        _sets("a key of all runs, under those of the sweep; repeatable"),
+        _option("--seeds", "N", "seeds of each (default: the file's)", type=int),
+        _option("--jobs", "N", "runs side by side (default: by cores and threads)", type=int),
+        _option("--run-dir", "DIR", "where runs are kept", type=Path),
+        DRY_RUN,
+    )),
+    "frontier": Command("compare test-time strategies over the cartridges of a run",
+                        "frontier:command", (
+        _option("run", "RUN", "a run directory", type=Path),
+        _option("--arms", "FILE", "strategies (default: configs/frontier.yaml)", type=Path),
+        _option("--questions", "N", "most held-out questions", type=int),
+    )),
+    "eval": Command("the cartridges of finished runs beside no, a cut and the whole document",
+                    "evaluate:command", (
+        _option("runs", "RUN", "run directories", type=Path, nargs="+"),
+        _option("--spec", "FILE", "what is measured (default: configs/eval.yaml)", type=Path),
+        _option("--questions", "N", "most questions", type=int),
+        _option("--asked", "FILE", "SQuAD's or LongHealth's questions in place of the runs'"),
+        _option("--arms", "A,B", "kinds of arms: none,document,on_policy (default: all)"),
+        _option("--contamination", None, "what training prompts that double the questions do "
+                "(default: as the run's)", choices=("fail", "warn")),
+        _option("--out", "DIR",
+                "where (default: the run; of several, the folder eval beside the first)",
+                type=Path),
+    )),
+    "selfstudy": Command(
+        "write questions and answers about documents, for a run or other trainers",
+        "selfstudy:selfstudy", (
+        *MESH, _option("--out", "DIR", "where (default: RUN_DIR/<mesh name>/selfstudy)", type=Path),
+        _flag("--dry-run", "print the plan and write nothing"),
+    )),
+    "serve": Command("serve a model with cartridges over HTTP", "serve:command",
+                     (*MESH_AND_SETS, DRY_RUN)),
+    "cartridges": Command("the library that `forge serve` serves", verbs=CARTRIDGES),
+    "convert": Command("write a cartridge in another format", "convert:convert", (
+        _option("source", "SRC", SOURCE, type=Path),
+        _option("target", "DST", "the file or directory to write", type=Path),
+        _option("--to", None, "the format of DST", choices=FORMATS, required=True),
+        _option("--dtype", None, "of DST (default: as it is)", choices=DTYPES),
+        _flag("--force", "replace DST if it is there"),
+        _flag("--strict", "refuse where something would be lost or not served"),
+        *CHOICE,
+    )),
+    "inspect": Command("shapes, norms and provenance of a cartridge", "convert:inspect",
+                       (_option("source", "PATH", SOURCE, type=Path), *CHOICE)),
+    "k8s": Command("a mesh as Kubernetes manifests", verbs=K8S),
+    "worker": Command("lend this host to runs, until SIGTERM", "run:worker", (
+        _option("--address", "tcp://HOST:PORT[@tcp://LISTEN:PORT]",
+                "how others reach this host, and where it listens if not there; the port after it "
+                "is used too (default: this host's name in DNS, and $MONARCH_PORT or 26600)"),
+        _option("--grace", "SECONDS", "most time for runs to leave, after SIGTERM (default: 25)",
+                type=float, default=25.0),
+    )),
+    "status": Command("how a run stands, and its pools", "control:status", (
+        _flag("--json", "print JSON, for programs", dest="as_json"),
+        _flag("--watch", "again every second, until it ends"),
+        *TARGET,
+    )),
+    "scale": Command("set how many replicas a role has", "control:scale", (
+        _option("role", "ROLE", "generator, doc_teacher, ..."),
+        _option("replicas", "N", "replicas it is to have", type=_count),
+        *TARGET,
+    )),
+    "pause": Command("hold a run after the step in progress", "control:pause", TARGET),
+    "resume": Command("let a paused run go on", "control:resume", TARGET),
+    "checkpoint": Command("write a checkpoint after this step", "control:checkpoint", TARGET),
+    "stop": Command("end a run after this step, with a checkpoint", "control:stop", TARGET),
+    "events": Command("what happened in a run, as JSON lines", "control:events", (
+        _flag("--follow", "go on with every event as it comes"),
+        _option("--replay", "N", "how many of the last events come first (default: 20)",
+                type=_count, default=20),
+        *TARGET,
+    )),
+}  # fmt: skip
 
 
 def forge_run(argv: Sequence[str] | None = None) -> int:
     """`forge-run MESH.yaml [options]`: run a mesh. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="forge-run",
-        description="Train the cartridges of a mesh file on policy, or print its plan.",
-    )
-    _add_run_options(parser)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved plan and start nothing"
-    )
-    return _guarded(parser.parse_args(argv))
+    parser = argparse.ArgumentParser(prog="forge-run", description=FORGE_RUN.help)
+    return _main(parser, FORGE_RUN, argv)
 
 
 def forge(argv: Sequence[str] | None = None) -> int:
-    """`forge run MESH.yaml` is forge-run, `forge plan MESH.yaml` its --dry-run; the other commands
-    ask a run that runs."""
+    """`forge COMMAND ...`: run one of `COMMANDS`. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="forge", description="Cartridge Forge.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    run = commands.add_parser("run", help="run a mesh, as forge-run does")
-    _add_run_options(run)
-    run.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
-    plan = commands.add_parser("plan", help="print a mesh's resolved plan and start nothing")
-    _add_run_options(plan)
-    plan.add_argument(
-        "--sizing", action="store_true", help="memory, item by item, and bytes of a step alone"
-    )
-    plan.add_argument("--json", action="store_true", help="the tables as JSON")
-    plan.set_defaults(dry_run=True)
-    ablate = commands.add_parser("ablate", help="run a mesh with and without its channels, compare")
-    _add_mesh_options(ablate)
-    ablate.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="seeds of each arm (default: 3)"
-    )
-    ablate.set_defaults(act=_ablate)
-    sweep = commands.add_parser("sweep", help="run a mesh over axes, ways to train and seeds")
-    sweep.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="what is compared")
-    sweep.add_argument(
-        "--set", dest="sets", metavar="KEY.PATH=VALUE", action="append", default=[],
-        help="a key of all runs, under those of the sweep; repeatable",
-    )  # fmt: skip
-    sweep.add_argument("--seeds", type=int, metavar="N", help="seeds of each (default: the file's)")
-    sweep.add_argument(
-        "--jobs", type=int, metavar="N", help="runs side by side (default: by cores and threads)"
-    )
-    sweep.add_argument("--run-dir", type=Path, metavar="DIR", help="where runs are kept")
-    sweep.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
-    sweep.set_defaults(act=_sweep)
-    frontier = commands.add_parser(
-        "frontier", help="compare test-time strategies over the cartridges of a run"
-    )
-    frontier.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    frontier.add_argument(
-        "--arms", type=Path, metavar="FILE", help="strategies (default: configs/frontier.yaml)"
-    )
-    frontier.add_argument("--questions", type=int, metavar="N", help="most held-out questions")
-    frontier.set_defaults(act=_frontier)
-    _add_eval(commands)
-    study = commands.add_parser(
-        "selfstudy", help="write questions and answers about documents, for a run or other trainers"
-    )
-    _add_mesh_options(study)
-    study.add_argument(
-        "--out", type=Path, metavar="DIR", help="where (default: RUN_DIR/<mesh name>/selfstudy)"
-    )
-    study.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
-    study.set_defaults(act=_selfstudy)
-    serving = commands.add_parser("serve", help="serve a model with cartridges over HTTP")
-    _add_mesh_and_sets(serving)
-    serving.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
-    serving.set_defaults(act=_serve)
-    add_cartridges(commands)
-    add_formats(commands)
-    _add_k8s(commands)
-    _add_worker(commands)
-    add_commands(commands)
-    return _guarded(parser.parse_args(argv))
+    return _main(parser, Command("", verbs=COMMANDS), argv)
 
 
-def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    _add_mesh_options(parser)
-    parser.set_defaults(act=_run)
-    parser.add_argument(
-        "--resume",
-        metavar="RUN",
-        nargs="?",
-        const="",
-        help="go on with a run: its id or path, the latest, or `unfinished`: the latest if it "
-        "did not finish, else a new one; write it after MESH.yaml",
-    )
-
-
-def _add_eval(commands: Any) -> None:
-    evaluation = commands.add_parser(
-        "eval", help="the cartridges of finished runs beside no, a cut and the whole document"
-    )
-    evaluation.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
-    evaluation.add_argument(
-        "--spec", type=Path, metavar="FILE", help="what is measured (default: configs/eval.yaml)"
-    )
-    evaluation.add_argument("--questions", type=int, metavar="N", help="most questions")
-    evaluation.add_argument(
-        "--asked", metavar="FILE", help="SQuAD's or LongHealth's questions in place of the runs'"
-    )
-    evaluation.add_argument(
-        "--arms",
-        metavar="A,B",
-        help="kinds of arms: none,document,on_policy (default: all)",
-    )
-    evaluation.add_argument(
-        "--contamination", choices=("fail", "warn"),
-        help="what training prompts that double the questions do (default: as the run's)",
-    )  # fmt: skip
-    evaluation.add_argument(
-        "--out", type=Path, metavar="DIR",
-        help="where (default: the run; of several, the folder eval beside the first)",
-    )  # fmt: skip
-    evaluation.set_defaults(act=_eval)
-
-
-def _add_mesh_and_sets(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "mesh", metavar="MESH.yaml", help="which roles run, where, with which config"
-    )
-    parser.add_argument(
-        "--set",
-        dest="sets",
-        metavar="KEY.PATH=VALUE",
-        action="append",
-        default=[],
-        help="override a key of the mesh or the config; VALUE is YAML; repeatable",
-    )
-
-
-def _add_k8s(commands: Any) -> None:
-    k8s = commands.add_parser("k8s", help="a mesh as Kubernetes manifests")
-    render = k8s.add_subparsers(required=True, metavar="VERB").add_parser(
-        "render", help="write the manifests of a mesh, or of a server; applies nothing"
-    )
-    _add_mesh_and_sets(render)
-    render.add_argument(
-        "--out", type=Path, metavar="DIR", default=Path("deploy/k8s"),
-        help="where they are written (default: deploy/k8s)",
-    )  # fmt: skip
-    render.set_defaults(act=_k8s_render)
-
-
-def _add_worker(commands: Any) -> None:
-    worker = commands.add_parser("worker", help="lend this host to runs, until SIGTERM")
-    worker.add_argument(
-        "--address", metavar="tcp://HOST:PORT[@tcp://LISTEN:PORT]",
-        help="how others reach this host, and where it listens if not there; the port after it is "
-        "used too (default: this host's name in DNS, and $MONARCH_PORT or 26600)",
-    )  # fmt: skip
-    worker.add_argument(
-        "--grace", type=float, default=25.0, metavar="SECONDS",
-        help="most time for runs to leave, after SIGTERM (default: 25)",
-    )  # fmt: skip
-    worker.set_defaults(act=_worker)
-
-
-def _add_mesh_options(parser: argparse.ArgumentParser) -> None:
-    _add_mesh_and_sets(parser)
-    parser.add_argument(
-        "--config",
-        dest="overlays",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="lay a YAML file over the config, before --set; repeatable",
-    )
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        metavar="DIR",
-        help="where runs are kept, as DIR/<mesh name>/<run> (default: runs)",
-    )
-
-
-def _guarded(options: argparse.Namespace) -> int:
+def _main(parser: argparse.ArgumentParser, command: Command, argv: Sequence[str] | None) -> int:
+    _fill(parser, command, "COMMAND")
+    options = vars(parser.parse_args(argv))
+    module, _, function = options.pop("handler").partition(":")
+    if not module.startswith("experiments."):
+        module = f"commands.{module}"
     try:
-        code: int = options.act(options)
-        return code
+        found = getattr(import_module(f"forge_run.{module}"), function)(**options)
+        if isinstance(found, int):
+            return found
+        from forge_run.figures import render
+
+        sys.stdout.write(render(found, terminal=sys.stdout.isatty()))
+        return 0
     except ForgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -215,138 +267,13 @@ def _guarded(options: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
-def _run(options: argparse.Namespace) -> int:
-    from forge_run.runnable import require_runnable
-    from protocols.spec_loading import load_spec
-    from services.telemetry.hub import require_sinks
-
-    loaded = load_spec(options.mesh, overlays=options.overlays, sets=options.sets)
-    if options.dry_run:
-        from forge_run.figures import as_json, render
-        from forge_run.plan.plan import plan, size_plan
-
-        whole = not getattr(options, "sizing", False)  # forge-run has neither option
-        sections = plan(loaded.spec, loaded.place) if whole else size_plan(loaded.spec)
-        if getattr(options, "json", False):
-            sys.stdout.write(as_json(sections))
-        else:
-            sys.stdout.write(render(sections, terminal=sys.stdout.isatty()))
-        return 0
-    require_runnable(loaded.spec, loaded.place)
-    require_sinks(loaded.spec)
-    if loaded.spec.learn.self_study is not None:
-        from forge_run.plan.documents import require_documents
-
-        for line in require_documents(loaded.spec.learn):
-            print(line, file=sys.stderr)
-
-    from forge_run.run import run
-
-    return run(loaded.spec, run_dir=options.run_dir, resume=options.resume)
-
-
-def _serve(options: argparse.Namespace) -> int:
-    from forge_run import serve
-    from protocols.spec_loading import load_serve
-
-    loaded = load_serve(options.mesh, sets=options.sets)
-    if options.dry_run:
-        from forge_run.figures import render
-
-        sys.stdout.write(render(serve.plan(loaded), terminal=sys.stdout.isatty()))
-        return 0
-    return serve.serve(loaded)
-
-
-def _worker(options: argparse.Namespace) -> int:
-    from services.worker import main
-
-    main(options.address, options.grace)
-
-
-def _k8s_render(options: argparse.Namespace) -> int:
-    from forge_run.k8s import command
-
-    for path in command(options.mesh, options.sets, options.out):
-        print(path)
-    return 0
-
-
-def _ablate(options: argparse.Namespace) -> int:
-    from forge_run.ablate import command
-    from forge_run.figures import render
-
-    sections = command(
-        options.mesh,
-        overlays=options.overlays,
-        sets=options.sets,
-        seeds=options.seeds,
-        run_dir=options.run_dir,
-    )
-    sys.stdout.write(render(sections, terminal=sys.stdout.isatty()))
-    return 0
-
-
-def _sweep(options: argparse.Namespace) -> int:
-    from forge_run.figures import render
-    from forge_run.sweep import command
-
-    sections = command(
-        options.sweep, sets=options.sets, seeds=options.seeds, jobs=options.jobs,
-        run_dir=options.run_dir, dry_run=options.dry_run,
-    )  # fmt: skip
-    sys.stdout.write(render(sections, terminal=sys.stdout.isatty()))
-    return 0
-
-
-def _selfstudy(options: argparse.Namespace) -> int:
-    from forge_run.selfstudy import command
-    from protocols.spec_loading import load_spec
-
-    loaded = load_spec(options.mesh, overlays=options.overlays, sets=options.sets)
-    if options.dry_run:
-        from forge_run.figures import render
-        from forge_run.plan.plan import plan
-
-        sys.stdout.write(render(plan(loaded.spec, loaded.place), terminal=sys.stdout.isatty()))
-        return 0
-    home = (options.run_dir or Path("runs")) / loaded.spec.mesh.name
-    for line in command(
-        loaded.spec,
-        options.out or home / "selfstudy",
-        show=lambda line: print(line, file=sys.stderr, flush=True),
-    ):
-        print(line)
-    return 0
-
-
-def _frontier(options: argparse.Namespace) -> int:
-    from forge_run.figures import render
-    from forge_run.frontier import command
-
-    sections = command(
-        options.run,
-        arms=options.arms,
-        questions=options.questions,
-        show=lambda line: print(line, file=sys.stderr, flush=True),
-    )
-    sys.stdout.write(render(sections, terminal=sys.stdout.isatty()))
-    return 0
-
-
-def _eval(options: argparse.Namespace) -> int:
-    from forge_run.evaluate import command
-    from forge_run.figures import render
-
-    sections = command(
-        options.runs,
-        spec=options.spec,
-        questions=options.questions,
-        asked=options.asked,
-        arms=options.arms,
-        contamination=options.contamination,
-        out=options.out,
-        show=lambda line: print(line, file=sys.stderr, flush=True),
-    )
-    sys.stdout.write(render(sections, terminal=sys.stdout.isatty()))
-    return 0
+def _fill(parser: argparse.ArgumentParser, command: Command, metavar: str) -> None:
+    """Give the parser the command's options and verbs."""
+    for name, settings in command.options:
+        parser.add_argument(name, **settings)
+    if command.verbs:
+        verbs = parser.add_subparsers(required=True, metavar=metavar)
+        for name, verb in command.verbs.items():
+            _fill(verbs.add_parser(name, help=verb.help), verb, "VERB")
+    else:
+        parser.set_defaults(handler=command.handler)

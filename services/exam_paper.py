@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clinic.corpus import claims
 from clinic.longhealth import Patient, is_held_out, load_patients
-from clinic.prompts import option_prompt, recite_prompt, sentences, unique_cue
+from clinic.prompts import claims, option_prompt, recite_prompt, sentences, unique_cue
 from clinic.vocabulary import FIELDS
 from documents.contamination import Placed
 from documents.seeds import PLAIN, SENTENCE

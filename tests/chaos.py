@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from small_run import Running, command, latest, running
 
-from forge_run.control_client import ControlClient, Target
+from forge_run.commands.control_client import ControlClient, Target
 from protocols.errors import ControlError
 from protocols.files import read_rows
 from protocols.status import ReplicaStatus, RunStatus

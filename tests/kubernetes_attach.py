@@ -23,7 +23,7 @@ from manifest_checks.kustomize import build
 from monarch.actor import Actor, enable_transport, endpoint
 from operator_loop import Admin, OperatorLoop
 
-from forge_run.k8s import render
+from forge_run.commands.k8s import render
 from protocols.spec_loading import load_spec
 from services.hosts import Worker, attach
 from services.kubernetes_hosts import KubernetesHosts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from argparse import Namespace
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -12,10 +13,20 @@ import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from clinic import vocabulary as words
-from clinic.clerk_corpus import GUESSING, INFORMED, Said, Slips, draw_episode, draw_row
 from clinic.desk import case_of, parse_call
 from clinic.desk_hints import HINTS
-from clinic.train_clerk import draw_batch, hire, measure
+from clinic.pretrain.clerk_tasks import (
+    GUESSING,
+    INFORMED,
+    LADDER,
+    Slips,
+    draw_episode,
+    draw_row,
+    rows,
+)
+from clinic.pretrain.measure import measure_clerk
+from clinic.pretrain.reader_tasks import Said
+from clinic.pretrain.train import encode, hire
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 CLERK = MODELS / "clinic-clerk"
@@ -55,13 +66,14 @@ def test_half_the_rows_have_a_handbook() -> None:
 def test_what_is_trained_is_the_conversation_of_the_template(clerk: Parts) -> None:
     """Token by token; and of it the calls with their ends, of each taught kind one label."""
     _, tokenizer = clerk
-    batch = draw_batch(tokenizer, random.Random("template"), 40, 1)
+    drawn = rows(random.Random("template"), len(LADDER) - 1, Namespace(batch=40, episodes=1))
+    batch = encode(tokenizer, drawn)
     rng = random.Random("template")
     for b in range(40):
-        desk, drawn = draw_row(rng, 1)
+        desk, told = draw_row(rng, 1)
         head = [{"role": "system", "content": desk.document}] if desk.handbook else []
         kinds, label = batch.kinds[b].copy(), 0
-        for segment, episode in enumerate(drawn, start=1):
+        for segment, episode in enumerate(told, start=1):
             messages = head + [{"role": said.role, "content": said.text} for said in episode]
             ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
             own = (batch.segment[b] == 0) | (batch.segment[b] == segment)
@@ -165,7 +177,7 @@ def test_a_reader_is_hired_with_one_token_more() -> None:
 def test_the_shipped_clerk_needs_the_handbook_and_follows_hints(clerk: Parts) -> None:
     """Broad bounds: of 60 cases, the deviation of a share is up to 6 points (docs/log.md)."""
     model, tokenizer = clerk
-    shares = measure(model, tokenizer, 60, 12, seed=1_000_003)
+    shares = measure_clerk(model, tokenizer, Namespace(cases=60, fields=12, seed=1_000_003))
     assert 0.1 <= shares["none"] <= 0.5
     assert shares["none"] < shares["cut"] < shares["handbook"]
     assert shares["handbook"] >= 0.85

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from clinic.corpus import Difficulty, Turn, claims
 from clinic.longhealth import Question
 from clinic.panel import aggregation_prompt
-from clinic.panel_corpus import (
+from clinic.pretrain.measure import draw_asked, share_right
+from clinic.pretrain.panel_tasks import (
     BROKEN_RATE,
     FIRST_SLIP,
     KEEP_RATE,
@@ -25,9 +26,11 @@ from clinic.panel_corpus import (
     first_turn,
     leaders,
     reviewed_turn,
+    rows,
 )
-from clinic.prompts import option_prompt, parse_answer
-from clinic.train_panel import LADDER, draw_asked, draw_batch, share_right
+from clinic.pretrain.reader_tasks import Difficulty, Turn
+from clinic.pretrain.train import encode
+from clinic.prompts import claims, option_prompt, parse_answer
 from protocols.errors import DataError
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
@@ -179,7 +182,8 @@ def test_a_sitting_tells_what_can_be_read() -> None:
 def test_what_is_trained_is_the_conversation_of_the_template(panel: Parts) -> None:
     """Token by token; of a chart that is cut off, the system's turn has no end."""
     _, tokenizer = panel
-    batch = draw_batch(tokenizer, random.Random("template"), 20, LADDER[0], 1, 2, 1)
+    args = Namespace(batch=20, first=1, reviewed=2, others=1)
+    batch = encode(tokenizer, rows(random.Random("template"), 0, args))
     whole = 0
     for b in range(20):
         head = tokenizer.decode(batch.ids[b][batch.segment[b] == 0])

@@ -12,9 +12,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from clinic import vocabulary as words
-from clinic.corpus import Difficulty, draw_conversation
 from clinic.longhealth import parse_patients
 from clinic.patients import generate_clinic
+from clinic.pretrain.reader_tasks import Difficulty, draw_conversation
 from clinic.prompts import option_prompt, parse_answer
 from learning.decoding import generate
 from learning.model import document_kv, load_model, load_tokenizer

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 from clinic import vocabulary as words
 from clinic.longhealth import Patient, parse_patients
 from clinic.patients import generate_clinic
+from clinic.pretrain.tokenizer import SPECIAL, build_tokenizer
 from clinic.prompts import option_prompt
-from clinic.tokenizer import SPECIAL, build_tokenizer
 
 PAD, BOS, END, SYSTEM, USER, ASSISTANT = range(6)
 

@@ -15,7 +15,7 @@ from cluster.mesh import CONTROL_PORT
 from cluster.parts import Resources, dashed
 from cluster.sizing import ModelSize, pod_resources
 from forge_run.cli import forge
-from forge_run.k8s import MONITORING, render
+from forge_run.commands.k8s import MONITORING, render
 from protocols.errors import SpecError
 from protocols.sections import ShapeSpec
 from protocols.spec_loading import load_serve, load_spec

@@ -29,7 +29,7 @@ from cluster.sizing import (
     trainable_numbers,
 )
 from forge_run.cli import forge
-from forge_run.k8s import model_size
+from forge_run.commands.k8s import model_size
 from learning import attention
 from learning.batching import pack, response_logits
 from learning.cartridge import first_tokens

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import pytest
 
 from environments.traces import to_row
-from forge_run.ablate import ablate, trials
-from forge_run.ablation_table import summarise
+from forge_run.experiments.ablation import ablate, planned, summarise
+from forge_run.experiments.child_run import ChildRun
+from forge_run.experiments.trials import Trial
 from forge_run.figures import Section
-from forge_run.trials import Trial
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.errors import ForgeError, RunError, SpecError
 from protocols.records import ArmResult, MetricRow, Results, RunOutcome
@@ -43,7 +43,7 @@ EPISODE = Episode(
 
 @cache
 def plan_of(*sets: str, seeds: int = 1) -> tuple[Trial, ...]:
-    return trials(MESH, overlays=(), sets=(*BASE, *sets), seeds=seeds)
+    return planned(MESH, overlays=(), sets=(*BASE, *sets), seeds=seeds)
 
 
 def arm_result(accuracy: float) -> ArmResult:
@@ -60,6 +60,7 @@ class Written:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.trials: dict[str, Trial] = {}
         self.names: list[str] = []
         self.first_episodes: dict[str, Episode] = {}
         self.later: dict[str, Episode] = {}
@@ -68,11 +69,11 @@ class Written:
         self.fails_at = ""
 
     def __call__(
-        self, trials: Sequence[tuple[Trial, Path]], began: Callable[[Trial], None]
-    ) -> Iterator[tuple[Trial, str]]:
-        for trial, log in trials:
-            began(trial)
-            yield trial, self.write(trial, log)
+        self, children: Sequence[ChildRun], began: Callable[[ChildRun], None]
+    ) -> Iterator[tuple[ChildRun, str]]:
+        for child in children:
+            began(child)
+            yield child, self.write(self.trials[child.name], child.log)
 
     def write(self, trial: Trial, log: Path) -> str:
         if trial.name == self.fails_at:
@@ -124,6 +125,7 @@ class Ablation:
 
     def __call__(self, plan: Sequence[Trial]) -> tuple[Section, ...]:
         self.runs.names, self.said = [], []
+        self.runs.trials = {trial.title: trial for trial in plan}
         return ablate(plan, self.root, self.runs, self.said.append)
 
     def record(self) -> dict[str, Any]:
@@ -218,7 +220,7 @@ def test_channels_that_cannot_be_taken_apart_are_refused(
 def test_a_mesh_without_episodes_is_refused() -> None:
     mesh = str(REPOSITORY / "meshes/longhealth.yaml")
     with pytest.raises(SpecError) as caught:
-        trials(mesh, overlays=(), sets=(), seeds=3)
+        planned(mesh, overlays=(), sets=(), seeds=3)
     assert str(caught.value) == (
         f"an ablation needs episodes, which its arms learn from: {mesh} has none; add the section "
         "episodes to its config, or ablate meshes/three_channels.yaml"

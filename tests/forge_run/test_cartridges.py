@@ -39,8 +39,8 @@ def library(tmp_path: Path) -> list[str]:
 
 
 def test_the_parser_knows_every_format() -> None:
-    from forge_run.convert import DTYPES
-    from forge_run.convert import FORMATS as offered
+    from forge_run.cli import DTYPES
+    from forge_run.cli import FORMATS as offered
     from formats.value import DTYPES as known
 
     assert (set(offered), set(DTYPES)) == (set(FORMATS), set(known))

@@ -22,10 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from forge_run import control_client
 from forge_run.cli import forge
-from forge_run.control_client import ControlClient, Target
-from forge_run.status_view import status_view
+from forge_run.commands import control_client
+from forge_run.commands.control_client import ControlClient, Target
+from forge_run.commands.status_view import status_view
 from protocols.control_messages import run_message, run_status
 from protocols.errors import ControlError, RunError
 from protocols.service_spec import ControlSpec
@@ -172,7 +172,7 @@ def test_watch_looks_again_until_the_run_is_done(
     running: tuple[Path, Served], capsys: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, here = running
-    monkeypatch.setattr("forge_run.control.WATCH_SECONDS", 0.01)
+    monkeypatch.setattr("forge_run.commands.control.WATCH_SECONDS", 0.01)
     steps = iter([replace(STATUS, step=1), replace(STATUS, step=2, done=True)])
 
     async def status() -> RunStatus:
@@ -193,7 +193,7 @@ def test_watch_of_a_run_that_ends_between_two_looks(
         here.stop()
         (path / "results.json").write_text('{"status": "finished"}')
 
-    monkeypatch.setattr("forge_run.control.time.sleep", end)
+    monkeypatch.setattr("forge_run.commands.control.time.sleep", end)
     assert forge(["status", "--watch", "--json"]) == 0
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 1
@@ -204,7 +204,7 @@ def test_watch_of_a_run_that_is_killed(
     running: tuple[Path, Served], capsys: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, here = running
-    monkeypatch.setattr("forge_run.control.time.sleep", lambda seconds: here.stop())
+    monkeypatch.setattr("forge_run.commands.control.time.sleep", lambda seconds: here.stop())
     assert forge(["status", "--watch"]) == 1
     assert capsys.readouterr().err == (
         f"error: run {path.name} is not running: nothing listens on {here.address}; resume it "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.frontier import command
+from forge_run.commands.frontier import command
 from protocols.errors import SpecError
 from protocols.spec_loading import load_spec
 from protocols.yaml_lines import dump_yaml

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.selfstudy import command
+from forge_run.commands.selfstudy import command
 from protocols.errors import SpecError
 from protocols.replay_spec import PriceSpec
 from protocols.spec_loading import load_spec

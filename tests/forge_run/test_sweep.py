@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from forge_run.sweep import Planned, at_once, planned, sweep
-from forge_run.sweep_table import plots, positions, table
-from forge_run.trials import Trial
+from forge_run.experiments.child_run import ChildRun
+from forge_run.experiments.sweep import at_once, planned, sweep
+from forge_run.experiments.table import plots, positions, table
+from forge_run.experiments.trials import Trial
 from protocols.errors import RunError, SpecError
 from protocols.records import ArmResult, Results
 from protocols.spec_loading import load_file
@@ -46,7 +47,7 @@ def accuracy_of(trial: Trial, arm: str) -> float:
 
 
 @cache
-def plan_of(seeds: int | None = None) -> tuple[Planned, ...]:
+def plan_of(seeds: int | None = None) -> tuple[Trial, ...]:
     return planned(SPEC, MESH, seeds=seeds)
 
 
@@ -57,14 +58,16 @@ class Written:
         self.fails_at = ""
 
     def __call__(
-        self, trials: Sequence[tuple[Trial, Path]], began: Callable[[Trial], None]
-    ) -> Iterator[tuple[Trial, str]]:
-        for trial, _ in reversed(trials):  # runs end in any order
-            began(trial)
+        self, children: Sequence[ChildRun], began: Callable[[ChildRun], None]
+    ) -> Iterator[tuple[ChildRun, str]]:
+        trials = {trial.title: trial for trial in plan_of()}
+        for child in reversed(children):  # runs end in any order
+            began(child)
+            trial = trials[child.name]
             if trial.name == self.fails_at:
                 raise RunError(f"{trial.title} ended with 1")
             self.names.append(trial.name)
-            yield trial, self.write(trial)
+            yield child, self.write(trial)
 
     def write(self, trial: Trial) -> str:
         learn = trial.spec.learn
@@ -92,13 +95,13 @@ class Written:
         return directory.id
 
 
-def go(root: Path, runs: Written, plan: Sequence[Planned], said: list[str]) -> Any:
+def go(root: Path, runs: Written, plan: Sequence[Trial], said: list[str]) -> Any:
     return sweep(SPEC, plan, root, runs, said.append)
 
 
 def test_every_combination_is_planned_with_its_keys() -> None:
     plan = plan_of()
-    assert [p.trial.title for p in plan] == [
+    assert [p.title for p in plan] == [
         "tokens=60 document+offline+on policy, seed 0",
         "tokens=60 hybrid, seed 0",
         "tokens=12 document+offline+on policy, seed 0",
@@ -108,19 +111,19 @@ def test_every_combination_is_planned_with_its_keys() -> None:
         "tokens=12 document+offline+on policy, seed 1",
         "tokens=12 hybrid, seed 1",
     ]
-    last = plan[-1].trial.spec
+    last = plan[-1].spec
     assert (last.learn.train.seed, last.learn.data.seed, last.learn.train.steps) == (1, 1, 9)
     assert last.learn.cartridge.tokens == 12
     assert last.learn.train.warm_start is not None
     assert last.learn.train.warm_start.steps == 3
     assert last.learn.evaluate.arms == ("on_policy",)
-    assert len({p.trial.log for p in plan}) == len(plan)
+    assert len({p.log for p in plan}) == len(plan)
     assert len(plan_of(seeds=1)) == 4
 
 
 def test_the_command_lines_keys_stand_under_the_sweeps() -> None:
     plan = planned(SPEC, MESH, sets=("train.steps=70", "train.lr=0.3", "evaluate.questions=7"))
-    learn = plan[0].trial.spec.learn
+    learn = plan[0].spec.learn
     assert (learn.train.steps, learn.train.lr, learn.evaluate.questions) == (9, 0.3, 7)
 
 
@@ -214,7 +217,7 @@ def test_the_table_against_values_worked_by_hand(tmp_path: Path) -> None:
 
 def test_a_sweep_that_failed_goes_on_where_it_was(tmp_path: Path) -> None:
     plan, runs = plan_of(), Written(tmp_path)
-    runs.fails_at = plan[2].trial.name
+    runs.fails_at = plan[2].name
     with pytest.raises(RunError, match="tokens=12 document"):
         go(tmp_path, runs, plan, [])
     assert len(runs.names) == 5

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from cluster.parts import Object
-from forge_run.k8s import render
+from forge_run.commands.k8s import render
 from manifest_checks.hardening import unsafe
 from manifest_checks.kustomize import build, targets
 from manifest_checks.references import dangling, unlabelled

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from small_run import ROOT, run_to_end, running
 
-from forge_run.child_run import ChildRun, run_side_by_side
+from forge_run.experiments.child_run import ChildRun, run_side_by_side
 from protocols.errors import RunError
 from protocols.files import read_rows
 
@@ -99,7 +99,7 @@ def test_sigterm_stops_the_run_of_an_arm_with_its_checkpoint(tmp_path: Path) -> 
 def test_a_run_that_fails_is_told_with_its_log(tmp_path: Path) -> None:
     log = tmp_path / "grpo-0.log"
     with pytest.raises(RunError) as caught:
-        list(run_side_by_side([ChildRun("grpo, seed 0", ("no.yaml",), log)], 1, print))
+        list(run_side_by_side([ChildRun("grpo, seed 0", ("no.yaml",), log)], print, 1))
     assert str(caught.value) == (
         "grpo, seed 0 ended with 2: error: there is no file no.yaml; check the path; see "
         f"{log}, and give the same command again to go on"

@@ -11,7 +11,7 @@ import torch
 from exam_house import EVAL, MESH, finished_run, paper, spec, tokenizer
 from torch import Tensor
 
-from forge_run.evaluate import SPEC, evaluate
+from forge_run.commands.evaluate import SPEC, evaluate
 from protocols.errors import CheckpointError, DataError, SpecError
 from protocols.eval_spec import EvalSpec
 from protocols.replay import Message

@@ -96,7 +96,7 @@ def test_wrong_arms_are_refused_before_anything_is_sampled() -> None:
 
 
 def test_the_shipped_arms_are_strategies_and_an_arm_is_listed_once(tmp_path) -> None:
-    from forge_run.frontier import ARMS
+    from forge_run.commands.frontier import ARMS
 
     shipped = load_file(FrontierSpec, ARMS)
     for arm in shipped.arms:

@@ -16,8 +16,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from clinic.longhealth import Patient
+from clinic.pretrain.tokenizer import build_tokenizer
 from clinic.prompts import option_prompt, sentence_ends
-from clinic.tokenizer import build_tokenizer
 from protocols.errors import DataError
 from protocols.learn_spec import LearnSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling

@@ -13,7 +13,8 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from forge_run.cartridge_pool import cartridge_pool
+from forge_run.commands import note
+from forge_run.commands.cartridge_pool import cartridge_pool
 from forge_run.figures import Section
 from forge_run.report.frontier import HEADS, cells
 from protocols.errors import SpecError
@@ -29,7 +30,11 @@ ARMS = REPOSITORY / "configs" / "frontier.yaml"
 
 
 def command(
-    run: Path, *, arms: Path | None, questions: int | None, show: Callable[[str], None]
+    run: Path,
+    *,
+    arms: Path | None,
+    questions: int | None,
+    show: Callable[[str], None] = note,
 ) -> tuple[Section, ...]:
     """Measure every arm; returns the table. Raises ForgeError."""
     directory = RunDirectory(run.resolve())

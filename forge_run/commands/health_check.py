@@ -1,5 +1,6 @@
-"""`python -m forge_run.healthy HOST:PORT [CA.pem [TOKEN_ENV]]`: the control plane's gRPC health
-service. Exit code 0 where it serves. kubelet's own gRPC probe speaks no TLS and sends no token.
+"""`python -m forge_run.commands.health_check HOST:PORT [CA.pem [TOKEN_ENV]]`: asks the control
+plane's gRPC health service. Exit code 0 where it serves. kubelet's own gRPC probe speaks no TLS
+and sends no token.
 """
 
 from __future__ import annotations

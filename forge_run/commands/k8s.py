@@ -21,15 +21,14 @@ PODS = "hosts=kubernetes"
 CARTRIDGE_TOKENS = 2048  # of a door's cartridges, whose sizes its library alone knows
 
 
-def command(mesh: str, sets: Sequence[str], out: Path) -> list[Path]:
-    """Write the manifests under `out`. Returns what was written. Raises SpecError."""
-    written = []
+def command(*, mesh: str, sets: Sequence[str], out: Path) -> int:
+    """Write the manifests under `out` and print their paths. Raises SpecError."""
     for name, text in render(mesh, sets).items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        written.append(path)
-    return written
+        print(path)
+    return 0
 
 
 def render(mesh: str, sets: Sequence[str] = ()) -> Tree:

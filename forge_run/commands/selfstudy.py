@@ -12,18 +12,40 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from documents.rows import counts, write_parquet
+from forge_run.commands import note
+from forge_run.figures import Section
 from forge_run.plan.documents import told
+from forge_run.plan.plan import plan
 from protocols.errors import DataError, SpecError
 from protocols.files import write_atomically
 from protocols.spec import RunSpec
+from protocols.spec_loading import load_spec
 from services.parts import read_parts
 from services.study import Plan, model_name, write_study
 from strategies.port import Sampler
+
+
+def selfstudy(
+    *,
+    mesh: str,
+    overlays: Sequence[str],
+    sets: Sequence[str],
+    run_dir: Path | None,
+    out: Path | None,
+    dry_run: bool,
+) -> int | tuple[Section, ...]:
+    """Write the rows under `out`; with `dry_run` return the plan. Raises ForgeError."""
+    loaded = load_spec(mesh, overlays=overlays, sets=sets)
+    if dry_run:
+        return plan(loaded.spec, loaded.place)
+    home = (run_dir or Path("runs")) / loaded.spec.mesh.name
+    print(*command(loaded.spec, out or home / "selfstudy", note), sep="\n")
+    return 0
 
 
 def command(spec: RunSpec, out: Path, show: Callable[[str], None]) -> list[str]:

@@ -8,20 +8,27 @@ tenth of the rate, after a hint or a mistake never.
 
 In some episodes the first calls are a stumbling clerk's and are not taught: they show how to go on
 after errors, as a teacher must that scores a weaker student's episode.
+
+A taught call's kind is find, read or answer, what the clerk knows; hinted, the same right after a
+hint; guess, a find in a department that nothing tells; else a mistake, named by the `Slips` field.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from clinic import vocabulary as words
 from clinic.desk import Case, Desk, Standing, case_of, reply_to
 from clinic.desk_hints import HINTS
+from clinic.pretrain.reader_tasks import Row, Said, head
 
 MAX_TURNS = 6
 FIELDS = (6, 24)  # of a handbook, when training is through its easier ones
+# Looking up is learnt from few fields (docs/log.md), then holds for many.
+LADDER = ((2, 3), (2, 5), (4, 9), (6, 16), FIELDS)
 HANDBOOK_RATE = 0.5  # of the rows, below: of their episodes
 HINTED_WITH_HANDBOOK, HINTED_WITHOUT = 0.1, 0.3
 # Episodes to a handbook that are cut after the first taught call: of whole episodes, looking up is
@@ -56,25 +63,19 @@ NEVER = GUESSING.scaled(0.0)
 
 
 @dataclass(frozen=True)
-class Said:
-    """One message. `kind` says what a taught call is; "" is a message or call not taught.
-
-    find, read, answer: what the clerk knows; hinted: the same, right after a hint; guess: a find
-    in a department that nothing tells; else a mistake, named by the `Slips` field.
-    """
-
-    role: str
-    text: str
-    kind: str = ""
-
-
-@dataclass(frozen=True)
 class _Clerk:
     """What the clerk holds between two calls."""
 
     known: str  # the department, "" if nothing told it
     tried: frozenset[str] = frozenset()
     careful: bool = False  # right after a mistake
+
+
+def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
+    """Draw `args.batch` desks with `args.episodes` whole episodes each."""
+    for _ in range(args.batch):
+        desk, drawn = draw_row(rng, args.episodes, LADDER[rung])
+        yield head(desk.document), drawn
 
 
 def draw_row(

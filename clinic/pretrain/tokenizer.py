@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from clinic import vocabulary as words
-from clinic.corpus import Difficulty, draw_conversation
+from clinic.pretrain.reader_tasks import Difficulty, draw_conversation
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,32 +31,37 @@ class ChildRun:
 
 
 def run_side_by_side(
-    runs: Sequence[ChildRun], at_once: int, began: Callable[[ChildRun], None]
+    runs: Sequence[ChildRun], began: Callable[[ChildRun], None], at_once: int
 ) -> Iterator[tuple[ChildRun, str]]:
-    """Every run with its id, as each ends well; at most `at_once` go on at a time.
+    """Yield every run with its id, as each ends well; at most `at_once` go on at a time.
 
     When one fails no other begins, those under way are waited for, and then RunError names the
     first that failed. Leaving early, by Ctrl-C, by SIGTERM (which ends us as well) or by closing
     the iterator, stops those under way with their checkpoints. There is no time-out: a run has a
     watchdog of its own.
     """
-    waiting = list(runs)
+    waiting, going = list(runs), dict[ChildRun, "subprocess.Popen[bytes]"]()
     failure: RunError | None = None
-    with _ended_with_us() as going:
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
         while going or (waiting and failure is None):
             while waiting and failure is None and len(going) < at_once:
                 child = waiting.pop(0)
                 began(child)
-                going.append((child, _start(child)))
-            for child, process in [(c, p) for c, p in going if p.poll() is not None]:
-                going.remove((child, process))
+                going[child] = _start(child)
+            for child in [c for c, process in going.items() if process.poll() is not None]:
                 try:
-                    run_id = _id_of(child, process.returncode)
+                    run_id = _id_of(child, going.pop(child).returncode)
                 except RunError as error:
                     failure = failure or error
                     continue
                 yield child, run_id
             time.sleep(LOOK_SECONDS)
+    finally:
+        try:
+            _stop(going.values())
+        finally:
+            signal.signal(signal.SIGTERM, before)
     if failure is not None:
         raise failure
 
@@ -84,30 +89,20 @@ def _id_of(child: ChildRun, code: int) -> str:
     return found[1]
 
 
-Going = list[tuple[ChildRun, "subprocess.Popen[bytes]"]]
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
-@contextmanager
-def _ended_with_us() -> Iterator[Going]:
-    """Those under way; what is left when the block is left is stopped."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    going: Going = []
+def _stop(processes: Collection[subprocess.Popen[bytes]]) -> None:
+    """Ask all to stop, wait for them, and kill what is left."""
     try:
-        yield going
+        for process in processes:
+            process.terminate()  # does nothing to a process that has ended
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
     finally:
-        try:
-            for _, process in going:
-                process.terminate()  # does nothing to a process that has ended
-            deadline = time.monotonic() + STOP_SECONDS
-            for _, process in going:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, deadline - time.monotonic()))
-        finally:
-            for _, process in going:
-                process.kill()
-                process.wait()
-            signal.signal(signal.SIGTERM, before)
+        for process in processes:
+            process.kill()
+            process.wait()

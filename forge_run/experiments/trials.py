@@ -1,4 +1,4 @@
-"""Many runs of one mesh, each once: what `forge ablate` and `forge sweep` have in common.
+"""Many runs of one mesh, each once: what `forge sweep` and `forge ablate` run.
 
     trials -> what is not finished yet, side by side -> the run of every trial
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge_run.child_run import ChildRun, run_side_by_side
 from forge_run.display import duration, shown_path
+from forge_run.experiments.child_run import ChildRun
 from forge_run.run import differences
+from forge_run.runnable import require_runnable
 from protocols.errors import RunError
 from protocols.files import write_atomically
 from protocols.spec import RunSpec
@@ -26,12 +27,18 @@ from services.rundir import RunDirectory
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of several: `Trial("+sdpo", 1, sets=(..., "train.seed=1"), spec=...)`."""
+    """One run of several: `Trial("+sdpo", 1, words=("mesh.yaml", "--set", ...), spec=...)`.
+
+    `point` is where on a sweep's axes it stands, `arms` which of the run's arms are shown under
+    which names.
+    """
 
     arm: str
     seed: int
-    sets: tuple[str, ...]
+    words: tuple[str, ...]
     spec: RunSpec
+    point: dict[str, Any] = field(default_factory=dict)
+    arms: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -49,10 +56,9 @@ class Trial:
 
 
 Runner = Callable[
-    [Sequence[tuple[Trial, Path]], Callable[[Trial], None]], Iterator[tuple[Trial, str]]
-]
-"""Runs trials, what each prints going to its path, and yields each with its run's id as it ends;
-it tells of every trial that begins."""
+    [Sequence[ChildRun], Callable[[ChildRun], None]], Iterator[tuple[ChildRun, str]]
+]  # fmt: skip
+"""Runs children and yields each with its run's id as it ends; tells of every one that begins."""
 
 
 def runs_of(
@@ -65,53 +71,43 @@ def runs_of(
     runs = read_runs(record)
     name = plan[0].spec.mesh.name
     record.parent.mkdir(parents=True, exist_ok=True)
-    where = {t.name: f"[{i}/{len(plan)}] {t.title}:" for i, t in enumerate(plan, start=1)}
+    where = {t.title: f"[{i}/{len(plan)}] {t.title}:" for i, t in enumerate(plan, start=1)}
     begun: dict[str, float] = {}
-    left: list[tuple[Trial, Path]] = []
+    left: dict[ChildRun, Trial] = {}
     for trial in plan:
         directory = RunDirectory(root / name / runs[trial.name]) if trial.name in runs else None
         if directory is not None and (fault := unfit(directory, trial)):
-            say(f"{where[trial.name]} run {directory.id} {fault}")
+            say(f"{where[trial.title]} run {directory.id} {fault}")
             directory = None
         if directory is None:
-            left.append((trial, record.parent / trial.log))
+            words = (*trial.words, "--run-dir", str(root))
+            left[ChildRun(trial.title, words, record.parent / trial.log)] = trial
         else:
-            say(f"{where[trial.name]} finished before, run {directory.id}")
+            say(f"{where[trial.title]} finished before, run {directory.id}")
             yield trial, directory
 
-    def began(trial: Trial) -> None:
-        begun[trial.name] = time.monotonic()
-        say(f"{where[trial.name]} runs, see {shown_path(record.parent / trial.log)}")
+    def began(child: ChildRun) -> None:
+        begun[child.name] = time.monotonic()
+        say(f"{where[child.name]} runs, see {shown_path(child.log)}")
 
-    for trial, run_id in runner(left, began):
-        directory = RunDirectory(root / name / run_id)
+    for child, run_id in runner(list(left), began):
+        trial, directory = left[child], RunDirectory(root / name / run_id)
         if fault := unfit(directory, trial):
             raise RunError(f"{trial.name}: run {directory.id} {fault}; give the command again")
         runs[trial.name] = directory.id
         write_record(record, mesh=name, runs=runs)
-        seconds = time.monotonic() - begun[trial.name]
-        say(f"{where[trial.name]} finished in {duration(seconds)}, run {directory.id}")
+        seconds = time.monotonic() - begun[child.name]
+        say(f"{where[child.name]} finished in {duration(seconds)}, run {directory.id}")
         yield trial, directory
 
 
-def apart(mesh: str, overlays: Sequence[str], root: Path, at_once: int) -> Runner:
-    """Runs every trial in a process of its own, at most `at_once` side by side."""
+def require_all(plan: Sequence[Trial]) -> None:
+    """Raise SpecError for a trial that cannot run here, before any begins."""
+    from services.telemetry.hub import require_sinks
 
-    def run(
-        trials: Sequence[tuple[Trial, Path]], began: Callable[[Trial], None]
-    ) -> Iterator[tuple[Trial, str]]:
-        children = {}
-        for trial, log in trials:
-            words = [mesh, "--run-dir", str(root)]
-            words += [word for overlay in overlays for word in ("--config", overlay)]
-            words += [word for text in trial.sets for word in ("--set", text)]
-            children[ChildRun(trial.title, tuple(words), log)] = trial
-        for child, run_id in run_side_by_side(
-            list(children), at_once, lambda child: began(children[child])
-        ):
-            yield children[child], run_id
-
-    return run
+    for trial in plan:
+        require_runnable(trial.spec)
+        require_sinks(trial.spec)
 
 
 def unfit(directory: RunDirectory, trial: Trial) -> str | None:

@@ -1,4 +1,4 @@
-"""What the training scripts share: the rates by time, and the rung of a step."""
+"""Training of the tiny models: the rates by time, and the rung of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from clinic.train_loop import Climber, draw_rung, set_rates
+from clinic.pretrain.train import Climber, draw_rung, set_rates
 
 
 @pytest.mark.parametrize(

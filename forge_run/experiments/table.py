@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from forge_run.display import UNKNOWN, percent
+from forge_run.experiments.trials import Trial
 from forge_run.figures import Section, count_text, markdown_table, markdown_text
 from forge_run.report.plots import (
     HUES,
@@ -26,7 +27,6 @@ from forge_run.report.plots import (
     svg_file,
 )
 from forge_run.report.template import Block, render
-from forge_run.trials import Trial
 from protocols.errors import RunError
 from protocols.intervals import mean_interval
 from protocols.sweep_spec import SweepSpec
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Point = dict[str, Any]  # key of an axis -> its value
+Point = tuple[float, Sequence[float]]  # where on the x axis, and the accuracies of the seeds
 P_KEY = "cartridge.tokens"
 HEIGHT = 3.6  # inches of a plot
 NOTE = (
@@ -46,21 +46,12 @@ NOTE = (
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A trial, where on the axes it stands, and which of its arms are shown under which names."""
-
-    trial: Trial
-    point: Point
-    arms: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
 class SweepRow:
     """One arm at one point. `accuracy` and `unparsed` have a value for each seed, in order;
     `tokens` are those that it was trained on, the mean over the seeds; `compression` is 1 for an
     arm that reads the document, None without any."""
 
-    point: Point
+    point: dict[str, Any]  # key of an axis -> its value
     arm: str
     seeds: tuple[int, ...]
     accuracy: tuple[float, ...]
@@ -79,44 +70,34 @@ class SweepRow:
         found = mean_interval(self.accuracy)
         return None if found is None else (max(0.0, found[0]), min(1.0, found[1]))
 
-    def over(self, other: SweepRow) -> list[float]:
-        """This arm's accuracy less the other's, seed by seed.
-
-        Raises RunError for arms of other seeds.
-        """
-        if self.seeds != other.seeds:
-            raise RunError(f"{self.arm} and {other.arm} have other seeds; run the sweep again")
-        return [a - b for a, b in zip(self.accuracy, other.accuracy, strict=True)]
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {**asdict(self), "mean": self.mean, "ci95": self.ci95}
 
 
-def gather(runs: Iterable[tuple[Planned, RunDirectory]]) -> list[SweepRow]:
+def gather(runs: Iterable[tuple[Trial, RunDirectory]]) -> list[SweepRow]:
     """A row of every arm at every point, from the results of its seeds' runs, in their order."""
-    found: dict[tuple[str, str], list[tuple[int, Mapping[str, Any], str, Point]]] = {}
-    for planned, directory in runs:
+    found: dict[tuple[str, str], list[tuple[Trial, str, Mapping[str, Any]]]] = {}
+    for trial, directory in runs:
         results = directory.read_results() or {}
-        for arm, name in planned.arms:
-            key = (json.dumps(planned.point), name)
-            found.setdefault(key, []).append((planned.trial.seed, results, arm, planned.point))
+        for arm, name in trial.arms:
+            found.setdefault((json.dumps(trial.point), name), []).append((trial, arm, results))
     rows = []
     for (_, name), each in found.items():
-        each = sorted(each, key=lambda x: x[0])
-        measured = [results["arms"][arm] for _, results, arm, _ in each]
-        arm, point = each[0][2:]
-        ratios = [results["compression"]["ratio"] for _, results, _, _ in each]
+        trial, arm, _ = each[0]
+        told = [results for *_, results in each]
+        measured = [results["arms"][arm] for results in told]
+        ratio = fmean(results["compression"]["ratio"] for results in told)
         rows.append(
             SweepRow(
-                point=point,
+                point=trial.point,
                 arm=name,
-                seeds=tuple(seed for seed, *_ in each),
+                seeds=tuple(t.seed for t, *_ in each),
                 accuracy=tuple(m["accuracy"] for m in measured),
                 unparsed=tuple(m["parse_failures"] for m in measured),
                 questions=sum(m["n"] for m in measured),
-                tokens=fmean(results["tokens_trained"].get(arm, 0) for _, results, _, _ in each),
-                compression={"none": None, "document": 1.0}.get(arm, fmean(ratios)),
+                tokens=fmean(results["tokens_trained"].get(arm, 0) for results in told),
+                compression={"none": None, "document": 1.0}.get(arm, ratio),
             )
         )
     return rows
@@ -126,67 +107,63 @@ def table(spec: SweepSpec, rows: Sequence[SweepRow]) -> tuple[Section, ...]:
     """Every row, and each arm over the reference, over all points."""
     seeds = len(rows[0].seeds)
     title = f"sweep {spec.name}, {seeds} seed{'s' if seeds > 1 else ''}"
-    sections = [Section(title, heads(spec), tuple(map(partial(cells, spec, rows), rows)))]
-    if overall := over_reference(spec, rows):
-        sections.append(
-            Section(
-                f"over {spec.reference}, all points together", ("arm", "mean", "95% CI"), overall
-            )
-        )
-    return tuple(sections)
-
-
-def heads(spec: SweepSpec) -> tuple[str, ...]:
     over = (f"over {spec.reference}", "95% CI") if spec.reference else ()
-    return (
+    columns = (
         "arm", *(key.rpartition(".")[2] for key in spec.axes), "compression", "accuracy", "95% CI",
         *over, "unparsed", "questions", "tokens trained",
     )  # fmt: skip
+    gains = [_gains(spec, rows, row) for row in rows]
+    cells = tuple(_cells(spec, row, gain) for row, gain in zip(rows, gains, strict=True))
+    sections = [Section(title, columns, cells)]
+    # Each seed's mean over the points is one value, for points of a seed share their documents and
+    # questions.
+    overall = []
+    for arm in dict.fromkeys(row.arm for row in rows):
+        own = [gain for row, gain in zip(rows, gains, strict=True) if row.arm == arm and gain]
+        if own:
+            overall.append((arm, *_gain_cells([fmean(each) for each in zip(*own, strict=True)])))
+    if overall:
+        title = f"over {spec.reference}, all points together"
+        sections.append(Section(title, ("arm", "mean", "95% CI"), tuple(overall)))
+    return tuple(sections)
 
 
-def cells(spec: SweepSpec, rows: Sequence[SweepRow], row: SweepRow) -> tuple[str, ...]:
-    over: tuple[str, ...] = ()
-    if spec.reference:
-        gains = _gains(spec, rows, row)
-        over = (UNKNOWN, UNKNOWN) if gains is None else (f"{fmean(gains):+.1%}", _between(gains))
+def _cells(spec: SweepSpec, row: SweepRow, gain: Sequence[float] | None) -> tuple[str, ...]:
     return (
         row.arm,
         *(value if isinstance(value, str) else json.dumps(value) for value in row.point.values()),
         UNKNOWN if row.compression is None else f"{row.compression:.1f}x",
         percent(row.mean),
-        _span(row.ci95, sign=""),
-        *over,
+        interval_text(row.ci95, ".1f", 100),
+        *(_gain_cells(gain) if spec.reference else ()),
         str(sum(row.unparsed)),
         str(row.questions),
         count_text(row.tokens) if row.tokens else UNKNOWN,
     )
 
 
-def over_reference(spec: SweepSpec, rows: Sequence[SweepRow]) -> tuple[tuple[str, ...], ...]:
-    """Arm, mean gain and interval: each seed's mean over the points is one value, for points of a
-    seed share their documents and questions."""
-    found = []
-    for arm in dict.fromkeys(row.arm for row in rows):
-        each = [_gains(spec, rows, row) for row in rows if row.arm == arm]
-        gains = [gain for gain in each if gain is not None]
-        if gains:
-            by_seed = [fmean(values) for values in zip(*gains, strict=True)]
-            found.append((arm, f"{fmean(by_seed):+.1%}", _between(by_seed)))
-    return tuple(found)
+def _gain_cells(gain: Sequence[float] | None) -> tuple[str, str]:
+    if gain is None:
+        return UNKNOWN, UNKNOWN
+    return f"{fmean(gain):+.1%}", interval_text(mean_interval(gain), "+.1f", 100)
 
 
 def _gains(spec: SweepSpec, rows: Sequence[SweepRow], row: SweepRow) -> list[float] | None:
-    """A row's gain over the reference at its point, seed by seed; None for the reference itself."""
-    beside = [r for r in rows if r.arm == spec.reference and r.point == row.point]
-    return None if not beside or row.arm == spec.reference else row.over(beside[0])
+    """A row's accuracy less the reference's at its point, seed by seed; None for the reference.
+
+    Raises RunError for arms of other seeds.
+    """
+    other = next((r for r in rows if r.arm == spec.reference and r.point == row.point), row)
+    if row.arm == other.arm:
+        return None
+    if row.seeds != other.seeds:
+        raise RunError(f"{row.arm} and {other.arm} have other seeds; run the sweep again")
+    return [a - b for a, b in zip(row.accuracy, other.accuracy, strict=True)]
 
 
-def _between(values: Sequence[float]) -> str:
-    return _span(mean_interval(values), sign="+")
-
-
-def _span(found: tuple[float, float] | None, sign: str) -> str:
-    return UNKNOWN if found is None else " .. ".join(format(100 * x, f"{sign}.1f") for x in found)
+def interval_text(found: Sequence[float] | None, form: str, scale: float = 1) -> str:
+    """Both ends as numbers: `((-0.1, 0.25), "+.1f", 100)` -> `"-10.0 .. +25.0"`; "-" for None."""
+    return UNKNOWN if found is None else " .. ".join(format(scale * x, form) for x in found)
 
 
 def markdown(spec: SweepSpec, rows: Sequence[SweepRow]) -> str:
@@ -261,29 +238,25 @@ def _draw_axis(figure: Figure, key: str, rows: Sequence[SweepRow]) -> None:
         [x_of[text] for text in ticks],
         [f"{x_of[text]:.0f}x" if key == P_KEY else text for text in ticks],
     )
-    for i, arm in enumerate(dict.fromkeys(row.arm for row in rows)):
-        by_seed: dict[str, list[float]] = {}
-        for text in ticks:
-            own = [r for r in rows if r.arm == arm and json.dumps(r.point[key]) == text]
-            if own:
-                by_seed[text] = [fmean(v) for v in zip(*(r.accuracy for r in own), strict=True)]
-        _curve(axes, i, arm, [x_of[text] for text in by_seed], list(by_seed.values()))
-    legend(axes, ncols=3)
+    points: dict[str, dict[float, list[Sequence[float]]]] = {row.arm: {} for row in rows}
+    for row in rows:
+        points[row.arm].setdefault(x_of[json.dumps(row.point[key])], []).append(row.accuracy)
+    curves = {
+        arm: [(x, [fmean(seed) for seed in zip(*each, strict=True)]) for x, each in found.items()]
+        for arm, found in points.items()
+    }
+    _draw_curves(axes, curves, joined=True)
 
 
 def _draw_tokens(figure: Figure, rows: Sequence[SweepRow]) -> None:
-    axes = share_axes(figure, xlabel="tokens trained")
-    for i, arm in enumerate(dict.fromkeys(row.arm for row in rows)):
-        own = sorted((row for row in rows if row.arm == arm), key=lambda row: row.tokens)
-        _curve(
-            axes, i, arm, [row.tokens for row in own], [row.accuracy for row in own], joined=False
-        )
-    if rows:
-        legend(axes, ncols=3)
+    curves: dict[str, list[Point]] = {}
+    for row in rows:
+        curves.setdefault(row.arm, []).append((row.tokens, row.accuracy))
+    _draw_curves(share_axes(figure, xlabel="tokens trained"), curves, joined=False)
 
 
 def _draw_arms(figure: Figure, rows: Sequence[SweepRow]) -> None:
-    axes = figure.add_subplot(xlabel="accuracy")
+    axes = share_axes(figure, xlabel="accuracy")
     as_percent(axes.xaxis)
     for i, row in enumerate(rows):
         low, high = row.ci95 or (row.mean, row.mean)
@@ -293,18 +266,17 @@ def _draw_arms(figure: Figure, rows: Sequence[SweepRow]) -> None:
     axes.invert_yaxis()
 
 
-def _curve(
-    axes: Axes,
-    i: int,
-    label: str,
-    x: Sequence[float],
-    y: Sequence[Sequence[float]],
-    joined: bool = True,
-) -> None:
-    means = [fmean(values) for values in y]
-    found = [mean_interval(values) or (m, m) for values, m in zip(y, means, strict=True)]
-    error_bars(
-        axes, x, means, [(max(0.0, low), min(1.0, high)) for low, high in found], label=label,
-        color=hue(i), marker=MARKERS[i % len(MARKERS)], markersize=4, linewidth=1, elinewidth=0.5,
-        linestyle="" if not joined else "-" if i < len(HUES) else "--",
-    )  # fmt: skip
+def _draw_curves(axes: Axes, curves: Mapping[str, Sequence[Point]], *, joined: bool) -> None:
+    """Arm -> points, drawn from left to right: the mean over the seeds with its interval."""
+    for i, (arm, points) in enumerate(curves.items()):
+        x, y = zip(*sorted(points, key=lambda point: point[0]), strict=True)
+        means = [fmean(values) for values in y]
+        spans = [mean_interval(values) or (m, m) for values, m in zip(y, means, strict=True)]
+        clipped = [(max(0.0, low), min(1.0, high)) for low, high in spans]
+        error_bars(
+            axes, x, means, clipped, label=arm, color=hue(i), marker=MARKERS[i % len(MARKERS)],
+            markersize=4, linewidth=1, elinewidth=0.5,
+            linestyle="" if not joined else "-" if i < len(HUES) else "--",
+        )  # fmt: skip
+    if curves:
+        legend(axes, ncols=3)

@@ -1,4 +1,4 @@
-"""Training conversations for the tiny base model: a chart, and turns asked about it.
+"""Training conversations for the tiny reader: a chart, and turns asked about it.
 
 What made reading emerge, and in which order the difficulty grows, is told in docs/log.md. These
 conversations show the *skill* (read the chart, follow the prompt); the patients of a run are
@@ -8,11 +8,14 @@ drawn from other seeds and are never among them.
 from __future__ import annotations
 
 import random
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from clinic.longhealth import Patient, parse_patients
-from clinic.patients import Chart, Note, draw_chart, draw_options, fact_text, longhealth_record
+from clinic.patients import Chart, draw_chart, draw_options, fact_text, longhealth_record
 from clinic.prompts import (
+    claims,
     cued_sentences,
     option_prompt,
     question_prompt,
@@ -27,12 +30,30 @@ from clinic.vocabulary import CATEGORIES, FIELDS, value_text
 
 
 @dataclass(frozen=True)
+class Said:
+    """One message. `kind` says what a taught message is; "" is one that is not taught."""
+
+    role: str
+    text: str
+    kind: str = ""
+
+
+# What all the row's conversations see, as text with special tokens, and the conversations.
+Row = tuple[str, list[list[Said]]]
+
+
+@dataclass(frozen=True)
 class Turn:
     """One exchange: what the user asks and what a good reader answers."""
 
     kind: str
     prompt: str
     response: str
+
+    @property
+    def said(self) -> list[Said]:
+        """The two messages; the answer is taught."""
+        return [Said("user", self.prompt), Said("assistant", self.response, self.kind)]
 
 
 @dataclass(frozen=True)
@@ -44,28 +65,42 @@ class Difficulty:
     alike: float = 0.5  # share of charts that hold one kind of thing only
 
 
-def says(fact: tuple[str, str]) -> str:
-    return f"the chart says {fact_text(fact)}."
+LADDER = (
+    Difficulty((2, 4), 0.0, alike=0.9),
+    Difficulty((3, 6), 0.3, alike=0.7),
+    Difficulty((4, 10), 0.6),
+    Difficulty((6, 16), 0.8),
+    Difficulty((8, 26), 1.0),
+)
+# Recitation first: it is dense and makes retrieval emerge; option lists are long and teach little
+# until there is something to retrieve.
+FIRST_TURNS = ["recite", "recite", "recite", "question", "question"]
+# Later what is left to learn: to find a note by its number and to tell findings from remarks.
+LATER_TURNS = [
+    "recite", "structure", "structure", "summarise", "summarise", "question", "options",
+]  # fmt: skip
+# Charts that are not there: asked about them, the model is to name one of the options offered, not
+# a value of its own making.
+GUESS_RATE = 0.25
 
 
-def answers(fact: tuple[str, str]) -> str:
-    """The line of reasoning and the answer, as the option's text."""
-    return claims(fact[0], value_text(*fact))
+def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
+    """Draw new charts with their turns: `args.batch`, fewer where charts are long."""
+    kinds = FIRST_TURNS if rung == 0 else LATER_TURNS
+    longest = 130 + 14 * LADDER[rung].facts[1]
+    for _ in range(max(4, min(args.batch, args.tokens // longest))):
+        if rung > 0 and rng.random() < GUESS_RATE:
+            document, turns = "", [guess_turn(rng) for _ in kinds]
+        else:
+            patient, turns = draw_conversation(rng, LADDER[rung], kinds)
+            document = patient.document
+        yield head(document), [turn.said for turn in turns]
 
 
-def claims(field: str, value: str) -> str:
-    """The same for any value, right or wrong, as written: `claims("sodium", "41 mmol")`."""
-    return f"the chart says {field} {value}. the answer is {value}."
-
-
-def summarised(number: int, note: Note) -> str:
-    """Where the note is from and what it leads with. Naming the note first finds its place."""
-    return f"note {number}: {note.header} {fact_text(note.facts[0])}."
-
-
-def structured(number: int, note: Note) -> str:
-    """The note's findings without its remarks."""
-    return f"note {number}: {note.header} {note.findings}"
+def head(document: str, whole: bool = True) -> str:
+    """What stands before a conversation: the document in the system's turn, without its end if it
+    is cut off, or the beginning alone."""
+    return f"<|bos|><|system|>{document}{'<|end|>' if whole else ''}" if document else "<|bos|>"
 
 
 def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> Turn:
@@ -73,9 +108,12 @@ def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> 
     index = rng.randrange(len(chart.notes))
     note = chart.notes[index]
     if kind == "structure":
-        return Turn(kind, structure_prompt(index + 1), structured(index + 1, note))
+        findings = f"note {index + 1}: {note.header} {note.findings}"
+        return Turn(kind, structure_prompt(index + 1), findings)
     if kind == "summarise":
-        return Turn(kind, summarise_prompt(index + 1), summarised(index + 1, note))
+        # Naming the note first finds its place.
+        lead = f"note {index + 1}: {note.header} {fact_text(note.facts[0])}."
+        return Turn(kind, summarise_prompt(index + 1), lead)
     if kind == "recite" or (kind == "question" and rng.random() < 0.5):
         told = sentences(note.text)
         starts = [(i, cue) for i, s in enumerate(told) if (cue := unique_cue(patient.document, s))]
@@ -92,9 +130,10 @@ def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> 
     fact = rng.choice(note.facts)
     question = f"what is the {fact[0]}?"
     if kind == "question":
-        return Turn(kind, question, says(fact))
+        return Turn(kind, question, f"the chart says {fact_text(fact)}.")
     options, _ = draw_options(rng, fact)
-    return Turn(kind, option_prompt(question, options), answers(fact))
+    answer = claims(fact[0], value_text(*fact))
+    return Turn(kind, option_prompt(question, options), answer)
 
 
 def draw_conversation(

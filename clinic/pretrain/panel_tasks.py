@@ -12,17 +12,24 @@ reviewed ones, which is what makes aggregating worthwhile.
 from __future__ import annotations
 
 import random
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from clinic import vocabulary as words
-from clinic.corpus import Difficulty, Turn, claims, draw_conversation
 from clinic.longhealth import LETTERS, Question
 from clinic.panel import aggregation_prompt
 from clinic.patients import draw_options
-from clinic.prompts import option_prompt, parse_answer
+from clinic.pretrain.reader_tasks import Difficulty, Row, Turn, draw_conversation, head
+from clinic.prompts import claims, option_prompt, parse_answer
 
+# Voting is learnt on small charts, where a step is cheap, and then holds for large ones.
+LADDER = (Difficulty((2, 6), 0.3), Difficulty((4, 12), 0.6), Difficulty((8, 26), 1.0))
+# The reader's turns, so that nothing is forgotten: most of what cartridges are trained with.
+OTHER_TURNS = [
+    "recite", "structure", "summarise", "question", "question", "options", "options",
+]  # fmt: skip
 CUT_RATE, NONE_RATE = 0.2, 0.35  # of the rows
 CUT_WORDS = (16, 110)  # left of a chart that is cut off
 ABSENT_RATE = 0.4  # a question about what the whole chart does not say
@@ -42,6 +49,15 @@ class Sitting:
     document: str
     whole: bool
     turns: tuple[Turn, ...]
+
+
+def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
+    """Draw `args.batch` sittings of `args.first` plain questions, `args.reviewed` with candidates,
+    and `args.others` of the reader's turns."""
+    for _ in range(args.batch):
+        kinds = [rng.choice(OTHER_TURNS) for _ in range(args.others)]
+        sitting = draw_sitting(rng, LADDER[rung], args.first, args.reviewed, kinds)
+        yield head(sitting.document, sitting.whole), [turn.said for turn in sitting.turns]
 
 
 def draw_sitting(

@@ -16,26 +16,41 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from forge_run.experiments.child_run import run_side_by_side
+from forge_run.experiments.table import SweepRow, gather, markdown, page_of, plots, table
+from forge_run.experiments.trials import (
+    Runner,
+    Trial,
+    read_runs,
+    require_all,
+    runs_of,
+    write_record,
+)
 from forge_run.figures import Section, count_text
-from forge_run.sweep_table import Planned, SweepRow, gather, markdown, page_of, plots, table
-from forge_run.trials import Runner, Trial, apart, read_runs, runs_of, write_record
 from protocols.errors import SpecError
 from protocols.files import write_atomically
 from protocols.spec_loading import load_file, load_spec
 from protocols.sweep_spec import SweepSpec
-from services.rundir import RunDirectory
 
 # What costs time and gives the table nothing. Under the sweep's own keys, which may ask for it.
 PLAIN = ("evaluate.probe_every=0", "evaluate.sampled=false")
 
 
 def planned(
-    sweep: SweepSpec, mesh: str, *, sets: Sequence[str] = (), seeds: int | None = None
-) -> tuple[Planned, ...]:
-    """Every run, those of a seed after one another. `sets` are the command line's.
+    sweep: SweepSpec,
+    mesh: str,
+    *,
+    overlays: Sequence[str] = (),
+    sets: Sequence[str] = (),
+    seeds: int | None = None,
+    first_seed: int = 0,
+    evaluated: Sequence[str] | None = None,
+) -> tuple[Trial, ...]:
+    """Plan every run, those of a seed after one another.
 
-    Raises SpecError for a key or a value that a run would refuse, and for a reference that no
-    variant names.
+    `overlays` and `sets` are the command line's. `evaluated` are the arms that every run
+    evaluates; None: those that its variant shows. Raises SpecError for a key or a value that a run
+    would refuse, and for a reference that no variant names.
     """
     names = [name for variant in sweep.variants for name in variant.arms.values()]
     if sweep.reference is not None and sweep.reference not in names:
@@ -46,22 +61,25 @@ def planned(
     if seeds is not None and seeds < 1:
         raise SpecError(f"--seeds must be >= 1: got {seeds}; 3 or more give an interval of use")
     found = []
-    for seed in range(seeds or sweep.seeds):
+    for seed in range(first_seed, first_seed + (seeds or sweep.seeds)):
         for point in sweep.points():
             for variant in sweep.variants:
                 keys = {**sweep.set, **variant.set, **point}
-                keys["evaluate.arms"] = list(variant.arms)
+                keys["evaluate.arms"] = list(evaluated or variant.arms)
                 keys |= dict.fromkeys(sweep.seed_keys, seed)
                 texts = (*PLAIN, *sets, *(f"{k}={json.dumps(v)}" for k, v in keys.items()))
                 where = [f"{k.rpartition('.')[2]}={json.dumps(v)}" for k, v in point.items()]
                 arm = " ".join([*where, "+".join(variant.arms.values())])
-                trial = Trial(arm, seed, texts, load_spec(mesh, sets=texts).spec)
-                found.append(Planned(trial, point, tuple(variant.arms.items())))
+                words = [mesh, *(word for overlay in overlays for word in ("--config", overlay))]
+                words += [word for text in texts for word in ("--set", text)]
+                spec = load_spec(mesh, overlays=overlays, sets=texts).spec
+                arms = tuple(variant.arms.items())
+                found.append(Trial(arm, seed, tuple(words), spec, point, arms))
     return tuple(found)
 
 
 def sweep(
-    spec: SweepSpec, plan: Sequence[Planned], root: Path, runner: Runner, say: Callable[[str], None]
+    spec: SweepSpec, plan: Sequence[Trial], root: Path, runner: Runner, say: Callable[[str], None]
 ) -> list[SweepRow]:
     """Run what is not finished yet and write the results; returns a row of every arm.
 
@@ -69,15 +87,11 @@ def sweep(
     """
     home = root / f"sweep-{spec.name}"
     record = home / "sweep.json"
-    by_name = {p.trial.name: p for p in plan}
-    trials = [p.trial for p in plan]
-    done: dict[str, RunDirectory] = {}
-    for trial, directory in runs_of(trials, root, record, runner, say):
-        done[trial.name] = directory
-    rows = gather((by_name[name], done[name]) for name in by_name)
+    done = {trial.name: run for trial, run in runs_of(plan, root, record, runner, say)}
+    rows = gather((trial, done[trial.name]) for trial in plan)
     write_record(
-        record, mesh=plan[0].trial.spec.mesh.name, runs=read_runs(record), name=spec.name,
-        reference=spec.reference, seeds=sorted({t.seed for t in trials}),
+        record, mesh=plan[0].spec.mesh.name, runs=read_runs(record), name=spec.name,
+        reference=spec.reference, seeds=sorted({t.seed for t in plan}),
         rows=[row.as_dict() for row in rows],
     )  # fmt: skip
     write_atomically(home / "sweep.md", markdown(spec, rows))
@@ -87,11 +101,9 @@ def sweep(
     return rows
 
 
-def at_once(plan: Sequence[Planned], cores: int) -> int:
+def at_once(plan: Sequence[Trial], cores: int) -> int:
     """How many runs go on side by side: as many as the threads of their busiest role allow."""
-    threads = max(
-        role.threads for p in plan for _, role in p.trial.spec.mesh.roles if role is not None
-    )
+    threads = max(role.threads for t in plan for _, role in t.spec.mesh.roles if role is not None)
     return max(1, cores // threads)
 
 
@@ -99,39 +111,32 @@ def command(
     path: Path, *, sets: Sequence[str], seeds: int | None, jobs: int | None, run_dir: Path | None,
     dry_run: bool,
 ) -> tuple[Section, ...]:  # fmt: skip
-    """The whole of `forge sweep`. Raises ForgeError for a bad spec and for a run that failed."""
-    from forge_run.runnable import require_runnable
-    from services.telemetry.hub import require_sinks
-
+    """Do the whole of `forge sweep`. Raises ForgeError for a bad spec and for a run that failed."""
     spec = load_file(SweepSpec, path)
     mesh = str((path.parent / spec.mesh).resolve())
     plan = planned(spec, mesh, sets=sets, seeds=seeds)
-    for each in plan:
-        require_runnable(each.trial.spec)
-        require_sinks(each.trial.spec)
+    require_all(plan)
     if jobs is not None and jobs < 1:
         raise SpecError(f"--jobs must be >= 1: got {jobs}")
     jobs = jobs or at_once(plan, os.cpu_count() or 1)
     if dry_run:
         return plan_sections(spec, plan, jobs)
     root = (run_dir or Path("runs")).absolute()
-    rows = sweep(spec, plan, root, apart(mesh, (), root, jobs), partial(print, flush=True))
-    return table(spec, rows)
+    runner = partial(run_side_by_side, at_once=jobs)
+    return table(spec, sweep(spec, plan, root, runner, partial(print, flush=True)))
 
 
-def plan_sections(spec: SweepSpec, plan: Sequence[Planned], jobs: int) -> tuple[Section, ...]:
-    """What would be run."""
-    learn = [p.trial.spec.learn for p in plan]
-    samples = sum(x.train.steps * x.rollout.prompts for x in learn)
+def plan_sections(spec: SweepSpec, plan: Sequence[Trial], jobs: int) -> tuple[Section, ...]:
+    """Say what would be run."""
+    learn = [trial.spec.learn for trial in plan]
     budget = (
         ("runs", str(len(plan))),
         ("side by side", str(jobs)),
         ("optimiser steps", count_text(sum(x.train.steps for x in learn))),
-        ("responses", count_text(samples)),
+        ("responses", count_text(sum(x.train.steps * x.rollout.prompts for x in learn))),
     )
-    rows = tuple(
-        (p.trial.arm, str(p.trial.seed), str(p.trial.spec.learn.train.steps)) for p in plan
-    )
-    return Section(f"sweep {spec.name}", ("", ""), budget), Section(
-        "runs", ("arm", "seed", "steps"), rows
+    rows = tuple((t.arm, str(t.seed), str(t.spec.learn.train.steps)) for t in plan)
+    return (
+        Section(f"sweep {spec.name}", ("", ""), budget),
+        Section("runs", ("arm", "seed", "steps"), rows),
     )

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,16 @@ from protocols.errors import SpecError
 from protocols.serve_spec import ServeSpec
 from protocols.service_spec import LOOPBACK
 from protocols.spec_faults import Fault, combined
-from protocols.spec_loading import LoadedServe
+from protocols.spec_loading import LoadedServe, load_serve
 
 STOP_SECONDS = 8.0
 END_SECONDS = 3.0
+
+
+def command(*, mesh: str, sets: Sequence[str], dry_run: bool) -> int | list[Section]:
+    """Serve and return the exit code; with `dry_run` return the plan. Raises ForgeError."""
+    loaded = load_serve(mesh, sets=sets)
+    return plan(loaded) if dry_run else serve(loaded)
 
 
 def serve(loaded: LoadedServe) -> int:

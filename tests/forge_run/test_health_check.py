@@ -9,7 +9,7 @@ import pytest
 import trustme
 from fake_steering import served
 
-from forge_run.healthy import main
+from forge_run.commands.health_check import main
 from protocols.service_spec import ControlSpec
 
 

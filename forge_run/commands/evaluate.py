@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from forge_run.cartridge_pool import cartridge_pool
+from forge_run.commands import note
+from forge_run.commands.cartridge_pool import cartridge_pool
 from forge_run.display import shown_path
 from forge_run.figures import Section
 from forge_run.report.evaluation import cells, markdown, pair_section, plots, section, write_page
@@ -48,7 +49,7 @@ def command(
     arms: str | None,
     contamination: Literal["fail", "warn"] | None,
     out: Path | None,
-    show: Callable[[str], None],
+    show: Callable[[str], None] = note,
 ) -> tuple[Section, ...]:
     """The whole of `forge eval`; returns the tables. Raises ForgeError."""
     chosen = load_file(EvalSpec, spec or SPEC)
@@ -102,9 +103,9 @@ def evaluate(
     out.mkdir(parents=True, exist_ok=True)
     contamination = _contamination(finished, paper, spec, out)
     entry = enter(finished, paper, kinds or KINDS, tokenizer)
-    notes = [note for run in finished for note in run.notes]
-    for note in notes:
-        show(f"note: {note}")
+    notes = [line for run in finished for line in run.notes]
+    for line in notes:
+        show(f"note: {line}")
     sat = asyncio.run(_measure(first, paper, entry, spec, lambda row: show("  ".join(cells(row)))))
     names = [item.asked.document for item in paper.items]
     clusters = len(set(names))

@@ -1,0 +1,183 @@
+"""`forge cartridges VERB`: the library that `forge serve` serves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from protocols.errors import DataError
+
+if TYPE_CHECKING:
+    from forge_run.figures import Section
+    from formats.value import Cartridge
+    from serving.library import Entry, Library
+
+
+def add(*, path: Path, names: Sequence[str], **where: Any) -> int:
+    """Add the cartridges of a run, or a file's. Raises DataError for a file without a name."""
+    from formats import runs
+    from formats.registry import read
+    from serving.imports import add_cartridge, add_from_run
+
+    library = _library(**where)
+    if runs.is_run(path):
+        renamed = {name: new or name for name, _, new in (n.partition("=") for n in names)}
+        added = add_from_run(library, path, renamed)
+    elif len(names) == 1 and "=" not in names[0]:
+        cartridge = read(path)
+        added = [add_cartridge(library, names[0], cartridge, {"file": path.name})]
+    else:
+        raise DataError(f"{path} is no run, so name what it is to be called: --name NAME")
+    _tell_added(added)
+    return 0
+
+
+def sync(*, runs: Path, **where: Any) -> int:
+    """Add the cartridges of every finished run. Raises DataError where there is no directory."""
+    from serving.imports import add_finished
+
+    if not runs.is_dir():
+        raise DataError(f"there is no directory {runs}; name the one that holds the runs")
+    added, passed = add_finished(_library(**where), runs)
+    _tell_added(added)
+    for reason in passed:
+        print(f"passed by: {reason}", file=sys.stderr)
+    return 0
+
+
+def _tell_added(entries: Sequence[Entry]) -> None:
+    for entry in entries:
+        told = entry.manifest
+        print(f"{_shown(entry)}: {told.tokens} tokens, {told.source.get('checkpoint', told.dtype)}")
+
+
+def list_versions(*, name: str | None, **where: Any) -> list[Section]:
+    """Return every version, of one cartridge or of all."""
+    from forge_run.figures import Section
+
+    library, rows = _library(**where), []
+    for called in _names(library, name):
+        tags = library.tags(called)
+        for entry in library.entries(called):
+            told = entry.manifest
+            words = [tag for tag, version in tags.items() if version == told.version]
+            rows.append((
+                _shown(entry), " ".join(words), str(told.tokens), str(told.frozen), told.dtype,
+                f"{told.bytes:,}", told.created, _origin(entry),
+            ))  # fmt: skip
+    heads = ("version", "tags", "tokens", "frozen", "dtype", "bytes", "created", "from")
+    return [Section(str(library.directory), heads, tuple(rows))]
+
+
+def tag(*, cartridge: str, tag: str, remove: bool, **where: Any) -> int:
+    """Give a version a tag, or with `remove` take it away."""
+    library, named = _library(**where), _parsed(cartridge)
+    if remove:
+        library.untag(named.name, tag)
+        print(f"{named.name}: {tag} removed")
+        return 0
+    print(f"{_shown(library.tag(named, tag))} is {named.name}@{tag}")
+    return 0
+
+
+def diff(*, a: str, b: str, **where: Any) -> list[Section]:
+    """Return what two cartridges differ in, layer by layer."""
+    from forge_run.figures import Section
+    from formats.measure import changes, differences
+
+    library = _library(**where)
+    first, second = _either(library, a), _either(library, b)
+    apart = tuple(differences(first, second)) or (("none", "", ""),)
+    sections = [Section("differences", ("", a, b), apart)]
+    if first.kv.shape == second.kv.shape:
+        rows = tuple(
+            (
+                str(number), f"{layer.keys:.3g}", f"{layer.keys_cosine:.6f}",
+                f"{layer.values:.3g}", f"{layer.values_cosine:.6f}",
+            )
+            for number, layer in enumerate(changes(first, second))
+        )  # fmt: skip
+        heads = ("layer", "keys |b-a|/|a|", "cosine", "values |b-a|/|a|", "cosine")
+        sections.append(Section("numbers", heads, rows))
+    return sections
+
+
+def prune(*, name: str | None, keep: int, dry_run: bool, **where: Any) -> int:
+    """Drop all but the newest `keep` versions and those with a tag."""
+    library, freed = _library(**where), 0
+    word = "would drop" if dry_run else "dropped"
+    for called in _names(library, name):
+        old = set(library.prunable(called, keep))
+        for entry in [e for e in library.entries(called) if e.manifest.version in old]:
+            freed += entry.manifest.bytes
+            if not dry_run:
+                library.drop(called, entry.manifest.version)
+            print(f"{word} {_shown(entry)}")
+    print(f"{word} {freed:,} bytes")
+    return 0
+
+
+def push(*, cartridge: str, repo: str, private: bool, **where: Any) -> int:
+    """Commit a version to the hub."""
+    from serving.hub import push
+
+    entry = _library(**where).get(_parsed(cartridge))
+    address = push(entry, repo, private=private)
+    print(f"{_shown(entry)}: {address}")
+    return 0
+
+
+def pull(*, repo: str, revision: str | None, name: str | None, **where: Any) -> int:
+    """Add a cartridge of the hub."""
+    from serving.hub import pull
+
+    name = name or repo.rpartition("/")[2]
+    entry = pull(_library(**where), repo, name, revision=revision)
+    told = entry.manifest
+    print(f"{_shown(entry)}: {told.tokens} tokens, {told.source['revision']}")
+    return 0
+
+
+def _library(mesh: str, sets: Sequence[str]) -> Library:
+    from formats.base import read_base
+    from protocols.spec_loading import load_serve
+    from serving.library import Library
+
+    spec = load_serve(mesh, sets=sets).spec
+    return Library(Path(spec.library), read_base(Path(spec.model.path)))
+
+
+def _names(library: Library, name: str | None) -> list[str]:
+    if name is None:
+        return library.names()
+    return [library.get(_parsed(name)).manifest.name]
+
+
+def _parsed(text: str) -> Any:
+    from serving.names import parse_cartridge
+
+    try:
+        return parse_cartridge(text)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+
+
+def _either(library: Library, text: str) -> Cartridge:
+    """A cartridge by its name in the library, or else by its path."""
+    from formats import forge, registry
+
+    if Path(text).exists():
+        return registry.read(Path(text))
+    return forge.read(library.get(_parsed(text)).path.parent)
+
+
+def _shown(entry: Entry) -> str:
+    return f"{entry.manifest.name}@{entry.manifest.version}"
+
+
+def _origin(entry: Entry) -> str:
+    source = entry.manifest.source
+    from_run = f"{source.get('run', '')}/{source.get('checkpoint', '')}".strip("/")
+    return str(source.get("hub") or from_run or source.get("file") or source.get("by") or "")

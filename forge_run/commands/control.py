@@ -1,0 +1,188 @@
+"""`forge status|scale|pause|resume|checkpoint|stop|events [RUN]`: a running run, from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from forge_run.commands.control_client import ControlClient, Target
+from forge_run.commands.status_view import status_view
+from protocols.errors import ControlError, SpecError
+from protocols.service_spec import host_and_port
+from protocols.spec_loading import load_resolved
+from services.endpoints import find_run, find_running, is_loopback, read_endpoints, read_token
+from services.rundir import RunDirectory, iter_rows
+
+WATCH_SECONDS = 1.0
+BROKEN_PIPE = 141  # what a shell expects of a process whose reader left
+
+
+def status(*, as_json: bool, watch: bool, **where: Any) -> int:
+    """Print how a run stands; with `watch` every second until it ends."""
+    console = Console()
+    target = _target(**where)
+    with ControlClient(target) as client:
+        if watch:
+            return _watch(client, target, console, as_json)
+        run, status = client.status()
+    _print(console, run, status, as_json)
+    return 0
+
+
+def _watch(client: ControlClient, target: Target, console: Console, as_json: bool) -> int:
+    live = (
+        Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
+    )
+    seen = False
+    if live:
+        live.start()
+    try:
+        while True:
+            try:
+                run, status = client.status()
+            except ControlError as error:
+                # A run that ended between two looks is no failure of the watching.
+                if seen and target.run is not None and (target.run / "results.json").exists():
+                    print(error, file=sys.stderr)
+                    return 0
+                raise
+            seen = True
+            if live:
+                live.update(status_view(run, status), refresh=True)
+            else:
+                _print(console, run, status, as_json)
+            if status.done:
+                return 0
+            time.sleep(WATCH_SECONDS)
+    finally:
+        if live:
+            live.stop()
+
+
+def _print(console: Console, run: str, status: Any, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"run": run, **asdict(status)}), flush=True)
+        return
+    console.print(status_view(run, status))
+
+
+def scale(*, role: str, replicas: int, **where: Any) -> int:
+    """Set how many replicas a role has."""
+    with ControlClient(_target(**where)) as client:
+        pool = client.scale(role, replicas)
+    print(f"{pool.role}: {pool.target} wanted, {len(pool.replicas)} now; see forge status")
+    return 0
+
+
+def pause(**where: Any) -> int:
+    """Hold a run after the step in progress."""
+    with ControlClient(_target(**where)) as client:
+        client.pause()
+    print("pausing after the step in progress; forge resume goes on")
+    return 0
+
+
+def resume(**where: Any) -> int:
+    """Let a paused run go on."""
+    with ControlClient(_target(**where)) as client:
+        client.resume()
+    print("going on")
+    return 0
+
+
+def checkpoint(**where: Any) -> int:
+    """Have a checkpoint written after this step."""
+    with ControlClient(_target(**where)) as client:
+        print(f"wrote checkpoint {client.checkpoint()}")
+    return 0
+
+
+def stop(**where: Any) -> int:
+    """End a run after this step, with a checkpoint."""
+    with ControlClient(_target(**where)) as client:
+        client.stop()
+    print("stopping after the step in progress, with a checkpoint")
+    return 0
+
+
+def events(*, follow: bool, replay: int, **where: Any) -> int:
+    """Print a run's events as JSON lines, the last `replay` of them first."""
+    try:
+        if follow:
+            with ControlClient(_target(**where)) as client:
+                for event in client.events(replay):
+                    print(json.dumps(event, ensure_ascii=False), flush=True)
+            return 0
+        # A run that has ended has events too: they are read where they lie.
+        if where["address"] is not None:
+            raise SpecError("the events of another host's run are a stream: add --follow")
+        events = RunDirectory(_run(where["run"], where["run_dir"])).events
+        for event in deque(iter_rows(events), maxlen=replay):
+            print(json.dumps(event, ensure_ascii=False))
+        sys.stdout.flush()
+        return 0
+    except BrokenPipeError:
+        # `| head` has what it wanted. What Python would still flush at exit goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _target(
+    run: str | None, run_dir: Path, address: str | None, ca: Path | None, token_env: str | None
+) -> Target:
+    """Who is asked. Raises SpecError for options that do not go together or cannot be read, and
+    ControlError for a run that does not run."""
+    if address is not None:
+        _check_address(address, run, ca, token_env)
+        token = None if token_env is None else read_token(token_env)
+        return Target(address, None, _ca(ca), token)
+    directory = _run(run, run_dir)
+    address = read_endpoints(directory).control
+    # The run's own spec knows what it asks for; the options only overrule it.
+    control = load_resolved(directory / "spec.yaml").mesh.control
+    ca = ca or (Path(control.tls_cert) if control.tls_cert else None)
+    token_env = token_env or control.token_env
+    token = None if token_env is None else read_token(token_env)
+    return Target(address, directory, _ca(ca), token)
+
+
+def _run(run: str | None, run_dir: Path) -> Path:
+    return find_run(run_dir, run) if run else find_running(run_dir)
+
+
+def _check_address(address: str, run: str | None, ca: Path | None, token_env: str | None) -> None:
+    if run is not None:
+        raise SpecError(
+            f"RUN and --address name a run each: got {run} and {address}; give one of them"
+        )
+    try:
+        host_and_port(address)
+    except ValueError:
+        raise SpecError(
+            f"--address must be host:port: got {address}; write it as 10.0.0.7:41233"
+        ) from None
+    if not is_loopback(address) and (ca is None or token_env is None):
+        raise SpecError(
+            f"--ca and --token-env must be given for {address}, which is not loopback: no "
+            "token goes out unencrypted"
+        )
+
+
+def _ca(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SpecError(
+            f"cannot read {path}: {error.strerror}; give a PEM file with --ca"
+        ) from None

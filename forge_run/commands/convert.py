@@ -1,0 +1,101 @@
+"""`forge convert` and `forge inspect`: a cartridge in another format, and what is in one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from protocols.errors import DataError
+
+if TYPE_CHECKING:
+    from forge_run.figures import Section
+    from formats.value import Cartridge
+
+
+def convert(
+    *,
+    source: Path,
+    target: Path,
+    to: str,
+    dtype: str | None,
+    force: bool,
+    strict: bool,
+    name: str | None,
+    model: Path | None,
+) -> int:
+    """Write `source` in the format `to` at `target`. Raises DataError."""
+    from formats.base import made_for, read_base, require_fit
+    from formats.registry import convert, losses, read
+
+    cartridge = read(source, name)
+    if model is not None:
+        base = read_base(model)
+        require_fit(cartridge, base)
+        cartridge = made_for(cartridge, base)
+    lost = losses(cartridge, to, dtype)
+    if lost and strict:
+        raise DataError(f"{'; '.join(lost)} (--strict)")
+    for line in lost:
+        print(f"warning: {line}", file=sys.stderr)
+    convert(cartridge, target, to, dtype=dtype, force=force)
+    print(f"{target}: {to}, {cartridge.tokens} tokens, {dtype or cartridge.dtype}")
+    return 0
+
+
+def inspect(*, source: Path, name: str | None, model: Path | None) -> int:
+    """Print what is in a cartridge. Raises DataError for one that is not for `model`."""
+    from forge_run.figures import render
+    from formats.base import misfits, read_base
+    from formats.registry import detect, read
+
+    cartridge = read(source, name)
+    shown = sections(cartridge, detect(source))
+    sys.stdout.write(render(shown, terminal=sys.stdout.isatty()))
+    if model is not None:
+        from formats.weights import other_weights
+
+        wrong = misfits(cartridge, read_base(model)) or other_weights(cartridge, model)
+        if wrong:
+            raise DataError(f"not for {model}: {'; '.join(wrong)}")
+        print(f"\nfits {model}, by {_proof(cartridge)}")
+    return 0
+
+
+def sections(cartridge: Cartridge, format: str) -> list[Section]:
+    """What `forge inspect` prints."""
+    from forge_run.figures import Section
+    from formats.measure import norms, provenance
+
+    shape, numbers = " x ".join(map(str, cartridge.kv.shape)), f"{cartridge.kv.numel():,}"
+    about = (
+        ("format", format),
+        ("shape", f"{shape}: layers, keys and values, heads, tokens, head size"),
+        ("tokens", f"{cartridge.tokens}, {cartridge.frozen} of them frozen"),
+        ("numbers", f"{numbers} of {cartridge.dtype}, {cartridge.kv.nbytes:,} bytes"),
+    )
+    measured = tuple(
+        (
+            str(number), f"{layer.keys:.4f}", f"{layer.values:.4f}",
+            f"{layer.largest_key:.4f}", f"{layer.largest_value:.4f}",
+        )
+        for number, layer in enumerate(norms(cartridge))
+    )  # fmt: skip
+    heads = ("layer", "keys rms", "values rms", "largest key", "largest value")
+    return [
+        Section("cartridge", ("", ""), about),
+        Section("made for and of", ("", ""), tuple(provenance(cartridge))),
+        Section("norms", heads, measured),
+    ]
+
+
+def _proof(cartridge: Cartridge) -> str:
+    """What was compared with the model, and what could not be."""
+    facts = cartridge.facts
+    said = {
+        "shape": True, "RoPE": bool(facts.rope), "config": bool(facts.config_sha256),
+        "weights": bool(facts.weights_sha256 and facts.weights_dtype),
+    }  # fmt: skip
+    known = [what for what, there in said.items() if there]
+    silent = [what for what, there in said.items() if not there]
+    return ", ".join(known) + (f"; it does not say which {' or '.join(silent)}" if silent else "")

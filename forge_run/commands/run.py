@@ -1,0 +1,66 @@
+"""`forge run`, `forge plan` and `forge worker`: what a mesh would do, does, and lends a host to."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from forge_run.figures import Section
+from protocols.spec_loading import load_spec
+
+
+def run(
+    *,
+    mesh: str,
+    overlays: Sequence[str],
+    sets: Sequence[str],
+    run_dir: Path | None,
+    resume: str | None,
+    dry_run: bool,
+) -> int | tuple[Section, ...]:
+    """Run a mesh and return the exit code; with `dry_run` return its plan. Raises ForgeError."""
+    if dry_run:
+        return plan(mesh=mesh, overlays=overlays, sets=sets)
+    from forge_run.runnable import require_runnable
+    from services.telemetry.hub import require_sinks
+
+    loaded = load_spec(mesh, overlays=overlays, sets=sets)
+    require_runnable(loaded.spec, loaded.place)
+    require_sinks(loaded.spec)
+    if loaded.spec.learn.self_study is not None:
+        from forge_run.plan.documents import require_documents
+
+        for line in require_documents(loaded.spec.learn):
+            print(line, file=sys.stderr)
+    from forge_run.run import run as go
+
+    return go(loaded.spec, run_dir=run_dir, resume=resume)
+
+
+def plan(
+    *,
+    mesh: str,
+    overlays: Sequence[str],
+    sets: Sequence[str],
+    sizing: bool = False,
+    as_json: bool = False,
+    **unused: object,
+) -> int | tuple[Section, ...]:
+    """Return a mesh's plan, or print it as JSON; options of a run change nothing. Raises SpecError
+    for a bad spec."""
+    from forge_run import plan as of
+
+    loaded = load_spec(mesh, overlays=overlays, sets=sets)
+    found = of.size_plan(loaded.spec) if sizing else of.plan(loaded.spec, loaded.place)
+    if not as_json:
+        return found
+    sys.stdout.write(of.as_json(found))
+    return 0
+
+
+def worker(*, address: str | None, grace: float) -> int:
+    """Lend this host to runs until SIGTERM, `grace` seconds at most after it; ends the process."""
+    from services.worker import main
+
+    main(address, grace)
