@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from environments.chat_record import ChatRequest, read_chat
+from protocols.openai_chat import HarnessRequest
 from replay.asgi import Receive, Send, read_body, respond, stream
 from replay.local_wire import Answered, Asked, write_answer, write_error, write_stream
 from replay.loopback import Loopback
@@ -26,7 +26,7 @@ from replay.loopback import Loopback
 MODEL = "student"
 PATH = re.compile(r"/episodes/([\w-]+)/v1/chat/completions")
 
-Answer = Callable[[ChatRequest], Coroutine[Any, Any, Answered]]
+Answer = Callable[[HarnessRequest], Coroutine[Any, Any, Answered]]
 
 
 class Refused(Exception):
@@ -74,9 +74,9 @@ class ChatEndpoint(Loopback):
         if episode is None or scope["method"] != "POST":
             return await _fail(send, 404, "no such path, or an episode that is over")
         try:
-            request = read_chat(body)
-        except (ValueError, KeyError, TypeError) as error:
-            return await _fail(send, 400, f"bad request: {type(error).__name__}: {error}")
+            request = HarnessRequest.model_validate_json(body)
+        except ValueError as error:
+            return await _fail(send, 400, f"bad request: {error}")
         work = asyncio.run_coroutine_threadsafe(episode.answer(request), episode.loop)
         episode.under_way.add(work)
         if name not in self._episodes:  # it ended meanwhile, in the other thread
@@ -93,7 +93,8 @@ class ChatEndpoint(Loopback):
             return await _fail(send, 500, "no answer could be sampled")
         finally:
             episode.under_way.discard(work)
-        asked = Asked("chat", MODEL, "", "", 0, request.stream, request.include_usage)
+        with_usage = request.stream_options is not None and request.stream_options.include_usage
+        asked = Asked("chat", MODEL, "", "", 0, bool(request.stream), bool(with_usage))
         serial = sum(m.role == "assistant" for m in request.messages)
         if request.stream:
             return await stream(send, write_stream(asked, said, serial), whole=True)

@@ -7,21 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from protocols.errors import DataError
+from protocols.openai_chat import ChatRequest, CompletionRequest, ForgeOptions, SamplingFields
 from protocols.replay import Message
 from protocols.types import Sampling
 from serving.asked import Asked, StrategyAsked, drawn_seed
-from serving.errors import ApiError, bad_request
+from serving.errors import ApiError, bad_request, refusing
 from serving.library import Entry, Library
 from serving.names import CartridgeName, ModelName, parse_cartridge, parse_model
 from serving.texts import Prompt, Texts
-from serving.wire_chat import ChatMessage, ChatRequest
-from serving.wire_common import ForgeOptions, SamplingFields
-from serving.wire_completions import CompletionRequest
-from serving.wire_tokasaurus import CartridgeChatRequest, CartridgeCompletionRequest
+from serving.wire_tokasaurus import (
+    CartridgeChatRequest,
+    CartridgeCompletionRequest,
+    CartridgeSource,
+)
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
 GENERAL = "general"  # the form of answers where none is named
+NO_OPTIONS = ForgeOptions.model_validate({})
 LEAST_MASS = 1e-9  # top_p 0 keeps the likeliest token alone
 
 
@@ -79,10 +81,8 @@ class Reader:
 
     def name_of(self, text: str) -> ModelName:
         """The name of a model that is served. Raises ApiError 404."""
-        try:
+        with refusing(404, "model", "model_not_found"):
             name = parse_model(text)
-        except ValueError as error:
-            raise ApiError(404, str(error), param="model", code="model_not_found") from error
         if name.base != self.model:
             raise ApiError(
                 404,
@@ -105,13 +105,11 @@ class Reader:
 
     def _name(self, model: str, forge: ForgeOptions | None) -> ModelName:
         name = self.name_of(model)
-        forge = forge or ForgeOptions()
+        forge = forge or NO_OPTIONS
         cartridge, strategy = name.cartridge, name.strategy
         if forge.cartridge is not None:
-            try:
+            with refusing(400, "forge.cartridge"):
                 cartridge = parse_cartridge(forge.cartridge)
-            except ValueError as error:
-                raise bad_request(str(error), "forge.cartridge") from error
             if name.cartridge not in (None, cartridge):
                 raise bad_request(
                     f"model names the cartridge {name.cartridge} and forge.cartridge {cartridge}; "
@@ -146,35 +144,25 @@ class Reader:
                 "that list, where its order is told",
                 "forge.cartridges",
             )
-        try:
+        with refusing(400, "forge.cartridges"):
             return tuple(self._entry(parse_cartridge(text)) for text in several)
-        except ValueError as error:
-            raise bad_request(str(error), "forge.cartridges") from error
 
     def _entry(self, cartridge: CartridgeName) -> Entry:
-        try:
+        with refusing(404, "forge.cartridge", "cartridge_not_found"):
             return self._library.get(cartridge)
-        except DataError as error:
-            raise ApiError(
-                404, str(error), param="forge.cartridge", code="cartridge_not_found"
-            ) from error
 
-    def _sourced(self, cartridges: Sequence[object] | None) -> tuple[Entry, ...]:
-        found = []
+    def _sourced(self, cartridges: Sequence[CartridgeSource] | None) -> tuple[Entry, ...]:
         for source in cartridges or ():
-            kind, where = getattr(source, "source", ""), getattr(source, "id", "")
-            if kind != "local":
+            if source.source != "local":
                 raise bad_request(
-                    f"cartridges are taken from this server's own library, not from {kind}; add "
-                    'the cartridge to the library and name it with "source": "local"',
+                    f"cartridges are taken from this server's own library, not from "
+                    f"{source.source}; add the cartridge to the library and name it with "
+                    '"source": "local"',
                     "cartridges",
                     "unsupported_source",
                 )
-            try:
-                found.append(self._library.by_path(where))
-            except DataError as error:
-                raise bad_request(str(error), "cartridges", "cartridge_not_found") from error
-        return tuple(found)
+        with refusing(400, "cartridges", "cartridge_not_found"):
+            return tuple(self._library.by_path(source.id) for source in cartridges or ())
 
     def _chat(self, body: ChatRequest, name: ModelName, entries: tuple[Entry, ...]) -> Asked:
         if body.top_logprobs is not None and not body.logprobs:
@@ -185,7 +173,7 @@ class Reader:
                 "max_tokens and max_completion_tokens are one limit and differ; give one",
                 "max_tokens",
             )
-        messages = tuple(_message(m) for m in body.messages)
+        messages = tuple(Message(m.speaker, m.text) for m in body.messages)
         prompt = self._texts.chat(messages, bool(entries))
         asked = self._asked(
             "chatcmpl", body, entries, (prompt,), next(iter(both), None),
@@ -193,7 +181,7 @@ class Reader:
         )  # fmt: skip
         if name.strategy is None:
             return asked
-        return self._with_strategy(asked, name.strategy, body.forge or ForgeOptions())
+        return self._with_strategy(asked, name.strategy, body.forge or NO_OPTIONS)
 
     def _completion(
         self, body: CompletionRequest, name: ModelName, entries: tuple[Entry, ...]
@@ -294,9 +282,3 @@ class Reader:
             "several requests",
             "n",
         )
-
-
-def _message(message: ChatMessage) -> Message:
-    content = message.content
-    text = content if isinstance(content, str) else "".join(p.text for p in content or ())
-    return Message("system" if message.role == "developer" else message.role, text)

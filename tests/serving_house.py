@@ -28,10 +28,9 @@ from protocols.errors import DataError
 from protocols.types import Came, Completion, GenerateRequest, PrefixRef
 from serving.app import Door, House, create_door
 from serving.asked import Asked, StrategyAsked
-from serving.backend import OnTokens
+from serving.backend import OnTokens, Strategies
 from serving.library import Library
 from serving.reading import Limits
-from serving.strategy_port import Strategies
 from serving.texts import Texts
 from strategies.meter import Spent
 from strategies.result import Result
