@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from protocols.errors import DataError
 from protocols.openai_chat import ChatRequest, CompletionRequest, ForgeOptions, SamplingFields
 from protocols.replay import Message
 from protocols.types import Sampling
@@ -55,18 +56,20 @@ class Reader:
         self._known_strategy = known_strategy
 
     def chat(self, body: ChatRequest) -> Asked:
-        name = self._name(body.model, body.forge)
-        return self._chat(body, name, self._entries(name, body.forge))
+        forge = body.forge or NO_OPTIONS
+        name = self._name(body.model, forge)
+        return self._with_strategy(self._chat(body, self._entries(name, forge)), name, forge)
 
     def completion(self, body: CompletionRequest) -> Asked:
-        name = self._name(body.model, body.forge)
+        forge = body.forge or NO_OPTIONS
+        name = self._name(body.model, forge)
         if name.strategy is not None:
             raise bad_request(
                 "strategies answer chats: they write prompts of their own; use "
                 "/v1/chat/completions",
                 "forge.strategy",
             )
-        return self._completion(body, name, self._entries(name, body.forge))
+        return self._completion(body, self._entries(name, forge))
 
     def cartridge_chat(self, body: CartridgeChatRequest) -> Asked:
         """Tokasaurus' route: any model name is the served one's."""
@@ -74,38 +77,30 @@ class Reader:
             raise bad_request(
                 "one of max_tokens and max_completion_tokens is given, not both", "max_tokens"
             )
-        return self._chat(body, ModelName(self.model), self._sourced(body.cartridges))
+        return self._chat(body, self._sourced(body.cartridges))
 
     def cartridge_completion(self, body: CartridgeCompletionRequest) -> Asked:
-        return self._completion(body, ModelName(self.model), self._sourced(body.cartridges))
+        return self._completion(body, self._sourced(body.cartridges))
 
     def name_of(self, text: str) -> ModelName:
         """The name of a model that is served. Raises ApiError 404."""
         with refusing(404, "model", "model_not_found"):
             name = parse_model(text)
-        if name.base != self.model:
-            raise ApiError(
-                404,
-                f"the model {name.base} is not served here; ask for {self.model}",
-                param="model",
-                code="model_not_found",
-            )
-        if name.strategy is not None and not self._known_strategy(name.strategy):
-            raise ApiError(
-                404,
-                f"there is no strategy {name.strategy}; GET /v1/models lists those there are",
-                param="model",
-                code="strategy_not_found",
-            )
+            if name.base != self.model:
+                raise DataError(f"the model {name.base} is not served here; ask for {self.model}")
+        with refusing(404, "model", "strategy_not_found"):
+            if name.strategy is not None and not self._known_strategy(name.strategy):
+                raise DataError(
+                    f"there is no strategy {name.strategy}; GET /v1/models lists those there are"
+                )
         if name.cartridge is not None:
             self._entry(name.cartridge)
         return name
 
     # -- the parts ------------------------------------------------------------------------------
 
-    def _name(self, model: str, forge: ForgeOptions | None) -> ModelName:
+    def _name(self, model: str, forge: ForgeOptions) -> ModelName:
         name = self.name_of(model)
-        forge = forge or NO_OPTIONS
         cartridge, strategy = name.cartridge, name.strategy
         if forge.cartridge is not None:
             with refusing(400, "forge.cartridge"):
@@ -134,9 +129,8 @@ class Reader:
             )
         return ModelName(name.base, cartridge, strategy)
 
-    def _entries(self, name: ModelName, forge: ForgeOptions | None) -> tuple[Entry, ...]:
-        several = None if forge is None else forge.cartridges
-        if several is None:
+    def _entries(self, name: ModelName, forge: ForgeOptions) -> tuple[Entry, ...]:
+        if forge.cartridges is None:
             return () if name.cartridge is None else (self._entry(name.cartridge),)
         if name.cartridge is not None:
             raise bad_request(
@@ -145,7 +139,7 @@ class Reader:
                 "forge.cartridges",
             )
         with refusing(400, "forge.cartridges"):
-            return tuple(self._entry(parse_cartridge(text)) for text in several)
+            return tuple(self._entry(parse_cartridge(text)) for text in forge.cartridges)
 
     def _entry(self, cartridge: CartridgeName) -> Entry:
         with refusing(404, "forge.cartridge", "cartridge_not_found"):
@@ -164,7 +158,7 @@ class Reader:
         with refusing(400, "cartridges", "cartridge_not_found"):
             return tuple(self._library.by_path(source.id) for source in cartridges or ())
 
-    def _chat(self, body: ChatRequest, name: ModelName, entries: tuple[Entry, ...]) -> Asked:
+    def _chat(self, body: ChatRequest, entries: tuple[Entry, ...]) -> Asked:
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         both = {body.max_tokens, body.max_completion_tokens} - {None}
@@ -175,25 +169,15 @@ class Reader:
             )
         messages = tuple(Message(m.speaker, m.text) for m in body.messages)
         prompt = self._texts.chat(messages, bool(entries))
-        asked = self._asked(
+        return self._asked(
             "chatcmpl", body, entries, (prompt,), next(iter(both), None),
             (body.top_logprobs or 0) if body.logprobs else None, messages,
         )  # fmt: skip
-        if name.strategy is None:
-            return asked
-        return self._with_strategy(asked, name.strategy, body.forge or NO_OPTIONS)
 
-    def _completion(
-        self, body: CompletionRequest, name: ModelName, entries: tuple[Entry, ...]
-    ) -> Asked:
+    def _completion(self, body: CompletionRequest, entries: tuple[Entry, ...]) -> Asked:
         given = body.prompt
-        prompts: Sequence[str | Sequence[int]]
-        if isinstance(given, str):
-            prompts = [given]
-        elif all(isinstance(i, int) for i in given):
-            prompts = [cast(list[int], given)]
-        else:
-            prompts = cast(list[str | list[int]], given)
+        one = isinstance(given, str) or isinstance(given[0], int)
+        prompts = cast(Sequence[str | Sequence[int]], [given] if one else given)
         if len(prompts) > self._limits.max_choices:
             raise self._too_many()
         read = tuple(self._texts.prompt(p, bool(entries), "prompt") for p in prompts)
@@ -259,8 +243,10 @@ class Reader:
             )
         return min(room, limits.max_tokens) if most is None else most
 
-    def _with_strategy(self, asked: Asked, strategy: str, forge: ForgeOptions) -> Asked:
+    def _with_strategy(self, asked: Asked, name: ModelName, forge: ForgeOptions) -> Asked:
         """Raises for what a strategy cannot do: it answers once, and owns where steps end."""
+        if name.strategy is None:
+            return asked
         for what, given in (
             ("n", asked.n > 1),
             ("stop", bool(asked.stops)),
@@ -273,7 +259,9 @@ class Reader:
                     "`forge` how it came; leave it out",
                     what,
                 )
-        chosen = StrategyAsked(strategy, forge.options or {}, forge.form or GENERAL, forge.budget)
+        chosen = StrategyAsked(
+            name.strategy, forge.options or {}, forge.form or GENERAL, forge.budget
+        )
         return replace(asked, strategy=chosen)
 
     def _too_many(self) -> ApiError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
@@ -57,6 +57,27 @@ UPLOAD_BODY = {
 }
 
 
+def _name(name: str) -> str:
+    if not is_name(name):
+        raise bad_request(
+            "a cartridge's name is letters, digits and _ . -, at most 64, a letter or digit first",
+            "name",
+        )
+    return name
+
+
+def _version(version: str) -> int | None:
+    if version == "latest":
+        return None
+    if not re.fullmatch(VERSION, version):
+        raise bad_request("a version is a number from 1, or latest", "version")
+    return int(version)
+
+
+Name = Annotated[str, Depends(_name)]
+Version = Annotated[int | None, Depends(_version)]
+
+
 def admin_routes(library: Library, shelf: Shelf, *, has_key: bool, loopback: bool) -> APIRouter:
     """With `has_key` every request was asked for the key before; else `loopback`, that the server
     listens there alone, decides."""
@@ -92,13 +113,13 @@ def admin_routes(library: Library, shelf: Shelf, *, has_key: bool, loopback: boo
         return await run_in_threadpool(lambda: listed(library.names()))
 
     @router.get("/{name}", summary="The versions of one")
-    async def versions(name: str) -> CartridgeList:
-        await _found(library.get, CartridgeName(_name(name)))
+    async def versions(name: Name) -> CartridgeList:
+        await _found(library.get, CartridgeName(name))
         return await run_in_threadpool(listed, [name])
 
     @router.get("/{name}/{version}")
-    async def one(name: str, version: str) -> CartridgeEntry:
-        return told(await _found(library.get, CartridgeName(_name(name), _version(version))))
+    async def one(name: Name, version: Version) -> CartridgeEntry:
+        return told(await _found(library.get, CartridgeName(name, version)))
 
     @router.post(
         "/{name}",
@@ -106,7 +127,7 @@ def admin_routes(library: Library, shelf: Shelf, *, has_key: bool, loopback: boo
         openapi_extra=UPLOAD_BODY,
         summary='Add a version: a safetensors file with one tensor "kv"',
     )
-    async def upload(name: str, request: Request) -> CartridgeEntry:
+    async def upload(name: Name, request: Request) -> CartridgeEntry:
         source = {"upload": request.headers.get("content-type", "")[:80]}
         with library.incoming() as file:
             opened = await run_in_threadpool(file.open, "wb")
@@ -116,17 +137,14 @@ def admin_routes(library: Library, shelf: Shelf, *, has_key: bool, loopback: boo
             finally:
                 await run_in_threadpool(opened.close)
             with refusing(400, "body", "cartridge_refused"):
-                return told(await run_in_threadpool(library.add, _name(name), file, source))
+                return told(await run_in_threadpool(library.add, name, file, source))
 
     @router.delete("/{name}", summary="Drop every version")
-    async def drop_all(name: str) -> Dropped:
-        return await drop(_name(name), None)
+    async def drop_all(name: Name) -> Dropped:
+        return await drop(name, None)
 
     @router.delete("/{name}/{version}", summary="Drop one version")
-    async def drop_one(name: str, version: str) -> Dropped:
-        return await drop(_name(name), _version(version))
-
-    async def drop(name: str, version: int | None) -> Dropped:
+    async def drop(name: Name, version: Version) -> Dropped:
         dropped = await _found(library.drop, name, version)
         for number in dropped:
             shelf.drop((name, number))
@@ -138,20 +156,3 @@ def admin_routes(library: Library, shelf: Shelf, *, has_key: bool, loopback: boo
 async def _found(look: Callable[..., T], *args: Any) -> T:
     with refusing(404, code="cartridge_not_found"):
         return await run_in_threadpool(look, *args)
-
-
-def _name(name: str) -> str:
-    if not is_name(name):
-        raise bad_request(
-            "a cartridge's name is letters, digits and _ . -, at most 64, a letter or digit first",
-            "name",
-        )
-    return name
-
-
-def _version(version: str) -> int | None:
-    if version == "latest":
-        return None
-    if not re.fullmatch(VERSION, version):
-        raise bad_request("a version is a number from 1, or latest", "version")
-    return int(version)
