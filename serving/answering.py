@@ -25,8 +25,8 @@ from serving.asked import Asked, requests_of
 from serving.backend import Backend, Strategies
 from serving.errors import ApiError
 from serving.metrics import ServingMetrics
+from serving.middleware import end
 from serving.shelf import Shelf
-from serving.streaming import end
 from serving.telling import Piece, Teller
 from serving.texts import Texts
 

@@ -13,6 +13,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from protocols.serve_spec import HttpSpec
+from protocols.service_spec import LOOPBACK
 from serving.admission import Admission
 from serving.answering import Desk
 from serving.backend import Backend, Strategies
@@ -59,14 +61,9 @@ class House:
     strategies: Strategies
     limits: Limits
     end_ids: frozenset[int]
+    http: HttpSpec
     held_cartridges: int = 16
-    max_pending: int = 256
-    deadline_s: float = 120.0
-    keep_alive_s: float = 5.0
-    max_body_bytes: int = 4 * 1024**2
-    max_upload_bytes: int = 1024**3
     key: str | None = None
-    loopback: bool = True
     draining: Callable[[], bool] = lambda: False
 
 
@@ -86,12 +83,13 @@ class Door:
 
 
 def create_door(house: House) -> Door:
-    admission = Admission(house.max_pending)
+    http = house.http
+    admission = Admission(http.max_pending)
     metrics = ServingMetrics(lambda: admission.pending, house.backend.depth)
     shelf = Shelf(house.backend, house.held_cartridges)
     desk = Desk(
         house.backend, house.texts, shelf, admission, metrics, house.strategies, house.end_ids,
-        house.deadline_s,
+        http.deadline_s,
     )  # fmt: skip
     reader = Reader(
         house.model, house.texts, house.library, house.limits,
@@ -109,12 +107,12 @@ def create_door(house: House) -> Door:
             HTTPException: _refused, RequestValidationError: _malformed, Exception: _failed,
         },
     )  # fmt: skip
-    api.include_router(routes(Counter(desk, reading, house.keep_alive_s), reader))
+    api.include_router(routes(Counter(desk, reading, http.keep_alive_s), reader))
     started = int(time.time())
     api.include_router(model_routes(desk, reader, house.library, started, house.draining))
-    has_key, loopback = house.key is not None, house.loopback
+    has_key, loopback = house.key is not None, http.listen.rpartition(":")[0] in LOOPBACK
     api.include_router(admin_routes(house.library, shelf, has_key=has_key, loopback=loopback))
-    app: ASGIApp = BodyLimitMiddleware(api, house.max_body_bytes, house.max_upload_bytes)
+    app: ASGIApp = BodyLimitMiddleware(api, http.max_body_bytes, http.max_upload_bytes)
     if house.key is not None:
         app = ApiKeyMiddleware(app, house.key)
     return Door(MetricsMiddleware(app, metrics), api, admission, shelf, reading)

@@ -26,8 +26,8 @@ from serving.answering import Answering, Desk
 from serving.answers import ChatWire, CompletionWire, joined
 from serving.asked import Asked
 from serving.errors import AsciiJSON, ErrorAnswer
+from serving.middleware import EventStream, while_connected
 from serving.reading import Reader
-from serving.streaming import EventStream, while_connected
 from serving.telling import Piece
 from serving.wire_tokasaurus import (
     CartridgeChatRequest,

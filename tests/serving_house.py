@@ -25,6 +25,7 @@ from learning.engine import TorchEngine
 from learning.model import document_kv, load_model, load_tokenizer, text_of
 from learning.prefixes import DocumentCache
 from protocols.errors import DataError
+from protocols.serve_spec import HttpSpec
 from protocols.types import Came, Completion, GenerateRequest, PrefixRef
 from serving.app import Door, House, create_door
 from serving.asked import Asked, StrategyAsked
@@ -159,7 +160,7 @@ def new_house(
     limits = Limits(max_tokens=512, context=base.context, max_choices=64)
     house = House(
         MODEL, backend, texts, Library(directory / "library", base), strategies(backend, texts),
-        limits, END,
+        limits, END, HttpSpec(**{k: more.pop(k) for k in list(more) if k in HttpSpec.model_fields}),
     )  # fmt: skip
     return replace(house, **more)
 
