@@ -10,8 +10,9 @@
     publish   one packed snapshot through the tensor plane to a reader's device
 
 Random weights; 8 prompts of 200 tokens, each answered with 512, about a document of 12,000, over a
-cartridge of 2,048. A bound takes a phase's FLOPs and bytes (forge_run.plan.roofline) at the ceilings
-that this device reached just before. A phase that fails is printed with its error, the others go on
+cartridge of 2,048. A bound takes a phase's FLOPs and bytes (forge_run.plan.roofline) at
+the ceilings that this device reached just before. A phase that fails is printed with its error,
+the others go on
 over drawn tokens, and the exit code is 1. Where the student runs out of memory: `--micro-tokens
 2848`. On a GPU the first step compiles attention, and is not measured.
 """

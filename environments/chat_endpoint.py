@@ -23,14 +23,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import request_response
 
-from environments.chat_record import ChatRequest, read_chat
-from protocols.openai_chat import ChatReply, write_completion, write_error, write_events
+from protocols.openai_chat import HarnessRequest
+from protocols.openai_replies import ChatReply, write_completion, write_error, write_events
 from replay.fake_provider.server import LoopbackServer
 
 MODEL = "student"
 PATH = re.compile(r"/episodes/([\w-]+)/v1/chat/completions")
 
-Answer = Callable[[ChatRequest], Coroutine[Any, Any, ChatReply]]
+Answer = Callable[[HarnessRequest], Coroutine[Any, Any, ChatReply]]
 
 
 class Refused(Exception):
@@ -77,9 +77,9 @@ class ChatEndpoint(LoopbackServer):
         if episode is None or http.method != "POST":
             return _error(404, "no such path, or an episode that is over")
         try:
-            request = read_chat(body)
-        except (ValueError, KeyError, TypeError) as error:
-            return _error(400, f"bad request: {type(error).__name__}: {error}")
+            request = HarnessRequest.model_validate_json(body)
+        except ValueError as error:
+            return _error(400, f"bad request: {error}")
         work = asyncio.run_coroutine_threadsafe(episode.answer(request), episode.loop)
         episode.under_way.add(work)
         if name not in self._episodes:  # it ended meanwhile, in the other thread
@@ -98,7 +98,9 @@ class ChatEndpoint(LoopbackServer):
             episode.under_way.discard(work)
         serial = sum(m.role == "assistant" for m in request.messages)
         if request.stream:
-            events = write_events(MODEL, reply, serial, request.include_usage)
+            options = request.stream_options
+            with_usage = bool(options is not None and options.include_usage)
+            events = write_events(MODEL, reply, serial, with_usage)
             return Response(b"".join(events), media_type="text/event-stream")
         return _json(200, write_completion(MODEL, reply, serial))
 

@@ -10,59 +10,17 @@ token by token; any others begin a branch, also when they go back to an older on
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from environments.conversation import Conversation, messages_so_far
 from environments.dialects import Dialect
 from protocols.episodes import Observation, Turn
-from protocols.openai_chat import FunctionCall
-from protocols.replay import Message, Role, Tool, ToolCall
+from protocols.openai_chat import HarnessMessage, HarnessRequest
+from protocols.openai_replies import FunctionCall
+from protocols.replay import Message, Tool, ToolCall
 from protocols.types import Completion, GenerateRequest
 from replay.actions import dense
-
-ROLES: Mapping[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-
-
-@dataclass(frozen=True)
-class ChatMessage:
-    """A message as chat completions have it; an assistant's may be calls and no words."""
-
-    role: Role
-    text: str
-    calls: tuple[FunctionCall, ...] = ()
-
-
-@dataclass(frozen=True)
-class ChatRequest:
-    messages: tuple[ChatMessage, ...]
-    tools: tuple[Tool, ...]
-    stream: bool
-    include_usage: bool
-
-
-def read_chat(body: bytes) -> ChatRequest:
-    """Raises ValueError, KeyError or TypeError for what is no request for a chat completion."""
-    plain = json.loads(body)
-    messages = tuple(_message(m) for m in plain["messages"])
-    if not messages:
-        raise ValueError("a chat has messages")
-    functions = [tool["function"] for tool in plain.get("tools") or ()]
-    tools = tuple(
-        Tool(f["name"], f.get("description") or "", f.get("parameters") or {}) for f in functions
-    )
-    options = plain.get("stream_options") or {}
-    return ChatRequest(
-        messages, tools, bool(plain.get("stream")), bool(options.get("include_usage"))
-    )
 
 
 class ChatRecord:
@@ -82,16 +40,16 @@ class ChatRecord:
         self._first = 0
         self._words: dict[tuple[FunctionCall, ...], str] = {}
 
-    def context(self, request: ChatRequest) -> tuple[tuple[int, ...], int]:
+    def context(self, request: HarnessRequest) -> tuple[tuple[int, ...], int]:
         """What the student reads, and the branch it is on. Raises DataError as `Conversation`."""
         messages = tuple(self._plain(m) for m in request.messages)
         if not self.turns:
-            self.opening = self._start = Observation(messages, request.tools)
-        elif (seen := self._seen_since(messages, request.tools)) is not None:
+            self.opening = self._start = Observation(messages, request.offered)
+        elif (seen := self._seen_since(messages, request.offered)) is not None:
             last = replace(self.turns[-1], observation=Observation(seen))
             self.turns = (*self.turns[:-1], last)
         else:
-            self._start, self._first = Observation(messages, request.tools), len(self.turns)
+            self._start, self._first = Observation(messages, request.offered), len(self.turns)
         turns = self.turns[self._first :]
         ids, branch = self._conversation.context(self._document, self._start, turns)
         if self.turns and not turns:
@@ -129,28 +87,11 @@ class ChatRecord:
             return None
         return tuple(messages[len(said) :])
 
-    def _plain(self, message: ChatMessage) -> Message:
+    def _plain(self, message: HarnessMessage) -> Message:
         """The message as a template takes it: calls in the words they were made with."""
-        if not message.calls:
-            return Message(message.role, message.text)
-        if message.calls in self._words:
-            return Message(message.role, self._words[message.calls])
-        told = [dense({"tool": c.name, "arguments": c.arguments}) for c in message.calls]
-        return Message(message.role, "\n".join(filter(None, [message.text, *told])))
-
-
-def _message(plain: Mapping[str, Any]) -> ChatMessage:
-    calls = tuple(
-        FunctionCall(call["id"], call["function"]["name"], call["function"]["arguments"])
-        for call in plain.get("tool_calls") or ()
-    )
-    return ChatMessage(ROLES[plain["role"]], _text(plain.get("content")), calls)
-
-
-def _text(content: Any) -> str:
-    """Content is words, or blocks of words."""
-    if isinstance(content, str) or content is None:
-        return content or ""
-    if any(block["type"] != "text" for block in content):
-        raise ValueError("a student reads text alone")
-    return "".join(block["text"] for block in content)
+        functions = [(call.id, call.function) for call in message.tool_calls or ()]
+        calls = tuple(FunctionCall(id, f.name, f.arguments) for id, f in functions)
+        if calls in self._words:
+            return Message(message.speaker, self._words[calls])
+        told = [dense({"tool": c.name, "arguments": c.arguments}) for c in calls]
+        return Message(message.speaker, "\n".join(filter(None, [message.text, *told])))

@@ -23,11 +23,11 @@ from typing import Any, Protocol
 from clinic.longhealth import LETTERS, Question
 from clinic.prompts import option_prompt, parse_answer
 from environments.chat_endpoint import Refused
-from environments.chat_record import ChatRequest
 from environments.verifiers_process import VerifiersWorker
 from protocols.episodes import Task
 from protocols.errors import DataError, RunError
-from protocols.openai_chat import ChatReply
+from protocols.openai_chat import HarnessRequest
+from protocols.openai_replies import ChatReply
 from protocols.replay import Usage
 from protocols.rsa import Candidate, Problem
 from protocols.rsa_spec import OF_DOCUMENTS, ProblemsSpec
@@ -204,7 +204,7 @@ class Taskset:
             task = self._tasks[number]
             asked: list[str] = []
 
-            async def listen(request: ChatRequest, asked: list[str] = asked) -> ChatReply:
+            async def listen(request: HarnessRequest, asked: list[str] = asked) -> ChatReply:
                 asked.append("\n\n".join(m.text for m in request.messages))
                 raise Refused("only the question was wanted")
 
@@ -226,7 +226,7 @@ class Taskset:
     async def _play(self, worker: VerifiersWorker, task: Task, text: str) -> Candidate:
         said = False
 
-        async def say(request: ChatRequest) -> ChatReply:
+        async def say(request: HarnessRequest) -> ChatReply:
             nonlocal said
             if said:
                 raise Refused("a candidate has one turn")

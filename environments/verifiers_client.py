@@ -17,14 +17,15 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from environments.chat_endpoint import ChatEndpoint, Refused
-from environments.chat_record import ChatRecord, ChatRequest
+from environments.chat_record import ChatRecord
 from environments.conversation import Conversation
 from environments.dialects import Dialect
 from environments.rollout import BARE
 from environments.verifiers_process import Outcome
 from protocols.episodes import Episode, Observation, Task
 from protocols.errors import PublishError
-from protocols.openai_chat import ChatReply
+from protocols.openai_chat import HarnessRequest
+from protocols.openai_replies import ChatReply
 from protocols.ports import Generate
 from protocols.replay import Usage
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
@@ -74,7 +75,7 @@ async def verifiers_episodes(
         one_at_a_time = asyncio.Lock()
         kind = ""
 
-        async def answer(request: ChatRequest) -> ChatReply:
+        async def answer(request: HarnessRequest) -> ChatReply:
             nonlocal kind
             async with one_at_a_time:
                 try:

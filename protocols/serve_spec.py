@@ -45,7 +45,7 @@ class HttpSpec(Spec):
         default=1024**3, ge=1024, description="most bytes of an uploaded cartridge"
     )
     keep_alive_s: float = Field(
-        default=5.0, gt=0, description="silence after which a stream gets a comment, seconds"
+        default=5.0, gt=0, description="seconds between the comments that keep a stream open"
     )
     drain_s: float = Field(
         default=10.0, ge=0, description="seconds that requests have to end in, at the end"

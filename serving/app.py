@@ -13,19 +13,20 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from protocols.serve_spec import HttpSpec
+from protocols.service_spec import LOOPBACK
 from serving.admission import Admission
 from serving.answering import Desk
-from serving.backend import Backend
-from serving.errors import ApiError, bad_request
-from serving.http import CLIENT_LEFT, Bodies, Gone, Guard, Watch, error_response
+from serving.backend import Backend, Strategies
+from serving.errors import ApiError, AsciiJSON, bad_request
 from serving.library import Library
 from serving.metrics import ServingMetrics
+from serving.middleware import ApiKeyMiddleware, BodyLimitMiddleware, MetricsMiddleware
 from serving.reading import Limits, Reader
 from serving.routes import Counter, routes
 from serving.routes_admin import admin_routes
 from serving.routes_models import model_routes
 from serving.shelf import Shelf
-from serving.strategy_port import Strategies
 from serving.texts import Texts
 
 # Fields of OpenAI's that are not served, and what to do instead.
@@ -60,14 +61,9 @@ class House:
     strategies: Strategies
     limits: Limits
     end_ids: frozenset[int]
+    http: HttpSpec
     held_cartridges: int = 16
-    max_pending: int = 256
-    deadline_s: float = 120.0
-    keep_alive_s: float = 5.0
-    max_body_bytes: int = 4 * 1024**2
-    max_upload_bytes: int = 1024**3
     key: str | None = None
-    loopback: bool = True
     draining: Callable[[], bool] = lambda: False
 
 
@@ -87,12 +83,13 @@ class Door:
 
 
 def create_door(house: House) -> Door:
-    admission = Admission(house.max_pending)
+    http = house.http
+    admission = Admission(http.max_pending)
     metrics = ServingMetrics(lambda: admission.pending, house.backend.depth)
     shelf = Shelf(house.backend, house.held_cartridges)
     desk = Desk(
         house.backend, house.texts, shelf, admission, metrics, house.strategies, house.end_ids,
-        house.deadline_s,
+        http.deadline_s,
     )  # fmt: skip
     reader = Reader(
         house.model, house.texts, house.library, house.limits,
@@ -100,48 +97,46 @@ def create_door(house: House) -> Door:
     )  # fmt: skip
     # One thread: a tokenizer may not be used by two at a time.
     reading = ThreadPoolExecutor(1, "reading")
-    counter = Counter(desk, reader, reading, house.keep_alive_s)
-    api = FastAPI(title="Cartridge Forge", version="0.1.0", docs_url=None, redoc_url=None)
-    api.include_router(routes(counter, reader))
+    api = FastAPI(
+        title="Cartridge Forge",
+        version="0.1.0",
+        docs_url=None,
+        redoc_url=None,
+        default_response_class=AsciiJSON,
+        exception_handlers={
+            HTTPException: _refused, RequestValidationError: _malformed, Exception: _failed,
+        },
+    )  # fmt: skip
+    api.include_router(routes(Counter(desk, reading, http.keep_alive_s), reader))
     started = int(time.time())
     api.include_router(model_routes(desk, reader, house.library, started, house.draining))
-    api.include_router(
-        admin_routes(
-            house.library, shelf, house.max_upload_bytes,
-            has_key=house.key is not None, loopback=house.loopback,
-        )
-    )  # fmt: skip
-    _tell_errors(api)
-    inner = Bodies(api, house.max_body_bytes)
-    app = Watch(Guard(inner, house.key), metrics)
-    return Door(app, api, admission, shelf, reading)
+    has_key, loopback = house.key is not None, http.listen.rpartition(":")[0] in LOOPBACK
+    api.include_router(admin_routes(house.library, shelf, has_key=has_key, loopback=loopback))
+    app: ASGIApp = BodyLimitMiddleware(api, http.max_body_bytes, http.max_upload_bytes)
+    if house.key is not None:
+        app = ApiKeyMiddleware(app, house.key)
+    return Door(MetricsMiddleware(app, metrics), api, admission, shelf, reading)
 
 
-def _tell_errors(api: FastAPI) -> None:
-    @api.exception_handler(ApiError)
-    async def told(request: Request, error: ApiError) -> Response:
-        return error_response(error)
+async def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, ApiError):
+        return error.response
+    assert isinstance(error, HTTPException)
+    unknown = error.status_code == 404
+    said = "there is no such route; see /openapi.json" if unknown else str(error.detail)
+    return ApiError(error.status_code, said).response
 
-    @api.exception_handler(Gone)
-    async def gone(request: Request, error: Gone) -> Response:
-        return Response(status_code=CLIENT_LEFT)  # nobody reads it
 
-    @api.exception_handler(RequestValidationError)
-    async def malformed(request: Request, error: RequestValidationError) -> Response:
-        # Of a field that may be one of several types, the type that came furthest.
-        faults = error.errors()
-        mine = [f for f in faults if f["loc"][:2] == faults[0]["loc"][:2]]
-        return error_response(_of_body(max(mine, key=lambda f: len(f["loc"]))))
+async def _malformed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    # Of a field that may be one of several types, the type that came furthest.
+    faults = error.errors()
+    mine = [f for f in faults if f["loc"][:2] == faults[0]["loc"][:2]]
+    return _of_body(max(mine, key=lambda f: len(f["loc"]))).response
 
-    @api.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        if error.status_code == 404:
-            return error_response(ApiError(404, "there is no such route; see /openapi.json"))
-        return error_response(ApiError(error.status_code, str(error.detail)))
 
-    @api.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return error_response(ApiError(500, "an error of the server's own", code="internal_error"))
+async def _failed(request: Request, error: Exception) -> Response:
+    return ApiError(500, "an error of the server's own", code="internal_error").response
 
 
 def _of_body(fault: dict[str, Any]) -> ApiError:

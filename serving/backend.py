@@ -1,4 +1,4 @@
-"""What the door needs of whatever decodes: one port."""
+"""What answers requests, as ports: the generators, and strategies by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from protocols.types import Came, Completion, GenerateRequest
+from protocols.types import Came, Completion, GenerateRequest, PrefixRef
+from serving.asked import Asked, StrategyAsked
+from strategies.result import Result
 
 # Tokens as they are sampled. The same may come twice: a replica that takes over for a dead one
 # begins again, and says the same.
@@ -39,4 +41,18 @@ class Backend(Protocol):
 
     def healthy(self) -> int:
         """Replicas in service."""
+        ...
+
+
+class Strategies(Protocol):
+    """Test-time strategies by name."""
+
+    def names(self) -> list[str]: ...
+
+    def check(self, strategy: StrategyAsked) -> None:
+        """Raise DataError for options that the strategy does not take, or an unknown form."""
+        ...
+
+    async def run(self, asked: Asked, prefix: PrefixRef) -> Result:
+        """The answer to `asked.messages`. Raises DataError or RunError."""
         ...

@@ -12,10 +12,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from protocols.errors import DataError
 
 KINDS = {
     400: "invalid_request_error",
@@ -44,7 +49,7 @@ class ErrorAnswer(BaseModel):
     error: ErrorBody
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """What a client is told instead of an answer."""
 
     def __init__(
@@ -56,25 +61,43 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after = retry_after
+        headers = {} if retry_after is None else {"retry-after": str(retry_after)}
+        if status == 401:
+            headers["www-authenticate"] = "Bearer"
+        super().__init__(status, message, headers)
+        self.param, self.code, self.retry_after = param, code, retry_after
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = KINDS.get(self.status, "service_error")
-        error = ErrorBody(message=self.message, type=kind, param=self.param, code=self.code)
+        """Return the body of the answer: an `ErrorAnswer` as plain data."""
+        kind = KINDS.get(self.status_code, "service_error")
+        error = ErrorBody(message=self.detail, type=kind, param=self.param, code=self.code)
         return ErrorAnswer(error=error).model_dump()
 
     @property
-    def headers(self) -> Mapping[str, str]:
-        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+    def response(self) -> Response:
+        return AsciiJSON(self.body, self.status_code, self.headers)
+
+
+class AsciiJSON(JSONResponse):
+    """Write JSON in ASCII: a lone surrogate in what a client sent cannot break the answer to it."""
+
+    def render(self, content: Any) -> bytes:
+        return plain_json(content)
+
+
+def plain_json(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
-def plain_json(value: Any) -> bytes:
-    """JSON in ASCII: a lone surrogate in what a client sent cannot break the answer to it."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+@contextmanager
+def refusing(status: int, param: str | None = None, code: str | None = None) -> Iterator[None]:
+    """Raise a DataError of the block as an ApiError of this status."""
+    try:
+        yield
+    except DataError as error:
+        raise ApiError(status, str(error), param=param, code=code) from error

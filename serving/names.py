@@ -17,6 +17,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from protocols.errors import DataError
+
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 BASE = r"[A-Za-z0-9][A-Za-z0-9_./-]{0,127}"
 STRATEGY = r"[a-z][a-z0-9_]{0,63}"
@@ -56,10 +58,10 @@ class ModelName:
 
 
 def parse_model(text: str) -> ModelName:
-    """Raises ValueError, which says the grammar."""
+    """Raises DataError, which says the grammar."""
     found = _MODEL.fullmatch(text)
     if found is None:
-        raise ValueError(
+        raise DataError(
             f"{_shown(text)} is no model name; write BASE, BASE+CARTRIDGE, BASE+CARTRIDGE@VERSION "
             "or @TAG, or any of them with :STRATEGY behind"
         )
@@ -68,10 +70,10 @@ def parse_model(text: str) -> ModelName:
 
 
 def parse_cartridge(text: str) -> CartridgeName:
-    """Raises ValueError for what is not NAME, NAME@latest, NAME@VERSION or NAME@TAG."""
+    """Raises DataError for what is not NAME, NAME@latest, NAME@VERSION or NAME@TAG."""
     found = _CARTRIDGE.fullmatch(text)
     if found is None:
-        raise ValueError(
+        raise DataError(
             f"{_shown(text)} is no cartridge; write its name, or NAME@3, NAME@latest or NAME@TAG"
         )
     name, which = found.groups()

@@ -8,20 +8,23 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from protocols.errors import DataError
+from protocols.openai_chat import ChatRequest, CompletionRequest, ForgeOptions, SamplingFields
 from protocols.replay import Message
 from protocols.types import Sampling
 from serving.asked import Asked, StrategyAsked, drawn_seed
-from serving.errors import ApiError, bad_request
+from serving.errors import ApiError, bad_request, refusing
 from serving.library import Entry, Library
 from serving.names import CartridgeName, ModelName, parse_cartridge, parse_model
 from serving.texts import Prompt, Texts
-from serving.wire_chat import ChatMessage, ChatRequest
-from serving.wire_common import ForgeOptions, SamplingFields
-from serving.wire_completions import CompletionRequest
-from serving.wire_tokasaurus import CartridgeChatRequest, CartridgeCompletionRequest
+from serving.wire_tokasaurus import (
+    CartridgeChatRequest,
+    CartridgeCompletionRequest,
+    CartridgeSource,
+)
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
 GENERAL = "general"  # the form of answers where none is named
+NO_OPTIONS = ForgeOptions.model_validate({})
 LEAST_MASS = 1e-9  # top_p 0 keeps the likeliest token alone
 
 
@@ -53,18 +56,20 @@ class Reader:
         self._known_strategy = known_strategy
 
     def chat(self, body: ChatRequest) -> Asked:
-        name = self._name(body.model, body.forge)
-        return self._chat(body, name, self._entries(name, body.forge))
+        forge = body.forge or NO_OPTIONS
+        name = self._name(body.model, forge)
+        return self._with_strategy(self._chat(body, self._entries(name, forge)), name, forge)
 
     def completion(self, body: CompletionRequest) -> Asked:
-        name = self._name(body.model, body.forge)
+        forge = body.forge or NO_OPTIONS
+        name = self._name(body.model, forge)
         if name.strategy is not None:
             raise bad_request(
                 "strategies answer chats: they write prompts of their own; use "
                 "/v1/chat/completions",
                 "forge.strategy",
             )
-        return self._completion(body, name, self._entries(name, body.forge))
+        return self._completion(body, self._entries(name, forge))
 
     def cartridge_chat(self, body: CartridgeChatRequest) -> Asked:
         """Tokasaurus' route: any model name is the served one's."""
@@ -72,46 +77,34 @@ class Reader:
             raise bad_request(
                 "one of max_tokens and max_completion_tokens is given, not both", "max_tokens"
             )
-        return self._chat(body, ModelName(self.model), self._sourced(body.cartridges))
+        return self._chat(body, self._sourced(body.cartridges))
 
     def cartridge_completion(self, body: CartridgeCompletionRequest) -> Asked:
-        return self._completion(body, ModelName(self.model), self._sourced(body.cartridges))
+        return self._completion(body, self._sourced(body.cartridges))
 
     def name_of(self, text: str) -> ModelName:
         """The name of a model that is served. Raises ApiError 404."""
-        try:
+        with refusing(404, "model", "model_not_found"):
             name = parse_model(text)
-        except ValueError as error:
-            raise ApiError(404, str(error), param="model", code="model_not_found") from error
-        if name.base != self.model:
-            raise ApiError(
-                404,
-                f"the model {name.base} is not served here; ask for {self.model}",
-                param="model",
-                code="model_not_found",
-            )
-        if name.strategy is not None and not self._known_strategy(name.strategy):
-            raise ApiError(
-                404,
-                f"there is no strategy {name.strategy}; GET /v1/models lists those there are",
-                param="model",
-                code="strategy_not_found",
-            )
+            if name.base != self.model:
+                raise DataError(f"the model {name.base} is not served here; ask for {self.model}")
+        with refusing(404, "model", "strategy_not_found"):
+            if name.strategy is not None and not self._known_strategy(name.strategy):
+                raise DataError(
+                    f"there is no strategy {name.strategy}; GET /v1/models lists those there are"
+                )
         if name.cartridge is not None:
             self._entry(name.cartridge)
         return name
 
     # -- the parts ------------------------------------------------------------------------------
 
-    def _name(self, model: str, forge: ForgeOptions | None) -> ModelName:
+    def _name(self, model: str, forge: ForgeOptions) -> ModelName:
         name = self.name_of(model)
-        forge = forge or ForgeOptions()
         cartridge, strategy = name.cartridge, name.strategy
         if forge.cartridge is not None:
-            try:
+            with refusing(400, "forge.cartridge"):
                 cartridge = parse_cartridge(forge.cartridge)
-            except ValueError as error:
-                raise bad_request(str(error), "forge.cartridge") from error
             if name.cartridge not in (None, cartridge):
                 raise bad_request(
                     f"model names the cartridge {name.cartridge} and forge.cartridge {cartridge}; "
@@ -136,9 +129,8 @@ class Reader:
             )
         return ModelName(name.base, cartridge, strategy)
 
-    def _entries(self, name: ModelName, forge: ForgeOptions | None) -> tuple[Entry, ...]:
-        several = None if forge is None else forge.cartridges
-        if several is None:
+    def _entries(self, name: ModelName, forge: ForgeOptions) -> tuple[Entry, ...]:
+        if forge.cartridges is None:
             return () if name.cartridge is None else (self._entry(name.cartridge),)
         if name.cartridge is not None:
             raise bad_request(
@@ -146,37 +138,27 @@ class Reader:
                 "that list, where its order is told",
                 "forge.cartridges",
             )
-        try:
-            return tuple(self._entry(parse_cartridge(text)) for text in several)
-        except ValueError as error:
-            raise bad_request(str(error), "forge.cartridges") from error
+        with refusing(400, "forge.cartridges"):
+            return tuple(self._entry(parse_cartridge(text)) for text in forge.cartridges)
 
     def _entry(self, cartridge: CartridgeName) -> Entry:
-        try:
+        with refusing(404, "forge.cartridge", "cartridge_not_found"):
             return self._library.get(cartridge)
-        except DataError as error:
-            raise ApiError(
-                404, str(error), param="forge.cartridge", code="cartridge_not_found"
-            ) from error
 
-    def _sourced(self, cartridges: Sequence[object] | None) -> tuple[Entry, ...]:
-        found = []
+    def _sourced(self, cartridges: Sequence[CartridgeSource] | None) -> tuple[Entry, ...]:
         for source in cartridges or ():
-            kind, where = getattr(source, "source", ""), getattr(source, "id", "")
-            if kind != "local":
+            if source.source != "local":
                 raise bad_request(
-                    f"cartridges are taken from this server's own library, not from {kind}; add "
-                    'the cartridge to the library and name it with "source": "local"',
+                    f"cartridges are taken from this server's own library, not from "
+                    f"{source.source}; add the cartridge to the library and name it with "
+                    '"source": "local"',
                     "cartridges",
                     "unsupported_source",
                 )
-            try:
-                found.append(self._library.by_path(where))
-            except DataError as error:
-                raise bad_request(str(error), "cartridges", "cartridge_not_found") from error
-        return tuple(found)
+        with refusing(400, "cartridges", "cartridge_not_found"):
+            return tuple(self._library.by_path(source.id) for source in cartridges or ())
 
-    def _chat(self, body: ChatRequest, name: ModelName, entries: tuple[Entry, ...]) -> Asked:
+    def _chat(self, body: ChatRequest, entries: tuple[Entry, ...]) -> Asked:
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         both = {body.max_tokens, body.max_completion_tokens} - {None}
@@ -185,27 +167,17 @@ class Reader:
                 "max_tokens and max_completion_tokens are one limit and differ; give one",
                 "max_tokens",
             )
-        messages = tuple(_message(m) for m in body.messages)
+        messages = tuple(Message(m.speaker, m.text) for m in body.messages)
         prompt = self._texts.chat(messages, bool(entries))
-        asked = self._asked(
+        return self._asked(
             "chatcmpl", body, entries, (prompt,), next(iter(both), None),
             (body.top_logprobs or 0) if body.logprobs else None, messages,
         )  # fmt: skip
-        if name.strategy is None:
-            return asked
-        return self._with_strategy(asked, name.strategy, body.forge or ForgeOptions())
 
-    def _completion(
-        self, body: CompletionRequest, name: ModelName, entries: tuple[Entry, ...]
-    ) -> Asked:
+    def _completion(self, body: CompletionRequest, entries: tuple[Entry, ...]) -> Asked:
         given = body.prompt
-        prompts: Sequence[str | Sequence[int]]
-        if isinstance(given, str):
-            prompts = [given]
-        elif all(isinstance(i, int) for i in given):
-            prompts = [cast(list[int], given)]
-        else:
-            prompts = cast(list[str | list[int]], given)
+        one = isinstance(given, str) or isinstance(given[0], int)
+        prompts = cast(Sequence[str | Sequence[int]], [given] if one else given)
         if len(prompts) > self._limits.max_choices:
             raise self._too_many()
         read = tuple(self._texts.prompt(p, bool(entries), "prompt") for p in prompts)
@@ -271,8 +243,10 @@ class Reader:
             )
         return min(room, limits.max_tokens) if most is None else most
 
-    def _with_strategy(self, asked: Asked, strategy: str, forge: ForgeOptions) -> Asked:
+    def _with_strategy(self, asked: Asked, name: ModelName, forge: ForgeOptions) -> Asked:
         """Raises for what a strategy cannot do: it answers once, and owns where steps end."""
+        if name.strategy is None:
+            return asked
         for what, given in (
             ("n", asked.n > 1),
             ("stop", bool(asked.stops)),
@@ -285,7 +259,9 @@ class Reader:
                     "`forge` how it came; leave it out",
                     what,
                 )
-        chosen = StrategyAsked(strategy, forge.options or {}, forge.form or GENERAL, forge.budget)
+        chosen = StrategyAsked(
+            name.strategy, forge.options or {}, forge.form or GENERAL, forge.budget
+        )
         return replace(asked, strategy=chosen)
 
     def _too_many(self) -> ApiError:
@@ -294,9 +270,3 @@ class Reader:
             "several requests",
             "n",
         )
-
-
-def _message(message: ChatMessage) -> Message:
-    content = message.content
-    text = content if isinstance(content, str) else "".join(p.text for p in content or ())
-    return Message("system" if message.role == "developer" else message.role, text)

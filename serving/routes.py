@@ -9,20 +9,26 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
+from protocols.openai_chat import (
+    ChatCompletion,
+    ChatRequest,
+    CompletionRequest,
+    SamplingFields,
+    TextCompletion,
+    usage,
+)
 from serving.answering import Answering, Desk
 from serving.answers import ChatWire, CompletionWire, joined
 from serving.asked import Asked
-from serving.errors import ErrorAnswer
-from serving.http import EventStream, json_response, while_connected
+from serving.errors import AsciiJSON, ErrorAnswer
+from serving.middleware import EventStream, while_connected
 from serving.reading import Reader
 from serving.telling import Piece
-from serving.wire_chat import ChatCompletion, ChatRequest
-from serving.wire_common import SamplingFields, usage
-from serving.wire_completions import CompletionRequest, TextCompletion
 from serving.wire_tokasaurus import (
     CartridgeChatRequest,
     CartridgeCompletionRequest,
@@ -31,77 +37,71 @@ from serving.wire_tokasaurus import (
 )
 
 Body = TypeVar("Body", bound=SamplingFields)
+Kind = type[CompletionWire]
 GRACE_SECONDS = 5.0  # beyond the deadline, for who reads what was told slowly
 STATUSES = (400, 401, 404, 408, 413, 429, 503, 504)
 REFUSALS: dict[int | str, dict[str, Any]] = {s: {"model": ErrorAnswer} for s in STATUSES}
 STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
+@dataclass(frozen=True)
 class Counter:
     """Reads, answers, streams. `reading` is where bodies are tokenised, never the event loop."""
 
-    def __init__(self, desk: Desk, reader: Reader, reading: Executor, keep_alive_s: float) -> None:
-        self._desk, self._reader, self._reading = desk, reader, reading
-        self._keep_alive_s = keep_alive_s
+    desk: Desk
+    reading: Executor
+    keep_alive_s: float
 
     async def answer(
         self,
         request: Request,
         body: Body,
         read: Callable[[Body], Asked],
-        kind: type[ChatWire] | type[CompletionWire],
+        kind: Kind,
     ) -> Response:
         """The whole answer, or its stream; nothing goes on once the client has left."""
-        metrics = self._desk.metrics
+        metrics = self.desk.metrics
         if not body.stream:
             whole = self._whole(body, read, kind)
-            return json_response(await while_connected(request, metrics, whole))
+            return AsciiJSON(await while_connected(request, metrics, whole))
         answering = await while_connected(request, metrics, self._begin(body, read))
-        options = body.stream_options
-        with_usage = bool(options is not None and options.include_usage)
+        longest_s = self.desk.deadline_s + GRACE_SECONDS
         return EventStream(
-            self._events(answering, kind, with_usage),
-            answering.close,
-            metrics,
-            self._keep_alive_s,
-            self._desk.deadline_s + GRACE_SECONDS,
-        )
+            self._events(answering, body, kind), answering.close, metrics, self.keep_alive_s,
+            longest_s,
+        )  # fmt: skip
 
     async def _begin(self, body: Body, read: Callable[[Body], Asked]) -> Answering:
         loop = asyncio.get_running_loop()
-        return await self._desk.begin(await loop.run_in_executor(self._reading, read, body))
+        return await self.desk.begin(await loop.run_in_executor(self.reading, read, body))
 
-    async def _whole(
-        self,
-        body: Body,
-        read: Callable[[Body], Asked],
-        kind: type[ChatWire] | type[CompletionWire],
-    ) -> dict[str, Any]:
+    async def _whole(self, body: Body, read: Callable[[Body], Asked], kind: Kind) -> dict[str, Any]:
         answering = await self._begin(body, read)
+        asked = answering.asked
+        told: list[list[Piece]] = [[] for _ in range(asked.responses)]
         try:
-            told: list[list[Piece]] = [[] for _ in range(answering.asked.responses)]
-            async with aclosing(answering.pieces()) as pieces:
-                async for choice, piece in pieces:
-                    told[choice].append(piece)
+            async for choice, piece in answering.pieces():
+                told[choice].append(piece)
         finally:
             await answering.close()
         more: dict[str, str] = {}
-        used = answering.usage
+        used, top = answering.usage, asked.top_logprobs
         if isinstance(body, CartridgeFields):
-            top = answering.asked.top_logprobs
-            more["system_fingerprint"] = fingerprint(
-                answering.completions, body.logprobs_in_fingerprint, top
-            )
-            used = usage(used.prompt_tokens * answering.asked.n, used.completion_tokens)
-        wire = self._wire(kind, answering, body)
+            packed = body.logprobs_in_fingerprint
+            more["system_fingerprint"] = fingerprint(answering.completions, packed, top)
+            used = usage(used.prompt_tokens * asked.n, used.completion_tokens)
+            top = None if packed else top
+        wire = kind(self._head(answering), self.desk.texts.token, top)
         return wire.whole([joined(p) for p in told], used, answering.forge, **more)
 
     async def _events(
-        self, answering: Answering, kind: type[ChatWire] | type[CompletionWire], with_usage: bool
+        self, answering: Answering, body: SamplingFields, kind: Kind
     ) -> AsyncGenerator[dict[str, Any], None]:
-        wire = self._wire(kind, answering)
+        head, options = self._head(answering), body.stream_options
+        with_usage = options is not None and options.include_usage
         if with_usage:
-            wire.with_usage()
+            head["usage"] = None
+        wire = kind(head, self.desk.texts.token, answering.asked.top_logprobs)
         for chunk in wire.opening(answering.asked.responses):
             yield chunk
         async with aclosing(answering.pieces()) as pieces:
@@ -111,16 +111,9 @@ class Counter:
         if with_usage:
             yield wire.closing(answering.usage)
 
-    def _wire(
-        self,
-        kind: type[ChatWire] | type[CompletionWire],
-        answering: Answering,
-        body: SamplingFields | None = None,
-    ) -> ChatWire | CompletionWire:
+    def _head(self, answering: Answering) -> dict[str, Any]:
         asked = answering.asked
-        packed = isinstance(body, CartridgeFields) and body.logprobs_in_fingerprint
-        top = None if packed else asked.top_logprobs
-        return kind(asked.id, asked.model, answering.created, self._desk.texts.token, top)
+        return {"id": asked.id, "created": answering.created, "model": asked.model}
 
 
 def routes(counter: Counter, reader: Reader) -> APIRouter:

@@ -6,26 +6,23 @@ makes a browser speak to 127.0.0.1 sends an Origin, or another Host.
 
 from __future__ import annotations
 
-import asyncio
 import re
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect
 
-from protocols.errors import DataError
 from protocols.service_spec import LOOPBACK
-from serving.errors import ApiError, bad_request
-from serving.http import UPLOADS, Gone, json_response, too_large
+from serving.errors import ApiError, bad_request, refusing
 from serving.library import Entry, Library
+from serving.middleware import UPLOADS
 from serving.names import VERSION, CartridgeName, is_name
 from serving.routes import REFUSALS
 from serving.shelf import Shelf
 
-UPLOAD_SECONDS = 600.0
+T = TypeVar("T")
 
 
 class CartridgeEntry(BaseModel):
@@ -60,9 +57,28 @@ UPLOAD_BODY = {
 }
 
 
-def admin_routes(
-    library: Library, shelf: Shelf, most_bytes: int, *, has_key: bool, loopback: bool
-) -> APIRouter:
+def _name(name: str) -> str:
+    if not is_name(name):
+        raise bad_request(
+            "a cartridge's name is letters, digits and _ . -, at most 64, a letter or digit first",
+            "name",
+        )
+    return name
+
+
+def _version(version: str) -> int | None:
+    if version == "latest":
+        return None
+    if not re.fullmatch(VERSION, version):
+        raise bad_request("a version is a number from 1, or latest", "version")
+    return int(version)
+
+
+Name = Annotated[str, Depends(_name)]
+Version = Annotated[int | None, Depends(_version)]
+
+
+def admin_routes(library: Library, shelf: Shelf, *, has_key: bool, loopback: bool) -> APIRouter:
     """With `has_key` every request was asked for the key before; else `loopback`, that the server
     listens there alone, decides."""
 
@@ -82,110 +98,61 @@ def admin_routes(
         prefix=UPLOADS.rstrip("/"), responses=REFUSALS, dependencies=[Depends(local)]
     )
 
-    def told(entry: Entry) -> dict[str, Any]:
+    def told(entry: Entry) -> CartridgeEntry:
         versions = library.versions(entry.manifest.name)
-        plain = entry.manifest.as_dict()
-        plain.pop("schema")
         latest = entry.manifest.version == max(versions, default=0)
-        return CartridgeEntry(**plain, latest=latest, loaded=entry.key in shelf.held).model_dump()
+        loaded = entry.key in shelf.held
+        return CartridgeEntry(**entry.manifest.as_dict(), latest=latest, loaded=loaded)
 
-    def list_all(name: str | None = None) -> dict[str, Any]:
-        names = library.names() if name is None else [name]
-        if name is not None and not library.versions(name):
-            library.get(CartridgeName(name))  # says what there is
-        return {"cartridges": [told(e) for n in names for e in library.entries(n)]}
+    def listed(names: list[str]) -> CartridgeList:
+        entries = [entry for name in names for entry in library.entries(name)]
+        return CartridgeList(cartridges=[told(entry) for entry in entries])
 
-    @router.get("", response_model=CartridgeList, summary="Every version of every cartridge")
-    async def every() -> Response:
-        return json_response(await run_in_threadpool(_found, list_all))
+    @router.get("", summary="Every version of every cartridge")
+    async def every() -> CartridgeList:
+        return await run_in_threadpool(lambda: listed(library.names()))
 
-    @router.get("/{name}", response_model=CartridgeList, summary="The versions of one")
-    async def versions(name: str) -> Response:
-        return json_response(await run_in_threadpool(_found, list_all, _name(name)))
+    @router.get("/{name}", summary="The versions of one")
+    async def versions(name: Name) -> CartridgeList:
+        await _found(library.get, CartridgeName(name))
+        return await run_in_threadpool(listed, [name])
 
-    @router.get("/{name}/{version}", response_model=CartridgeEntry)
-    async def one(name: str, version: str) -> Response:
-        wanted = CartridgeName(_name(name), _version(version))
-        return json_response(told(await run_in_threadpool(_found, library.get, wanted)))
+    @router.get("/{name}/{version}")
+    async def one(name: Name, version: Version) -> CartridgeEntry:
+        return told(await _found(library.get, CartridgeName(name, version)))
 
     @router.post(
         "/{name}",
         status_code=201,
-        response_model=CartridgeEntry,
         openapi_extra=UPLOAD_BODY,
         summary='Add a version: a safetensors file with one tensor "kv"',
     )
-    async def upload(name: str, request: Request) -> Response:
-        name = _name(name)
+    async def upload(name: Name, request: Request) -> CartridgeEntry:
+        source = {"upload": request.headers.get("content-type", "")[:80]}
         with library.incoming() as file:
-            await _receive(request, file, most_bytes)
+            opened = await run_in_threadpool(file.open, "wb")
             try:
-                source = {"upload": request.headers.get("content-type", "")[:80]}
-                entry = await run_in_threadpool(library.add, name, file, source)
-            except DataError as error:
-                raise bad_request(str(error), "body", "cartridge_refused") from error
-        return json_response(told(entry), 201)
+                async for part in request.stream():
+                    await run_in_threadpool(opened.write, part)
+            finally:
+                await run_in_threadpool(opened.close)
+            with refusing(400, "body", "cartridge_refused"):
+                return told(await run_in_threadpool(library.add, name, file, source))
 
-    @router.delete("/{name}", response_model=Dropped, summary="Drop every version")
-    async def drop_all(name: str) -> Response:
-        return await _drop(_name(name), None)
+    @router.delete("/{name}", summary="Drop every version")
+    async def drop_all(name: Name) -> Dropped:
+        return await drop(name, None)
 
-    @router.delete("/{name}/{version}", response_model=Dropped, summary="Drop one version")
-    async def drop(name: str, version: str) -> Response:
-        return await _drop(_name(name), _version(version))
-
-    async def _drop(name: str, version: int | None) -> Response:
-        dropped: list[int] = await run_in_threadpool(_found, library.drop, name, version)
+    @router.delete("/{name}/{version}", summary="Drop one version")
+    async def drop(name: Name, version: Version) -> Dropped:
+        dropped = await _found(library.drop, name, version)
         for number in dropped:
             shelf.drop((name, number))
-        return json_response({"name": name, "versions": dropped})
+        return Dropped(name=name, versions=dropped)
 
     return router
 
 
-async def _receive(request: Request, file: Path, most: int) -> None:
-    """The body into the file, no more than `most` bytes."""
-    length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > most:
-        raise too_large(most)
-    got = 0
-    opened = await run_in_threadpool(file.open, "wb")
-    try:
-        async with asyncio.timeout(UPLOAD_SECONDS):
-            async for part in request.stream():
-                got += len(part)
-                if got > most:
-                    raise too_large(most)
-                await run_in_threadpool(opened.write, part)
-    except TimeoutError as error:
-        raise ApiError(
-            408, f"the upload did not come within {UPLOAD_SECONDS:g} s; send it faster"
-        ) from error
-    except ClientDisconnect as error:
-        raise Gone from error
-    finally:
-        await run_in_threadpool(opened.close)
-
-
-def _found(look: Any, *args: Any) -> Any:
-    try:
-        return look(*args)
-    except DataError as error:
-        raise ApiError(404, str(error), code="cartridge_not_found") from error
-
-
-def _name(name: str) -> str:
-    if not is_name(name):
-        raise bad_request(
-            "a cartridge's name is letters, digits and _ . -, at most 64, a letter or digit first",
-            "name",
-        )
-    return name
-
-
-def _version(version: str) -> int | None:
-    if version == "latest":
-        return None
-    if not re.fullmatch(VERSION, version):
-        raise bad_request("a version is a number from 1, or latest", "version")
-    return int(version)
+async def _found(look: Callable[..., T], *args: Any) -> T:
+    with refusing(404, code="cartridge_not_found"):
+        return await run_in_threadpool(look, *args)

@@ -10,7 +10,6 @@ from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
 from serving.answering import Desk
-from serving.http import json_response
 from serving.library import Library
 from serving.reading import Reader
 from serving.routes import REFUSALS
@@ -55,42 +54,39 @@ def model_routes(
 ) -> APIRouter:
     router = APIRouter(responses=REFUSALS)
 
-    @router.get("/v1/models", response_model=Models)
-    async def models() -> Response:
+    @router.get("/v1/models")
+    async def models() -> Models:
         def have() -> dict[str, list[int]]:
             return {name: library.versions(name) for name in library.names()}
 
         forge = ForgeModels(
             cartridges=await run_in_threadpool(have), strategies=desk.strategies.names()
         )
-        base = BaseModelTold(id=reader.model, created=started, forge=forge)
-        return json_response(Models(data=[base]).model_dump())
+        return Models(data=[BaseModelTold(id=reader.model, created=started, forge=forge)])
 
-    @router.get("/v1/models/{name:path}", response_model=Model)
-    async def model(name: str) -> Response:
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Model:
         found = await run_in_threadpool(reader.name_of, name)
-        return json_response(Model(id=str(found), created=started).model_dump())
+        return Model(id=str(found), created=started)
 
-    @router.get("/health", response_model=Standing, summary="The process answers")
-    async def health() -> Response:
-        return json_response(_standing().model_dump())
+    @router.get("/health", summary="The process answers")
+    async def health() -> Standing:
+        replicas = desk.backend.healthy()
+        status: Literal["ok", "starting"] = "ok" if replicas else "starting"
+        return Standing(status="draining" if draining() else status, replicas=replicas)
 
-    @router.get("/ready", response_model=Standing, summary="Requests are served: 200, else 503")
-    async def ready() -> Response:
-        standing = _standing()
-        return json_response(standing.model_dump(), 200 if standing.status == "ok" else 503)
+    @router.get("/ready", summary="Requests are served: 200, else 503")
+    async def ready(response: Response) -> Standing:
+        standing = await health()
+        response.status_code = 200 if standing.status == "ok" else 503
+        return standing
 
-    @router.get("/ping", response_model=Pong, summary="Tokasaurus' sign of life")
-    async def ping() -> Response:
-        return json_response(Pong().model_dump())
+    @router.get("/ping", summary="Tokasaurus' sign of life")
+    async def ping() -> Pong:
+        return Pong()
 
     @router.get("/metrics", summary="Prometheus' text format")
     async def metrics() -> Response:
         return Response(desk.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    def _standing() -> Standing:
-        replicas = desk.backend.healthy()
-        status: Literal["ok", "starting", "draining"] = "ok" if replicas else "starting"
-        return Standing(status="draining" if draining() else status, replicas=replicas)
 
     return router

@@ -24,8 +24,7 @@ Key = tuple[str, int]
 
 @dataclass
 class _Held:
-    version: int
-    loading: asyncio.Task[None]
+    loading: asyncio.Task[int]
     users: int = 0
     dropped: bool = False
 
@@ -49,15 +48,13 @@ class Shelf:
         ApiError for a file that is damaged, or what the generators say of it."""
         held = self._held.get(entry.key)
         if held is None:
-            version = next(self._versions)
             # One task for all who ask meanwhile, which the first one's leaving does not cancel.
-            held = _Held(version, asyncio.create_task(self._load(entry, version)))
-            self._held[entry.key] = held
+            held = self._held[entry.key] = _Held(asyncio.create_task(self._load(entry)))
         self._held.move_to_end(entry.key)
         held.users += 1
         try:
-            await asyncio.shield(held.loading)
-            yield PrefixRef(f"cartridge/{entry.manifest.name}", held.version)
+            version = await asyncio.shield(held.loading)
+            yield PrefixRef(f"cartridge/{entry.manifest.name}", version)
         finally:
             held.users -= 1
             failed = held.loading.done() and (
@@ -77,7 +74,7 @@ class Shelf:
         """Wait for what is being dropped."""
         await asyncio.gather(*self._leaving, return_exceptions=True)
 
-    async def _load(self, entry: Entry, version: int) -> None:
+    async def _load(self, entry: Entry) -> int:
         if await asyncio.to_thread(sha256_of, entry.path) != entry.manifest.sha256:
             name, number = entry.key
             raise ApiError(
@@ -87,7 +84,10 @@ class Shelf:
                 param="cartridge",
                 code="cartridge_damaged",
             )
+        # After the checksum, which takes any time: generators want versions in their order.
+        version = next(self._versions)
         await self._backend.load(version, entry.manifest.name, entry.path)
+        return version
 
     def _tidy(self) -> None:
         for key, held in list(self._held.items()):
@@ -95,6 +95,6 @@ class Shelf:
             spare = held.dropped or kept > self._most
             if spare and not held.users and held.loading.done():
                 del self._held[key]
-                task = asyncio.create_task(self._backend.drop(held.version))
+                task = asyncio.create_task(self._backend.drop(held.loading.result()))
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)

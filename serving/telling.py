@@ -1,5 +1,7 @@
 """One response as it is told: its tokens become text without halves, up to a stop string. Pure.
 
+Stop strings are never part of what is told, nor is what may be their beginning.
+
     tokens -> TokenText -> StopFilter -> pieces of text, each with the tokens it is made of
 
 A whole answer is the concatenation of the pieces, so a stream and an answer in one say the same.
@@ -11,8 +13,53 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from learning.stopping import Decode, TokenText
+from protocols.openai_chat import FinishReason
 from protocols.types import Came, Completion
-from serving.stops import StopFilter
+
+
+class StopFilter:
+    """Passes text on up to the first stop string, however the text is cut into pieces.
+
+    The stop that is complete first counts; of two that end at one place, the longer one. `cut` is
+    where it begins, in characters from the start of the text; None while none was met.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self._told = 0
+        self.cut: int | None = None
+
+    def feed(self, text: str) -> str:
+        """What may be told now."""
+        if self.cut is not None:
+            return ""
+        held = self._held + text
+        found = [(at + len(s), at) for s in self._stops if (at := held.find(s)) >= 0]
+        if found:
+            _, at = min(found)
+            self.cut = self._told + at
+            self._held = ""
+            return self._tell(held[:at])
+        keep = max((_beginning(held, s) for s in self._stops), default=0)
+        self._held = held[len(held) - keep :]
+        return self._tell(held[: len(held) - keep])
+
+    def flush(self) -> str:
+        """What was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return self._tell(held)
+
+    def _tell(self, text: str) -> str:
+        self._told += len(text)
+        return text
+
+
+def _beginning(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins, and does not complete, the stop."""
+    return next(
+        (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-n:])), 0
+    )
 
 
 @dataclass(frozen=True)
@@ -31,7 +78,7 @@ class Piece:
 
     text: str
     tokens: tuple[ToldToken, ...]
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
 
 
 class Teller:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from environments.conversation import NO_DOCUMENT, Conversation
-from protocols.errors import DataError
 from protocols.replay import Message
-from serving.errors import bad_request
+from serving.errors import bad_request, refusing
 
 STAND_IN = "cartridge"  # a document that is rendered and cut off: what a cartridge stands in for
 
@@ -49,11 +48,8 @@ class Texts:
     def chat(self, messages: Sequence[Message], cartridge: bool) -> Prompt:
         for i, message in enumerate(messages):
             _check_text(message.content, f"messages[{i}].content")
-        try:
-            conversation = self._conversation
-            ids = conversation.opening(STAND_IN if cartridge else None, messages)
-        except DataError as error:
-            raise bad_request(str(error), "messages") from error
+        with refusing(400, "messages"):
+            ids = self._conversation.opening(STAND_IN if cartridge else None, messages)
         return self._prompt(ids, cartridge, "messages")
 
     def prompt(self, prompt: str | Sequence[int], cartridge: bool, param: str) -> Prompt:
@@ -98,10 +94,6 @@ class Texts:
         else:
             text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
         return text, list(text.encode())
-
-    def name(self, token_id: int) -> str:
-        """The tokenizer's own name of a token."""
-        return str(self.tokenizer.convert_ids_to_tokens(token_id))
 
 
 def _check_text(text: str, param: str) -> None:

@@ -21,14 +21,12 @@ import base64
 import json
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
+from protocols.openai_chat import MAX_COMPOSED, ChatRequest, CompletionRequest, Wire
 from protocols.types import Completion
-from serving.wire_chat import ChatRequest
-from serving.wire_common import MAX_COMPOSED, Wire
-from serving.wire_completions import CompletionRequest
 
 
 class CartridgeSource(Wire):
@@ -40,8 +38,8 @@ class CartridgeSource(Wire):
 
 
 class CartridgeFields(Wire):
-    cartridges: Annotated[list[CartridgeSource], Field(max_length=MAX_COMPOSED)] | None = Field(
-        default=None, description="several are composed in this order, each moved behind the last"
+    cartridges: list[CartridgeSource] | None = Field(
+        None, max_length=MAX_COMPOSED, description="composed in this order, each behind the last"
     )
     logprobs_in_fingerprint: bool = False
     ignore_eos: Literal[False] = False

@@ -25,13 +25,13 @@ from learning.engine import TorchEngine
 from learning.model import document_kv, load_model, load_tokenizer, text_of
 from learning.prefixes import DocumentCache
 from protocols.errors import DataError
+from protocols.serve_spec import HttpSpec
 from protocols.types import Came, Completion, GenerateRequest, PrefixRef
 from serving.app import Door, House, create_door
 from serving.asked import Asked, StrategyAsked
-from serving.backend import OnTokens
+from serving.backend import OnTokens, Strategies
 from serving.library import Library
 from serving.reading import Limits
-from serving.strategy_port import Strategies
 from serving.texts import Texts
 from strategies.meter import Spent
 from strategies.result import Result
@@ -160,7 +160,7 @@ def new_house(
     limits = Limits(max_tokens=512, context=base.context, max_choices=64)
     house = House(
         MODEL, backend, texts, Library(directory / "library", base), strategies(backend, texts),
-        limits, END,
+        limits, END, HttpSpec(**{k: more.pop(k) for k in list(more) if k in HttpSpec.model_fields}),
     )  # fmt: skip
     return replace(house, **more)
 

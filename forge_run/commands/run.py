@@ -49,13 +49,14 @@ def plan(
 ) -> int | tuple[Section, ...]:
     """Return a mesh's plan, or print it as JSON; options of a run change nothing. Raises SpecError
     for a bad spec."""
-    from forge_run import plan as of
+    from forge_run import figures
+    from forge_run.plan import plan as of
 
     loaded = load_spec(mesh, overlays=overlays, sets=sets)
     found = of.size_plan(loaded.spec) if sizing else of.plan(loaded.spec, loaded.place)
     if not as_json:
         return found
-    sys.stdout.write(of.as_json(found))
+    sys.stdout.write(figures.as_json(found))
     return 0
 
 

@@ -23,7 +23,6 @@ from typing import Any
 from forge_run.figures import Section
 from protocols.errors import SpecError
 from protocols.serve_spec import ServeSpec
-from protocols.service_spec import LOOPBACK
 from protocols.spec_faults import Fault, combined
 from protocols.spec_loading import LoadedServe, load_serve
 
@@ -204,11 +203,9 @@ class _Server:
                 library=Library(Path(spec.library), base),
                 strategies=CatalogueStrategies(backend, texts),
                 limits=Limits(spec.max_tokens, context, http.max_choices), end_ids=end_ids,
-                held_cartridges=spec.held_cartridges, max_pending=http.max_pending,
-                deadline_s=http.deadline_s, keep_alive_s=http.keep_alive_s,
-                max_body_bytes=http.max_body_bytes, max_upload_bytes=http.max_upload_bytes,
+                http=http, held_cartridges=spec.held_cartridges,
                 key=os.environ[http.key_env] if http.key_env else None,
-                loopback=host in LOOPBACK, draining=self._told.is_set,
+                draining=self._told.is_set,
             )
         )  # fmt: skip
         self._web = uvicorn.Server(

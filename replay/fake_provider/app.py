@@ -29,8 +29,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import request_response
 
-from protocols import openai_chat
-from protocols.openai_chat import ChatReply
+from protocols import openai_replies
+from protocols.openai_replies import ChatReply
 from protocols.replay import Usage
 from protocols.replay_spec import PriceSpec
 from replay.fake_provider.server import LoopbackServer
@@ -192,7 +192,7 @@ class FakeProvider(LoopbackServer):
                 events = _message_events(request.model, reply, serial)
             else:
                 tell_usage = bool((plain.get("stream_options") or {}).get("include_usage"))
-                events = openai_chat.write_events(request.model, reply, serial, tell_usage)
+                events = openai_replies.write_events(request.model, reply, serial, tell_usage)
             return StreamingResponse(_sent(events, cut_off), media_type="text/event-stream")
         answer = json.dumps(WRITERS[wire](request.model, reply, serial)).encode()
         halves = [answer[: len(answer) // 2], answer[len(answer) // 2 :]]
@@ -249,7 +249,7 @@ async def _silence(http: Request, seconds: float) -> None:
 def _error(
     wire: Wire, status: int, message: str, headers: Mapping[str, str] | None = None
 ) -> Response:
-    body = openai_chat.write_error(status, message)
+    body = openai_replies.write_error(status, message)
     if wire == "messages":
         body["type"] = "error"
     return Response(json.dumps(body), status, headers, "application/json")
@@ -310,7 +310,7 @@ def _message_events(model: str, reply: ChatReply, serial: int) -> list[bytes]:
     written = {"output_tokens": message["usage"].pop("output_tokens")}
     message |= {"content": [], "stop_reason": None, "stop_sequence": None}
     message["usage"]["output_tokens"] = 1
-    deltas = [{"type": "text_delta", "text": word} for word in openai_chat.words_of(reply.text)]
+    deltas = [{"type": "text_delta", "text": word} for word in openai_replies.words_of(reply.text)]
     events: list[dict[str, Any]] = [
         {"type": "message_start", "message": message},
         {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
@@ -322,7 +322,7 @@ def _message_events(model: str, reply: ChatReply, serial: int) -> list[bytes]:
     return [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n".encode() for e in events]
 
 
-WRITERS = {"chat": openai_chat.write_completion, "responses": _response, "messages": _message}
+WRITERS = {"chat": openai_replies.write_completion, "responses": _response, "messages": _message}
 
 
 def _text(content: Any) -> str:

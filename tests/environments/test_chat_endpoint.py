@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from environments.chat_endpoint import ChatEndpoint, Refused
-from environments.chat_record import ChatRequest
-from protocols.openai_chat import ChatReply, FunctionCall
+from protocols.openai_chat import HarnessRequest
+from protocols.openai_replies import ChatReply, FunctionCall
 from protocols.replay import Usage
 
 WORDS = ChatReply("let me see note 17.", False, False, Usage(7, 5))
@@ -39,8 +39,8 @@ def using(endpoint: ChatEndpoint, answer: Any, use: Use) -> Any:
     return asyncio.run(main())
 
 
-def always(said: ChatReply) -> Callable[[ChatRequest], Awaitable[ChatReply]]:
-    async def answer(_: ChatRequest) -> ChatReply:
+def always(said: ChatReply) -> Callable[[HarnessRequest], Awaitable[ChatReply]]:
+    async def answer(_: HarnessRequest) -> ChatReply:
         return said
 
     return answer
@@ -109,10 +109,10 @@ def test_only_the_key_and_the_address_open_an_episode(endpoint: ChatEndpoint) ->
 
 
 def test_refusals_and_failures_are_told_apart(endpoint: ChatEndpoint) -> None:
-    async def refuses(_: ChatRequest) -> ChatReply:
+    async def refuses(_: HarnessRequest) -> ChatReply:
         raise Refused("the episode is over: context_full")
 
-    async def fails(_: ChatRequest) -> ChatReply:
+    async def fails(_: HarnessRequest) -> ChatReply:
         raise OSError("secrets of the host")
 
     async def ask(client: openai.AsyncOpenAI, _: str) -> Any:
@@ -129,7 +129,7 @@ def test_refusals_and_failures_are_told_apart(endpoint: ChatEndpoint) -> None:
 
 
 def test_an_answer_that_is_called_off_is_a_failure(endpoint: ChatEndpoint) -> None:
-    async def called_off(_: ChatRequest) -> ChatReply:
+    async def called_off(_: HarnessRequest) -> ChatReply:
         raise asyncio.CancelledError
 
     async def ask(client: openai.AsyncOpenAI, _: str) -> Any:

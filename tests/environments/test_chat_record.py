@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 from episode_house import conversation
+from pydantic import ValidationError
 
-from environments.chat_record import ChatRecord, read_chat
+from environments.chat_record import ChatRecord
 from environments.dialects import JSON
 from protocols.episodes import Observation, Turn
+from protocols.openai_chat import HarnessRequest
 from protocols.replay import Message, Tool
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 
@@ -31,7 +33,7 @@ def ask(
     record: ChatRecord, messages: Sequence[Any], answer: str, tools: Sequence[Any] = ()
 ) -> Turn:
     body = {"model": "m", "messages": messages, "tools": tools}
-    ids, branch = record.context(read_chat(json.dumps(body).encode()))
+    ids, branch = record.context(HarnessRequest.model_validate_json(json.dumps(body).encode()))
     request = GenerateRequest("e/0", ids, PrefixRef("cartridge/desk_01", 3), Sampling(), 1)
     response = TALK.saying(answer)
     n = len(response)
@@ -125,13 +127,13 @@ def test_without_tools_or_a_dialect_words_are_words() -> None:
     ],
 )
 def test_what_is_no_chat_is_refused(body: bytes) -> None:
-    with pytest.raises((ValueError, KeyError, TypeError)):
-        read_chat(body)
+    with pytest.raises(ValidationError):
+        HarnessRequest.model_validate_json(body)
 
 
 def test_blocks_of_words_are_words() -> None:
     blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = {"messages": [{"role": "developer", "content": blocks}], "stream": True}
-    request = read_chat(json.dumps(body).encode())
-    assert [(m.role, m.text) for m in request.messages] == [("system", "ab")]
-    assert (request.stream, request.include_usage) == (True, False)
+    request = HarnessRequest.model_validate_json(json.dumps(body).encode())
+    assert [(m.speaker, m.text) for m in request.messages] == [("system", "ab")]
+    assert (request.stream, request.stream_options) == (True, None)

@@ -24,7 +24,7 @@ def test_the_queue_is_bounded_and_gives_its_room_back() -> None:
         inside.enter_context(admission.let_in(1))
         with pytest.raises(ApiError) as refused, admission.let_in(1):
             pass
-        assert (refused.value.status, refused.value.retry_after) == (429, 1)
+        assert (refused.value.status_code, refused.value.retry_after) == (429, 1)
         assert admission.pending == 3
     assert admission.pending == 0
     with admission.let_in(3):
@@ -41,7 +41,7 @@ def test_room_comes_back_whatever_happens_inside() -> None:
 def test_more_than_there_ever_is_room_for_is_a_mistake() -> None:
     with pytest.raises(ApiError, match="3 are decoded at a time") as refused:
         Admission(3, Clock()).let_in(4).__enter__()
-    assert refused.value.status == 400
+    assert refused.value.status_code == 400
 
 
 def test_retry_after_follows_the_measured_rate() -> None:

@@ -58,13 +58,39 @@ def test_a_client_that_leaves_ends_the_decoding(slow: Served, stream: bool) -> N
     wait_until(lambda: slow.door.admission.pending == 0)
 
 
+def disconnects(served: Served) -> float:
+    lines = raw(served, "/metrics", method="GET")[2].decode().splitlines()
+    return next(float(x.split()[1]) for x in lines if x.startswith("forge_serve_disconnects_total"))
+
+
+def test_who_reads_a_stream_to_its_end_has_not_left(slow: Served) -> None:
+    before = disconnects(slow)
+    for _ in range(5):
+        raw(slow, "/v1/completions", never_ending(stream=True, max_tokens=2))
+    assert disconnects(slow) == before
+
+
 def test_the_official_client_that_stops_reading(slow: Served) -> None:
-    before = slow.backend.cancelled
+    before, left = slow.backend.cancelled, disconnects(slow)
     with OpenAI(base_url=f"{slow.url}/v1", api_key="none") as client:
         with client.completions.create(**never_ending(stream=True)) as stream:
             next(iter(stream))
         wait_until(lambda: slow.backend.decoding() == 0)
     assert slow.backend.cancelled == before + 1
+    assert disconnects(slow) == left + 1
+
+
+def test_a_body_that_does_not_come_in_time(slow: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.middleware.BODY_SECONDS", 0.2)
+    host, _, port = slow.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 99\r\n\r\n{"
+        )
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"the body did not come within 0.2 s" in answer
 
 
 def test_the_queue_is_bounded_and_says_when_to_come_again(slow: Served) -> None:

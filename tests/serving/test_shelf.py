@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from formats.base import Base
+from learning.checkpoint import sha256_of
 from protocols.errors import PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from serving.errors import ApiError
@@ -95,6 +97,29 @@ def test_many_who_ask_at_once_load_once_and_one_who_leaves_takes_nothing(
     assert isinstance(got[0], asyncio.CancelledError)
     assert got[1:] == [PrefixRef("cartridge/a", 1)] * 3
     assert told == [("load a", 1)]
+
+
+def test_versions_reach_the_generators_in_their_order(
+    entries: dict[str, Entry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly_first(path: Path) -> str:
+        time.sleep(0.2 if path == entries["a"].path else 0.0)
+        return sha256_of(path)
+
+    monkeypatch.setattr("serving.shelf.sha256_of", slowly_first)
+
+    async def use() -> list[tuple[str, int]]:
+        backend = Recorder()
+        shelf = Shelf(backend, 2)
+
+        async def one(name: str) -> None:
+            async with shelf.using(entries[name]):
+                pass
+
+        await asyncio.gather(one("a"), one("b"))
+        return backend.told
+
+    assert asyncio.run(use()) == [("load b", 1), ("load a", 2)]
 
 
 def test_nothing_goes_while_it_is_read(entries: dict[str, Entry]) -> None:

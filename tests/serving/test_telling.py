@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.types import Came, Completion
-from serving.stops import StopFilter
-from serving.telling import Piece, Teller
+from serving.telling import Piece, StopFilter, Teller
 
 END = 256
 

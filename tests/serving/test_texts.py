@@ -41,7 +41,7 @@ def test_ids_are_read_as_they_are_and_begin_once() -> None:
 def test_ids_that_cannot_be_read(ids: list[int]) -> None:
     with pytest.raises(ApiError) as refused:
         texts().prompt(ids, False, "prompt")
-    assert (refused.value.status, refused.value.param) == (400, "prompt")
+    assert (refused.value.status_code, refused.value.param) == (400, "prompt")
 
 
 def test_half_a_surrogate_pair_is_no_character() -> None:

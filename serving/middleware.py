@@ -1,0 +1,197 @@
+"""ASGI middleware around the routes, and the answers that end when their client leaves.
+
+MetricsMiddleware -> ApiKeyMiddleware, where there is a key -> BodyLimitMiddleware -> the routes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import AppStatus
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serving.errors import ApiError, plain_json
+from serving.metrics import ServingMetrics
+
+T = TypeVar("T")
+
+OPEN = ("/health", "/ready", "/ping")  # answered without a key: they say nothing but how it stands
+UPLOADS = "/admin/cartridges/"  # bodies that are files
+BODY_SECONDS, UPLOAD_SECONDS = 30.0, 600.0  # a body comes within this
+CLIENT_LEFT = 499  # the status that metrics have where nobody is left to be answered
+WAITING = ServerSentEvent(comment="waiting", sep="\n")
+log = logging.getLogger("forge.serve")
+AppStatus.disable_automatic_graceful_drain()  # streams have `http.drain_s` to end in
+
+
+class ClientDisconnected(ApiError):
+    """The client left before its answer was whole: nobody is there to be told."""
+
+    def __init__(self) -> None:
+        super().__init__(CLIENT_LEFT, "the client left")
+
+
+class MetricsMiddleware:
+    """Count and time every request, by the route's own path and never by what was sent."""
+
+    def __init__(self, app: ASGIApp, metrics: ServingMetrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun, status = time.monotonic(), CLIENT_LEFT
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.answered(route, status, time.monotonic() - begun)
+
+
+class ApiKeyMiddleware:
+    """Let in who has the key. It is compared in constant time, and never logged."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._key = app, key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, key = given.partition(b" ")
+        right = hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+        if right or scope["path"] in OPEN:
+            return await self._app(scope, receive, send)
+        said = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+        await ApiError(401, said, code="invalid_api_key").response(scope, receive, send)
+
+
+class BodyLimitMiddleware:
+    """Let routes read bodies up to a size, uploads up to another, and within a time.
+
+    Whoever reads more is raised ApiError 413, or 408; ClientDisconnected for half a body.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_upload_bytes: int) -> None:
+        self._app, self._max_bytes, self._max_upload_bytes = app, max_bytes, max_upload_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        upload = scope["path"].startswith(UPLOADS)
+        most = self._max_upload_bytes if upload else self._max_bytes
+        seconds = UPLOAD_SECONDS if upload else BODY_SECONDS
+        deadline = asyncio.get_running_loop().time() + seconds
+        said = f"the body is larger than {most} bytes; send less at a time"
+        too_large = ApiError(413, said, code="body_too_large")
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length) > most:
+            return await too_large.response(scope, receive, send)
+        read, whole = 0, False
+
+        async def limited() -> Message:
+            nonlocal read, whole
+            if whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError as error:
+                late = f"the body did not come within {seconds:g} s; send it faster"
+                raise ApiError(408, late) from error
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            read += len(message.get("body", b""))
+            if read > most:
+                raise too_large
+            whole = not message.get("more_body")
+            return message
+
+        await self._app(scope, limited, send)
+
+
+async def end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks and wait until they have ended, whatever their outcomes."""
+    for task in tasks:
+        task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def while_connected(
+    request: Request, metrics: ServingMetrics, work: Coroutine[Any, Any, T]
+) -> T:
+    """Return the outcome of `work`. Cancels it and raises ClientDisconnected when the client
+    leaves first."""
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        metrics.disconnected()
+        raise ClientDisconnected
+    finally:
+        await end(task, left)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(EventSourceResponse):
+    """Send events until `[DONE]`, an error's event, or the client's leaving.
+
+    A comment goes out every `keep_alive_s` seconds. `close` is awaited however the stream ends,
+    after `longest_s` seconds at the latest.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[Any, None],
+        close: Callable[[], Awaitable[None]],
+        metrics: ServingMetrics,
+        keep_alive_s: float,
+        longest_s: float,
+    ) -> None:
+        super().__init__(
+            self._encoded(events), ping=keep_alive_s, ping_message_factory=lambda: WAITING
+        )
+        self._close, self._metrics, self._longest_s = close, metrics, longest_s
+        self._whole = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._longest_s):
+                    await super().__call__(scope, receive, send)
+            if not self._whole:
+                self._metrics.disconnected()
+        finally:
+            await self._close()
+
+    async def _encoded(self, events: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
+        try:
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    yield _event(event)
+            last = b"data: [DONE]\n\n"
+        except ApiError as error:
+            last = _event(error.body)
+        except Exception:
+            log.exception("a stream failed")
+            last = _event(ApiError(500, "an error of the server's own").body)
+        yield last
+        self._whole = True
+
+
+def _event(content: Any) -> bytes:
+    return b"data: " + plain_json(content) + b"\n\n"
