@@ -42,7 +42,8 @@ from learning.rotation import composed
 from learning.scoring import prefixes_of, score_kept
 from learning.trainer import CartridgeTrainer
 from protocols.intervals import wilson_interval
-from protocols.learn_spec import Init, LearnSpec
+from protocols.learn_spec import LearnSpec
+from protocols.sections import Init
 from protocols.spec_loading import load_spec
 from protocols.types import GenerateRequest, PrefixRef, composed_ref
 from services.evaluation import measure

@@ -22,7 +22,7 @@ from clinic.prompts import option_prompt
 from environments.conversation import Conversation
 from learning.decoding import generate
 from learning.model import document_kv, flush_denormals, load_model, load_tokenizer
-from protocols.learn_spec import DataSpec
+from protocols.sections import DataSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from services.tasks import read_patients
 from strategies.over_tokens import TokenSampler

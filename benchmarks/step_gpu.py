@@ -55,8 +55,8 @@ from learning.model import document_kv, flush_denormals, hidden_states, kv_shape
 from learning.prefixes import DocumentCache
 from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer, train_step
-from protocols.learn_spec import ShapeSpec
 from protocols.ports import TensorPlane
+from protocols.sections import ShapeSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling
 from services.shared_memory import SharedMemoryPlane
 

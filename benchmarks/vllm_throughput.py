@@ -43,7 +43,7 @@ from actors.engine_generator import EngineGeneratorActor
 from actors.generator import GeneratorActor
 from actors.setup import BaseModel, bootstrap
 from benchmarks.record import ROOT, arguments, processor_seconds, provenance, write
-from protocols.learn_spec import GeneratorSpec
+from protocols.sections import GeneratorSpec
 from protocols.types import GenerateRequest, PrefixRef, Sampling, Snapshot
 from services.planes import OwnedPlane, open_plane
 from services.pool import Pool
