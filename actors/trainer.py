@@ -21,11 +21,11 @@ from learning.batch import Batch
 from learning.checkpoint import read_checkpoint
 from learning.device import claim_device
 from learning.initial import Source, Start, initial_bank
-from learning.losses import Teacher, joined, of_stored
 from learning.model import document_kv, flush_denormals, load_model, text_ids
 from learning.prefixes import DocumentCache
 from learning.ranks import join
 from learning.sharding import shard_base
+from learning.teacher_logprobs import Teacher, joined, of_stored
 from learning.trainer import CartridgeTrainer, TrainerConfig
 from protocols.channels import Lesson, ScoredPart, StoredScores
 from protocols.errors import PlaneError

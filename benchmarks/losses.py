@@ -29,9 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.record import arguments, provenance, write
 from learning.batching import token_logprobs
-from learning.losses import DocKL, Teacher, doc_kl_tokens, top_k
+from learning.losses.doc_kl import DocKL, doc_kl_tokens
+from learning.losses.sdpo import SDPO, sdpo_tokens
 from learning.projection import Projection, Reader, chunk_tokens
-from learning.sdpo import SDPO, sdpo_tokens
+from learning.teacher_logprobs import Teacher, top_k
 
 COLUMNS = ("forward_ms", "backward_ms", "tensors_mb", "process_mb", "makes", "differs")
 

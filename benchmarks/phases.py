@@ -32,13 +32,14 @@ from learning.attention import DecodeCache, PrefixContext, register
 from learning.batch import Batch
 from learning.batching import pack, response_logits
 from learning.cartridge import CartridgeBank
-from learning.combined import Objective
 from learning.decoding import generate
-from learning.losses import DocKL, Teacher, doc_kl
+from learning.losses.doc_kl import DocKL, doc_kl
+from learning.losses.objective import Objective
 from learning.model import document_kv, hidden_states, kv_shape
 from learning.prefixes import DocumentCache
 from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer, train_step
+from learning.teacher_logprobs import Teacher
 from protocols.learn_spec import ShapeSpec
 from protocols.ports import TensorPlane
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling

@@ -29,11 +29,11 @@ from benchmarks.record import arguments, provenance, write
 from benchmarks.reference.seed_step import KEEP_TOP, Phases, load_plain, seed_step
 from learning.cartridge import CartridgeBank, first_tokens
 from learning.decoding import generate
-from learning.losses import Teacher
 from learning.model import document_kv, flush_denormals, load_model
 from learning.prefixes import DocumentCache
 from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer
+from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer, TrainerConfig
 from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
 from services.shared_memory import SharedMemoryPlane

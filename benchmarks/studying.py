@@ -14,11 +14,11 @@ from torch import Tensor
 from learning.batch import Batch
 from learning.decoding import generate
 from learning.initial import Source, Start, initial_bank
-from learning.losses import Teacher
 from learning.model import document_kv, flush_denormals, load_model, load_tokenizer, text_ids
 from learning.prefixes import DocumentCache
 from learning.rotation import composed
 from learning.scoring import prefixes_of, score_kept
+from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer
 from protocols.learn_spec import LearnSpec
 from protocols.types import GenerateRequest, PrefixRef

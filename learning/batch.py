@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from learning.batching import text_of
-from learning.losses import Teacher
+from learning.teacher_logprobs import Teacher
 from protocols.channels import PreferencePair, RLSample, SDPOItem, completions
 from protocols.types import Sample
 

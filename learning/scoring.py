@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from learning.batching import pack, response_tokens, stack_prefixes, token_logprobs
-from learning.losses import top_k
+from learning.losses.dpo import is_stale, summed_by_pair
 from learning.prefixes import DocumentCache
 from learning.projection import Projection
-from learning.replay import is_stale, summed_by_pair
+from learning.teacher_logprobs import top_k
 from protocols.channels import PreferencePair, completions
 from protocols.types import Sample
 
@@ -62,8 +62,8 @@ def score_kept(
     keep_top: int | None,
 ) -> dict[str, Tensor]:
     """What is sent of the same logits: the top entries of each token, or all for None.
-    `learning.losses.Teacher(**score_kept(...))` reads it. Of top entries' logits LOGIT_BYTES exist
-    at a time."""
+    `learning.teacher_logprobs.Teacher(**score_kept(...))` reads it. Of top entries' logits
+    LOGIT_BYTES exist at a time."""
     if keep_top is None:
         return {"logits": score_over(model, samples, prefixes, row_tokens)}
     tokens, _ = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES)

@@ -30,11 +30,11 @@ import torch
 from learning.batch import Batch, places, split
 from learning.batching import check_rows, pack, response_tokens
 from learning.cartridge import CartridgeBank
-from learning.combined import Objective, channel_terms, prepare
 from learning.company import prefix_lengths, prefix_name, student_kv
+from learning.losses.objective import Objective, channel_terms, prepare
+from learning.losses.terms import Tally
 from learning.ranks import ALONE, Ranks
 from learning.sharding import is_sharded
-from learning.terms import Tally
 from protocols.errors import RunError, StaleTokenError
 from protocols.types import Sample
 

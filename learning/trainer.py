@@ -13,11 +13,11 @@ from torch import Tensor
 from learning.batch import Batch
 from learning.cartridge import CartridgeBank
 from learning.checkpoint import Checkpoint, read_state, write_checkpoint, write_state
-from learning.combined import Objective
-from learning.losses import Teacher
+from learning.losses.objective import Objective
 from learning.model import base_hash
 from learning.ranks import ALONE, Ranks
 from learning.step import Schedule, StepResult, new_optimizer, train_step
+from learning.teacher_logprobs import Teacher
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.types import Sample
 

@@ -3,7 +3,7 @@
     total = w_doc * doc_kl  +  w_rl * grpo  +  alpha * sdpo  +  beta * replay_dpo
 
 Every weight but w_doc is 0 unless it is given: a channel of weight 0 is left out of the step. What
-the keys do is told by `learning.grpo`, `learning.sdpo` and `learning.replay`.
+the keys do is told by `learning.losses.grpo`, `learning.losses.sdpo` and `learning.losses.dpo`.
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ from actors.sdpo_teacher import SDPOTeacherActor
 from actors.setup import BaseModel, NoPlane, warm_up
 from actors.teacher_replay import TeacherReplayActor
 from actors.trainer import TrainerActor
-from learning.combined import Objective
-from learning.grpo import GRPO, Mismatch
 from learning.initial import Start
-from learning.losses import DocKL
-from learning.replay import DPO
-from learning.sdpo import SDPO
+from learning.losses.doc_kl import DocKL
+from learning.losses.dpo import DPO
+from learning.losses.grpo import GRPO, Mismatch
+from learning.losses.objective import Objective
+from learning.losses.sdpo import SDPO
 from learning.trainer import TrainerConfig
 from protocols.errors import PlaneError, SpecError
 from protocols.learn_spec import GeneratorSpec, LearnSpec, ModelSpec

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from learning.batch import Batch
 from learning.cartridge import CartridgeBank, first_tokens
-from learning.combined import Objective
-from learning.losses import Teacher
+from learning.losses.objective import Objective
 from learning.scoring import response_logprobs, score, score_over, with_references
 from learning.step import StepResult, new_optimizer, train_step
+from learning.teacher_logprobs import Teacher
 from protocols.channels import PreferencePair, RLSample, SDPOItem, hinted
 from protocols.types import Sample, Sampling
 

@@ -26,12 +26,12 @@ from safetensors.torch import save_file
 from learning.batch import Batch
 from learning.cartridge import first_tokens
 from learning.checkpoint import read_checkpoint
-from learning.grpo import GRPO
-from learning.losses import Teacher
+from learning.losses.grpo import GRPO
 from learning.model import document_kv, load_model
 from learning.projection import LOGIT_BYTES
 from learning.ranks import ALONE, Ranks, join, leave
 from learning.sharding import held_bytes, shard_base
+from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer, TrainerConfig
 from protocols.types import Sample
 from tests.learning.conftest import Twin, build

@@ -6,8 +6,8 @@
     clip, Adam, and the cartridge through a file that is flushed to disk
 
 The model is plain transformers with scaled dot-product attention; the loss is the one of
-`learning.losses`, over the same denominator. What it costs is in the order of the calls: nothing
-is slowed down, and the teacher's logits are made for the response tokens alone.
+`learning.losses.doc_kl`, over the same denominator. What it costs is in the order of the calls:
+nothing is slowed down, and the teacher's logits are made for the response tokens alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from learning.cartridge import CartridgeBank
 from learning.checkpoint import flush
-from learning.losses import DocKL, Teacher, doc_kl_tokens, top_k
+from learning.losses.doc_kl import DocKL, doc_kl_tokens
+from learning.teacher_logprobs import Teacher, top_k
 from protocols.types import Sample
 
 KEEP_TOP = 20

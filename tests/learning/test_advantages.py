@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.advantages import BASELINES, group_advantages
+from learning.losses.advantages import BASELINES, group_advantages
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from learning.batch import Batch
 from learning.batching import Packed, pack, response_logits, stack_prefixes
 from learning.cartridge import CartridgeBank
-from learning.combined import Objective
-from learning.losses import DocKL, Teacher, doc_kl, top_k
+from learning.losses.doc_kl import DocKL, doc_kl
+from learning.losses.objective import Objective
 from learning.model import document_kv
 from learning.prefixes import DocumentCache
 from learning.scoring import score
 from learning.step import new_optimizer, train_step
+from learning.teacher_logprobs import Teacher, top_k
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

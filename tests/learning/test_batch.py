@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learning.batch import Batch, places, split
-from learning.losses import Teacher
+from learning.teacher_logprobs import Teacher
 from protocols.channels import PreferencePair, RLSample, SDPOItem
 from protocols.types import Sample, Sampling
 

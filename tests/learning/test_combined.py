@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.advantages import group_advantages
 from learning.batch import Batch
 from learning.batching import pack, response_logits
-from learning.combined import CHANNELS, Objective
-from learning.grpo import GRPO
-from learning.losses import DocKL, Teacher, doc_kl, jensen_shannon
+from learning.losses.advantages import group_advantages
+from learning.losses.doc_kl import DocKL, doc_kl, jensen_shannon
+from learning.losses.dpo import DPO
+from learning.losses.grpo import GRPO
+from learning.losses.objective import CHANNELS, Objective
+from learning.losses.sdpo import SDPO
 from learning.model import (
     base_hash,
     document_kv,
@@ -31,10 +33,9 @@ from learning.model import (
     load_model,
     load_tokenizer,
 )
-from learning.replay import DPO
 from learning.scoring import response_logprobs, score, score_over
-from learning.sdpo import SDPO
 from learning.step import new_optimizer
+from learning.teacher_logprobs import Teacher
 from protocols.channels import RLSample, SDPOItem, hinted
 from protocols.errors import DataError, ForgeError, RunError, SpecError, StaleTokenError
 from protocols.types import Sample, Sampling

@@ -10,12 +10,12 @@ import torch
 from learning.batch import Batch
 from learning.batching import pack, response_logits, stack_prefixes
 from learning.cartridge import CartridgeBank, first_tokens
-from learning.combined import Objective
 from learning.company import prefix_lengths, prefix_name, student_kv
-from learning.losses import Teacher
+from learning.losses.objective import Objective
 from learning.rotation import composed
 from learning.scoring import score
 from learning.step import new_optimizer, train_step
+from learning.teacher_logprobs import Teacher
 
 if TYPE_CHECKING:
     from collections.abc import Callable

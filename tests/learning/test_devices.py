@@ -20,11 +20,11 @@ from learning.checkpoint import read_checkpoint
 from learning.decoding import generate
 from learning.device import claim_device
 from learning.engine import TorchEngine
-from learning.losses import Teacher
+from learning.losses.sdpo import SDPO
 from learning.model import base_hash, document_kv
 from learning.scoring import score_kept, with_references
-from learning.sdpo import SDPO
 from learning.step import StepResult
+from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer, TrainerConfig
 from protocols.errors import SpecError
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learning.grpo import (
+from learning.losses.grpo import (
     GRPO,
     REDUCTIONS,
     Mismatch,

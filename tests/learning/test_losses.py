@@ -12,18 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learning.losses import (
+from learning.losses.doc_kl import (
     DIRECTIONS,
     FORMS,
     DocKL,
-    Teacher,
     divergence,
     doc_kl,
     jensen_shannon,
-    joined,
     log_tail,
-    top_k,
 )
+from learning.teacher_logprobs import Teacher, joined, top_k
 from protocols.errors import SpecError
 
 Probs = tuple[float, ...]

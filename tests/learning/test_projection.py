@@ -20,11 +20,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.losses import Live, losses, once
 from benchmarks.losses import scene as benchmark_scene
 from learning.batching import pack, response_tokens, token_logprobs
-from learning.grpo import GRPO
-from learning.losses import DocKL, Teacher, top_k
+from learning.losses.doc_kl import DocKL
+from learning.losses.grpo import GRPO
+from learning.losses.sdpo import SDPO
 from learning.model import document_kv, load_model
 from learning.projection import LOGIT_BYTES, Projection, chunk_tokens
-from learning.sdpo import SDPO
+from learning.teacher_logprobs import Teacher, top_k
 
 if TYPE_CHECKING:
     from collections.abc import Callable

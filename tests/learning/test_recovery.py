@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from learning.cartridge import first_tokens
-from learning.losses import Teacher
 from learning.scoring import score
+from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer, TrainerConfig
 from protocols.errors import PublishError
 

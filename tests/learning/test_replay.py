@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.replay import DPO, is_stale, replay_dpo, summed_by_pair
+from learning.losses.dpo import DPO, is_stale, replay_dpo, summed_by_pair
 from protocols.channels import PreferencePair
 from protocols.errors import SpecError
 

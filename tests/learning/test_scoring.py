@@ -10,7 +10,6 @@ import torch
 from channel_scene import bank_of, prefixes, scene
 
 from learning.batching import token_logprobs
-from learning.losses import top_k
 from learning.scoring import (
     prefixes_of,
     response_logprobs,
@@ -19,6 +18,7 @@ from learning.scoring import (
     score_over,
     with_references,
 )
+from learning.teacher_logprobs import top_k
 from protocols.channels import hinted
 
 if TYPE_CHECKING:

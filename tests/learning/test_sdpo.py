@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from learning.losses import DocKL, Teacher, doc_kl, top_k
-from learning.sdpo import SDPO, alpha_at, sdpo_term, sdpo_tokens
-from learning.terms import Term
+from learning.losses.doc_kl import DocKL, doc_kl
+from learning.losses.sdpo import SDPO, alpha_at, sdpo_term, sdpo_tokens
+from learning.losses.terms import Term
+from learning.teacher_logprobs import Teacher, top_k
 from protocols.errors import SpecError
 
 S, T = (0.5, 0.5), (0.9, 0.1)

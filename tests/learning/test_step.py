@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from learning.batch import Batch
 from learning.cartridge import CartridgeBank, first_tokens
-from learning.combined import Objective
-from learning.losses import DocKL, Teacher, top_k
+from learning.losses.doc_kl import DocKL
+from learning.losses.objective import Objective
 from learning.model import base_hash
 from learning.scoring import score
 from learning.step import (
@@ -27,6 +27,7 @@ from learning.step import (
     new_optimizer,
     train_step,
 )
+from learning.teacher_logprobs import Teacher, top_k
 from protocols.errors import RunError, StaleTokenError
 
 if TYPE_CHECKING:

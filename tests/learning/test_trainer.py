@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from learning.cartridge import first_tokens
 from learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
-from learning.losses import Teacher
 from learning.model import base_hash, load_model
 from learning.scoring import score
+from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer, TrainerConfig
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 

@@ -12,9 +12,9 @@ from channel_scene import ALL, scene
 
 from learning.batch import Batch
 from learning.cartridge import first_tokens
-from learning.combined import Objective
-from learning.losses import Teacher
+from learning.losses.objective import Objective
 from learning.scoring import score
+from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer, TrainerConfig
 
 if TYPE_CHECKING:

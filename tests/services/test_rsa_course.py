@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from environments.problems import ClinicProblems
-from learning.advantages import group_advantages
+from learning.losses.advantages import group_advantages
 from learning.model import load_tokenizer
 from protocols.errors import DataError
 from protocols.learn_spec import LearnSpec

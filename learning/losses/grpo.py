@@ -33,8 +33,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from learning.advantages import BASELINES
-from learning.terms import Term
+from learning.losses.advantages import BASELINES
+from learning.losses.terms import Term
 from protocols.errors import SpecError
 
 REDUCTIONS = ("grpo", "bnpo", "dr_grpo", "dapo")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.terms import Term
+from learning.losses.terms import Term
 from protocols.channels import PreferencePair
 from protocols.errors import SpecError
 

@@ -15,15 +15,16 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from learning.advantages import group_advantages
 from learning.batch import Batch, Places
 from learning.batching import token_logprobs
-from learning.grpo import GRPO, distilled, grpo, grpo_count
-from learning.losses import DocKL, Teacher, doc_kl_count, doc_kl_tokens
+from learning.losses.advantages import group_advantages
+from learning.losses.doc_kl import DocKL, doc_kl_count, doc_kl_tokens
+from learning.losses.dpo import DPO, is_stale, replay_dpo, summed_by_pair
+from learning.losses.grpo import GRPO, distilled, grpo, grpo_count
+from learning.losses.sdpo import SDPO, alpha_at, sdpo_term, sdpo_tokens
+from learning.losses.terms import Term
 from learning.projection import Projection
-from learning.replay import DPO, is_stale, replay_dpo, summed_by_pair
-from learning.sdpo import SDPO, alpha_at, sdpo_term, sdpo_tokens
-from learning.terms import Term
+from learning.teacher_logprobs import Teacher
 from protocols.channels import RLSample, hinted
 from protocols.errors import DataError, SpecError, StaleTokenError
 from protocols.types import Sample

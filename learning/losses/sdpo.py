@@ -3,10 +3,10 @@
 Student and teacher score the same tokens of the turn; the teacher's context has the hint. Two
 variants (S student, T teacher, at one token of the turn):
 
-    jsd       the generalised JSD of `learning.losses` over the vocabulary (beta 0 and 1 are the
-              forward and reverse KL), every outcome's contribution clamped to at most `token_clip`
-              before they are summed: a token whose large contributions are clamped may come out
-              negative, so both are reported
+    jsd       the generalised JSD of `learning.losses.doc_kl` over the vocabulary (beta 0 and 1 are
+              the forward and reverse KL), every outcome's contribution clamped to at most
+              `token_clip` before they are summed: a token whose large contributions are clamped
+              may come out negative, so both are reported
     sampled   sg(log S - log T) * log S on the sampled token, times min(exp(log S - old), 2) without
               gradient: the reverse KL's gradient, estimated from the sample alone
 
@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from learning.batching import token_logprobs
-from learning.grpo import LOG_RATIO_BOUND
-from learning.losses import Teacher, aligned, jensen_shannon_entries
-from learning.terms import Term
+from learning.losses.doc_kl import aligned, jensen_shannon_entries
+from learning.losses.grpo import LOG_RATIO_BOUND
+from learning.losses.terms import Term
+from learning.teacher_logprobs import Teacher
 from protocols.errors import SpecError
 
 FACTS = {"jsd": ("clipped", "negative"), "sampled": ("difference", "ratio")}
