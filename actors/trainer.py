@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from learning.trainer import CartridgeTrainer, TrainerConfig
 from protocols.channels import Lesson, ScoredPart, StoredScores
 from protocols.errors import PlaneError
 from protocols.ports import TensorPlane
-from protocols.types import Snapshot, Stepped
+from protocols.types import Snapshot, TrainStepOutput
 
 
 class TrainerActor(Actor):
@@ -92,7 +93,7 @@ class TrainerActor(Actor):
         return self._trainer.begin(arm, steps)
 
     @endpoint
-    async def step(self, lesson: Lesson, version: int) -> Stepped:
+    async def step(self, lesson: Lesson, version: int) -> TrainStepOutput:
         """Train `version` on a lesson, with the teachers' scores of the same tokens.
 
         The scores are read off the tensor plane, not deleted. Raises StaleTokenError, RunError.
@@ -114,19 +115,8 @@ class TrainerActor(Actor):
             pairs=lesson.pairs,
         )
         begun = time.perf_counter()
-        result = self._trainer.step_on(batch, version)
-        seconds = time.perf_counter() - begun
-        return Stepped(
-            seconds,
-            self._trainer.version,
-            result.kl,
-            result.grad_norm,
-            result.lr,
-            result.tokens,
-            result.stale_tokens,
-            result.terms,
-            result.cosines,
-        )
+        output = self._trainer.step_on(batch, version)
+        return replace(output, compute_seconds=time.perf_counter() - begun)
 
     async def _scores(
         self, *scored: tuple[Sequence[ScoredPart], Sequence[StoredScores], Sequence[int]]

@@ -21,8 +21,8 @@ rollout needs none), no gradient of the base model, no value function.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +36,7 @@ from learning.losses.terms import Tally
 from learning.ranks import ALONE, Ranks
 from learning.sharding import is_sharded
 from protocols.errors import RunError, StaleTokenError
-from protocols.types import Sample
+from protocols.types import Sample, TrainStepOutput
 
 if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
     from transformers import PreTrainedModel
@@ -59,28 +59,6 @@ class Schedule:
         rest = max(1, self.steps - self.warmup_steps)
         progress = min(1.0, (step - self.warmup_steps) / rest)
         return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one update did; `grad_norm` is before clipping.
-
-    `tokens` bore a loss, `kl` is doc_kl's value. `terms` has for each channel that weighs
-    something its value, count (denominator), weight, the means of its facts and, where gradients
-    were compared, its own grad_norm: of the value, not of the weighted value.
-
-        {"grpo": {"value": -0.02, "count": 512, "weight": 1.0, "ratio": 1.0, "excluded": 2}}
-
-    `cosines` is between channels' gradients: {"grpo/sdpo": 0.31}.
-    """
-
-    kl: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    stale_tokens: int
-    terms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    cosines: Mapping[str, float] = field(default_factory=dict)
 
 
 def new_optimizer(bank: CartridgeBank) -> torch.optim.Adam:
@@ -130,7 +108,7 @@ def train_step(
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
     ranks: Ranks = ALONE,
-) -> StepResult:
+) -> TrainStepOutput:
     """One update, the same on all `ranks`. Raises StaleTokenError or DataError (nothing trained),
     RunError for a non-finite loss or ranks that differ.
 
@@ -198,7 +176,9 @@ def train_step(
         group["lr"] = lr
     optimizer.step()
     facts = {"grpo": {"excluded": work.excluded}}
-    return StepResult(
+    return TrainStepOutput(
+        compute_seconds=0.0,  # whoever calls has a clock
+        version=version + 1,
         kl=tally.values.get("doc_kl", 0.0),
         grad_norm=norm.item(),
         lr=lr,

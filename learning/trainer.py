@@ -16,10 +16,10 @@ from learning.checkpoint import Checkpoint, read_state, write_checkpoint, write_
 from learning.losses.objective import Objective
 from learning.model import base_hash
 from learning.ranks import ALONE, Ranks
-from learning.step import Schedule, StepResult, new_optimizer, train_step
+from learning.step import Schedule, new_optimizer, train_step
 from learning.teacher_logprobs import Teacher
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
-from protocols.types import Sample
+from protocols.types import Sample, TrainStepOutput
 
 if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
     from transformers import PreTrainedModel
@@ -76,7 +76,7 @@ class CartridgeTrainer:
         self.version = -1
         self._arm = ""
         self._step = 0
-        self._last: StepResult | None = None
+        self._last: TrainStepOutput | None = None
         self._schedule = Schedule(config.lr, config.warmup_steps, 1)
         self._optimizer = new_optimizer(self.bank)
         self._last_state = last_state
@@ -97,11 +97,11 @@ class CartridgeTrainer:
         self._keep()
         return self.version
 
-    def step(self, samples: Sequence[Sample], teacher: Teacher, version: int) -> StepResult:
+    def step(self, samples: Sequence[Sample], teacher: Teacher, version: int) -> TrainStepOutput:
         """`step_on` the samples of document distillation alone."""
         return self.step_on(Batch(doc=samples, doc_teacher=teacher), version)
 
-    def step_on(self, batch: Batch, version: int) -> StepResult:
+    def step_on(self, batch: Batch, version: int) -> TrainStepOutput:
         """One optimiser step on `version`, which must be the current one; makes the next."""
         if version == self.version - 1 and self._last is not None:
             return self._last  # done, and its answer was lost
@@ -213,7 +213,7 @@ class CartridgeTrainer:
             "version": self.version,
             "arm": self._arm,
             "step": self._step,
-            "last": None if self._last is None else asdict(self._last),
+            "last": None if self._last is None else _told(self._last),
             "steps": self._schedule.steps,
             "warmup_steps": self._schedule.warmup_steps,
             "base_hash": self._base_hash,
@@ -259,10 +259,16 @@ class CartridgeTrainer:
         if moments:
             self._optimizer.state[self.bank.trainable] = moments
         self.version, self._arm, self._step = facts["version"], facts["arm"], facts["step"]
-        self._last = None if facts["last"] is None else StepResult(**facts["last"])
+        last = facts["last"]
+        self._last = last and TrainStepOutput(0.0, self.version, **last)
         self._schedule = Schedule(self.config.lr, facts["warmup_steps"], facts["steps"])
         self._snapshots = {
             int(k.removeprefix(SNAPSHOT)): v.clone()
             for k, v in tensors.items()
             if k.startswith(SNAPSHOT)
         }
+
+
+def _told(output: TrainStepOutput) -> dict[str, Any]:
+    """What a step found, JSON-able: without the time it took, and its version, kept beside it."""
+    return {k: v for k, v in asdict(output).items() if k not in ("compute_seconds", "version")}

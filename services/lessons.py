@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from protocols.channels import Lesson, ScoredPart, hinted
 from protocols.errors import PlaneError, RunError
-from protocols.types import LookUps, Sample, Scored, Stepped
+from protocols.types import LookUps, Sample, Scored, TrainStepOutput
 from services.loop import Judged
 from services.packing import packed_bytes
 from services.pool import gather
@@ -130,7 +130,7 @@ class Lessons:
 
     async def train(
         self, stem: str, lesson: Lesson, version: int, meanwhile: Callable[[], None]
-    ) -> Stepped:
+    ) -> TrainStepOutput:
         """One step of the trainer on `version`. `meanwhile` is done while it works."""
         while True:
             call = self._mesh.pools["trainer"].route("step", lesson, version)
@@ -138,7 +138,7 @@ class Lessons:
             await asyncio.sleep(0.001)  # the call goes out first; then there is time to spare
             meanwhile()
             try:
-                stepped: Stepped = await training
+                stepped: TrainStepOutput = await training
                 break
             except PlaneError as error:
                 await self._mesh.replaced(self._scored_in, error)

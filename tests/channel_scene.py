@@ -14,10 +14,10 @@ from learning.batch import Batch
 from learning.cartridge import CartridgeBank, first_tokens
 from learning.losses.objective import Objective
 from learning.scoring import response_logprobs, score, score_over, with_references
-from learning.step import StepResult, new_optimizer, train_step
+from learning.step import new_optimizer, train_step
 from learning.teacher_logprobs import Teacher
 from protocols.channels import PreferencePair, RLSample, SDPOItem, hinted
-from protocols.types import Sample, Sampling
+from protocols.types import Sample, Sampling, TrainStepOutput
 
 if TYPE_CHECKING:
     from tests.learning.conftest import Twin
@@ -107,7 +107,7 @@ def scene(twin: Twin, bank: CartridgeBank, seed: int = 0, version: int = 0) -> B
 
 @dataclass(frozen=True)
 class Done:
-    result: StepResult
+    result: TrainStepOutput
     gradient: Tensor | None
     trained: Tensor
 

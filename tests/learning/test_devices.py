@@ -23,11 +23,10 @@ from learning.engine import TorchEngine
 from learning.losses.sdpo import SDPO
 from learning.model import base_hash, document_kv
 from learning.scoring import score_kept, with_references
-from learning.step import StepResult
 from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer, TrainerConfig
 from protocols.errors import SpecError
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TrainStepOutput
 from services.packing import pack, unpack
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ def trainer_of(
     return CartridgeTrainer(twin.model, bank, config, last_state)
 
 
-def same(one: StepResult, other: StepResult) -> None:
+def same(one: TrainStepOutput, other: TrainStepOutput) -> None:
     assert one.tokens == other.tokens
     assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
     assert one.terms.keys() == other.terms.keys()

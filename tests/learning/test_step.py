@@ -22,7 +22,6 @@ from learning.scoring import score
 from learning.step import (
     OFFLINE_VERSION,
     Schedule,
-    StepResult,
     check_fresh,
     new_optimizer,
     train_step,
@@ -33,7 +32,7 @@ from protocols.errors import RunError, StaleTokenError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from protocols.types import Sample
+    from protocols.types import Sample, TrainStepOutput
     from tests.learning.conftest import Twin
 
     MakeSamples = Callable[..., list[Sample]]
@@ -62,7 +61,7 @@ def step(
     clip: float = NO_CLIP,
     version: int = 0,
     staleness: int = 0,
-) -> StepResult:
+) -> TrainStepOutput:
     return train_step(
         twin.model,
         bank,

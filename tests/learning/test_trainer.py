@@ -23,8 +23,7 @@ from protocols.errors import CheckpointError, PublishError, StaleTokenError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from learning.step import StepResult
-    from protocols.types import Sample
+    from protocols.types import Sample, TrainStepOutput
     from tests.learning.conftest import Twin
 
     MakeSamples = Callable[..., list[Sample]]
@@ -52,7 +51,7 @@ def batch(twin: Twin, make_samples: MakeSamples, version: int) -> tuple[list[Sam
 
 def advance(
     trainer: CartridgeTrainer, twin: Twin, make_samples: MakeSamples, steps: int
-) -> list[StepResult]:
+) -> list[TrainStepOutput]:
     results = []
     for _ in range(steps):
         v = trainer.version

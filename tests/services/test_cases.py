@@ -20,7 +20,7 @@ from protocols.errors import RunError
 from protocols.learn_spec import LearnSpec
 from protocols.replay import Message
 from protocols.spec_loading import load_spec
-from protocols.types import Completion, GenerateRequest, Stepped
+from protocols.types import Completion, GenerateRequest, TrainStepOutput
 from services.cases import Cases
 from services.loop import Done, Rollout, StepTimes
 
@@ -106,7 +106,7 @@ def sample(cases: Cases, clerk: Clerk, step: int = 0, version: int = 7) -> Rollo
 
 
 def facts(cases: Cases, rollout: Rollout) -> dict[str, float]:
-    done = Done(rollout, Stepped(0.0, terms={"grpo": {"value": 1.0}}), TIMES)
+    done = Done(rollout, TrainStepOutput(0.0, terms={"grpo": {"value": 1.0}}), TIMES)
     found: dict[str, float] = dict(cases.facts(done)["episodes"])
     return found
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from protocols.channels import Lesson, RLSample, SDPOItem, StoredScores
 from protocols.errors import PlaneError, RunError
-from protocols.types import LookUps, Packet, Sample, Sampling, Scored, Stepped, TensorLayout
+from protocols.types import LookUps, Packet, Sample, Sampling, Scored, TensorLayout, TrainStepOutput
 from services.lessons import Lessons
 from services.loop import Judged
 from services.tensors import Tensors
@@ -84,7 +84,7 @@ class Trainer:
     async def ready(self) -> int:
         return 1
 
-    async def step(self, lesson: Lesson, version: int) -> Stepped:
+    async def step(self, lesson: Lesson, version: int) -> TrainStepOutput:
         """Reads the scores into their samples' places."""
         rows: list[Any] = []
         for parts, texts in ((lesson.doc_scores, lesson.doc), (lesson.sdpo_scores, lesson.sdpo)):
@@ -93,7 +93,7 @@ class Trainer:
                 found.update(zip(part.samples, self.plane.get(part.packet), strict=True))
             rows += [found[i] for i in range(len(texts))]
         self.read.append(rows)
-        return Stepped(1.0, version=version + 1)
+        return TrainStepOutput(1.0, version=version + 1)
 
 
 class World:
@@ -129,7 +129,7 @@ class World:
         for part in parts:
             self.lessons.ahead(STEM, 3, "doc_teacher", [sample(i) for i in part])
 
-    async def train(self, judged: Judged) -> Stepped:
+    async def train(self, judged: Judged) -> TrainStepOutput:
         return await self.lessons.train(STEM, judged.lesson, 3, lambda: None)
 
 
