@@ -34,14 +34,15 @@ from learning.prefixes import DocumentCache
 from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer
 from learning.teacher_logprobs import Teacher
-from learning.trainer import CartridgeTrainer, TrainerConfig
+from learning.trainer import CartridgeTrainer
+from protocols.learn_spec import TrainSpec
 from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
 from services.shared_memory import SharedMemoryPlane
 
 MODEL = Path(__file__).parents[1] / "models" / "clinic-reader"
 CARTRIDGE, PROMPT, RESPONSE = 32, 24, 32
 FROZEN = 1
-CONFIG = TrainerConfig(lr=0.2, warmup_steps=0, clip=1.0, row_tokens=256)
+CONFIG = TrainSpec(steps=1, lr=0.2, row_tokens=256)
 PHASES = ("rollout", "teacher", "old log-probabilities", "train", "publish")
 GREEDY = Sampling(temperature=0.0, max_tokens=RESPONSE)
 

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from learning.batch import Batch
 from learning.decoding import generate
 from learning.initial import Source, Start, initial_bank
 from learning.model import document_kv, flush_denormals, load_model, load_tokenizer, text_ids
@@ -20,10 +19,10 @@ from learning.rotation import composed
 from learning.scoring import prefixes_of, score_kept
 from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer
+from protocols.channels import Lesson
 from protocols.learn_spec import LearnSpec
 from protocols.types import GenerateRequest, PrefixRef
 from services.evaluation import measure
-from services.roles import trainer_config
 from services.rollouts import as_rollout
 from services.tasks import Exam, Tasks, read_patients
 
@@ -54,7 +53,10 @@ class Study:
         of = learn.cartridge
         start = Start(of.init, of.tokens, of.frozen, learn.train.seed)
         bank = initial_bank(self._model, sources, start)
-        self._trainer = CartridgeTrainer(self._model, bank, trainer_config(learn))
+        self._trainer = CartridgeTrainer(
+            self._model, bank, learn.train, objective=learn.objective, loss=learn.loss,
+            publish_dtype=learn.model.dtype,
+        )  # fmt: skip
 
     def train(self, steps: int) -> list[float]:
         """doc_kl of every step."""
@@ -71,7 +73,7 @@ class Study:
             scored = score_kept(
                 self._model, samples, prefixes_of(samples, self._cache), learn.train.row_tokens, top
             )
-            batch = Batch(doc=samples, doc_teacher=Teacher(**scored))
+            batch = Lesson(doc=samples, scores={"doc_teacher": Teacher(**scored)})
             kls.append(trainer.step_on(batch, trainer.version).kl)
         return kls
 

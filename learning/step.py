@@ -7,8 +7,7 @@
       -> student forward: the only forward with gradient
       -> teachers' distributions over the same tokens (given), against the student's logits, which
          exist for a chunk of tokens at a time
-      -> one named term for each channel over its own denominator: w_doc * doc_kl + w_rl * grpo
-         + alpha * sdpo + beta * replay_dpo
+      -> one named term for each channel over its own denominator, times its weight
       -> backward into the cartridges alone -> sums over all ranks -> clip -> Adam
 
 Advantages and denominators are those of the whole batch, which every rank is given; so ranks, like
@@ -27,14 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from learning.batch import Batch, places, split
+from learning.batch import prepare
 from learning.batching import check_rows, pack, response_tokens
 from learning.cartridge import CartridgeBank
 from learning.company import prefix_lengths, prefix_name, student_kv
-from learning.losses.objective import Objective, channel_terms, prepare
+from learning.losses.channel import LossChannel
 from learning.losses.terms import Tally
 from learning.ranks import ALONE, Ranks
 from learning.sharding import is_sharded
+from protocols.channels import Lesson
 from protocols.errors import RunError, StaleTokenError
 from protocols.types import Sample, TrainStepOutput
 
@@ -95,8 +95,8 @@ def train_step(
     model: PreTrainedModel,
     bank: CartridgeBank,
     optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    objective: Objective,
+    batch: Lesson,
+    channels: Sequence[LossChannel],
     *,
     lr: float,
     clip: float,
@@ -109,27 +109,34 @@ def train_step(
     recompute_layers: bool = False,
     ranks: Ranks = ALONE,
 ) -> TrainStepOutput:
-    """One update, the same on all `ranks`. Raises StaleTokenError or DataError (nothing trained),
-    RunError for a non-finite loss or ranks that differ.
+    """One update by `channels`, which all weigh something, the same on all `ranks`.
+
+    Raises StaleTokenError or DataError (nothing trained), RunError for a non-finite loss or ranks
+    that differ.
 
     `micro_tokens` bounds the tokens of one forward, `logit_bytes` the logits that exist at a time,
     `recompute_layers` the activations kept to those of one layer: they change no term.
     `compare_gradients` costs one more backward for each channel and changes nothing either.
     """
-    work = prepare(batch, objective, version)
-    stale = check_fresh([*work.batch.doc, *(r.sample for r in work.batch.rl)], version, staleness)
-    check_rows(work.batch.texts, row_tokens)
-    weights = {name: weight for name, weight in objective.weights.items() if weight}
+    prepared = prepare(batch, channels, version)
+    sampled = dict.fromkeys(channel.reads for channel in channels if channel.sampled)
+    stale = check_fresh(prepared.samples(sampled), version, staleness)
+    texts = prepared.samples()
+    check_rows(texts, row_tokens)
+    weights = {channel.name: channel.weight for channel in channels}
+    counts = {channel.name: channel.denominator(batch) for channel in channels}
     tally = Tally(weights)
 
     alone = {name: bank.frozen.shape[4] + bank.trainable.shape[4] for name in bank.names}
-    prefix_tokens = prefix_lengths(work.batch.texts, alone)
+    prefix_tokens = prefix_lengths(texts, alone)
     together = is_sharded(model)  # every pass gathers the base: all ranks make as many
     tokens, fault = 0, ""
     optimizer.zero_grad(set_to_none=True)
-    for part in split(work.batch, micro_tokens, ranks.rank, ranks.world, even=together):
-        where = places(part, work.advantages)
-        packed = pack(where.texts, prefix_tokens, row_tokens, prefix_name).only(where.needed)
+    for part in prepared.split(micro_tokens, ranks.rank, ranks.world, even=together):
+        micro = prepared.micro_batch(
+            part, lambda samples: pack(samples, prefix_tokens, row_tokens, prefix_name)
+        )
+        packed = micro.packed
 
         kv, lengths = student_kv(model, bank, packed.names)
         student = response_tokens(
@@ -141,8 +148,8 @@ def train_step(
             recompute_layers=recompute_layers,
         )
 
-        terms = channel_terms(student, packed.targets, where, part, work, objective)
-        means = {name: term.total / max(work.counts[name], 1) for name, term in terms.items()}
+        terms = {c.name: c.term(student, micro) for c in channels if micro.tokens[c.name].items}
+        means = {name: term.total / max(counts[name], 1) for name, term in terms.items()}
         for name, mean in means.items():
             if not torch.isfinite(mean):
                 fault = fault or (
@@ -167,7 +174,7 @@ def train_step(
     )
     _check_agreement(found)
     tally.merge([one["sums"] for one in found], ranks.add, bank.trainable)
-    if work.batch.texts:
+    if texts:
         if bank.trainable.grad is None:  # all of it is other ranks'
             bank.trainable.grad = torch.zeros_like(bank.trainable)
         ranks.add(bank.trainable.grad)
@@ -175,7 +182,7 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
-    facts = {"grpo": {"excluded": work.excluded}}
+    facts = {channel.name: channel.facts(batch) for channel in channels}
     return TrainStepOutput(
         compute_seconds=0.0,  # whoever calls has a clock
         version=version + 1,
@@ -184,7 +191,7 @@ def train_step(
         lr=lr,
         tokens=sum(one["tokens"] for one in found),
         stale_tokens=stale,
-        terms=tally.terms(work.counts, facts),
+        terms=tally.terms(counts, facts),
         cosines=tally.cosines(),
     )
 

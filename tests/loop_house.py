@@ -61,7 +61,7 @@ class House:
         self.events.append(("score", step))
         await self.work("score", step)
         scores = ScoredPart((0,), Packet(f"scores/{step}", TensorLayout(())))
-        return Judged(0.0, Lesson(doc=tuple(rollout.samples), doc_scores=(scores,)))
+        return Judged(0.0, Lesson(doc=tuple(rollout.samples), scores={"doc_teacher": (scores,)}))
 
     async def train(self, judged: Judged, version: int) -> TrainStepOutput:
         samples, (packet,) = judged.lesson.doc, judged.lesson.packets

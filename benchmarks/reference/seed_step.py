@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from learning.cartridge import CartridgeBank
 from learning.checkpoint import flush
-from learning.losses.doc_kl import DocKL, doc_kl_tokens
+from learning.losses.doc_kl import doc_kl_tokens
 from learning.teacher_logprobs import Teacher, top_k
+from protocols.objective_spec import LossSpec
 from protocols.types import Sample
 
 KEEP_TOP = 20
@@ -98,7 +99,7 @@ def seed_step(
     tokens, total = sum(len(s.response_ids) for s in samples), 0.0
     for s, teacher in zip(samples, teachers, strict=True):
         student = response_logits(model, s, (), bank.kv()[0])
-        loss = doc_kl_tokens(student, teacher, DocKL()).sum() / tokens
+        loss = doc_kl_tokens(student, teacher, LossSpec()).sum() / tokens
         loss.backward()
         total += loss.item()
     norm = torch.nn.utils.clip_grad_norm_([bank.trainable], clip).item()

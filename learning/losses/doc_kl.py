@@ -20,41 +20,69 @@ Sources: Eyuboglu et al. 2025 (cartridges); Agarwal et al. 2024 (generalised JSD
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from learning.losses.channel import LossChannel, check_scores
+from learning.losses.terms import Term
 from learning.teacher_logprobs import Teacher
+from protocols.channels import Lesson
 from protocols.errors import SpecError
+from protocols.objective_spec import LossSpec, ObjectiveSpec
+from protocols.types import Sample
 
-DIRECTIONS = ("forward", "reverse", "jsd", "cross_entropy")
-FORMS = ("tail", "renormalised", "pairs")
+if TYPE_CHECKING:
+    from learning.batch import Item, MicroBatch
+    from learning.projection import Projection
 
 
 @dataclass(frozen=True)
-class DocKL:
-    """Which doc_kl to compute. `beta` is read by "jsd" alone, `form` by top-k teachers alone."""
+class DocKL(LossChannel):
+    """Samples read over their cartridge, against the document teacher's view of the same tokens.
 
-    direction: str = "forward"
-    beta: float = 0.5
-    form: str = "tail"
-    temperature: float = 1.0
+    `batch.scores["doc_teacher"]` is its Teacher over every token that bears a loss.
+    """
 
-    def __post_init__(self) -> None:
-        if self.direction not in DIRECTIONS or self.form not in FORMS:
-            raise SpecError(
-                f"loss.direction must be one of {DIRECTIONS} and loss.form one of {FORMS}: "
-                f"got {self.direction!r}, {self.form!r}"
-            )
-        if self.form == "pairs" and self.direction != "cross_entropy":
-            raise SpecError(
-                "loss.form 'pairs' exists for cross_entropy only (it is no divergence): "
-                f"got direction {self.direction!r}; use form 'tail'"
-            )
+    weight: float
+    spec: LossSpec
+    name: ClassVar[str] = "doc_kl"
+    reads: ClassVar[str] = "doc"
+
+    @classmethod
+    def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> DocKL:
+        return cls(objective.w_doc, loss)
+
+    def samples(self, batch: Lesson) -> list[tuple[Sample, ...]]:
+        return [(sample,) for sample in batch.doc]
+
+    def items(self, batch: Lesson) -> list[Item]:
+        return [
+            (i, [t for t, bears in enumerate(marks) if bears])
+            for i, marks in enumerate(batch.doc_marks)
+        ]
+
+    def check(self, batch: Lesson, version: int) -> None:
+        check_scores(batch, "doc_teacher", sum(map(sum, batch.doc_marks)), needed=True)
+
+    def denominator(self, batch: Lesson) -> int:
+        teacher = batch.scores.get("doc_teacher")
+        return doc_kl_count(teacher, self.spec) if teacher else 0
+
+    def term(self, logits: Projection, micro: MicroBatch) -> Term:
+        tokens = micro.tokens[self.name]
+        teacher = micro.batch.scores["doc_teacher"].rows(tokens.own)
+
+        def distance(chunk: Tensor, of: slice) -> tuple[Tensor, ...]:
+            return (doc_kl_tokens(chunk, teacher.rows(of), self.spec),)
+
+        (kl,) = logits.read(tokens.at, distance)
+        return Term(kl.sum(), doc_kl_count(teacher, self.spec), len(kl))
 
 
-def doc_kl(student: Tensor, teacher: Teacher, spec: DocKL) -> tuple[Tensor, int]:
+def doc_kl(student: Tensor, teacher: Teacher, spec: LossSpec) -> tuple[Tensor, int]:
     """The summed loss and its own denominator: (sum, count); the mean is sum / max(count, 1).
 
     student [N, V] logits with gradient. The denominator is tokens, or (token, k) pairs for the
@@ -63,13 +91,13 @@ def doc_kl(student: Tensor, teacher: Teacher, spec: DocKL) -> tuple[Tensor, int]
     return doc_kl_tokens(student, teacher, spec).sum(), doc_kl_count(teacher, spec)
 
 
-def doc_kl_tokens(student: Tensor, teacher: Teacher, spec: DocKL) -> Tensor:
+def doc_kl_tokens(student: Tensor, teacher: Teacher, spec: LossSpec) -> Tensor:
     """What each token adds to the summed loss, [N]."""
     log_s, log_t = aligned(student, teacher, spec.form, spec.temperature)
     return divergence(log_s, log_t, spec)
 
 
-def doc_kl_count(teacher: Teacher, spec: DocKL) -> int:
+def doc_kl_count(teacher: Teacher, spec: LossSpec) -> int:
     """doc_kl's denominator: known before the student has been asked."""
     if spec.form == "pairs" and teacher.logprobs is not None:
         return teacher.logprobs.numel()
@@ -112,7 +140,7 @@ def aligned(
     return top_s, top_t
 
 
-def divergence(log_s: Tensor, log_t: Tensor, spec: DocKL) -> Tensor:
+def divergence(log_s: Tensor, log_t: Tensor, spec: LossSpec) -> Tensor:
     """The chosen divergence per token [N], from log-probabilities [N, K]."""
     if spec.direction == "forward":
         return _kl(log_t, log_s)
@@ -120,6 +148,7 @@ def divergence(log_s: Tensor, log_t: Tensor, spec: DocKL) -> Tensor:
         return _kl(log_s, log_t)
     if spec.direction == "cross_entropy":
         return -(log_t.exp() * log_s).sum(-1)
+    assert spec.beta is not None, "the section's own rule"
     return jensen_shannon(log_s, log_t, spec.beta)
 
 

@@ -27,88 +27,152 @@ Sources: Shao et al. 2024 (GRPO); Yu et al. 2025 (DAPO: clip-higher, token mean)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from learning.losses.advantages import BASELINES
+from learning.losses.advantages import group_advantages
+from learning.losses.channel import LossChannel, check_scores
 from learning.losses.terms import Term
-from protocols.errors import SpecError
+from protocols.channels import Lesson, RLSample
+from protocols.errors import DataError, StaleTokenError
+from protocols.objective_spec import GrpoSpec, LossSpec, MismatchSpec, ObjectiveSpec
+from protocols.types import Sample
 
-REDUCTIONS = ("grpo", "bnpo", "dr_grpo", "dapo")
+if TYPE_CHECKING:
+    from learning.batch import ChannelTokens, Item, MicroBatch
+    from learning.projection import Projection
+
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a ratio says "wrong", not "how much"
 
 
-@dataclass(frozen=True)
-class Mismatch:
-    """What to do where sampler and trainer disagree on a token's probability.
+class PolicyGradientSpec(GrpoSpec):
+    """The section, and what a run has no data for yet.
 
-    level    "token": each token's own weight; "sequence": their product over the episode
-    mode     "truncate": at most `high`; "mask": nothing above `high`; "band": nothing outside
-             [low, high]
+    `kl` weighs k3, which needs `batch.scores["ref"]`; `distill` is the price of a nat between
+    student and teacher in the advantage, which needs `batch.scores["distill"]`.
     """
 
-    level: str = "token"
-    mode: str = "truncate"
-    high: float = 2.0
-    low: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.level not in ("token", "sequence") or self.mode not in ("truncate", "mask", "band"):
-            raise SpecError(
-                "mismatch.level must be token or sequence and mismatch.mode truncate, mask or "
-                f"band: got {self.level!r}, {self.mode!r}"
-            )
-        if not 0 < self.low <= 1 <= self.high:
-            raise SpecError(
-                "mismatch needs 0 < low <= 1 <= high, or tokens on which sampler and trainer agree "
-                f"would be touched: got low {self.low}, high {self.high}"
-            )
+    kl: float = Field(default=0.0, ge=0)
+    distill: float = Field(default=0.0, ge=0)
 
 
 @dataclass(frozen=True)
-class GRPO:
-    """Which policy gradient. `max_length` (tokens) is read by dr_grpo alone; `kl` weighs k3;
-    `distill` is the price of a nat between student and teacher in the advantage."""
+class GRPO(LossChannel):
+    """Episodes with a reward, compared within their group.
 
-    baseline: str = "grpo"
-    ratio: str = "token"
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float | None = None
-    kl: float = 0.0
-    reduction: str = "dapo"
-    max_length: int | None = None
-    mismatch: Mismatch | None = field(default_factory=Mismatch)
-    distill: float = 0.0
+    `batch.scores` may have "old", "ref" and "distill": log-probabilities of *all* response tokens
+    of all episodes in order (those not trained on are never read), under the version that sampled
+    them (without it: the one being trained), the reference, and the distilling teacher.
+    """
 
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("baseline", BASELINES), ("ratio", ("token", "sequence")), ("reduction", REDUCTIONS)
-        ):  # fmt: skip
-            if getattr(self, name) not in allowed:
-                raise SpecError(
-                    f"grpo.{name} must be one of {allowed}: got {getattr(self, name)!r}"
-                )
-        if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
-            raise SpecError(
-                "grpo.clip_low must be in [0, 1] and clip_high >= 0: got "
-                f"{self.clip_low}, {self.clip_high}"
-            )
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise SpecError(
-                f"grpo.dual_clip must be > 1: got {self.dual_clip}; 3 is the usual choice"
-            )
-        if (self.reduction == "dr_grpo") != (self.max_length is not None):
-            raise SpecError(
-                "grpo.max_length belongs to grpo.reduction dr_grpo, which divides by it: got "
-                f"{self.max_length} with {self.reduction}; set it to rollout.max_tokens, or "
-                "remove it"
-            )
-        if self.kl < 0 or self.distill < 0:
-            raise SpecError(f"grpo.kl and grpo.distill must be >= 0: got {self.kl}, {self.distill}")
+    weight: float
+    spec: PolicyGradientSpec
+    name: ClassVar[str] = "grpo"
+    reads: ClassVar[str] = "rl"
+
+    @classmethod
+    def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> GRPO:
+        return cls(objective.w_rl, PolicyGradientSpec(**dict(objective.grpo)))
+
+    def samples(self, batch: Lesson) -> list[tuple[Sample, ...]]:
+        return episodes_of(batch)
+
+    def items(self, batch: Lesson) -> list[Item]:
+        return [
+            (i, [t for t, own in enumerate(batch.rl[i].trained) if own])
+            for i in self._advantages(batch)
+        ]
+
+    def check(self, batch: Lesson, version: int) -> None:
+        tokens = check_episodes(batch)
+        check_scores(batch, "ref", tokens, needed=self.spec.kl > 0)
+        check_scores(batch, "distill", tokens, needed=self.spec.distill > 0)
+        for i in self._advantages(batch):
+            check_policy(batch, batch.rl[i], version)
+
+    def denominator(self, batch: Lesson) -> int:
+        return grpo_count([sum(batch.rl[i].trained) for i in self._advantages(batch)], self.spec)
+
+    def facts(self, batch: Lesson) -> dict[str, float]:
+        return {"excluded": len(batch.rl) - len(self._advantages(batch))}
+
+    def term(self, logits: Projection, micro: MicroBatch) -> Term:
+        batch, tokens = micro.batch, micro.tokens[self.name]
+        pi = logits.logprobs(tokens.at, tokens.first)
+        old = old_logprobs(pi, batch, tokens)
+        value_of = self._advantages(batch)
+        advantages = pi.new_tensor([value_of[i] for i, own in tokens.items for _ in own])
+        if self.spec.distill:
+            distilling = batch.scores["distill"][tokens.inside].to(pi)
+            advantages = distilled(advantages, old, distilling, self.spec.distill)
+        sampler = [batch.rl[i].sample.sampler_logprobs[t] for i, own in tokens.items for t in own]
+        ref = batch.scores.get("ref")
+        return grpo(
+            pi,
+            old,
+            advantages,
+            [len(own) for _, own in tokens.items],
+            self.spec,
+            sampler=pi.new_tensor(sampler),
+            ref=None if ref is None else ref[tokens.inside].to(pi),
+        )
+
+    def _advantages(self, batch: Lesson) -> dict[int, float]:
+        """By index, of the episodes that can be trained on: with a reward and a token of their own.
+        They are those of the whole batch, whatever the micro-batch."""
+        judged = [i for i, r in enumerate(batch.rl) if r.reward is not None and any(r.trained)]
+        values = group_advantages(
+            [batch.rl[i].reward for i in judged],
+            [batch.rl[i].group for i in judged],
+            self.spec.baseline,
+        )
+        return {i: a for i, a in zip(judged, values, strict=True) if a is not None}
+
+
+def episodes_of(batch: Lesson) -> list[tuple[Sample, ...]]:
+    """Return the set "rl": the batch's episodes."""
+    return [(r.sample,) for r in batch.rl]
+
+
+def check_episodes(batch: Lesson) -> int:
+    """Return how many response tokens the episodes have; raise DataError for two of one id, or
+    `old` that speaks of other tokens."""
+    twice = [i for i, n in Counter(r.sample.id for r in batch.rl).items() if n > 1]
+    if twice:
+        raise DataError(f"the batch has several RL samples of the ids {twice}; ids must be unique")
+    tokens = sum(len(r.trained) for r in batch.rl)
+    check_scores(batch, "old", tokens, needed=False)
+    return tokens
+
+
+def check_policy(batch: Lesson, r: RLSample, version: int) -> None:
+    """Raise DataError, or StaleTokenError, for an episode whose policy's ratio is not known."""
+    s, drawn = r.sample, r.sampling
+    if (drawn.temperature, drawn.top_p, drawn.top_k) != (1.0, 1.0, 0):
+        raise DataError(
+            f"RL sample {s.id} was drawn at temperature {drawn.temperature}, top_p {drawn.top_p}, "
+            f"top_k {drawn.top_k}, which biases the policy's ratio; sample at 1, 1 and 0"
+        )
+    own = {v for v, trained in zip(s.versions, r.trained, strict=True) if trained}
+    if batch.scores.get("old") is None and own != {version}:
+        raise StaleTokenError(
+            f"RL sample {s.id} was sampled by versions {sorted(own)}, and version {version} is "
+            "being trained: give scores of old, the log-probabilities under the versions that "
+            "sampled it (learning.scoring.response_logprobs); nothing was trained on it"
+        )
+
+
+def old_logprobs(pi: Tensor, batch: Lesson, tokens: ChannelTokens) -> Tensor:
+    """Return the log-probabilities under the policy that sampled, without gradient: with one update
+    for each rollout it is the policy itself."""
+    old = batch.scores.get("old")
+    return pi.detach() if old is None else old[tokens.inside].to(pi)
 
 
 def grpo(
@@ -116,7 +180,7 @@ def grpo(
     old: Tensor,
     advantages: Tensor,
     lengths: Sequence[int],
-    spec: GRPO,
+    spec: PolicyGradientSpec,
     *,
     sampler: Tensor | None = None,
     ref: Tensor | None = None,
@@ -159,7 +223,7 @@ def grpo(
     )
 
 
-def grpo_count(lengths: Sequence[int], spec: GRPO) -> int:
+def grpo_count(lengths: Sequence[int], spec: GrpoSpec) -> int:
     """The denominator, known before the student has been asked; adds up over micro-batches."""
     if spec.reduction == "grpo":
         return len(lengths)
@@ -177,7 +241,7 @@ def k3_divergence(pi: Tensor, ref: Tensor) -> Tensor:
 
 
 def mismatch_weight(
-    old: Tensor, sampler: Tensor, lengths: Sequence[int], spec: Mismatch
+    old: Tensor, sampler: Tensor, lengths: Sequence[int], spec: MismatchSpec
 ) -> tuple[Tensor, Tensor]:
     """(weight, 1.0 where it was truncated or masked), [N] each, without gradient."""
     log_weight = (old - sampler).detach()

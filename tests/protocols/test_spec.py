@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from protocols.learn_spec import EvaluateSpec, LearnSpec, LossSpec, TeacherSpec
+from protocols.learn_spec import EvaluateSpec, LearnSpec, TeacherSpec
+from protocols.objective_spec import LossSpec
 from protocols.spec import LEARN_KEYS, MESH_KEYS, MeshSpec, RolesSpec, RunSpec
 
 

@@ -158,7 +158,7 @@ def test_a_lesson_holds_what_its_channels_need(
     rollout = sample(cases, clerk)
     assert facts(cases, rollout)["error/missing_record"] == 30
     lesson = asyncio.run(cases.lesson(rollout, 7))
-    assert (len(lesson.doc), len(lesson.rl), len(lesson.sdpo)) == (doc, rl, sdpo)
+    assert (len(lesson.doc), len(lesson.rl), len(lesson.turns)) == (doc, rl, sdpo)
     assert lesson.pairs == ()
     if doc:
         assert lesson.doc_trained is not None
@@ -166,7 +166,7 @@ def test_a_lesson_holds_what_its_channels_need(
         assert own == [sum(len(t.response_ids) for t in e.turns) for e in rollout.episodes]
     if sdpo:  # the very tokens of the turns, after their contexts with a hint
         turns = [t for e in rollout.episodes for t in e.turns]
-        for read, turn in zip(hinted(lesson.sdpo, lesson.rl), turns, strict=True):
+        for read, turn in zip(hinted(lesson.turns, lesson.rl), turns, strict=True):
             assert read.response_ids == turn.response_ids
             assert len(read.prompt_ids) > len(turn.context_ids)
             assert "the handbook says" in clerk.tokenizer.decode(list(read.prompt_ids))
@@ -222,5 +222,8 @@ def test_what_is_handed_over_is_what_the_lesson_has(sets: tuple[str, ...], able:
 
     rollout = asyncio.run(cases.sample(0, 7, clerk, ended))
     lesson = asyncio.run(cases.lesson(rollout, 7))
-    assert told == {"doc_teacher": list(lesson.doc), "sdpo_teacher": hinted(lesson.sdpo, lesson.rl)}
+    assert told == {
+        "doc_teacher": list(lesson.doc),
+        "sdpo_teacher": hinted(lesson.turns, lesson.rl),
+    }
     assert bool(told["sdpo_teacher"]) == (not able and "objective.alpha=0" not in sets)
