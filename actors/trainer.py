@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,20 @@ import torch
 from monarch.actor import Actor, endpoint
 
 from actors.setup import BaseModel, Place, fresh_key
-from learning.batch import Batch
 from learning.checkpoint import read_checkpoint
 from learning.device import claim_device
 from learning.initial import Source, Start, initial_bank
-from learning.losses import Teacher, joined, of_stored
 from learning.model import document_kv, flush_denormals, load_model, text_ids
 from learning.prefixes import DocumentCache
 from learning.ranks import join
 from learning.sharding import shard_base
-from learning.trainer import CartridgeTrainer, TrainerConfig
+from learning.teacher_logprobs import Teacher, joined, of_stored
+from learning.trainer import CartridgeTrainer
 from protocols.channels import Lesson, ScoredPart, StoredScores
 from protocols.errors import PlaneError
+from protocols.learn_spec import LearnSpec
 from protocols.ports import TensorPlane
-from protocols.types import Snapshot, Stepped
+from protocols.types import Snapshot, TrainStepOutput
 
 
 class TrainerActor(Actor):
@@ -40,7 +41,7 @@ class TrainerActor(Actor):
         self,
         base: BaseModel,
         start: Start,
-        config: TrainerConfig,
+        learn: LearnSpec,
         last_state: str,
         shard: bool = False,
         silent_s: float = 60.0,
@@ -66,7 +67,16 @@ class TrainerActor(Actor):
         vocabulary = partial(text_ids, base.path)
         sources = [Source(n, base.documents[n], cache.get(n), vocabulary) for n in names]
         bank = initial_bank(model, sources, start)
-        self._trainer = CartridgeTrainer(model, bank, config, Path(last_state), self._ranks)
+        self._trainer = CartridgeTrainer(
+            model,
+            bank,
+            learn.train,
+            Path(last_state),
+            objective=learn.objective,
+            loss=learn.loss,
+            publish_dtype=learn.model.dtype,
+            ranks=self._ranks,
+        )
         self._ranks.gather({})
         if self._ranks.leads:
             place.left()
@@ -92,41 +102,31 @@ class TrainerActor(Actor):
         return self._trainer.begin(arm, steps)
 
     @endpoint
-    async def step(self, lesson: Lesson, version: int) -> Stepped:
+    async def step(self, lesson: Lesson, version: int) -> TrainStepOutput:
         """Train `version` on a lesson, with the teachers' scores of the same tokens.
 
         The scores are read off the tensor plane, not deleted. Raises StaleTokenError, RunError.
         """
-        doc_teacher, sdpo_teacher = await self._scores(
-            (lesson.doc_scores, lesson.doc_stored, [len(s.response_ids) for s in lesson.doc]),
-            (lesson.sdpo_scores, (), [item.tokens for item in lesson.sdpo]),
+        read = lesson.read_by
+        stored = {"doc_teacher": lesson.doc_stored}
+        found = await self._scores(
+            *(
+                (
+                    lesson.scores.get(role, ()),
+                    stored.get(role, ()),
+                    [len(s.response_ids) for s in samples],
+                )
+                for role, samples in read.items()
+            )
         )
-        if doc_teacher is not None and lesson.doc_trained is not None:
+        scores = {role: told for role, told in zip(read, found, strict=True) if told is not None}
+        if "doc_teacher" in scores and lesson.doc_trained is not None:
             marks = torch.tensor([m for marks in lesson.doc_trained for m in marks])
-            doc_teacher = doc_teacher.rows(marks.nonzero().flatten())
-        batch = Batch(
-            doc=lesson.doc,
-            doc_trained=lesson.doc_trained,
-            doc_teacher=doc_teacher,
-            rl=lesson.rl,
-            sdpo=lesson.sdpo,
-            sdpo_teacher=sdpo_teacher,
-            pairs=lesson.pairs,
-        )
+            scores["doc_teacher"] = scores["doc_teacher"].rows(marks.nonzero().flatten())
+        batch = replace(lesson, scores=scores)
         begun = time.perf_counter()
-        result = self._trainer.step_on(batch, version)
-        seconds = time.perf_counter() - begun
-        return Stepped(
-            seconds,
-            self._trainer.version,
-            result.kl,
-            result.grad_norm,
-            result.lr,
-            result.tokens,
-            result.stale_tokens,
-            result.terms,
-            result.cosines,
-        )
+        output = self._trainer.step_on(batch, version)
+        return replace(output, compute_seconds=time.perf_counter() - begun)
 
     async def _scores(
         self, *scored: tuple[Sequence[ScoredPart], Sequence[StoredScores], Sequence[int]]

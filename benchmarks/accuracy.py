@@ -32,22 +32,21 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import arguments, provenance, write
-from learning.batch import Batch
 from learning.decoding import generate
 from learning.initial import Source, Start, initial_bank
-from learning.losses import Teacher
 from learning.model import document_kv, flush_denormals, load_model, load_tokenizer, text_ids
 from learning.prefixes import DocumentCache
 from learning.rotation import composed
 from learning.scoring import prefixes_of, score_kept
+from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer
+from protocols.channels import Lesson
 from protocols.intervals import wilson_interval
 from protocols.learn_spec import LearnSpec
 from protocols.sections import Init
 from protocols.spec_loading import load_spec
 from protocols.types import GenerateRequest, PrefixRef, composed_ref
 from services.evaluation import measure
-from services.roles import trainer_config
 from services.rollouts import as_rollout
 from services.tasks import Exam, Tasks, read_patients
 
@@ -85,7 +84,10 @@ class Study:
         of = learn.cartridge
         start = Start(of.init, of.tokens, of.frozen, learn.train.seed)
         bank = initial_bank(self._model, sources, start)
-        self._trainer = CartridgeTrainer(self._model, bank, trainer_config(learn))
+        self._trainer = CartridgeTrainer(
+            self._model, bank, learn.train, objective=learn.objective, loss=learn.loss,
+            publish_dtype=learn.model.dtype,
+        )  # fmt: skip
 
     def train(self, steps: int) -> list[float]:
         """doc_kl of every step."""
@@ -102,7 +104,7 @@ class Study:
             scored = score_kept(
                 self._model, samples, prefixes_of(samples, self._cache), learn.train.row_tokens, top
             )
-            batch = Batch(doc=samples, doc_teacher=Teacher(**scored))
+            batch = Lesson(doc=samples, scores={"doc_teacher": Teacher(**scored)})
             kls.append(trainer.step_on(batch, trainer.version).kl)
         return kls
 

@@ -28,10 +28,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.record import arguments, provenance, write
-from learning.batching import token_logprobs
-from learning.losses import DocKL, Teacher, doc_kl_tokens, top_k
-from learning.projection import Projection, Reader, chunk_tokens
-from learning.sdpo import SDPO, sdpo_tokens
+from learning.losses.doc_kl import doc_kl_tokens
+from learning.losses.sdpo import sdpo_tokens
+from learning.projection import Projection, Reader, chunk_tokens, token_logprobs
+from learning.teacher_logprobs import Teacher, top_k
+from protocols.objective_spec import LossSpec, SdpoSpec
 
 COLUMNS = ("forward_ms", "backward_ms", "tensors_mb", "process_mb", "makes", "differs")
 
@@ -59,7 +60,7 @@ def scene(tokens: int, width: int, vocabulary: int) -> Scene:
 
 def losses(s: Scene) -> dict[str, Reader]:
     """What each loss reads of logits."""
-    doc, hint, old = DocKL(), SDPO(), torch.zeros(len(s.targets))
+    doc, hint, old = LossSpec(), SdpoSpec(), torch.zeros(len(s.targets))
     return {
         "doc_kl, full": lambda z, of: (doc_kl_tokens(z, s.full.rows(of), doc),),
         "doc_kl, top 20 and tail": lambda z, of: (doc_kl_tokens(z, s.top.rows(of), doc),),
@@ -95,7 +96,7 @@ def once(s: Scene, reader: Reader, chunk: int | None) -> tuple[float, float, Ten
     """Seconds forward and backward, and the gradient [N, W]."""
     hidden = s.hidden.clone().requires_grad_()
     begun = time.process_time()
-    projection = Projection(hidden, lambda h: F.linear(h, s.weight), chunk)
+    projection = Projection(hidden, s.targets, lambda h: F.linear(h, s.weight), chunk)
     loss = projection.read(slice(None), reader)[0].mean()
     middle = time.process_time()
     loss.backward()  # type: ignore[no-untyped-call]  # torch's own

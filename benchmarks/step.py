@@ -29,19 +29,20 @@ from benchmarks.record import ROOT, arguments, provenance, write
 from benchmarks.reference.seed_step import KEEP_TOP, Phases, load_plain, seed_step
 from learning.cartridge import CartridgeBank, first_tokens
 from learning.decoding import generate
-from learning.losses import Teacher
 from learning.model import document_kv, flush_denormals, load_model
 from learning.prefixes import DocumentCache
 from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer
-from learning.trainer import CartridgeTrainer, TrainerConfig
+from learning.teacher_logprobs import Teacher
+from learning.trainer import CartridgeTrainer
+from protocols.sections import TrainSpec
 from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
 from services.shared_memory import SharedMemoryPlane
 
 MODEL = ROOT / "models" / "clinic-reader"
 CARTRIDGE, PROMPT, RESPONSE = 32, 24, 32
 FROZEN = 1
-CONFIG = TrainerConfig(lr=0.2, warmup_steps=0, clip=1.0, row_tokens=256)
+CONFIG = TrainSpec(steps=1, lr=0.2, row_tokens=256)
 PHASES = ("rollout", "teacher", "old log-probabilities", "train", "publish")
 GREEDY = Sampling(temperature=0.0, max_tokens=RESPONSE)
 

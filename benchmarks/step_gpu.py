@@ -45,16 +45,18 @@ from forge_run.figures import bytes_text, count_text, seconds_text
 from forge_run.plan import roofline
 from forge_run.plan.roofline import A100, EXPLICIT, H200, Device, Phase, Workload
 from learning.attention import DecodeCache, PrefixContext, register
-from learning.batch import Batch
 from learning.batching import pack, response_logits
 from learning.cartridge import CartridgeBank
-from learning.combined import Objective
 from learning.decoding import generate
-from learning.losses import DocKL, Teacher, doc_kl
+from learning.losses.doc_kl import doc_kl
+from learning.losses.objective import active_channels
 from learning.model import document_kv, flush_denormals, hidden_states, kv_shape
 from learning.prefixes import DocumentCache
 from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer, train_step
+from learning.teacher_logprobs import Teacher
+from protocols.channels import Lesson
+from protocols.objective_spec import LossSpec, ObjectiveSpec
 from protocols.ports import TensorPlane
 from protocols.sections import ShapeSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling
@@ -324,9 +326,11 @@ class Step:
 
     def student(self, teacher: Teacher) -> None:
         train_step(
-            self.model, self.bank, self._optimizer, Batch(doc=self.samples, doc_teacher=teacher),
-            Objective(), lr=1e-3, clip=1.0, row_tokens=self.setting.work.sample_tokens, version=0,
-            staleness=0, micro_tokens=self._micro_tokens,
+            self.model, self.bank, self._optimizer,
+            Lesson(doc=self.samples, scores={"doc_teacher": teacher}),
+            active_channels(ObjectiveSpec()), lr=1e-3, clip=1.0,
+            row_tokens=self.setting.work.sample_tokens, version=0, staleness=0,
+            micro_tokens=self._micro_tokens,
         )  # fmt: skip
 
     async def publish(self) -> None:
@@ -362,7 +366,7 @@ class Step:
         tokens = self.setting.work.sample_tokens
         packed = pack(self.samples, {NAME: self.setting.work.cartridge}, tokens)
         kv = self.bank.kv(packed.names).to(self.model.dtype)
-        total, count = doc_kl(response_logits(self.model, packed, kv), teacher, DocKL())
+        total, count = doc_kl(response_logits(self.model, packed, kv), teacher, LossSpec())
         (total / count).backward()
 
     def counts(self) -> dict[str, Count]:

@@ -16,7 +16,7 @@ from protocols.learn_spec import LearnSpec
 from protocols.sections import ModelSpec, ShapeSpec
 from protocols.serve_spec import ServeSpec
 from protocols.shapes import VALUE_BYTES, model_shape
-from protocols.spec import RoleSpec, RunSpec
+from protocols.spec import MODEL_ROLES, RoleSpec, RunSpec
 
 GIB = 1024**3
 PROCESS_BYTES = 1 * GIB  # an interpreter with torch, transformers and Monarch
@@ -27,7 +27,6 @@ SCORE_BYTES = 256 * 2**20  # of one layer's scores at a time: learning.attention
 SCORE_COPIES = 6  # of a chunk's, float32: scores, joined, weights, and their gradients
 LOSS_COPIES = 3  # of the logits, float32: themselves, their log-softmax and its gradient
 HEADROOM = 1.25  # for what the allocator keeps, and what is not counted
-HOLDS_MODEL = ("generator", "doc_teacher", "sdpo_teacher", "trainer")
 
 
 def body_parameters(shape: ShapeSpec) -> int:
@@ -105,7 +104,7 @@ class Needs:
 def role_needs(spec: RunSpec, name: str, size: ModelSize) -> Needs:
     """What each process of a role holds."""
     learn = spec.learn
-    if name not in HOLDS_MODEL:
+    if name not in MODEL_ROLES:
         return Needs(())
     weights = ("weights", size.weights)
     if name == "generator":

@@ -17,9 +17,9 @@ from cluster.door import door, runs
 from cluster.mesh import MeshFiles, base, instance, provisioning, scaling, space_of
 from cluster.monitoring import monitoring
 from cluster.parts import GPU, IMAGE, Object, Resources, mesh_name
-from cluster.sizing import HOLDS_MODEL, ModelSize
+from cluster.sizing import ModelSize
 from protocols.serve_spec import ServeSpec
-from protocols.spec import RunSpec
+from protocols.spec import MODEL_ROLES, RunSpec
 
 H100 = "NVIDIA-H100-80GB-HBM3"  # as NVIDIA's feature discovery names it, in nvidia.com/gpu.product
 TEACHERS = 8  # replicas of teacher_replay in overlays/teachers: they wait for others' servers
@@ -89,7 +89,7 @@ def gpu_patches(spec: RunSpec) -> list[Object]:
     image = f"{IMAGE}-cuda"
     patches = [_patch(POOL, None, _replace(f"{CONTAINER}/image", image))]
     for name, role in spec.roles:
-        if name in HOLDS_MODEL:
+        if name in MODEL_ROLES:
             gpus = str(role.procs * max(1, role.gpus))
             asked = [
                 _add(f"{CONTAINER}/resources/{kind}/{_escaped(GPU)}", gpus)

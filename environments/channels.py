@@ -1,10 +1,10 @@
 """What the trainer's channels are given of finished episodes. Pure.
 
-rl_samples      a branch of an episode, whole            (grpo)
-turn_samples    a turn after its whole context           (doc_kl)
-sdpo_items      a turn that went wrong, under a hint     (sdpo)
+rl_samples      a branch of an episode, whole, with its reward
+turn_samples    a turn after its whole context
+hinted_turns    a turn that went wrong, under a hint
 replay_states   a state that teachers may be asked about
-training_pair   their preference, in the student's ids   (replay_dpo)
+training_pair   their preference, in the student's ids
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from environments.conversation import Conversation, messages_so_far
 from environments.dialects import Dialect
 from environments.hints import Hints
 from protocols import replay
-from protocols.channels import PreferencePair, RLSample, SDPOItem
+from protocols.channels import HintedTurn, PreferencePair, RLSample
 from protocols.episodes import Episode, Turn
 from protocols.errors import DataError
 from protocols.replay import ReplayState
@@ -55,9 +55,9 @@ def turn_samples(episodes: Sequence[Episode]) -> list[Sample]:
     ]  # fmt: skip
 
 
-async def sdpo_items(
+async def hinted_turns(
     episodes: Sequence[Episode], hints: Hints, conversation: Conversation
-) -> tuple[list[SDPOItem], Counter[str]]:
+) -> tuple[list[HintedTurn], Counter[str]]:
     """The turns that met an error, each under its hint, and how many had to be left out and why.
 
     Beside the reasons of `Hints.hint` there is "empty_turn". An item's sample is the one that
@@ -74,7 +74,7 @@ async def sdpo_items(
             return await hints.hint(e.turns[t].observation, messages, expected_of(e))
 
     found = await asyncio.gather(*(hinted(e, t) for e, t in failed))
-    items: list[SDPOItem] = []
+    items: list[HintedTurn] = []
     left_out: Counter[str] = Counter()
     for (e, t), (hint, why) in zip(failed, found, strict=True):
         turn = e.turns[t]
@@ -84,7 +84,7 @@ async def sdpo_items(
         first = next(u for u in e.turns if u.branch == turn.branch)
         start = len(turn.context_ids) - len(first.context_ids)
         items.append(
-            SDPOItem(
+            HintedTurn(
                 _sample_id(e, turn.branch),
                 start,
                 start + len(turn.response_ids),

@@ -127,7 +127,7 @@ class Conversation:
         if not whole.startswith(asked):
             raise DataError(
                 "the chat template does not write a response after its generation prompt: no text "
-                "can be put in the student's mouth; leave out what needs it (replay_dpo)"
+                "can be put in the student's mouth; leave out what needs it (objective.beta)"
             )
         ids = self._tokenise(whole[len(asked) :])
         end = self._tokenizer.eos_token_id
@@ -146,7 +146,7 @@ class Conversation:
         if not (two.startswith(one) and asked.startswith(one)):
             raise DataError(
                 "the chat template rewrites what stands before a user message: no hint can be "
-                "spliced in; leave out what needs it (sdpo)"
+                "spliced in; leave out what needs it (objective.alpha)"
             )
         return self._tokenise(two[len(one) :]), self._tokenise(asked[len(one) :])
 

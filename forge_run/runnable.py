@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from actors.setup import VLLM_REMEDY, gpus_here, missing_vllm
-from cluster.sizing import HOLDS_MODEL
 from protocols.replay_spec import ReplaySpec, TeacherSpec
-from protocols.spec import RunSpec
+from protocols.spec import MODEL_ROLES, RunSpec
 from protocols.spec_faults import Fault, combined
 from protocols.yaml_lines import Place
 
@@ -60,7 +59,7 @@ def unmet(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> list
                     f"({learn.generator.tensor_parallel}) of them",
                     "make them equal",
                 )
-        elif role.gpus and name not in HOLDS_MODEL:
+        elif role.gpus and name not in MODEL_ROLES:
             cannot(f"roles.{name}.gpus", role.gpus, "cannot run, it has no model there", "use 0")
         elif role.gpus > 1:
             why = "cannot run, a process's model lies on one"

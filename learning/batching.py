@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from learning.attention import PrefixContext
 from learning.model import hidden_states, recomputing
@@ -180,12 +179,7 @@ def response_tokens(
             PrefixContext(kv=kv, lengths=lengths),
         )
     chunk = chunk_tokens(model.config.vocab_size, logit_bytes)
-    return Projection(hidden[packed.row, packed.column], vocabulary(model), chunk)
-
-
-def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-probability [N] of each target [N] under logits [N, V]."""
-    return -F.cross_entropy(logits, targets.to(logits.device), reduction="none")
+    return Projection(hidden[packed.row, packed.column], packed.targets, vocabulary(model), chunk)
 
 
 def stack_prefixes(prefixes: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:

@@ -9,11 +9,12 @@ and no more memory than a few times a chunk's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 LOGIT_BYTES = 4  # float32
@@ -25,14 +26,17 @@ Reader = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Projection:
-    """N tokens' hidden states [N, width]; `project` makes logits [n, V] in float32 of [n, width].
+    """N tokens' hidden states [N, width] and the tokens [N] that they predict; `project` makes
+    logits [n, V] in float32 of [n, width].
 
     `chunk` is the most tokens whose logits exist at a time; None: all of them, made once.
     """
 
     hidden: Tensor
+    targets: Tensor
     project: Callable[[Tensor], Tensor]
     chunk: int | None = None
+    _logprobs: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def logits(self) -> Tensor:
@@ -60,6 +64,25 @@ class Projection:
                 checkpoint(one, hidden[of], of, use_reentrant=False, preserve_rng_state=False)
             )
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+    def logprobs(self, at: slice | Tensor, first: int = 0) -> Tensor:
+        """Return the log-probabilities [n] of the tokens `at`, none of which is before `first`.
+
+        Those of all tokens from `first` on are read at once, for all that ask.
+        """
+        if not any(start <= first for start in self._logprobs):
+            rest = self.targets[first:]
+            (self._logprobs[first],) = self.read(
+                slice(first, None), lambda logits, of: (token_logprobs(logits, rest[of]),)
+            )
+        start = max(start for start in self._logprobs if start <= first)
+        moved = slice(at.start - start, at.stop - start) if isinstance(at, slice) else at - start
+        return self._logprobs[start][moved]
+
+
+def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probability [N] of each target [N] under logits [N, V]."""
+    return -F.cross_entropy(logits, targets.to(logits.device), reduction="none")
 
 
 def chunk_tokens(vocabulary: int, max_bytes: int | None) -> int | None:

@@ -1,7 +1,7 @@
 """Ranks: the processes that train one bank together, each on its share of every batch.
 
     every rank is driven by the same calls with the same arguments, and
-      takes its share of the batch        (`learning.batch.split`)
+      takes its share of the batch        (`learning.batch`)
       gathers what the others counted     two small collectives a step
       adds the cartridges' gradient       one collective a step: the bank is one tensor
       makes the same update               cartridges and moments are replicated, bit for bit

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from learning.batching import pack, response_tokens, stack_prefixes, token_logprobs
-from learning.losses import top_k
+from learning.batching import pack, response_tokens, stack_prefixes
+from learning.losses.dpo import is_stale, summed_by_pair
 from learning.prefixes import DocumentCache
 from learning.projection import Projection
-from learning.replay import is_stale, summed_by_pair
+from learning.teacher_logprobs import top_k
 from protocols.channels import PreferencePair, completions
 from protocols.types import Sample
 
@@ -50,7 +50,7 @@ def score_over(
     row_tokens: int,
 ) -> Tensor:
     """Logits [N, V] (float32) with `prefixes[document]` [L, 2, H_kv, P, D] before each sample."""
-    return _scored(model, samples, prefixes, row_tokens, None)[0].logits
+    return _scored(model, samples, prefixes, row_tokens, None).logits
 
 
 @torch.no_grad()
@@ -62,11 +62,11 @@ def score_kept(
     keep_top: int | None,
 ) -> dict[str, Tensor]:
     """What is sent of the same logits: the top entries of each token, or all for None.
-    `learning.losses.Teacher(**score_kept(...))` reads it. Of top entries' logits LOGIT_BYTES exist
-    at a time."""
+    `learning.teacher_logprobs.Teacher(**score_kept(...))` reads it. Of top entries' logits
+    LOGIT_BYTES exist at a time."""
     if keep_top is None:
         return {"logits": score_over(model, samples, prefixes, row_tokens)}
-    tokens, _ = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES)
+    tokens = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES)
     indices, logprobs = tokens.read(slice(None), lambda logits, of: top_k(logits, keep_top))
     return {"indices": indices, "logprobs": logprobs}
 
@@ -80,8 +80,8 @@ def response_logprobs(
 ) -> Tensor:
     """Log-probability [N] of every response token: a reference's, a distilling teacher's, or the
     student's own under the version that sampled it."""
-    tokens, targets = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES)
-    return tokens.read(slice(None), lambda logits, of: (token_logprobs(logits, targets[of]),))[0]
+    tokens = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES)
+    return tokens.logprobs(slice(0, len(tokens.targets)))
 
 
 def with_references(
@@ -114,8 +114,8 @@ def _scored(
     prefixes: Mapping[str, Tensor],
     row_tokens: int,
     logit_bytes: int | None,
-) -> tuple[Projection, Tensor]:
-    """The response tokens' logits, to be read, and the response tokens [N] themselves."""
+) -> Projection:
+    """The response tokens' logits, to be read."""
     packed = pack(samples, {name: kv.shape[3] for name, kv in prefixes.items()}, row_tokens)
     kv, lengths = stack_prefixes([prefixes[name] for name in packed.names])
-    return response_tokens(model, packed, kv, lengths, logit_bytes=logit_bytes), packed.targets
+    return response_tokens(model, packed, kv, lengths, logit_bytes=logit_bytes)

@@ -7,8 +7,7 @@
       -> student forward: the only forward with gradient
       -> teachers' distributions over the same tokens (given), against the student's logits, which
          exist for a chunk of tokens at a time
-      -> one named term for each channel over its own denominator: w_doc * doc_kl + w_rl * grpo
-         + alpha * sdpo + beta * replay_dpo
+      -> one named term for each channel over its own denominator, times its weight
       -> backward into the cartridges alone -> sums over all ranks -> clip -> Adam
 
 Advantages and denominators are those of the whole batch, which every rank is given; so ranks, like
@@ -21,22 +20,23 @@ rollout needs none), no gradient of the base model, no value function.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from learning.batch import Batch, places, split
+from learning.batch import prepare
 from learning.batching import check_rows, pack, response_tokens
 from learning.cartridge import CartridgeBank
-from learning.combined import Objective, channel_terms, prepare
 from learning.company import prefix_lengths, prefix_name, student_kv
+from learning.losses.channel import LossChannel
+from learning.losses.terms import Tally
 from learning.ranks import ALONE, Ranks
 from learning.sharding import is_sharded
-from learning.terms import Tally
+from protocols.channels import Lesson
 from protocols.errors import RunError, StaleTokenError
-from protocols.types import Sample
+from protocols.types import Sample, TrainStepOutput
 
 if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
     from transformers import PreTrainedModel
@@ -59,28 +59,6 @@ class Schedule:
         rest = max(1, self.steps - self.warmup_steps)
         progress = min(1.0, (step - self.warmup_steps) / rest)
         return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one update did; `grad_norm` is before clipping.
-
-    `tokens` bore a loss, `kl` is doc_kl's value. `terms` has for each channel that weighs
-    something its value, count (denominator), weight, the means of its facts and, where gradients
-    were compared, its own grad_norm: of the value, not of the weighted value.
-
-        {"grpo": {"value": -0.02, "count": 512, "weight": 1.0, "ratio": 1.0, "excluded": 2}}
-
-    `cosines` is between channels' gradients: {"grpo/sdpo": 0.31}.
-    """
-
-    kl: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    stale_tokens: int
-    terms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    cosines: Mapping[str, float] = field(default_factory=dict)
 
 
 def new_optimizer(bank: CartridgeBank) -> torch.optim.Adam:
@@ -117,8 +95,8 @@ def train_step(
     model: PreTrainedModel,
     bank: CartridgeBank,
     optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    objective: Objective,
+    batch: Lesson,
+    channels: Sequence[LossChannel],
     *,
     lr: float,
     clip: float,
@@ -130,28 +108,35 @@ def train_step(
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
     ranks: Ranks = ALONE,
-) -> StepResult:
-    """One update, the same on all `ranks`. Raises StaleTokenError or DataError (nothing trained),
-    RunError for a non-finite loss or ranks that differ.
+) -> TrainStepOutput:
+    """One update by `channels`, which all weigh something, the same on all `ranks`.
+
+    Raises StaleTokenError or DataError (nothing trained), RunError for a non-finite loss or ranks
+    that differ.
 
     `micro_tokens` bounds the tokens of one forward, `logit_bytes` the logits that exist at a time,
     `recompute_layers` the activations kept to those of one layer: they change no term.
     `compare_gradients` costs one more backward for each channel and changes nothing either.
     """
-    work = prepare(batch, objective, version)
-    stale = check_fresh([*work.batch.doc, *(r.sample for r in work.batch.rl)], version, staleness)
-    check_rows(work.batch.texts, row_tokens)
-    weights = {name: weight for name, weight in objective.weights.items() if weight}
+    prepared = prepare(batch, channels, version)
+    sampled = dict.fromkeys(channel.reads for channel in channels if channel.sampled)
+    stale = check_fresh(prepared.samples(sampled), version, staleness)
+    texts = prepared.samples()
+    check_rows(texts, row_tokens)
+    weights = {channel.name: channel.weight for channel in channels}
+    counts = {channel.name: channel.denominator(batch) for channel in channels}
     tally = Tally(weights)
 
     alone = {name: bank.frozen.shape[4] + bank.trainable.shape[4] for name in bank.names}
-    prefix_tokens = prefix_lengths(work.batch.texts, alone)
+    prefix_tokens = prefix_lengths(texts, alone)
     together = is_sharded(model)  # every pass gathers the base: all ranks make as many
     tokens, fault = 0, ""
     optimizer.zero_grad(set_to_none=True)
-    for part in split(work.batch, micro_tokens, ranks.rank, ranks.world, even=together):
-        where = places(part, work.advantages)
-        packed = pack(where.texts, prefix_tokens, row_tokens, prefix_name).only(where.needed)
+    for part in prepared.split(micro_tokens, ranks.rank, ranks.world, even=together):
+        micro = prepared.micro_batch(
+            part, lambda samples: pack(samples, prefix_tokens, row_tokens, prefix_name)
+        )
+        packed = micro.packed
 
         kv, lengths = student_kv(model, bank, packed.names)
         student = response_tokens(
@@ -163,8 +148,8 @@ def train_step(
             recompute_layers=recompute_layers,
         )
 
-        terms = channel_terms(student, packed.targets, where, part, work, objective)
-        means = {name: term.total / max(work.counts[name], 1) for name, term in terms.items()}
+        terms = {c.name: c.term(student, micro) for c in channels if micro.tokens[c.name].items}
+        means = {name: term.total / max(counts[name], 1) for name, term in terms.items()}
         for name, mean in means.items():
             if not torch.isfinite(mean):
                 fault = fault or (
@@ -189,7 +174,7 @@ def train_step(
     )
     _check_agreement(found)
     tally.merge([one["sums"] for one in found], ranks.add, bank.trainable)
-    if work.batch.texts:
+    if texts:
         if bank.trainable.grad is None:  # all of it is other ranks'
             bank.trainable.grad = torch.zeros_like(bank.trainable)
         ranks.add(bank.trainable.grad)
@@ -197,14 +182,16 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
-    facts = {"grpo": {"excluded": work.excluded}}
-    return StepResult(
+    facts = {channel.name: channel.facts(batch) for channel in channels}
+    return TrainStepOutput(
+        compute_seconds=0.0,  # whoever calls has a clock
+        version=version + 1,
         kl=tally.values.get("doc_kl", 0.0),
         grad_norm=norm.item(),
         lr=lr,
         tokens=sum(one["tokens"] for one in found),
         stale_tokens=stale,
-        terms=tally.terms(work.counts, facts),
+        terms=tally.terms(counts, facts),
         cosines=tally.cosines(),
     )
 

@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from learning.batch import Batch
 from learning.cartridge import CartridgeBank
 from learning.checkpoint import Checkpoint, read_state, write_checkpoint, write_state
-from learning.combined import Objective
-from learning.losses import Teacher
+from learning.losses.objective import active_channels
 from learning.model import base_hash
 from learning.ranks import ALONE, Ranks
-from learning.step import Schedule, StepResult, new_optimizer, train_step
+from learning.step import Schedule, new_optimizer, train_step
+from learning.teacher_logprobs import Teacher
+from protocols.channels import Lesson
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
-from protocols.types import Sample
+from protocols.objective_spec import LossSpec, ObjectiveSpec
+from protocols.sections import TrainSpec
+from protocols.types import Sample, TrainStepOutput
 
 if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
     from transformers import PreTrainedModel
 
 SNAPSHOT = "snapshot."
-
-
-@dataclass(frozen=True)
-class TrainerConfig:
-    """What the trainer needs of the learning config; units as in `protocols.spec`."""
-
-    lr: float
-    warmup_steps: int
-    clip: float
-    row_tokens: int
-    staleness: int = 0
-    publish_dtype: str = "float32"
-    keep_checkpoints: int = 2
-    objective: Objective = field(default_factory=Objective)
-    micro_tokens: int | None = None
-    compare_every: int = 0  # steps; 0 never
-    logit_bytes: int | None = None
-    recompute_layers: bool = False
 
 
 class CartridgeTrainer:
@@ -59,14 +43,21 @@ class CartridgeTrainer:
         self,
         model: PreTrainedModel,
         bank: CartridgeBank,
-        config: TrainerConfig,
+        spec: TrainSpec,
         last_state: Path | None = None,
+        *,
+        objective: ObjectiveSpec | None = None,
+        loss: LossSpec | None = None,
+        publish_dtype: str = "float32",
         ranks: Ranks = ALONE,
     ) -> None:
         """`bank` is the untrained one. On several `ranks` each has a trainer of its own, all called
         alike."""
         self.model = model
-        self.config = config
+        self.spec = spec
+        self._objective = objective or ObjectiveSpec()
+        self._loss = loss
+        self._publish_dtype = publish_dtype
         self._ranks = ranks
         self.bank = bank
         for part in (self.bank.frozen, self.bank.trainable.data):
@@ -76,8 +67,8 @@ class CartridgeTrainer:
         self.version = -1
         self._arm = ""
         self._step = 0
-        self._last: StepResult | None = None
-        self._schedule = Schedule(config.lr, config.warmup_steps, 1)
+        self._last: TrainStepOutput | None = None
+        self._schedule = Schedule(spec.lr, spec.warmup_steps, 1)
         self._optimizer = new_optimizer(self.bank)
         self._last_state = last_state
         self._snapshots: dict[int, Tensor] = {}
@@ -90,18 +81,18 @@ class CartridgeTrainer:
             self.bank.trainable.copy_(self._initial)
         self._optimizer = new_optimizer(self.bank)
         self._schedule = Schedule(
-            self.config.lr, min(self.config.warmup_steps, max(1, steps // 2)), steps
+            self.spec.lr, min(self.spec.warmup_steps, max(1, steps // 2)), steps
         )
         self._arm, self._step, self._last = arm, 0, None
         self.version += 1
         self._keep()
         return self.version
 
-    def step(self, samples: Sequence[Sample], teacher: Teacher, version: int) -> StepResult:
+    def step(self, samples: Sequence[Sample], teacher: Teacher, version: int) -> TrainStepOutput:
         """`step_on` the samples of document distillation alone."""
-        return self.step_on(Batch(doc=samples, doc_teacher=teacher), version)
+        return self.step_on(Lesson(doc=tuple(samples), scores={"doc_teacher": teacher}), version)
 
-    def step_on(self, batch: Batch, version: int) -> StepResult:
+    def step_on(self, batch: Lesson, version: int) -> TrainStepOutput:
         """One optimiser step on `version`, which must be the current one; makes the next."""
         if version == self.version - 1 and self._last is not None:
             return self._last  # done, and its answer was lost
@@ -116,16 +107,16 @@ class CartridgeTrainer:
                 self.bank,
                 self._optimizer,
                 batch,
-                self.config.objective.at(self._step),
+                active_channels(self._objective, self._loss, self._step),
                 lr=self._schedule.at(self._step),
-                clip=self.config.clip,
-                row_tokens=self.config.row_tokens,
+                clip=self.spec.clip,
+                row_tokens=self.spec.row_tokens,
                 version=version,
-                staleness=self.config.staleness,
-                micro_tokens=self.config.micro_tokens,
+                staleness=self.spec.staleness,
+                micro_tokens=self._objective.micro_tokens,
                 compare_gradients=self._compares(),
-                logit_bytes=self.config.logit_bytes,
-                recompute_layers=self.config.recompute_layers,
+                logit_bytes=self.spec.logit_chunk_mb * 2**20,
+                recompute_layers=self.spec.recompute_layers,
                 ranks=self._ranks,
             )
         self._step += 1
@@ -135,7 +126,7 @@ class CartridgeTrainer:
         return result
 
     def _compares(self) -> bool:
-        every = self.config.compare_every
+        every = self._objective.compare_every
         return every > 0 and self._step % every == 0
 
     def snapshot(self, version: int) -> tuple[tuple[str, ...], Tensor]:
@@ -144,9 +135,9 @@ class CartridgeTrainer:
         Raises PublishError for any but the current one and the few that were published last.
         """
         if version == self.version and version not in self._snapshots:
-            dtype = getattr(torch, self.config.publish_dtype)
+            dtype = getattr(torch, self._publish_dtype)
             self._snapshots[version] = self.bank.snapshot(dtype)
-            for old in sorted(self._snapshots)[: -(self.config.staleness + 1)]:
+            for old in sorted(self._snapshots)[: -(self.spec.staleness + 1)]:
                 del self._snapshots[old]
         if version not in self._snapshots:
             raise PublishError(
@@ -174,7 +165,7 @@ class CartridgeTrainer:
         if not self._ranks.leads:
             return directory / name
         return write_checkpoint(
-            directory, name, self._state(position), keep=self.config.keep_checkpoints
+            directory, name, self._state(position), keep=self.spec.keep_checkpoints
         )
 
     def recover(self) -> int:
@@ -196,7 +187,7 @@ class CartridgeTrainer:
     def _needed(self) -> list[int]:
         """Published versions before the current one that rollouts under way may be sampled with:
         to be published again, should the tensor plane be lost."""
-        oldest = self.version - self.config.staleness
+        oldest = self.version - self.spec.staleness
         return [v for v in sorted(self._snapshots) if oldest <= v < self.version]
 
     def _state(self, position: dict[str, Any]) -> Checkpoint:
@@ -213,7 +204,7 @@ class CartridgeTrainer:
             "version": self.version,
             "arm": self._arm,
             "step": self._step,
-            "last": None if self._last is None else asdict(self._last),
+            "last": None if self._last is None else _told(self._last),
             "steps": self._schedule.steps,
             "warmup_steps": self._schedule.warmup_steps,
             "base_hash": self._base_hash,
@@ -259,10 +250,16 @@ class CartridgeTrainer:
         if moments:
             self._optimizer.state[self.bank.trainable] = moments
         self.version, self._arm, self._step = facts["version"], facts["arm"], facts["step"]
-        self._last = None if facts["last"] is None else StepResult(**facts["last"])
-        self._schedule = Schedule(self.config.lr, facts["warmup_steps"], facts["steps"])
+        last = facts["last"]
+        self._last = last and TrainStepOutput(0.0, self.version, **last)
+        self._schedule = Schedule(self.spec.lr, facts["warmup_steps"], facts["steps"])
         self._snapshots = {
             int(k.removeprefix(SNAPSHOT)): v.clone()
             for k, v in tensors.items()
             if k.startswith(SNAPSHOT)
         }
+
+
+def _told(output: TrainStepOutput) -> dict[str, Any]:
+    """What a step found, JSON-able: without the time it took, and its version, kept beside it."""
+    return {k: v for k, v in asdict(output).items() if k not in ("compute_seconds", "version")}

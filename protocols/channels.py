@@ -1,10 +1,11 @@
-"""What the trainer learns from beside document distillation: one record for each channel.
+"""What the trainer learns from: the data of all channels in one record, `Lesson`.
 
-    RLSample         an episode with its reward               (grpo)
-    SDPOItem         a turn of an RLSample, read under a hint (sdpo)
-    PreferencePair   a better and a worse completion          (replay_dpo)
-    Lesson           all of one training step, with where its teachers' scores lie (ScoredPart), or
-                     those that were kept with the text (StoredScores)
+    Sample           what the student wrote, read again beside its document
+    RLSample         an episode with its reward
+    HintedTurn       a turn of an RLSample, read under a hint
+    PreferencePair   a better and a worse completion
+    ScoredPart       where a teacher's scores of some of these lie
+    StoredScores     those that were kept with a text
 
 Token ids only: text is never re-tokenised on the way. Every record checks itself when it is made.
 """
@@ -12,10 +13,12 @@ Token ids only: text is never re-tokenised on the way. Every record checks itsel
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from protocols.errors import DataError
+from protocols.spec import HINTED_TEACHER
 from protocols.types import Packet, Sample, Sampling
 
 
@@ -78,10 +81,10 @@ class RLSample:
 
 
 @dataclass(frozen=True)
-class SDPOItem:
+class HintedTurn:
     """One turn that went wrong, to be read again under a hint.
 
-        SDPOItem("desk/3/1", start=0, stop=2, context_ids=(4, 91, 60, 61, 62, 2))
+        HintedTurn("desk/3/1", start=0, stop=2, context_ids=(4, 91, 60, 61, 62, 2))
 
     The turn is `response_ids[start:stop]` of the RLSample with the id `sample`. `context_ids` is
     the teacher's whole context before the turn: the student's (its prompt and response up to
@@ -97,8 +100,8 @@ class SDPOItem:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop or not self.context_ids:
             raise DataError(
-                f"the SDPO item of {self.sample} spans [{self.start}, {self.stop}) after a context "
-                f"of {len(self.context_ids)} tokens; it needs a token at least of each"
+                f"the hinted turn of {self.sample} spans [{self.start}, {self.stop}) after a "
+                f"context of {len(self.context_ids)} tokens; it needs a token at least of each"
             )
 
     @property
@@ -169,29 +172,47 @@ class StoredScores:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What one step trains on. No scores where nothing was scored: no data, or no weight.
+    """What one step trains on: the data of every channel; any may be empty.
 
-    `doc_scores` are the document teacher's over every response token of `doc` but of those samples
-    that `doc_stored` speaks of; those tokens bear a loss that `doc_trained` marks (None: all).
-    `sdpo_scores` are the hinted teacher's over every token of every item's turn. Their parts have
-    each sample, or item, once.
+    doc, doc_trained  samples, and of each the response tokens that bear a loss (None: all)
+    doc_stored        scores that were kept with some of `doc`, which no teacher reads again
+    rl, turns         episodes with ids of their own, and turns of them to be read under a hint
+    pairs             preferences
+    extra             data of further channels, by channel
+    scores            what was scored of all this, by who scored it. A teacher's are ScoredParts on
+                      the way to the trainer, which have each sample of `read_by` once; there they
+                      become its view of every token that bears a loss. Others are log-probabilities
+                      that a channel asks for; see its class.
     """
 
-    doc: tuple[Sample, ...] = ()
-    doc_trained: tuple[tuple[bool, ...], ...] | None = None
-    doc_scores: tuple[ScoredPart, ...] = ()
-    doc_stored: tuple[StoredScores, ...] = ()
-    rl: tuple[RLSample, ...] = ()
-    sdpo: tuple[SDPOItem, ...] = ()
-    sdpo_scores: tuple[ScoredPart, ...] = ()
-    pairs: tuple[PreferencePair, ...] = ()
+    doc: Sequence[Sample] = ()
+    doc_trained: Sequence[tuple[bool, ...]] | None = None
+    doc_stored: Sequence[StoredScores] = ()
+    rl: Sequence[RLSample] = ()
+    turns: Sequence[HintedTurn] = ()
+    pairs: Sequence[PreferencePair] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    scores: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def packets(self) -> tuple[Packet, ...]:
-        return tuple(part.packet for part in (*self.doc_scores, *self.sdpo_scores))
+    def doc_marks(self) -> Sequence[tuple[bool, ...]]:
+        """Of every document's sample, which response tokens bear a loss."""
+        if self.doc_trained is not None:
+            return self.doc_trained
+        return [(True,) * len(s.response_ids) for s in self.doc]
+
+    @property
+    def read_by(self) -> dict[str, Sequence[Sample]]:
+        """Return what each teacher reads, by its role. Raises DataError as `hinted` does."""
+        return {"doc_teacher": self.doc, HINTED_TEACHER: hinted(self.turns, self.rl)}
+
+    @property
+    def packets(self) -> list[Packet]:
+        """Where the teachers' scores lie on the tensor plane."""
+        return [part.packet for parts in self.scores.values() for part in parts]
 
 
-def hinted(items: Sequence[SDPOItem], samples: Sequence[RLSample]) -> list[Sample]:
+def hinted(items: Sequence[HintedTurn], samples: Sequence[RLSample]) -> list[Sample]:
     """Each item's turn as the teacher reads it: the hinted context, then the very same tokens.
 
     Raises DataError for an item whose sample is not there, or whose span is not wholly the
@@ -202,13 +223,13 @@ def hinted(items: Sequence[SDPOItem], samples: Sequence[RLSample]) -> list[Sampl
     for item in items:
         if item.sample not in known:
             raise DataError(
-                f"an SDPO item points to sample {item.sample}, which is not in the batch; "
-                "send an item together with its RL sample"
+                f"a hinted turn points to sample {item.sample}, which is not in the batch; "
+                "send a turn together with its RL sample"
             )
         r = known[item.sample]
         if item.stop > len(r.trained) or not all(r.trained[item.start : item.stop]):
             raise DataError(
-                f"the SDPO item of {item.sample} spans response tokens [{item.start}, "
+                f"the hinted turn of {item.sample} spans response tokens [{item.start}, "
                 f"{item.stop}), which are not all the student's own; a turn ends where a tool "
                 "answers"
             )

@@ -3,7 +3,7 @@
     total = w_doc * doc_kl  +  w_rl * grpo  +  alpha * sdpo  +  beta * replay_dpo
 
 Every weight but w_doc is 0 unless it is given: a channel of weight 0 is left out of the step. What
-the keys do is told by `learning.grpo`, `learning.sdpo` and `learning.replay`.
+the keys do is told by the channel's module in `learning.losses`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,34 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from protocols.environment_spec import EnvironmentSpec
 from protocols.spec_base import Spec, broken
+
+
+class LossSpec(Spec):
+    """doc_kl: student against teacher on the sampled tokens, nats per token."""
+
+    direction: Literal["forward", "reverse", "jsd", "cross_entropy"] = Field(
+        default="forward",
+        description="forward KL(T||S), reverse KL(S||T), jsd between, or -p_T log q_S",
+    )
+    beta: float | None = Field(default=None, gt=0, lt=1, description="the jsd's weight, in (0, 1)")
+    form: Literal["tail", "renormalised", "pairs"] = Field(
+        default="tail",
+        description="what a top-k does with the rest: a tail bucket, renormalise, or nothing and "
+        "a mean over (token, k) pairs as HazyResearch/cartridges does; no matter with top_k full",
+    )
+    temperature: float = Field(default=1.0, gt=0, description="divides both sides' logits")
+
+    @field_validator("beta")
+    @classmethod
+    def _beta_is_of_jsd(cls, value: float | None, info: ValidationInfo) -> float | None:
+        direction = info.data.get("direction")
+        if value is None and direction == "jsd":
+            raise broken("must be given with loss.direction jsd", "set it to 0.5")
+        if value is not None and direction is not None and direction != "jsd":
+            raise broken(
+                "belongs to loss.direction jsd alone", "remove it or set loss.direction: jsd"
+            )
+        return value
 
 
 class MismatchSpec(Spec):
@@ -119,7 +147,7 @@ class DpoSpec(Spec):
 
 
 class ObjectiveSpec(Spec):
-    """Weights and forms of the channels; doc_kl's form is the section `loss`."""
+    """Weights and forms of the channels; doc_kl's form is the section `loss` beside this one."""
 
     w_doc: float = Field(default=1.0, ge=0, description="weight of document distillation")
     w_rl: float = Field(default=0.0, ge=0, description="weight of verifiable rewards")

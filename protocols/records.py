@@ -55,7 +55,7 @@ class MetricRow:
     step's episodes came to:
 
         {"channels": {"grpo": {"value": -0.02, "count": 512, "weight": 1.0}, ...},
-         "cosines": {"grpo/sdpo": 0.31}, "episodes": {"count": 64, "reward": 0.42, "errored": 0}}
+         "cosines": {"doc_kl/grpo": 0.31}, "episodes": {"count": 64, "reward": 0.42, "errored": 0}}
     """
 
     arm: str

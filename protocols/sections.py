@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from protocols.documents_spec import DocumentsSpec, SelfStudySpec
-from protocols.objective_spec import EpisodesSpec, ObjectiveSpec
+from protocols.objective_spec import EpisodesSpec, LossSpec, ObjectiveSpec
 from protocols.replay_spec import ReplaySpec
 from protocols.rsa_spec import RsaSpec
 from protocols.spec_base import AsTuple, Spec, broken, unique
@@ -231,34 +231,6 @@ class TeacherSpec(Spec):
         count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if not count and value != "full":
             raise broken("must be a whole number >= 1 or full", "20 is the usual choice")
-        return value
-
-
-class LossSpec(Spec):
-    """doc_kl: student against teacher on the sampled tokens, nats per token."""
-
-    direction: Literal["forward", "reverse", "jsd", "cross_entropy"] = Field(
-        default="forward",
-        description="forward KL(T||S), reverse KL(S||T), jsd between, or -p_T log q_S",
-    )
-    beta: float | None = Field(default=None, gt=0, lt=1, description="the jsd's weight, in (0, 1)")
-    form: Literal["tail", "renormalised", "pairs"] = Field(
-        default="tail",
-        description="what a top-k does with the rest: a tail bucket, renormalise, or nothing and "
-        "a mean over (token, k) pairs as HazyResearch/cartridges does; no matter with top_k full",
-    )
-    temperature: float = Field(default=1.0, gt=0, description="divides both sides' logits")
-
-    @field_validator("beta")
-    @classmethod
-    def _beta_is_of_jsd(cls, value: float | None, info: ValidationInfo) -> float | None:
-        direction = info.data.get("direction")
-        if value is None and direction == "jsd":
-            raise broken("must be given with loss.direction jsd", "set it to 0.5")
-        if value is not None and direction is not None and direction != "jsd":
-            raise broken(
-                "belongs to loss.direction jsd alone", "remove it or set loss.direction: jsd"
-            )
         return value
 
 

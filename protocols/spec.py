@@ -79,6 +79,12 @@ class RolesSpec(Spec):
     trainer: RoleSpec = Field(default=RoleSpec(), description="optimises the cartridges")
 
 
+HINTED_TEACHER = "sdpo_teacher"
+TEACHERS = ("doc_teacher", HINTED_TEACHER)  # the roles that score what the student wrote
+CARTRIDGE_READERS = ("generator", HINTED_TEACHER)  # those that read with the cartridges
+MODEL_ROLES = ("generator", *TEACHERS, "trainer")  # those that load the model
+
+
 class MeshSpec(Spec):
     """A mesh, `meshes/*.yaml`."""
 

@@ -274,13 +274,18 @@ class Scored(Timed):
 
 
 @dataclass(frozen=True)
-class Stepped(Timed):
+class TrainStepOutput(Timed):
     """What one optimiser step did. `version` is the version that the step produced.
 
-    `kl` is the mean doc_kl per trained token, `tokens` its denominator; `stale_tokens` counts
-    trained tokens whose version was older than the one trained. `terms` and `cosines` are those of
-    `learning.step.StepResult`: each channel's value, denominator and facts, and the angles between
-    their gradients.
+    `kl` is the mean doc_kl per trained token, `grad_norm` that before clipping; `tokens` bore a
+    loss, and `stale_tokens` of those sampled were of an older version than the one trained. `terms`
+    has for each channel that weighs something its value, count (denominator), weight, the means of
+    its facts and, where gradients were compared, its own grad_norm: of the value, not of the
+    weighted value.
+
+        {"grpo": {"value": -0.02, "count": 512, "weight": 1.0, "ratio": 1.0, "excluded": 2}}
+
+    `cosines` is between channels' gradients: {"doc_kl/grpo": 0.31}.
     """
 
     version: int = 0

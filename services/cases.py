@@ -1,8 +1,8 @@
 """Cases: episodes at clinic desks, where a student with tools looks a value up.
 
     step  tasks -> episodes (generator and environment, turn by turn) -> monitors
-          -> Lesson: turns (doc_kl), episodes (grpo), hinted turns (sdpo), pairs of steps before
-             (replay_dpo); the step's own states go to the teachers, and nobody waits for them
+          -> Lesson: turns, episodes, hinted turns, pairs of steps before; the step's own states
+             go to the teachers, and nobody waits for them
 
 A document is a desk's handbook. Every case draws its note and value anew, so that a cartridge can
 learn how the desk works and no answer.
@@ -19,20 +19,21 @@ from typing import Any
 
 from clinic.desk import draw_desk
 from clinic.desk_hints import HINTS
-from environments.channels import replay_states, rl_samples, sdpo_items, turn_samples
+from environments.channels import hinted_turns, replay_states, rl_samples, turn_samples
 from environments.conversation import NO_DOCUMENT, Conversation
 from environments.dialects import DESK
 from environments.hints import Hints
 from environments.monitors import count_flags, flagged
 from environments.rollout import BARE, over_cartridge, run_episodes
 from environments.traces import to_row
-from protocols.channels import Lesson, PreferencePair, SDPOItem, hinted
+from protocols.channels import HintedTurn, Lesson, PreferencePair, hinted
 from protocols.episodes import Episode, Move, Observation, Task
 from protocols.errors import RunError
 from protocols.intervals import wilson_interval
 from protocols.learn_spec import LearnSpec
 from protocols.records import Measured
 from protocols.replay import Message
+from protocols.spec import HINTED_TEACHER
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.course import Ended, Generate, unheard
 from services.loop import Done, Rollout
@@ -178,8 +179,8 @@ class Cases:
         if self._objective.w_doc:
             ended("doc_teacher", [r.sample for r in rl])
         if self._objective.alpha:
-            items, _ = await sdpo_items(episodes, self._hints, self._conversation)
-            ended("sdpo_teacher", hinted(items, rl))
+            items, _ = await hinted_turns(episodes, self._hints, self._conversation)
+            ended(HINTED_TEACHER, hinted(items, rl))
 
     async def _move(self, moves: Sequence[Move]) -> list[Observation]:
         pool = self._mesh.pools["environment"]
@@ -198,9 +199,9 @@ class Cases:
     async def lesson(self, rollout: Rollout, version: int) -> Lesson:
         objective, episodes = self._objective, rollout.episodes
         rl = rl_samples(episodes)
-        items: list[SDPOItem] = []
+        items: list[HintedTurn] = []
         if objective.alpha:
-            items, self._left_out = await sdpo_items(episodes, self._hints, self._conversation)
+            items, self._left_out = await hinted_turns(episodes, self._hints, self._conversation)
         pairs: list[PreferencePair] = []
         if objective.beta:
             preferences = self._asking()
@@ -211,7 +212,7 @@ class Cases:
             doc=tuple(r.sample for r in doc),
             doc_trained=tuple(r.trained for r in doc),
             rl=tuple(rl) if objective.w_rl or objective.alpha else (),
-            sdpo=tuple(items),
+            turns=tuple(items),
             pairs=tuple(pairs),
         )
 

@@ -3,7 +3,7 @@ they are made again.
 
     rollout, part by part -> ahead    \
     doc_teacher.score(doc samples)     | beside one another -> Lesson with packets -> trainer.step
-    sdpo_teacher.score(hinted turns)  /
+    hinted teacher.score(turns)       /
 
 A part is what one pass scores. The rounding of a batched pass hangs on what is in the batch, so
 parts hang on the rollout alone: one scored beside it, after it or again has the same numbers.
@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from protocols.channels import Lesson, ScoredPart, hinted
+from protocols.channels import Lesson, ScoredPart
 from protocols.errors import PlaneError, RunError
-from protocols.types import LookUps, Sample, Scored, Stepped
+from protocols.spec import CARTRIDGE_READERS
+from protocols.types import LookUps, Sample, Scored, TrainStepOutput
 from services.loop import Judged
 from services.packing import packed_bytes
 from services.pool import gather
@@ -86,7 +87,7 @@ class Lessons:
         turns are read with the cartridges of `version`. What was not begun, nor has stored scores,
         is begun now: the document's samples by `parts`, and the rest of each role together."""
         begun = time.perf_counter()
-        texts = {"doc_teacher": lesson.doc, "sdpo_teacher": hinted(lesson.sdpo, lesson.rl)}
+        texts = lesson.read_by
         there = {s.id for part in self._ahead.get(stem, []) for s in part.samples}
         there |= {lesson.doc[stored.sample].id for stored in lesson.doc_stored}
         for role, samples in texts.items():
@@ -105,14 +106,14 @@ class Lessons:
         scored = {role: _in_order(role, texts[role], calls, answers) for role in texts}
         return Judged(
             waited,
-            replace(lesson, doc_scores=scored["doc_teacher"], sdpo_scores=scored["sdpo_teacher"]),
+            replace(lesson, scores=scored),
             busy(spans) - waited,
             sum((answer.scored.documents for answer in answers), LookUps()),
         )
 
     async def _score(self, role: str, stem: str, samples: Sequence[Sample], version: int) -> Answer:
         """One pass of a teacher; again where the plane was lost under it."""
-        of_version = (version,) if role == "sdpo_teacher" else ()
+        of_version = (version,) if role in CARTRIDGE_READERS else ()
         while True:
             life = self._mesh.plane_life
             try:
@@ -130,7 +131,7 @@ class Lessons:
 
     async def train(
         self, stem: str, lesson: Lesson, version: int, meanwhile: Callable[[], None]
-    ) -> Stepped:
+    ) -> TrainStepOutput:
         """One step of the trainer on `version`. `meanwhile` is done while it works."""
         while True:
             call = self._mesh.pools["trainer"].route("step", lesson, version)
@@ -138,7 +139,7 @@ class Lessons:
             await asyncio.sleep(0.001)  # the call goes out first; then there is time to spare
             meanwhile()
             try:
-                stepped: Stepped = await training
+                stepped: TrainStepOutput = await training
                 break
             except PlaneError as error:
                 await self._mesh.replaced(self._scored_in, error)
@@ -153,13 +154,10 @@ class Lessons:
 
     async def _again(self, stem: str, lesson: Lesson, version: int) -> Lesson:
         """Its scores, in the parts in which they were made."""
-        turns = hinted(lesson.sdpo, lesson.rl)
-        for role, scored, texts in [
-            ("doc_teacher", lesson.doc_scores, lesson.doc),
-            ("sdpo_teacher", lesson.sdpo_scores, turns),
-        ]:
+        texts = lesson.read_by
+        for role, scored in lesson.scores.items():
             for part in scored:
-                self.ahead(stem, version, role, [texts[i] for i in part.samples])
+                self.ahead(stem, version, role, [texts[role][i] for i in part.samples])
         return (await self.judge(stem, lesson, version)).lesson
 
     async def close(self) -> None:

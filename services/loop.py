@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from protocols.channels import Lesson
 from protocols.episodes import Episode
-from protocols.types import Completion, LookUps, Sample, Stepped, Timed
+from protocols.types import Completion, LookUps, Sample, Timed, TrainStepOutput
 from services.tasks import Prompt
 
 
@@ -76,12 +76,13 @@ class Ports:
     """What the loop needs of the mesh; plain functions in tests.
 
     sample(step, version) -> Rollout, and begins to score it; score(rollout) -> Judged;
-    train(judged, version) -> Stepped; publish(version) makes a version visible to every generator.
+    train(judged, version) -> TrainStepOutput; publish(version) makes a version visible to every
+    generator.
     """
 
     sample: Callable[[int, int], Awaitable[Rollout]]
     score: Callable[[Rollout], Awaitable[Judged]]
-    train: Callable[[Judged, int], Awaitable[Stepped]]
+    train: Callable[[Judged, int], Awaitable[TrainStepOutput]]
     publish: Callable[[int], Awaitable[None]]
     watch: Callable[[str], None] = field(default=lambda phase: None)
 
@@ -91,7 +92,7 @@ class Done:
     """One finished step, for the record. `hidden` seconds and `documents` are those of `Judged`."""
 
     rollout: Rollout
-    stepped: Stepped
+    stepped: TrainStepOutput
     times: StepTimes
     hidden: float = 0.0
     documents: LookUps = field(default_factory=LookUps)

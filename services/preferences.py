@@ -24,6 +24,7 @@ from protocols.errors import DataError, RunError
 from protocols.objective_spec import DpoSpec
 from protocols.replay import ReplayState, Verdict
 from protocols.replay_spec import ReplaySpec
+from protocols.spec import HINTED_TEACHER
 from replay.prompt import state_hash
 from replay.records import from_row, to_row
 from replay.verdict import pair_of, worth_asking
@@ -92,7 +93,7 @@ class Preferences:
         rest = [h for h in waiting if h not in joining]
         new = [h.pair for h in joining if not h.used]
         if new:
-            referred = await self._pools["sdpo_teacher"].route("references", tuple(new), version)
+            referred = await self._pools[HINTED_TEACHER].route("references", tuple(new), version)
             by_id = {pair.id: pair for pair in referred}
             joining = [replace(h, pair=by_id.get(h.pair.id, h.pair)) for h in joining]
         self.counts["trained"] += len(new)

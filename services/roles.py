@@ -23,18 +23,12 @@ from actors.sdpo_teacher import SDPOTeacherActor
 from actors.setup import BaseModel, NoPlane, warm_up
 from actors.teacher_replay import TeacherReplayActor
 from actors.trainer import TrainerActor
-from learning.combined import Objective
-from learning.grpo import GRPO, Mismatch
 from learning.initial import Start
-from learning.losses import DocKL
-from learning.replay import DPO
-from learning.sdpo import SDPO
-from learning.trainer import TrainerConfig
 from protocols.errors import PlaneError, SpecError
 from protocols.learn_spec import LearnSpec
 from protocols.sections import GeneratorSpec, ModelSpec
 from protocols.service_spec import HealthSpec
-from protocols.spec import RoleSpec, RunSpec
+from protocols.spec import HINTED_TEACHER, MODEL_ROLES, RoleSpec, RunSpec
 from protocols.types import Span
 from services.files import same_files
 from services.hello import versions
@@ -50,7 +44,7 @@ ROLES: dict[str, type[Any]] = {
     "generator": GeneratorActor,
     "generator on vllm": EngineGeneratorActor,
     "doc_teacher": DocTeacherActor,
-    "sdpo_teacher": SDPOTeacherActor,
+    HINTED_TEACHER: SDPOTeacherActor,
     "environment": EnvironmentActor,
     "teacher_replay": TeacherReplayActor,
     "rsa_aggregator": RSAAggregatorActor,
@@ -58,7 +52,6 @@ ROLES: dict[str, type[Any]] = {
 }
 ALONE = ("trainer", "store")  # roles of which there is one
 WRITERS = ("trainer", "teacher_replay")  # roles that write into the run directory
-READERS = ("generator", "doc_teacher", "sdpo_teacher", "trainer")  # roles that load the model
 ANSWER_SECONDS = 2.0  # a heartbeat takes milliseconds
 EVERY_VERSION = 2**31  # a server drops versions by name, whichever were used last
 SERVED_KV_BYTES = 2**20  # of the first token: a server reads no other document
@@ -265,7 +258,7 @@ async def spawn_roles(
 def _check(name: str, spec: RunSpec, directory: RunDirectory) -> Check | None:
     """That another host has the files that the role works with, as this one has them."""
     model = spec.learn.model.path
-    read = [f"{model}/config.json"] if name in READERS and Path(model).is_dir() else []
+    read = [f"{model}/config.json"] if name in MODEL_ROLES and Path(model).is_dir() else []
     return partial(
         same_files,
         role=name,
@@ -312,7 +305,7 @@ def role_arguments(
     top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
     if name == "doc_teacher":
         return (base, learn.train.row_tokens, top)
-    if name == "sdpo_teacher":
+    if name == HINTED_TEACHER:
         return (base, learn.train.row_tokens, top, learn.train.staleness + 2)
     if name == "environment":
         assert learn.episodes is not None
@@ -326,34 +319,4 @@ def role_arguments(
     ranks = (learn.train.shard_base, spec.mesh.call_timeout_s)
     cartridge = learn.cartridge
     start = Start(cartridge.init, cartridge.tokens, cartridge.frozen, learn.train.seed)
-    return (base, start, trainer_config(learn), str(directory.last_state), *ranks)
-
-
-def trainer_config(learn: LearnSpec) -> TrainerConfig:
-    loss, chosen = learn.loss, learn.objective
-    rl = chosen.grpo.model_dump()
-    mismatch = rl.pop("mismatch")
-    return TrainerConfig(
-        lr=learn.train.lr,
-        warmup_steps=learn.train.warmup_steps,
-        clip=learn.train.clip,
-        row_tokens=learn.train.row_tokens,
-        staleness=learn.train.staleness,
-        publish_dtype=learn.model.dtype,
-        keep_checkpoints=learn.train.keep_checkpoints,
-        objective=Objective(
-            w_doc=chosen.w_doc,
-            w_rl=chosen.w_rl,
-            alpha=chosen.alpha,
-            beta=chosen.beta,
-            alpha_warmup_steps=chosen.alpha_warmup_steps,
-            doc=DocKL(loss.direction, loss.beta or 0.5, loss.form, loss.temperature),
-            rl=GRPO(**rl, mismatch=mismatch and Mismatch(**mismatch)),
-            sdpo=SDPO(**chosen.sdpo.model_dump()),
-            replay=DPO(chosen.dpo.variant, chosen.dpo.beta, chosen.dpo.max_reference_age),
-        ),
-        micro_tokens=chosen.micro_tokens,
-        compare_every=chosen.compare_every,
-        logit_bytes=learn.train.logit_chunk_mb * 2**20,
-        recompute_layers=learn.train.recompute_layers,
-    )
+    return (base, start, learn, str(directory.last_state), *ranks)

@@ -13,7 +13,7 @@ from environments.conversation import NO_DOCUMENT
 from protocols.errors import PublishError, RunError
 from protocols.records import Measured, MetricRow, Results, RunOutcome
 from protocols.spec import RunSpec
-from protocols.types import Completion, Generated, GenerateRequest, Stepped
+from protocols.types import Completion, Generated, GenerateRequest, TrainStepOutput
 from services.course import Came, Course
 from services.evaluation import aggregation_gain
 from services.held_probe import HeldProbe
@@ -206,7 +206,7 @@ class Run:
         stem = self._stem(rollout.step)
         return await self._lessons.judge(stem, lesson, version, rollout.parts)
 
-    async def _train(self, judged: Judged, version: int) -> Stepped:
+    async def _train(self, judged: Judged, version: int) -> TrainStepOutput:
         step = version - self._at.first_version
         ahead = step + 1 + self._learn.train.staleness
 

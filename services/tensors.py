@@ -13,12 +13,11 @@ import asyncio
 from collections.abc import Sequence
 
 from protocols.errors import PlaneError, PublishError, RunError
+from protocols.spec import CARTRIDGE_READERS
 from protocols.types import Snapshot
 from services.packing import packed_bytes
 from services.pool import Pool, Update
 from services.roles import Mesh
-
-READERS = ("generator", "sdpo_teacher")  # the roles that read with the cartridges
 
 
 class Tensors:
@@ -79,7 +78,7 @@ class Tensors:
     @property
     def _readers(self) -> list[Pool]:
         pools = self._mesh.pools
-        return [pools[role] for role in READERS if role in pools]
+        return [pools[role] for role in CARTRIDGE_READERS if role in pools]
 
     async def refill(self) -> None:
         """Publish what is published into a plane that replaced the lost one, under new keys.

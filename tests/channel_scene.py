@@ -4,26 +4,51 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from learning.batch import Batch
 from learning.cartridge import CartridgeBank, first_tokens
-from learning.combined import Objective
-from learning.losses import Teacher
+from learning.losses.objective import active_channels
 from learning.scoring import response_logprobs, score, score_over, with_references
-from learning.step import StepResult, new_optimizer, train_step
-from protocols.channels import PreferencePair, RLSample, SDPOItem, hinted
-from protocols.types import Sample, Sampling
+from learning.step import new_optimizer, train_step
+from learning.teacher_logprobs import Teacher
+from protocols.channels import HintedTurn, Lesson, PreferencePair, RLSample, hinted
+from protocols.objective_spec import LossSpec, ObjectiveSpec
+from protocols.sections import TrainSpec
+from protocols.types import Sample, Sampling, TrainStepOutput
 
 if TYPE_CHECKING:
     from tests.learning.conftest import Twin
 
 VOCAB = 97
-ALL = Objective(w_doc=0.7, w_rl=1.3, alpha=0.5, beta=0.9)
+ALL = ObjectiveSpec(w_doc=0.7, w_rl=1.3, alpha=0.5, beta=0.9)
+
+
+def changed(like: ObjectiveSpec, **changes: Any) -> ObjectiveSpec:
+    return like.model_copy(update=changes)
+
+
+def loss_form(
+    direction: str = "forward", beta: float = 0.5, form: str = "tail", temperature: float = 1.0
+) -> LossSpec:
+    """The section unchecked: the betas 0 and 1 too, which a config writes as directions."""
+    return LossSpec.model_construct(
+        direction=direction, beta=beta, form=form, temperature=temperature
+    )
+
+
+def in_chunks(train: TrainSpec, logit_bytes: int) -> TrainSpec:
+    """With chunks of logits far smaller than a config's MiB."""
+    return train.model_copy(update={"logit_chunk_mb": Fraction(logit_bytes, 2**20)})
+
+
+def scored(batch: Lesson, **scores: Any) -> Lesson:
+    """The batch with other scores; None: without."""
+    return replace(batch, scores={**batch.scores, **scores})
 
 
 def ids(draws: random.Random, n: int) -> tuple[int, ...]:
@@ -61,7 +86,7 @@ def bank_of(twin: Twin, names: str = "ab", tokens: int = 8) -> CartridgeBank:
     return first_tokens({name: twin.kv[name] for name in names}, tokens, frozen=1)
 
 
-def scene(twin: Twin, bank: CartridgeBank, seed: int = 0, version: int = 0) -> Batch:
+def scene(twin: Twin, bank: CartridgeBank, seed: int = 0, version: int = 0) -> Lesson:
     """Two documents' samples, six episodes of two tasks (one errored), three hinted turns, two
     pairs; teachers and references scored under the bank as it is."""
     draws = random.Random(seed)
@@ -83,39 +108,42 @@ def scene(twin: Twin, bank: CartridgeBank, seed: int = 0, version: int = 0) -> B
     ]
     given = prefixes(bank)
 
-    def item(i: int, start: int, stop: int) -> SDPOItem:
+    def item(i: int, start: int, stop: int) -> HintedTurn:
         s = rl[i].sample
         context = s.prompt_ids + s.response_ids[:start]
-        return SDPOItem(s.id, start, stop, context[:-1] + ids(draws, 3) + context[-1:])
+        return HintedTurn(s.id, start, stop, context[:-1] + ids(draws, 3) + context[-1:])
 
-    sdpo = [item(2, 4, 5), item(0, 0, 3), item(5, 3, 7)]
+    turns = [item(2, 4, 5), item(0, 0, 3), item(5, 3, 7)]
     pairs = [
         PreferencePair(f"p{i}", name, ids(draws, 4), ids(draws, c), ids(draws, r), 0.0, 0.0, -1)
         for i, (name, c, r) in enumerate([("b", 3, 5), ("a", 4, 2)])
     ]
     older = {name: kv + 0.05 * torch.sin(kv * 99) for name, kv in given.items()}
-    return Batch(
+    return Lesson(
         doc=doc,
-        doc_teacher=Teacher(logits=score(twin.model, doc, twin.cached(), 64)),
         rl=rl,
-        ref=response_logprobs(twin.model, [r.sample for r in rl], older, 64),
-        sdpo=sdpo,
-        sdpo_teacher=Teacher(logits=score_over(twin.model, hinted(sdpo, rl), given, 64)),
+        turns=turns,
         pairs=with_references(twin.model, pairs, older, 64, version, 0),
+        scores={
+            "doc_teacher": Teacher(logits=score(twin.model, doc, twin.cached(), 64)),
+            "ref": response_logprobs(twin.model, [r.sample for r in rl], older, 64),
+            "sdpo_teacher": Teacher(logits=score_over(twin.model, hinted(turns, rl), given, 64)),
+        },
     )
 
 
 @dataclass(frozen=True)
 class Done:
-    result: StepResult
+    result: TrainStepOutput
     gradient: Tensor | None
     trained: Tensor
 
 
 def do(
     twin: Twin,
-    batch: Batch,
-    objective: Objective,
+    batch: Lesson,
+    objective: ObjectiveSpec,
+    loss: LossSpec | None = None,
     *,
     bank: CartridgeBank | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -134,7 +162,7 @@ def do(
         bank,
         optimizer or new_optimizer(bank),
         batch,
-        objective,
+        active_channels(objective, loss),
         lr=0.02,
         clip=1e9,
         row_tokens=row_tokens,

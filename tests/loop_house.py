@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from learning.step import check_fresh
 from protocols.channels import Lesson, ScoredPart
-from protocols.types import Packet, Sample, Stepped, TensorLayout
+from protocols.types import Packet, Sample, TensorLayout, TrainStepOutput
 from services.loop import Done, Judged, OnPolicyLoop, Ports, Rollout
 
 Event = tuple[Any, ...]
@@ -61,9 +61,9 @@ class House:
         self.events.append(("score", step))
         await self.work("score", step)
         scores = ScoredPart((0,), Packet(f"scores/{step}", TensorLayout(())))
-        return Judged(0.0, Lesson(doc=tuple(rollout.samples), doc_scores=(scores,)))
+        return Judged(0.0, Lesson(doc=tuple(rollout.samples), scores={"doc_teacher": (scores,)}))
 
-    async def train(self, judged: Judged, version: int) -> Stepped:
+    async def train(self, judged: Judged, version: int) -> TrainStepOutput:
         samples, (packet,) = judged.lesson.doc, judged.lesson.packets
         step = int(packet.key.removeprefix("scores/"))
         assert samples[0].id == f"{step}/0", "the scores of another step"
@@ -71,7 +71,7 @@ class House:
         self.events.append(("train", step, version))
         await self.work("train", step)
         self.events.append(("trained", step))
-        return Stepped(0.0, version=version + 1, tokens=3, stale_tokens=stale)
+        return TrainStepOutput(0.0, version=version + 1, tokens=3, stale_tokens=stale)
 
     async def publish(self, version: int) -> None:
         await self.work("publish", version)

@@ -20,27 +20,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from channel_scene import ALL, scene
+from channel_scene import ALL, changed, in_chunks, scene
 from safetensors.torch import save_file
 
-from learning.batch import Batch
 from learning.cartridge import first_tokens
 from learning.checkpoint import read_checkpoint
-from learning.grpo import GRPO
-from learning.losses import Teacher
+from learning.losses.grpo import PolicyGradientSpec
 from learning.model import document_kv, load_model
 from learning.projection import LOGIT_BYTES
 from learning.ranks import ALONE, Ranks, join, leave
 from learning.sharding import held_bytes, shard_base
-from learning.trainer import CartridgeTrainer, TrainerConfig
+from learning.teacher_logprobs import Teacher
+from learning.trainer import CartridgeTrainer
+from protocols.channels import Lesson
+from protocols.sections import TrainSpec
 from protocols.types import Sample
 from tests.learning.conftest import Twin, build
 
 READER = Path(__file__).parents[1] / "models/clinic-reader"
-CONFIG = TrainerConfig(
-    lr=0.02, warmup_steps=0, clip=1.0, row_tokens=24, micro_tokens=24,
-    compare_every=1, objective=replace(ALL, rl=GRPO(kl=0.1)),
-)  # fmt: skip
+TRAIN = TrainSpec(steps=6, lr=0.02, row_tokens=24)
+OBJECTIVE = changed(ALL, grpo=PolicyGradientSpec(kl=0.1), micro_tokens=24, compare_every=1)
 STEPS = 6
 SILENT_TIMEOUT_S = 5.0
 
@@ -49,28 +48,28 @@ SILENT_TIMEOUT_S = 5.0
 class House:
     out: Path
     twin: Twin
-    lessons: list[Batch]
+    lessons: list[Lesson]
 
 
-def lessons_of(twin: Twin) -> list[Batch]:
+def lessons_of(twin: Twin) -> list[Lesson]:
     """Uneven batches, the same whoever trains them: all channels; one pair; two documents' samples
     of very different lengths; nothing; all channels again, twice."""
     bank = trainer_of(twin).bank
     whole = [scene(twin, bank, seed=v, version=v) for v in range(STEPS)]
     return [
         whole[0],
-        Batch(pairs=whole[1].pairs[:1]),
-        Batch(doc=whole[2].doc, doc_teacher=whole[2].doc_teacher),
-        Batch(),
+        Lesson(pairs=whole[1].pairs[:1]),
+        Lesson(doc=whole[2].doc, scores={"doc_teacher": whole[2].scores["doc_teacher"]}),
+        Lesson(),
         *whole[4:],
     ]
 
 
 def trainer_of(
-    twin: Twin, config: TrainerConfig = CONFIG, ranks: Ranks = ALONE, **more: Any
+    twin: Twin, train: TrainSpec = TRAIN, ranks: Ranks = ALONE, **more: Any
 ) -> CartridgeTrainer:
     bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
-    return CartridgeTrainer(twin.model, bank, config, ranks=ranks, **more)
+    return CartridgeTrainer(twin.model, bank, train, objective=OBJECTIVE, ranks=ranks, **more)
 
 
 def curve(trainer: CartridgeTrainer, house: House, start: int = 0, stop: int = STEPS) -> list[Any]:
@@ -103,8 +102,8 @@ def sharded(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
     number of one rank's share is moved."""
     model = load_model(str(house.twin.path))
     shard_base(model, ranks)
-    config = replace(CONFIG, logit_bytes=5 * 97 * LOGIT_BYTES, recompute_layers=True)
-    trainer = trainer_of(replace(house.twin, model=model), config, ranks)
+    spec = in_chunks(TRAIN, 5 * 97 * LOGIT_BYTES).model_copy(update={"recompute_layers": True})
+    trainer = trainer_of(replace(house.twin, model=model), spec, ranks)
     trainer.begin("all", STEPS)
     done = told(job, house, trainer, curve(trainer, house))
     done["base_hashes"] = [trainer._base_hash, trainer.base_hash()]
@@ -119,14 +118,16 @@ def tied(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
     """One step of the shipped reader, whose embedding is its projection: whole, and sharded."""
     samples = [Sample(f"s{i}", "p", (7, 8, 9 + i), (11, 12, 13), (), (0,) * 3) for i in range(3)]
     logits = torch.randn(9, 1458, generator=torch.Generator().manual_seed(0))
-    config = replace(CONFIG, micro_tokens=None, logit_bytes=2 * 1458 * LOGIT_BYTES)
+    spec = in_chunks(TRAIN, 2 * 1458 * LOGIT_BYTES)
+    whole = OBJECTIVE.model_copy(update={"micro_tokens": None})
     done = {}
     for name in ("whole", "sharded"):
         model = load_model(str(READER))
         if name == "sharded":
             shard_base(model, ranks)
         kv = document_kv(model, tuple(range(5, 45)))
-        trainer = CartridgeTrainer(model, first_tokens({"p": kv}, 8, 1), config, ranks=ranks)
+        bank = first_tokens({"p": kv}, 8, 1)
+        trainer = CartridgeTrainer(model, bank, spec, objective=whole, ranks=ranks)
         trainer.begin("doc", 3)
         result = trainer.step(samples, Teacher(logits=logits), 0)
         done[name] = {

@@ -6,8 +6,8 @@
     clip, Adam, and the cartridge through a file that is flushed to disk
 
 The model is plain transformers with scaled dot-product attention; the loss is the one of
-`learning.losses`, over the same denominator. What it costs is in the order of the calls: nothing
-is slowed down, and the teacher's logits are made for the response tokens alone.
+`learning.losses.doc_kl`, over the same denominator. What it costs is in the order of the calls:
+nothing is slowed down, and the teacher's logits are made for the response tokens alone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from learning.cartridge import CartridgeBank
-from learning.losses import DocKL, Teacher, doc_kl_tokens, top_k
+from learning.losses.doc_kl import doc_kl_tokens
+from learning.teacher_logprobs import Teacher, top_k
 from protocols.files import flush
+from protocols.objective_spec import LossSpec
 from protocols.types import Sample
 
 KEEP_TOP = 20
@@ -97,7 +99,7 @@ def seed_step(
     tokens, total = sum(len(s.response_ids) for s in samples), 0.0
     for s, teacher in zip(samples, teachers, strict=True):
         student = response_logits(model, s, (), bank.kv()[0])
-        loss = doc_kl_tokens(student, teacher, DocKL()).sum() / tokens
+        loss = doc_kl_tokens(student, teacher, LossSpec()).sum() / tokens
         loss.backward()
         total += loss.item()
     norm = torch.nn.utils.clip_grad_norm_([bank.trainable], clip).item()

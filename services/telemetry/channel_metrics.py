@@ -35,7 +35,7 @@ class ChannelMetrics:
         )  # fmt: skip
         self._clipped = Gauge(
             "forge_channel_clipped_ratio",
-            "Share of a channel's tokens (sdpo: of their outcomes) that its clip held back.",
+            "Share of a channel's tokens, or of their outcomes, that its clip held back.",
             channel, registry=to,
         )  # fmt: skip
         self._reward = Gauge(

@@ -20,7 +20,7 @@ def losses(row: MetricRow) -> dict[str, float]:
 def row_values(row: MetricRow) -> dict[str, float]:
     """`{"loss/doc_kl": 0.431, "optimizer/grad_norm": 0.87, ...}`: one step as the seed decides.
 
-    With episodes there are also "grpo/ratio", "cosine/grpo/sdpo", "episodes/reward" and the like:
+    With episodes there are also "grpo/ratio", "cosine/doc_kl/grpo", "episodes/reward" and the like:
     every fact of the row under its own name.
     """
     values = {f"loss/{channel}": loss for channel, loss in losses(row).items()}

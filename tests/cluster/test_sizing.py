@@ -33,9 +33,9 @@ from forge_run.commands.k8s import model_size
 from learning import attention
 from learning.batching import pack, response_logits
 from learning.cartridge import first_tokens
-from learning.losses import top_k
 from learning.model import document_kv, load_model
 from learning.step import new_optimizer
+from learning.teacher_logprobs import top_k
 from protocols.sections import ShapeSpec
 from protocols.spec_loading import load_spec
 from protocols.types import Sample

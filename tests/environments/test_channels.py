@@ -10,16 +10,16 @@ from episode_house import HANDBOOK, LOST, RIGHT, TEMPLATES, conversation, episod
 
 from clinic.desk_hints import HINTS
 from environments.channels import (
+    hinted_turns,
     replay_states,
     rl_samples,
-    sdpo_items,
     training_pair,
     turn_samples,
 )
 from environments.dialects import DESK
 from environments.hints import Hints
 from protocols import replay
-from protocols.channels import PreferencePair, SDPOItem, hinted
+from protocols.channels import HintedTurn, PreferencePair, hinted
 from protocols.episodes import Episode
 from protocols.replay import Message, ToolCall
 from replay.actions import canonical
@@ -30,8 +30,8 @@ USER, END, ASSISTANT = 4, 2, 5
 
 def items_of(
     episodes: list[Episode], name: str, templates: dict[str, str]
-) -> tuple[list[SDPOItem], Counter[str]]:
-    return asyncio.run(sdpo_items(episodes, Hints(templates), conversation(name)))
+) -> tuple[list[HintedTurn], Counter[str]]:
+    return asyncio.run(hinted_turns(episodes, Hints(templates), conversation(name)))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.advantages import BASELINES, group_advantages
+from learning.losses.advantages import group_advantages
+from protocols.objective_spec import GrpoSpec
+
+BASELINES = get_args(GrpoSpec.model_fields["baseline"].annotation)
 
 
 @pytest.mark.parametrize(

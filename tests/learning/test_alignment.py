@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from channel_scene import loss_form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.batch import Batch
 from learning.batching import Packed, pack, response_logits, stack_prefixes
 from learning.cartridge import CartridgeBank
-from learning.combined import Objective
-from learning.losses import DocKL, Teacher, doc_kl, top_k
+from learning.losses.doc_kl import doc_kl
+from learning.losses.objective import active_channels
 from learning.model import document_kv
 from learning.prefixes import DocumentCache
 from learning.scoring import score
 from learning.step import new_optimizer, train_step
+from learning.teacher_logprobs import Teacher, top_k
+from protocols.channels import Lesson
+from protocols.objective_spec import LossSpec, ObjectiveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,8 +49,8 @@ def student(twin: Twin, packed: Packed) -> Tensor:
     return response_logits(twin.model, packed, *stack_prefixes(cartridges))
 
 
-def per_token(logits: Tensor, teacher: Teacher, spec: DocKL | None = None) -> float:
-    total, count = doc_kl(logits, teacher, spec or DocKL())
+def per_token(logits: Tensor, teacher: Teacher, spec: LossSpec | None = None) -> float:
+    total, count = doc_kl(logits, teacher, spec or loss_form())
     assert count == len(logits)
     return (total / count).item()
 
@@ -77,7 +80,7 @@ def test_doc_kl_is_zero_in_every_order_and_packing(
     k = data.draw(st.sampled_from([0, 1, 5, 97]))
     teacher = Teacher(logits=scored) if k == 0 else Teacher(None, *top_k(scored, k))
     for form in ("tail", "renormalised"):
-        assert abs(per_token(logits, teacher, DocKL(direction, form=form))) < ZERO
+        assert abs(per_token(logits, teacher, loss_form(direction, form=form))) < ZERO
 
 
 def test_a_training_step_on_the_whole_document_has_nothing_to_learn(
@@ -88,12 +91,13 @@ def test_a_training_step_on_the_whole_document_has_nothing_to_learn(
     cache = DocumentCache(lambda ids: document_kv(llama.model, ids), documents, 1 << 30)
     bank = CartridgeBank("ac", torch.stack([cache.get(name) for name in "ac"]), frozen=23)
     samples = make_samples(("c", 4, 7), ("a", 2, 1), ("a", 6, 9))
+    teacher = Teacher(logits=score(llama.model, samples, cache, 15))
     result = train_step(
         llama.model,
         bank,
         new_optimizer(bank),
-        Batch(doc=samples, doc_teacher=Teacher(logits=score(llama.model, samples, cache, 15))),
-        Objective(),
+        Lesson(doc=samples, scores={"doc_teacher": teacher}),
+        active_channels(ObjectiveSpec()),
         lr=0.0,
         clip=1.0,
         row_tokens=32,

@@ -25,7 +25,7 @@ from learning.step import new_optimizer, train_step
 
 if TYPE_CHECKING:
     from learning.cartridge import CartridgeBank
-    from learning.step import StepResult
+    from protocols.types import TrainStepOutput
     from tests.learning.conftest import Twin
 
 SCALE = 0.3
@@ -187,7 +187,7 @@ def test_shapes_that_are_compiled_over_a_run(monkeypatch: pytest.MonkeyPatch) ->
     assert len(shapes) <= 8 * 13 + 8 + 8 * 4 < flex.SHAPES
 
 
-def stepped(twin: Twin, bank: CartridgeBank, model: Any = None) -> StepResult:
+def stepped(twin: Twin, bank: CartridgeBank, model: Any = None) -> TrainStepOutput:
     batch = scene(twin, bank_of(twin))
     return train_step(
         model or twin.model, bank, new_optimizer(bank), batch, ALL, lr=0.01, clip=1.0,

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from channel_scene import ALL, bank_of, do, episode, prefixes, scene
+from channel_scene import ALL, bank_of, changed, do, episode, loss_form, prefixes, scene, scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.advantages import group_advantages
-from learning.batch import Batch
 from learning.batching import pack, response_logits
-from learning.combined import CHANNELS, Objective
-from learning.grpo import GRPO
-from learning.losses import DocKL, Teacher, doc_kl, jensen_shannon
+from learning.losses.advantages import group_advantages
+from learning.losses.doc_kl import doc_kl, jensen_shannon
+from learning.losses.grpo import PolicyGradientSpec
+from learning.losses.objective import CHANNELS, active_channels
 from learning.model import (
     base_hash,
     document_kv,
@@ -31,12 +31,12 @@ from learning.model import (
     load_model,
     load_tokenizer,
 )
-from learning.replay import DPO
 from learning.scoring import response_logprobs, score, score_over
-from learning.sdpo import SDPO
 from learning.step import new_optimizer
-from protocols.channels import RLSample, SDPOItem, hinted
-from protocols.errors import DataError, ForgeError, RunError, SpecError, StaleTokenError
+from learning.teacher_logprobs import Teacher
+from protocols.channels import HintedTurn, Lesson, RLSample, hinted
+from protocols.errors import DataError, ForgeError, RunError, StaleTokenError
+from protocols.objective_spec import DpoSpec, ObjectiveSpec, SdpoSpec
 from protocols.types import Sample, Sampling
 
 if TYPE_CHECKING:
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 
 READER = Path(__file__).parents[2] / "models/clinic-reader"
 WEIGHTS = ("w_doc", "w_rl", "alpha", "beta")
-NONE = Objective(w_doc=0.0)
+NONE = ObjectiveSpec(w_doc=0.0)
 CLOSE = {"rel": 2e-5, "abs": 1e-6}
 
 
-def only(*channels: str, like: Objective = ALL) -> Objective:
+def only(*channels: str, like: ObjectiveSpec = ALL) -> ObjectiveSpec:
     """The objective with only these weights."""
-    return replace(like, **{w: 0.0 for w in WEIGHTS if w not in channels})
+    return changed(like, **{w: 0.0 for w in WEIGHTS if w not in channels})
 
 
-def with_sampler(batch: Batch, offset: float = 0.0) -> Batch:
+def with_sampler(batch: Lesson, offset: float = 0.0) -> Lesson:
     """Every sampler log-probability lowered: exp(offset) is then the mismatch weight's factor."""
     rl = [
         replace(r, sample=replace(r.sample, sampler_logprobs=tuple(
@@ -65,7 +65,7 @@ def with_sampler(batch: Batch, offset: float = 0.0) -> Batch:
 
 
 def by_transformers(
-    twin: Twin, bank: CartridgeBank, batch: Batch, o: Objective
+    twin: Twin, bank: CartridgeBank, batch: Lesson, o: ObjectiveSpec
 ) -> tuple[dict[str, float], Tensor]:
     """The four values and the gradient of their weighted sum, one sample at a time through plain
     transformers, as the formulas are written: no packing, no micro-batches."""
@@ -100,7 +100,7 @@ def by_transformers(
 
     hints, turn_tokens = torch.zeros(()), 0
     by_id = {r.sample.id: r.sample for r in batch.rl}
-    for item in batch.sdpo:
+    for item in batch.turns:
         s = by_id[item.sample]
         turn = s.response_ids[item.start : item.stop]
         with torch.no_grad():
@@ -126,7 +126,8 @@ def by_transformers(
             strict=True,
         )
     )
-    total = sum(o.weights[name] * value for name, value in values.items())
+    weights = dict(zip(CHANNELS, (o.w_doc, o.w_rl, o.alpha, o.beta), strict=True))
+    total = sum(weights[name] * value for name, value in values.items())
     assert isinstance(total, Tensor)
     (gradient,) = torch.autograd.grad(total, trainable)
     return {name: value.item() for name, value in values.items()}, gradient
@@ -135,7 +136,7 @@ def by_transformers(
 def test_every_term_and_the_gradient_equal_transformers(twin: Twin) -> None:
     bank = bank_of(twin)
     batch = scene(twin, bank)
-    objective = replace(ALL, rl=GRPO(mismatch=None), sdpo=SDPO(token_clip=None))
+    objective = changed(ALL, grpo=PolicyGradientSpec(mismatch=None), sdpo=SdpoSpec(token_clip=None))
     values, gradient = by_transformers(twin, bank, batch, objective)
     done = do(twin, batch, objective, bank=bank)
     terms = done.result.terms
@@ -161,11 +162,10 @@ def test_doc_kl_alone_is_bit_for_bit_the_step_written_out(llama: Twin) -> None:
     adam, optimizer = new_optimizer(ours), new_optimizer(bank)
     for seed in range(4):
         full = scene(llama, bank, seed)
-        assert full.doc_teacher is not None
-        done = do(llama, full, Objective(), bank=ours, optimizer=adam)
+        done = do(llama, full, ObjectiveSpec(), bank=ours, optimizer=adam)
         packed = pack(full.doc, {"a": 8, "b": 8}, 24)
         logits = response_logits(llama.model, packed, bank.kv(packed.names))
-        total, count = doc_kl(logits, full.doc_teacher, DocKL())
+        total, count = doc_kl(logits, full.scores["doc_teacher"], loss_form())
         mean = total / max(count, 1)
         optimizer.zero_grad(set_to_none=True)
         mean.backward()  # type: ignore[no-untyped-call]
@@ -203,8 +203,8 @@ def test_alpha_beta_and_w_doc_of_zero_are_bit_for_bit_plain_grpo(llama: Twin) ->
     adam, optimizer = new_optimizer(ours), torch.optim.Adam([bank.trainable], lr=0.02)
     for seed in range(4):
         full = with_sampler(scene(llama, bank, seed), 3.0)
-        spoilt = replace(full, doc_teacher=None, sdpo_teacher=None, pairs=full.pairs * 2)
-        zero = Objective(w_doc=0.0, w_rl=1.0, alpha=0.0, beta=0.0)
+        spoilt = replace(full, scores={}, pairs=full.pairs * 2)
+        zero = ObjectiveSpec(w_doc=0.0, w_rl=1.0, alpha=0.0, beta=0.0)
         done = do(llama, spoilt, zero, bank=ours, optimizer=adam)
         loss = plain_grpo(llama, bank, list(full.rl))
         optimizer.step()
@@ -233,10 +233,10 @@ def test_channels_add_up(llama: Twin) -> None:
 
 
 EMPTY = {
-    "doc_kl": {"doc": (), "doc_teacher": None},
-    "grpo": {"rl": (), "sdpo": (), "sdpo_teacher": None, "ref": None},
-    "sdpo": {"sdpo": (), "sdpo_teacher": None},
-    "replay_dpo": {"pairs": ()},
+    "doc_kl": ({"doc": ()}, {"doc_teacher": None}),
+    "grpo": ({"rl": (), "turns": ()}, {"sdpo_teacher": None, "ref": None}),
+    "sdpo": ({"turns": ()}, {"sdpo_teacher": None}),
+    "replay_dpo": ({"pairs": ()}, {}),
 }
 
 
@@ -245,7 +245,8 @@ def test_an_empty_channel_is_zero_and_changes_nothing(llama: Twin, empty: tuple[
     """Bit for bit the step that never heard of it; an episode's turns go with the episode."""
     batch = scene(llama, bank_of(llama))
     for name in empty:
-        batch = replace(batch, **EMPTY[name])
+        data, scores = EMPTY[name]
+        batch = replace(scored(batch, **scores), **data)
     gone = {*empty, "sdpo"} if "grpo" in empty else {*empty}
     left = [w for c, w in zip(CHANNELS, WEIGHTS, strict=True) if c not in gone]
     done = do(llama, batch, ALL, compare_gradients=True)
@@ -269,7 +270,7 @@ def test_with_nothing_at_all_the_cartridge_stays(llama: Twin, batch: str) -> Non
     full = scene(llama, bank)
     do(llama, full, ALL, bank=bank, optimizer=optimizer)
     before = bank.trainable.detach().clone()
-    none = Batch() if batch == "nothing" else Batch(rl=[r for r in full.rl if r.reward is None])
+    none = Lesson() if batch == "nothing" else Lesson(rl=[r for r in full.rl if r.reward is None])
     done = do(llama, none, ALL, bank=bank, optimizer=optimizer)
     assert torch.equal(bank.trainable, before)
     assert [t["value"] for t in done.result.terms.values()] == [0.0] * 4
@@ -282,7 +283,7 @@ def test_errored_episodes_are_left_out_bit_for_bit(llama: Twin) -> None:
     draws = random.Random(9)
     died = [episode(draws, f"died{i}", [2], None, group) for i, group in enumerate("xyz")]
     silent = replace(episode(draws, "silent", [2], 5.0, "x"), trained=(False, False))
-    more = replace(batch, rl=[died[0], *batch.rl, *died[1:], silent], ref=None)
+    more = replace(scored(batch, ref=None), rl=[died[0], *batch.rl, *died[1:], silent])
     ours, theirs = (do(llama, b, ALL) for b in (more, batch))
     assert torch.equal(ours.trained, theirs.trained)
     assert ours.result.terms["grpo"]["excluded"] == 5
@@ -294,9 +295,9 @@ def test_a_hinted_turn_of_an_errored_episode_is_learnt_from(llama: Twin) -> None
     bank = bank_of(llama)
     batch = scene(llama, bank)
     errored = batch.rl[3].sample
-    item = SDPOItem(errored.id, 0, 2, (*errored.prompt_ids, 50, 51))
+    item = HintedTurn(errored.id, 0, 2, (*errored.prompt_ids, 50, 51))
     teacher = Teacher(logits=score_over(llama.model, hinted([item], batch.rl), prefixes(bank), 64))
-    both = replace(batch, sdpo=[item], sdpo_teacher=teacher)
+    both = replace(scored(batch, sdpo_teacher=teacher), turns=[item])
     done = do(llama, both, only("w_rl", "alpha"))
     assert done.result.terms["sdpo"]["count"] == 2
     assert done.result.terms["sdpo"]["value"] != 0
@@ -312,8 +313,8 @@ def test_micro_batches_and_rows_change_no_term(
 ) -> None:
     batch = with_sampler(scene(llama, bank_of(llama), seed), 3.5)
     reduction = ("grpo", "bnpo", "dr_grpo", "dapo")[seed]
-    rl = GRPO(reduction=reduction, max_length=9 if seed == 2 else None, kl=0.1)
-    objective = replace(ALL, rl=rl)
+    rl = PolicyGradientSpec(reduction=reduction, max_length=9 if seed == 2 else None, kl=0.1)
+    objective = changed(ALL, grpo=rl)
     whole = do(llama, batch, objective, compare_gradients=True)
     parts = do(llama, batch, objective, micro_tokens=micro, row_tokens=rows, compare_gradients=True)
     for name, term in whole.result.terms.items():
@@ -329,20 +330,31 @@ def test_micro_batches_and_rows_change_no_term(
 @given(data=st.data())
 def test_the_order_of_samples_changes_no_term(llama: Twin, data: st.DataObject) -> None:
     batch = scene(llama, bank_of(llama))
-    objective = replace(ALL, rl=GRPO(kl=0.1))
+    objective = changed(ALL, grpo=PolicyGradientSpec(kl=0.1))
     whole = do(llama, batch, objective)
     orders = [
         data.draw(st.permutations(range(len(part)))) for part in (batch.doc, batch.rl, batch.pairs)
     ]
-    shuffled = batch.take(*orders)
-    items = data.draw(st.permutations(range(len(batch.sdpo))))
-    assert batch.sdpo_teacher is not None
-    assert batch.sdpo_teacher.logits is not None
-    pieces = batch.sdpo_teacher.logits.split([item.tokens for item in batch.sdpo])
+    doc, rl, pairs = orders
+    sizes = {"doc_teacher": [5, 3], "ref": [len(r.trained) for r in batch.rl]}
+    order = {"doc_teacher": doc, "ref": rl}
+    rows = {}
+    for name, lengths in sizes.items():
+        begins = [sum(lengths[:i]) for i in range(len(lengths))]
+        rows[name] = torch.tensor([begins[i] + t for i in order[name] for t in range(lengths[i])])
+    items = data.draw(st.permutations(range(len(batch.turns))))
+    pieces = batch.scores["sdpo_teacher"].logits.split([item.tokens for item in batch.turns])
     shuffled = replace(
-        shuffled,
-        sdpo=[batch.sdpo[i] for i in items],
-        sdpo_teacher=Teacher(logits=torch.cat([pieces[i] for i in items])),
+        batch,
+        doc=[batch.doc[i] for i in doc],
+        rl=[batch.rl[i] for i in rl],
+        turns=[batch.turns[i] for i in items],
+        pairs=[batch.pairs[i] for i in pairs],
+        scores={
+            "doc_teacher": batch.scores["doc_teacher"].rows(rows["doc_teacher"]),
+            "ref": batch.scores["ref"][rows["ref"]],
+            "sdpo_teacher": Teacher(logits=torch.cat([pieces[i] for i in items])),
+        },
     )
     done = do(llama, shuffled, objective)
     for name, term in whole.result.terms.items():
@@ -355,10 +367,10 @@ def test_sdpo_touches_the_turn_s_tokens_alone(llama: Twin) -> None:
     """What comes after a turn, the reward, the sampler, the trained marks elsewhere: poisoned one
     by one, they change not a bit. The turn's own token does."""
     batch = scene(llama, bank_of(llama))
-    item = batch.sdpo[2]  # the second turn of e5, tokens 3 to 6 of 7
-    batch = replace(batch, sdpo=[replace(item, stop=5)])
-    teacher = score_over(llama.model, hinted(batch.sdpo, batch.rl), prefixes(bank_of(llama)), 64)
-    batch = replace(batch, sdpo_teacher=Teacher(logits=teacher))
+    item = batch.turns[2]  # the second turn of e5, tokens 3 to 6 of 7
+    batch = replace(batch, turns=[replace(item, stop=5)])
+    teacher = score_over(llama.model, hinted(batch.turns, batch.rl), prefixes(bank_of(llama)), 64)
+    batch = scored(batch, sdpo_teacher=Teacher(logits=teacher))
     clean = do(llama, batch, only("alpha"))
     assert clean.result.tokens == 2
 
@@ -382,19 +394,21 @@ def test_sdpo_touches_the_turn_s_tokens_alone(llama: Twin) -> None:
     assert not torch.equal(poisoned(response_ids=(*ids[:3], 90, *ids[4:])), clean.trained)
 
 
-@pytest.mark.parametrize("spec", [SDPO(token_clip=None), SDPO(beta=0.0), SDPO("sampled")])
-def test_without_a_hint_there_is_nothing_to_learn(twin: Twin, spec: SDPO) -> None:
+@pytest.mark.parametrize(
+    "spec", [SdpoSpec(token_clip=None), SdpoSpec(beta=0.0), SdpoSpec(variant="sampled")]
+)
+def test_without_a_hint_there_is_nothing_to_learn(twin: Twin, spec: SdpoSpec) -> None:
     bank = bank_of(twin)
     batch = scene(twin, bank)
     by_id = {r.sample.id: r.sample for r in batch.rl}
     items = [
         replace(i, context_ids=by_id[i.sample].prompt_ids + by_id[i.sample].response_ids[: i.start])
-        for i in batch.sdpo
+        for i in batch.turns
     ]
-    taught = do(twin, batch, replace(only("alpha"), sdpo=spec))
+    taught = do(twin, batch, changed(only("alpha"), sdpo=spec))
     given = Teacher(logits=score_over(twin.model, hinted(items, batch.rl), prefixes(bank), 17))
-    empty = replace(batch, sdpo=items, sdpo_teacher=given)
-    done = do(twin, empty, replace(only("alpha"), sdpo=spec))
+    empty = replace(scored(batch, sdpo_teacher=given), turns=items)
+    done = do(twin, empty, changed(only("alpha"), sdpo=spec))
     assert abs(done.result.terms["sdpo"]["value"]) < 1e-5
     assert abs(taught.result.terms["sdpo"]["value"]) > 0.01
     assert done.result.grad_norm < 1e-4 < taught.result.grad_norm
@@ -409,9 +423,9 @@ def test_the_sampled_variant_scores_the_turn_s_own_tokens(twin: Twin, old_is_giv
     kv, by_id = prefixes(bank), {r.sample.id: r.sample for r in batch.rl}
     if old_is_given:
         own = response_logprobs(twin.model, [r.sample for r in batch.rl], kv, 64)
-        batch = replace(batch, old=own - 0.3)
+        batch = scored(batch, old=own - 0.3)
     losses = []
-    for item in batch.sdpo:
+    for item in batch.turns:
         s = by_id[item.sample]
         turn = torch.tensor(s.response_ids[item.start : item.stop])[:, None]
         student = twin.response_logits(s, kv[s.document])[item.start : item.stop]
@@ -419,7 +433,7 @@ def test_the_sampled_variant_scores_the_turn_s_own_tokens(twin: Twin, old_is_giv
         teacher = twin.logits(text, kv[s.document])[len(item.context_ids) - 1 : -1]
         log_s, log_t = (x.log_softmax(-1).gather(-1, turn)[:, 0] for x in (student, teacher))
         losses += ((log_s - log_t) * log_s).tolist()
-    done = do(twin, batch, replace(only("alpha"), sdpo=SDPO("sampled")))
+    done = do(twin, batch, changed(only("alpha"), sdpo=SdpoSpec(variant="sampled")))
     factor = math.exp(0.3) if old_is_given else 1.0
     expected = factor * sum(losses) / 8
     assert abs(expected) > 0.05
@@ -441,10 +455,10 @@ def test_without_a_hint_the_reader_agrees_with_itself() -> None:
     kv = {"p": document_kv(model, (tokenizer.bos_token_id, *chart))[:, :, :, :24]}
 
     def divergence(start: int, given: tuple[int, ...]) -> float:
-        item = SDPOItem("e", start, len(answer), given + question + answer[:start])
+        item = HintedTurn("e", start, len(answer), given + question + answer[:start])
         teacher = score_over(model, hinted([item], rl), kv, 256)
         student = score_over(model, [sample], kv, 256)[start:]
-        total, count = doc_kl(student, Teacher(logits=teacher), DocKL("jsd"))
+        total, count = doc_kl(student, Teacher(logits=teacher), loss_form("jsd"))
         return (total / count).item()
 
     for start in (0, len(answer) // 2):
@@ -460,7 +474,7 @@ def test_gradients_are_compared_without_touching_the_step(llama: Twin) -> None:
     assert plain.result.cosines == {}
     alone = {}
     for name, weight in zip(CHANNELS, WEIGHTS, strict=True):
-        unit = replace(NONE, **{weight: 1.0})
+        unit = changed(NONE, **{weight: 1.0})
         gradient = do(llama, batch, unit).gradient
         assert gradient is not None
         alone[name] = gradient.flatten()
@@ -511,7 +525,7 @@ def test_the_mismatch_weight_comes_from_the_sampler_alone(llama: Twin) -> None:
         for r, p in zip(batch.rl, pieces, strict=True)
     ]
     exact = replace(batch, rl=rl)
-    plain = do(llama, exact, replace(only("w_rl"), rl=GRPO(mismatch=None)))
+    plain = do(llama, exact, changed(only("w_rl"), grpo=PolicyGradientSpec(mismatch=None)))
     agreed, lower = (
         do(llama, exact, only("w_rl")),
         do(llama, with_sampler(exact, 0.1), only("w_rl")),
@@ -531,7 +545,7 @@ def test_older_episodes_need_the_policy_that_sampled_them(llama: Twin) -> None:
     own = response_logprobs(llama.model, samples, prefixes(bank), 64)
     with pytest.raises(StaleTokenError, match=r"e0 was sampled by versions \[4\], and version 5"):
         do(llama, batch, only("w_rl"), version=5, staleness=1)
-    late = replace(batch, old=own - 0.1)
+    late = scored(batch, old=own - 0.1)
     done = do(llama, late, only("w_rl"), bank=bank, version=5, staleness=1)
     assert done.result.terms["grpo"]["ratio"] == pytest.approx(math.exp(0.1), abs=1e-5)
     assert done.result.stale_tokens == 22
@@ -544,28 +558,26 @@ def test_distillation_and_the_reference_reach_the_loss(llama: Twin) -> None:
     rl = [replace(r, reward=1.0, error_kind="") for r in batch.rl]
     own = response_logprobs(llama.model, [r.sample for r in rl], prefixes(bank), 64)
     trained = torch.tensor([own for r in rl for own in r.trained])
-    assert batch.ref is not None
-    batch = replace(batch, rl=rl, distill=own - 2.0)
-    spec = GRPO(mismatch=None, distill=0.25)
-    done = do(llama, batch, replace(only("w_rl"), rl=spec))
+    batch = replace(scored(batch, distill=own - 2.0), rl=rl)
+    spec = PolicyGradientSpec(mismatch=None, distill=0.25)
+    done = do(llama, batch, changed(only("w_rl"), grpo=spec))
     assert done.result.terms["grpo"]["value"] == pytest.approx(0.25 * 2.0 * 1.3 / 1.3, abs=1e-5)
-    d = (batch.ref - own)[trained]
+    d = (batch.scores["ref"] - own)[trained]
     k3 = (d.exp() - d - 1).mean().item()
-    done = do(llama, batch, replace(only("w_rl"), rl=GRPO(mismatch=None, kl=0.5)))
+    done = do(llama, batch, changed(only("w_rl"), grpo=PolicyGradientSpec(mismatch=None, kl=0.5)))
     assert k3 > 1e-3
     assert done.result.terms["grpo"]["k3"] == pytest.approx(k3, rel=1e-3)
     assert done.result.terms["grpo"]["value"] == pytest.approx(0.5 * k3, rel=1e-3)
 
 
 def test_alpha_follows_its_schedule() -> None:
-    objective = replace(ALL, alpha=0.1, alpha_warmup_steps=4)
-    assert [objective.at(step).alpha for step in (0, 1, 4, 9)] == pytest.approx(
-        [0, 0.025, 0.1, 0.1]
-    )
-    assert objective.at(0) == replace(ALL, alpha=0.0)
+    objective = changed(ALL, alpha=0.1, alpha_warmup_steps=4)
+    found = [{c.name: c.weight for c in active_channels(objective, step=s)} for s in (0, 1, 4, 9)]
+    assert [weights.get("sdpo") for weights in found] == [None, pytest.approx(0.025), 0.1, 0.1]
+    assert found[0] == {"doc_kl": 0.7, "grpo": 1.3, "replay_dpo": 0.9}
 
 
-def spoil(batch: Batch, what: str) -> Batch:
+def spoil(batch: Lesson, what: str) -> Lesson:
     first = batch.rl[0]
     if what == "drawn colder":
         colder = replace(first, sampling=Sampling(temperature=0.7))
@@ -577,15 +589,16 @@ def spoil(batch: Batch, what: str) -> Batch:
     if what == "pair of the future":
         return replace(batch, pairs=[replace(batch.pairs[0], ref_version=1)])
     if what == "turn of nobody":
-        return replace(batch, rl=batch.rl[1:], ref=None)
-    assert batch.sdpo_teacher is not None
+        rest = {name: batch.scores[name][len(first.trained) :] for name in ("ref", "distill")}
+        return replace(scored(batch, **rest), rl=batch.rl[1:])
+    hinted_teacher = batch.scores["sdpo_teacher"]
     return {
-        "no teacher": replace(batch, doc_teacher=None),
-        "no hinted teacher": replace(batch, sdpo_teacher=None),
-        "short hinted teacher": replace(batch, sdpo_teacher=batch.sdpo_teacher.rows(slice(0, 7))),
-        "no reference": replace(batch, ref=None),
-        "short reference": replace(batch, ref=torch.zeros(9)),
-        "no distilling teacher": replace(batch, distill=None),
+        "no teacher": scored(batch, doc_teacher=None),
+        "no hinted teacher": scored(batch, sdpo_teacher=None),
+        "short hinted teacher": scored(batch, sdpo_teacher=hinted_teacher.rows(slice(0, 7))),
+        "no reference": scored(batch, ref=None),
+        "short reference": scored(batch, ref=torch.zeros(9)),
+        "no distilling teacher": scored(batch, distill=None),
     }[what]
 
 
@@ -605,7 +618,7 @@ def spoil(batch: Batch, what: str) -> Batch:
             "sdpo_teacher speaks of 7 tokens and its samples have 8",
         ),
         ("no reference", DataError, "the batch has no ref"),
-        ("short reference", DataError, r"batch\.ref speaks of 9 tokens and its samples have 32"),
+        ("short reference", DataError, r"ref speaks of 9 tokens and its samples have 32"),
         ("no distilling teacher", DataError, "the batch has no distill"),
     ],
 )
@@ -614,9 +627,10 @@ def test_what_does_not_fit_trains_nothing(
 ) -> None:
     bank = bank_of(llama)
     batch = scene(llama, bank)
-    assert batch.ref is not None
-    batch = replace(batch, distill=batch.ref)
-    objective = replace(ALL, rl=GRPO(kl=0.1, distill=0.1), replay=DPO(max_reference_age=2))
+    batch = scored(batch, distill=batch.scores["ref"])
+    objective = changed(
+        ALL, grpo=PolicyGradientSpec(kl=0.1, distill=0.1), dpo=DpoSpec(max_reference_age=2)
+    )
     before = bank.trainable.detach().clone()
     do(llama, batch, objective)
     with pytest.raises(error, match=message):
@@ -640,8 +654,8 @@ def test_a_term_that_is_no_number_ends_the_run_before_the_update(
 
 @pytest.mark.parametrize("wrong", [{"w_rl": -1.0}, {"alpha": math.inf}, {"alpha_warmup_steps": -1}])
 def test_weights_are_finite_and_not_negative(wrong: dict[str, float]) -> None:
-    with pytest.raises(SpecError, match="must be finite and >= 0"):
-        Objective(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValidationError):
+        ObjectiveSpec(**wrong)
 
 
 # -- marked tokens of document distillation -----------------------------------------------------
@@ -672,12 +686,15 @@ def test_an_episode_in_one_piece_is_distilled_as_its_turns_one_by_one(
                     )
                 )  # fmt: skip
     teacher = score(llama.model, whole, llama.cached(), 64)
-    in_one = Batch(doc=whole, doc_trained=marks, doc_teacher=Teacher(logits=teacher).rows(own))
-    apart = Batch(
-        doc=turns, doc_teacher=Teacher(logits=score(llama.model, turns, llama.cached(), 64))
+    in_one = Lesson(
+        doc=whole, doc_trained=marks, scores={"doc_teacher": Teacher(logits=teacher).rows(own)}
     )
-    found = do(llama, in_one, Objective(), micro_tokens=micro_tokens)
-    expected = do(llama, apart, Objective())
+    apart = Lesson(
+        doc=turns,
+        scores={"doc_teacher": Teacher(logits=score(llama.model, turns, llama.cached(), 64))},
+    )
+    found = do(llama, in_one, ObjectiveSpec(), micro_tokens=micro_tokens)
+    expected = do(llama, apart, ObjectiveSpec())
     assert found.result.terms["doc_kl"]["count"] == sum(map(sum, marks)) == 24
     assert found.result.kl == pytest.approx(expected.result.kl, **CLOSE)
     assert found.gradient is not None
@@ -701,7 +718,7 @@ def test_channels_over_the_same_episodes_share_their_forward(
     doc, marks = [r.sample for r in rl], [r.trained for r in rl]
     own = torch.tensor([m for trained in marks for m in trained]).nonzero().flatten()
     teacher = Teacher(logits=score(llama.model, doc, llama.cached(), 64)).rows(own)
-    both = Batch(doc=doc, doc_trained=marks, doc_teacher=teacher, rl=rl)
+    both = Lesson(doc=doc, doc_trained=marks, scores={"doc_teacher": teacher}, rl=rl)
     monkeypatch.setattr("learning.batching.hidden_states", counted)
     found = []
     for weights in (("w_doc",), ("w_rl",), ("w_doc", "w_rl")):

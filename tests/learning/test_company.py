@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from learning.batch import Batch
 from learning.batching import pack, response_logits, stack_prefixes
 from learning.cartridge import CartridgeBank, first_tokens
-from learning.combined import Objective
 from learning.company import prefix_lengths, prefix_name, student_kv
-from learning.losses import Teacher
+from learning.losses.objective import active_channels
 from learning.rotation import composed
 from learning.scoring import score
 from learning.step import new_optimizer, train_step
+from learning.teacher_logprobs import Teacher
+from protocols.channels import Lesson
+from protocols.objective_spec import ObjectiveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,8 +56,9 @@ def test_only_the_document_s_own_cartridge_learns(llama: Twin, make_samples: Mak
     teacher = Teacher(logits=score(llama.model, samples, llama.cached(), 40))
     before = bank.trainable.detach().clone()
     result = train_step(
-        llama.model, bank, new_optimizer(bank), Batch(doc=samples, doc_teacher=teacher),
-        Objective(), lr=0.1, clip=1.0, row_tokens=40, version=0, staleness=0,
+        llama.model, bank, new_optimizer(bank),
+        Lesson(doc=samples, scores={"doc_teacher": teacher}),
+        active_channels(ObjectiveSpec()), lr=0.1, clip=1.0, row_tokens=40, version=0, staleness=0,
     )  # fmt: skip
     moved = (bank.trainable.detach() - before).flatten(1).abs().amax(1) > 0
     assert dict(zip(bank.names, moved.tolist(), strict=True)) == {"a": True, "b": False, "c": False}

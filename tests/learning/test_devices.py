@@ -11,33 +11,31 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from channel_scene import ALL, scene
+from channel_scene import ALL, changed, in_chunks, scene
 from elsewhere import Elsewhere, elsewhere
 
-from learning.batch import Batch
 from learning.cartridge import first_tokens
 from learning.checkpoint import read_checkpoint
 from learning.decoding import generate
 from learning.device import claim_device
 from learning.engine import TorchEngine
-from learning.losses import Teacher
 from learning.model import base_hash, document_kv
 from learning.scoring import score_kept, with_references
-from learning.sdpo import SDPO
-from learning.step import StepResult
-from learning.trainer import CartridgeTrainer, TrainerConfig
+from learning.teacher_logprobs import Teacher
+from learning.trainer import CartridgeTrainer
+from protocols.channels import Lesson
 from protocols.errors import SpecError
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from protocols.objective_spec import ObjectiveSpec, SdpoSpec
+from protocols.sections import TrainSpec
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TrainStepOutput
 from services.packing import pack, unpack
 
 if TYPE_CHECKING:
     from tests.learning.conftest import Twin
 
 END = frozenset({5})
-CONFIG = TrainerConfig(
-    lr=0.02, warmup_steps=0, clip=1.0, row_tokens=24, micro_tokens=40,
-    compare_every=3, objective=ALL, publish_dtype="bfloat16",
-)  # fmt: skip
+TRAIN = TrainSpec(steps=5, lr=0.02, row_tokens=24)
+OBJECTIVE = changed(ALL, micro_tokens=40, compare_every=3)
 
 
 @pytest.fixture
@@ -129,13 +127,18 @@ def test_scores_pass_over_the_tensor_plane(llama: Twin, there: Twin, keep_top: i
 
 
 def trainer_of(
-    twin: Twin, config: TrainerConfig = CONFIG, last_state: Path | None = None
+    twin: Twin,
+    train: TrainSpec = TRAIN,
+    objective: ObjectiveSpec = OBJECTIVE,
+    last_state: Path | None = None,
 ) -> CartridgeTrainer:
     bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
-    return CartridgeTrainer(twin.model, bank, config, last_state)
+    return CartridgeTrainer(
+        twin.model, bank, train, last_state, objective=objective, publish_dtype="bfloat16"
+    )
 
 
-def same(one: StepResult, other: StepResult) -> None:
+def same(one: TrainStepOutput, other: TrainStepOutput) -> None:
     assert one.tokens == other.tokens
     assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
     assert one.terms.keys() == other.terms.keys()
@@ -145,21 +148,21 @@ def same(one: StepResult, other: StepResult) -> None:
 
 
 SETTINGS = {
-    "whole": CONFIG,
-    "in chunks, sampled": replace(
-        CONFIG, logit_bytes=4 * 97 * 9, recompute_layers=True, compare_every=0,
-        objective=replace(ALL, sdpo=SDPO(variant="sampled", token_clip=None)),
+    "whole": (TRAIN, OBJECTIVE),
+    "in chunks, sampled": (
+        in_chunks(TRAIN, 4 * 97 * 9).model_copy(update={"recompute_layers": True}),
+        changed(OBJECTIVE, compare_every=0, sdpo=SdpoSpec(variant="sampled", token_clip=None)),
     ),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("config", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("specs", SETTINGS.values(), ids=SETTINGS)
 def test_all_channels_train_where_the_model_is(
-    config: TrainerConfig, llama: Twin, there: Twin, tmp_path: Path
+    specs: tuple[TrainSpec, ObjectiveSpec], llama: Twin, there: Twin, tmp_path: Path
 ) -> None:
     """What was scored comes from the host. A trainer that recovers, and one that continues from a
     checkpoint, have their moments where the model is."""
-    ours, theirs = trainer_of(there, config, tmp_path / "state"), trainer_of(llama, config)
+    ours, theirs = trainer_of(there, *specs, tmp_path / "state"), trainer_of(llama, *specs)
     for trainer in (ours, theirs):
         trainer.begin("all", 5)
     for turn in range(3):
@@ -170,11 +173,11 @@ def test_all_channels_train_where_the_model_is(
         assert (names, one.dtype) == (("a", "b"), torch.bfloat16)
         torch.testing.assert_close(one.cpu(), other)
         if turn == 0:
-            ours = trainer_of(there, config, tmp_path / "state")
+            ours = trainer_of(there, *specs, tmp_path / "state")
             assert ours.recover() == v + 1
         if turn == 1:
             path = ours.save(tmp_path, {"step": 2}, v + 1)
-            ours = trainer_of(there, config)
+            ours = trainer_of(there, *specs)
             assert ours.restore(read_checkpoint(path)) == {"step": 2}
     assert isinstance(ours.bank.trainable.data, Elsewhere)
     torch.testing.assert_close(
@@ -190,7 +193,9 @@ def test_a_top_k_teacher_off_the_host(llama: Twin, there: Twin) -> None:
         trainer.begin("documents", 2)
         doc = scene(llama, trainer_of(llama).bank).doc
         scores = score_kept(llama.model, doc, llama.kv, 24, 5)
-        results.append(trainer.step_on(Batch(doc=doc, doc_teacher=Teacher(**scores)), 0))
+        results.append(
+            trainer.step_on(Lesson(doc=doc, scores={"doc_teacher": Teacher(**scores)}), 0)
+        )
     same(*results)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from channel_scene import ALL, bank_of, do, scene
+from channel_scene import ALL, bank_of, changed, do, scene, scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,12 +19,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.losses import Live, losses, once
 from benchmarks.losses import scene as benchmark_scene
-from learning.batching import pack, response_tokens, token_logprobs
-from learning.grpo import GRPO
-from learning.losses import DocKL, Teacher, top_k
+from learning.batching import pack, response_tokens
+from learning.losses.grpo import PolicyGradientSpec
 from learning.model import document_kv, load_model
 from learning.projection import LOGIT_BYTES, Projection, chunk_tokens
-from learning.sdpo import SDPO
+from learning.teacher_logprobs import Teacher, top_k
+from protocols.objective_spec import LossSpec, SdpoSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,34 +58,38 @@ def test_a_chunk_holds_what_fits_and_one_token_at_least() -> None:
     assert chunk_tokens(128_256, None) is None
 
 
-def top_5(teacher: Teacher | None) -> Teacher:
-    assert teacher is not None
+def top_5(teacher: Teacher) -> Teacher:
     assert teacher.logits is not None
     return Teacher(None, *top_k(teacher.logits, 5))
 
 
 OBJECTIVES = {
-    "all channels": ALL,
-    "reverse, with a reference": replace(ALL, doc=DocKL("reverse"), rl=GRPO(kl=0.1)),
-    "renormalised": replace(ALL, doc=DocKL("jsd", 0.3, "renormalised")),
-    "pairs": replace(ALL, doc=DocKL("cross_entropy", form="pairs")),
-    "sampled hints": replace(ALL, sdpo=SDPO("sampled")),
+    "all channels": (ALL, LossSpec()),
+    "reverse, with a reference": (
+        changed(ALL, grpo=PolicyGradientSpec(kl=0.1)),
+        LossSpec(direction="reverse"),
+    ),
+    "renormalised": (ALL, LossSpec(direction="jsd", beta=0.3, form="renormalised")),
+    "pairs": (ALL, LossSpec(direction="cross_entropy", form="pairs")),
+    "sampled hints": (changed(ALL, sdpo=SdpoSpec(variant="sampled")), LossSpec()),
 }
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("kept", [None, 5])
 def test_chunks_change_no_term_and_no_gradient(llama: Twin, name: str, kept: int | None) -> None:
-    objective = OBJECTIVES[name]
+    objective, loss = OBJECTIVES[name]
     batch = scene(llama, bank_of(llama))
     if kept:
-        batch = replace(batch, doc_teacher=top_5(batch.doc_teacher))
+        batch = scored(batch, doc_teacher=top_5(batch.scores["doc_teacher"]))
         if objective.sdpo.variant == "jsd":
-            batch = replace(batch, sdpo_teacher=top_5(batch.sdpo_teacher))
-    whole = do(llama, batch, objective, compare_gradients=True)
+            batch = scored(batch, sdpo_teacher=top_5(batch.scores["sdpo_teacher"]))
+    whole = do(llama, batch, objective, loss, compare_gradients=True)
     assert whole.gradient is not None
     for tokens in (1, 7):
-        chunked = do(llama, batch, objective, compare_gradients=True, logit_bytes=tokens * TOKEN)
+        chunked = do(
+            llama, batch, objective, loss, compare_gradients=True, logit_bytes=tokens * TOKEN
+        )
         for channel, term in whole.result.terms.items():
             assert chunked.result.terms[channel] == pytest.approx(term, rel=1e-5, abs=1e-6)
         assert chunked.result.cosines == pytest.approx(whole.result.cosines, abs=1e-4)
@@ -110,7 +114,7 @@ def test_a_reader_sees_every_token_asked_about_once_and_in_order(
         data.draw(st.lists(st.integers(0, 8), min_size=tokens, max_size=tokens)), dtype=torch.long
     )
     hidden = torch.arange(9.0)[:, None].requires_grad_()
-    projection = Projection(hidden, lambda h: h * torch.tensor([1.0, 10.0]), chunk)
+    projection = Projection(hidden, torch.zeros(9), lambda h: h * torch.tensor([1.0, 10.0]), chunk)
     numbers = torch.arange(100.0, 100 + tokens)
     first, second = projection.read(
         rows, lambda logits, of: (logits[:, 1], logits[:, 0] * numbers[of])
@@ -127,9 +131,8 @@ def test_the_logits_never_exist_whole(wide: Twin) -> None:
     """All four channels, 44 tokens that bear a loss, the teachers' top 5: nothing that any
     operation makes is larger than the logits of the 4 tokens of a chunk (two of them, stacked)."""
     batch = scene(wide, bank_of(wide))
-    batch = replace(
-        batch, doc_teacher=top_5(batch.doc_teacher), sdpo_teacher=top_5(batch.sdpo_teacher)
-    )
+    teachers = {name: top_5(batch.scores[name]) for name in ("doc_teacher", "sdpo_teacher")}
+    batch = scored(batch, **teachers)
     found = {}
     for tokens in (4, None):
         with Live(wide.model.lm_head.weight) as live:
@@ -219,9 +222,7 @@ def test_the_backward_pass_makes_no_gradient_of_any_weight(
         student = response_tokens(
             twin.model, packed, bank.kv(packed.names), logit_bytes=logit_bytes
         )
-        (logprobs,) = student.read(
-            slice(None), lambda logits, of: (token_logprobs(logits, packed.targets[of]),)
-        )
+        logprobs = student.logprobs(slice(0, len(packed.targets)))
     weights = {tuple(p.shape) for p in twin.model.parameters() if p.dim() == 2}
     with FlopCounterMode(display=False) as backward, Products() as products:
         logprobs.sum().backward()  # type: ignore[no-untyped-call]

@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from learning.cartridge import first_tokens
-from learning.losses import Teacher
 from learning.scoring import score
-from learning.trainer import CartridgeTrainer, TrainerConfig
+from learning.teacher_logprobs import Teacher
+from learning.trainer import CartridgeTrainer
 from protocols.errors import PublishError
+from protocols.sections import TrainSpec
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_successor_publishes_what_rollouts_under_way_are_sampled_with(
     staleness: int, llama: Any, make_samples: Any, tmp_path: Path
 ) -> None:
-    config = TrainerConfig(lr=0.02, warmup_steps=2, clip=1.0, row_tokens=64, staleness=staleness)
+    config = TrainSpec(steps=3, lr=0.02, warmup_steps=2, row_tokens=64, staleness=staleness)
 
     def trainer() -> CartridgeTrainer:
         bank = first_tokens(llama.kv, 8, 1)

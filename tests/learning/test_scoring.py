@@ -9,8 +9,7 @@ import pytest
 import torch
 from channel_scene import bank_of, prefixes, scene
 
-from learning.batching import token_logprobs
-from learning.losses import top_k
+from learning.projection import token_logprobs
 from learning.scoring import (
     prefixes_of,
     response_logprobs,
@@ -19,6 +18,7 @@ from learning.scoring import (
     score_over,
     with_references,
 )
+from learning.teacher_logprobs import top_k
 from protocols.channels import hinted
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def test_the_hinted_teacher_is_the_model_reading_cartridge_hint_and_turn(
 ) -> None:
     bank = bank_of(twin)
     batch, kv = scene(twin, bank), prefixes(bank)
-    found = score_over(twin.model, hinted(batch.sdpo, batch.rl), kv, row_tokens)
+    found = score_over(twin.model, hinted(batch.turns, batch.rl), kv, row_tokens)
     by_id = {r.sample.id: r.sample for r in batch.rl}
     expected = []
-    for item in batch.sdpo:
+    for item in batch.turns:
         s = by_id[item.sample]
         turn = s.response_ids[item.start : item.stop]
         logits = twin.logits(item.context_ids + turn, kv[s.document])

@@ -8,31 +8,32 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from channel_scene import loss_form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.batch import Batch
 from learning.cartridge import CartridgeBank, first_tokens
-from learning.combined import Objective
-from learning.losses import DocKL, Teacher, top_k
+from learning.losses.objective import active_channels
 from learning.model import base_hash
 from learning.scoring import score
 from learning.step import (
     OFFLINE_VERSION,
     Schedule,
-    StepResult,
     check_fresh,
     new_optimizer,
     train_step,
 )
+from learning.teacher_logprobs import Teacher, top_k
+from protocols.channels import Lesson
 from protocols.errors import RunError, StaleTokenError
+from protocols.objective_spec import LossSpec, ObjectiveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from protocols.types import Sample
+    from protocols.types import Sample, TrainStepOutput
     from tests.learning.conftest import Twin
 
     MakeSamples = Callable[..., list[Sample]]
@@ -56,18 +57,18 @@ def step(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     teacher: Teacher | None = None,
-    loss: DocKL | None = None,
+    loss: LossSpec | None = None,
     lr: float = 0.01,
     clip: float = NO_CLIP,
     version: int = 0,
     staleness: int = 0,
-) -> StepResult:
+) -> TrainStepOutput:
     return train_step(
         twin.model,
         bank,
         optimizer or new_optimizer(bank),
-        Batch(doc=samples, doc_teacher=teacher or teacher_of(twin, samples)),
-        Objective(doc=loss or DocKL()),
+        Lesson(doc=samples, scores={"doc_teacher": teacher or teacher_of(twin, samples)}),
+        active_channels(ObjectiveSpec(), loss),
         lr=lr,
         clip=clip,
         row_tokens=20,
@@ -113,7 +114,7 @@ def test_the_gradient_is_the_slope_of_the_loss(llama: Twin, make_samples: MakeSa
     """Along a random direction d: (loss(x + h d) - loss(x - h d)) / 2h = gradient . d."""
     samples, bank = make_samples(*SHAPES), bank_of(llama)
     teacher = Teacher(None, *top_k(teacher_of(llama, samples).logits, 5))
-    spec = DocKL("jsd", beta=0.3)
+    spec = loss_form("jsd", beta=0.3)
     start = bank.trainable.detach().clone()
     direction = torch.randn(start.shape, generator=torch.Generator().manual_seed(0))
     h = 3e-3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,34 +14,35 @@ from hypothesis import strategies as st
 
 from learning.cartridge import first_tokens
 from learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
-from learning.losses import Teacher
 from learning.model import base_hash, load_model
 from learning.scoring import score
-from learning.trainer import CartridgeTrainer, TrainerConfig
+from learning.teacher_logprobs import Teacher
+from learning.trainer import CartridgeTrainer
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
+from protocols.sections import TrainSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from learning.step import StepResult
-    from protocols.types import Sample
+    from protocols.types import Sample, TrainStepOutput
     from tests.learning.conftest import Twin
 
     MakeSamples = Callable[..., list[Sample]]
 
-CONFIG = TrainerConfig(lr=0.02, warmup_steps=2, clip=1.0, row_tokens=20)
+CONFIG = TrainSpec(steps=100, lr=0.02, warmup_steps=2, row_tokens=20)
 
 
 def trainer_of(
     twin: Twin,
     names: str = "ab",
-    config: TrainerConfig = CONFIG,
+    config: TrainSpec = CONFIG,
     last_state: Path | None = None,
     tokens: int = 6,
     frozen: int = 1,
+    **more: Any,
 ) -> CartridgeTrainer:
     bank = first_tokens({n: twin.kv[n] for n in names}, tokens, frozen)
-    return CartridgeTrainer(twin.model, bank, config, last_state)
+    return CartridgeTrainer(twin.model, bank, config, last_state, **more)
 
 
 def batch(twin: Twin, make_samples: MakeSamples, version: int) -> tuple[list[Sample], Teacher]:
@@ -52,7 +53,7 @@ def batch(twin: Twin, make_samples: MakeSamples, version: int) -> tuple[list[Sam
 
 def advance(
     trainer: CartridgeTrainer, twin: Twin, make_samples: MakeSamples, steps: int
-) -> list[StepResult]:
+) -> list[TrainStepOutput]:
     results = []
     for _ in range(steps):
         v = trainer.version
@@ -178,7 +179,7 @@ def test_a_step_on_another_version_is_refused(
 
 
 def test_a_refused_batch_makes_no_version(llama: Twin, make_samples: MakeSamples) -> None:
-    trainer = trainer_of(llama, config=replace(CONFIG, staleness=1))
+    trainer = trainer_of(llama, config=CONFIG.model_copy(update={"staleness": 1}))
     trainer.begin("on_policy", 5)
     advance(trainer, llama, make_samples, 3)
     samples = make_samples(("a", 4, 5), version=1)
@@ -206,7 +207,7 @@ def test_a_snapshot_keeps_what_it_was_published_with(
 
 
 def test_snapshots_are_published_in_the_asked_dtype(llama: Twin) -> None:
-    trainer = trainer_of(llama, config=replace(CONFIG, publish_dtype="bfloat16"))
+    trainer = trainer_of(llama, publish_dtype="bfloat16")
     trainer.begin("on_policy", 1)
     assert torch.equal(trainer.snapshot(0)[1], trainer.bank.kv().detach().bfloat16())
     assert trainer.bank.trainable.dtype == torch.float32
@@ -431,7 +432,7 @@ def test_a_restored_checkpoint_replaces_a_later_last_state(
 def test_as_many_snapshots_are_kept_as_the_bound_needs(
     llama: Twin, make_samples: MakeSamples, staleness: int
 ) -> None:
-    trainer = trainer_of(llama, config=replace(CONFIG, staleness=staleness))
+    trainer = trainer_of(llama, config=CONFIG.model_copy(update={"staleness": staleness}))
     trainer.begin("on_policy", 9)
     published = [trainer.snapshot(0)[1]]
     for version in range(1, 5):
@@ -454,7 +455,7 @@ def test_as_many_snapshots_are_kept_as_the_bound_needs(
 def test_a_version_that_was_never_published_is_not_kept(
     llama: Twin, make_samples: MakeSamples
 ) -> None:
-    trainer = trainer_of(llama, config=replace(CONFIG, staleness=1))
+    trainer = trainer_of(llama, config=CONFIG.model_copy(update={"staleness": 1}))
     trainer.begin("offline", 9)
     advance(trainer, llama, make_samples, 2)
     with pytest.raises(PublishError, match=r"version 1 cannot be published: .* has \[\]"):

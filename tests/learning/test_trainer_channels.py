@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from channel_scene import ALL, scene
+from channel_scene import ALL, changed, scene
 
-from learning.batch import Batch
 from learning.cartridge import first_tokens
-from learning.combined import Objective
-from learning.losses import Teacher
+from learning.losses.objective import active_channels
 from learning.scoring import score
-from learning.trainer import CartridgeTrainer, TrainerConfig
+from learning.step import train_step
+from learning.teacher_logprobs import Teacher
+from learning.trainer import CartridgeTrainer
+from protocols.channels import Lesson
+from protocols.objective_spec import LossSpec, ObjectiveSpec
+from protocols.sections import TrainSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,17 +27,15 @@ if TYPE_CHECKING:
 
     MakeSamples = Callable[..., list[Sample]]
 
-CONFIG = TrainerConfig(
-    lr=0.02, warmup_steps=0, clip=1.0, row_tokens=24, micro_tokens=40,
-    compare_every=1, objective=replace(ALL, alpha=0.4, alpha_warmup_steps=2),
-)  # fmt: skip
+TRAIN = TrainSpec(steps=5, lr=0.02, row_tokens=24)
+WARMING = changed(ALL, alpha=0.4, alpha_warmup_steps=2, micro_tokens=40, compare_every=1)
 
 
 def trainer_of(
-    twin: Twin, config: TrainerConfig = CONFIG, last_state: Path | None = None
+    twin: Twin, objective: ObjectiveSpec = WARMING, last_state: Path | None = None
 ) -> CartridgeTrainer:
     bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
-    return CartridgeTrainer(twin.model, bank, config, last_state)
+    return CartridgeTrainer(twin.model, bank, TRAIN, last_state, objective=objective)
 
 
 def test_alpha_warms_up_with_the_arm_s_steps(llama: Twin) -> None:
@@ -73,12 +73,35 @@ def test_a_replaced_trainer_answers_what_was_done_with_every_term(
 def test_documents_alone_are_the_step_of_samples_and_teacher(
     llama: Twin, make_samples: MakeSamples
 ) -> None:
-    ours, theirs = (trainer_of(llama, replace(CONFIG, objective=Objective())) for _ in range(2))
+    ours, theirs = (trainer_of(llama, ObjectiveSpec()) for _ in range(2))
     samples = make_samples(("a", 4, 5), ("b", 2, 3))
     teacher = Teacher(logits=score(llama.model, samples, llama.cached(), 64))
     for trainer in (ours, theirs):
         trainer.begin("on_policy", 2)
     done = ours.step(samples, teacher, 0)
-    assert done == theirs.step_on(Batch(doc=samples, doc_teacher=teacher), 0)
+    assert done == theirs.step_on(Lesson(doc=samples, scores={"doc_teacher": teacher}), 0)
     assert done.terms["doc_kl"]["value"] == done.kl > 0
     assert torch.equal(ours.bank.trainable, theirs.bank.trainable)
+
+
+def test_what_bounds_memory_and_the_form_of_doc_kl_reach_the_step(
+    llama: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def step(*given: Any, **bounds: Any) -> Any:
+        asked.append({"channels": given[4], **bounds})
+        return train_step(*given, **bounds)
+
+    monkeypatch.setattr("learning.trainer.train_step", step)
+    spec = TrainSpec(steps=1, row_tokens=24, logit_chunk_mb=3, recompute_layers=True)
+    loss = LossSpec(direction="reverse")
+    bank = first_tokens({n: llama.kv[n] for n in "ab"}, 8, 1)
+    trainer = CartridgeTrainer(llama.model, bank, spec, objective=WARMING, loss=loss)
+    trainer.begin("all", 1)
+    trainer.step_on(scene(llama, bank), 0)
+    (given,) = asked
+    assert (given["logit_bytes"], given["recompute_layers"]) == (3 * 2**20, True)
+    assert (given["micro_tokens"], given["compare_gradients"]) == (40, True)
+    assert given["channels"] == active_channels(WARMING, loss, 0)
+    assert given["channels"][0].spec is loss

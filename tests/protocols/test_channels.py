@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from protocols.channels import (
+    HintedTurn,
     PreferencePair,
     RLSample,
-    SDPOItem,
     StoredScores,
     completions,
     hinted,
@@ -27,14 +27,14 @@ EPISODE = RLSample(
     "g",
     1.0,
 )
-ITEM = SDPOItem("e", 4, 5, (4, 91, 2, 7, 8, 40, 41, 60, 61))
+ITEM = HintedTurn("e", 4, 5, (4, 91, 2, 7, 8, 40, 41, 60, 61))
 PAIR = PreferencePair("p", "p1", (4, 91, 2), (7, 8), (9,), -1.7, -0.4, 3)
 
 
 def test_a_turn_is_read_under_the_hint() -> None:
     (sample,) = hinted([ITEM], [EPISODE])
     assert sample == Sample("e[4:5]", "p1", ITEM.context_ids, (9,), (-0.2,), (3,))
-    first, again = hinted([SDPOItem("e", 0, 2, (4, 60, 2)), ITEM], [EPISODE])
+    first, again = hinted([HintedTurn("e", 0, 2, (4, 60, 2)), ITEM], [EPISODE])
     assert (first.prompt_ids, first.response_ids) == ((4, 60, 2), (7, 8))
     assert again == sample
 
@@ -66,7 +66,7 @@ def test_an_episode_that_contradicts_itself(change: dict[str, Any], message: str
     "change", [{"start": 5}, {"start": -1}, {"context_ids": ()}, {"start": 4, "stop": 4}]
 )
 def test_an_item_needs_a_context_and_a_token(change: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"SDPO item of e spans \["):
+    with pytest.raises(DataError, match=r"hinted turn of e spans \["):
         replace(ITEM, **change)
 
 
@@ -78,7 +78,7 @@ def test_an_item_needs_a_context_and_a_token(change: dict[str, Any]) -> None:
         (replace(ITEM, start=1), r"tokens \[1, 5\), which are not all the student's own"),
     ],
 )
-def test_an_item_that_points_nowhere(item: SDPOItem, message: str) -> None:
+def test_an_item_that_points_nowhere(item: HintedTurn, message: str) -> None:
     with pytest.raises(DataError, match=message):
         hinted([item], [EPISODE])
 

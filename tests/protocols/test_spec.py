@@ -6,7 +6,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from protocols.learn_spec import LearnSpec
-from protocols.sections import EvaluateSpec, LossSpec, TeacherSpec
+from protocols.objective_spec import LossSpec
+from protocols.sections import EvaluateSpec, TeacherSpec
 from protocols.spec import LEARN_KEYS, MESH_KEYS, MeshSpec, RolesSpec, RunSpec
 
 

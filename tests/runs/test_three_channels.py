@@ -16,7 +16,7 @@ from chaos import OF_CHANNELS
 from small_run import ROOT, Finished, run_to_end, running
 
 from environments.traces import from_row
-from learning.combined import CHANNELS
+from learning.losses.objective import CHANNELS
 from protocols.files import read_rows
 from protocols.replay import NANO, Verdict
 from replay.records import from_row as record_from

@@ -20,7 +20,7 @@ from protocols.errors import RunError
 from protocols.learn_spec import LearnSpec
 from protocols.replay import Message
 from protocols.spec_loading import load_spec
-from protocols.types import Completion, GenerateRequest, Stepped
+from protocols.types import Completion, GenerateRequest, TrainStepOutput
 from services.cases import Cases
 from services.loop import Done, Rollout, StepTimes
 
@@ -106,7 +106,7 @@ def sample(cases: Cases, clerk: Clerk, step: int = 0, version: int = 7) -> Rollo
 
 
 def facts(cases: Cases, rollout: Rollout) -> dict[str, float]:
-    done = Done(rollout, Stepped(0.0, terms={"grpo": {"value": 1.0}}), TIMES)
+    done = Done(rollout, TrainStepOutput(0.0, terms={"grpo": {"value": 1.0}}), TIMES)
     found: dict[str, float] = dict(cases.facts(done)["episodes"])
     return found
 
@@ -158,7 +158,7 @@ def test_a_lesson_holds_what_its_channels_need(
     rollout = sample(cases, clerk)
     assert facts(cases, rollout)["error/missing_record"] == 30
     lesson = asyncio.run(cases.lesson(rollout, 7))
-    assert (len(lesson.doc), len(lesson.rl), len(lesson.sdpo)) == (doc, rl, sdpo)
+    assert (len(lesson.doc), len(lesson.rl), len(lesson.turns)) == (doc, rl, sdpo)
     assert lesson.pairs == ()
     if doc:
         assert lesson.doc_trained is not None
@@ -166,7 +166,7 @@ def test_a_lesson_holds_what_its_channels_need(
         assert own == [sum(len(t.response_ids) for t in e.turns) for e in rollout.episodes]
     if sdpo:  # the very tokens of the turns, after their contexts with a hint
         turns = [t for e in rollout.episodes for t in e.turns]
-        for read, turn in zip(hinted(lesson.sdpo, lesson.rl), turns, strict=True):
+        for read, turn in zip(hinted(lesson.turns, lesson.rl), turns, strict=True):
             assert read.response_ids == turn.response_ids
             assert len(read.prompt_ids) > len(turn.context_ids)
             assert "the handbook says" in clerk.tokenizer.decode(list(read.prompt_ids))
@@ -222,5 +222,8 @@ def test_what_is_handed_over_is_what_the_lesson_has(sets: tuple[str, ...], able:
 
     rollout = asyncio.run(cases.sample(0, 7, clerk, ended))
     lesson = asyncio.run(cases.lesson(rollout, 7))
-    assert told == {"doc_teacher": list(lesson.doc), "sdpo_teacher": hinted(lesson.sdpo, lesson.rl)}
+    assert told == {
+        "doc_teacher": list(lesson.doc),
+        "sdpo_teacher": hinted(lesson.turns, lesson.rl),
+    }
     assert bool(told["sdpo_teacher"]) == (not able and "objective.alpha=0" not in sets)

@@ -13,9 +13,9 @@ from fake_mesh import House, house, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.channels import Lesson, RLSample, SDPOItem, StoredScores
+from protocols.channels import HintedTurn, Lesson, RLSample, StoredScores
 from protocols.errors import PlaneError, RunError
-from protocols.types import LookUps, Packet, Sample, Sampling, Scored, Stepped, TensorLayout
+from protocols.types import LookUps, Packet, Sample, Sampling, Scored, TensorLayout, TrainStepOutput
 from services.lessons import Lessons
 from services.loop import Judged
 from services.tensors import Tensors
@@ -84,16 +84,16 @@ class Trainer:
     async def ready(self) -> int:
         return 1
 
-    async def step(self, lesson: Lesson, version: int) -> Stepped:
+    async def step(self, lesson: Lesson, version: int) -> TrainStepOutput:
         """Reads the scores into their samples' places."""
         rows: list[Any] = []
-        for parts, texts in ((lesson.doc_scores, lesson.doc), (lesson.sdpo_scores, lesson.sdpo)):
+        for role, texts in lesson.read_by.items():
             found: dict[int, Any] = {}
-            for part in parts:
+            for part in lesson.scores[role]:
                 found.update(zip(part.samples, self.plane.get(part.packet), strict=True))
             rows += [found[i] for i in range(len(texts))]
         self.read.append(rows)
-        return Stepped(1.0, version=version + 1)
+        return TrainStepOutput(1.0, version=version + 1)
 
 
 class World:
@@ -129,7 +129,7 @@ class World:
         for part in parts:
             self.lessons.ahead(STEM, 3, "doc_teacher", [sample(i) for i in part])
 
-    async def train(self, judged: Judged) -> Stepped:
+    async def train(self, judged: Judged) -> TrainStepOutput:
         return await self.lessons.train(STEM, judged.lesson, 3, lambda: None)
 
 
@@ -226,8 +226,8 @@ def test_what_was_stored_with_the_text_is_not_scored_again() -> None:
 
     held, some, every = run(scenario())
     assert [id for id, _, _ in held] == [sample(0).id, sample(2).id]
-    assert [part.samples for part in some.doc_scores] == [(0, 2)]
-    assert every.lesson.doc_scores == ()
+    assert [part.samples for part in some.scores["doc_teacher"]] == [(0, 2)]
+    assert every.lesson.scores["doc_teacher"] == ()
     assert (every.compute_seconds, every.hidden_seconds) == (0.0, 0.0)
 
 
@@ -235,8 +235,8 @@ def test_both_teachers_and_the_version_of_the_hinted_one() -> None:
     async def scenario() -> World:
         w = await world()
         rl = RLSample(sample(0, 4), (True,) * 4, Sampling(), "g", 1.0)
-        items = (SDPOItem(rl.sample.id, 0, 2, (5, 6)), SDPOItem(rl.sample.id, 2, 4, (5, 6, 7)))
-        whole = Lesson(doc=(rl.sample,), rl=(rl,), sdpo=items)
+        items = (HintedTurn(rl.sample.id, 0, 2, (5, 6)), HintedTurn(rl.sample.id, 2, 4, (5, 6, 7)))
+        whole = Lesson(doc=(rl.sample,), rl=(rl,), turns=items)
         await w.train(await w.lessons.judge(STEM, whole, 3))
         await w.h.service.stop()
         return w

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from loop_house import House, delays, drive, run, sampled_versions, turns_of
 
 from protocols.errors import RunError
-from protocols.types import Stepped
+from protocols.types import TrainStepOutput
 from services.loop import Done, Judged, OnPolicyLoop, Ports, Rollout
 
 # -- strict -----------------------------------------------------------------------------------
@@ -63,8 +63,8 @@ def test_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     async def score(rollout: Rollout) -> Judged:
         return Judged(0.75)
 
-    async def train(judged: Judged, version: int) -> Stepped:
-        return Stepped(2.0, version=version + 1)
+    async def train(judged: Judged, version: int) -> TrainStepOutput:
+        return TrainStepOutput(2.0, version=version + 1)
 
     ports = Ports(sample, score, train, house.publish)
     monkeypatch.setattr("services.loop.time", clock)

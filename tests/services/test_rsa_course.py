@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from environments.problems import ClinicProblems
-from learning.advantages import group_advantages
+from learning.losses.advantages import group_advantages
 from learning.model import load_tokenizer
 from protocols.errors import DataError
 from protocols.learn_spec import LearnSpec
 from protocols.rsa import Candidate, Problem, Standing
 from protocols.spec_loading import load_spec
-from protocols.types import Completion, GenerateRequest, Stepped
+from protocols.types import Completion, GenerateRequest, TrainStepOutput
 from services.courses import open_course
 from services.evaluation import aggregation_gain
 from services.loop import Done, StepTimes
@@ -119,7 +119,7 @@ class Scene:
         return asyncio.run(self.course.sample(step, version, self.student))
 
     def facts(self, rollout: RsaRollout) -> dict[str, float]:
-        done = Done(rollout, Stepped(0.0, terms={"grpo": {"value": 1.0}}), TIMES)
+        done = Done(rollout, TrainStepOutput(0.0, terms={"grpo": {"value": 1.0}}), TIMES)
         found: dict[str, float] = dict(self.course.facts(done)["episodes"])
         return found
 

@@ -17,7 +17,7 @@ from loop_house import House, delays, drive, run, sampled_versions, turns_of
 
 from learning.versions import VersionLedger
 from protocols.errors import PublishError, StaleTokenError
-from protocols.types import Sample, Stepped
+from protocols.types import Sample, TrainStepOutput
 from services.loop import Judged, OnPolicyLoop, Ports, Rollout
 
 bounds = st.integers(0, 4)
@@ -78,7 +78,7 @@ def test_rollouts_really_run_beside_training(b: int) -> None:
         ended[step].set()
         return rollout
 
-    async def train(judged: Judged, version: int) -> Stepped:
+    async def train(judged: Judged, version: int) -> TrainStepOutput:
         for later in ended[version : version + b + 1]:
             await later.wait()
         return await house.train(judged, version)
@@ -170,7 +170,7 @@ class Fleet(House):
         await self.lose("score", rollout.step)
         return await super().score(rollout)
 
-    async def train(self, judged: Judged, version: int) -> Stepped:
+    async def train(self, judged: Judged, version: int) -> TrainStepOutput:
         await self.lose("train", version)
         return await super().train(judged, version)
 

@@ -3,10 +3,10 @@
 Student and teacher score the same tokens of the turn; the teacher's context has the hint. Two
 variants (S student, T teacher, at one token of the turn):
 
-    jsd       the generalised JSD of `learning.losses` over the vocabulary (beta 0 and 1 are the
-              forward and reverse KL), every outcome's contribution clamped to at most `token_clip`
-              before they are summed: a token whose large contributions are clamped may come out
-              negative, so both are reported
+    jsd       the generalised JSD of `learning.losses.doc_kl` over the vocabulary (beta 0 and 1 are
+              the forward and reverse KL), every outcome's contribution clamped to at most
+              `token_clip` before they are summed: a token whose large contributions are clamped
+              may come out negative, so both are reported
     sampled   sg(log S - log T) * log S on the sampled token, times min(exp(log S - old), 2) without
               gradient: the reverse KL's gradient, estimated from the sample alone
 
@@ -20,52 +20,84 @@ Agarwal et al. 2024 (generalised JSD).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from learning.batching import token_logprobs
-from learning.grpo import LOG_RATIO_BOUND
-from learning.losses import Teacher, aligned, jensen_shannon_entries
-from learning.terms import Term
+from learning.losses.channel import LossChannel, check_scores
+from learning.losses.doc_kl import aligned, jensen_shannon_entries
+from learning.losses.grpo import (
+    LOG_RATIO_BOUND,
+    check_episodes,
+    check_policy,
+    episodes_of,
+    old_logprobs,
+)
+from learning.losses.terms import Term
+from learning.projection import token_logprobs
+from learning.teacher_logprobs import Teacher
+from protocols.channels import Lesson, hinted
 from protocols.errors import SpecError
+from protocols.objective_spec import LossSpec, ObjectiveSpec, SdpoSpec
+from protocols.types import Sample
+
+if TYPE_CHECKING:
+    from learning.batch import Item, MicroBatch
+    from learning.projection import Projection
 
 FACTS = {"jsd": ("clipped", "negative"), "sampled": ("difference", "ratio")}
-VARIANTS = tuple(FACTS)
 RATIO_CAP = 2.0
 
 
 @dataclass(frozen=True)
-class SDPO:
-    """Which self-distillation. `beta` and `token_clip` (nats, None for none) are the jsd's."""
+class SDPO(LossChannel):
+    """Hinted turns of the batch's episodes, against the same model that has read the hint.
 
-    variant: str = "jsd"
-    beta: float = 0.5
-    temperature: float = 1.0
-    token_clip: float | None = 0.05
+    `batch.scores["sdpo_teacher"]` is its Teacher over every token of every turn.
+    """
 
-    def __post_init__(self) -> None:
-        if self.variant not in VARIANTS:
-            raise SpecError(f"sdpo.variant must be one of {VARIANTS}: got {self.variant!r}")
-        if not 0 <= self.beta <= 1 or self.temperature <= 0:
-            raise SpecError(
-                "sdpo.beta must be in [0, 1] and sdpo.temperature > 0: got "
-                f"{self.beta}, {self.temperature}"
-            )
-        if self.token_clip is not None and self.token_clip <= 0:
-            raise SpecError(
-                f"sdpo.token_clip must be > 0: got {self.token_clip}; 0.05 is the usual choice, "
-                "leave it out for none"
-            )
-        if self.variant == "sampled" and self.temperature != 1.0:
-            raise SpecError(
-                "sdpo.temperature must be 1 with sdpo.variant sampled, whose token was drawn at "
-                f"1: got {self.temperature}"
-            )
+    weight: float
+    spec: SdpoSpec
+    name: ClassVar[str] = "sdpo"
+    reads: ClassVar[str] = "rl"
+
+    @classmethod
+    def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> SDPO:
+        return cls(alpha_at(step, objective.alpha, objective.alpha_warmup_steps), objective.sdpo)
+
+    def samples(self, batch: Lesson) -> list[tuple[Sample, ...]]:
+        return episodes_of(batch)
+
+    def items(self, batch: Lesson) -> list[Item]:
+        episodes = {r.sample.id: i for i, r in enumerate(batch.rl)}
+        return [(episodes[turn.sample], range(turn.start, turn.stop)) for turn in batch.turns]
+
+    def check(self, batch: Lesson, version: int) -> None:
+        check_episodes(batch)
+        tokens = sum(len(s.response_ids) for s in hinted(batch.turns, batch.rl))
+        check_scores(batch, "sdpo_teacher", tokens, needed=True)
+        if self.spec.variant == "sampled":
+            for i in sorted({i for i, _ in self.items(batch)}):
+                check_policy(batch, batch.rl[i], version)
+
+    def denominator(self, batch: Lesson) -> int:
+        return sum(turn.tokens for turn in batch.turns)
+
+    def term(self, logits: Projection, micro: MicroBatch) -> Term:
+        tokens = micro.tokens[self.name]
+        teacher = micro.batch.scores["sdpo_teacher"].rows(tokens.own)
+        turns = logits.targets[tokens.at]
+        sampled = old_logprobs(logits.logprobs(tokens.at, tokens.first), micro.batch, tokens)
+
+        def hints(chunk: Tensor, of: slice) -> tuple[Tensor, ...]:
+            return sdpo_tokens(chunk, teacher.rows(of), turns[of], sampled[of], self.spec)
+
+        return sdpo_term(logits.read(tokens.at, hints), self.spec)
 
 
 def sdpo_tokens(
-    student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor, spec: SDPO
+    student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor, spec: SdpoSpec
 ) -> tuple[Tensor, ...]:
     """Each hinted token's loss and its facts, in the order of FACTS[spec.variant]: [N] each.
 
@@ -79,7 +111,7 @@ def sdpo_tokens(
     return _jsd(student, teacher, spec)
 
 
-def sdpo_term(tokens: tuple[Tensor, ...], spec: SDPO) -> Term:
+def sdpo_term(tokens: tuple[Tensor, ...], spec: SdpoSpec) -> Term:
     """The sums of what `sdpo_tokens` gave."""
     loss, *values = tokens
     facts = zip(FACTS[spec.variant], values, strict=True)
@@ -91,7 +123,7 @@ def alpha_at(step: int, alpha: float, warmup_steps: int) -> float:
     return alpha * min(1.0, step / warmup_steps) if warmup_steps else alpha
 
 
-def _jsd(student: Tensor, teacher: Teacher, spec: SDPO) -> tuple[Tensor, ...]:
+def _jsd(student: Tensor, teacher: Teacher, spec: SdpoSpec) -> tuple[Tensor, ...]:
     log_s, log_t = aligned(student, teacher, "tail", spec.temperature)
     entries = jensen_shannon_entries(log_s, log_t, spec.beta)
     clipped = torch.zeros_like(entries)

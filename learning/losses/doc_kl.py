@@ -19,44 +19,70 @@ Sources: Eyuboglu et al. 2025 (cartridges); Agarwal et al. 2024 (generalised JSD
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from protocols.channels import StoredScores
+from learning.losses.channel import LossChannel, check_scores
+from learning.losses.terms import Term
+from learning.teacher_logprobs import Teacher
+from protocols.channels import Lesson
 from protocols.errors import SpecError
+from protocols.objective_spec import LossSpec, ObjectiveSpec
+from protocols.types import Sample
 
-DIRECTIONS = ("forward", "reverse", "jsd", "cross_entropy")
-FORMS = ("tail", "renormalised", "pairs")
+if TYPE_CHECKING:
+    from learning.batch import Item, MicroBatch
+    from learning.projection import Projection
 
 
 @dataclass(frozen=True)
-class DocKL:
-    """Which doc_kl to compute. `beta` is read by "jsd" alone, `form` by top-k teachers alone."""
+class DocKL(LossChannel):
+    """Samples read over their cartridge, against the document teacher's view of the same tokens.
 
-    direction: str = "forward"
-    beta: float = 0.5
-    form: str = "tail"
-    temperature: float = 1.0
+    `batch.scores["doc_teacher"]` is its Teacher over every token that bears a loss.
+    """
 
-    def __post_init__(self) -> None:
-        if self.direction not in DIRECTIONS or self.form not in FORMS:
-            raise SpecError(
-                f"loss.direction must be one of {DIRECTIONS} and loss.form one of {FORMS}: "
-                f"got {self.direction!r}, {self.form!r}"
-            )
-        if self.form == "pairs" and self.direction != "cross_entropy":
-            raise SpecError(
-                "loss.form 'pairs' exists for cross_entropy only (it is no divergence): "
-                f"got direction {self.direction!r}; use form 'tail'"
-            )
+    weight: float
+    spec: LossSpec
+    name: ClassVar[str] = "doc_kl"
+    reads: ClassVar[str] = "doc"
+
+    @classmethod
+    def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> DocKL:
+        return cls(objective.w_doc, loss)
+
+    def samples(self, batch: Lesson) -> list[tuple[Sample, ...]]:
+        return [(sample,) for sample in batch.doc]
+
+    def items(self, batch: Lesson) -> list[Item]:
+        return [
+            (i, [t for t, bears in enumerate(marks) if bears])
+            for i, marks in enumerate(batch.doc_marks)
+        ]
+
+    def check(self, batch: Lesson, version: int) -> None:
+        check_scores(batch, "doc_teacher", sum(map(sum, batch.doc_marks)), needed=True)
+
+    def denominator(self, batch: Lesson) -> int:
+        teacher = batch.scores.get("doc_teacher")
+        return doc_kl_count(teacher, self.spec) if teacher else 0
+
+    def term(self, logits: Projection, micro: MicroBatch) -> Term:
+        tokens = micro.tokens[self.name]
+        teacher = micro.batch.scores["doc_teacher"].rows(tokens.own)
+
+        def distance(chunk: Tensor, of: slice) -> tuple[Tensor, ...]:
+            return (doc_kl_tokens(chunk, teacher.rows(of), self.spec),)
+
+        (kl,) = logits.read(tokens.at, distance)
+        return Term(kl.sum(), doc_kl_count(teacher, self.spec), len(kl))
 
 
-def doc_kl(student: Tensor, teacher: Teacher, spec: DocKL) -> tuple[Tensor, int]:
+def doc_kl(student: Tensor, teacher: Teacher, spec: LossSpec) -> tuple[Tensor, int]:
     """The summed loss and its own denominator: (sum, count); the mean is sum / max(count, 1).
 
     student [N, V] logits with gradient. The denominator is tokens, or (token, k) pairs for the
@@ -65,13 +91,13 @@ def doc_kl(student: Tensor, teacher: Teacher, spec: DocKL) -> tuple[Tensor, int]
     return doc_kl_tokens(student, teacher, spec).sum(), doc_kl_count(teacher, spec)
 
 
-def doc_kl_tokens(student: Tensor, teacher: Teacher, spec: DocKL) -> Tensor:
+def doc_kl_tokens(student: Tensor, teacher: Teacher, spec: LossSpec) -> Tensor:
     """What each token adds to the summed loss, [N]."""
     log_s, log_t = aligned(student, teacher, spec.form, spec.temperature)
     return divergence(log_s, log_t, spec)
 
 
-def doc_kl_count(teacher: Teacher, spec: DocKL) -> int:
+def doc_kl_count(teacher: Teacher, spec: LossSpec) -> int:
     """doc_kl's denominator: known before the student has been asked."""
     if spec.form == "pairs" and teacher.logprobs is not None:
         return teacher.logprobs.numel()
@@ -114,60 +140,7 @@ def aligned(
     return top_s, top_t
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """The teacher's view of N response tokens: `logits` [N, V], or its top k
-    (`indices`, `logprobs` [N, k], log-probabilities under the whole vocabulary)."""
-
-    logits: Tensor | None = None
-    indices: Tensor | None = None
-    logprobs: Tensor | None = None
-
-    @property
-    def tokens(self) -> int:
-        one = self.logits if self.logits is not None else self.logprobs
-        assert one is not None
-        return len(one)
-
-    def rows(self, which: slice | Tensor) -> Teacher:
-        """The teacher's view of some of the tokens: a slice, or indices [n]."""
-        return self._each(lambda x: x[which])
-
-    def to(self, device: torch.device) -> Teacher:
-        """The same where the student is: scores come off the tensor plane on the host, and reach
-        the device a chunk of tokens at a time."""
-        return self._each(lambda x: x.to(device))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Teacher:
-        held = (self.logits, self.indices, self.logprobs)
-        return Teacher(*(None if x is None else change(x) for x in held))
-
-
-def of_stored(stored: StoredScores) -> Teacher:
-    """The view of a sample's tokens that was kept when its text was written."""
-    indices = torch.tensor(stored.ids, dtype=torch.int32)
-    return Teacher(indices=indices, logprobs=torch.tensor(stored.logprobs))
-
-
-def joined(parts: Sequence[tuple[Sequence[int], Teacher]], lengths: Sequence[int]) -> Teacher:
-    """One view of all samples' tokens, in the samples' order, from views of some of them each.
-
-    `lengths[i]` are the tokens of sample i; a part is the indices of its samples, in the order in
-    which its teacher's rows lie: ((0, 2), T1), ((1,), T2).
-    """
-    if len(parts) == 1 and tuple(parts[0][0]) == tuple(range(len(lengths))):
-        return parts[0][1]
-    order = [i for samples, _ in parts for i in samples]
-    assert sorted(order) == list(range(len(lengths))), "a sample is scored once"
-    begins = dict(zip(order, accumulate((lengths[i] for i in order), initial=0), strict=False))
-    rows = torch.tensor(
-        [begins[i] + t for i, length in enumerate(lengths) for t in range(length)], dtype=torch.long
-    )
-    columns = zip(*((t.logits, t.indices, t.logprobs) for _, t in parts), strict=True)
-    return Teacher(*(None if x[0] is None else torch.cat(x)[rows.to(x[0].device)] for x in columns))
-
-
-def divergence(log_s: Tensor, log_t: Tensor, spec: DocKL) -> Tensor:
+def divergence(log_s: Tensor, log_t: Tensor, spec: LossSpec) -> Tensor:
     """The chosen divergence per token [N], from log-probabilities [N, K]."""
     if spec.direction == "forward":
         return _kl(log_t, log_s)
@@ -175,6 +148,7 @@ def divergence(log_s: Tensor, log_t: Tensor, spec: DocKL) -> Tensor:
         return _kl(log_s, log_t)
     if spec.direction == "cross_entropy":
         return -(log_t.exp() * log_s).sum(-1)
+    assert spec.beta is not None, "the section's own rule"
     return jensen_shannon(log_s, log_t, spec.beta)
 
 
@@ -218,9 +192,3 @@ def _kl_entries(log_p: Tensor, log_q: Tensor) -> Tensor:
     """What each outcome contributes to KL(p || q); 0 log 0 = 0, also where log_p is -inf."""
     terms = log_p.exp() * (log_p - log_q)
     return torch.where(log_p == float("-inf"), torch.zeros_like(terms), terms)
-
-
-def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens and their log-probabilities: ([N, k] int32, [N, k] float32)."""
-    found = F.log_softmax(logits.float(), dim=-1).topk(min(k, logits.shape[-1]), dim=-1)
-    return found.indices.int(), found.values

@@ -119,7 +119,7 @@ class Tally:
         return found
 
     def cosines(self) -> dict[str, float]:
-        """The cosine between the gradients of every two channels, {"grpo/sdpo": 0.31}; a pair of
+        """The cosine between the gradients of every two channels, {"doc_kl/grpo": 0.31}; a pair of
         which one is zero has no angle and is left out."""
         flat = {name: g.flatten().double() for name, g in self._gradients.items() if g.any()}
         return {

@@ -15,39 +15,69 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.terms import Term
-from protocols.channels import PreferencePair
-from protocols.errors import SpecError
+from learning.losses.channel import LossChannel
+from learning.losses.terms import Term
+from protocols.channels import Lesson, PreferencePair, completions
+from protocols.errors import StaleTokenError
+from protocols.objective_spec import DpoSpec, LossSpec, ObjectiveSpec
+from protocols.types import Sample
 
-VARIANTS = ("dpo", "dpo_length_normalised")
+if TYPE_CHECKING:
+    from learning.batch import Item, MicroBatch
+    from learning.projection import Projection
 
 
 @dataclass(frozen=True)
-class DPO:
-    """Which preference loss. A reference older than `max_reference_age` versions is stale; None
-    lets one of any age stand, as for a reference that is the untrained cartridge."""
+class ReplayDPO(LossChannel):
+    """Preference pairs, whose references may be so many versions old."""
 
-    variant: str = "dpo"
-    beta: float = 0.1
-    max_reference_age: int | None = None
+    weight: float
+    spec: DpoSpec
+    name: ClassVar[str] = "replay_dpo"
+    reads: ClassVar[str] = "pairs"
+    sampled: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        if self.variant not in VARIANTS:
-            raise SpecError(f"replay.variant must be one of {VARIANTS}: got {self.variant!r}")
-        if self.beta <= 0 or (self.max_reference_age or 0) < 0:
-            raise SpecError(
-                "replay.beta must be > 0 and replay.max_reference_age >= 0: got "
-                f"{self.beta}, {self.max_reference_age}"
-            )
+    @classmethod
+    def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> ReplayDPO:
+        return cls(objective.beta, objective.dpo)
+
+    def samples(self, batch: Lesson) -> list[tuple[Sample, ...]]:
+        sides = completions(batch.pairs)
+        return list(zip(sides[0::2], sides[1::2], strict=True))
+
+    def items(self, batch: Lesson) -> list[Item]:
+        return [
+            (i, range(len(p.chosen_ids) + len(p.rejected_ids))) for i, p in enumerate(batch.pairs)
+        ]
+
+    def check(self, batch: Lesson, version: int) -> None:
+        for p in batch.pairs:
+            if is_stale(p, version, self.spec.max_reference_age):
+                raise StaleTokenError(
+                    f"preference pair {p.id} has a reference of version {p.ref_version}, and "
+                    f"version {version} is being trained with objective.dpo.max_reference_age "
+                    f"{self.spec.max_reference_age}: recompute it with "
+                    "learning.scoring.with_references; nothing was trained on it"
+                )
+
+    def denominator(self, batch: Lesson) -> int:
+        return len(batch.pairs)
+
+    def term(self, logits: Projection, micro: MicroBatch) -> Term:
+        tokens = micro.tokens[self.name]
+        pairs = [micro.batch.pairs[i] for i, _ in tokens.items]
+        chosen, rejected = summed_by_pair(logits.logprobs(tokens.at, tokens.first), pairs)
+        return replay_dpo(chosen, rejected, pairs, self.spec)
 
 
 def replay_dpo(
-    chosen: Tensor, rejected: Tensor, pairs: Sequence[PreferencePair], spec: DPO
+    chosen: Tensor, rejected: Tensor, pairs: Sequence[PreferencePair], spec: DpoSpec
 ) -> Term:
     """The summed loss of M pairs; chosen, rejected [M] log-probabilities with gradient.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-BASELINES = ("grpo", "dr_grpo", "rloo")
 EPSILON = 1e-4  # keeps the scale of a group whose rewards hardly differ finite
 
 

@@ -1,0 +1,88 @@
+"""The interface of a loss channel: what it reads, what it is divided by, and what it adds.
+
+A new channel is a file beside this one with a class of this interface, a section of
+`protocols.objective_spec.ObjectiveSpec`, and an entry in `learning.losses.objective.CHANNELS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+
+from learning.teacher_logprobs import Teacher
+from protocols.errors import DataError
+
+if TYPE_CHECKING:
+    from learning.batch import Item, MicroBatch
+    from learning.losses.terms import Term
+    from learning.projection import Projection
+    from protocols.channels import Lesson
+    from protocols.objective_spec import LossSpec, ObjectiveSpec
+    from protocols.types import Sample
+
+
+class LossChannel(Protocol):
+    """One term of the objective, weight * total / denominator.
+
+    name     its key in CHANNELS, and in metrics
+    reads    the set of samples that it reads; channels that name the same set share its logits
+    sampled  whether those samples carry the versions that sampled them: stale ones are refused
+    weight   a channel of weight 0 is left out of the step
+    """
+
+    name: ClassVar[str]
+    reads: ClassVar[str]
+    sampled: ClassVar[bool] = True
+    weight: float
+
+    @classmethod
+    def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> Self:
+        """Make the channel as it is in 0-based `step`."""
+        ...
+
+    def samples(self, batch: Lesson) -> Sequence[tuple[Sample, ...]]:
+        """Return the whole set `reads`, in groups that no micro-batch divides."""
+        ...
+
+    def items(self, batch: Lesson) -> Sequence[Item]:
+        """Return what bears the loss: groups of `samples`, with their tokens.
+
+        A group that no channel has an item of is not read.
+        """
+        ...
+
+    def check(self, batch: Lesson, version: int) -> None:
+        """Raise DataError for data that does not fit together, StaleTokenError for data that
+        `version` cannot be trained on."""
+        ...
+
+    def denominator(self, batch: Lesson) -> int:
+        """Return what the total over the whole batch is divided by; 0 without data."""
+        ...
+
+    def facts(self, batch: Lesson) -> Mapping[str, float]:
+        """Return what else metrics are told of the whole batch."""
+        return {}
+
+    def term(self, logits: Projection, micro: MicroBatch) -> Term:
+        """Return the term over the channel's items in one micro-batch; it has one at least."""
+        ...
+
+
+def check_scores(batch: Lesson, name: str, tokens: int, *, needed: bool) -> None:
+    """Raise DataError unless `batch.scores[name]` speaks of so many tokens, or may be missing."""
+    given = batch.scores.get(name)
+    if given is None:
+        if needed and tokens:
+            raise DataError(
+                f"the batch has no {name}, which this objective needs; score its samples with "
+                "learning.scoring, or set the weight that asks for it to 0"
+            )
+        return
+    held = given.tokens if isinstance(given, Teacher) else len(given)
+    if held != tokens:
+        raise DataError(
+            f"the batch's {name} speaks of {held} tokens and its samples have {tokens}; give one "
+            "entry for each response token, those not trained on included (of a hinted turn: for "
+            "each of its tokens)"
+        )

@@ -1,0 +1,275 @@
+"""grpo: the policy gradient of rewarded episodes, clipped, over any of the field's denominators.
+
+Per trained token t, with `pi` the student's log-probability of the token, `old` the trainer's under
+the version that sampled it, `sampler` the inference engine's own, `ref` a frozen reference's:
+
+    r_t    = exp(pi - old); "sequence": exp of the mean over the episode's tokens, one for each
+    loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+             for A_t < 0 at most -dual_clip * A_t
+    w_t    = exp(old - sampler), no gradient: the sampler is not quite the trainer's model
+    k3_t   = exp(d) - d - 1,  d = ref - pi
+
+    sum over t of  w_t * loss_t + kl * k3_t,  divided by
+
+    grpo       each token by its episode's length, then by episodes
+    dr_grpo    episodes * max_length
+    bnpo       tokens of this trainer's batch
+    dapo       tokens of all trainers' batches
+
+A trainer's batch is all its micro-batches on all its ranks; where there is one trainer, bnpo and
+dapo are equal.
+With one update for each rollout, `old` is `pi` without its gradient: the ratio is 1, its gradient
+is not.
+
+Sources: Shao et al. 2024 (GRPO); Yu et al. 2025 (DAPO: clip-higher, token mean); Liu et al. 2025
+(Dr. GRPO); Zheng et al. 2025 (sequence ratio); Ye et al. 2020 (dual clip); Schulman 2020 (k3).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from learning.losses.advantages import group_advantages
+from learning.losses.channel import LossChannel, check_scores
+from learning.losses.terms import Term
+from protocols.channels import Lesson, RLSample
+from protocols.errors import DataError, StaleTokenError
+from protocols.objective_spec import GrpoSpec, LossSpec, MismatchSpec, ObjectiveSpec
+from protocols.types import Sample
+
+if TYPE_CHECKING:
+    from learning.batch import ChannelTokens, Item, MicroBatch
+    from learning.projection import Projection
+
+LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a ratio says "wrong", not "how much"
+
+
+class PolicyGradientSpec(GrpoSpec):
+    """The section, and what a run has no data for yet.
+
+    `kl` weighs k3, which needs `batch.scores["ref"]`; `distill` is the price of a nat between
+    student and teacher in the advantage, which needs `batch.scores["distill"]`.
+    """
+
+    kl: float = Field(default=0.0, ge=0)
+    distill: float = Field(default=0.0, ge=0)
+
+
+@dataclass(frozen=True)
+class GRPO(LossChannel):
+    """Episodes with a reward, compared within their group.
+
+    `batch.scores` may have "old", "ref" and "distill": log-probabilities of *all* response tokens
+    of all episodes in order (those not trained on are never read), under the version that sampled
+    them (without it: the one being trained), the reference, and the distilling teacher.
+    """
+
+    weight: float
+    spec: PolicyGradientSpec
+    name: ClassVar[str] = "grpo"
+    reads: ClassVar[str] = "rl"
+
+    @classmethod
+    def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> GRPO:
+        return cls(objective.w_rl, PolicyGradientSpec(**dict(objective.grpo)))
+
+    def samples(self, batch: Lesson) -> list[tuple[Sample, ...]]:
+        return episodes_of(batch)
+
+    def items(self, batch: Lesson) -> list[Item]:
+        return [
+            (i, [t for t, own in enumerate(batch.rl[i].trained) if own])
+            for i in self._advantages(batch)
+        ]
+
+    def check(self, batch: Lesson, version: int) -> None:
+        tokens = check_episodes(batch)
+        check_scores(batch, "ref", tokens, needed=self.spec.kl > 0)
+        check_scores(batch, "distill", tokens, needed=self.spec.distill > 0)
+        for i in self._advantages(batch):
+            check_policy(batch, batch.rl[i], version)
+
+    def denominator(self, batch: Lesson) -> int:
+        return grpo_count([sum(batch.rl[i].trained) for i in self._advantages(batch)], self.spec)
+
+    def facts(self, batch: Lesson) -> dict[str, float]:
+        return {"excluded": len(batch.rl) - len(self._advantages(batch))}
+
+    def term(self, logits: Projection, micro: MicroBatch) -> Term:
+        batch, tokens = micro.batch, micro.tokens[self.name]
+        pi = logits.logprobs(tokens.at, tokens.first)
+        old = old_logprobs(pi, batch, tokens)
+        value_of = self._advantages(batch)
+        advantages = pi.new_tensor([value_of[i] for i, own in tokens.items for _ in own])
+        if self.spec.distill:
+            distilling = batch.scores["distill"][tokens.inside].to(pi)
+            advantages = distilled(advantages, old, distilling, self.spec.distill)
+        sampler = [batch.rl[i].sample.sampler_logprobs[t] for i, own in tokens.items for t in own]
+        ref = batch.scores.get("ref")
+        return grpo(
+            pi,
+            old,
+            advantages,
+            [len(own) for _, own in tokens.items],
+            self.spec,
+            sampler=pi.new_tensor(sampler),
+            ref=None if ref is None else ref[tokens.inside].to(pi),
+        )
+
+    def _advantages(self, batch: Lesson) -> dict[int, float]:
+        """By index, of the episodes that can be trained on: with a reward and a token of their own.
+        They are those of the whole batch, whatever the micro-batch."""
+        judged = [i for i, r in enumerate(batch.rl) if r.reward is not None and any(r.trained)]
+        values = group_advantages(
+            [batch.rl[i].reward for i in judged],
+            [batch.rl[i].group for i in judged],
+            self.spec.baseline,
+        )
+        return {i: a for i, a in zip(judged, values, strict=True) if a is not None}
+
+
+def episodes_of(batch: Lesson) -> list[tuple[Sample, ...]]:
+    """Return the set "rl": the batch's episodes."""
+    return [(r.sample,) for r in batch.rl]
+
+
+def check_episodes(batch: Lesson) -> int:
+    """Return how many response tokens the episodes have; raise DataError for two of one id, or
+    `old` that speaks of other tokens."""
+    twice = [i for i, n in Counter(r.sample.id for r in batch.rl).items() if n > 1]
+    if twice:
+        raise DataError(f"the batch has several RL samples of the ids {twice}; ids must be unique")
+    tokens = sum(len(r.trained) for r in batch.rl)
+    check_scores(batch, "old", tokens, needed=False)
+    return tokens
+
+
+def check_policy(batch: Lesson, r: RLSample, version: int) -> None:
+    """Raise DataError, or StaleTokenError, for an episode whose policy's ratio is not known."""
+    s, drawn = r.sample, r.sampling
+    if (drawn.temperature, drawn.top_p, drawn.top_k) != (1.0, 1.0, 0):
+        raise DataError(
+            f"RL sample {s.id} was drawn at temperature {drawn.temperature}, top_p {drawn.top_p}, "
+            f"top_k {drawn.top_k}, which biases the policy's ratio; sample at 1, 1 and 0"
+        )
+    own = {v for v, trained in zip(s.versions, r.trained, strict=True) if trained}
+    if batch.scores.get("old") is None and own != {version}:
+        raise StaleTokenError(
+            f"RL sample {s.id} was sampled by versions {sorted(own)}, and version {version} is "
+            "being trained: give scores of old, the log-probabilities under the versions that "
+            "sampled it (learning.scoring.response_logprobs); nothing was trained on it"
+        )
+
+
+def old_logprobs(pi: Tensor, batch: Lesson, tokens: ChannelTokens) -> Tensor:
+    """Return the log-probabilities under the policy that sampled, without gradient: with one update
+    for each rollout it is the policy itself."""
+    old = batch.scores.get("old")
+    return pi.detach() if old is None else old[tokens.inside].to(pi)
+
+
+def grpo(
+    pi: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    lengths: Sequence[int],
+    spec: PolicyGradientSpec,
+    *,
+    sampler: Tensor | None = None,
+    ref: Tensor | None = None,
+) -> Term:
+    """The summed loss of B episodes of `lengths` trained tokens, laid end to end: all are [N].
+
+    `pi` has gradient, `old`, `sampler` and `ref` none. `sampler` is needed for a mismatch
+    correction and `ref` for kl > 0. Facts are sums over tokens: clipped, ratio, k3, the mismatch
+    weight and the share that it corrected.
+    """
+    log_ratio = pi - old
+    if spec.ratio == "sequence":
+        log_ratio = per_episode(log_ratio, lengths, torch.mean)
+    ratio = log_ratio.exp()
+    bounded = ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high)
+    gain, bounded_gain = ratio * advantages, bounded * advantages
+    loss = -torch.minimum(gain, bounded_gain)
+    if spec.dual_clip is not None:
+        worst = -spec.dual_clip * advantages
+        loss = torch.where(advantages < 0, torch.minimum(loss, worst), loss)
+    facts = {"ratio": ratio, "clipped": (bounded_gain < gain).float()}
+    if spec.mismatch is not None:
+        assert sampler is not None, "a mismatch correction needs the sampler's log-probabilities"
+        weight, corrected = mismatch_weight(old, sampler, lengths, spec.mismatch)
+        loss = weight * loss
+        facts |= {"mismatch_weight": weight, "mismatch_corrected": corrected}
+    if spec.kl > 0:
+        assert ref is not None, "a KL to the reference needs its log-probabilities"
+        k3 = k3_divergence(pi, ref)
+        loss = loss + spec.kl * k3
+        facts["k3"] = k3
+    if spec.reduction == "grpo":
+        counts = torch.tensor(list(lengths), dtype=torch.long)
+        loss = loss / counts.repeat_interleave(counts).to(loss)
+    return Term(
+        total=loss.sum(),
+        count=grpo_count(lengths, spec),
+        items=len(pi),
+        facts={name: values.detach().sum() for name, values in facts.items()},
+    )
+
+
+def grpo_count(lengths: Sequence[int], spec: GrpoSpec) -> int:
+    """The denominator, known before the student has been asked; adds up over micro-batches."""
+    if spec.reduction == "grpo":
+        return len(lengths)
+    if spec.reduction == "dr_grpo":
+        assert spec.max_length is not None
+        return len(lengths) * spec.max_length
+    return sum(lengths)
+
+
+def k3_divergence(pi: Tensor, ref: Tensor) -> Tensor:
+    """Per token exp(d) - d - 1 with d = ref - pi: never negative, and unbiased for KL(pi || ref)
+    under pi's own samples."""
+    d = ref - pi
+    return d.exp() - d - 1
+
+
+def mismatch_weight(
+    old: Tensor, sampler: Tensor, lengths: Sequence[int], spec: MismatchSpec
+) -> tuple[Tensor, Tensor]:
+    """(weight, 1.0 where it was truncated or masked), [N] each, without gradient."""
+    log_weight = (old - sampler).detach()
+    if spec.level == "sequence":
+        log_weight = per_episode(log_weight, lengths, torch.sum)
+    weight = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    out = weight > spec.high
+    if spec.mode == "truncate":
+        return weight.clamp(max=spec.high), out.float()
+    if spec.mode == "band":
+        out = out | (weight < spec.low)
+    return weight.masked_fill(out, 0.0), out.float()
+
+
+def distilled(advantages: Tensor, student: Tensor, teacher: Tensor, price: float) -> Tensor:
+    """On-policy distillation as a reward: A - price * (student - teacher), [N], no gradient.
+
+    `student` and `teacher` are log-probabilities of the sampled tokens: their difference is the
+    reverse KL's one-sample estimate.
+    """
+    return advantages - price * (student - teacher).detach()
+
+
+def per_episode(
+    values: Tensor, lengths: Sequence[int], reduce: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """`reduce` over each episode's tokens, given to every one of them: [N] to [N]."""
+    if not lengths:
+        return values
+    parts = values.split_with_sizes(list(lengths))
+    return torch.cat([reduce(part).expand(len(part)) for part in parts])

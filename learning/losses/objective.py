@@ -1,0 +1,32 @@
+"""The combined objective: the table of channels, and those that weigh something in a step.
+
+    total = sum over channels of  weight * total / denominator
+
+A channel of weight 0 is left out: not packed, not checked, not computed; the step is then bit for
+bit the step without it. A channel without data contributes 0 and no gradient.
+"""
+
+from __future__ import annotations
+
+from learning.losses.channel import LossChannel
+from learning.losses.doc_kl import DocKL
+from learning.losses.dpo import ReplayDPO
+from learning.losses.grpo import GRPO
+from learning.losses.sdpo import SDPO
+from protocols.objective_spec import LossSpec, ObjectiveSpec
+
+CHANNELS: dict[str, type[LossChannel]] = {
+    "doc_kl": DocKL,
+    "grpo": GRPO,
+    "sdpo": SDPO,
+    "replay_dpo": ReplayDPO,
+}
+
+
+def active_channels(
+    objective: ObjectiveSpec, loss: LossSpec | None = None, step: int = 0
+) -> list[LossChannel]:
+    """Return the channels that weigh something in 0-based `step`, in the order of CHANNELS."""
+    loss = loss or LossSpec()
+    made = [channel.of(objective, loss, step) for channel in CHANNELS.values()]
+    return [channel for channel in made if channel.weight]
