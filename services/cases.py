@@ -36,9 +36,9 @@ from protocols.replay import Message
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.course import Ended, Generate, unheard
 from services.loop import Done, Rollout
+from services.mesh import Mesh
 from services.preferences import Preferences, Question
 from services.progress import Timer
-from services.roles import Mesh
 from services.rundir import RunDirectory
 from services.spending import Spending
 from services.tasks import stream_seed

@@ -32,8 +32,8 @@ from services.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from services.helm import Helm
+    from services.mesh import Mesh
     from services.recorder import Recorder
-    from services.roles import Mesh
     from services.run import Run
 
 ENGINE_STOP_SECONDS = 10.0  # an idle engine stops in 1 to 2 s
@@ -136,7 +136,7 @@ class ControllerActor(Actor):
     async def _open(self, recorder: Recorder, begun: float) -> Mesh | None:
         """The mesh, once its hosts are there; None where the run was asked to stop before. What
         this raises is the run's end."""
-        from services.roles import open_mesh
+        from services.mesh import open_mesh
 
         outcome: RunOutcome = "stopped"
         failure: ForgeError | None = None
@@ -173,7 +173,7 @@ class ControllerActor(Actor):
         self, spec: RunSpec, recorder: Recorder, mesh: Mesh, helm: Helm, begun: float
     ) -> None:
         from services.courses import open_course
-        from services.roles import spawn_roles
+        from services.mesh import spawn_roles
         from services.run import Run
 
         self._show(stage="starting the mesh")

@@ -20,10 +20,10 @@ from protocols.channels import Lesson, ScoredPart, hinted
 from protocols.errors import PlaneError, RunError
 from protocols.types import LookUps, Sample, Scored, Stepped
 from services.loop import Judged
+from services.mesh import Mesh
 from services.packing import packed_bytes
 from services.pool import gather
 from services.progress import busy
-from services.roles import Mesh
 from services.tensors import Tensors
 
 

@@ -28,8 +28,8 @@ from protocols.rsa import Judged, Problem, Standing
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.course import Came, Ended, Generate, unheard
 from services.loop import Done, Rollout
+from services.mesh import Mesh
 from services.progress import Timer
-from services.roles import Mesh
 from services.rollouts import as_sample
 from services.rsa_problems import Source, open_source
 from services.rsa_runs import Generation, Played, Start, play

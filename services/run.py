@@ -20,10 +20,10 @@ from services.held_probe import HeldProbe
 from services.helm import Stopped
 from services.lessons import Lessons
 from services.loop import Done, Judged, OnPolicyLoop, Ports, Rollout
+from services.mesh import Mesh
 from services.position import Position
 from services.progress import Meter, busy, flat
 from services.recorder import Recorder
-from services.roles import Mesh
 from services.rollouts import is_offline, rollout_from
 from services.rundir import RunDirectory
 from services.tensors import Tensors

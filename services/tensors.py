@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.types import Snapshot
+from services.mesh import Mesh
 from services.packing import packed_bytes
 from services.pool import Pool, Update
-from services.roles import Mesh
 
 READERS = ("generator", "sdpo_teacher")  # the roles that read with the cartridges
 

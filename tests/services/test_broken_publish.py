@@ -20,8 +20,8 @@ from protocols.types import Generated, GenerateRequest, PrefixRef, Snapshot
 from services import roles
 from services.courses import open_course
 from services.helm import Helm
+from services.mesh import open_mesh, spawn_roles
 from services.recorder import Recorder
-from services.roles import open_mesh, spawn_roles
 from services.run import Run
 from services.rundir import RunDirectory
 from services.telemetry.hub import open_sinks

@@ -14,8 +14,8 @@ from fake_mesh import FakeProcess, House, house, run
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.spec import RoleSpec
 from protocols.types import Packet, Snapshot, TensorLayout
-from services import roles
-from services.roles import Mesh
+from services import mesh as mesh_module
+from services.mesh import Mesh
 from services.tensors import Tensors
 
 LAYOUT = TensorLayout((("kv", (5, 10), "float32"),))  # 200 bytes, in lines of 64: 256
@@ -137,7 +137,7 @@ async def world(monkeypatch: pytest.MonkeyPatch, keep: int = 1, store: bool = Tr
         await asyncio.sleep(0.05)
         return FakePlane(procs)
 
-    monkeypatch.setattr(roles, "open_plane", open_plane)
+    monkeypatch.setattr(mesh_module, "open_plane", open_plane)
     h = house()
     spec: Any = SimpleNamespace(mesh=SimpleNamespace(plane="torchstore", call_timeout_s=30.0))
     mesh = Mesh(h.service, spec)
