@@ -8,35 +8,13 @@ DocumentCourse  answers about a user's own documents           (services.documen
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from protocols.channels import Lesson
 from protocols.records import Measured
-from protocols.types import Completion, GenerateRequest, Sample
-from services.loop import Done, Rollout
 from services.rundir import RunDirectory
-
-# Of a teacher's role: samples that are complete and are to be scored together, now.
-Ended = Callable[[str, Sequence[Sample]], None]
-
-
-def unheard(role: str, samples: Sequence[Sample]) -> None:
-    """Where nobody scores beside the rollout."""
-
-
-Came = Callable[[Sequence[Completion]], None] | None
-
-
-class Generate(Protocol):
-    """Completions in the order of the requests, and the seconds that any generator computed.
-
-    `came` is told of each reply's completions as soon as it is there.
-    """
-
-    def __call__(
-        self, requests: Sequence[GenerateRequest], came: Came = None, /
-    ) -> Awaitable[tuple[list[Completion], float]]: ...
+from services.training_types import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
 
 
 class Course(Protocol):
@@ -49,7 +27,7 @@ class Course(Protocol):
         """Make what `step` will ask beforehand, while the models work."""
 
     async def sample(
-        self, step: int, version: int, generate: Generate, ended: Ended = unheard
+        self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
     ) -> Rollout:
         """The on-policy rollout of 0-based `step`, over cartridge `version`. What of its lesson is
         complete before the rollout is told to `ended`, in parts that hang on the requests and on
@@ -58,12 +36,12 @@ class Course(Protocol):
     async def lesson(self, rollout: Rollout, version: int) -> Lesson:
         """What `version` learns of a rollout, still without the teachers' scores."""
 
-    async def offline(self, first: int, generate: Generate) -> list[Rollout]:
+    async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
         """What the document teacher itself writes for the next few steps, from `first`."""
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: Generate,
+        generate: TimedGenerate,
     ) -> Measured:  # fmt: skip
         """One arm on the first `most` held-out questions (None: all), greedily or by sampling;
         prefix "cartridge", "document" or "none"."""
@@ -71,7 +49,7 @@ class Course(Protocol):
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         """Write a trained rollout down."""
 
-    def facts(self, done: Done) -> Mapping[str, Any]:
+    def facts(self, record: StepRecord) -> Mapping[str, Any]:
         """What the step's row of metrics.jsonl has beside the usual."""
 
     def heard(self, directory: RunDirectory) -> Mapping[str, Any]:

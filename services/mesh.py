@@ -25,13 +25,14 @@ from protocols.learn_spec import GeneratorSpec, ModelSpec
 from protocols.service_spec import HealthSpec
 from protocols.spec import RoleSpec, RunSpec
 from protocols.types import Span
+from services.clients import TrainerClient, use_plane
 from services.files import same_files
 from services.hello import versions
 from services.hosts import Addresses, HostSource
 from services.lives import Check, Note
 from services.planes import OwnedPlane, import_plane, open_plane
 from services.pool import Pool
-from services.replica import Replica, ask
+from services.replica import Replica
 from services.roles import (
     ENGINE_GENERATOR,
     READERS,
@@ -80,7 +81,7 @@ class Mesh:
                     # Who was still to be told of something in the lost plane cannot be: `refill`
                     # brings it anew, after this.
                     with contextlib.suppress(PlaneError):
-                        await pool.update("plane", life, "use_plane", plane)
+                        await use_plane(pool, life, plane)
         # Only now: who fails on a plane of this life does not use the one before any more.
         self.plane, self.plane_life = plane, life
         if before is None:
@@ -260,9 +261,8 @@ def _check(name: str, spec: RunSpec, directory: RunDirectory) -> Check | None:
 
 
 async def _recover(replica: Replica) -> None:
-    """A trainer that replaces another stands where that one stood."""
     if replica.generation > 0:
-        await ask(replica, "recover", (), asyncio.get_running_loop().time() + 60.0)
+        await TrainerClient.recover(replica)
 
 
 async def _answers(store: Replica) -> bool:
