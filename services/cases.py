@@ -37,6 +37,7 @@ from protocols.replay import Message
 from protocols.seeds import stream_seed
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.clients import EnvironmentClient
+from services.course import Course
 from services.mesh import Mesh
 from services.preferences import Preferences, Question
 from services.rundir import RunDirectory
@@ -44,8 +45,8 @@ from services.spending import Spending
 from services.training_types import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
 
 
-class Cases:
-    """A `services.course.Course` over the pools of a mesh."""
+class Cases(Course):
+    """Over the pools of a mesh."""
 
     def __init__(self, spec: LearnSpec, tokenizer: Any, mesh: Mesh) -> None:
         assert spec.episodes is not None
@@ -67,9 +68,6 @@ class Cases:
             NO_DOCUMENT: self._conversation.head(None),
         }
         self.end_ids = frozenset({tokenizer.eos_token_id})
-
-    def prepare(self, step: int) -> None:
-        pass  # tasks are drawn in no time
 
     # -- episodes -------------------------------------------------------------------------------
 
@@ -264,9 +262,6 @@ class Cases:
         if self._spending is None:
             self._spending = Spending(directory.ledger)
         return {"teachers": self._spending.total()}
-
-    def saved(self) -> dict[str, Any]:
-        return {} if self._preferences is None else self._preferences.saved()
 
     def stand(self, saved: Mapping[str, Any]) -> None:
         if saved:

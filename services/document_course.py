@@ -32,6 +32,7 @@ from protocols.seeds import stream_seed
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.agreement import Exam, Studied, agreement, answered, split
 from services.contamination import clean
+from services.course import Course
 from services.document_questions import Asked, read_questions
 from services.parts import Parts
 from services.rollouts import as_rollout, as_rows, handed_over, is_offline
@@ -42,15 +43,14 @@ from services.training_types import (
     Prompt,
     Rollout,
     ScoreGroup,
-    StepRecord,
     TimedGenerate,
     unheard,
 )
 from strategies.over_tokens import TokenSampler
 
 
-class DocumentCourse:
-    """A `services.course.Course`."""
+class DocumentCourse(Course):
+    """Over the documents of the spec; writes its questions into the run's directory."""
 
     def __init__(
         self, spec: LearnSpec, parts: Parts, tokenizer: Any, directory: RunDirectory
@@ -70,9 +70,6 @@ class DocumentCourse:
         self._held_out: list[Studied] = []
         self._exams: list[Exam] = []
         note_documents(parts, directory)
-
-    def prepare(self, step: int) -> None:
-        pass  # prompts are drawn in no time
 
     # -- questions ------------------------------------------------------------------------------
 
@@ -291,21 +288,6 @@ class DocumentCourse:
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_rollouts(as_rows(rollout, arm, step, self._decode))
-
-    def facts(self, record: StepRecord) -> Mapping[str, Any]:
-        return {}
-
-    def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
-        return {}
-
-    def saved(self) -> dict[str, Any]:
-        return {}  # questions and answers are made again, to the same ones
-
-    def stand(self, saved: Mapping[str, Any]) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
 
 
 def studied_of(row: StudyRow, spec: LearnSpec, conversation: Conversation) -> Studied | None:

@@ -28,6 +28,7 @@ from protocols.replay import Message
 from protocols.rsa import Problem
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.clients import RSAAggregatorClient
+from services.course import Course
 from services.mesh import Mesh
 from services.rollouts import as_sample
 from services.rsa_problems import Source, open_source
@@ -51,8 +52,8 @@ class RsaRollout(Rollout):
     runs: Sequence[Played] = ()
 
 
-class RsaCourse:
-    """A `services.course.Course` over the pools of a mesh."""
+class RsaCourse(Course):
+    """Over the pools of a mesh."""
 
     def __init__(self, spec: LearnSpec, tokenizer: Any, mesh: Mesh) -> None:
         assert spec.rsa is not None
@@ -65,9 +66,6 @@ class RsaCourse:
             name or NO_DOCUMENT: self._conversation.head(name) for name in names
         }
         self.end_ids = frozenset({tokenizer.eos_token_id})
-
-    def prepare(self, step: int) -> None:
-        pass  # problems are drawn in no time
 
     # -- runs -----------------------------------------------------------------------------------
 
@@ -198,18 +196,6 @@ class RsaCourse:
         counts["rsa/majority_vote"] = found["majority_vote"]
         counts["rsa/pass_at_n"] = found["pass_at_n"]
         return {"channels": output.terms, "cosines": output.cosines, "episodes": counts}
-
-    def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
-        return {}
-
-    def saved(self) -> dict[str, Any]:
-        return {}
-
-    def stand(self, saved: Mapping[str, Any]) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
 
 
 def _document(request: GenerateRequest) -> str:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from protocols.channels import Lesson
 from protocols.records import Measured
+from services.course import Course
 from services.evaluation import measure
 from services.rollouts import as_rollout, as_rows, handed_over
 from services.rundir import RunDirectory
 from services.tasks import Tasks
-from services.training_types import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
+from services.training_types import Rollout, ScoreGroup, TimedGenerate, unheard
 
 OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call
 
 
-class SelfStudy:
-    """A `services.course.Course`, which also knows what the document teacher itself would write."""
+class SelfStudy(Course):
+    """Knows what the document teacher itself would write."""
 
     def __init__(self, tasks: Tasks, *, measured: bool) -> None:
         """Without `measured` no held-out question is needed."""
@@ -26,7 +26,9 @@ class SelfStudy:
         self._exams = tasks.exams if measured else []
         self.documents: Mapping[str, tuple[int, ...]] = tasks.documents
         self.end_ids = tasks.end_ids
-        self.prepare = tasks.prepare
+
+    def prepare(self, step: int) -> None:
+        self._tasks.prepare(step)
 
     async def sample(
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
@@ -70,18 +72,3 @@ class SelfStudy:
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_rollouts(as_rows(rollout, arm, step, self._tasks.decode))
-
-    def facts(self, record: StepRecord) -> Mapping[str, Any]:
-        return {}
-
-    def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
-        return {}
-
-    def saved(self) -> dict[str, Any]:
-        return {}
-
-    def stand(self, saved: Mapping[str, Any]) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
