@@ -66,12 +66,12 @@ async def use_plane(pool: Pool, life: int, plane: TensorPlane) -> None:
 # -- cartridges: of every pool that reads what is published ---------------------------------------
 
 
-async def load(pool: Pool, snapshot: Snapshot, keep: int) -> None:
+async def load_cartridges(pool: Pool, snapshot: Snapshot, keep: int) -> None:
     """Have every replica read a published version; who comes later reads the newest `keep`."""
     await pool.update(CARTRIDGE, snapshot.version, "load", snapshot, keep=keep)
 
 
-def remember(pool: Pool, snapshots: Sequence[Snapshot]) -> None:
+def remember_cartridges(pool: Pool, snapshots: Sequence[Snapshot]) -> None:
     """Set what every replica reads that comes, or is told next."""
     pool.remember(CARTRIDGE, [Update(CARTRIDGE, s.version, "load", (s,)) for s in snapshots])
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.types import Snapshot
-from services.clients import TrainerClient, load, remember
+from services.clients import TrainerClient, load_cartridges, remember_cartridges
 from services.mesh import Mesh
 from services.packing import packed_bytes
 from services.pool import Pool
@@ -72,7 +72,7 @@ class WeightSync:
                 f"the trainer published version {snapshot.version} where {version} was due"
             )
         for pool in self._readers:
-            await load(pool, snapshot, self._keep)
+            await load_cartridges(pool, snapshot, self._keep)
         return snapshot
 
     @property
@@ -99,7 +99,7 @@ class WeightSync:
             # one gets all of them.
             self._published = there
             for pool in self._readers:
-                remember(pool, [snapshot for _, snapshot in there])
+                remember_cartridges(pool, [snapshot for _, snapshot in there])
             for pool in self._readers:
                 await pool.tell()
 
