@@ -6,7 +6,6 @@ one may do, rank 0 does; the others answer what nobody reads.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from monarch.actor import Actor, endpoint
+from monarch.actor import endpoint
 
+from actors.model_actor import ModelActor
 from actors.setup import BaseModel, Place, fresh_key
 from learning.checkpoint import read_checkpoint
 from learning.device import claim_device
 from learning.initial import Source, Start, initial_bank
-from learning.model import document_kv, flush_denormals, load_model, text_ids
+from learning.model import document_kv, load_model, text_ids
 from learning.prefixes import DocumentCache
 from learning.ranks import join
 from learning.sharding import shard_base
@@ -30,11 +30,10 @@ from learning.trainer import CartridgeTrainer
 from protocols.channels import Lesson, ScoredPart, StoredScores
 from protocols.errors import PlaneError
 from protocols.learn_spec import LearnSpec
-from protocols.ports import TensorPlane
 from protocols.types import Snapshot, TrainStepOutput
 
 
-class TrainerActor(Actor):
+class TrainerActor(ModelActor):
     """One trainer process. The port speaks of samples and versions only, never of ranks."""
 
     def __init__(
@@ -48,19 +47,18 @@ class TrainerActor(Actor):
     ) -> None:
         """`last_state` is the file in which every state is kept before it is told of. With `shard`
         each rank keeps its share of the base; one waits at most `silent_s` for another."""
-        torch.set_num_threads(base.threads)
-        flush_denormals()
         place = Place.here()
         device = claim_device(base.device, place.rank)
         # A base that is to be sharded is whole on the host alone.
         shard = shard and place.world > 1
-        model = load_model(base.path, base.dtype, "cpu" if shard else device)
+        whole = "cpu" if shard else device
+        super().__init__(base, partial(load_model, base.path, base.dtype, whole))
+        model = self._model
         self._ranks = join(
             place.rank, place.world, place.rendezvous, device=device.type, timeout_s=silent_s
         )
         if shard:
             shard_base(model, self._ranks)
-        self._plane = base.plane
         cache = DocumentCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
         # "none" is the bare start of a context, not a document to compress.
         names = [name for name in sorted(base.documents) if name != "none"]
@@ -80,16 +78,6 @@ class TrainerActor(Actor):
         self._ranks.gather({})
         if self._ranks.leads:
             place.left()
-
-    @endpoint
-    async def ready(self) -> int:
-        """This process's id, once the model is loaded."""
-        return os.getpid()
-
-    @endpoint
-    async def use_plane(self, plane: TensorPlane) -> None:
-        """Tensors pass over this plane from now on: the one before was lost."""
-        self._plane = plane
 
     @endpoint
     async def recover(self) -> int:

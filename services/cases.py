@@ -11,6 +11,7 @@ learn how the desk works and no answer.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,32 +28,32 @@ from environments.monitors import count_flags, flagged
 from environments.rollout import BARE, over_cartridge, run_episodes
 from environments.traces import to_row
 from protocols.channels import HintedTurn, Lesson, PreferencePair, hinted
-from protocols.episodes import Episode, Move, Observation, Task
+from protocols.episodes import Episode, Task
 from protocols.errors import RunError
 from protocols.intervals import wilson_interval
 from protocols.learn_spec import LearnSpec
 from protocols.records import Measured
 from protocols.replay import Message
+from protocols.seeds import stream_seed
 from protocols.spec import HINTED_TEACHER
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from services.course import Ended, Generate, unheard
-from services.loop import Done, Rollout
+from services.clients import EnvironmentClient
+from services.course import Course
+from services.mesh import Mesh
 from services.preferences import Preferences, Question
-from services.progress import Timer
-from services.roles import Mesh
 from services.rundir import RunDirectory
 from services.spending import Spending
-from services.tasks import stream_seed
+from services.training_types import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
 
 
-class Cases:
-    """A `services.course.Course` over the pools of a mesh."""
+class Cases(Course):
+    """Over the pools of a mesh."""
 
     def __init__(self, spec: LearnSpec, tokenizer: Any, mesh: Mesh) -> None:
         assert spec.episodes is not None
         assert spec.data.facts is not None
         self._spec, self._objective, self._episodes = spec, spec.objective, spec.episodes
-        self._mesh = mesh
+        self._pools, self._environment = mesh.pools, EnvironmentClient(mesh.pools)
         desks = [
             draw_desk(spec.data.seed, i, spec.data.facts) for i in range(1, spec.data.patients + 1)
         ]
@@ -69,16 +70,13 @@ class Cases:
         }
         self.end_ids = frozenset({tokenizer.eos_token_id})
 
-    def prepare(self, step: int) -> None:
-        pass  # tasks are drawn in no time
-
     # -- episodes -------------------------------------------------------------------------------
 
     async def sample(
-        self, step: int, version: int, generate: Generate, ended: Ended = unheard
+        self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
     ) -> Rollout:
         """Episodes that end in the same turn are scored together, while others go on."""
-        timer = Timer()
+        begun = time.perf_counter()
         each, seed = self._episodes.tasks, self._spec.train.seed
         tasks = [
             self._task(f"on_policy/{step + 1}/{i}", step * each + i, f"task/{seed}/{step}/{i}")
@@ -96,11 +94,12 @@ class Cases:
         )
         episodes = [flagged(e, DESK) for e in episodes]
         samples = turn_samples(episodes)
-        return Rollout(step, (), (), samples, timer.lap("rollout"), compute, episodes)
+        seconds = time.perf_counter() - begun
+        return Rollout(step, (), (), samples, seconds, compute, episodes)
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: Generate,
+        generate: TimedGenerate,
     ) -> Measured:  # fmt: skip
         """The share of held-out cases that were answered rightly."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
@@ -146,7 +145,7 @@ class Cases:
         sampling: Sampling,
         prefix: Callable[[Task], PrefixRef],
         stream: str,
-        generate: Generate,
+        generate: TimedGenerate,
         ended: Callable[[Sequence[Episode]], Awaitable[None]] | None = None,
     ) -> tuple[list[Episode], float]:
         """The episodes, and the model time of all their turns. `stream` and what follows the arm
@@ -161,7 +160,7 @@ class Cases:
         episodes = await run_episodes(
             tasks,
             timed,
-            self._move,
+            self._environment.move,
             self._conversation,
             group_size=group,
             sampling=sampling,
@@ -173,7 +172,7 @@ class Cases:
         )
         return episodes, sum(spent)
 
-    async def _hand_over(self, ended: Ended, episodes: Sequence[Episode]) -> None:
+    async def _hand_over(self, ended: ScoreGroup, episodes: Sequence[Episode]) -> None:
         """What the teachers score of episodes that have ended: as `lesson` has it."""
         rl = rl_samples(episodes)
         if self._objective.w_doc:
@@ -181,18 +180,6 @@ class Cases:
         if self._objective.alpha:
             items, _ = await hinted_turns(episodes, self._hints, self._conversation)
             ended(HINTED_TEACHER, hinted(items, rl))
-
-    async def _move(self, moves: Sequence[Move]) -> list[Observation]:
-        pool = self._mesh.pools["environment"]
-
-        async def share(some: Sequence[Move]) -> list[Observation]:
-            try:
-                said: list[Observation] = await pool.route("move", tuple(some))
-            except RunError as error:  # its episodes end here; the others, and the run, go on
-                return [Observation(done=True, error=f"environment_died: {error}")] * len(some)
-            return said
-
-        return await pool.split(moves, share)
 
     # -- lessons --------------------------------------------------------------------------------
 
@@ -232,11 +219,11 @@ class Cases:
         if self._preferences is None:
             assert self._spec.replay is not None
             self._preferences = Preferences(
-                self._mesh.pools, self._spec.replay, self._objective.dpo, self._conversation, DESK
+                self._pools, self._spec.replay, self._objective.dpo, self._conversation, DESK
             )
         return self._preferences
 
-    async def offline(self, first: int, generate: Generate) -> list[Rollout]:
+    async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
         raise RunError("no teacher writes episodes: remove offline from evaluate.arms")
 
     # -- what is recorded -----------------------------------------------------------------------
@@ -248,8 +235,8 @@ class Cases:
                 {"arm": arm, "step": step, **row} for row in self._preferences.told()
             )
 
-    def facts(self, done: Done) -> Mapping[str, Any]:
-        episodes, stepped = done.rollout.episodes, done.stepped
+    def facts(self, record: StepRecord) -> Mapping[str, Any]:
+        episodes, output = record.rollout.episodes, record.output
         rewards = [e.reward for e in episodes if e.reward is not None]
         errors = Counter(
             t.observation.error_kind for e in episodes for t in e.turns if t.observation.error_kind
@@ -267,7 +254,7 @@ class Cases:
         if self._preferences is not None:
             became = self._preferences.counted()
             counts |= {f"teachers/{what}": n for what, n in sorted(became.items())}
-        return {"channels": stepped.terms, "cosines": stepped.cosines, "episodes": counts}
+        return {"channels": output.terms, "cosines": output.cosines, "episodes": counts}
 
     def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
         """What the calls to the teachers came to since the run began."""
@@ -276,9 +263,6 @@ class Cases:
         if self._spending is None:
             self._spending = Spending(directory.ledger)
         return {"teachers": self._spending.total()}
-
-    def saved(self) -> dict[str, Any]:
-        return {} if self._preferences is None else self._preferences.saved()
 
     def stand(self, saved: Mapping[str, Any]) -> None:
         if saved:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import time
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,19 +25,17 @@ from monarch.actor import Actor, MeshFailure, concurrent_endpoint
 from protocols.errors import ForgeError, RunError
 from protocols.records import EventName, RunOutcome
 from protocols.spec import RunSpec
-from protocols.status import ReplicaState, RunStatus
+from protocols.status import RunStatus
 from services.endpoints import Endpoints, remove_endpoints, write_endpoints
 from services.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from services.helm import Helm
+    from services.mesh import Mesh
     from services.recorder import Recorder
-    from services.roles import Mesh
-    from services.run import Run
+    from services.training_run import TrainingRun
 
 ENGINE_STOP_SECONDS = 10.0  # an idle engine stops in 1 to 2 s
-STACK_SECONDS = 10.0  # for the stacks of every process of a run that stands still
-LOOK_SECONDS = 1.0  # between two looks at the run as a whole: sinks, watchdog
 
 
 class ControllerActor(Actor):
@@ -50,7 +47,7 @@ class ControllerActor(Actor):
         self._resume = resume
         self._status = RunStatus()
         self._mesh: Mesh | None = None
-        self._run: Run | None = None
+        self._run: TrainingRun | None = None
         self._helm: Helm | None = None
         self._stop_asked = False
         self._opening: asyncio.Task[Mesh] | None = None
@@ -80,6 +77,7 @@ class ControllerActor(Actor):
         from services.helm import Helm, Stopped
         from services.recorder import Recorder
         from services.telemetry.hub import open_sinks
+        from services.watchdog import watch
 
         begun = time.perf_counter()
         self._loop = asyncio.get_running_loop()
@@ -97,7 +95,12 @@ class ControllerActor(Actor):
         if self._stop_asked:
             await helm.stop()
         control = ControlPlane(helm, self._spec.mesh.control, self._directory.id)
-        watching = asyncio.create_task(self._watch(recorder, mesh))
+        watching = asyncio.create_task(
+            watch(
+                self._whole_status, self._show, recorder, mesh.pools,
+                self._spec.mesh.watchdog, self._directory.path,
+            )
+        )  # fmt: skip
         outcome: RunOutcome = "failed"
         try:
             await control.start()
@@ -136,7 +139,7 @@ class ControllerActor(Actor):
     async def _open(self, recorder: Recorder, begun: float) -> Mesh | None:
         """The mesh, once its hosts are there; None where the run was asked to stop before. What
         this raises is the run's end."""
-        from services.roles import open_mesh
+        from services.mesh import open_mesh
 
         outcome: RunOutcome = "stopped"
         failure: ForgeError | None = None
@@ -173,8 +176,8 @@ class ControllerActor(Actor):
         self, spec: RunSpec, recorder: Recorder, mesh: Mesh, helm: Helm, begun: float
     ) -> None:
         from services.courses import open_course
-        from services.roles import spawn_roles
-        from services.run import Run
+        from services.mesh import spawn_roles
+        from services.training_run import TrainingRun
 
         self._show(stage="starting the mesh")
         course = open_course(spec, mesh, self._directory)
@@ -189,7 +192,7 @@ class ControllerActor(Actor):
                 pids=[pid for r in pool.replicas if r.process for pid in r.process.pids],
                 seconds=round(time.perf_counter() - begun, 3),
             )
-        self._run = Run(
+        self._run = TrainingRun(
             spec, course, mesh, self._directory, recorder, self._show, helm.between_steps
         )  # fmt: skip
         if self._resume:
@@ -212,11 +215,12 @@ class ControllerActor(Actor):
 
     async def _stop_engines(self, recorder: Recorder, mesh: Mesh) -> None:
         """Shut vLLM's engines down in order, and note what they did."""
-        generators = mesh.pools.get("generator")
-        if generators is None or self._spec.learn.generator.backend != "vllm":
+        from services.clients import GeneratorClient
+
+        if "generator" not in mesh.pools or self._spec.learn.generator.backend != "vllm":
             return
         try:
-            stopping = generators.fanout("shut_down")
+            stopping = GeneratorClient(mesh.pools).shut_down()
             reports = await asyncio.wait_for(stopping, ENGINE_STOP_SECONDS)
         except (ForgeError, TimeoutError) as error:
             recorder.event("failed", error="engine", message=str(error))
@@ -233,61 +237,6 @@ class ControllerActor(Actor):
             await asyncio.wait({task}, timeout=1.0)
             mesh.service.failure.result()
         await task
-
-    async def _watch(self, recorder: Recorder, mesh: Mesh) -> None:
-        """Once a second: show the sinks where the run stands, and notice when it does not move."""
-        from services.watchdog import InFlight, Progress, who_waits, write_stacks
-
-        now = time.monotonic()
-        progress, moved, phase, stalled = Progress(now), recorder.moved, ("", ""), False
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            status = self._whole_status()
-            recorder.status(status)
-            now = time.monotonic()
-            if (recorder.moved, (status.stage, status.phase)) != (moved, phase):
-                moved, phase = recorder.moved, (status.stage, status.phase)
-                progress.made(now)
-                if stalled:
-                    stalled = False
-                    self._show(message="")
-            (progress.pause if status.paused else progress.resume)(now)
-            if not progress.stalled(now, self._spec.mesh.watchdog):
-                continue
-            requests = [
-                InFlight(role, r.replica or None, r.method, r.id, now - r.begun, r.attempt)
-                for role, pool in mesh.pools.items()
-                for r in pool.in_flight.values()
-            ] + [
-                InFlight(role, r.name, "ready", "its start", now - r.begun, 1)
-                for role, pool in mesh.pools.items()
-                for r in pool.replicas
-                if r.state is ReplicaState.DEAD
-            ]
-            serving = {
-                role: sum(r.life.takes_requests for r in pool.replicas)
-                for role, pool in mesh.pools.items()
-            }
-            message = who_waits(
-                requests, serving, silent_s=progress.silent_s(now), stage=status.stage,
-                phase=status.phase,
-            )  # fmt: skip
-            here = socket.gethostname()  # py-spy reads the processes of its own host
-            pids = {
-                f"{r.name}.{rank}" if rank else r.name: pid
-                for pool in mesh.pools.values()
-                for r in pool.replicas
-                if r.process and r.process.host == here
-                for rank, pid in enumerate(r.process.pids)
-            }
-            files = await write_stacks(
-                {"controller": os.getpid(), **pids}, self._directory.path, STACK_SECONDS
-            )
-            stacks = sorted({str(f.path.parent) for f in files if f.path is not None})
-            recorder.event("stalled", message=message, stacks=stacks)
-            moved = recorder.moved  # to say so is no progress
-            stalled = True
-            self._show(message=message)
 
     def _report_sink(self, sink: str, message: str) -> None:
         """A sink failed and is left out from now on. Called in whichever thread met it."""

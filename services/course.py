@@ -8,80 +8,73 @@ DocumentCourse  answers about a user's own documents           (services.documen
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from protocols.channels import Lesson
 from protocols.records import Measured
-from protocols.types import Completion, GenerateRequest, Sample
-from services.loop import Done, Rollout
 from services.rundir import RunDirectory
-
-# Of a teacher's role: samples that are complete and are to be scored together, now.
-Ended = Callable[[str, Sequence[Sample]], None]
-
-
-def unheard(role: str, samples: Sequence[Sample]) -> None:
-    """Where nobody scores beside the rollout."""
-
-
-Came = Callable[[Sequence[Completion]], None] | None
-
-
-class Generate(Protocol):
-    """Completions in the order of the requests, and the seconds that any generator computed.
-
-    `came` is told of each reply's completions as soon as it is there.
-    """
-
-    def __call__(
-        self, requests: Sequence[GenerateRequest], came: Came = None, /
-    ) -> Awaitable[tuple[list[Completion], float]]: ...
+from services.training_types import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
 
 
 class Course(Protocol):
-    """`documents` maps each name to its token ids from position 0; `end_ids` end a response."""
+    """`documents` maps each name to its token ids from position 0; `end_ids` end a response.
+
+    A course inherits what it has no need of: nothing is prepared, saved or told.
+    """
 
     documents: Mapping[str, tuple[int, ...]]
     end_ids: frozenset[int]
 
     def prepare(self, step: int) -> None:
         """Make what `step` will ask beforehand, while the models work."""
+        return
 
+    @abstractmethod
     async def sample(
-        self, step: int, version: int, generate: Generate, ended: Ended = unheard
+        self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
     ) -> Rollout:
         """The on-policy rollout of 0-based `step`, over cartridge `version`. What of its lesson is
         complete before the rollout is told to `ended`, in parts that hang on the requests and on
         what was said alone, never on who was faster."""
 
+    @abstractmethod
     async def lesson(self, rollout: Rollout, version: int) -> Lesson:
         """What `version` learns of a rollout, still without the teachers' scores."""
 
-    async def offline(self, first: int, generate: Generate) -> list[Rollout]:
+    @abstractmethod
+    async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
         """What the document teacher itself writes for the next few steps, from `first`."""
 
+    @abstractmethod
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: Generate,
+        generate: TimedGenerate,
     ) -> Measured:  # fmt: skip
         """One arm on the first `most` held-out questions (None: all), greedily or by sampling;
         prefix "cartridge", "document" or "none"."""
 
+    @abstractmethod
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         """Write a trained rollout down."""
 
-    def facts(self, done: Done) -> Mapping[str, Any]:
+    def facts(self, record: StepRecord) -> Mapping[str, Any]:
         """What the step's row of metrics.jsonl has beside the usual."""
+        return {}
 
     def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
         """What the step's event has beside the usual: what a clock decides, and no seed."""
+        return {}
 
     def saved(self) -> dict[str, Any]:
         """What is under way, as JSON, for a checkpoint."""
+        return {}
 
     def stand(self, saved: Mapping[str, Any]) -> None:
         """Take up what a checkpoint's `saved` had under way."""
+        return
 
     async def close(self) -> None:
         """Give up what is under way."""
+        return

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from learning.model import load_tokenizer
 from protocols.spec import RunSpec
 from services.course import Course
-from services.roles import Mesh
+from services.mesh import Mesh
 from services.rundir import RunDirectory
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,20 +33,25 @@ from protocols.seeds import stream_seed
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.agreement import Exam, Studied, agreement, answered, split
 from services.contamination import clean
-from services.course import Ended, Generate, unheard
+from services.course import Course
 from services.document_questions import Asked, read_questions
-from services.loop import Done, Rollout
 from services.parts import Parts
-from services.progress import Timer
 from services.rollouts import as_rollout, as_rows, handed_over, is_offline
 from services.rundir import RunDirectory
 from services.study import Plan, model_name, read_rows, write_study
-from services.tasks import Prompt, in_company, in_turns
+from services.tasks import in_company, in_turns
+from services.training_types import (
+    Prompt,
+    Rollout,
+    ScoreGroup,
+    TimedGenerate,
+    unheard,
+)
 from strategies.over_tokens import TokenSampler
 
 
-class DocumentCourse:
-    """A `services.course.Course`."""
+class DocumentCourse(Course):
+    """Over the documents of the spec; writes its questions into the run's directory."""
 
     def __init__(
         self, spec: LearnSpec, parts: Parts, tokenizer: Any, directory: RunDirectory
@@ -66,12 +72,9 @@ class DocumentCourse:
         self._exams: list[Exam] = []
         note_documents(parts, directory)
 
-    def prepare(self, step: int) -> None:
-        pass  # prompts are drawn in no time
-
     # -- questions ------------------------------------------------------------------------------
 
-    async def _ready(self, generate: Generate) -> None:
+    async def _ready(self, generate: TimedGenerate) -> None:
         """The questions of self-study, read or written, once."""
         async with self._getting_ready:
             if self._training:
@@ -115,7 +118,7 @@ class DocumentCourse:
             self._directory.contamination,
         )
 
-    async def _write(self, generate: Generate) -> list[StudyRow]:
+    async def _write(self, generate: TimedGenerate) -> list[StudyRow]:
         async def sampled(requests: Sequence[GenerateRequest]) -> Sequence[Completion]:
             completions, _ = await generate(requests)
             return completions
@@ -158,29 +161,31 @@ class DocumentCourse:
     # -- rollouts -------------------------------------------------------------------------------
 
     async def sample(
-        self, step: int, version: int, generate: Generate, ended: Ended = unheard
+        self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
     ) -> Rollout:
         await self._ready(generate)
-        timer = Timer()
+        begun = time.perf_counter()
         train, asked = self._spec.train, [p for _, p in self._prompts("on_policy", step)]
         names = sorted(self._parts.parts)
         prompts = in_company(asked, version, names, train.compose, train.seed)
         requests = [p.request for p in prompts]
         completions, compute = await generate(requests, handed_over(prompts, ended))
-        return as_rollout(step, prompts, completions, timer.lap("rollout"), compute, False)
+        seconds = time.perf_counter() - begun
+        return as_rollout(step, prompts, completions, seconds, compute, False)
 
-    async def offline(self, first: int, generate: Generate) -> list[Rollout]:
+    async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
         """One step of what B said in the rows; of questions without an answer, what the model with
         the whole document says."""
         await self._ready(generate)
-        timer = Timer()
+        begun = time.perf_counter()
         prompts = self._prompts("offline", first)
         unsaid = [p.request for s, p in prompts if not s.answer_ids]
         made, compute = await generate(unsaid) if unsaid else ([], 0.0)
         fresh = {c.request_id: c for c in made}
         completions = [fresh.get(p.request.id) or said(s, p) for s, p in prompts]
         asked = [p for _, p in prompts]
-        return [as_rollout(first, asked, completions, timer.lap("rollout"), compute, True)]
+        seconds = time.perf_counter() - begun
+        return [as_rollout(first, asked, completions, seconds, compute, True)]
 
     async def lesson(self, rollout: Rollout, version: int) -> Lesson:
         stored: tuple[StoredScores, ...] = ()
@@ -195,7 +200,7 @@ class DocumentCourse:
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: Generate,
+        generate: TimedGenerate,
     ) -> Measured:  # fmt: skip
         """Agreement with the teacher on held-out questions; where the user gave questions, their
         answers decide the accuracy."""
@@ -226,7 +231,7 @@ class DocumentCourse:
         said = [self._decode(c.token_ids) for c in answers]
         return {**answered(asked, said), "agreement": measured["agreement"]}
 
-    async def _examine(self, generate: Generate) -> None:
+    async def _examine(self, generate: TimedGenerate) -> None:
         """The teacher's answers to the held-out questions, once."""
         async with self._getting_ready:
             if self._exams:
@@ -284,21 +289,6 @@ class DocumentCourse:
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_rollouts(as_rows(rollout, arm, step, self._decode))
-
-    def facts(self, done: Done) -> Mapping[str, Any]:
-        return {}
-
-    def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
-        return {}
-
-    def saved(self) -> dict[str, Any]:
-        return {}  # questions and answers are made again, to the same ones
-
-    def stand(self, saved: Mapping[str, Any]) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
 
 
 def studied_of(row: StudyRow, spec: LearnSpec, conversation: Conversation) -> Studied | None:

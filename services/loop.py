@@ -1,4 +1,4 @@
-"""The on-policy loop, over ports: rollout -> score -> train -> publish.
+"""The on-policy loop: rollout -> score -> train -> publish.
 
     rollout(s)   consumes prompts(s) and cartridge version max(0, s - staleness); what of it is
                  complete goes to the teachers at once, part by part
@@ -16,147 +16,63 @@ Versions here count from the arm's first one.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
-from protocols.channels import Lesson
-from protocols.episodes import Episode
-from protocols.types import Completion, LookUps, Sample, Timed, TrainStepOutput
-from services.tasks import Prompt
+from protocols.sections import WarmStartSpec
+from services.clients import TrainerClient
+from services.course import Course
+from services.progress import PhaseTimer, flat
+from services.teacher_scoring import TeacherScoring, score_key, train_scored
+from services.training_types import Rollout, RunState, StepRecord, TimedGenerate
+from services.validation import OverlappedValidation
+from services.weight_sync import WeightSync
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """What one step samples: samples with what was asked, and how long it took (seconds).
+class Rollouts:
+    """Samples an arm's rollouts, up to `staleness` steps ahead of training. `pending` were sampled
+    ahead before a checkpoint, which took them along: a resumed run trains the very same tokens.
 
-    `compute` is for how much of it any generator computed. Of `episodes`, the samples are the
-    turns. `parts` are the ids of samples that the document teacher scores together, where that is
-    not all: they are the same whenever it does so.
+    While a warm start lasts, the teacher's text is the rollout; `switched` is told its last step.
     """
-
-    step: int
-    prompts: Sequence[Prompt]
-    completions: Sequence[Completion]
-    samples: Sequence[Sample]
-    seconds: float
-    compute: float
-    episodes: Sequence[Episode] = ()
-    parts: Sequence[tuple[str, ...]] = ()
-
-
-@dataclass(frozen=True)
-class Judged(Timed):
-    """A rollout with all that was found out about it: what a step trains on.
-
-    `compute_seconds` are the teachers' while the step waited for nothing else, `hidden_seconds`
-    those beside the rollout. `documents` are the document teacher's look-ups.
-    """
-
-    lesson: Lesson = field(default_factory=Lesson)
-    hidden_seconds: float = 0.0
-    documents: LookUps = field(default_factory=LookUps)
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of one step. `orchestration` is what no model computed. `score` is the waiting: what
-    the teachers did beside the rollout is not in it."""
-
-    rollout: float
-    score: float
-    train: float
-    publish: float
-    orchestration: float
-    step: float
-
-
-@dataclass(frozen=True)
-class Ports:
-    """What the loop needs of the mesh; plain functions in tests.
-
-    sample(step, version) -> Rollout, and begins to score it; score(rollout) -> Judged;
-    train(judged, version) -> TrainStepOutput; publish(version) makes a version visible to every
-    generator.
-    """
-
-    sample: Callable[[int, int], Awaitable[Rollout]]
-    score: Callable[[Rollout], Awaitable[Judged]]
-    train: Callable[[Judged, int], Awaitable[TrainStepOutput]]
-    publish: Callable[[int], Awaitable[None]]
-    watch: Callable[[str], None] = field(default=lambda phase: None)
-
-
-@dataclass(frozen=True)
-class Done:
-    """One finished step, for the record. `hidden` seconds and `documents` are those of `Judged`."""
-
-    rollout: Rollout
-    stepped: TrainStepOutput
-    times: StepTimes
-    hidden: float = 0.0
-    documents: LookUps = field(default_factory=LookUps)
-
-
-class OnPolicyLoop:
-    """Runs steps `start`..`steps` - 1. `pending` are rollouts that are ahead of training; a
-    checkpoint takes them along, so that a resumed run trains the very same tokens."""
 
     def __init__(
         self,
-        ports: Ports,
+        course: Course,
+        generate: TimedGenerate,
+        teachers: TeacherScoring,
+        state: RunState,
         *,
-        first_version: int,
         steps: int,
         staleness: int,
+        warm: WarmStartSpec | None = None,
+        switched: Callable[[int], None] = lambda step: None,
         pending: Sequence[Rollout] = (),
     ) -> None:
-        self._ports = ports
-        self._first = first_version
-        self._steps = steps
-        self._staleness = staleness
+        self._course, self._generate, self._teachers = course, generate, teachers
+        self._state, self._steps, self._staleness = state, steps, staleness
+        self._warm, self._switched = warm, switched
+        self._written: dict[int, Rollout] = {}  # what the teacher wrote of steps yet to be trained
         self._ahead: dict[int, asyncio.Task[Rollout]] = {}
         for rollout in pending:
             self._ahead[rollout.step] = asyncio.ensure_future(_ready(rollout))
+        self._preparing: asyncio.TimerHandle | None = None
 
-    async def step(self, step: int) -> Done:
-        """One whole step. Rollouts that run ahead keep running when it returns."""
-        begun = time.perf_counter()
-        ports = self._ports
-        version = self._first + step
-
+    async def take(self, step: int) -> Rollout:
+        """Return the rollout of `step`, once all that may run beside it have begun."""
+        first = self._state.first_version
         for s in range(step, min(step + self._staleness, self._steps - 1) + 1):
             if s not in self._ahead:
-                sampler = self._first + max(0, s - self._staleness)
-                self._ahead[s] = asyncio.ensure_future(ports.sample(s, sampler))
-        ports.watch("rollout")
-        rollout = await self._ahead.pop(step)
-        sampled = time.perf_counter()
+                version = first + max(0, s - self._staleness)
+                self._ahead[s] = asyncio.ensure_future(self._sample(s, version))
+        return await self._ahead.pop(step)
 
-        ports.watch("score")
-        judged = await ports.score(rollout)
-        scored = time.perf_counter()
-
-        ports.watch("train")
-        stepped = await ports.train(judged, version)
-        trained = time.perf_counter()
-
-        ports.watch("publish")
-        await ports.publish(version + 1)
-        ended = time.perf_counter()
-
-        # Of a rollout that ran ahead only the waiting belongs to this step.
-        waited = sampled - begun
-        compute = min(rollout.compute, waited) + judged.compute_seconds + stepped.compute_seconds
-        times = StepTimes(
-            rollout=waited,
-            score=scored - sampled,
-            train=trained - scored,
-            publish=ended - trained,
-            orchestration=ended - begun - compute,
-            step=ended - begun,
-        )
-        return Done(rollout, stepped, times, judged.hidden_seconds, judged.documents)
+    def prepare_after(self, step: int) -> None:
+        """Make the next prompts to be sampled, in a moment: while the trainer works on `step`."""
+        later = step + 1 + self._staleness
+        loop = asyncio.get_running_loop()
+        self._preparing = loop.call_later(0.001, self._course.prepare, later)
 
     async def settle(self) -> list[Rollout]:
         """Wait for the rollouts that run ahead; they stay pending. For a checkpoint."""
@@ -164,10 +80,77 @@ class OnPolicyLoop:
 
     async def close(self) -> None:
         """Cancel whatever runs ahead."""
+        if self._preparing is not None:
+            self._preparing.cancel()
         for task in self._ahead.values():
             task.cancel()
         await asyncio.gather(*self._ahead.values(), return_exceptions=True)
         self._ahead.clear()
+
+    async def _sample(self, step: int, version: int) -> Rollout:
+        if self._is_warm(step):
+            if step not in self._written:
+                written = await self._course.offline(step, self._generate)
+                self._written = {r.step: r for r in written}
+            return self._written.pop(step)
+        key = score_key("on_policy", step)
+        complete = partial(self._teachers.begin, key, version)
+        rollout = await self._course.sample(step, version, self._generate, complete)
+        return replace(rollout, parts=self._teachers.parts(key))
+
+    def _is_warm(self, step: int) -> bool:
+        """Whether a step trains on the teacher's text: the hybrid's first ones."""
+        warm, state = self._warm, self._state
+        if warm is None or state.warm_over:
+            return False
+        state.warm_over = step >= warm.steps or flat(state.warm, warm.plateau, warm.gain)
+        if state.warm_over:
+            self._switched(step + 1)
+        return not state.warm_over
+
+
+class OnPolicyLoop:
+    """Runs the steps of the on-policy arm; version 0 of the arm is `first_version`. `watch` is told
+    each phase as it begins."""
+
+    def __init__(
+        self,
+        course: Course,
+        rollouts: Rollouts,
+        teachers: TeacherScoring,
+        trainer: TrainerClient,
+        weights: WeightSync,
+        validation: OverlappedValidation,
+        *,
+        first_version: int,
+        watch: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        self.course, self.rollouts, self.teachers = course, rollouts, teachers
+        self.trainer, self.weights, self.validation = trainer, weights, validation
+        self.first_version, self.watch = first_version, watch
+
+    async def step(self, step: int) -> StepRecord:
+        """Make one optimiser update. Rollouts that run ahead keep running when it returns."""
+        version, key = self.first_version + step, score_key("on_policy", step)
+        timer = PhaseTimer(self.watch)
+
+        with timer("rollout"):
+            rollout = await self.rollouts.take(step)
+        with timer("score"):
+            self.validation.begin()  # the generators have nothing else to do
+            batch = await self.course.lesson(rollout, version)
+            batch, scoring = await self.teachers.score(key, batch, version, rollout.parts)
+        with timer("train"):
+            self.rollouts.prepare_after(step)
+            output = await train_scored(self.trainer, self.teachers, key, batch, version)
+        with timer("publish"):
+            await self.validation.settled()  # it asks about the version before
+            await self.weights.publish(version + 1)
+
+        # Of a rollout that ran ahead only the waiting belongs to this step.
+        waited = timer.seconds["rollout"]
+        compute = min(rollout.compute, waited) + scoring.compute_seconds + output.compute_seconds
+        return StepRecord(rollout, output, timer.times(compute), scoring)
 
 
 async def _ready(rollout: Rollout) -> Rollout:

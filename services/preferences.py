@@ -24,10 +24,10 @@ from protocols.errors import DataError, RunError
 from protocols.objective_spec import DpoSpec
 from protocols.replay import ReplayState, Verdict
 from protocols.replay_spec import ReplaySpec
-from protocols.spec import HINTED_TEACHER
 from replay.prompt import state_hash
 from replay.records import from_row, to_row
 from replay.verdict import pair_of, worth_asking
+from services.clients import HintedTeacherClient, TeacherReplayClient
 from services.pool import Pool
 
 UNKNOWN = -1  # the version of a reference that is yet to be made
@@ -63,7 +63,11 @@ class Preferences:
         self, pools: Mapping[str, Pool], spec: ReplaySpec, dpo: DpoSpec,
         conversation: Conversation, dialect: Dialect,
     ) -> None:  # fmt: skip
-        self._pools, self._gate, self._dpo = pools, spec.gate, dpo
+        self._hinted_teacher, self._teacher_replay = (
+            HintedTeacherClient(pools),
+            TeacherReplayClient(pools),
+        )
+        self._gate, self._dpo = spec.gate, dpo
         self._conversation, self._dialect = conversation, dialect
         self._asked: list[tuple[Question, asyncio.Future[Verdict]]] = []
         self._told: list[dict[str, Any]] = []
@@ -93,7 +97,7 @@ class Preferences:
         rest = [h for h in waiting if h not in joining]
         new = [h.pair for h in joining if not h.used]
         if new:
-            referred = await self._pools[HINTED_TEACHER].route("references", tuple(new), version)
+            referred = await self._hinted_teacher.references(new, version)
             by_id = {pair.id: pair for pair in referred}
             joining = [replace(h, pair=by_id.get(h.pair.id, h.pair)) for h in joining]
         self.counts["trained"] += len(new)
@@ -137,7 +141,7 @@ class Preferences:
         await asyncio.gather(*asked, return_exceptions=True)
 
     def _begin(self, question: Question) -> None:
-        vote = self._pools["teacher_replay"].route("vote", question.state)
+        vote = self._teacher_replay.vote(question.state)
         self._asked.append((question, asyncio.ensure_future(vote)))
 
     def _gather(self, step: int) -> None:

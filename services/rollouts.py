@@ -9,9 +9,7 @@ from typing import Any
 from learning.step import OFFLINE_VERSION
 from protocols.records import RolloutRow
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling
-from services.course import Ended
-from services.loop import Rollout
-from services.tasks import Prompt
+from services.training_types import Prompt, Rollout, ScoreGroup
 
 
 def as_rollout(
@@ -44,7 +42,9 @@ def as_sample(
     )
 
 
-def handed_over(prompts: Sequence[Prompt], ended: Ended) -> Callable[[Sequence[Completion]], None]:
+def handed_over(
+    prompts: Sequence[Prompt], ended: ScoreGroup
+) -> Callable[[Sequence[Completion]], None]:
     """Hand the samples of each reply to the document teacher."""
     asked = {p.request.id: p for p in prompts}
 

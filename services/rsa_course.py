@@ -8,6 +8,7 @@ A cartridge so learns to answer, and to make one answer out of several.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -24,19 +25,24 @@ from protocols.intervals import mean_interval
 from protocols.learn_spec import LearnSpec
 from protocols.records import Measured, Populations
 from protocols.replay import Message
-from protocols.rsa import Judged, Problem, Standing
+from protocols.rsa import Problem
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from services.course import Came, Ended, Generate, unheard
-from services.loop import Done, Rollout
-from services.progress import Timer
-from services.roles import Mesh
+from services.clients import RSAAggregatorClient
+from services.course import Course
+from services.mesh import Mesh
 from services.rollouts import as_sample
 from services.rsa_problems import Source, open_source
 from services.rsa_runs import Generation, Played, Start, play
 from services.rundir import RunDirectory
+from services.training_types import (
+    Replied,
+    Rollout,
+    ScoreGroup,
+    StepRecord,
+    TimedGenerate,
+    unheard,
+)
 from strategies.rsa.populations import reward
-
-ROLE = "rsa_aggregator"
 
 
 @dataclass(frozen=True)
@@ -46,13 +52,14 @@ class RsaRollout(Rollout):
     runs: Sequence[Played] = ()
 
 
-class RsaCourse:
-    """A `services.course.Course` over the pools of a mesh."""
+class RsaCourse(Course):
+    """Over the pools of a mesh."""
 
     def __init__(self, spec: LearnSpec, tokenizer: Any, mesh: Mesh) -> None:
         assert spec.rsa is not None
-        self._spec, self._rsa, self._mesh = spec, spec.rsa, mesh
-        self._source: Source = open_source(spec, self._draw)
+        self._spec, self._rsa = spec, spec.rsa
+        self._aggregators = RSAAggregatorClient(mesh.pools)
+        self._source: Source = open_source(spec, self._aggregators.problems)
         self._conversation = Conversation(tokenizer, self._source.documents)
         names = [*self._source.documents, None]
         self.documents: Mapping[str, tuple[int, ...]] = {
@@ -60,16 +67,13 @@ class RsaCourse:
         }
         self.end_ids = frozenset({tokenizer.eos_token_id})
 
-    def prepare(self, step: int) -> None:
-        pass  # problems are drawn in no time
-
     # -- runs -----------------------------------------------------------------------------------
 
     async def sample(
-        self, step: int, version: int, generate: Generate, ended: Ended = unheard
+        self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
     ) -> RsaRollout:
         """A population is scored while the next is sampled."""
-        timer = Timer()
+        begun = time.perf_counter()
         starts = []
         for i, problem in enumerate(await self._source.training(step)):
             group = f"on_policy/{step + 1}/{i}"
@@ -79,27 +83,27 @@ class RsaCourse:
         sampling = Sampling(max_tokens=self._spec.rollout.max_tokens)
 
         async def heard(
-            requests: Sequence[GenerateRequest], *came: Came
+            requests: Sequence[GenerateRequest], replied: Replied = None, /
         ) -> tuple[list[Completion], float]:
-            completions, seconds = await generate(requests, *came)
+            completions, seconds = await generate(requests)
             if self._spec.objective.w_doc:
                 said = zip(requests, completions, strict=True)
                 ended("doc_teacher", [as_sample(_document(r), r, c) for r, c in said])
             return completions, seconds
 
         runs, compute = await play(
-            starts, heard, self._turn, self._conversation, populations=self._rsa.T,
+            starts, heard, self._aggregators.turn, self._conversation, populations=self._rsa.T,
             sampling=sampling, ids=self._fitting,
             prefix=lambda problem: PrefixRef(f"cartridge/{problem.document}", version),
         )  # fmt: skip
         episodes = [e for run in runs for e in self._episodes(run, sampling)]
         samples = turn_samples(episodes)
-        seconds = timer.lap("rollout")
+        seconds = time.perf_counter() - begun
         return RsaRollout(step, (), (), samples, seconds, compute, episodes, runs=runs)
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: Generate,
+        generate: TimedGenerate,
     ) -> Measured:  # fmt: skip
         """Mean accuracy of the last population of one run a question, always sampled."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
@@ -110,27 +114,12 @@ class RsaCourse:
             for p in await self._source.held_out(most)
         ]
         runs, _ = await play(
-            starts, generate, self._turn, self._conversation, populations=self._rsa.T,
+            starts, generate, self._aggregators.turn, self._conversation, populations=self._rsa.T,
             sampling=Sampling(temperature=evaluate.temperature, max_tokens=evaluate.max_tokens),
             ids=lambda problem, prompt: self._ids(None if bare else problem.document, prompt),
             prefix=lambda p: BARE if bare else PrefixRef(f"{prefix}/{p.document}", version),
         )  # fmt: skip
         return measured(runs)
-
-    async def _turn(self, standings: Sequence[Standing]) -> list[Judged]:
-        pool = self._mesh.pools[ROLE]
-
-        async def share(some: Sequence[Standing]) -> list[Judged]:
-            judged: list[Judged] = await pool.route("turn", tuple(some))
-            return judged
-
-        return await pool.split(standings, share)
-
-    async def _draw(self, numbers: Sequence[int], document: str) -> Sequence[Problem]:
-        found: list[Problem] = await self._mesh.pools[ROLE].route(
-            "problems", tuple(numbers), document
-        )
-        return found
 
     def _ids(self, document: str | None, prompt: str) -> tuple[int, ...]:
         return self._conversation.opening(document, (Message("user", prompt),))
@@ -159,7 +148,7 @@ class RsaCourse:
             rl=tuple(rl),
         )
 
-    async def offline(self, first: int, generate: Generate) -> list[Rollout]:
+    async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
         raise RunError("no teacher writes populations: remove offline from evaluate.arms")
 
     def reward(self, run: Played) -> float | None:
@@ -188,8 +177,8 @@ class RsaCourse:
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_episodes(to_row(e, arm, step) for e in rollout.episodes)
 
-    def facts(self, done: Done) -> Mapping[str, Any]:
-        rollout, stepped = done.rollout, done.stepped
+    def facts(self, record: StepRecord) -> Mapping[str, Any]:
+        rollout, output = record.rollout, record.output
         assert isinstance(rollout, RsaRollout)
         runs = rollout.runs
         rewards = [r for run in runs if (r := self.reward(run)) is not None]
@@ -206,19 +195,7 @@ class RsaCourse:
         counts |= {f"rsa/accuracy_{t}": value for t, value in enumerate(found["accuracy"])}
         counts["rsa/majority_vote"] = found["majority_vote"]
         counts["rsa/pass_at_n"] = found["pass_at_n"]
-        return {"channels": stepped.terms, "cosines": stepped.cosines, "episodes": counts}
-
-    def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
-        return {}
-
-    def saved(self) -> dict[str, Any]:
-        return {}
-
-    def stand(self, saved: Mapping[str, Any]) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
+        return {"channels": output.terms, "cosines": output.cosines, "episodes": counts}
 
 
 def _document(request: GenerateRequest) -> str:

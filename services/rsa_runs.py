@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from environments.conversation import Conversation
 from protocols.errors import PublishError
 from protocols.rsa import Candidate, Judged, Problem, Standing
+from protocols.seeds import stream_seed
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from services.course import Generate
-from services.tasks import stream_seed
+from services.training_types import TimedGenerate
 from strategies.rsa.populations import measure
 
 UNJUDGED = Candidate(None, None)
@@ -78,7 +78,7 @@ class Played:
 
 async def play(
     starts: Sequence[Start],
-    generate: Generate,
+    generate: TimedGenerate,
     turn: Turn,
     conversation: Conversation,
     *,

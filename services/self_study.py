@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from typing import Any
 
 from protocols.channels import Lesson
 from protocols.records import Measured
-from services.course import Ended, Generate, unheard
+from services.course import Course
 from services.evaluation import measure
-from services.loop import Done, Rollout
-from services.progress import Timer
 from services.rollouts import as_rollout, as_rows, handed_over
 from services.rundir import RunDirectory
 from services.tasks import Tasks
+from services.training_types import Rollout, ScoreGroup, TimedGenerate, unheard
 
 OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call
 
 
-class SelfStudy:
-    """A `services.course.Course`, which also knows what the document teacher itself would write."""
+class SelfStudy(Course):
+    """Knows what the document teacher itself would write."""
 
     def __init__(self, tasks: Tasks, *, measured: bool) -> None:
         """Without `measured` no held-out question is needed."""
@@ -27,25 +26,28 @@ class SelfStudy:
         self._exams = tasks.exams if measured else []
         self.documents: Mapping[str, tuple[int, ...]] = tasks.documents
         self.end_ids = tasks.end_ids
-        self.prepare = tasks.prepare
+
+    def prepare(self, step: int) -> None:
+        self._tasks.prepare(step)
 
     async def sample(
-        self, step: int, version: int, generate: Generate, ended: Ended = unheard
+        self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
     ) -> Rollout:
-        timer = Timer()
+        begun = time.perf_counter()
         prompts = self._tasks.rollout(step, version)
         requests = [p.request for p in prompts]
         completions, compute = await generate(requests, handed_over(prompts, ended))
-        return as_rollout(step, prompts, completions, timer.lap("rollout"), compute, False)
+        seconds = time.perf_counter() - begun
+        return as_rollout(step, prompts, completions, seconds, compute, False)
 
-    async def offline(self, first: int, generate: Generate) -> list[Rollout]:
+    async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
         """The teacher's answers to the prompts of the next few steps."""
         steps = range(first, first + OFFLINE_CHUNK)
         prompts = [self._tasks.offline(s) for s in steps]
         flat = [p for step in prompts for p in step]
-        timer = Timer()
+        begun = time.perf_counter()
         completions, compute = await generate([p.request for p in flat])
-        seconds = timer.lap("rollout") / OFFLINE_CHUNK
+        seconds = (time.perf_counter() - begun) / OFFLINE_CHUNK
         found = []
         for i, step in enumerate(steps):
             share = slice(i * len(prompts[i]), (i + 1) * len(prompts[i]))
@@ -58,7 +60,7 @@ class SelfStudy:
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: Generate,
+        generate: TimedGenerate,
     ) -> Measured:  # fmt: skip
         exams = self._exams[:most]
         requests = self._tasks.exam_requests(exams, arm, prefix, version, sampled)
@@ -70,18 +72,3 @@ class SelfStudy:
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_rollouts(as_rows(rollout, arm, step, self._tasks.decode))
-
-    def facts(self, done: Done) -> Mapping[str, Any]:
-        return {}
-
-    def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
-        return {}
-
-    def saved(self) -> dict[str, Any]:
-        return {}
-
-    def stand(self, saved: Mapping[str, Any]) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass

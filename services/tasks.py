@@ -27,17 +27,9 @@ from protocols.replay import Message
 from protocols.sections import DataSpec
 from protocols.seeds import stream_seed
 from protocols.types import GenerateRequest, PrefixRef, Sampling, composed_ref
+from services.training_types import Prompt
 
 Turn = TypeVar("Turn")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A self-study prompt ready to be sampled."""
-
-    document: str
-    kind: str
-    request: GenerateRequest
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,23 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import sys
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from protocols.service_spec import WatchdogSpec
+from protocols.status import ReplicaState, RunStatus
+from services.pool import Pool
+from services.recorder import Recorder
 
+LOOK_SECONDS = 1.0  # between two looks at the run as a whole: sinks, watchdog
+STACK_SECONDS = 10.0  # for the stacks of every process of a run that stands still
 NAMED = 8  # requests that a message names; in a stall the oldest tell the story
 ATTEMPTS = 8  # 2.5 s in all; of a process at work one reading in three was torn
 TORN = "Failed to get stack traces"  # py-spy's words for stacks that changed while it read them
@@ -29,6 +36,70 @@ PERMISSION = (
     "--cap-add=SYS_PTRACE, or securityContext.capabilities.add: [SYS_PTRACE]), or, for processes "
     "of the same user, set sysctl kernel.yama.ptrace_scope=0"
 )
+
+
+async def watch(
+    status_now: Callable[[], RunStatus],
+    show: Callable[..., None],
+    recorder: Recorder,
+    pools: Mapping[str, Pool],
+    spec: WatchdogSpec,
+    directory: Path,
+) -> None:
+    """Once a second: show the sinks where the run stands, and tell when it does not move."""
+    now = time.monotonic()
+    progress, moved, phase, stalled = Progress(now), recorder.moved, ("", ""), False
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        status = status_now()
+        recorder.status(status)
+        now = time.monotonic()
+        if (recorder.moved, (status.stage, status.phase)) != (moved, phase):
+            moved, phase = recorder.moved, (status.stage, status.phase)
+            progress.made(now)
+            if stalled:
+                stalled = False
+                show(message="")
+        (progress.pause if status.paused else progress.resume)(now)
+        if not progress.stalled(now, spec):
+            continue
+        message = who_waits(
+            unanswered(pools, now),
+            {role: sum(r.life.takes_requests for r in p.replicas) for role, p in pools.items()},
+            silent_s=progress.silent_s(now), stage=status.stage, phase=status.phase,
+        )  # fmt: skip
+        files = await write_stacks(local_processes(pools), directory, STACK_SECONDS)
+        stacks = sorted({str(f.path.parent) for f in files if f.path is not None})
+        recorder.event("stalled", message=message, stacks=stacks)
+        moved = recorder.moved  # to say so is no progress
+        stalled = True
+        show(message=message)
+
+
+def unanswered(pools: Mapping[str, Pool], now: float) -> list[InFlight]:
+    """The requests in flight, and the starts of replicas that have died."""
+    found = []
+    for role, pool in pools.items():
+        for r in pool.in_flight.values():
+            seconds = now - r.begun
+            found.append(InFlight(role, r.replica or None, r.method, r.id, seconds, r.attempt))
+        for replica in pool.replicas:
+            if replica.state is ReplicaState.DEAD:
+                seconds = now - replica.begun
+                found.append(InFlight(role, replica.name, "ready", "its start", seconds, 1))
+    return found
+
+
+def local_processes(pools: Mapping[str, Pool]) -> dict[str, int]:
+    """The processes of this host by name, which py-spy can read: this one's and the replicas'."""
+    here = socket.gethostname()
+    return {"controller": os.getpid()} | {
+        f"{r.name}.{rank}" if rank else r.name: pid
+        for pool in pools.values()
+        for r in pool.replicas
+        if r.process and r.process.host == here
+        for rank, pid in enumerate(r.process.pids)
+    }
 
 
 class Progress:

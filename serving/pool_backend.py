@@ -10,11 +10,9 @@ from pathlib import Path
 from protocols.errors import PublishError, RunError
 from protocols.status import ReplicaState
 from protocols.types import Completion, GenerateRequest
-from services import streams
-from services.pool import Pool, Update
+from services.clients import GeneratorClient, remember_files
+from services.pool import Pool
 from serving.backend import OnTokens
-
-TOPIC = "cartridge"
 
 
 class PoolBackend:
@@ -22,7 +20,8 @@ class PoolBackend:
 
     def __init__(self, pool: Pool, deadline_s: float) -> None:
         self._pool, self._deadline_s = pool, deadline_s
-        self._held: dict[int, Update] = {}
+        self._generator = GeneratorClient({"generator": pool})
+        self._held: dict[int, tuple[str, str]] = {}  # a cartridge's name and path by version
         self._changing = asyncio.Lock()  # what is remembered of cartridges, one change at a time
 
     async def generate(
@@ -31,14 +30,13 @@ class PoolBackend:
         """Shared out over the replicas; a request's first is told while others wait."""
 
         async def share(some: Sequence[GenerateRequest]) -> list[Completion]:
-            return await streams.generate(self._pool, some, on_tokens, self._deadline_s)
+            return await self._generator.stream(some, on_tokens, self._deadline_s)
 
         return await self._pool.split(requests, share)
 
     async def load(self, version: int, name: str, path: Path) -> None:
         async with self._changing:
-            update = Update(TOPIC, version, "load_file", (version, name, str(path)))
-            self._held[version] = update
+            self._held[version] = (name, str(path))
             try:
                 self._remember()
                 await self._pool.tell()
@@ -54,7 +52,7 @@ class PoolBackend:
             self._remember()
             # A replica that never held it, or that dies with it, has let go of it.
             with contextlib.suppress(PublishError, RunError):
-                await self._pool.fanout("drop", version)
+                await self._generator.drop(version)
 
     def depth(self) -> int:
         return len(self._pool.in_flight)
@@ -63,4 +61,4 @@ class PoolBackend:
         return sum(r.state is ReplicaState.HEALTHY for r in self._pool.replicas)
 
     def _remember(self) -> None:
-        self._pool.remember(TOPIC, [self._held[v] for v in sorted(self._held)])
+        remember_files(self._pool, self._held)

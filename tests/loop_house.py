@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from learning.step import check_fresh
 from protocols.channels import Lesson, ScoredPart
 from protocols.types import Packet, Sample, TensorLayout, TrainStepOutput
-from services.loop import Done, Judged, OnPolicyLoop, Ports, Rollout
+from services.loop import OnPolicyLoop, Rollouts
+from services.training_types import Rollout, RunState, ScoringCost, StepRecord
 
 Event = tuple[Any, ...]
 Turns = Callable[[str, int], int]
@@ -56,15 +57,15 @@ class House:
         sample = Sample(f"{step}/0", "patient_01", (4, 5), ids, (-0.5,) * 3, (held,) * 3)
         return Rollout(step, (), (), (sample,), 0.0, 0.0)
 
-    async def score(self, rollout: Rollout) -> Judged:
+    async def score(self, rollout: Rollout) -> tuple[Lesson, ScoringCost]:
         step = rollout.step
         self.events.append(("score", step))
         await self.work("score", step)
         scores = ScoredPart((0,), Packet(f"scores/{step}", TensorLayout(())))
-        return Judged(0.0, Lesson(doc=tuple(rollout.samples), scores={"doc_teacher": (scores,)}))
+        return Lesson(doc=tuple(rollout.samples), scores={"doc_teacher": (scores,)}), ScoringCost()
 
-    async def train(self, judged: Judged, version: int) -> TrainStepOutput:
-        samples, (packet,) = judged.lesson.doc, judged.lesson.packets
+    async def train(self, batch: Lesson, version: int) -> TrainStepOutput:
+        samples, (packet,) = batch.doc, batch.packets
         step = int(packet.key.removeprefix("scores/"))
         assert samples[0].id == f"{step}/0", "the scores of another step"
         stale = check_fresh(samples, version, self.staleness)
@@ -79,18 +80,63 @@ class House:
             self.published.add(version)
         self.events.append(("publish", version))
 
-    @property
-    def ports(self) -> Ports:
-        return Ports(self.sample, self.score, self.train, self.publish)
-
-    def loop(self, first: int, steps: int, pending: Sequence[Rollout] = ()) -> OnPolicyLoop:
+    def loop(
+        self,
+        first: int,
+        steps: int,
+        pending: Sequence[Rollout] = (),
+        staleness: int | None = None,
+        watch: Callable[[str], None] = lambda phase: None,
+    ) -> OnPolicyLoop:
+        """The real loop; its staleness is the house's, unless it breaks the bound."""
+        bound = self.staleness if staleness is None else staleness
+        ports: Any = Collaborators(self)
+        rollouts = Rollouts(
+            ports, ports.generate, ports, RunState(first_version=first),
+            steps=steps, staleness=bound, pending=pending,
+        )  # fmt: skip
         return OnPolicyLoop(
-            self.ports,
-            first_version=first,
-            steps=steps,
-            staleness=self.staleness,
-            pending=pending,
+            ports, rollouts, ports, ports, ports, ports, first_version=first, watch=watch
         )
+
+
+class Collaborators:
+    """A house as the loop's collaborators: course, teachers, trainer, weights and validation."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+        self.publish = house.publish
+        self.step = house.train
+
+    async def generate(self, requests: Any, replied: Any = None) -> Any:
+        raise AssertionError("a house samples by itself")
+
+    async def sample(self, step: int, version: int, generate: Any, complete: Any) -> Rollout:
+        return await self._house.sample(step, version)
+
+    def prepare(self, step: int) -> None:
+        pass
+
+    def parts(self, key: str) -> tuple[tuple[str, ...], ...]:
+        return ()
+
+    async def lesson(self, rollout: Rollout, version: int) -> Lesson:
+        batch, self._cost = await self._house.score(rollout)
+        return batch
+
+    async def score(
+        self, key: str, batch: Lesson, version: int, parts: Any
+    ) -> tuple[Lesson, ScoringCost]:
+        return batch, self._cost
+
+    def trained(self, key: str, batch: Lesson) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    async def settled(self) -> None:
+        pass
 
 
 def run(scenario: Coroutine[Any, Any, Any]) -> Any:
@@ -109,15 +155,15 @@ def run(scenario: Coroutine[Any, Any, Any]) -> Any:
     return result
 
 
-async def drive(house: House, first: int, steps: int) -> list[Done]:
+async def drive(house: House, first: int, steps: int) -> list[StepRecord]:
     loop = house.loop(first, steps)
     try:
         return [await loop.step(step) for step in range(steps)]
     finally:
-        await loop.close()
+        await loop.rollouts.close()
 
 
-def sampled_versions(done: Sequence[Done]) -> list[tuple[int, int]]:
+def sampled_versions(done: Sequence[StepRecord]) -> list[tuple[int, int]]:
     """(step, version) of every token's version, checked to be one a step."""
     pairs = []
     for d in done:

@@ -30,7 +30,7 @@ async def cartridge_pool(
     # With torch, which commands that only print do without.
     from safetensors.torch import save_file
 
-    from services.roles import open_generators
+    from services.mesh import open_generators
     from serving.pool_backend import PoolBackend
 
     mesh = spec.mesh

@@ -159,7 +159,7 @@ class _Server:
     async def run(self) -> None:
         """Raises ForgeError: generators that do not start, or cannot be kept alive."""
         from learning.model import load_tokenizer
-        from services.roles import open_generators
+        from services.mesh import open_generators
         from serving.texts import Texts
 
         spec = self.spec

@@ -81,7 +81,9 @@ def test_the_cartridges_start_as_the_spec_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the mesh constructs the actor with, for documents of drawn tokens."""
-    monkeypatch.setattr("actors.trainer.flush_denormals", lambda: None)  # it is for a whole process
+    monkeypatch.setattr(
+        "actors.model_actor.flush_denormals", lambda: None
+    )  # it is for a whole process
     sets = ["cartridge.init=sampled_chunks", "train.seed=3", "roles.trainer.threads=1"]
     spec = load_spec(MESH, sets=sets).spec
     documents = {"none": (1,), "p": (1, *range(20, 80)), "q": (1, *range(90, 140))}

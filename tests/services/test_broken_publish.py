@@ -20,11 +20,11 @@ from protocols.types import Generated, GenerateRequest, PrefixRef, Snapshot
 from services import roles
 from services.courses import open_course
 from services.helm import Helm
+from services.mesh import open_mesh, spawn_roles
 from services.recorder import Recorder
-from services.roles import open_mesh, spawn_roles
-from services.run import Run
 from services.rundir import RunDirectory
 from services.telemetry.hub import open_sinks
+from services.training_run import TrainingRun
 
 pytestmark = pytest.mark.mesh
 
@@ -65,7 +65,7 @@ def small_spec() -> RunSpec:
     return load_spec(str(MESH), sets=[f"{k}={v}" for k, v in sets.items()]).spec
 
 
-async def run_with(spec: RunSpec, directory: RunDirectory) -> Run:
+async def run_with(spec: RunSpec, directory: RunDirectory) -> TrainingRun:
     """A run driven from this process, without a controller."""
     hub = open_sinks(spec, directory, lambda sink, message: None)
     recorder = Recorder(directory, hub)
@@ -74,7 +74,9 @@ async def run_with(spec: RunSpec, directory: RunDirectory) -> Run:
     try:
         course = open_course(spec, mesh)
         await spawn_roles(spec, course.documents, course.end_ids, mesh, directory)
-        run = Run(spec, course, mesh, directory, recorder, lambda **_: None, helm.between_steps)
+        run = TrainingRun(
+            spec, course, mesh, directory, recorder, lambda **_: None, helm.between_steps
+        )
         await run.go()
         return run
     finally:

@@ -22,7 +22,7 @@ from protocols.replay import Message
 from protocols.spec_loading import load_spec
 from protocols.types import Completion, GenerateRequest, TrainStepOutput
 from services.cases import Cases
-from services.loop import Done, Rollout, StepTimes
+from services.training_types import Rollout, StepRecord, StepTimes
 
 MESH = Path(__file__).resolve().parents[2] / "meshes" / "three_channels.yaml"
 QUIET = (
@@ -106,8 +106,8 @@ def sample(cases: Cases, clerk: Clerk, step: int = 0, version: int = 7) -> Rollo
 
 
 def facts(cases: Cases, rollout: Rollout) -> dict[str, float]:
-    done = Done(rollout, TrainStepOutput(0.0, terms={"grpo": {"value": 1.0}}), TIMES)
-    found: dict[str, float] = dict(cases.facts(done)["episodes"])
+    record = StepRecord(rollout, TrainStepOutput(0.0, terms={"grpo": {"value": 1.0}}), TIMES)
+    found: dict[str, float] = dict(cases.facts(record)["episodes"])
     return found
 
 

@@ -18,12 +18,12 @@ from protocols.learn_spec import LearnSpec
 from protocols.records import Measured
 from protocols.spec_loading import load_spec
 from protocols.types import Completion, GenerateRequest, PrefixRef
-from services.course import Came
 from services.document_course import DocumentCourse
 from services.parts import read_parts
 from services.rollouts import rollout_from
 from services.rundir import RunDirectory
 from services.study import read_rows
+from services.training_types import Replied
 
 ROOT = Path(__file__).resolve().parents[2]
 ARTICLES = ROOT / "tests" / "documents" / "articles"
@@ -51,7 +51,7 @@ class House:
         self._documents = DocumentCache(partial(document_kv, MODEL), self.course.documents, 1 << 30)
 
     async def generate(
-        self, requests: Sequence[GenerateRequest], came: Came = None, /
+        self, requests: Sequence[GenerateRequest], came: Replied = None, /
     ) -> tuple[list[Completion], float]:
         self.requests += requests
         done = generate(MODEL, requests, self._prefix, self.course.end_ids)

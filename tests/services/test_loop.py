@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_house import House, delays, drive, run, sampled_versions, turns_of
 
+from protocols.channels import Lesson
 from protocols.errors import RunError
 from protocols.types import TrainStepOutput
-from services.loop import Done, Judged, OnPolicyLoop, Ports, Rollout
+from services.training_types import Rollout, ScoringCost, StepRecord
 
 # -- strict -----------------------------------------------------------------------------------
 
@@ -31,17 +32,16 @@ def test_a_strict_step_is_rollout_score_train_publish(first: int) -> None:
         ]
     ]
     assert sampled_versions(done) == [(s, first + s) for s in range(3)]
-    assert [d.stepped.version for d in done] == [first + 1, first + 2, first + 3]
-    assert [d.stepped.stale_tokens for d in done] == [0, 0, 0]
+    assert [d.output.version for d in done] == [first + 1, first + 2, first + 3]
+    assert [d.output.stale_tokens for d in done] == [0, 0, 0]
 
 
 def test_the_phases_are_announced_in_their_order() -> None:
     phases: list[str] = []
     house = House(0, {0})
-    ports = Ports(house.sample, house.score, house.train, house.publish, phases.append)
 
     async def scenario() -> None:
-        await OnPolicyLoop(ports, first_version=0, steps=1, staleness=0).step(0)
+        await house.loop(0, 1, watch=phases.append).step(0)
 
     run(scenario())
     assert phases == ["rollout", "score", "train", "publish"]
@@ -52,24 +52,26 @@ def test_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Models computed 3.5 (rollout) + 0.75 (score) + 2 (train) of those 7.75 s.
     """
-    house = House(0, {0})
     ticks = iter([10.0, 14.0, 15.0, 17.5, 17.75])
     clock = type("Clock", (), {"perf_counter": staticmethod(lambda: next(ticks))})
 
-    async def sample(step: int, version: int) -> Rollout:
-        made = await house.sample(step, version)
-        return Rollout(step, (), (), made.samples, 3.9, 3.5)
+    class Timed(House):
+        async def sample(self, step: int, version: int) -> Rollout:
+            made = await super().sample(step, version)
+            return Rollout(step, (), (), made.samples, 3.9, 3.5)
 
-    async def score(rollout: Rollout) -> Judged:
-        return Judged(0.75)
+        async def score(self, rollout: Rollout) -> tuple[Lesson, ScoringCost]:
+            return Lesson(), ScoringCost(0.75)
 
-    async def train(judged: Judged, version: int) -> TrainStepOutput:
-        return TrainStepOutput(2.0, version=version + 1)
+        async def train(self, batch: Lesson, version: int) -> TrainStepOutput:
+            return TrainStepOutput(2.0, version=version + 1)
 
-    ports = Ports(sample, score, train, house.publish)
-    monkeypatch.setattr("services.loop.time", clock)
-    loop = OnPolicyLoop(ports, first_version=0, steps=1, staleness=0)
-    times = run(loop.step(0)).times
+    monkeypatch.setattr("services.progress.time", clock)
+
+    async def scenario() -> StepRecord:
+        return await Timed(0, {0}).loop(0, 1).step(0)
+
+    times = run(scenario()).times
     assert (times.rollout, times.score, times.train, times.publish) == (4.0, 1.0, 2.5, 0.25)
     assert times.step == 7.75
     assert times.orchestration == 7.75 - 3.5 - 0.75 - 2.0
@@ -84,9 +86,9 @@ def test_a_rollout_made_beside_training_counts_by_its_wait_alone(
     pending = Rollout(1, (), (), made.samples, 3.9, 3.5)
     ticks = iter([20.0, 20.5, 21.0, 22.0, 22.25])
     clock = type("Clock", (), {"perf_counter": staticmethod(lambda: next(ticks))})
-    monkeypatch.setattr("services.loop.time", clock)
+    monkeypatch.setattr("services.progress.time", clock)
 
-    async def scenario() -> Done:
+    async def scenario() -> StepRecord:
         return await house.loop(0, 2, [pending]).step(1)
 
     times = run(scenario()).times
@@ -110,12 +112,12 @@ def test_resuming_with_what_was_pending_is_never_having_stopped(
     stop = min(stop, steps)
     whole = run(drive(House(b, {first}, turns=turns_of(drawn)), first, steps))
 
-    async def scenario() -> list[Done]:
+    async def scenario() -> list[StepRecord]:
         before = House(b, {first}, turns=turns_of(drawn))
         loop = before.loop(first, steps)
         done = [await loop.step(step) for step in range(stop)]
-        pending = await loop.settle()
-        await loop.close()
+        pending = await loop.rollouts.settle()
+        await loop.rollouts.close()
         ahead = range(stop, min(stop + b, steps)) if stop else range(0)
         assert [r.step for r in pending] == list(ahead)
 
@@ -125,7 +127,7 @@ def test_resuming_with_what_was_pending_is_never_having_stopped(
         try:
             done += [await loop.step(step) for step in range(stop, steps)]
         finally:
-            await loop.close()
+            await loop.rollouts.close()
         again = {event[1] for event in after.events if event[0] == "rollout"}
         assert not again & set(ahead), "a pending rollout was sampled a second time"
         return done
@@ -133,19 +135,19 @@ def test_resuming_with_what_was_pending_is_never_having_stopped(
     resumed = run(scenario())
     assert sampled_versions(resumed) == sampled_versions(whole)
     assert [d.rollout.samples for d in resumed] == [d.rollout.samples for d in whole]
-    assert [d.stepped for d in resumed] == [d.stepped for d in whole]
+    assert [d.output for d in resumed] == [d.output for d in whole]
 
 
 def test_settling_changes_nothing_for_the_run_that_goes_on() -> None:
-    async def scenario() -> tuple[list[Done], House]:
+    async def scenario() -> tuple[list[StepRecord], House]:
         house = House(2, {0}, turns=lambda phase, step: 3)
         loop = house.loop(0, 5)
         done = []
         for step in range(5):
             done.append(await loop.step(step))
-            settled = await loop.settle()
+            settled = await loop.rollouts.settle()
             assert [r.step for r in settled] == list(range(step + 1, min(step + 3, 5)))
-            assert await loop.settle() == settled
+            assert await loop.rollouts.settle() == settled
         return done, house
 
     done, house = run(scenario())
@@ -160,8 +162,8 @@ def test_close_cancels_what_runs_ahead() -> None:
     async def scenario() -> None:
         loop = house.loop(0, 9)
         await loop.step(0)
-        await loop.close()
-        await loop.close()  # twice does no harm
+        await loop.rollouts.close()
+        await loop.rollouts.close()  # twice does no harm
 
     run(scenario())
     assert sorted(e for e in house.events if e[0] == "cancelled") == [
@@ -181,7 +183,7 @@ def test_a_step_that_is_cancelled_takes_its_rollout_with_it() -> None:
         task.cancel()
         await asyncio.wait({task})
         assert task.cancelled()
-        await loop.close()
+        await loop.rollouts.close()
 
     run(scenario())
     assert house.events == [
@@ -202,7 +204,7 @@ def test_a_step_that_is_cancelled_takes_its_rollout_with_it() -> None:
         ("publish", 2, ["rollout", "sampled", "score", "train", "trained"]),
     ],
 )
-def test_a_failing_port_ends_the_step_with_its_error(
+def test_a_failing_phase_ends_the_step_with_its_error(
     phase: str, at: int, events: list[str], b: int
 ) -> None:
     """In step 1 (publish of version 2 belongs to it). Nothing after it happens, nothing runs on."""
@@ -234,7 +236,7 @@ def test_a_rollout_that_fails_ahead_is_raised_in_its_own_step() -> None:
         with pytest.raises(RunError) as caught:
             await loop.step(2)
         assert caught.value is broken
-        await loop.close()
+        await loop.rollouts.close()
 
     run(scenario())
 
@@ -245,6 +247,6 @@ def test_a_rollout_that_failed_ahead_and_is_never_asked_for_is_no_noise() -> Non
     async def scenario() -> None:
         loop = house.loop(0, 5)
         await loop.step(0)
-        await loop.close()
+        await loop.rollouts.close()
 
     run(scenario())

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.loop import Rollout, StepTimes
-from services.progress import Meter, Timer, busy, flat
+from services.progress import PhaseTimer, PhaseTimes, busy, flat
+from services.training_types import StepTimes
 
 
 @pytest.fixture
 def turn(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Move the clock that a Timer reads forward by so many seconds."""
+    """Move the clock that a PhaseTimer reads forward by so many seconds."""
     now = [100.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr("services.progress.time", clock)
@@ -22,62 +22,56 @@ def turn(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return forward
 
 
-def rollout(seconds: float, compute: float) -> Rollout:
-    return Rollout(0, (), (), (), seconds, compute)
-
-
-def test_laps_begin_where_the_last_ended(turn: Callable[[float], None]) -> None:
-    timer = Meter.start()
+def test_phases_are_told_and_begin_where_the_last_ended(turn: Callable[[float], None]) -> None:
+    told: list[str] = []
+    timer = PhaseTimer(told.append)
     turn(0.25)
-    assert timer.lap("score") == 0.25
-    turn(1.5)
-    assert timer.lap("train") == 1.5
-    assert timer.lap("publish") == 0.0
+    with timer("score"):
+        turn(1.0)
+    with timer("train"):
+        turn(1.5)
+    assert told == ["score", "train"]
+    assert timer.seconds == {"score": 1.25, "train": 1.5}
 
 
 def test_a_step_with_its_rollout_made_before(turn: Callable[[float], None]) -> None:
     """Score 0.5 s and train 2 s, of which models computed 2.25; a rollout of 4 s, 3.5 computed.
 
-    The step took 0.5 + 2 + 4; no model computed 0.25 of the laps and 0.5 of the rollout.
+    The step took 0.5 + 2 + 4; no model computed 0.25 of the phases and 0.5 of the rollout. Time
+    after the last phase does not count.
     """
-    timer = Timer()
-    turn(0.5)
-    timer.lap("score")
-    turn(2.0)
-    timer.lap("train")
-    assert timer.times(rollout(4.0, 3.5), 2.25) == StepTimes(
+    timer = PhaseTimer()
+    with timer("score"):
+        turn(0.5)
+    with timer("train"):
+        turn(2.0)
+    turn(9.0)
+    timer.seconds["rollout"] = 4.0
+    assert timer.times(2.25 + 3.5) == StepTimes(
         rollout=4.0, score=0.5, train=2.0, publish=0.0, orchestration=0.75, step=6.5
     )
 
 
-def test_time_after_the_last_lap_does_not_count(turn: Callable[[float], None]) -> None:
-    timer = Timer()
-    turn(1.0)
-    timer.lap("score")
-    turn(9.0)
-    assert timer.times(rollout(0.0, 0.0), 1.0) == StepTimes(0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
-
-
 def test_before_the_first_step_nothing_is_known() -> None:
-    meter = Meter()
-    assert meter.means("on_policy") == {}
-    assert meter.orchestration_share("on_policy") == 0.0
-    assert meter.seconds_left("on_policy", 10) is None
+    times = PhaseTimes()
+    assert times.means("on_policy") == {}
+    assert times.orchestration_share("on_policy") == 0.0
+    assert times.seconds_left("on_policy", 10) is None
 
 
 def test_means_share_and_time_left_are_of_one_arm() -> None:
-    meter = Meter()
-    meter.add("on_policy", {"rollout": 1.0, "train": 2.0, "orchestration": 0.25, "step": 3.5})
-    meter.add("on_policy", {"rollout": 3.0, "train": 1.0, "orchestration": 0.75, "step": 4.5})
-    meter.add("offline", {"rollout": 9.0, "train": 9.0, "orchestration": 5.0, "step": 20.0})
-    assert meter.means("on_policy") == {
+    times = PhaseTimes()
+    times.add("on_policy", {"rollout": 1.0, "train": 2.0, "orchestration": 0.25, "step": 3.5})
+    times.add("on_policy", {"rollout": 3.0, "train": 1.0, "orchestration": 0.75, "step": 4.5})
+    times.add("offline", {"rollout": 9.0, "train": 9.0, "orchestration": 5.0, "step": 20.0})
+    assert times.means("on_policy") == {
         "rollout": 2.0, "train": 1.5, "orchestration": 0.5, "step": 4.0,
     }  # fmt: skip
-    assert meter.orchestration_share("on_policy") == 0.125
-    assert meter.seconds_left("on_policy", 10) == 40.0
-    assert meter.seconds_left("on_policy", 0) == 0.0
-    assert meter.orchestration_share("offline") == 0.25
-    assert meter.means("untrained") == {}
+    assert times.orchestration_share("on_policy") == 0.125
+    assert times.seconds_left("on_policy", 10) == 40.0
+    assert times.seconds_left("on_policy", 0) == 0.0
+    assert times.orchestration_share("offline") == 0.25
+    assert times.means("untrained") == {}
 
 
 @pytest.mark.parametrize(

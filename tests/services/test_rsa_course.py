@@ -21,9 +21,9 @@ from protocols.spec_loading import load_spec
 from protocols.types import Completion, GenerateRequest, TrainStepOutput
 from services.courses import open_course
 from services.evaluation import aggregation_gain
-from services.loop import Done, StepTimes
 from services.rsa_course import RsaCourse, RsaRollout
 from services.rsa_problems import ByNumber, OfPatients
+from services.training_types import StepRecord, StepTimes
 from strategies.rsa.aggregator import aggregate
 from strategies.rsa.islands import Shape
 
@@ -119,8 +119,8 @@ class Scene:
         return asyncio.run(self.course.sample(step, version, self.student))
 
     def facts(self, rollout: RsaRollout) -> dict[str, float]:
-        done = Done(rollout, TrainStepOutput(0.0, terms={"grpo": {"value": 1.0}}), TIMES)
-        found: dict[str, float] = dict(self.course.facts(done)["episodes"])
+        record = StepRecord(rollout, TrainStepOutput(0.0, terms={"grpo": {"value": 1.0}}), TIMES)
+        found: dict[str, float] = dict(self.course.facts(record)["episodes"])
         return found
 
 
@@ -291,7 +291,7 @@ def test_problems_by_number_are_held_out_first_and_go_round() -> None:
     course = open_course(SimpleNamespace(learn=learn), mesh)  # type: ignore[arg-type]
     assert isinstance(course, RsaCourse)
     assert sorted(course.documents) == ["none", "primer"]
-    source = ByNumber(learn, course._draw)
+    source = ByNumber(learn, course._aggregators.problems)
     numbers = [[p.facts["number"] for p in asyncio.run(source.training(s))] for s in range(3)]
     assert numbers == [[4, 5, 6], [7, 8, 4], [5, 6, 7]]
     assert [p.id for p in asyncio.run(source.held_out(2))] == ["sum/0", "sum/1"]

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from loop_house import House, delays, drive, run, sampled_versions, turns_of
 
 from learning.versions import VersionLedger
+from protocols.channels import Lesson
 from protocols.errors import PublishError, StaleTokenError
 from protocols.types import Sample, TrainStepOutput
-from services.loop import Judged, OnPolicyLoop, Ports, Rollout
+from services.training_types import Rollout, ScoringCost
 
 bounds = st.integers(0, 4)
 firsts = st.integers(0, 3)
@@ -41,7 +42,7 @@ def test_every_token_is_exactly_as_old_as_the_bound_says(
     for s, d in enumerate(done):
         age = first + s - d.rollout.samples[0].versions[0]
         assert age == min(s, b) <= b
-        assert d.stepped.stale_tokens == (3 if age else 0)
+        assert d.output.stale_tokens == (3 if age else 0)
 
     # No version is sampled before it was published; each step is sampled, trained and published
     # once, the last two in order.
@@ -70,22 +71,23 @@ def test_rollouts_really_run_beside_training(b: int) -> None:
     """Training of step s ends only after rollouts s+1..s+b have ended: one after the other, that
     would wait for ever."""
     steps = 6
-    house = House(b, {0})
     ended = [asyncio.Event() for _ in range(steps)]
 
-    async def sample(step: int, version: int) -> Rollout:
-        rollout = await house.sample(step, version)
-        ended[step].set()
-        return rollout
+    class Waiting(House):
+        async def sample(self, step: int, version: int) -> Rollout:
+            rollout = await super().sample(step, version)
+            ended[step].set()
+            return rollout
 
-    async def train(judged: Judged, version: int) -> TrainStepOutput:
-        for later in ended[version : version + b + 1]:
-            await later.wait()
-        return await house.train(judged, version)
+        async def train(self, batch: Lesson, version: int) -> TrainStepOutput:
+            for later in ended[version : version + b + 1]:
+                await later.wait()
+            return await super().train(batch, version)
+
+    house = Waiting(b, {0})
 
     async def scenario() -> None:
-        ports = Ports(sample, house.score, train, house.publish)
-        loop = OnPolicyLoop(ports, first_version=0, steps=steps, staleness=b)
+        loop = house.loop(0, steps)
         for step in range(steps):
             await asyncio.wait_for(loop.step(step), 5.0)
 
@@ -166,13 +168,13 @@ class Fleet(House):
             await self.work(phase, step)
         await self.work("queue", step)
 
-    async def score(self, rollout: Rollout) -> Judged:
+    async def score(self, rollout: Rollout) -> tuple[Lesson, ScoringCost]:
         await self.lose("score", rollout.step)
         return await super().score(rollout)
 
-    async def train(self, judged: Judged, version: int) -> TrainStepOutput:
+    async def train(self, batch: Lesson, version: int) -> TrainStepOutput:
         await self.lose("train", version)
-        return await super().train(judged, version)
+        return await super().train(batch, version)
 
     async def publish(self, version: int) -> None:
         self.snapshots.append(version)
@@ -211,7 +213,7 @@ def test_what_is_asked_again_is_sampled_by_the_version_it_was_pinned_to(
     assert sampled_versions(done) == [(s, first + max(0, s - b)) for s in range(steps)]
     calm = run(drive(Fleet(b, {first}), first, steps))
     assert [d.rollout for d in done] == [d.rollout for d in calm]
-    assert [d.stepped for d in done] == [d.stepped for d in calm]
+    assert [d.output for d in done] == [d.output for d in calm]
     # However often a rollout was begun, each attempt was by its one version, and one counted.
     for s in range(steps):
         begun = [e[2] for e in house.events if e[:2] == ("rollout", s)]
@@ -294,12 +296,12 @@ def test_a_loop_that_runs_further_ahead_than_the_bound_is_caught(b: int, longer:
     house = House(b, {0})
 
     async def scenario() -> None:
-        loop = OnPolicyLoop(house.ports, first_version=0, steps=9, staleness=b + longer)
+        loop = house.loop(0, 9, staleness=b + longer)
         try:
             for step in range(9):
                 await loop.step(step)
         finally:
-            await loop.close()
+            await loop.rollouts.close()
 
     with pytest.raises(StaleTokenError, match=rf"version 0, and version {b + 1} is being trained"):
         run(scenario())
@@ -325,7 +327,8 @@ async def eager(house: House, steps: int) -> list[tuple[int, int]]:
         for version in range(steps):
             rollout = await queue.get()
             ages.append((version, rollout.samples[0].versions[0]))
-            await house.train(await house.score(rollout), version)
+            batch, _ = await house.score(rollout)
+            await house.train(batch, version)
             await house.publish(version + 1)
     except StaleTokenError as error:
         house.events.append(("refused", str(error)))

@@ -26,7 +26,7 @@ from protocols.sections import GeneratorSpec, ModelSpec
 from protocols.service_spec import HealthSpec
 from protocols.spec import RoleSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
-from services.roles import open_generators
+from services.mesh import open_generators
 from serving.pool_backend import PoolBackend
 from strategies.catalog import STRATEGIES, parse, run
 from strategies.over_tokens import TokenSampler

@@ -24,8 +24,8 @@ from serving_house import END, MODEL, QUESTION, add_cartridge, cartridge, new_ho
 
 from protocols.spec_loading import load_serve
 from protocols.types import Span
+from services.mesh import open_generators
 from services.pool import Pool
-from services.roles import open_generators
 from services.service import Service
 from serving.app import Door, create_door
 from serving.pool_backend import PoolBackend

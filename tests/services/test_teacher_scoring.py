@@ -1,4 +1,4 @@
-"""Lessons over fake teachers: what is scored beside a rollout is what would be scored after it."""
+"""Teacher scoring over fake teachers: a part has the same scores beside its rollout and after."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from protocols.channels import HintedTurn, Lesson, RLSample, StoredScores
 from protocols.errors import PlaneError, RunError
 from protocols.types import LookUps, Packet, Sample, Sampling, Scored, TensorLayout, TrainStepOutput
-from services.lessons import Lessons
-from services.loop import Judged
-from services.tensors import Tensors
+from services.clients import TrainerClient
+from services.teacher_scoring import TeacherScoring, train_scored
+from services.training_types import ScoringCost
+from services.weight_sync import WeightSync
 
 LAYOUT = TensorLayout((("logprobs", (4, 4), "float32"),))  # 64 bytes
 STEM = "scores/on_policy/3"
@@ -106,8 +107,8 @@ class World:
         self.mesh: Any = SimpleNamespace(
             pools=h.service.pools, plane=plane, refill=None, replaced=self.replaced, plane_life=0
         )
-        self.tensors = Tensors(self.mesh, 1)
-        self.lessons = Lessons(self.mesh, self.tensors)
+        self.weights = WeightSync(self.mesh, 1)
+        self.teachers = TeacherScoring(self.mesh, self.weights)
 
     async def replaced(self, life: int, error: PlaneError) -> None:
         if self.mesh.plane_life <= life:
@@ -127,10 +128,14 @@ class World:
 
     def begin(self, parts: Sequence[Sequence[int]]) -> None:
         for part in parts:
-            self.lessons.ahead(STEM, 3, "doc_teacher", [sample(i) for i in part])
+            self.teachers.begin(STEM, 3, "doc_teacher", [sample(i) for i in part])
 
-    async def train(self, judged: Judged) -> TrainStepOutput:
-        return await self.lessons.train(STEM, judged.lesson, 3, lambda: None)
+    async def score(self, batch: Lesson, parts: Sequence[tuple[str, ...]] = ()) -> Lesson:
+        scored, _ = await self.teachers.score(STEM, batch, 3, parts)
+        return scored
+
+    async def train(self, batch: Lesson) -> TrainStepOutput:
+        return await train_scored(TrainerClient(self.mesh.pools), self.teachers, STEM, batch, 3)
 
 
 async def world(seconds: dict[str, float] | None = None) -> World:
@@ -154,7 +159,7 @@ def afterwards() -> list[Any]:
     async def scenario() -> list[Any]:
         w = await world()
         ids = tuple(tuple(sample(i).id for i in part) for part in PARTS)
-        await w.train(await w.lessons.judge(STEM, lesson(6), 3, ids))
+        await w.train(await w.score(lesson(6), ids))
         await w.h.service.stop()
         return w.trained
 
@@ -183,13 +188,13 @@ def test_no_order_of_arrival_and_no_loss_changes_a_score(
         for part in order:
             w.begin([part])
             await asyncio.sleep(0.1)
-        parts = w.lessons.parts(STEM)
+        parts = w.teachers.parts(STEM)
         if lost == "teacher":
             w.process("doc_teacher").die()
         if lost == "plane":
             w.lose_plane()
         await asyncio.sleep(rollout)
-        await w.train(await w.lessons.judge(STEM, lesson(6), 3, parts))
+        await w.train(await w.score(lesson(6), parts))
         await w.h.service.stop()
         return w.trained, parts
 
@@ -204,9 +209,9 @@ def test_scores_that_are_lost_before_the_trainer_reads_them_are_made_again_in_th
     async def scenario() -> list[Any]:
         w = await world()
         w.begin(PARTS)
-        judged = await w.lessons.judge(STEM, lesson(6), 3)
+        scored = await w.score(lesson(6))
         w.lose_plane()
-        await w.train(judged)
+        await w.train(scored)
         await w.h.service.stop()
         return w.trained
 
@@ -214,21 +219,21 @@ def test_scores_that_are_lost_before_the_trainer_reads_them_are_made_again_in_th
 
 
 def test_what_was_stored_with_the_text_is_not_scored_again() -> None:
-    async def scenario() -> tuple[Any, Lesson, Judged]:
+    async def scenario() -> tuple[Any, Lesson, Lesson, ScoringCost]:
         w = await world()
         told = StoredScores(1, ((7, 2), (7, 3)), ((-0.1, -3.0), (-0.2, -2.0)))
-        some = await w.lessons.judge(STEM, replace(lesson(3), doc_stored=(told,)), 3)
+        some = await w.score(replace(lesson(3), doc_stored=(told,)))
         both = tuple(replace(told, sample=i) for i in range(2))
-        every = await w.lessons.judge(STEM, replace(lesson(2), doc_stored=both), 3)
+        every, cost = await w.teachers.score(STEM, replace(lesson(2), doc_stored=both), 3)
         (held,) = w.plane.held.values()
         await w.h.service.stop()
-        return held, some.lesson, every
+        return held, some, every, cost
 
-    held, some, every = run(scenario())
+    held, some, every, cost = run(scenario())
     assert [id for id, _, _ in held] == [sample(0).id, sample(2).id]
     assert [part.samples for part in some.scores["doc_teacher"]] == [(0, 2)]
-    assert every.lesson.scores["doc_teacher"] == ()
-    assert (every.compute_seconds, every.hidden_seconds) == (0.0, 0.0)
+    assert every.scores["doc_teacher"] == ()
+    assert (cost.compute_seconds, cost.hidden_seconds) == (0.0, 0.0)
 
 
 def test_both_teachers_and_the_version_of_the_hinted_one() -> None:
@@ -237,7 +242,7 @@ def test_both_teachers_and_the_version_of_the_hinted_one() -> None:
         rl = RLSample(sample(0, 4), (True,) * 4, Sampling(), "g", 1.0)
         items = (HintedTurn(rl.sample.id, 0, 2, (5, 6)), HintedTurn(rl.sample.id, 2, 4, (5, 6, 7)))
         whole = Lesson(doc=(rl.sample,), rl=(rl,), turns=items)
-        await w.train(await w.lessons.judge(STEM, whole, 3))
+        await w.train(await w.score(whole))
         await w.h.service.stop()
         return w
 
@@ -254,21 +259,21 @@ def test_seconds_beside_the_rollout_are_told_apart(monkeypatch: pytest.MonkeyPat
     """Of two parts of 1 s and 2 s, begun together as the pool takes several at a time, the rollout
     covers 1.5 s: half a second is waited for, and 1.5 s were hidden."""
     clock = SimpleNamespace(perf_counter=lambda: asyncio.get_running_loop().time())
-    monkeypatch.setattr("services.lessons.time", clock)
+    monkeypatch.setattr("services.teacher_scoring.time", clock)
 
-    async def scenario() -> Judged:
+    async def scenario() -> ScoringCost:
         w = await world({sample(0).id: 1.0, sample(1).id: 2.0})
         w.begin([(0,), (1,)])
         await asyncio.sleep(1.5)
-        judged = await w.lessons.judge(STEM, lesson(2), 3)
-        assert w.lessons.moved == 2 * 2 * 64
+        _, cost = await w.teachers.score(STEM, lesson(2), 3)
         await w.h.service.stop()
-        return judged
+        return cost
 
-    judged = run(scenario())
-    assert judged.compute_seconds == pytest.approx(0.5)
-    assert judged.hidden_seconds == pytest.approx(1.5)
-    assert judged.documents == LookUps(hits=2)
+    cost = run(scenario())
+    assert cost.moved_bytes == 2 * 2 * 64
+    assert cost.compute_seconds == pytest.approx(0.5)
+    assert cost.hidden_seconds == pytest.approx(1.5)
+    assert cost.documents == LookUps(hits=2)
 
 
 def test_a_teacher_that_scores_too_few_tokens_ends_the_step() -> None:
@@ -279,18 +284,18 @@ def test_a_teacher_that_scores_too_few_tokens_ends_the_step() -> None:
         with pytest.raises(
             RunError, match="doc_teacher scored 3 of 4 tokens of scores/on_policy/3"
         ):
-            await w.lessons.judge(STEM, lesson(2), 3)
+            await w.score(lesson(2))
         await w.h.service.stop()
 
     run(scenario())
 
 
-def test_what_nobody_judges_is_given_up() -> None:
+def test_what_nobody_waits_for_is_given_up() -> None:
     async def scenario() -> None:
         w = await world({sample(0).id: 1e6})
         w.begin([(0,)])
         await asyncio.sleep(0.1)
-        await w.lessons.close()
+        await w.teachers.close()
         assert not w.mesh.pools["doc_teacher"].in_flight
         await w.h.service.stop()
 
@@ -306,13 +311,13 @@ def test_a_sweep_spares_what_is_scored_ahead_and_comes_back_for_the_rest() -> No
         await asyncio.sleep(0.5)
         w.plane.put(f"{STEM}/doc_teacher", "left behind")
         w.plane.put("scores/on_policy/2/doc_teacher", "left behind")
-        w.tensors.replica_lost()
-        await w.tensors.tidy()
-        await w.tensors.tidied()
+        w.weights.replica_lost()
+        await w.weights.tidy()
+        await w.weights.tidied()
         assert [key.rpartition("/doc")[0] for key in w.plane.held] == [STEM, STEM]
-        await w.train(await w.lessons.judge(STEM, lesson(1), 3))
-        await w.tensors.tidy()
-        await w.tensors.tidied()
+        await w.train(await w.score(lesson(1)))
+        await w.weights.tidy()
+        await w.weights.tidied()
         assert w.plane.held == {}
         await w.h.service.stop()
 

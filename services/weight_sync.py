@@ -15,21 +15,25 @@ from collections.abc import Sequence
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.spec import CARTRIDGE_READERS
 from protocols.types import Snapshot
+from services.clients import TrainerClient, load_cartridges, remember_cartridges
+from services.mesh import Mesh
 from services.packing import packed_bytes
-from services.pool import Pool, Update
-from services.roles import Mesh
+from services.pool import Pool
 
 
-class Tensors:
+class WeightSync:
     """Publishes cartridge versions and deletes what was read. `keep` versions stay published.
 
-    What lies in the plane is listed with the life of the plane that it was written in: nothing is
+    `moved_bytes` are those of the last version, put once and got by every reader. What lies in the
+    plane is listed with the life of the plane that it was written in: nothing is
     looked for, or deleted, in another.
     """
 
     def __init__(self, mesh: Mesh, keep: int) -> None:
         self._mesh = mesh
         self._keep = keep
+        self._trainer = TrainerClient(mesh.pools)
+        self.moved_bytes = 0
         self._published: list[tuple[int, Snapshot]] = []
         self._read: list[tuple[int, str]] = []
         # A key is in the plane before it is in these lists; who looks for unknown keys waits.
@@ -40,8 +44,8 @@ class Tensors:
         self._spared: set[str] = set()
         mesh.refill = self.refill
 
-    async def publish(self, version: int) -> int:
-        """Make the trainer's cartridges visible to every reader; returns their bytes."""
+    async def publish(self, version: int) -> None:
+        """Make the trainer's cartridges visible to every reader."""
         while True:
             life = self._mesh.plane_life
             try:
@@ -57,23 +61,18 @@ class Tensors:
             except PlaneError as error:
                 await self._mesh.replaced(life, error)
         await self.tidy()
-        return packed_bytes(snapshot.packet.layout)
+        readers = sum(len(pool) for pool in self._readers)
+        self.moved_bytes = packed_bytes(snapshot.packet.layout) * (1 + readers)
 
     async def _publish(self, version: int) -> Snapshot:
-        snapshot: Snapshot = await self._mesh.pools["trainer"].route("publish", version)
+        snapshot = await self._trainer.publish(version)
         if snapshot.version != version:
             raise RunError(
                 f"the trainer published version {snapshot.version} where {version} was due"
             )
-        update = _update(snapshot)
         for pool in self._readers:
-            await pool.update(update.topic, version, update.method, *update.args, keep=self._keep)
+            await load_cartridges(pool, snapshot, self._keep)
         return snapshot
-
-    @property
-    def readers(self) -> int:
-        """How many replicas read what is published."""
-        return sum(len(pool) for pool in self._readers)
 
     @property
     def _readers(self) -> list[Pool]:
@@ -91,9 +90,7 @@ class Tensors:
             for written, snapshot in self._published:
                 if written != life:
                     try:
-                        snapshot = await self._mesh.pools["trainer"].route(
-                            "publish", snapshot.version
-                        )
+                        snapshot = await self._trainer.publish(snapshot.version)
                     except PublishError:  # a trainer that recovered is past it; so are rollouts
                         continue
                 there.append((life, snapshot))
@@ -101,7 +98,7 @@ class Tensors:
             # one gets all of them.
             self._published = there
             for pool in self._readers:
-                pool.remember("cartridge", [_update(snapshot) for _, snapshot in there])
+                remember_cartridges(pool, [snapshot for _, snapshot in there])
             for pool in self._readers:
                 await pool.tell()
 
@@ -171,8 +168,3 @@ class Tensors:
                     await plane.delete(key)
         except PlaneError as error:
             await self._mesh.replaced(life, error)  # then they went with it
-
-
-def _update(snapshot: Snapshot) -> Update:
-    """What a reader is told of it."""
-    return Update("cartridge", snapshot.version, "load", (snapshot,))

@@ -14,9 +14,9 @@ from fake_mesh import FakeProcess, House, house, run
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.spec import RoleSpec
 from protocols.types import Packet, Snapshot, TensorLayout
-from services import roles
-from services.roles import Mesh
-from services.tensors import Tensors
+from services import mesh as mesh_module
+from services.mesh import Mesh
+from services.weight_sync import WeightSync
 
 LAYOUT = TensorLayout((("kv", (5, 10), "float32"),))  # 200 bytes, in lines of 64: 256
 
@@ -109,8 +109,8 @@ class Generator:
 class World:
     """A mesh of a store, a trainer and two generators, none of them a process."""
 
-    def __init__(self, h: House, mesh: Mesh, tensors: Tensors) -> None:
-        self.h, self.mesh, self.tensors = h, mesh, tensors
+    def __init__(self, h: House, mesh: Mesh, weights: WeightSync) -> None:
+        self.h, self.mesh, self.weights = h, mesh, weights
 
     def process(self, role: str, slot: int = 0) -> FakeProcess:
         process: Any = self.mesh.pools[role].replicas[slot].process
@@ -137,7 +137,7 @@ async def world(monkeypatch: pytest.MonkeyPatch, keep: int = 1, store: bool = Tr
         await asyncio.sleep(0.05)
         return FakePlane(procs)
 
-    monkeypatch.setattr(roles, "open_plane", open_plane)
+    monkeypatch.setattr(mesh_module, "open_plane", open_plane)
     h = house()
     spec: Any = SimpleNamespace(mesh=SimpleNamespace(plane="torchstore", call_timeout_s=30.0))
     mesh = Mesh(h.service, spec)
@@ -149,7 +149,7 @@ async def world(monkeypatch: pytest.MonkeyPatch, keep: int = 1, store: bool = Tr
     h.service.spawn(Trainer, args=(mesh,), n=1)
     h.service.spawn(Generator, args=(mesh,), n=2)
     await h.service.ready()
-    return World(h, mesh, Tensors(mesh, keep))
+    return World(h, mesh, WeightSync(mesh, keep))
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -159,8 +159,9 @@ def test_a_publish_reaches_every_generator_and_the_old_are_deleted(
     async def scenario() -> None:
         w = await world(monkeypatch, keep)
         for version in (3, 4, 5):
-            assert await w.tensors.publish(version) == 256
-        await w.tensors.tidied()
+            await w.weights.publish(version)
+            assert w.weights.moved_bytes == 256 * (1 + 2)  # put, and got by two generators
+        await w.weights.tidied()
         assert list(w.held.values()) == [4, 5][-keep:]
         for slot in (0, 1):
             assert w.actor("generator", slot).loaded == [3, 4, 5]
@@ -178,15 +179,15 @@ def test_what_was_read_is_deleted_beside_the_work(monkeypatch: pytest.MonkeyPatc
         w = await world(monkeypatch)
         for key in ("scores/1", "scores/2"):
             await w.mesh.plane.put(key, 0)
-        w.tensors.read("scores/1", 0)
-        await w.tensors.tidy()
+        w.weights.read("scores/1", 0)
+        await w.weights.tidy()
         assert set(w.held) == {"scores/1", "scores/2"}, "nobody waited for it"
-        await w.tensors.tidied()
+        await w.weights.tidied()
         assert set(w.held) == {"scores/2"}
-        w.tensors.read("scores/1", 0)
-        await w.tensors.tidy()
+        w.weights.read("scores/1", 0)
+        await w.weights.tidy()
         with pytest.raises(PlaneError, match="no tensor scores/1 to delete"):
-            await w.tensors.tidied()
+            await w.weights.tidied()
         await w.mesh.stop()
 
     run(scenario())
@@ -195,17 +196,17 @@ def test_what_was_read_is_deleted_beside_the_work(monkeypatch: pytest.MonkeyPatc
 def test_a_sweep_after_a_loss_finds_what_nobody_knows_of(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         w = await world(monkeypatch, keep=2)
-        await w.tensors.publish(1)
-        await w.tensors.publish(2)
+        await w.weights.publish(1)
+        await w.weights.publish(2)
         await w.mesh.plane.put("scores/lost with its teacher", 0)
         await w.mesh.plane.put("scores/read", 0)
-        await w.tensors.tidy()
-        await w.tensors.tidied()
+        await w.weights.tidy()
+        await w.weights.tidied()
         assert len(w.held) == 4, "without a loss nobody looks"
-        w.tensors.replica_lost()
-        w.tensors.read("scores/read", 0)
-        await w.tensors.tidy()
-        await w.tensors.tidied()
+        w.weights.replica_lost()
+        w.weights.read("scores/read", 0)
+        await w.weights.tidy()
+        await w.weights.tidied()
         assert sorted(w.held.values()) == [1, 2]
         await w.mesh.stop()
 
@@ -220,14 +221,15 @@ def test_a_publish_whose_plane_is_lost_under_it_is_made_again(
 ) -> None:
     async def scenario() -> None:
         w = await world(monkeypatch, keep=2)
-        await w.tensors.publish(1)
+        await w.weights.publish(1)
         w.actor("trainer").seconds = 0.1
         for slot in (0, 1):
             w.actor("generator", slot).seconds = 0.1
-        publishing = asyncio.create_task(w.tensors.publish(2))
+        publishing = asyncio.create_task(w.weights.publish(2))
         await asyncio.sleep(after)
         w.process("store").die()
-        assert await publishing == 256
+        await publishing
+        assert w.weights.moved_bytes == 256 * (1 + 2)
         await w.settled()
         assert w.mesh.plane_life == 1
         assert sorted(w.held.values()) == [1, 2], "what is kept is in the new plane"
@@ -245,15 +247,15 @@ def test_a_lost_plane_is_filled_anew_under_new_keys(monkeypatch: pytest.MonkeyPa
     async def scenario() -> None:
         w = await world(monkeypatch, keep=2)
         for version in (3, 4):
-            await w.tensors.publish(version)
-        w.tensors.read("scores/4", 0)
+            await w.weights.publish(version)
+        w.weights.read("scores/4", 0)
         before = set(w.held)
         w.process("store").die()
         await w.settled()
         assert list(w.held.values()) == [3, 4]
         assert not set(w.held) & before
-        await w.tensors.publish(5)
-        await w.tensors.tidied()  # the scores went with the plane: not deleted a second time
+        await w.weights.publish(5)
+        await w.weights.tidied()  # the scores went with the plane: not deleted a second time
         assert list(w.held.values()) == [4, 5]
         await w.mesh.stop()
 
@@ -264,7 +266,7 @@ def test_a_plane_that_is_lost_while_it_is_filled(monkeypatch: pytest.MonkeyPatch
     async def scenario() -> None:
         w = await world(monkeypatch, keep=2)
         for version in (3, 4):
-            await w.tensors.publish(version)
+            await w.weights.publish(version)
         w.actor("trainer").seconds = 1.0
         w.process("store").die()
         await asyncio.sleep(1.9)  # version 3 is there, version 4 under way
@@ -289,15 +291,15 @@ def test_what_the_trainer_has_no_more_is_told_nobody(monkeypatch: pytest.MonkeyP
     async def scenario() -> None:
         w = await world(monkeypatch, keep=2)
         for version in (3, 4):
-            await w.tensors.publish(version)
+            await w.weights.publish(version)
         w.actor("trainer").kept = {4, 5}
         w.process("store").die()
         w.process("generator").die()
         await w.settled()
         assert list(w.held.values()) == [4]
         assert w.actor("generator").loaded == [4]
-        await w.tensors.publish(5)
-        await w.tensors.tidied()
+        await w.weights.publish(5)
+        await w.weights.tidied()
         assert list(w.held.values()) == [4, 5]
         await w.mesh.stop()
 
@@ -316,7 +318,7 @@ def test_an_error_of_a_plane_that_is_well_means_what_it_says(
 
         w.actor("trainer").publish = full
         with pytest.raises(PlaneError, match="no space left"):
-            await w.tensors.publish(1)
+            await w.weights.publish(1)
         await w.mesh.stop()
 
     run(scenario())
@@ -329,7 +331,7 @@ def test_a_plane_that_does_not_come_back_ends_the_wait(monkeypatch: pytest.Monke
         w.process("store").die()
         begun = asyncio.get_running_loop().time()
         with pytest.raises(PlaneError, match="the store is gone"):
-            await w.tensors.publish(1)
+            await w.weights.publish(1)
         assert asyncio.get_running_loop().time() - begun == pytest.approx(30.0, abs=0.2)
         await w.mesh.stop()
 
@@ -341,7 +343,7 @@ def test_another_version_than_was_due_is_refused(monkeypatch: pytest.MonkeyPatch
         w = await world(monkeypatch)
         w.actor("trainer").off_by = 1
         with pytest.raises(RunError, match="published version 4 where 3 was due"):
-            await w.tensors.publish(3)
+            await w.weights.publish(3)
         assert w.actor("generator").loaded == []
         await w.mesh.stop()
 

@@ -1,10 +1,10 @@
-"""A probe beside the next step: held-out questions while the generators have nothing else to do.
+"""Validation in the background of the next training step, while the generators are idle.
 
-    step s ends, its row is held  ->  rollout s + 1  ->  the probe begins; scores and training
+    step s ends, its row is held  ->  rollout s + 1  ->  validation begins; scores and training
     beside it  ->  the row is written  ->  publish s + 1
 
 Generators idle while teachers and trainer work, and hold the version that is asked about until the
-publish, which waits for the probe. So it costs a step only what it takes longer than both.
+publish, which waits. So validation costs a step only what it takes longer than both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from protocols.records import MetricRow
 
 
-class HeldProbe:
+class OverlappedValidation:
     """`measure` tells the accuracy of a version; `tell` is given the row that waited for it.
 
     Who was cancelled while it waited may ask again: for a last checkpoint, which claims the row.
@@ -40,7 +40,7 @@ class HeldProbe:
             self._task = asyncio.ensure_future(self._measure(self._row.version))
 
     async def settled(self) -> None:
-        """Wait for the probe, and write its row; nothing to do without one. Raises what the probe
+        """Wait for the measure, and write its row; nothing to do without one. Raises what `measure`
         raised: the row is not written then."""
         self.begin()
         if self._row is None or self._task is None:

@@ -8,7 +8,7 @@ import pytest
 
 from protocols.errors import RunError
 from protocols.records import MetricRow
-from services.held_probe import HeldProbe
+from services.validation import OverlappedValidation
 
 
 def row(version: int) -> MetricRow:
@@ -26,7 +26,12 @@ class House:
         self.asked: list[int] = []
         self.told: list[tuple[int, float | None]] = []
         self.fault: Exception | None = None
-        self.probe = HeldProbe(self.measure, lambda r: self.told.append((r.version, r.accuracy)))
+        self.probe = OverlappedValidation(
+            self.measure, lambda r: self.told.append((r.version, r.accuracy))
+        )
+
+    def tell(self, row: MetricRow) -> None:
+        self.told.append((row.version, row.accuracy))
 
     async def measure(self, version: int) -> float:
         self.asked.append(version)

@@ -1,0 +1,59 @@
+"""What actors that hold the frozen model have in common: loading it, the tensor plane, cartridges.
+
+The engine's generator loads its model in a thread of its own and shares none of this.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from monarch.actor import Actor, endpoint
+
+from actors.setup import BaseModel
+from learning.model import flush_denormals
+from learning.versions import CartridgeVersions
+from protocols.ports import TensorPlane
+from protocols.types import Snapshot
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ModelActor(Actor):
+    """Holds the model and the tensor plane of its process."""
+
+    def __init__(self, base: BaseModel, load: Callable[[], PreTrainedModel] | None = None) -> None:
+        """Load the model by `load`, or as `base` says, once this process has its threads."""
+        torch.set_num_threads(base.threads)
+        flush_denormals()
+        self._model = (load or base.load)()
+        self._plane = base.plane
+
+    @endpoint
+    async def ready(self) -> int:
+        """Return this process's id, once the model is loaded."""
+        return os.getpid()
+
+    @endpoint
+    async def use_plane(self, plane: TensorPlane) -> None:
+        """Pass tensors over this plane from now on: the one before was lost."""
+        self._plane = plane
+
+
+class CartridgeReaderActor(ModelActor):
+    """Holds the last few published cartridge versions beside the model."""
+
+    def __init__(self, base: BaseModel, keep_versions: int) -> None:
+        super().__init__(base)
+        self._cartridges = CartridgeVersions(keep_versions)
+
+    @endpoint
+    async def load(self, snapshot: Snapshot) -> int:
+        """Take a published version from the tensor plane; requests may name it from now on."""
+        tensors = await self._plane.get(snapshot.packet)
+        kv = tensors["kv"].to(self._model.device, self._model.dtype)
+        self._cartridges.add(snapshot.version, snapshot.names, kv)
+        return snapshot.version

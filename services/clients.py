@@ -1,0 +1,298 @@
+"""Typed calls to the roles of a mesh: every endpoint of an actor that a run or a server calls.
+
+    trainer = TrainerClient(mesh.pools)
+    output = await trainer.step(batch, version)
+
+A client looks its pool up at each call, so it may be made before the role is spawned. Retries and
+deadlines are the pool's: every method raises RunError where no replica answered, and what the
+actor itself raised. A pool of your own is called by name: `pool.route("work", x)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+from monarch.actor import Channel
+
+from protocols.channels import Lesson, PreferencePair
+from protocols.episodes import Move, Observation
+from protocols.errors import PublishError, RunError
+from protocols.ports import TensorPlane
+from protocols.replay import ReplayState, Verdict
+from protocols.rsa import Judged, Problem, Standing
+from protocols.spec import HINTED_TEACHER
+from protocols.types import (
+    Came,
+    Completion,
+    EngineReport,
+    Generated,
+    GenerateRequest,
+    Sample,
+    Scored,
+    Snapshot,
+    TrainStepOutput,
+)
+from services.pool import Pool, Update
+from services.progress import busy
+from services.replica import Replica, ask
+from services.training_types import Replied
+
+CARTRIDGE = "cartridge"  # the topic of what replicas are told of published cartridges
+CANCEL_SECONDS = 5.0
+RECOVER_SECONDS = 60.0
+
+
+class RoleClient:
+    """Calls the pool of one role."""
+
+    role: ClassVar[str]
+
+    def __init__(self, pools: Mapping[str, Pool]) -> None:
+        self._pools = pools
+
+    @property
+    def pool(self) -> Pool:
+        return self._pools[self.role]
+
+
+async def use_plane(pool: Pool, life: int, plane: TensorPlane) -> None:
+    """Tell every replica to pass tensors over this plane, the `life`-th of the mesh."""
+    await pool.update("plane", life, "use_plane", plane)
+
+
+# -- cartridges: of every pool that reads what is published ---------------------------------------
+
+
+async def load_cartridges(pool: Pool, snapshot: Snapshot, keep: int) -> None:
+    """Have every replica read a published version; who comes later reads the newest `keep`."""
+    await pool.update(CARTRIDGE, snapshot.version, "load", snapshot, keep=keep)
+
+
+def remember_cartridges(pool: Pool, snapshots: Sequence[Snapshot]) -> None:
+    """Set what every replica reads that comes, or is told next."""
+    pool.remember(CARTRIDGE, [Update(CARTRIDGE, s.version, "load", (s,)) for s in snapshots])
+
+
+def remember_files(pool: Pool, files: Mapping[int, tuple[str, str]]) -> None:
+    """Set what every replica reads of files: a cartridge's name and path by version."""
+    updates = [Update(CARTRIDGE, v, "load_file", (v, *files[v])) for v in sorted(files)]
+    pool.remember(CARTRIDGE, updates)
+
+
+# -- roles ----------------------------------------------------------------------------------------
+
+
+class GeneratorClient(RoleClient):
+    """Samples responses. `chunk` is the most requests of one call whose reply somebody waits for
+    (None: a replica's share)."""
+
+    role = "generator"
+
+    def __init__(self, pools: Mapping[str, Pool], chunk: int | None = None) -> None:
+        super().__init__(pools)
+        self._chunk = chunk
+
+    async def generate(
+        self, requests: Sequence[GenerateRequest], replied: Replied = None, /
+    ) -> tuple[list[Completion], float]:
+        """Return completions in the order of the requests, and the seconds that any generator
+        computed. `replied` is told of each reply.
+
+        Raises PublishError for a request that was refused: a run asks for nothing it has not
+        published.
+        """
+        computed: list[tuple[float, float]] = []
+
+        async def share(items: Sequence[GenerateRequest]) -> list[Completion]:
+            done: Generated = await self.pool.route("generate", tuple(items))
+            now = time.perf_counter()
+            computed.append((now - done.compute_seconds, now))
+            for completion in done.completions:
+                if completion.error:
+                    raise PublishError(f"{completion.request_id}: {completion.error}")
+            if replied is not None:
+                replied(done.completions)
+            return list(done.completions)
+
+        most = None if replied is None else self._chunk
+        return await self.pool.split(requests, share, most), busy(computed)
+
+    async def stream(
+        self,
+        requests: Sequence[GenerateRequest],
+        told: Callable[[Came], None] | None,
+        timeout_s: float,
+    ) -> list[Completion]:
+        """Return completions in the order of the requests, whose tokens are told while one replica
+        samples them: again another, when that one dies, which tells the same tokens anew.
+
+        Cancelling this ends the decoding.
+        """
+        port, hearing = None, None
+        if told is not None:
+            port, receiver = Channel[Any].open()
+            hearing = asyncio.create_task(_hear(receiver, told))
+        try:
+            generated: Generated = await self.pool.route(
+                "generate", requests, port, timeout_s=timeout_s
+            )
+            return list(generated.completions)
+        except (asyncio.CancelledError, RunError):  # nobody waits for it any more
+            await asyncio.shield(self.cancel([r.id for r in requests]))
+            raise
+        finally:
+            if hearing is not None:
+                hearing.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await hearing
+
+    async def cancel(self, ids: Collection[str]) -> None:
+        """End requests, whichever replicas decode them. One that dies meanwhile has ended them."""
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self.pool.fanout("cancel", tuple(ids)), CANCEL_SECONDS)
+
+    async def drop(self, version: int) -> None:
+        """Have every replica serve a version no more."""
+        await self.pool.fanout("drop", version)
+
+    async def shut_down(self) -> list[EngineReport]:
+        """Stop the engines of all replicas; return the last report of each."""
+        reports: list[EngineReport] = await self.pool.fanout("shut_down")
+        return reports
+
+
+class DocTeacherClient(RoleClient):
+    """Scores sampled tokens with the document in context."""
+
+    role = "doc_teacher"
+
+    async def score(self, stem: str, samples: Sequence[Sample]) -> Scored:
+        """Put the distributions over every response token into the plane, under `stem`. One teacher
+        scores all of them: they are one tensor, in sample order."""
+        scored: Scored = await self.pool.route("score", stem, tuple(samples))
+        return scored
+
+
+class HintedTeacherClient(RoleClient):
+    """Scores hinted turns, and the references of preference pairs, with the cartridges."""
+
+    role = HINTED_TEACHER
+
+    async def score(self, stem: str, samples: Sequence[Sample], version: int) -> Scored:
+        """Put the distributions over every response token into the plane, under `stem`, as read
+        with the cartridges of `version`."""
+        scored: Scored = await self.pool.route("score", stem, tuple(samples), version)
+        return scored
+
+    async def references(
+        self, pairs: Sequence[PreferencePair], version: int
+    ) -> list[PreferencePair]:
+        """Return the pairs with the reference log-probabilities of `version`."""
+        referred: list[PreferencePair] = await self.pool.route("references", tuple(pairs), version)
+        return referred
+
+
+class TrainerClient(RoleClient):
+    """Trains and publishes cartridges, and keeps checkpoints."""
+
+    role = "trainer"
+
+    async def base_hash(self) -> str:
+        """Return the SHA-256 of the base model as it is now."""
+        digest: str = await self.pool.route("base_hash")
+        return digest
+
+    async def begin(self, arm: str, steps: int) -> int:
+        """Start an arm of `steps` steps from the untrained cartridges; return its version 0."""
+        version: int = await self.pool.route("begin", arm, steps)
+        return version
+
+    async def step(self, batch: Lesson, version: int) -> TrainStepOutput:
+        """Train `version` on a scored batch. Raises PlaneError where the scores are lost,
+        StaleTokenError where a token is older than the bound."""
+        output: TrainStepOutput = await self.pool.route("step", batch, version)
+        return output
+
+    async def publish(self, version: int) -> Snapshot:
+        """Put the cartridges as they were at `version` into the plane. Raises PublishError for a
+        version that the trainer does not keep."""
+        snapshot: Snapshot = await self.pool.route("publish", version)
+        return snapshot
+
+    async def save(self, directory: str, state: Mapping[str, Any], version: int) -> str:
+        """Write a checkpoint with the run's `state` at `version`; return its path. Raises
+        CheckpointError where the trainer stands at another version."""
+        path: str = await self.pool.route("save", directory, state, version)
+        return path
+
+    async def restore(self, path: str) -> dict[str, Any]:
+        """Continue from a checkpoint; return the run's state that was saved with it."""
+        state: dict[str, Any] = await self.pool.route("restore", path)
+        return state
+
+    @staticmethod
+    async def recover(replica: Replica) -> None:
+        """Have a trainer that replaces another stand where that one stood."""
+        deadline = asyncio.get_running_loop().time() + RECOVER_SECONDS
+        await ask(replica, "recover", (), deadline)
+
+
+class EnvironmentClient(RoleClient):
+    """Plays episodes' moves."""
+
+    role = "environment"
+
+    async def move(self, moves: Sequence[Move]) -> list[Observation]:
+        """Return what each move is answered with, in order. Where a share of the moves was lost
+        again and again, its episodes end there as "environment_died"."""
+
+        async def share(some: Sequence[Move]) -> list[Observation]:
+            try:
+                said: list[Observation] = await self.pool.route("move", tuple(some))
+            except RunError as error:  # the others, and the run, go on
+                return [Observation(done=True, error=f"environment_died: {error}")] * len(some)
+            return said
+
+        return await self.pool.split(moves, share)
+
+
+class TeacherReplayClient(RoleClient):
+    """Asks external teachers about states."""
+
+    role = "teacher_replay"
+
+    async def vote(self, state: ReplayState) -> Verdict:
+        """Return what the teachers make of a state."""
+        verdict: Verdict = await self.pool.route("vote", state)
+        return verdict
+
+
+class RSAAggregatorClient(RoleClient):
+    """Draws problems, judges populations and asks for the next."""
+
+    role = "rsa_aggregator"
+
+    async def turn(self, standings: Sequence[Standing]) -> list[Judged]:
+        """Return each run's last population judged, and what its next one is asked, in order."""
+
+        async def share(some: Sequence[Standing]) -> list[Judged]:
+            judged: list[Judged] = await self.pool.route("turn", tuple(some))
+            return judged
+
+        return await self.pool.split(standings, share)
+
+    async def problems(self, numbers: Sequence[int], document: str) -> list[Problem]:
+        """Return the problems of these numbers, over the cartridge of `document`. Raises DataError
+        for those that are not there."""
+        found: list[Problem] = await self.pool.route("problems", tuple(numbers), document)
+        return found
+
+
+async def _hear(receiver: Any, told: Callable[[Came], None]) -> None:
+    while True:
+        for came in await receiver.recv():
+            told(came)

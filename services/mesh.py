@@ -1,0 +1,273 @@
+"""The running mesh of a run or a server: its service of replicas and its tensor plane.
+
+    open_mesh        hosts attached, no process yet
+    spawn_roles      the plane, then every role of the spec, each ready
+    open_generators  generators alone, for a server
+
+A plane that is lost with the process that held it is replaced, and every replica is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from monarch.actor import this_host
+
+from actors.setup import BaseModel, NoPlane, warm_up
+from protocols.errors import PlaneError, SpecError
+from protocols.sections import GeneratorSpec, ModelSpec
+from protocols.service_spec import HealthSpec
+from protocols.spec import MODEL_ROLES, RoleSpec, RunSpec
+from protocols.types import Span
+from services.clients import TrainerClient, use_plane
+from services.files import same_files
+from services.hello import versions
+from services.hosts import Addresses, HostSource
+from services.lives import Check, Note
+from services.planes import OwnedPlane, import_plane, open_plane
+from services.pool import Pool
+from services.replica import Replica
+from services.roles import (
+    ENGINE_GENERATOR,
+    ROLES,
+    WRITERS,
+    actor_of,
+    device_of,
+    role_arguments,
+)
+from services.rundir import RunDirectory
+from services.service import Service
+
+ANSWER_SECONDS = 2.0  # a heartbeat takes milliseconds
+EVERY_VERSION = 2**31  # a server drops versions by name, whichever were used last
+SERVED_KV_BYTES = 2**20  # of the first token: a server reads no other document
+
+
+class Mesh:
+    """A running mesh: the service that keeps its replicas alive, and the tensor plane.
+
+    `plane_life` counts the planes that there were. `refill` is awaited once a plane that was lost
+    is replaced, with every tensor that anyone still needs to be put into it anew.
+    """
+
+    def __init__(self, service: Service, spec: RunSpec) -> None:
+        self.service = service
+        self.plane: OwnedPlane | None = None
+        self.plane_life = -1
+        self.refill: Callable[[], Awaitable[None]] | None = None
+        self._lives = itertools.count()
+        self._kind = spec.mesh.plane
+        self._timeout_s = spec.mesh.call_timeout_s
+
+    @property
+    def pools(self) -> dict[str, Pool]:
+        return self.service.pools
+
+    async def open_plane(self, store: Replica | None = None) -> None:
+        """Open the plane in the store's process (TorchStore); where there was one, move to it."""
+        procs = store.process.procs if store is not None and store.process is not None else None
+        before, life = self.plane, next(self._lives)
+        plane = await open_plane(self._kind, procs, self._timeout_s)
+        if before is not None:
+            for role, pool in self.pools.items():
+                if role != "store":
+                    # Who was still to be told of something in the lost plane cannot be: `refill`
+                    # brings it anew, after this.
+                    with contextlib.suppress(PlaneError):
+                        await use_plane(pool, life, plane)
+        # Only now: who fails on a plane of this life does not use the one before any more.
+        self.plane, self.plane_life = plane, life
+        if before is None:
+            return
+        with contextlib.suppress(PlaneError):  # its storage is gone; its list of keys goes too
+            await before.stop()
+        if self.refill is not None:
+            await self.refill()
+
+    async def replaced(self, life: int, error: PlaneError) -> None:
+        """Return once the plane of that life was lost and another is in service; raise the error
+        when that plane is well, for then it means what it says."""
+        if "store" not in self.pools:  # shared memory dies with the host alone
+            raise error
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline:
+            serving = [r for r in self.pools["store"].replicas if r.life.takes_requests]
+            if serving and self.plane_life > life:
+                return
+            if serving and await _answers(serving[0]):
+                raise error
+            await asyncio.sleep(0.1)
+        raise error
+
+    async def stop(self) -> None:
+        """Stop every process; a dead or silent one does not keep the others."""
+        plane, self.plane = self.plane, None
+        if plane is not None:
+            with contextlib.suppress(PlaneError, TimeoutError):
+                await asyncio.wait_for(plane.stop(), 3.0)
+        await self.service.stop()
+
+
+async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[Span], None]) -> Mesh:
+    """A mesh without any process yet, over the hosts of the spec.
+
+    Over other hosts, the store runs on the controller's own: there TorchStore's index lives anyway,
+    so its bytes go with the run and with nobody else, and no worker's end moves them. So does the
+    role whose provider listens on this host's loopback.
+    """
+    mesh, model = spec.mesh, spec.learn.model
+    import_plane(mesh.plane)
+    local = mesh.hosts.kind == "local"
+    service = await Service.of(
+        this_host() if local else host_source(spec),
+        here={} if local else dict.fromkeys(roles_here(spec), this_host()),
+        needed=versions(torchstore=mesh.plane == "torchstore"),
+        health=mesh.health,
+        spares=mesh.spares,
+        warm=partial(warm_up, model.path, model.dtype),
+        call_timeout_s=mesh.call_timeout_s,
+        spawn_timeout_s=mesh.spawn_timeout_s,
+        note=note,
+        observe=observe,
+    )
+    return Mesh(service, spec)
+
+
+def host_source(spec: RunSpec) -> HostSource:
+    """Where the run's workers come from, by `hosts.kind`, imported by kind: each may need packages
+    of its own. Raises SpecError that names a missing one."""
+    kind = spec.mesh.hosts.kind
+    try:
+        if kind == "kubernetes":
+            from services.kubernetes_hosts import KubernetesHosts
+
+            return KubernetesHosts(spec)
+        if kind == "slurm":
+            from services.slurm_hosts import SlurmHosts
+
+            return SlurmHosts(spec)
+    except ModuleNotFoundError as error:
+        raise SpecError(
+            f"hosts.kind {kind} needs the package {error.name}, which is not installed here; "
+            f"run `pip install {error.name}`, or use other hosts"
+        ) from error
+    assert kind == "addresses", kind
+    return Addresses(spec.mesh.hosts.addresses)
+
+
+def roles_here(spec: RunSpec) -> tuple[str, ...]:
+    """The roles that run beside the controller while the others run on other hosts."""
+    replay = spec.learn.replay
+    return ("store", *(["teacher_replay"] if replay is not None and replay.local else []))
+
+
+async def open_generators(
+    model: ModelSpec,
+    generator: GeneratorSpec,
+    role: RoleSpec,
+    documents: Mapping[str, tuple[int, ...]],
+    end_ids: frozenset[int],
+    *,
+    health: HealthSpec,
+    spawn_timeout_s: float,
+    call_timeout_s: float,
+    spares: int = 0,
+    note: Note = lambda event, **facts: None,
+) -> tuple[Service, Pool]:
+    """Generators that serve, which start meanwhile, in a service of this process's own."""
+    service = await Service.of(
+        this_host(),
+        health=health,
+        spares=spares,
+        warm=partial(warm_up, model.path, model.dtype),
+        call_timeout_s=call_timeout_s,
+        spawn_timeout_s=spawn_timeout_s,
+        note=note,
+    )
+    service.warm([role.threads] * role.replicas)
+    held = (model.path, model.dtype, role.threads, documents, SERVED_KV_BYTES, NoPlane())
+    base = BaseModel(*held, device=device_of(role))
+    args = (base, end_ids, EVERY_VERSION, generator)
+    return service, service.spawn(ROLES[ENGINE_GENERATOR], args=args, role="generator", spec=role)
+
+
+async def spawn_roles(
+    spec: RunSpec,
+    documents: Mapping[str, tuple[int, ...]],
+    end_ids: frozenset[int],
+    mesh: Mesh,
+    directory: RunDirectory,
+) -> None:
+    """Spawn the plane and every role of the spec into `mesh`, and wait until each is ready.
+
+    Raises RunError that names the role and replica.
+    """
+    store = spec.mesh.plane == "torchstore"
+    local = spec.mesh.hosts.kind == "local"
+    here = () if local else roles_here(spec)
+    # A spare is one process, on no device.
+    roles = [
+        role for name, role in spec.roles if not role.gpus and role.procs == 1 and name not in here
+    ]
+    mesh.service.warm(
+        [1] * (store and local) + [role.threads for role in roles for _ in range(role.replicas)]
+    )
+    if store:
+        mesh.service.spawn(ROLES["store"], role="store", spec=RoleSpec(), prepare=mesh.open_plane)
+        await mesh.service.ready()
+    else:
+        await mesh.open_plane()
+    assert mesh.plane is not None
+    for name, role in spec.roles:
+        base = BaseModel(
+            path=spec.learn.model.path,
+            dtype=spec.learn.model.dtype,
+            threads=role.threads,
+            documents=documents,
+            max_kv_bytes=spec.learn.teacher.max_kv_bytes,
+            plane=mesh.plane,
+            host_kv_bytes=spec.learn.teacher.host_kv_bytes,
+            device=device_of(role),
+        )
+        mesh.service.spawn(
+            ROLES[actor_of(name, spec.learn)],
+            args=role_arguments(name, spec, base, end_ids, directory),
+            role=name,
+            spec=role,
+            prepare=_recover if name == "trainer" else None,
+            check=None if local or name in here else _check(name, spec, directory),
+        )
+    await mesh.service.ready()
+    mesh.service.keep_spares()
+
+
+def _check(name: str, spec: RunSpec, directory: RunDirectory) -> Check | None:
+    """That another host has the files that the role works with, as this one has them."""
+    model = spec.learn.model.path
+    read = [f"{model}/config.json"] if name in MODEL_ROLES and Path(model).is_dir() else []
+    return partial(
+        same_files,
+        role=name,
+        read=read,
+        written=[str(directory.spec)] if name in WRITERS else [],
+    )
+
+
+async def _recover(replica: Replica) -> None:
+    if replica.generation > 0:
+        await TrainerClient.recover(replica)
+
+
+async def _answers(store: Replica) -> bool:
+    assert store.process is not None
+    try:
+        await asyncio.wait_for(store.process.beat(), ANSWER_SECONDS)
+    except Exception:  # however it fails: a process that is well answers
+        return False
+    return True
