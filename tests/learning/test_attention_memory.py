@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from learning import attention, flex
 from learning.attention import PrefixContext, cartridge_attention, query_chunk
 from learning.flex import TOKENS, bucket
+from learning.losses.objective import active_channels
 from learning.model import load_model
 from learning.step import new_optimizer, train_step
 
@@ -190,7 +191,8 @@ def test_shapes_that_are_compiled_over_a_run(monkeypatch: pytest.MonkeyPatch) ->
 def stepped(twin: Twin, bank: CartridgeBank, model: Any = None) -> TrainStepOutput:
     batch = scene(twin, bank_of(twin))
     return train_step(
-        model or twin.model, bank, new_optimizer(bank), batch, ALL, lr=0.01, clip=1.0,
+        model or twin.model, bank, new_optimizer(bank), batch, active_channels(ALL),
+        lr=0.01, clip=1.0,
         row_tokens=24, version=0, staleness=0,
     )  # fmt: skip
 
