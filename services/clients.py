@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from monarch.actor import Channel
@@ -37,9 +38,10 @@ from protocols.types import (
     TrainStepOutput,
 )
 from services.pool import Pool, Update
-from services.progress import busy
 from services.replica import Replica, ask
-from services.training_types import Replied
+
+Replied = Callable[[Sequence[Completion]], None] | None
+"""Told the completions of each reply as soon as it is there."""
 
 CARTRIDGE = "cartridge"  # the topic of what replicas are told of published cartridges
 CANCEL_SECONDS = 5.0
@@ -296,3 +298,12 @@ async def _hear(receiver: Any, told: Callable[[Came], None]) -> None:
     while True:
         for came in await receiver.recv():
             told(came)
+
+
+def busy(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that at least one of the spans (begin, end) covers."""
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total

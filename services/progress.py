@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 
@@ -59,15 +58,6 @@ class PhaseTimes:
         """Return the time for `steps` more steps of this arm at the pace so far."""
         means = self.means(arm)
         return means["step"] * steps if means else None
-
-
-def busy(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that at least one of the spans (begin, end) covers."""
-    total, until = 0.0, -math.inf
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
 
 
 def flat(kl: Sequence[float], window: int, gain: float) -> bool:

@@ -21,11 +21,10 @@ from protocols.channels import Lesson, ScoredPart
 from protocols.errors import PlaneError, RunError
 from protocols.spec import HINTED_TEACHER
 from protocols.types import LookUps, Sample, Scored, TrainStepOutput
-from services.clients import DocTeacherClient, HintedTeacherClient, TrainerClient
+from services.clients import DocTeacherClient, HintedTeacherClient, TrainerClient, busy
 from services.mesh import Mesh
 from services.packing import packed_bytes
 from services.pool import gather
-from services.progress import busy
 from services.training_types import ScoringCost
 from services.weight_sync import WeightSync
 

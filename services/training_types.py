@@ -12,12 +12,10 @@ from typing import Any, Protocol
 
 from protocols.episodes import Episode
 from protocols.types import Completion, GenerateRequest, LookUps, Sample, TrainStepOutput
+from services.clients import Replied
 
 ScoreGroup = Callable[[str, Sequence[Sample]], None]
 """Of a teacher's role: samples that are complete and are to be scored together, now."""
-
-Replied = Callable[[Sequence[Completion]], None] | None
-"""Told the completions of each reply as soon as it is there."""
 
 
 def unheard(role: str, samples: Sequence[Sample]) -> None:

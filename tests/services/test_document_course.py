@@ -18,12 +18,12 @@ from protocols.learn_spec import LearnSpec
 from protocols.records import Measured
 from protocols.spec_loading import load_spec
 from protocols.types import Completion, GenerateRequest, PrefixRef
+from services.clients import Replied
 from services.document_course import DocumentCourse
 from services.parts import read_parts
 from services.rollouts import rollout_from
 from services.rundir import RunDirectory
 from services.study import read_rows
-from services.training_types import Replied
 
 ROOT = Path(__file__).resolve().parents[2]
 ARTICLES = ROOT / "tests" / "documents" / "articles"

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.progress import PhaseTimer, PhaseTimes, busy, flat
+from services.clients import busy
+from services.progress import PhaseTimer, PhaseTimes, flat
 from services.training_types import StepTimes
 
 
