@@ -106,11 +106,11 @@ format: install ## let ruff rewrite what it can
 
 proto: install ## write protocols/control_pb2* anew from control.proto
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
-	  protocols/control.proto
+	  protocols/wire/control.proto
 
 # What `make k8s-check` compares the .proto with; made once for each release, from the tree released.
 proto-release: install ## keep control.proto as it is as that of the last release
-	$(BIN)/buf build -o protocols/control.binpb --exclude-source-info
+	$(BIN)/buf build -o protocols/wire/control.binpb --exclude-source-info
 
 k8s: install ## write the manifests under deploy/k8s anew from their mesh files
 	$(BIN)/forge k8s render meshes/three_channels.yaml --set replay.local=null
@@ -122,7 +122,7 @@ k8s-check: install install-prometheus ## manifests, alert rules and the .proto; 
 	@test ! -x $(PROMTOOL) || { set -x; $(PROMTOOL) check rules deploy/monitoring/rules.yml && \
 	  $(PROMTOOL) test rules deploy/monitoring/rules_test.yml; }
 	$(BIN)/buf lint
-	$(BIN)/buf breaking --against protocols/control.binpb
+	$(BIN)/buf breaking --against protocols/wire/control.binpb
 
 k8s-apiserver: install ## the cluster code against a real kube-apiserver, where it and etcd are on PATH
 	PYTHONPATH=tests tests/kube_apiserver.sh \

@@ -9,9 +9,9 @@ from functools import partial
 from monarch.actor import endpoint
 
 from actors.model_actor import ModelActor
-from actors.setup import BaseModel, fresh_key
-from learning.model import document_kv
-from learning.prefixes import DocumentCache, host_spill
+from actors.base import BaseModel, fresh_key
+from learning.model.loading import document_kv
+from learning.model.document_kv import DocumentCache, host_spill
 from learning.scoring import prefixes_of, score_kept
 from protocols.types import Sample, Scored
 

@@ -21,13 +21,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from actors.engine_thread import Engine, EngineThread
-from actors.setup import VLLM_REMEDY, BaseModel, missing_vllm
-from learning.engine import TorchEngine
-from learning.model import document_kv, flush_denormals, text_of
-from learning.prefixes import DocumentCache
+from actors.base import VLLM_REMEDY, BaseModel, missing_vllm
+from learning.decoding.engine import TorchEngine
+from learning.model.loading import document_kv, flush_denormals, text_of
+from learning.model.document_kv import DocumentCache
 from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
-from protocols.sections import GeneratorSpec
+from protocols.spec.sections import GeneratorSpec
 from protocols.types import Came, Completion, EngineReport, Generated, GenerateRequest, Snapshot
 
 TELL_SECONDS = 0.02  # how long tokens of a stream gather before they are sent
@@ -156,7 +156,7 @@ def build_engine(base: BaseModel, end_ids: frozenset[int], spec: GeneratorSpec) 
     if spec.backend == "vllm":
         if missing_vllm():
             raise RunError(f"this generator needs vLLM, which is not installed: {VLLM_REMEDY}")
-        from actors.vllm_engine import VllmEngine  # reads the environment: not before
+        from actors.vllm.engine import VllmEngine  # reads the environment: not before
 
         return VllmEngine(base.path, base.dtype, base.documents, end_ids, spec, text)
     flush_denormals()

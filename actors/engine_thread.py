@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from learning.versions import VersionLedger
+from learning.cartridge.versions import VersionLedger
 from protocols.errors import ForgeError, PublishError
 from protocols.types import Came, Completion, EngineReport, GenerateRequest, refused
 

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from environments.openenv_client import OpenEnvClient
-from protocols.environment_spec import EnvironmentSpec
+from environments.openenv.client import OpenEnvClient
+from protocols.spec.environment import EnvironmentSpec
 from protocols.episodes import Move, Observation
 
 
@@ -50,6 +50,6 @@ class EnvironmentActor(Actor):
         await asyncio.to_thread(self._server.close)
 
     def _serve(self) -> str:
-        from environments.server import LocalEnvironment  # OpenEnv takes a second to import
+        from environments.openenv.server import LocalEnvironment  # OpenEnv takes a second to import
 
         return self._server.enter_context(LocalEnvironment()).url

@@ -13,11 +13,11 @@ from monarch.actor import endpoint
 from torch import Tensor
 
 from actors.model_actor import CartridgeReaderActor
-from actors.setup import BaseModel
-from learning.decoding import generate
-from learning.model import document_kv, text_of
-from learning.prefixes import DocumentCache
-from learning.rotation import composed
+from actors.base import BaseModel
+from learning.decoding.generate import generate
+from learning.model.loading import document_kv, text_of
+from learning.model.document_kv import DocumentCache
+from learning.model.rope import composed
 from protocols.types import Generated, GenerateRequest, PrefixRef
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from monarch.actor import Actor, endpoint
 
-from actors.setup import BaseModel
-from learning.model import flush_denormals
-from learning.versions import CartridgeVersions
+from actors.base import BaseModel
+from learning.model.loading import flush_denormals
+from learning.cartridge.versions import CartridgeVersions
 from protocols.ports import TensorPlane
 from protocols.types import Snapshot
 

@@ -11,9 +11,9 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from environments.problems import open_problems
 from protocols.rsa import Judged, Problem, Standing
-from protocols.rsa_spec import RsaSpec
-from strategies.answers import extract
-from strategies.equivalence import end_judge
+from protocols.spec.rsa import RsaSpec
+from strategies.answers.extract import extract
+from strategies.answers.equivalence import end_judge
 from strategies.rsa.aggregator import aggregate
 from strategies.rsa.islands import Shape
 from strategies.rsa.prompts import as_task

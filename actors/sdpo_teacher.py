@@ -13,9 +13,9 @@ from monarch.actor import endpoint
 from torch import Tensor
 
 from actors.model_actor import CartridgeReaderActor
-from actors.setup import BaseModel, fresh_key
+from actors.base import BaseModel, fresh_key
 from learning.scoring import score_kept, with_references
-from protocols.channels import PreferencePair
+from protocols.train_batch import PreferencePair
 from protocols.types import Sample, Scored
 
 

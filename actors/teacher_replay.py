@@ -9,11 +9,11 @@ from pathlib import Path
 from monarch.actor import Actor, concurrent_endpoint
 
 from protocols.errors import DataError
-from protocols.replay import ReplayState, Verdict
-from protocols.replay_spec import ReplaySpec
-from replay.asking import Desk, ask_teachers, limits_of
-from replay.books import Totals
-from replay.ledger import Ledger
+from protocols.teacher_replay import ReplayState, Verdict
+from protocols.spec.teacher_replay import ReplaySpec
+from teachers.panel import Desk, ask_teachers, limits_of
+from teachers.budget import Totals
+from teachers.ledger import Ledger
 
 
 class TeacherReplayActor(Actor):
@@ -55,7 +55,7 @@ class TeacherReplayActor(Actor):
             await self._desk.close()
 
     def _open(self) -> None:
-        from replay.clients import connect  # the SDKs take a second to import
+        from teachers.clients import connect  # the SDKs take a second to import
 
         if self._offline and not self._path.is_file():
             raise DataError(f"no ledger to replay from at {self._path}; name one, or go online")

@@ -17,19 +17,19 @@ import torch
 from monarch.actor import endpoint
 
 from actors.model_actor import ModelActor
-from actors.setup import BaseModel, Place, fresh_key
+from actors.base import BaseModel, Place, fresh_key
 from learning.checkpoint import read_checkpoint
-from learning.device import claim_device
-from learning.initial import Source, Start, initial_bank
-from learning.model import document_kv, load_model, text_ids
-from learning.prefixes import DocumentCache
-from learning.ranks import join
-from learning.sharding import shard_base
+from learning.model.device import claim_device
+from learning.cartridge.initialization import Source, Start, initial_bank
+from learning.model.loading import document_kv, load_model, text_ids
+from learning.model.document_kv import DocumentCache
+from learning.model.distributed import join
+from learning.model.fsdp import shard_base
 from learning.teacher_logprobs import Teacher, joined, of_stored
 from learning.trainer import CartridgeTrainer
-from protocols.channels import Lesson, ScoredPart, StoredScores
+from protocols.train_batch import Lesson, ScoredPart, StoredScores
 from protocols.errors import PlaneError
-from protocols.learn_spec import LearnSpec
+from protocols.spec.learn import LearnSpec
 from protocols.types import Snapshot, TrainStepOutput
 
 

@@ -32,23 +32,23 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import arguments, provenance, write
-from learning.decoding import generate
-from learning.initial import Source, Start, initial_bank
-from learning.model import document_kv, flush_denormals, load_model, load_tokenizer, text_ids
-from learning.prefixes import DocumentCache
-from learning.rotation import composed
+from learning.decoding.generate import generate
+from learning.cartridge.initialization import Source, Start, initial_bank
+from learning.model.loading import document_kv, flush_denormals, load_model, load_tokenizer, text_ids
+from learning.model.document_kv import DocumentCache
+from learning.model.rope import composed
 from learning.scoring import prefixes_of, score_kept
 from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer
-from protocols.channels import Lesson
-from protocols.intervals import wilson_interval
-from protocols.learn_spec import LearnSpec
-from protocols.sections import Init
-from protocols.spec_loading import load_spec
+from protocols.train_batch import Lesson
+from protocols.records.intervals import wilson_interval
+from protocols.spec.learn import LearnSpec
+from protocols.spec.sections import Init
+from protocols.spec.loading import load_spec
 from protocols.types import GenerateRequest, PrefixRef, composed_ref
-from services.evaluation import measure
-from services.rollouts import as_rollout
-from services.tasks import Exam, Tasks, read_patients
+from training.recipes.accuracy import measure
+from training.rollouts import as_rollout
+from training.recipes.longhealth_prompts import Exam, Tasks, read_patients
 
 # Of the documents in a ring, starting with the one that is asked about.
 ORDERS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {

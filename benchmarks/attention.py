@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.setup import keep_freed_memory
+from actors.base import keep_freed_memory
 from benchmarks.losses import grown_mb, in_a_process
 from benchmarks.record import arguments, provenance, write
 from benchmarks.reference.seed_step import KEEP_TOP
 from benchmarks.step import CONFIG, MODEL, samples_of
 from benchmarks.step_gpu import SETTINGS, random_model
-from learning import attention
-from learning.attention import CACHED_SCORE_BYTES, SCORE_BYTES, PrefixContext
-from learning.model import document_kv, flush_denormals, hidden_states, load_model
+from learning.model import attention
+from learning.model.attention import CACHED_SCORE_BYTES, SCORE_BYTES, PrefixContext
+from learning.model.loading import document_kv, flush_denormals, hidden_states, load_model
 from learning.scoring import score_kept
 
 SHAPE = SETTINGS["tiny"].shape

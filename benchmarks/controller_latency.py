@@ -26,8 +26,8 @@ from monarch.actor import Actor, concurrent_endpoint, this_host
 from benchmarks.record import provenance
 
 if TYPE_CHECKING:
-    from services.pool import Pool
-    from services.service import Service
+    from services.pool.pool import Pool
+    from services.pool.service import Service
 
 ROUNDS = 60
 TURNS = 3  # of the loop, in which every task has sent what it sends
@@ -91,8 +91,8 @@ def per_turn(work: Callable[[], Any], turns: int) -> float:
 
 async def service_of(replicas: int, heartbeat_s: float) -> tuple[Service, Pool, dict[str, float]]:
     """A service with one pool that has settled, and what its start took."""
-    from protocols.service_spec import HealthSpec
-    from services.service import Service
+    from protocols.spec.services import HealthSpec
+    from services.pool.service import Service
 
     health = HealthSpec(
         heartbeat_s=heartbeat_s, suspect_after_s=heartbeat_s * 200, dead_after_s=heartbeat_s * 400
@@ -146,11 +146,11 @@ async def calls_and_starts(most: int) -> dict[str, list[dict[str, Any]]]:
 
 def healthy_pool(size: int) -> Pool:
     """A pool of so many replicas in good health, without processes."""
-    from protocols.spec import RoleSpec
-    from protocols.status import ReplicaState
-    from services.health import Life
-    from services.pool import Pool
-    from services.replica import Replica
+    from protocols.spec.mesh import RoleSpec
+    from protocols.records.status import ReplicaState
+    from services.pool.health import Life
+    from services.pool.pool import Pool
+    from services.pool.replica import Replica
 
     pool = Pool("probe", RoleSpec(replicas=size), 60.0)
     pool.replicas = [Replica("probe", i, life=Life(ReplicaState.HEALTHY)) for i in range(size)]
@@ -159,7 +159,7 @@ def healthy_pool(size: int) -> Pool:
 
 async def seats() -> list[dict[str, Any]]:
     """Seconds to choose a replica for a request, which looks at every one of the pool."""
-    from services.pool import Request
+    from services.pool.pool import Request
 
     rows = []
     for size in (8, 64, 512, 4096):
@@ -184,10 +184,10 @@ async def looks() -> list[dict[str, Any]]:
 
 def records() -> dict[str, float]:
     """Seconds to write an event, and a span, with the sinks of a run by default."""
-    from protocols.spec_loading import load_spec
+    from protocols.spec.loading import load_spec
     from protocols.types import Span
-    from services.recorder import Recorder
-    from services.rundir import RunDirectory
+    from services.telemetry.recorder import Recorder
+    from services.run_directory import RunDirectory
     from services.telemetry.hub import open_sinks
 
     spec = load_spec("meshes/longhealth.yaml").spec
@@ -211,7 +211,7 @@ async def store(most_mib: int = 64) -> list[dict[str, Any]]:
     """TorchStore: seconds of a put, of a get alone, and until 2 and 4 readers at once have it."""
     import torch
 
-    from services.planes import open_plane
+    from services.planes.open import open_plane
 
     service, pool, _ = await service_of(4, SILENT)
     storage = this_host().spawn_procs(per_host={"gpus": 1}, name="storage")
@@ -242,8 +242,8 @@ async def store(most_mib: int = 64) -> list[dict[str, Any]]:
 
 async def idle() -> float:
     """Seconds on the loop of one heartbeat of a service that has no replica."""
-    from protocols.service_spec import HealthSpec
-    from services.service import Service
+    from protocols.spec.services import HealthSpec
+    from services.pool.service import Service
 
     service = await Service.of(this_host(), health=HealthSpec(heartbeat_s=CHECK_HEARTBEAT))
     clock = Clock()

@@ -30,12 +30,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from forge_run.figures import bytes_text, seconds_text
+from forge_run.formatting import bytes_text, seconds_text
 from forge_run.plan.plan import step_workload
 from forge_run.plan.roofline import A100
 from protocols.errors import SpecError
-from protocols.spec import RunSpec
-from protocols.spec_loading import load_spec
+from protocols.spec.mesh import RunSpec
+from protocols.spec.loading import load_spec
 
 MESH = "meshes/longhealth_3b.yaml"
 LATENCIES = Path(__file__).with_name("controller_latency.json")

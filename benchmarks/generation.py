@@ -95,7 +95,7 @@ def backends(tokens: int) -> dict[str, Backend]:
     import os
 
     from actors.engine_generator import environment
-    from actors.setup import BaseModel, NoPlane
+    from actors.base import BaseModel, NoPlane
 
     path = str(READER)
     draws = random.Random("generation/document")
@@ -110,9 +110,9 @@ def backends(tokens: int) -> dict[str, Backend]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from learning.engine import TorchEngine
-    from learning.model import document_kv, flush_denormals, load_model
-    from protocols.sections import GeneratorSpec
+    from learning.decoding.engine import TorchEngine
+    from learning.model.loading import document_kv, flush_denormals, load_model
+    from protocols.spec.sections import GeneratorSpec
 
     torch.set_num_threads(1)
     flush_denormals()
@@ -126,7 +126,7 @@ def backends(tokens: int) -> dict[str, Backend]:
     if importlib.util.find_spec("vllm") is None:
         print("vLLM is not installed (`make install-vllm`): left out")
     else:
-        from actors.vllm_engine import VllmEngine
+        from actors.vllm.engine import VllmEngine
 
         spec = GeneratorSpec(backend="vllm", block_tokens=BLOCK, kv_gib=0.5)
         engine = VllmEngine(path, "float32", documents, frozenset(), spec, lambda _: "")
@@ -210,7 +210,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    from actors.setup import bootstrap
+    from actors.base import bootstrap
 
     bootstrap(1)()  # before torch is imported
     parser = arguments(__doc__, "generation")

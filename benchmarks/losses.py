@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.record import arguments, provenance, write
 from learning.losses.doc_kl import doc_kl_tokens
 from learning.losses.sdpo import sdpo_tokens
-from learning.projection import Projection, Reader, chunk_tokens, token_logprobs
+from learning.model.chunked_logits import Projection, Reader, chunk_tokens, token_logprobs
 from learning.teacher_logprobs import Teacher, top_k
-from protocols.objective_spec import LossSpec, SdpoSpec
+from protocols.spec.objective import LossSpec, SdpoSpec
 
 COLUMNS = ("forward_ms", "backward_ms", "tensors_mb", "process_mb", "makes", "differs")
 

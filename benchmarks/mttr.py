@@ -24,7 +24,7 @@ from chaos import ROLES, Eye, Role
 from small_run import command, latest, running
 
 from benchmarks.record import arguments, processor_seconds, provenance, write
-from services.endpoints import read_endpoints
+from services.control.endpoints import read_endpoints
 
 SETS: dict[str, Any] = {
     "train.steps": 100_000,

@@ -24,8 +24,8 @@ from typing import Any
 from monarch.actor import Actor, concurrent_endpoint, this_host
 
 from benchmarks.record import arguments, provenance, write
-from protocols.spec import RoleSpec
-from services.service import Service
+from protocols.spec.mesh import RoleSpec
+from services.pool.service import Service
 
 WAIT_S = 0.05
 SIZES = (1, 2, 4, 8)

@@ -16,16 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from actors.setup import keep_freed_memory
+from actors.base import keep_freed_memory
 from benchmarks.record import ROOT, arguments, provenance, write
-from clinic.prompts import option_prompt
-from environments.conversation import Conversation
-from learning.decoding import generate
-from learning.model import document_kv, flush_denormals, load_model, load_tokenizer
-from protocols.sections import DataSpec
+from environments.clinic.prompts import option_prompt
+from environments.renderer import Conversation
+from learning.decoding.generate import generate
+from learning.model.loading import document_kv, flush_denormals, load_model, load_tokenizer
+from protocols.spec.sections import DataSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
-from services.tasks import read_patients
-from strategies.over_tokens import TokenSampler
+from training.recipes.longhealth_prompts import read_patients
+from strategies.samplers.token_sampler import TokenSampler
 from strategies.rsa.engine import RSAEngine
 
 MODEL = ROOT / "models" / "clinic-panel"

@@ -47,7 +47,7 @@ ALONE = {
     "door's imports": "import forge_run.serve, services.roles, serving.app, uvicorn",
     "generator's imports": "import actors.generator, transformers.models.llama.modeling_llama",
     "generator's imports and model": (
-        "import actors.generator; from learning.model import load_model; "
+        "import actors.generator; from learning.model.loading import load_model; "
         "load_model('models/clinic-reader')"
     ),
 }

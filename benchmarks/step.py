@@ -24,20 +24,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.setup import keep_freed_memory
+from actors.base import keep_freed_memory
 from benchmarks.record import ROOT, arguments, provenance, write
 from benchmarks.reference.seed_step import KEEP_TOP, Phases, load_plain, seed_step
-from learning.cartridge import CartridgeBank, first_tokens
-from learning.decoding import generate
-from learning.model import document_kv, flush_denormals, load_model
-from learning.prefixes import DocumentCache
+from learning.cartridge.bank import CartridgeBank, first_tokens
+from learning.decoding.generate import generate
+from learning.model.loading import document_kv, flush_denormals, load_model
+from learning.model.document_kv import DocumentCache
 from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer
 from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer
-from protocols.sections import TrainSpec
+from protocols.spec.sections import TrainSpec
 from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
-from services.shared_memory import SharedMemoryPlane
+from services.planes.shared_memory import SharedMemoryPlane
 
 MODEL = ROOT / "models" / "clinic-reader"
 CARTRIDGE, PROMPT, RESPONSE = 32, 24, 32

@@ -4,7 +4,7 @@
     python -m benchmarks.step_gpu --shape tiny        # a CPU: the same code in seconds
     python -m benchmarks.step_gpu --shape 3b --dry    # no GPU: the 3B step counted on fake tensors
 
-    rollout   learning.decoding.generate over the shared cartridge
+    rollout   learning.decoding.generate.generate over the shared cartridge
     teacher   learning.scoring.score_kept on the document's cached KV, the top 20 kept
     student   learning.step.train_step: forward, backward, optimiser
     publish   one packed snapshot through the tensor plane to a reader's device
@@ -39,28 +39,28 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from actors.setup import keep_freed_memory
+from actors.base import keep_freed_memory
 from benchmarks.record import ROOT, arguments, provenance, write
-from forge_run.figures import bytes_text, count_text, seconds_text
+from forge_run.formatting import bytes_text, count_text, seconds_text
 from forge_run.plan import roofline
 from forge_run.plan.roofline import A100, EXPLICIT, H200, Device, Phase, Workload
-from learning.attention import DecodeCache, PrefixContext, register
-from learning.batching import pack, response_logits
-from learning.cartridge import CartridgeBank
-from learning.decoding import generate
+from learning.model.attention import DecodeCache, PrefixContext, register
+from learning.packing import pack, response_logits
+from learning.cartridge.bank import CartridgeBank
+from learning.decoding.generate import generate
 from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
-from learning.model import document_kv, flush_denormals, hidden_states, kv_shape
-from learning.prefixes import DocumentCache
+from learning.model.loading import document_kv, flush_denormals, hidden_states, kv_shape
+from learning.model.document_kv import DocumentCache
 from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer, train_step
 from learning.teacher_logprobs import Teacher
-from protocols.channels import Lesson
-from protocols.objective_spec import LossSpec, ObjectiveSpec
+from protocols.train_batch import Lesson
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.ports import TensorPlane
-from protocols.sections import ShapeSpec
+from protocols.spec.sections import ShapeSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling
-from services.shared_memory import SharedMemoryPlane
+from services.planes.shared_memory import SharedMemoryPlane
 
 GOAL = 2.0  # times the cached bound, of the whole step
 PUBLISH_GOAL_S = 0.1

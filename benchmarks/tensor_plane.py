@@ -30,7 +30,7 @@ from monarch.actor import Actor, endpoint, this_host
 from monarch.rdma import RDMABuffer
 
 from benchmarks.record import arguments, median_ratio, provenance, write
-from services.planes import PlaneKind, open_plane
+from services.planes.open import PlaneKind, open_plane
 
 PLANES: tuple[PlaneKind, ...] = ("torchstore", "shared_memory")
 COLUMNS = ("memcpy", "put", "get", "read", "delete")

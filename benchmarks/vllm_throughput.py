@@ -41,13 +41,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.engine_generator import EngineGeneratorActor
 from actors.generator import GeneratorActor
-from actors.setup import BaseModel, bootstrap
+from actors.base import BaseModel, bootstrap
 from benchmarks.record import ROOT, arguments, processor_seconds, provenance, write
-from protocols.sections import GeneratorSpec
+from protocols.spec.sections import GeneratorSpec
 from protocols.types import GenerateRequest, PrefixRef, Sampling, Snapshot
-from services.planes import OwnedPlane, open_plane
-from services.pool import Pool
-from services.service import Service
+from services.planes.open import OwnedPlane, open_plane
+from services.pool.pool import Pool
+from services.pool.service import Service
 
 READER = ROOT / "models" / "clinic-reader"
 READER_SHAPE = (4, 2, 32)  # layers, key/value heads, head size

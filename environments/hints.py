@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from protocols.episodes import Observation
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 
 Writer = Callable[[Observation, Sequence[Message]], Awaitable[str]]
 

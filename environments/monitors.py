@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from environments.channels import expected_of
-from environments.dialects import Dialect
+from environments.training_signals import expected_of
+from environments.action_parsing import Dialect
 from environments.hints import holds, words
 from protocols.episodes import Episode, Turn
-from protocols.replay import Action, Choice, Text, ToolCall
+from protocols.teacher_replay import Action, Choice, Text, ToolCall
 
 FLAGS = {
     "answer_not_through_tools": "rewarded for a value that no tool had shown before",

@@ -20,17 +20,17 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from clinic.longhealth import LETTERS, Question
-from clinic.prompts import option_prompt, parse_answer
-from environments.chat_endpoint import Refused
-from environments.verifiers_process import VerifiersWorker
+from environments.clinic.longhealth import LETTERS, Question
+from environments.clinic.prompts import option_prompt, parse_answer
+from environments.verifiers.chat_endpoint import Refused
+from environments.verifiers.worker_process import VerifiersWorker
 from protocols.episodes import Task
 from protocols.errors import DataError, RunError
-from protocols.openai_chat import HarnessRequest
-from protocols.openai_replies import ChatReply
-from protocols.replay import Usage
+from protocols.wire.openai_chat import HarnessRequest
+from protocols.wire.openai_replies import ChatReply
+from protocols.teacher_replay import Usage
 from protocols.rsa import Candidate, Problem
-from protocols.rsa_spec import OF_DOCUMENTS, ProblemsSpec
+from protocols.spec.rsa import OF_DOCUMENTS, ProblemsSpec
 
 Extract = Callable[[str], str | None]  # the answer in a text, None where there is none
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from environments.conversation import NO_DOCUMENT, Conversation
+from environments.renderer import NO_DOCUMENT, Conversation
 from protocols.episodes import Episode, Move, Observation, Task, Turn
 from protocols.errors import PublishError
 from protocols.ports import Generate

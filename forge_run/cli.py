@@ -256,7 +256,7 @@ def _main(parser: argparse.ArgumentParser, command: Command, argv: Sequence[str]
         found = getattr(import_module(f"forge_run.{module}"), function)(**options)
         if isinstance(found, int):
             return found
-        from forge_run.figures import render
+        from forge_run.formatting import render
 
         sys.stdout.write(render(found, terminal=sys.stdout.isatty()))
         return 0

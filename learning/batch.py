@@ -9,45 +9,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from learning.batching import Packed, text_of
+from learning.packing import Packed, text_of
 from learning.losses.channel import LossChannel
-from protocols.channels import Lesson
+from learning.micro_batch import ChannelTokens, Item, MicroBatch
+from protocols.train_batch import Lesson
 from protocols.types import Sample
 
-# A group of a channel's samples by index, and which of the group's response tokens bear the loss.
-Item = tuple[int, Sequence[int]]
 Member = tuple[str, int]  # a group of samples: the name of its set, and its index there
-
-
-@dataclass(frozen=True)
-class ChannelTokens:
-    """Where one channel's n tokens of a micro-batch stand, item by item: a slice or indices [n].
-
-    items    the channel's items in this micro-batch
-    at       among the N tokens whose logits the student gives
-    first    the first of the N that is of the set that the channel reads
-    own      among the tokens of all its items in the whole batch
-    inside   among all response tokens of its set in the whole batch
-    """
-
-    items: Sequence[Item]
-    at: slice | Tensor
-    first: int
-    own: slice | Tensor
-    inside: slice | Tensor
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """The rows of one student forward, and every channel's tokens in them.
-
-    `packed` speaks of the N response tokens that bear a loss of any channel, set by set; `batch` is
-    the step's whole batch.
-    """
-
-    batch: Lesson
-    packed: Packed
-    tokens: Mapping[str, ChannelTokens]
 
 
 @dataclass(frozen=True)

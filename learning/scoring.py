@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from learning.batching import pack, response_tokens, stack_prefixes
+from learning.packing import pack, response_tokens, stack_prefixes
 from learning.losses.dpo import is_stale, summed_by_pair
-from learning.prefixes import DocumentCache
-from learning.projection import Projection
+from learning.model.document_kv import DocumentCache
+from learning.model.chunked_logits import Projection
 from learning.teacher_logprobs import top_k
-from protocols.channels import PreferencePair, completions
+from protocols.train_batch import PreferencePair, completions
 from protocols.types import Sample
 
-if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
+if TYPE_CHECKING:  # importing it takes seconds, which learning.model.loading leaves to who loads one
     from transformers import PreTrainedModel
 
 LOGIT_BYTES = 256 * 2**20  # of a teacher that wants a few numbers a token
@@ -32,7 +32,7 @@ def score(
 ) -> Tensor:
     """Logits [N, V] (float32) of every response token with its sample's document as the prefix.
 
-    Same order as `learning.batching.response_logits` gives for the student: sample by sample.
+    Same order as `learning.packing.response_logits` gives for the student: sample by sample.
     """
     return score_over(model, samples, prefixes_of(samples, documents), row_tokens)
 

@@ -27,18 +27,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from learning.batch import prepare
-from learning.batching import check_rows, pack, response_tokens
-from learning.cartridge import CartridgeBank
-from learning.company import prefix_lengths, prefix_name, student_kv
+from learning.packing import check_rows, pack, response_tokens
+from learning.cartridge.bank import CartridgeBank
+from learning.cartridge.composition import prefix_lengths, prefix_name, student_kv
 from learning.losses.channel import LossChannel
 from learning.losses.terms import Tally
-from learning.ranks import ALONE, Ranks
-from learning.sharding import is_sharded
-from protocols.channels import Lesson
+from learning.model.distributed import ALONE, Ranks
+from learning.model.fsdp import is_sharded
+from protocols.train_batch import Lesson
 from protocols.errors import RunError, StaleTokenError
 from protocols.types import Sample, TrainStepOutput
 
-if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
+if TYPE_CHECKING:  # importing it takes seconds, which learning.model.loading leaves to who loads one
     from transformers import PreTrainedModel
 
 OFFLINE_VERSION = -1  # the version of tokens that a document teacher wrote

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from protocols.channels import StoredScores
+from protocols.train_batch import StoredScores
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from learning.cartridge import CartridgeBank
+from learning.cartridge.bank import CartridgeBank
 from learning.checkpoint import Checkpoint, read_state, write_checkpoint, write_state
 from learning.losses.objective import active_channels
-from learning.model import base_hash
-from learning.ranks import ALONE, Ranks
+from learning.model.loading import base_hash
+from learning.model.distributed import ALONE, Ranks
 from learning.step import Schedule, new_optimizer, train_step
 from learning.teacher_logprobs import Teacher
-from protocols.channels import Lesson
+from protocols.train_batch import Lesson
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
-from protocols.objective_spec import LossSpec, ObjectiveSpec
-from protocols.sections import TrainSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec
+from protocols.spec.sections import TrainSpec
 from protocols.types import Sample, TrainStepOutput
 
-if TYPE_CHECKING:  # importing it takes seconds, which learning.model leaves to who loads one
+if TYPE_CHECKING:  # importing it takes seconds, which learning.model.loading leaves to who loads one
     from transformers import PreTrainedModel
 
 SNAPSHOT = "snapshot."

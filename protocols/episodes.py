@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocols.replay import Message, Tool
+from protocols.teacher_replay import Message, Tool
 from protocols.types import Sampling
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from protocols.records import MetricRow
-from protocols.status import PoolStatus, RunStatus
+from protocols.records.run_files import MetricRow
+from protocols.records.status import PoolStatus, RunStatus
 from protocols.types import Completion, GenerateRequest, Packet, Span
 
 if TYPE_CHECKING:

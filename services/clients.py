@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 
 from monarch.actor import Channel
 
-from protocols.channels import Lesson, PreferencePair
+from protocols.train_batch import Lesson, PreferencePair
 from protocols.episodes import Move, Observation
 from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
-from protocols.replay import ReplayState, Verdict
+from protocols.teacher_replay import ReplayState, Verdict
 from protocols.rsa import Judged, Problem, Standing
-from protocols.spec import HINTED_TEACHER
+from protocols.spec.mesh import HINTED_TEACHER
 from protocols.types import (
     Came,
     Completion,
@@ -37,8 +37,8 @@ from protocols.types import (
     Snapshot,
     TrainStepOutput,
 )
-from services.pool import Pool, Update
-from services.replica import Replica, ask
+from services.pool.pool import Pool, Update
+from services.pool.replica import Replica, ask
 
 Replied = Callable[[Sequence[Completion]], None] | None
 """Told the completions of each reply as soon as it is there."""

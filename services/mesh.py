@@ -19,20 +19,20 @@ from pathlib import Path
 
 from monarch.actor import this_host
 
-from actors.setup import BaseModel, NoPlane, warm_up
+from actors.base import BaseModel, NoPlane, warm_up
 from protocols.errors import PlaneError, SpecError
-from protocols.sections import GeneratorSpec, ModelSpec
-from protocols.service_spec import HealthSpec
-from protocols.spec import MODEL_ROLES, RoleSpec, RunSpec
+from protocols.spec.sections import GeneratorSpec, ModelSpec
+from protocols.spec.services import HealthSpec
+from protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
 from protocols.types import Span
 from services.clients import TrainerClient, use_plane
-from services.files import same_files
-from services.hello import versions
-from services.hosts import Addresses, HostSource
-from services.lives import Check, Note
-from services.planes import OwnedPlane, import_plane, open_plane
-from services.pool import Pool
-from services.replica import Replica
+from services.pool.shared_files import same_files
+from services.hosts.handshake import versions
+from services.hosts.source import Addresses, HostSource
+from services.pool.lifecycle import Check, Note
+from services.planes.open import OwnedPlane, import_plane, open_plane
+from services.pool.pool import Pool
+from services.pool.replica import Replica
 from services.roles import (
     ENGINE_GENERATOR,
     ROLES,
@@ -41,8 +41,8 @@ from services.roles import (
     device_of,
     role_arguments,
 )
-from services.rundir import RunDirectory
-from services.service import Service
+from services.run_directory import RunDirectory
+from services.pool.service import Service
 
 ANSWER_SECONDS = 2.0  # a heartbeat takes milliseconds
 EVERY_VERSION = 2**31  # a server drops versions by name, whichever were used last
@@ -145,11 +145,11 @@ def host_source(spec: RunSpec) -> HostSource:
     kind = spec.mesh.hosts.kind
     try:
         if kind == "kubernetes":
-            from services.kubernetes_hosts import KubernetesHosts
+            from services.hosts.kubernetes import KubernetesHosts
 
             return KubernetesHosts(spec)
         if kind == "slurm":
-            from services.slurm_hosts import SlurmHosts
+            from services.hosts.slurm import SlurmHosts
 
             return SlurmHosts(spec)
     except ModuleNotFoundError as error:

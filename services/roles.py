@@ -8,16 +8,16 @@ from actors.doc_teacher import DocTeacherActor
 from actors.engine_generator import EngineGeneratorActor
 from actors.environment import EnvironmentActor
 from actors.generator import GeneratorActor
-from actors.pulse import StoreActor
+from actors.heartbeat import StoreActor
 from actors.rsa_aggregator import RSAAggregatorActor
 from actors.sdpo_teacher import SDPOTeacherActor
-from actors.setup import BaseModel
+from actors.base import BaseModel
 from actors.teacher_replay import TeacherReplayActor
 from actors.trainer import TrainerActor
-from learning.initial import Start
-from protocols.learn_spec import LearnSpec
-from protocols.spec import HINTED_TEACHER, RoleSpec, RunSpec
-from services.rundir import RunDirectory
+from learning.cartridge.initialization import Start
+from protocols.spec.learn import LearnSpec
+from protocols.spec.mesh import HINTED_TEACHER, RoleSpec, RunSpec
+from services.run_directory import RunDirectory
 
 ENGINE_GENERATOR = "generator over an engine"  # vLLM in a run, either engine in a server
 ROLES: dict[str, type[Any]] = {

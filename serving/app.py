@@ -13,21 +13,21 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from protocols.serve_spec import HttpSpec
-from protocols.service_spec import LOOPBACK
+from protocols.spec.serving import HttpSpec
+from protocols.spec.services import LOOPBACK
 from serving.admission import Admission
-from serving.answering import Desk
+from serving.handler import Desk
 from serving.backend import Backend, Strategies
 from serving.errors import ApiError, AsciiJSON, bad_request
-from serving.library import Library
+from registry.store import Library
 from serving.metrics import ServingMetrics
 from serving.middleware import ApiKeyMiddleware, BodyLimitMiddleware, MetricsMiddleware
-from serving.reading import Limits, Reader
+from serving.request_parsing import Limits, Reader
 from serving.routes import Counter, routes
 from serving.routes_admin import admin_routes
 from serving.routes_models import model_routes
-from serving.shelf import Shelf
-from serving.texts import Texts
+from serving.resident_cartridges import Shelf
+from serving.tokenization import Texts
 
 # Fields of OpenAI's that are not served, and what to do instead.
 UNSERVED = {

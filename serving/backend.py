@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from protocols.types import Came, Completion, GenerateRequest, PrefixRef
-from serving.asked import Asked, StrategyAsked
+from serving.request import Asked, StrategyAsked
 from strategies.result import Result
 
 # Tokens as they are sampled. The same may come twice: a replica that takes over for a dead one

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from protocols.errors import PublishError, RunError
-from protocols.status import ReplicaState
+from protocols.records.status import ReplicaState
 from protocols.types import Completion, GenerateRequest
 from services.clients import GeneratorClient, remember_files
-from services.pool import Pool
+from services.pool.pool import Pool
 from serving.backend import OnTokens
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from protocols.openai_chat import (
+from protocols.wire.openai_chat import (
     ChatCompletion,
     ChatRequest,
     CompletionRequest,
@@ -22,14 +22,14 @@ from protocols.openai_chat import (
     TextCompletion,
     usage,
 )
-from serving.answering import Answering, Desk
-from serving.answers import ChatWire, CompletionWire, joined
-from serving.asked import Asked
+from serving.handler import Answering, Desk
+from serving.responses import ChatWire, CompletionWire, joined
+from serving.request import Asked
 from serving.errors import AsciiJSON, ErrorAnswer
 from serving.middleware import EventStream, while_connected
-from serving.reading import Reader
-from serving.telling import Piece
-from serving.wire_tokasaurus import (
+from serving.request_parsing import Reader
+from serving.detokenizer import Piece
+from serving.tokasaurus import (
     CartridgeChatRequest,
     CartridgeCompletionRequest,
     CartridgeFields,

@@ -14,13 +14,13 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
-from protocols.service_spec import LOOPBACK
+from protocols.spec.services import LOOPBACK
 from serving.errors import ApiError, bad_request, refusing
-from serving.library import Entry, Library
+from registry.store import Entry, Library
 from serving.middleware import UPLOADS
-from serving.names import VERSION, CartridgeName, is_name
+from registry.names import VERSION, CartridgeName, is_name
 from serving.routes import REFUSALS
-from serving.shelf import Shelf
+from serving.resident_cartridges import Shelf
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
-from serving.answering import Desk
-from serving.library import Library
-from serving.reading import Reader
+from serving.handler import Desk
+from registry.store import Library
+from serving.request_parsing import Reader
 from serving.routes import REFUSALS
 
 

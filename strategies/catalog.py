@@ -17,16 +17,16 @@ from typing import Any, Protocol, cast
 from pydantic import TypeAdapter, ValidationError
 
 from protocols.errors import DataError
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 from protocols.types import Sampling
 from strategies.adaptive import AdaptiveScaling
-from strategies.answers import FORMS, Form
+from strategies.answers.extract import FORMS, Form
 from strategies.deepconf import DeepConf
-from strategies.meter import BudgetSpent, Meter
+from strategies.samplers.token_budget import BudgetSpent, Meter
 from strategies.offline import ChainOfThought, SelfConsistency
 from strategies.phi import PhiDecoding
-from strategies.port import Sampler
-from strategies.question import Judge, Question
+from strategies.samplers.sampler import Sampler
+from strategies.problem import Judge, Question
 from strategies.result import Result
 from strategies.rsa.strategy import RecursiveSelfAggregation
 from strategies.scorers import token_judge

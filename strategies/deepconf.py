@@ -17,15 +17,15 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec_base import Spec, broken
+from protocols.spec.base import Spec, broken
 from protocols.types import Until
-from strategies.answers import extract
+from strategies.answers.extract import extract
 from strategies.confidence import Measure, token_confidences, trace_confidence
-from strategies.meter import BudgetSpent, Meter
-from strategies.port import Answer, require
-from strategies.question import Question
+from strategies.samplers.token_budget import BudgetSpent, Meter
+from strategies.samplers.sampler import Answer, require
+from strategies.problem import Question
 from strategies.result import Result
-from strategies.votes import Vote, surest, tally
+from strategies.answers.votes import Vote, surest, tally
 
 # Nats. The same trace in a batch of another composition differs in its last bits, and a trace that
 # says what the threshold's own said is not to be stopped for that.

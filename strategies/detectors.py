@@ -16,9 +16,9 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec_base import Spec, broken
+from protocols.spec.base import Spec, broken
 from protocols.types import Until
-from strategies.answers import Form
+from strategies.answers.extract import Form
 
 # A sentence's: behind a digit it may be the point of 41.5, until a blank follows.
 _STOP = r"(?:(?<=\D)\.|\.\s)"

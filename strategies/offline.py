@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from protocols.spec_base import Spec
-from strategies.answers import extract
-from strategies.meter import Meter
-from strategies.question import Question
+from protocols.spec.base import Spec
+from strategies.answers.extract import extract
+from strategies.samplers.token_budget import Meter
+from strategies.problem import Question
 from strategies.result import Result
-from strategies.votes import tally
+from strategies.answers.votes import tally
 
 
 class ChainOfThought(Spec):

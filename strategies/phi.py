@@ -27,17 +27,17 @@ from typing import Any
 
 from pydantic import Field
 
-from protocols.spec_base import Spec
-from strategies.answers import extract
+from protocols.spec.base import Spec
+from strategies.answers.extract import extract
 from strategies.detectors import Detector
-from strategies.meter import BudgetSpent, Meter
-from strategies.port import Answer, require
-from strategies.question import Question
+from strategies.samplers.token_budget import BudgetSpent, Meter
+from strategies.samplers.sampler import Answer, require
+from strategies.problem import Question
 from strategies.result import Result
 from strategies.scorers import NOTHING
 from strategies.steps import Path, Stepper, concluding, path_result
-from strategies.text_clusters import text_clusters
-from strategies.votes import tally
+from strategies.answers.text_clusters import text_clusters
+from strategies.answers.votes import tally
 
 SHARPNESS = 0.1  # temperature of the advantages
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from strategies.meter import Spent
+from strategies.samplers.token_budget import Spent
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from statistics import fmean
 from typing import Literal
 
 from protocols.errors import DataError, RunError
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 from protocols.types import Sampling
-from strategies.port import Ability, Answer, Ask, Sampler, require
-from strategies.question import Judge, Question
+from strategies.samplers.sampler import Ability, Answer, Ask, Sampler, require
+from strategies.problem import Judge, Question
 from strategies.steps import Path
 
 ScorerName = Literal["sequence_logprob", "perplexity", "entropy", "gap", "process_reward"]

@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec_base import Spec, broken
+from protocols.spec.base import Spec, broken
 from strategies.detectors import Detector
-from strategies.meter import BudgetSpent, Meter
-from strategies.port import require
-from strategies.question import Question
+from strategies.samplers.token_budget import BudgetSpent, Meter
+from strategies.samplers.sampler import require
+from strategies.problem import Question
 from strategies.result import Result
 from strategies.scorers import NOTHING, Scorer, ScorerName, scorer
 from strategies.steps import Path, Stepper, concluding, path_result

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from strategies.answers import extract
+from strategies.answers.extract import extract
 from strategies.detectors import Detector
-from strategies.meter import Meter
-from strategies.port import Answer, Begun
-from strategies.question import Question
+from strategies.samplers.token_budget import Meter
+from strategies.samplers.sampler import Answer, Begun
+from strategies.problem import Question
 from strategies.result import Result
 
 State = Literal["on", "done", "empty"]

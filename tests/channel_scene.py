@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from learning.cartridge import CartridgeBank, first_tokens
+from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.losses.objective import active_channels
 from learning.scoring import response_logprobs, score, score_over, with_references
 from learning.step import new_optimizer, train_step
 from learning.teacher_logprobs import Teacher
-from protocols.channels import HintedTurn, Lesson, PreferencePair, RLSample, hinted
-from protocols.objective_spec import LossSpec, ObjectiveSpec
-from protocols.sections import TrainSpec
+from protocols.train_batch import HintedTurn, Lesson, PreferencePair, RLSample, hinted
+from protocols.spec.objective import LossSpec, ObjectiveSpec
+from protocols.spec.sections import TrainSpec
 from protocols.types import Sample, Sampling, TrainStepOutput
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from small_run import Running, command, latest, running
 from forge_run.commands.control_client import ControlClient, Target
 from protocols.errors import ControlError
 from protocols.files import read_rows
-from protocols.status import ReplicaStatus, RunStatus
-from services.endpoints import read_endpoints
+from protocols.records.status import ReplicaStatus, RunStatus
+from services.control.endpoints import read_endpoints
 
 
 @dataclass(frozen=True)

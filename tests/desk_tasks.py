@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 
-from clinic.desk import TOOLS, Case, Standing, draw_case, draw_desk, reply_to
+from environments.clinic.desk import TOOLS, Case, Standing, draw_case, draw_desk, reply_to
 from protocols.episodes import Observation, Task
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 
 
 def a_task(seed: int = 7, max_turns: int = 8) -> Task:
@@ -39,7 +39,7 @@ def replayed(case: Case, texts: Sequence[str], max_turns: int) -> list[Standing]
 
 
 def expected_after(task: Task, actions: Sequence[str]) -> Observation:
-    """What an agent must see, straight from `clinic.desk`."""
+    """What an agent must see, straight from `environments.clinic.desk`."""
     case = its_case(task)
     if not actions:
         return Observation((Message("user", case.question),), TOOLS)

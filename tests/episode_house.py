@@ -11,10 +11,10 @@ from typing import Any
 from desk_tasks import replayed
 from transformers import AutoTokenizer
 
-from clinic.desk import TOOLS, Case
-from environments.conversation import Conversation
+from environments.clinic.desk import TOOLS, Case
+from environments.renderer import Conversation
 from protocols.episodes import Episode, Move, Observation, Task, Turn
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 from protocols.types import Completion, GenerateRequest, Sampling
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "clinic-reader"

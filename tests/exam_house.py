@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from learning.checkpoint import Checkpoint, write_checkpoint
-from learning.decoding import generate
-from learning.model import document_kv, load_model, load_tokenizer
-from protocols.eval_spec import EvalSpec
-from protocols.learn_spec import LearnSpec
-from protocols.spec import RunSpec
-from protocols.spec_loading import load_spec
+from learning.decoding.generate import generate
+from learning.model.loading import document_kv, load_model, load_tokenizer
+from protocols.spec.evaluation import EvalSpec
+from protocols.spec.learn import LearnSpec
+from protocols.spec.mesh import RunSpec
+from protocols.spec.loading import load_spec
 from protocols.types import Completion, GenerateRequest, PrefixRef
-from protocols.yaml_lines import dump_yaml
-from services.exam_paper import Paper, set_paper
-from services.rundir import RunDirectory
+from protocols.spec.yaml_source import dump_yaml
+from training.evaluation.questions import Paper, set_paper
+from services.run_directory import RunDirectory
 
 MESH = Path(__file__).parents[1] / "meshes" / "longhealth.yaml"
 SETS = ("data.patients=2", "data.facts=6", "data.notes=2", "data.held_out=0.7",

@@ -16,15 +16,15 @@ from unittest import mock
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from actors.pulse import Beat
+from actors.heartbeat import Beat
 from protocols.errors import RunError
-from protocols.service_spec import HealthSpec
-from protocols.spec import RoleSpec
+from protocols.spec.services import HealthSpec
+from protocols.spec.mesh import RoleSpec
 from protocols.types import Span
-from services.health import Life, refitted
-from services.pool import Pool
-from services.replica import Replica
-from services.service import Service
+from services.pool.health import Life, refitted
+from services.pool.pool import Pool
+from services.pool.replica import Replica
+from services.pool.service import Service
 
 HEALTH = HealthSpec(heartbeat_s=0.5, suspect_after_s=2.0, dead_after_s=5.0)
 
@@ -182,7 +182,7 @@ class Handle:
 
 
 class FakeProcesses:
-    """`services.processes.Processes` without any. A process takes `start_s` to start; `fails` are
+    """`services.pool.process_manager.Processes` without any. A process takes `start_s` to start; `fails` are
     the errors of the next starts, `left` are those whose host is being left, `ranks` where the
     hosts of others come in their role's order, `gpus` the devices of each start."""
 
@@ -251,7 +251,7 @@ class FakeProcesses:
 
 @dataclass(eq=False)
 class FakeHost:
-    """A Monarch host mesh, as far as `services.processes.Processes` uses one. While it is `down`
+    """A Monarch host mesh, as far as `services.pool.process_manager.Processes` uses one. While it is `down`
     nothing that starts there comes up."""
 
     start_s: float = 0.1

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from protocols.errors import RunError, SpecError
-from protocols.service_spec import ControlSpec
-from protocols.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
-from services.control_plane import ControlPlane
+from protocols.spec.services import ControlSpec
+from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
+from services.control.server import ControlPlane
 
 HISTORY = [
     {"time": f"2026-07-26T10:15:4{i}.000Z", "event": "step", "arm": "on_policy", "step": i}

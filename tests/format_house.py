@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
-from formats.registry import FORMATS
-from formats.value import DTYPES, Cartridge, Provenance
+from registry.formats.convert import FORMATS
+from registry.formats.cartridge_file import DTYPES, Cartridge, Provenance
 
 SUFFIX = {"forge": "", "hazy": ".pt", "peft": "", "tokasaurus": ""}
 ROPE = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}

@@ -19,13 +19,13 @@ from monarch.actor import Actor, concurrent_endpoint
 from namespaces import CLIENT, Hosts
 
 from protocols.errors import RunError
-from protocols.service_spec import HealthSpec
-from protocols.spec import RoleSpec
-from protocols.status import ReplicaState
-from services.hosts import attach
-from services.pool import Pool
-from services.service import Service
-from services.system import has_ended
+from protocols.spec.services import HealthSpec
+from protocols.spec.mesh import RoleSpec
+from protocols.records.status import ReplicaState
+from services.hosts.source import attach
+from services.pool.pool import Pool
+from services.pool.service import Service
+from services.proc_info import has_ended
 
 HEALTH = HealthSpec(heartbeat_s=0.2, suspect_after_s=1.0, dead_after_s=3.0)
 REPLICAS = 4

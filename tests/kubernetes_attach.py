@@ -24,9 +24,9 @@ from monarch.actor import Actor, enable_transport, endpoint
 from operator_loop import Admin, OperatorLoop
 
 from forge_run.commands.k8s import render
-from protocols.spec_loading import load_spec
-from services.hosts import Worker, attach
-from services.kubernetes_hosts import KubernetesHosts
+from protocols.spec.loading import load_spec
+from services.hosts.source import Worker, attach
+from services.hosts.kubernetes import KubernetesHosts
 
 MESH = str(Path(__file__).parents[1] / "meshes" / "longhealth.yaml")
 SETS = ("hosts=kubernetes", "roles.generator.replicas=1")

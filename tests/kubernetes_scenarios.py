@@ -19,10 +19,10 @@ from manifest_checks.kustomize import build
 from operator_loop import OperatorLoop, not_ready, ready, unschedulable, waiting
 
 from protocols.errors import RunError
-from protocols.spec import RunSpec
-from protocols.spec_loading import load_spec
-from services.hosts import Worker
-from services.kubernetes_hosts import KubernetesHosts
+from protocols.spec.mesh import RunSpec
+from protocols.spec.loading import load_spec
+from services.hosts.source import Worker
+from services.hosts.kubernetes import KubernetesHosts
 
 Object = dict[str, Any]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from formats.base import made_for, read_base
-from formats.value import Cartridge
-from learning.attention import PrefixContext
-from learning.model import document_kv, hidden_states, load_model
+from registry.formats.base_model import made_for, read_base
+from registry.formats.cartridge_file import Cartridge
+from learning.model.attention import PrefixContext
+from learning.model.loading import document_kv, hidden_states, load_model
 
 READER = Path(__file__).parents[1] / "models/clinic-reader"
 DOCUMENT = [1, *range(40, 72)]

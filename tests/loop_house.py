@@ -13,10 +13,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from learning.step import check_fresh
-from protocols.channels import Lesson, ScoredPart
+from protocols.train_batch import Lesson, ScoredPart
 from protocols.types import Packet, Sample, TensorLayout, TrainStepOutput
-from services.loop import OnPolicyLoop, Rollouts
-from services.training_types import Rollout, RunState, ScoringCost, StepRecord
+from training.loop import OnPolicyLoop, Rollouts
+from training.types import Rollout, RunState, ScoringCost, StepRecord
 
 Event = tuple[Any, ...]
 Turns = Callable[[str, int], int]

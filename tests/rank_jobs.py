@@ -23,17 +23,17 @@ import torch
 from channel_scene import ALL, changed, in_chunks, scene
 from safetensors.torch import save_file
 
-from learning.cartridge import first_tokens
+from learning.cartridge.bank import first_tokens
 from learning.checkpoint import read_checkpoint
 from learning.losses.grpo import PolicyGradientSpec
-from learning.model import document_kv, load_model
-from learning.projection import LOGIT_BYTES
-from learning.ranks import ALONE, Ranks, join, leave
-from learning.sharding import held_bytes, shard_base
+from learning.model.loading import document_kv, load_model
+from learning.model.chunked_logits import LOGIT_BYTES
+from learning.model.distributed import ALONE, Ranks, join, leave
+from learning.model.fsdp import held_bytes, shard_base
 from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer
-from protocols.channels import Lesson
-from protocols.sections import TrainSpec
+from protocols.train_batch import Lesson
+from protocols.spec.sections import TrainSpec
 from protocols.types import Sample
 from tests.learning.conftest import Twin, build
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from protocols.replay import Message, ReplayState, Text, Tool, ToolCall
-from protocols.replay_spec import GateSpec, PriceSpec, ReplaySpec, TeacherSpec
-from replay.fake_provider.app import ProviderRequest
+from protocols.teacher_replay import Message, ReplayState, Text, Tool, ToolCall
+from protocols.spec.teacher_replay import GateSpec, PriceSpec, ReplaySpec, TeacherSpec
+from teachers.fake_provider.app import ProviderRequest
 
 KEY = "sk-test-0123456789abcdef"
 KEY_ENV = "FORGE_TEST_TEACHER_KEY"

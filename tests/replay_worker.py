@@ -16,17 +16,17 @@ from pathlib import Path
 
 from replay_house import KEY, KEY_ENV, a_spec, a_state, a_teacher
 
-from protocols.replay import Usage
-from replay.asking import Desk, ask_teachers, limits_of
-from replay.books import ANSWERED, Call, Go, Settled
-from replay.ledger import Ledger
+from protocols.teacher_replay import Usage
+from teachers.panel import Desk, ask_teachers, limits_of
+from teachers.budget import ANSWERED, Call, Go, Settled
+from teachers.ledger import Ledger
 
 RACE_CAP = 0.0005  # dollars: 500,000 nanodollars
 RACE_WORST, RACE_PAID = 10_000, 3_000
 
 
 def ask(path: str, url: str, count: int) -> None:
-    from replay.clients import connect  # the SDKs take a second to import; not all need them
+    from teachers.clients import connect  # the SDKs take a second to import; not all need them
 
     os.environ[KEY_ENV] = KEY
     spec = a_spec(a_teacher("a", url), quorum=1)

@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from protocols.eval_records import EvalRow, Evaluation
-from protocols.records import ArmResult, Measured, MetricRow, Results, RolloutRow
-from services.rundir import RunDirectory
+from protocols.records.evaluation import EvalRow, Evaluation
+from protocols.records.run_files import ArmResult, Measured, MetricRow, Results, RolloutRow
+from services.run_directory import RunDirectory
 
 START = datetime(2026, 7, 26, 10, 15, 30, tzinfo=UTC)
 HOSTILE = "<script>alert('x')</script><img src=//evil.example/a.png>&\"quoted\""

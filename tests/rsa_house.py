@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from strategies.port import Ability, Answer, Ask
+from strategies.samplers.sampler import Ability, Answer, Ask
 
 Script = Callable[[Ask, list[str]], str]  # the ask, the candidates that it shows -> a response
 _ATTEMPT = re.compile(r"^Attempt \d+:\n(.*?)(?=^Attempt \d+:|^Write the improved)", re.M | re.S)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from protocols.errors import DataError
 from protocols.types import Until
-from strategies.port import ABILITIES, Ability, Answer, Ask
+from strategies.samplers.sampler import ABILITIES, Ability, Answer, Ask
 
 
 @dataclass(frozen=True)

@@ -20,20 +20,20 @@ import uvicorn
 from safetensors.torch import load_file, save_file
 
 from actors.engine_thread import Engine, EngineThread
-from formats.base import read_base
-from learning.engine import TorchEngine
-from learning.model import document_kv, load_model, load_tokenizer, text_of
-from learning.prefixes import DocumentCache
+from registry.formats.base_model import read_base
+from learning.decoding.engine import TorchEngine
+from learning.model.loading import document_kv, load_model, load_tokenizer, text_of
+from learning.model.document_kv import DocumentCache
 from protocols.errors import DataError
-from protocols.serve_spec import HttpSpec
+from protocols.spec.serving import HttpSpec
 from protocols.types import Came, Completion, GenerateRequest, PrefixRef
 from serving.app import Door, House, create_door
-from serving.asked import Asked, StrategyAsked
+from serving.request import Asked, StrategyAsked
 from serving.backend import OnTokens, Strategies
-from serving.library import Library
-from serving.reading import Limits
-from serving.texts import Texts
-from strategies.meter import Spent
+from registry.store import Library
+from serving.request_parsing import Limits
+from serving.tokenization import Texts
+from strategies.samplers.token_budget import Spent
 from strategies.result import Result
 
 READER = Path(__file__).parent.parent / "models/clinic-reader"

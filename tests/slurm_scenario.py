@@ -19,10 +19,10 @@ from monarch.actor import Actor, concurrent_endpoint
 from monarch.config import get_global_config
 
 from protocols.errors import RunError
-from protocols.spec import RunSpec
-from services import slurm_hosts
-from services.service import Service
-from services.slurm_hosts import SlurmHosts
+from protocols.spec.mesh import RunSpec
+from services.hosts import slurm
+from services.pool.service import Service
+from services.hosts.slurm import SlurmHosts
 
 TRANSPORT = "tcp://127.0.0.1:0"
 PATIENCE = 30.0
@@ -45,7 +45,7 @@ class HeadActor(Actor):
 
     @concurrent_endpoint
     async def run(self, spec: RunSpec, slurm: Cluster, preempted: bool) -> dict[str, Any]:
-        slurm_hosts.WATCH_SECONDS = 0.2
+        slurm.WATCH_SECONDS = 0.2
         source = SlurmHosts(spec)
         transports = [str(get_global_config()["default_transport"])]
         begun = time.monotonic()

@@ -7,7 +7,7 @@ from typing import Any
 
 from scripted_sampler import Babbler
 
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 from strategies.catalog import STRATEGIES, parse, run
 from strategies.result import Result
 

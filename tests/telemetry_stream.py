@@ -12,8 +12,8 @@ from typing import Any
 
 from protocols.files import utc_text
 from protocols.ports import Sink
-from protocols.records import MetricRow
-from protocols.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
+from protocols.records.run_files import MetricRow
+from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
 from protocols.types import Span
 
 STEPS = 4

@@ -29,11 +29,11 @@ from transformers import (
 )
 
 from actors.engine_generator import EngineGeneratorActor
-from actors.setup import BaseModel, bootstrap, missing_vllm
-from learning.decoding import generate
-from learning.model import document_kv, load_model, text_of
-from learning.rotation import composed
-from protocols.sections import GeneratorSpec
+from actors.base import BaseModel, bootstrap, missing_vllm
+from learning.decoding.generate import generate
+from learning.model.loading import document_kv, load_model, text_of
+from learning.model.rope import composed
+from protocols.spec.sections import GeneratorSpec
 from protocols.types import (
     Completion,
     GenerateRequest,
@@ -42,9 +42,9 @@ from protocols.types import (
     Snapshot,
     composed_ref,
 )
-from services.replica import Replica as Member
-from services.replica import ask
-from services.shared_memory import SharedMemoryPlane
+from services.pool.replica import Replica as Member
+from services.pool.replica import ask
+from services.planes.shared_memory import SharedMemoryPlane
 
 TIMEOUT = 120.0
 VOCAB = 101

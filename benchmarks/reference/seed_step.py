@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from learning.cartridge import CartridgeBank
+from learning.cartridge.bank import CartridgeBank
 from learning.losses.doc_kl import doc_kl_tokens
 from learning.teacher_logprobs import Teacher, top_k
 from protocols.files import flush
-from protocols.objective_spec import LossSpec
+from protocols.spec.objective import LossSpec
 from protocols.types import Sample
 
 KEEP_TOP = 20

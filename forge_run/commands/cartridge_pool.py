@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protocols.spec import RunSpec
+from protocols.spec.mesh import RunSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

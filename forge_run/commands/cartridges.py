@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 from protocols.errors import DataError
 
 if TYPE_CHECKING:
-    from forge_run.figures import Section
-    from formats.value import Cartridge
-    from serving.library import Entry, Library
+    from forge_run.formatting import Section
+    from convert.formats.cartridge_file import Cartridge
+    from convert.store import Entry, Library
 
 
 def add(*, path: Path, names: Sequence[str], **where: Any) -> int:
     """Add the cartridges of a run, or a file's. Raises DataError for a file without a name."""
-    from formats import runs
-    from formats.registry import read
-    from serving.imports import add_cartridge, add_from_run
+    from convert.formats import run_checkpoint
+    from convert.formats.convert import read
+    from convert.importing import add_cartridge, add_from_run
 
     library = _library(**where)
-    if runs.is_run(path):
+    if run_checkpoint.is_run(path):
         renamed = {name: new or name for name, _, new in (n.partition("=") for n in names)}
         added = add_from_run(library, path, renamed)
     elif len(names) == 1 and "=" not in names[0]:
@@ -36,11 +36,11 @@ def add(*, path: Path, names: Sequence[str], **where: Any) -> int:
 
 def sync(*, runs: Path, **where: Any) -> int:
     """Add the cartridges of every finished run. Raises DataError where there is no directory."""
-    from serving.imports import add_finished
+    from convert.importing import add_finished
 
-    if not runs.is_dir():
+    if not run_checkpoint.is_dir():
         raise DataError(f"there is no directory {runs}; name the one that holds the runs")
-    added, passed = add_finished(_library(**where), runs)
+    added, passed = add_finished(_library(**where), run_checkpoint)
     _tell_added(added)
     for reason in passed:
         print(f"passed by: {reason}", file=sys.stderr)
@@ -55,7 +55,7 @@ def _tell_added(entries: Sequence[Entry]) -> None:
 
 def list_versions(*, name: str | None, **where: Any) -> list[Section]:
     """Return every version, of one cartridge or of all."""
-    from forge_run.figures import Section
+    from forge_run.formatting import Section
 
     library, rows = _library(**where), []
     for called in _names(library, name):
@@ -84,8 +84,8 @@ def tag(*, cartridge: str, tag: str, remove: bool, **where: Any) -> int:
 
 def diff(*, a: str, b: str, **where: Any) -> list[Section]:
     """Return what two cartridges differ in, layer by layer."""
-    from forge_run.figures import Section
-    from formats.measure import changes, differences
+    from forge_run.formatting import Section
+    from convert.formats.diff import changes, differences
 
     library = _library(**where)
     first, second = _either(library, a), _either(library, b)
@@ -121,7 +121,7 @@ def prune(*, name: str | None, keep: int, dry_run: bool, **where: Any) -> int:
 
 def push(*, cartridge: str, repo: str, private: bool, **where: Any) -> int:
     """Commit a version to the hub."""
-    from serving.hub import push
+    from convert.hub import push
 
     entry = _library(**where).get(_parsed(cartridge))
     address = push(entry, repo, private=private)
@@ -131,7 +131,7 @@ def push(*, cartridge: str, repo: str, private: bool, **where: Any) -> int:
 
 def pull(*, repo: str, revision: str | None, name: str | None, **where: Any) -> int:
     """Add a cartridge of the hub."""
-    from serving.hub import pull
+    from convert.hub import pull
 
     name = name or repo.rpartition("/")[2]
     entry = pull(_library(**where), repo, name, revision=revision)
@@ -141,9 +141,9 @@ def pull(*, repo: str, revision: str | None, name: str | None, **where: Any) -> 
 
 
 def _library(mesh: str, sets: Sequence[str]) -> Library:
-    from formats.base import read_base
-    from protocols.spec_loading import load_serve
-    from serving.library import Library
+    from convert.formats.base_model import read_base
+    from protocols.spec.loading import load_serve
+    from convert.store import Library
 
     spec = load_serve(mesh, sets=sets).spec
     return Library(Path(spec.library), read_base(Path(spec.model.path)))
@@ -156,7 +156,7 @@ def _names(library: Library, name: str | None) -> list[str]:
 
 
 def _parsed(text: str) -> Any:
-    from serving.names import parse_cartridge
+    from convert.names import parse_cartridge
 
     try:
         return parse_cartridge(text)
@@ -166,10 +166,11 @@ def _parsed(text: str) -> Any:
 
 def _either(library: Library, text: str) -> Cartridge:
     """A cartridge by its name in the library, or else by its path."""
-    from formats import forge, registry
+    from convert.formats import forge
+    from convert.formats import convert
 
     if Path(text).exists():
-        return registry.read(Path(text))
+        return convert.read(Path(text))
     return forge.read(library.get(_parsed(text)).path.parent)
 
 

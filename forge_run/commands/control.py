@@ -17,10 +17,10 @@ from rich.live import Live
 from forge_run.commands.control_client import ControlClient, Target
 from forge_run.commands.status_view import status_view
 from protocols.errors import ControlError, SpecError
-from protocols.service_spec import host_and_port
-from protocols.spec_loading import load_resolved
-from services.endpoints import find_run, find_running, is_loopback, read_endpoints, read_token
-from services.rundir import RunDirectory, iter_rows
+from protocols.spec.services import host_and_port
+from protocols.spec.loading import load_resolved
+from services.control.endpoints import find_run, find_running, is_loopback, read_endpoints, read_token
+from services.run_directory import RunDirectory, iter_rows
 
 WATCH_SECONDS = 1.0
 BROKEN_PIPE = 141  # what a shell expects of a process whose reader left

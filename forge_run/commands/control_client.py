@@ -18,13 +18,13 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
 
-from protocols import control_pb2 as pb
-from protocols.control_messages import RUN_KEY, pool_status, run_status
-from protocols.control_pb2_grpc import ControlStub
+from protocols.wire import control_pb2 as pb
+from protocols.wire.control_messages import RUN_KEY, pool_status, run_status
+from protocols.wire.control_pb2_grpc import ControlStub
 from protocols.errors import ControlError
 from protocols.files import utc_text
-from protocols.status import PoolStatus, RunStatus
-from services.endpoints import is_loopback, not_running
+from protocols.records.status import PoolStatus, RunStatus
+from services.control.endpoints import is_loopback, not_running
 
 CONNECT_SECONDS = 5.0
 CALL_SECONDS = 10.0

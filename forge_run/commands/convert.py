@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from protocols.errors import DataError
 
 if TYPE_CHECKING:
-    from forge_run.figures import Section
-    from formats.value import Cartridge
+    from forge_run.formatting import Section
+    from registry.formats.cartridge_file import Cartridge
 
 
 def convert(
@@ -25,8 +25,8 @@ def convert(
     model: Path | None,
 ) -> int:
     """Write `source` in the format `to` at `target`. Raises DataError."""
-    from formats.base import made_for, read_base, require_fit
-    from formats.registry import convert, losses, read
+    from registry.formats.base_model import made_for, read_base, require_fit
+    from registry.formats.convert import convert, losses, read
 
     cartridge = read(source, name)
     if model is not None:
@@ -45,15 +45,15 @@ def convert(
 
 def inspect(*, source: Path, name: str | None, model: Path | None) -> int:
     """Print what is in a cartridge. Raises DataError for one that is not for `model`."""
-    from forge_run.figures import render
-    from formats.base import misfits, read_base
-    from formats.registry import detect, read
+    from forge_run.formatting import render
+    from registry.formats.base_model import misfits, read_base
+    from registry.formats.convert import detect, read
 
     cartridge = read(source, name)
     shown = sections(cartridge, detect(source))
     sys.stdout.write(render(shown, terminal=sys.stdout.isatty()))
     if model is not None:
-        from formats.weights import other_weights
+        from registry.formats.weights_check import other_weights
 
         wrong = misfits(cartridge, read_base(model)) or other_weights(cartridge, model)
         if wrong:
@@ -64,8 +64,8 @@ def inspect(*, source: Path, name: str | None, model: Path | None) -> int:
 
 def sections(cartridge: Cartridge, format: str) -> list[Section]:
     """What `forge inspect` prints."""
-    from forge_run.figures import Section
-    from formats.measure import norms, provenance
+    from forge_run.formatting import Section
+    from registry.formats.diff import norms, provenance
 
     shape, numbers = " x ".join(map(str, cartridge.kv.shape)), f"{cartridge.kv.numel():,}"
     about = (

@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING, Literal
 
 from forge_run.commands import note
 from forge_run.commands.cartridge_pool import cartridge_pool
-from forge_run.display import shown_path
-from forge_run.figures import Section
+from forge_run.console import shown_path
+from forge_run.formatting import Section
 from forge_run.report.evaluation import cells, markdown, pair_section, plots, section, write_page
 from protocols.errors import SpecError
-from protocols.eval_records import Contamination, EvalRow, Evaluation
-from protocols.eval_spec import EvalSpec
+from protocols.records.evaluation import Contamination, EvalRow, Evaluation
+from protocols.spec.evaluation import EvalSpec
 from protocols.files import REPOSITORY, json_lines, write_atomically
-from protocols.spec_loading import load_file
-from services.rundir import EVALUATION
+from protocols.spec.loading import load_file
+from services.run_directory import EVALUATION
 
 if TYPE_CHECKING:
-    from services.exam_arms import Sat
-    from services.exam_paper import Paper
-    from services.exam_runs import Entry, FinishedRun
+    from training.evaluation.arms import Sat
+    from training.evaluation.questions import Paper
+    from training.evaluation.runs import Entry, FinishedRun
 
 SPEC = REPOSITORY / "configs" / "eval.yaml"
 SCHEMA = 1
@@ -87,10 +87,10 @@ def evaluate(
     Raises SpecError or CheckpointError for runs that cannot be compared, DataError for data that
     changed and for contamination where the rule is to fail.
     """
-    from learning.model import load_tokenizer
-    from services.exam_arms import pairs
-    from services.exam_paper import set_paper
-    from services.exam_runs import KINDS, enter, read_run, require_comparable, require_documents
+    from learning.model.loading import load_tokenizer
+    from training.evaluation.arms import pairs
+    from training.evaluation.questions import set_paper
+    from training.evaluation.runs import KINDS, enter, read_run, require_comparable, require_documents
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     finished = [read_run(path) for path in runs]
@@ -138,9 +138,9 @@ def _contamination(
     runs: Sequence[FinishedRun], paper: Paper, spec: EvalSpec, out: Path
 ) -> Contamination:
     """Raises DataError where the rule is to fail and there is some."""
-    from documents.contamination import overlaps
-    from services.contamination import clean
-    from services.exam_runs import trained_on
+    from documents.near_duplicates import overlaps
+    from training.recipes.contamination import clean
+    from training.evaluation.runs import trained_on
 
     evaluate = runs[0].learn.evaluate
     rule = spec.contamination or evaluate.contamination
@@ -163,7 +163,7 @@ async def _measure(
     spec: EvalSpec,
     show: Callable[[EvalRow], None],
 ) -> list[Sat]:
-    from services.exam_arms import sit
+    from training.evaluation.arms import sit
 
     most = spec.max_tokens or run.learn.evaluate.max_tokens
     held = cartridge_pool(run.spec, entry.documents, paper.end_ids, entry.cartridges)

@@ -1,7 +1,7 @@
 """`forge frontier RUN`: what test-time compute buys over the cartridges of a run.
 
 RUN's newest checkpoint on policy -> cartridges -> a pool of generators
-configs/frontier.yaml   -> arms       -> accuracy, tokens, seconds (services.frontier)
+configs/frontier.yaml   -> arms       -> accuracy, tokens, seconds (training.evaluation.strategies)
 RUN/frontier.json, a section of RUN/report.html, and the table
 """
 
@@ -15,16 +15,16 @@ from pathlib import Path
 
 from forge_run.commands import note
 from forge_run.commands.cartridge_pool import cartridge_pool
-from forge_run.figures import Section
+from forge_run.formatting import Section
 from forge_run.report.frontier import HEADS, cells
 from protocols.errors import SpecError
 from protocols.files import REPOSITORY, write_atomically
-from protocols.frontier_spec import FrontierSpec
-from protocols.spec import RunSpec
-from protocols.spec_loading import load_file, load_resolved
+from protocols.spec.frontier import FrontierSpec
+from protocols.spec.mesh import RunSpec
+from protocols.spec.loading import load_file, load_resolved
 from protocols.types import PrefixRef
-from services.frontier import ArmRow, compare
-from services.rundir import FRONTIER, RunDirectory
+from training.evaluation.strategies import ArmRow, compare
+from services.run_directory import FRONTIER, RunDirectory
 
 ARMS = REPOSITORY / "configs" / "frontier.yaml"
 
@@ -72,10 +72,10 @@ async def _measure(
     spec: RunSpec, directory: RunDirectory, chosen: FrontierSpec, show: Callable[[str], None]
 ) -> tuple[list[ArmRow], int]:
     # With torch, which the report, that only names our tables, does without.
-    from formats.runs import chosen_checkpoint, read_cartridges
-    from learning.model import load_tokenizer
-    from services.tasks import Tasks, read_patients
-    from strategies.over_tokens import TokenSampler
+    from registry.formats.run_checkpoint import chosen_checkpoint, read_cartridges
+    from learning.model.loading import load_tokenizer
+    from training.recipes.longhealth_prompts import Tasks, read_patients
+    from strategies.samplers.token_sampler import TokenSampler
 
     learn = spec.learn
     version, cartridges = read_cartridges(chosen_checkpoint(directory.path))

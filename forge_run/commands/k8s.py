@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
-from cluster.mesh import MeshFiles
-from cluster.sizing import door_resources, model_size
-from cluster.tree import Tree, door_tree, mesh_tree
+from deploy.manifests.mesh import MeshFiles
+from deploy.manifests.sizing import door_resources, model_size
+from deploy.manifests.kustomization import Tree, door_tree, mesh_tree
 from protocols.files import REPOSITORY
-from protocols.spec_loading import load_serve, load_spec
-from protocols.yaml_lines import read_yaml
+from protocols.spec.loading import load_serve, load_spec
+from protocols.spec.yaml_source import read_yaml
 
 MONITORING = REPOSITORY / "deploy" / "monitoring"
 PODS = "hosts=kubernetes"

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from forge_run.figures import Section
-from protocols.spec_loading import load_spec
+from forge_run.formatting import Section
+from protocols.spec.loading import load_spec
 
 
 def run(
@@ -22,7 +22,7 @@ def run(
     """Run a mesh and return the exit code; with `dry_run` return its plan. Raises ForgeError."""
     if dry_run:
         return plan(mesh=mesh, overlays=overlays, sets=sets)
-    from forge_run.runnable import require_runnable
+    from forge_run.preflight import require_runnable
     from services.telemetry.hub import require_sinks
 
     loaded = load_spec(mesh, overlays=overlays, sets=sets)
@@ -33,7 +33,7 @@ def run(
 
         for line in require_documents(loaded.spec.learn):
             print(line, file=sys.stderr)
-    from forge_run.run import run as go
+    from forge_run.launch import run as go
 
     return go(loaded.spec, run_dir=run_dir, resume=resume)
 
@@ -49,19 +49,19 @@ def plan(
 ) -> int | tuple[Section, ...]:
     """Return a mesh's plan, or print it as JSON; options of a run change nothing. Raises SpecError
     for a bad spec."""
-    from forge_run import figures
+    from forge_run import formatting
     from forge_run.plan import plan as of
 
     loaded = load_spec(mesh, overlays=overlays, sets=sets)
     found = of.size_plan(loaded.spec) if sizing else of.plan(loaded.spec, loaded.place)
     if not as_json:
         return found
-    sys.stdout.write(figures.as_json(found))
+    sys.stdout.write(formatting.as_json(found))
     return 0
 
 
 def worker(*, address: str | None, grace: float) -> int:
     """Lend this host to runs until SIGTERM, `grace` seconds at most after it; ends the process."""
-    from services.worker import main
+    from services.hosts.worker import main
 
     main(address, grace)

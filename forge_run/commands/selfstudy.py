@@ -1,6 +1,6 @@
 """`forge selfstudy MESH.yaml`: questions and answers about documents, written to a directory.
 
-    OUT/rows.jsonl      a row an item, gone on with where it ended          (documents.rows)
+    OUT/rows.jsonl      a row an item, gone on with where it ended          (documents.synthesis_rows)
     OUT/rows.parquet    the same, where pyarrow is installed
     OUT/summary.json    how many were kept, and why others were not
 
@@ -16,18 +16,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from documents.rows import counts, write_parquet
+from documents.synthesis_rows import counts, write_parquet
 from forge_run.commands import note
-from forge_run.figures import Section
+from forge_run.formatting import Section
 from forge_run.plan.documents import told
 from forge_run.plan.plan import plan
 from protocols.errors import DataError, SpecError
 from protocols.files import write_atomically
-from protocols.spec import RunSpec
-from protocols.spec_loading import load_spec
-from services.parts import read_parts
-from services.study import Plan, model_name, write_study
-from strategies.port import Sampler
+from protocols.spec.mesh import RunSpec
+from protocols.spec.loading import load_spec
+from documents.corpus import read_parts
+from documents.synthesis import Plan, model_name, write_study
+from strategies.samplers.sampler import Sampler
 
 
 def selfstudy(
@@ -53,7 +53,7 @@ def command(spec: RunSpec, out: Path, show: Callable[[str], None]) -> list[str]:
     learn = spec.learn
     if learn.self_study is None:
         raise SpecError(f"mesh {spec.mesh.name} has no self_study; use meshes/documents.yaml")
-    from learning.model import load_tokenizer
+    from learning.model.loading import load_tokenizer
 
     parts = read_parts(learn, load_tokenizer(learn.model.path))
     for line in told(parts):
@@ -89,7 +89,7 @@ async def _sampler(spec: RunSpec) -> AsyncIterator[Sampler]:
     learn = spec.learn
     assert learn.self_study is not None
     if (api := learn.self_study.api) is not None:
-        from strategies.api_sampler import ApiSampler, Endpoint
+        from strategies.samplers.api_sampler import ApiSampler, Endpoint
 
         endpoint = Endpoint(
             api.provider, api.model, api.base_url, api.key_env, api.logprobs, api.concurrency,
@@ -98,7 +98,7 @@ async def _sampler(spec: RunSpec) -> AsyncIterator[Sampler]:
         async with ApiSampler(endpoint) as sampler:
             yield sampler
         return
-    from actors.local import local_sampler
+    from actors.in_process import local_sampler
 
     with local_sampler(
         learn.model.path,

@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_run.figures import Section
+from forge_run.formatting import Section
 from protocols.errors import SpecError
-from protocols.serve_spec import ServeSpec
-from protocols.spec_faults import Fault, combined
-from protocols.spec_loading import LoadedServe, load_serve
+from protocols.spec.serving import ServeSpec
+from protocols.spec.errors import Fault, combined
+from protocols.spec.loading import LoadedServe, load_serve
 
 STOP_SECONDS = 8.0
 END_SECONDS = 3.0
@@ -62,8 +62,8 @@ def serve(loaded: LoadedServe) -> int:
 
 def plan(loaded: LoadedServe) -> list[Section]:
     """What would be served, and where; starts nothing."""
-    from formats.base import read_base
-    from serving.library import Library
+    from registry.formats.base_model import read_base
+    from registry.store import Library
 
     spec = loaded.spec
     role, http = spec.roles.generator, spec.http
@@ -92,7 +92,7 @@ def plan(loaded: LoadedServe) -> list[Section]:
 
 def unmet(loaded: LoadedServe) -> list[Fault]:
     """Why this cannot be served here and now; empty when it can."""
-    from actors.setup import VLLM_REMEDY, gpus_here, missing_vllm
+    from actors.base import VLLM_REMEDY, gpus_here, missing_vllm
 
     spec, faults = loaded.spec, []
 
@@ -136,7 +136,7 @@ def listen(address: str) -> socket.socket:
 
 
 def monarch_environment(spec: ServeSpec) -> dict[str, str]:
-    """What Monarch reads when it is imported, as `forge_run.run.monarch_environment`."""
+    """What Monarch reads when it is imported, as `forge_run.launch.monarch_environment`."""
     patience = f"{max(1, round(spec.health.dead_after_s))}s"
     return {
         "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
@@ -158,9 +158,9 @@ class _Server:
 
     async def run(self) -> None:
         """Raises ForgeError: generators that do not start, or cannot be kept alive."""
-        from learning.model import load_tokenizer
+        from learning.model.loading import load_tokenizer
         from services.mesh import open_generators
-        from serving.texts import Texts
+        from serving.tokenization import Texts
 
         spec = self.spec
         with self._signals():
@@ -185,12 +185,12 @@ class _Server:
     async def _serve(self, service: Any, pool: Any, texts: Any, end_ids: frozenset[int]) -> None:
         import uvicorn
 
-        from formats.base import read_base
+        from registry.formats.base_model import read_base
         from serving.app import House, create_door
-        from serving.catalogue import CatalogueStrategies
-        from serving.library import Library
+        from serving.strategy_runner import CatalogueStrategies
+        from registry.store import Library
         from serving.pool_backend import PoolBackend
-        from serving.reading import Limits
+        from serving.request_parsing import Limits
 
         spec, http = self.spec, self.spec.http
         base = read_base(Path(spec.model.path))
@@ -285,7 +285,7 @@ def _end_monarch(cut_off: bool) -> None:
     """End this client's part of the mesh; kill what did not end."""
     import monarch.actor as monarch
 
-    from forge_run.run import kill_mesh
+    from forge_run.launch import kill_mesh
 
     if cut_off:
         kill_mesh()

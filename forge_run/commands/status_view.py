@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from forge_run.display import UNKNOWN, duration, number, percent, printable
-from forge_run.figures import bytes_text
-from protocols.status import PoolStatus, ReplicaState, RunStatus
+from forge_run.console import UNKNOWN, duration, number, percent, printable
+from forge_run.formatting import bytes_text
+from protocols.records.status import PoolStatus, ReplicaState, RunStatus
 
 _STYLES = {
     ReplicaState.HEALTHY: "green",

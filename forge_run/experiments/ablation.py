@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from forge_run.display import UNKNOWN, duration, percent
+from forge_run.console import UNKNOWN, duration, percent
 from forge_run.experiments import sweep
 from forge_run.experiments.child_run import run_side_by_side
 from forge_run.experiments.table import interval_text
@@ -38,13 +38,13 @@ from forge_run.experiments.trials import (
     runs_of,
     write_record,
 )
-from forge_run.figures import Section, count_text
+from forge_run.formatting import Section, count_text
 from protocols.errors import RunError, SpecError
-from protocols.intervals import mean_interval
-from protocols.spec_loading import load_spec
-from protocols.sweep_spec import SweepSpec
-from services.rundir import RunDirectory, iter_rows
-from services.spending import Spending
+from protocols.records.intervals import mean_interval
+from protocols.spec.loading import load_spec
+from protocols.spec.sweep import SweepSpec
+from services.run_directory import RunDirectory, iter_rows
+from teachers.spending import Spending
 
 # Beside the sweep's own, what costs time and gives the table nothing. The user's --set may ask for
 # it.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from forge_run.display import shown_path
+from forge_run.console import shown_path
 from protocols.errors import RunError
 
 STOP_SECONDS = 30.0  # a run that was asked to stop is gone within 10

@@ -26,11 +26,11 @@ from forge_run.experiments.trials import (
     runs_of,
     write_record,
 )
-from forge_run.figures import Section, count_text
+from forge_run.formatting import Section, count_text
 from protocols.errors import SpecError
 from protocols.files import write_atomically
-from protocols.spec_loading import load_file, load_spec
-from protocols.sweep_spec import SweepSpec
+from protocols.spec.loading import load_file, load_spec
+from protocols.spec.sweep import SweepSpec
 
 # What costs time and gives the table nothing. Under the sweep's own keys, which may ask for it.
 PLAIN = ("evaluate.probe_every=0", "evaluate.sampled=false")

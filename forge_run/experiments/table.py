@@ -12,9 +12,9 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from forge_run.display import UNKNOWN, percent
+from forge_run.console import UNKNOWN, percent
 from forge_run.experiments.trials import Trial
-from forge_run.figures import Section, count_text, markdown_table, markdown_text
+from forge_run.formatting import Section, count_text, markdown_table, markdown_text
 from forge_run.report.plots import (
     HUES,
     MARKERS,
@@ -28,9 +28,9 @@ from forge_run.report.plots import (
 )
 from forge_run.report.template import Block, render
 from protocols.errors import RunError
-from protocols.intervals import mean_interval
-from protocols.sweep_spec import SweepSpec
-from services.rundir import RunDirectory
+from protocols.records.intervals import mean_interval
+from protocols.spec.sweep import SweepSpec
+from services.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge_run.display import duration, shown_path
+from forge_run.console import duration, shown_path
 from forge_run.experiments.child_run import ChildRun
-from forge_run.run import differences
-from forge_run.runnable import require_runnable
+from forge_run.launch import differences
+from forge_run.preflight import require_runnable
 from protocols.errors import RunError
 from protocols.files import write_atomically
-from protocols.spec import RunSpec
-from protocols.spec_loading import load_resolved
-from services.rundir import RunDirectory
+from protocols.spec.mesh import RunSpec
+from protocols.spec.loading import load_resolved
+from services.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)

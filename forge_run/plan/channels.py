@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from forge_run.figures import Rows, Section, facts
-from forge_run.runnable import missing_key
-from protocols.learn_spec import LearnSpec
-from protocols.objective_spec import EpisodesSpec
-from protocols.replay_spec import PriceSpec, ReplaySpec
+from forge_run.formatting import Rows, Section, facts
+from forge_run.preflight import missing_key
+from protocols.spec.learn import LearnSpec
+from protocols.spec.objective import EpisodesSpec
+from protocols.spec.teacher_replay import PriceSpec, ReplaySpec
 
 CHANNEL_COLUMNS = ("channel", "weight", "learns from")
 TEACHER_COLUMNS = ("teacher", "model", "dollars a million tokens", "cap", "calls at a time")

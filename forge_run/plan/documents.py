@@ -11,11 +11,11 @@ from typing import Any
 
 from documents.formats import Format
 from documents.reading import Limits, read_documents
-from forge_run.figures import Section, facts, lines
+from forge_run.formatting import Section, facts, lines
 from protocols.errors import DataError
-from protocols.learn_spec import LearnSpec
-from services.parts import Part, Parts, read_parts
-from services.study import passage_of
+from protocols.spec.learn import LearnSpec
+from documents.corpus import Part, Parts, read_parts
+from documents.synthesis import passage_of
 
 MOST_ROWS = 24
 CHARS_PER_TOKEN = 4  # of English, where the model's tokenizer is not at hand
@@ -55,7 +55,7 @@ def require_documents(learn: LearnSpec) -> list[str]:
         )
     parts = read_parts(learn, tokenizer)
     if learn.data.questions is not None:
-        from services.document_questions import read_questions
+        from training.recipes.question_files import read_questions
 
         read_questions(learn.data.questions, parts.texts, learn.data.instruction)
     return told(parts)
@@ -139,7 +139,7 @@ def _sized(learn: LearnSpec, counts: list[int]) -> LearnSpec:
 
 def _tokenizer(path: str) -> Any:
     """None for a model that is not at hand. Raises DataError for one without a chat template."""
-    from learning.model import load_tokenizer
+    from learning.model.loading import load_tokenizer
 
     try:
         return load_tokenizer(path)

@@ -1,6 +1,6 @@
 """`--dry-run`: what a spec would run, hold in memory, spend, and at best take. Nothing is started.
 
-The plan is plain data; `forge_run.figures` renders it. Only config.json is read; what is not at
+The plan is plain data; `forge_run.formatting` renders it. Only config.json is read; what is not at
 hand is said to be unknown.
 """
 
@@ -10,22 +10,22 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from cluster.sizing import (
+from deploy.manifests.sizing import (
     TRAINER_BYTES,
     ModelSize,
     kv_values_per_token,
     matmul_parameters,
     model_size,
 )
-from forge_run.figures import Section, bytes_text, count_text, facts, lines, seconds_text
+from forge_run.formatting import Section, bytes_text, count_text, facts, lines, seconds_text
 from forge_run.plan import channels, documents, roofline, rsa, sizing
 from forge_run.plan.roofline import A100, H200, MFU, Phase, Workload
-from forge_run.runnable import resolved_place, unmet
-from protocols.learn_spec import LearnSpec
-from protocols.sections import ShapeSpec
-from protocols.shapes import VALUE_BYTES, model_shape
-from protocols.spec import RunSpec
-from protocols.yaml_lines import Place
+from forge_run.preflight import resolved_place, unmet
+from protocols.spec.learn import LearnSpec
+from protocols.spec.sections import ShapeSpec
+from protocols.spec.model_shape import VALUE_BYTES, model_shape
+from protocols.spec.mesh import RunSpec
+from protocols.spec.yaml_source import Place
 
 AT_RUN_TIME = "measured at run time"
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.sizing import body_parameters, head_parameters, kv_values_per_token, matmul_parameters
-from protocols.sections import ShapeSpec
+from deploy.manifests.sizing import body_parameters, head_parameters, kv_values_per_token, matmul_parameters
+from protocols.spec.sections import ShapeSpec
 
 MFU = 0.5  # share of peak FLOP/s that large matrix products reach in practice
 
@@ -32,7 +32,7 @@ class Kernel:
 
 
 FUSED = Kernel(causal=True, backward=2.5)  # forms the scores again in the backward
-EXPLICIT = Kernel(causal=False, backward=2.0)  # learning.attention: whole rows of scores, kept
+EXPLICIT = Kernel(causal=False, backward=2.0)  # learning.model.attention: whole rows of scores, kept
 CHUNKED = Kernel(causal=False, backward=3.0)  # and where they would be too many: formed again
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from forge_run.figures import Rows
-from protocols.learn_spec import LearnSpec
-from protocols.rsa_spec import RsaSpec
+from forge_run.formatting import Rows
+from protocols.spec.learn import LearnSpec
+from protocols.spec.rsa import RsaSpec
 
 
 def data_text(learn: LearnSpec) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.sizing import (
+from deploy.manifests.sizing import (
     ModelSize,
     Needs,
     checkpoint_bytes,
@@ -13,8 +13,8 @@ from cluster.sizing import (
     scores_bytes,
     step_rows,
 )
-from forge_run.figures import Section, bytes_text, facts
-from protocols.spec import RoleSpec, RunSpec
+from forge_run.formatting import Section, bytes_text, facts
+from protocols.spec.mesh import RoleSpec, RunSpec
 
 COLUMNS = (
     "a replica", "GPUs", "memory of a process", "largest part", "cores", "host memory", "/dev/shm"

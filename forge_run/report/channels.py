@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from forge_run.display import number
-from forge_run.figures import Section
+from forge_run.console import number
+from forge_run.formatting import Section
 from forge_run.report.plots import LINES, PAINT, by_arm, curve, hue, plot, share_axes
 from forge_run.report.template import Block, Row
-from protocols.records import TRAINED_ARMS
+from protocols.records.run_files import TRAINED_ARMS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from forge_run.display import number, percent
-from forge_run.figures import Rows, Section
+from forge_run.console import number, percent
+from forge_run.formatting import Rows, Section
 from forge_run.report.template import Block, Row
 from protocols.files import iter_rows
-from protocols.records import ARMS
-from services.rundir import RunDirectory
+from protocols.records.run_files import ARMS
+from services.run_directory import RunDirectory
 
 AGREED = (
     "Answers that the teacher sampled to held-out questions of self-study, read by each arm: KL is "

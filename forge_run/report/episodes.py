@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from environments.monitors import FLAGS
-from forge_run.display import number, percent
-from forge_run.figures import Section
+from forge_run.console import number, percent
+from forge_run.formatting import Section
 from forge_run.report.template import Block, Row, shortened
 
 EXAMPLES = 2  # episodes shown of each flag

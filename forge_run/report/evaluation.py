@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_run.display import UNKNOWN, interval, number, percent
-from forge_run.figures import Section, count_text, markdown_table, markdown_text
+from forge_run.console import UNKNOWN, interval, number, percent
+from forge_run.formatting import Section, count_text, markdown_table, markdown_text
 from forge_run.report.plots import PAINT, error_bars, hue, legend, plot, share_axes, svg_file
 from forge_run.report.template import Block, render
-from protocols.eval_records import EvalRow, Evaluation
+from protocols.records.evaluation import EvalRow, Evaluation
 from protocols.files import write_atomically
-from protocols.records import ARMS
-from services.rundir import EVALUATION
+from protocols.records.run_files import ARMS
+from services.run_directory import EVALUATION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

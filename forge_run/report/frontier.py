@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_run.display import interval, percent
-from forge_run.figures import Section
+from forge_run.console import interval, percent
+from forge_run.formatting import Section
 from forge_run.report.plots import MARKERS, PAINT, error_bars, hue, legend, plot, share_axes
 from forge_run.report.template import Block
-from services.frontier import ArmRow
-from services.rundir import FRONTIER
+from training.evaluation.strategies import ArmRow
+from services.run_directory import FRONTIER
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

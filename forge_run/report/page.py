@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_run.display import HEADS, arm_cells, duration, number, percent, summary
-from forge_run.figures import Section
+from forge_run.console import HEADS, arm_cells, duration, number, percent, summary
+from forge_run.formatting import Section
 from forge_run.report.channels import channels, rewards
 from forge_run.report.documents import documents
 from forge_run.report.episodes import Monitors, episode, monitors
@@ -23,8 +23,8 @@ from forge_run.report.rsa import aggregation
 from forge_run.report.template import Block, Row, render, shortened
 from forge_run.report.votes import teachers
 from protocols.files import iter_rows, write_atomically
-from protocols.records import ARMS, PHASES, TRAINED_ARMS
-from services.rundir import RunDirectory, outcome, phase_means
+from protocols.records.run_files import ARMS, PHASES, TRAINED_ARMS
+from services.run_directory import RunDirectory, outcome, phase_means
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from protocols.records import TRAINED_ARMS
+from protocols.records.run_files import TRAINED_ARMS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

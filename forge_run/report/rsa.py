@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from forge_run.display import percent
-from forge_run.figures import Section
+from forge_run.console import percent
+from forge_run.formatting import Section
 from forge_run.report.plots import curve, hue, plot, share_axes
 from forge_run.report.template import Block, Row
-from protocols.records import ARMS
+from protocols.records.run_files import ARMS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

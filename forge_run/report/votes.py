@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from forge_run.display import number, percent
-from forge_run.figures import Section
+from forge_run.console import number, percent
+from forge_run.formatting import Section
 from forge_run.report.template import Block, Row, shortened
-from protocols.replay import NANO
+from protocols.teacher_replay import NANO
 
 AUDITED = 2  # pairs shown of the first and of the last
 LAST_MESSAGES = 4  # of a state

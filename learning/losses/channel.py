@@ -1,7 +1,7 @@
 """The interface of a loss channel: what it reads, what it is divided by, and what it adds.
 
 A new channel is a file beside this one with a class of this interface, a section of
-`protocols.objective_spec.ObjectiveSpec`, and an entry in `learning.losses.objective.CHANNELS`.
+`protocols.spec.objective.ObjectiveSpec`, and an entry in `learning.losses.objective.CHANNELS`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from learning.teacher_logprobs import Teacher
 from protocols.errors import DataError
 
 if TYPE_CHECKING:
-    from learning.batch import Item, MicroBatch
+    from learning.micro_batch import Item, MicroBatch
     from learning.losses.terms import Term
-    from learning.projection import Projection
-    from protocols.channels import Lesson
-    from protocols.objective_spec import LossSpec, ObjectiveSpec
+    from learning.model.chunked_logits import Projection
+    from protocols.train_batch import Lesson
+    from protocols.spec.objective import LossSpec, ObjectiveSpec
     from protocols.types import Sample
 
 

@@ -29,14 +29,14 @@ from torch.nn import functional as F
 from learning.losses.channel import LossChannel, check_scores
 from learning.losses.terms import Term
 from learning.teacher_logprobs import Teacher
-from protocols.channels import Lesson
+from protocols.train_batch import Lesson
 from protocols.errors import SpecError
-from protocols.objective_spec import LossSpec, ObjectiveSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.types import Sample
 
 if TYPE_CHECKING:
-    from learning.batch import Item, MicroBatch
-    from learning.projection import Projection
+    from learning.micro_batch import Item, MicroBatch
+    from learning.model.chunked_logits import Projection
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,14 @@ from torch.nn import functional as F
 
 from learning.losses.channel import LossChannel
 from learning.losses.terms import Term
-from protocols.channels import Lesson, PreferencePair, completions
+from protocols.train_batch import Lesson, PreferencePair, completions
 from protocols.errors import StaleTokenError
-from protocols.objective_spec import DpoSpec, LossSpec, ObjectiveSpec
+from protocols.spec.objective import DpoSpec, LossSpec, ObjectiveSpec
 from protocols.types import Sample
 
 if TYPE_CHECKING:
-    from learning.batch import Item, MicroBatch
-    from learning.projection import Projection
+    from learning.micro_batch import Item, MicroBatch
+    from learning.model.chunked_logits import Projection
 
 
 @dataclass(frozen=True)

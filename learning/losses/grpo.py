@@ -39,14 +39,14 @@ from torch import Tensor
 from learning.losses.advantages import group_advantages
 from learning.losses.channel import LossChannel, check_scores
 from learning.losses.terms import Term
-from protocols.channels import Lesson, RLSample
+from protocols.train_batch import Lesson, RLSample
 from protocols.errors import DataError, StaleTokenError
-from protocols.objective_spec import GrpoSpec, LossSpec, MismatchSpec, ObjectiveSpec
+from protocols.spec.objective import GrpoSpec, LossSpec, MismatchSpec, ObjectiveSpec
 from protocols.types import Sample
 
 if TYPE_CHECKING:
-    from learning.batch import ChannelTokens, Item, MicroBatch
-    from learning.projection import Projection
+    from learning.micro_batch import ChannelTokens, Item, MicroBatch
+    from learning.model.chunked_logits import Projection
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a ratio says "wrong", not "how much"
 

@@ -35,16 +35,16 @@ from learning.losses.grpo import (
     old_logprobs,
 )
 from learning.losses.terms import Term
-from learning.projection import token_logprobs
+from learning.model.chunked_logits import token_logprobs
 from learning.teacher_logprobs import Teacher
-from protocols.channels import Lesson, hinted
+from protocols.train_batch import Lesson, hinted
 from protocols.errors import SpecError
-from protocols.objective_spec import LossSpec, ObjectiveSpec, SdpoSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
 from protocols.types import Sample
 
 if TYPE_CHECKING:
-    from learning.batch import Item, MicroBatch
-    from learning.projection import Projection
+    from learning.micro_batch import Item, MicroBatch
+    from learning.model.chunked_logits import Projection
 
 FACTS = {"jsd": ("clipped", "negative"), "sampled": ("difference", "ratio")}
 RATIO_CAP = 2.0

@@ -14,11 +14,11 @@ from typing import Any
 
 from protocols.errors import SpecError
 from protocols.ports import Sink
-from protocols.records import MetricRow
-from protocols.spec import RunSpec
-from protocols.status import RunStatus
+from protocols.records.run_files import MetricRow
+from protocols.spec.mesh import RunSpec
+from protocols.records.status import RunStatus
 from protocols.types import Span
-from services.rundir import RunDirectory
+from services.run_directory import RunDirectory
 
 CLOSE_SECONDS = 5.0
 SINKS_REMEDY = "pip install 'cartridge-forge[sinks]', or leave it out"
@@ -99,7 +99,7 @@ def open_sinks(
     url = None
     try:
         if wanted.metrics is not None:
-            from services.telemetry.metrics import PrometheusSink
+            from services.telemetry.prometheus import PrometheusSink
 
             metrics = PrometheusSink(wanted.metrics, run, mesh, spec.learn.train.staleness)
             sinks["metrics"], url = metrics, metrics.url

@@ -27,8 +27,8 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags
 
 from protocols.errors import SpecError
-from protocols.records import MetricRow
-from protocols.status import RunStatus
+from protocols.records.run_files import MetricRow
+from protocols.records.status import RunStatus
 from protocols.types import Span
 from services.telemetry.values import epoch_seconds, losses, role_of
 

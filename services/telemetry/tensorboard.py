@@ -21,8 +21,8 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from protocols.records import MetricRow
-from protocols.status import RunStatus
+from protocols.records.run_files import MetricRow
+from protocols.records.status import RunStatus
 from protocols.types import Span
 from services.telemetry.values import evaluated_values, row_values, step_values
 

@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from protocols.records import MetricRow
-from protocols.status import RunStatus
+from protocols.records.run_files import MetricRow
+from protocols.records.status import RunStatus
 from protocols.types import Span
 from services.telemetry.values import epoch_seconds, role_of
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from protocols.records import MetricRow
+from protocols.records.run_files import MetricRow
 
 
 def losses(row: MetricRow) -> dict[str, float]:

@@ -15,8 +15,8 @@ import wandb
 from wandb.errors import Error as WandbError
 
 from protocols.errors import SpecError
-from protocols.records import MetricRow
-from protocols.status import RunStatus
+from protocols.records.run_files import MetricRow
+from protocols.records.status import RunStatus
 from protocols.types import Span
 from services.telemetry.values import evaluated_values, row_values, step_values
 

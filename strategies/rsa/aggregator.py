@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from protocols.errors import DataError
 from protocols.rsa import Candidate, Judged, Problem, Standing
-from strategies.answers import Form
+from strategies.answers.extract import Form
 from strategies.rsa.islands import Shape
 from strategies.rsa.populations import ask, chosen_of
-from strategies.votes import tally
+from strategies.answers.votes import tally
 
 Judge = Callable[[Problem, Sequence[str]], Awaitable[Sequence[Candidate]]]
 

@@ -18,16 +18,16 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from protocols.errors import DataError
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 from protocols.types import Sampling
-from strategies.answers import extract
-from strategies.meter import BudgetSpent, Meter, Spent
-from strategies.port import Answer, Ask, Sampler
-from strategies.question import Question
+from strategies.answers.extract import extract
+from strategies.samplers.token_budget import BudgetSpent, Meter, Spent
+from strategies.samplers.sampler import Answer, Ask, Sampler
+from strategies.problem import Question
 from strategies.rsa.islands import Parents, Shape
 from strategies.rsa.populations import METRICS, Population, ask, chosen_of, measure
 from strategies.rsa.prompts import as_task
-from strategies.votes import Vote, tally
+from strategies.answers.votes import Vote, tally
 
 Score = Callable[[str, str], float]  # question, text -> 1 or more where it is right
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from strategies.answers import Form
+from strategies.answers.extract import Form
 from strategies.rsa.islands import Parents, Shape, draw_parents
 from strategies.rsa.prompts import aggregation_prompt, opening_prompt
-from strategies.votes import Vote
+from strategies.answers.votes import Vote
 
 METRICS = ("mean_accuracy", "majority_vote", "pass_at_n")
 

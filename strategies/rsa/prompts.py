@@ -8,16 +8,16 @@
 
 An aggregation says that candidates may be wrong, then the problem, the numbered candidates, and
 the form of the answer. One candidate is not aggregated but refined. A task's name is that of the
-form in which its answers are looked for (`strategies.answers`).
+form in which its answers are looked for (`strategies.answers.extract`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from clinic import panel
+from environments.clinic import panel
 from protocols.errors import DataError
-from strategies.answers import Form
+from strategies.answers.extract import Form
 
 REFINE = (
     "Below are a problem and an attempt at it. The attempt may be right, wrong or unfinished. "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from protocols.spec_base import Spec
-from strategies.meter import BudgetSpent, Meter
-from strategies.question import Question
+from protocols.spec.base import Spec
+from strategies.samplers.token_budget import BudgetSpent, Meter
+from strategies.problem import Question
 from strategies.result import Result
 from strategies.rsa.engine import evolve
 from strategies.rsa.islands import Shape

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from actors.draws import DrawnRow, leave_drawn
-from learning.sampling import draw, uniforms
+from actors.vllm.draws import DrawnRow, leave_drawn
+from learning.decoding.sampling import draw, uniforms
 from protocols.types import Sampling
 
 PLAIN, CUT = Sampling(1.0), Sampling(0.7, 0.8, 5)

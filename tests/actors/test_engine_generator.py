@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from vllm_replica import NO_END, Replica, over, prompts, require_vllm, tiny_model
 from vllm_replica import replica as started
 
-from actors.setup import missing_vllm
-from learning.decoding import generate
-from learning.model import text_of
+from actors.base import missing_vllm
+from learning.decoding.generate import generate
+from learning.model.loading import text_of
 from protocols.errors import DataError, PublishError
 from protocols.types import Came, Completion, GenerateRequest, Until
-from services.replica import ask
+from services.pool.replica import ask
 
 BACKENDS = [
     pytest.param("torch", marks=pytest.mark.mesh),

@@ -13,11 +13,11 @@ from desk_tasks import a_task, expected_after, solution
 from monarch.actor import this_host
 
 from actors.environment import EnvironmentActor
-from protocols.environment_spec import EnvironmentSpec
+from protocols.spec.environment import EnvironmentSpec
 from protocols.episodes import Move, Observation
-from protocols.spec import RoleSpec
-from services.pool import Pool
-from services.service import Service
+from protocols.spec.mesh import RoleSpec
+from services.pool.pool import Pool
+from services.pool.service import Service
 
 pytestmark = pytest.mark.mesh
 

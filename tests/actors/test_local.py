@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from vllm_replica import require_vllm
 
-from actors.local import local_sampler
-from actors.setup import missing_vllm
-from clinic.longhealth import parse_patients
-from clinic.patients import generate_clinic
-from clinic.prompts import option_prompt
-from environments.conversation import Conversation
-from learning.model import document_kv, load_model, load_tokenizer
+from actors.in_process import local_sampler
+from actors.base import missing_vllm
+from environments.clinic.longhealth import parse_patients
+from environments.clinic.patients import generate_clinic
+from environments.clinic.prompts import option_prompt
+from environments.renderer import Conversation
+from learning.model.loading import document_kv, load_model, load_tokenizer
 from protocols.errors import PublishError
 from strategies.rsa import RSAEngine
 

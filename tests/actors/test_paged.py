@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.paged import (
+from actors.vllm.kv_layout import (
     Part,
     Piece,
     cache_salt,

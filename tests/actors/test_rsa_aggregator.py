@@ -14,11 +14,11 @@ from monarch.actor import this_host
 from actors.rsa_aggregator import RSAAggregatorActor
 from protocols.errors import DataError
 from protocols.rsa import Judged, Problem, Standing
-from protocols.rsa_spec import ProblemsSpec, RsaSpec
+from protocols.spec.rsa import ProblemsSpec, RsaSpec
 from protocols.seeds import stream_seed
-from protocols.spec import RoleSpec
-from services.pool import Pool, gather
-from services.service import Service
+from protocols.spec.mesh import RoleSpec
+from services.pool.pool import Pool, gather
+from services.pool.service import Service
 
 pytestmark = pytest.mark.mesh
 

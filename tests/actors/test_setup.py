@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.setup import PLACE, Place, bootstrap, share
+from actors.base import PLACE, Place, bootstrap, share
 
 
 @pytest.fixture(autouse=True)

@@ -28,12 +28,12 @@ from replay_house import (
 
 from actors.teacher_replay import TeacherReplayActor
 from protocols.errors import DataError, ForgeError, SpecError
-from protocols.replay import NANO, ReplayState, Verdict
-from protocols.replay_spec import PriceSpec, ReplaySpec
-from protocols.spec import RoleSpec
-from replay.fake_provider.app import FakeProvider, Faults, sometimes_right
-from services.pool import Pool
-from services.service import Service
+from protocols.teacher_replay import NANO, ReplayState, Verdict
+from protocols.spec.teacher_replay import PriceSpec, ReplaySpec
+from protocols.spec.mesh import RoleSpec
+from teachers.fake_provider.app import FakeProvider, Faults, sometimes_right
+from services.pool.pool import Pool
+from services.pool.service import Service
 
 pytestmark = pytest.mark.mesh
 

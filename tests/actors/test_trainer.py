@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from actors.setup import BaseModel, NoPlane
+from actors.base import BaseModel, NoPlane
 from actors.trainer import TrainerActor
-from learning.initial import Source, Start, sampled_chunks
-from learning.model import document_kv, load_model
-from learning.ranks import ALONE, Ranks
-from protocols.channels import ScoredPart, StoredScores
+from learning.cartridge.initialization import Source, Start, sampled_chunks
+from learning.model.loading import document_kv, load_model
+from learning.model.distributed import ALONE, Ranks
+from protocols.train_batch import ScoredPart, StoredScores
 from protocols.errors import PlaneError
-from protocols.spec_loading import load_spec
+from protocols.spec.loading import load_spec
 from protocols.types import Packet, TensorLayout
 from services.roles import role_arguments
-from services.rundir import RunDirectory
+from services.run_directory import RunDirectory
 from tests.small_run import MESH
 
 

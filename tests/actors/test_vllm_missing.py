@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from actors.engine_generator import EngineGeneratorActor
-from actors.setup import BaseModel
+from actors.base import BaseModel
 from protocols.errors import RunError
-from protocols.sections import GeneratorSpec
+from protocols.spec.sections import GeneratorSpec
 
 HIDE = """
 import sys
@@ -25,9 +25,9 @@ sys.meta_path.insert(0, Hidden())
 @pytest.mark.slow
 def test_everything_else_imports_without_it() -> None:
     code = HIDE + (
-        "import actors.draws, actors.engine_thread, actors.paged, actors.engine_generator\n"
-        "import forge_run.cli, forge_run.run, services.controller\n"
-        "import services.mesh, services.training_run\n"
+        "import actors.vllm.draws, actors.engine_thread, actors.vllm.kv_layout, actors.engine_generator\n"
+        "import forge_run.cli, forge_run.launch, training.controller\n"
+        "import services.mesh, training.training_run\n"
         "assert 'vllm' not in sys.modules"
     )
     subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], check=True)

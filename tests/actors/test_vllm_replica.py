@@ -13,9 +13,9 @@ from monarch.actor import concurrent_endpoint
 from vllm_replica import END, Replica, Tiny, over, over_all, replica, require_vllm, tiny_model
 
 from actors.engine_generator import EngineGeneratorActor
-from learning.decoding import generate
+from learning.decoding.generate import generate
 from protocols.errors import RunError
-from services.replica import Lost
+from services.pool.replica import Lost
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

@@ -28,7 +28,7 @@ from benchmarks.controller_simulation import (
     spreading,
     suspected,
 )
-from protocols.spec_loading import load_spec
+from protocols.spec.loading import load_spec
 
 FREE = Message(0.0, 0.0)
 NOTHING = Costs(

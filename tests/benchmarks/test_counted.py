@@ -1,6 +1,6 @@
 """The analysis of a step against what its code really does: FLOPs counted, bytes of real tensors.
 
-The formulas with EXPLICIT attention are those of learning.attention. In the student's backward the
+The formulas with EXPLICIT attention are those of learning.model.attention. In the student's backward the
 first layer needs no gradient of its input, which the formula does not know; what a further layer
 costs is exact.
 """
@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from benchmarks.step_gpu import SETTINGS, Setting, Step, bounds, counted
-from cluster.sizing import kv_values_per_token, matmul_parameters
+from deploy.manifests.sizing import kv_values_per_token, matmul_parameters
 from forge_run.plan import roofline
 from forge_run.plan.roofline import CHUNKED, EXPLICIT, FUSED, Workload
-from learning import attention
-from learning.attention import DecodeCache
-from learning.model import PREFILL_CHUNK, document_kv, kv_shape
-from protocols.sections import ShapeSpec
-from services.packing import layout_of, packed_bytes
+from learning.model import attention
+from learning.model.attention import DecodeCache
+from learning.model.loading import PREFILL_CHUNK, document_kv, kv_shape
+from protocols.spec.sections import ShapeSpec
+from services.planes.codec import layout_of, packed_bytes
 
 CPU = torch.device("cpu")
 TINY = SETTINGS["tiny"]

@@ -17,9 +17,9 @@ from benchmarks.step_gpu import (
     published_bound,
 )
 from forge_run.plan.roofline import Device, Workload
-from protocols.sections import ShapeSpec
+from protocols.spec.sections import ShapeSpec
 from protocols.types import Packet
-from services.packing import pack, unpack
+from services.planes.codec import pack, unpack
 
 CPU = torch.device("cpu")
 SMALL = Setting(

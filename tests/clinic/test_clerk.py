@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from clinic import vocabulary as words
-from clinic.desk import case_of, parse_call
-from clinic.desk_hints import HINTS
-from clinic.pretrain.clerk_tasks import (
+from environments.clinic import vocabulary as words
+from environments.clinic.desk import case_of, parse_call
+from environments.clinic.desk_hints import HINTS
+from environments.clinic.pretrain.clerk_tasks import (
     GUESSING,
     INFORMED,
     LADDER,
@@ -24,9 +24,9 @@ from clinic.pretrain.clerk_tasks import (
     draw_row,
     rows,
 )
-from clinic.pretrain.measure import measure_clerk
-from clinic.pretrain.reader_tasks import Said
-from clinic.pretrain.train import encode, hire
+from environments.clinic.pretrain.measure import measure_clerk
+from environments.clinic.pretrain.reader_tasks import Said
+from environments.clinic.pretrain.train import encode, hire
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 CLERK = MODELS / "clinic-clerk"

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from clinic.longhealth import Patient, load_patients, parse_patients
-from clinic.patients import generate_clinic
+from environments.clinic.longhealth import Patient, load_patients, parse_patients
+from environments.clinic.patients import generate_clinic
 from protocols.errors import DataError
 
 # Shaped like the real file: long texts of several paragraphs, more than ten of them, JSON order

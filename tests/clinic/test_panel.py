@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from clinic.longhealth import Question
-from clinic.panel import aggregation_prompt
-from clinic.pretrain.measure import draw_asked, share_right
-from clinic.pretrain.panel_tasks import (
+from environments.clinic.longhealth import Question
+from environments.clinic.panel import aggregation_prompt
+from environments.clinic.pretrain.measure import draw_asked, share_right
+from environments.clinic.pretrain.panel_tasks import (
     BROKEN_RATE,
     FIRST_SLIP,
     KEEP_RATE,
@@ -28,9 +28,9 @@ from clinic.pretrain.panel_tasks import (
     reviewed_turn,
     rows,
 )
-from clinic.pretrain.reader_tasks import Difficulty, Turn
-from clinic.pretrain.train import encode
-from clinic.prompts import claims, option_prompt, parse_answer
+from environments.clinic.pretrain.reader_tasks import Difficulty, Turn
+from environments.clinic.pretrain.train import encode
+from environments.clinic.prompts import claims, option_prompt, parse_answer
 from protocols.errors import DataError
 
 MODELS = Path(__file__).resolve().parents[2] / "models"

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from clinic.patients import LETTERS, Note, generate_clinic
-from clinic.vocabulary import CATEGORY_OF, FIELDS, LAB_UNITS
+from environments.clinic.patients import LETTERS, Note, generate_clinic
+from environments.clinic.vocabulary import CATEGORY_OF, FIELDS, LAB_UNITS
 from protocols.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from clinic.pretrain.train import Climber, draw_rung, set_rates
+from environments.clinic.pretrain.train import Climber, draw_rung, set_rates
 
 
 @pytest.mark.parametrize(

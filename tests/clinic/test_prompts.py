@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from clinic.longhealth import Patient, Question, parse_patients
-from clinic.patients import generate_clinic
-from clinic.prompts import (
+from environments.clinic.longhealth import Patient, Question, parse_patients
+from environments.clinic.patients import generate_clinic
+from environments.clinic.prompts import (
     cued_sentences,
     look_alikes,
     option_prompt,

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from clinic import vocabulary as words
-from clinic.longhealth import parse_patients
-from clinic.patients import generate_clinic
-from clinic.pretrain.reader_tasks import Difficulty, draw_conversation
-from clinic.prompts import option_prompt, parse_answer
-from learning.decoding import generate
-from learning.model import document_kv, load_model, load_tokenizer
-from learning.prefixes import DocumentCache
+from environments.clinic import vocabulary as words
+from environments.clinic.longhealth import parse_patients
+from environments.clinic.patients import generate_clinic
+from environments.clinic.pretrain.reader_tasks import Difficulty, draw_conversation
+from environments.clinic.prompts import option_prompt, parse_answer
+from learning.decoding.generate import generate
+from learning.model.loading import document_kv, load_model, load_tokenizer
+from learning.model.document_kv import DocumentCache
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 
 READER = Path(__file__).resolve().parents[2] / "models" / "clinic-reader"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clinic.longhealth import Question, is_held_out, parse_patients
-from clinic.patients import generate_clinic
+from environments.clinic.longhealth import Question, is_held_out, parse_patients
+from environments.clinic.patients import generate_clinic
 
 
 def question(patient: str, text: str, number: int = 0) -> Question:

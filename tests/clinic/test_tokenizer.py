@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from clinic import vocabulary as words
-from clinic.longhealth import Patient, parse_patients
-from clinic.patients import generate_clinic
-from clinic.pretrain.tokenizer import SPECIAL, build_tokenizer
-from clinic.prompts import option_prompt
+from environments.clinic import vocabulary as words
+from environments.clinic.longhealth import Patient, parse_patients
+from environments.clinic.patients import generate_clinic
+from environments.clinic.pretrain.tokenizer import SPECIAL, build_tokenizer
+from environments.clinic.prompts import option_prompt
 
 PAD, BOS, END, SYSTEM, USER, ASSISTANT = range(6)
 

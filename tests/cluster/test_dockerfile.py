@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.parts import HOME, IMAGE, USER
+from deploy.manifests.objects import HOME, IMAGE, USER
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = (REPOSITORY / "deploy" / "Dockerfile").read_text(encoding="utf-8")

@@ -11,15 +11,15 @@ import pytest
 import yaml
 from manifest_checks.kustomize import build
 
-from cluster.mesh import CONTROL_PORT
-from cluster.parts import Resources, dashed
-from cluster.sizing import ModelSize, pod_resources
+from deploy.manifests.mesh import CONTROL_PORT
+from deploy.manifests.objects import Resources, dashed
+from deploy.manifests.sizing import ModelSize, pod_resources
 from forge_run.cli import forge
 from forge_run.commands.k8s import MONITORING, render
 from protocols.errors import SpecError
-from protocols.sections import ShapeSpec
-from protocols.spec_loading import load_serve, load_spec
-from services.worker import address
+from protocols.spec.sections import ShapeSpec
+from protocols.spec.loading import load_serve, load_spec
+from services.hosts.worker import address
 from serving.metrics import ServingMetrics
 
 REPOSITORY = Path(__file__).parents[2]

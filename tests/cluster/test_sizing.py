@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cluster.parts import Resources
-from cluster.sizing import (
+from deploy.manifests.objects import Resources
+from deploy.manifests.sizing import (
     SCORE_BYTES,
     ModelSize,
     Rows,
@@ -30,14 +30,14 @@ from cluster.sizing import (
 )
 from forge_run.cli import forge
 from forge_run.commands.k8s import model_size
-from learning import attention
-from learning.batching import pack, response_logits
-from learning.cartridge import first_tokens
-from learning.model import document_kv, load_model
+from learning.model import attention
+from learning.packing import pack, response_logits
+from learning.cartridge.bank import first_tokens
+from learning.model.loading import document_kv, load_model
 from learning.step import new_optimizer
 from learning.teacher_logprobs import top_k
-from protocols.sections import ShapeSpec
-from protocols.spec_loading import load_spec
+from protocols.spec.sections import ShapeSpec
+from protocols.spec.loading import load_spec
 from protocols.types import Sample
 
 REPOSITORY = Path(__file__).parents[2]

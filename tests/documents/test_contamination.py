@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from documents.contamination import Overlap, Placed, overlaps
+from documents.near_duplicates import Overlap, Placed, overlaps
 from documents.filters import jaccard, normalised, shingles
 
 JUNE = Placed("salt", "How many days did a pond take to dry in June?", "q.json: a")

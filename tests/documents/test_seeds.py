@@ -2,8 +2,8 @@ import random
 
 import pytest
 
-from documents.seeds import PLAIN, SEEDS, asking, plain_turn
-from protocols.documents_spec import STUDY_KINDS
+from documents.seed_prompts import PLAIN, SEEDS, asking, plain_turn
+from protocols.spec.documents import STUDY_KINDS
 
 PASSAGE = "Salt was made here. The road is still called the Grey Lane.\nIt climbs to Tollard."
 

@@ -8,22 +8,22 @@ from dataclasses import replace
 import pytest
 from episode_house import HANDBOOK, LOST, RIGHT, TEMPLATES, conversation, episode_of, tokenizer
 
-from clinic.desk_hints import HINTS
-from environments.channels import (
+from environments.clinic.desk_hints import HINTS
+from environments.training_signals import (
     hinted_turns,
     replay_states,
     rl_samples,
     training_pair,
     turn_samples,
 )
-from environments.dialects import DESK
+from environments.action_parsing import DESK
 from environments.hints import Hints
-from protocols import replay
-from protocols.channels import HintedTurn, PreferencePair, hinted
+from protocols import teacher_replay
+from protocols.train_batch import HintedTurn, PreferencePair, hinted
 from protocols.episodes import Episode
-from protocols.replay import Message, ToolCall
-from replay.actions import canonical
-from replay.prompt import state_hash
+from protocols.teacher_replay import Message, ToolCall
+from teachers.actions import canonical
+from teachers.prompts import state_hash
 
 USER, END, ASSISTANT = 4, 2, 5
 
@@ -179,9 +179,9 @@ def test_confidence_is_the_geometric_mean() -> None:
     assert state.confidence is None
 
 
-def preferred(chosen: str, state: replay.ReplayState) -> replay.PreferencePair:
+def preferred(chosen: str, state: teacher_replay.ReplayState) -> teacher_replay.PreferencePair:
     rejected = canonical(state.student_action, state)
-    return replay.PreferencePair(
+    return teacher_replay.PreferencePair(
         state_hash(state), state.trace_id, state.turn, chosen, rejected, 2, 3
     )
 

@@ -8,10 +8,10 @@ import httpx2
 import openai
 import pytest
 
-from environments.chat_endpoint import ChatEndpoint, Refused
-from protocols.openai_chat import HarnessRequest
-from protocols.openai_replies import ChatReply, FunctionCall
-from protocols.replay import Usage
+from environments.verifiers.chat_endpoint import ChatEndpoint, Refused
+from protocols.wire.openai_chat import HarnessRequest
+from protocols.wire.openai_replies import ChatReply, FunctionCall
+from protocols.teacher_replay import Usage
 
 WORDS = ChatReply("let me see note 17.", False, False, Usage(7, 5))
 CALLS = ChatReply(

@@ -8,11 +8,11 @@ import pytest
 from episode_house import conversation
 from pydantic import ValidationError
 
-from environments.chat_record import ChatRecord
-from environments.dialects import JSON
+from environments.verifiers.chat_recording import ChatRecord
+from environments.action_parsing import JSON
 from protocols.episodes import Observation, Turn
-from protocols.openai_chat import HarnessRequest
-from protocols.replay import Message, Tool
+from protocols.wire.openai_chat import HarnessRequest
+from protocols.teacher_replay import Message, Tool
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 
 TALK = conversation()

@@ -7,11 +7,11 @@ from episode_house import HANDBOOK, LOST, RIGHT, TEMPLATES, conversation, episod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clinic.desk import TOOLS
-from environments.conversation import Conversation, messages_so_far
+from environments.clinic.desk import TOOLS
+from environments.renderer import Conversation, messages_so_far
 from protocols.episodes import Observation, Turn
 from protocols.errors import DataError
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 
 QUESTION = Message("user", "what is the surgeon?")
 ASKED = Observation((QUESTION,))

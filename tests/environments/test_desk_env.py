@@ -7,7 +7,7 @@ from desk_tasks import a_task, its_case, solution
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from environments.desk_env import (
+from environments.openenv.desk_env import (
     MAX_CALL_CHARS,
     DeskAction,
     DeskEnvironment,

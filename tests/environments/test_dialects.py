@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from environments.dialects import DESK, JSON
+from environments.action_parsing import DESK, JSON
 from protocols.errors import DataError
-from protocols.replay import Action, Choice, Text, ToolCall
+from protocols.teacher_replay import Action, Choice, Text, ToolCall
 
 FIND = ToolCall("find", {"field": "surgeon", "department": "cardiology"})
 plain = st.recursive(

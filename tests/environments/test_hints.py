@@ -10,11 +10,11 @@ from episode_house import CASE, seen_at_desk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clinic.desk import reply_to
-from clinic.desk_hints import HINTS
+from environments.clinic.desk import reply_to
+from environments.clinic.desk_hints import HINTS
 from environments.hints import Hints, Writer, holds, leaks, words
 from protocols.episodes import Observation
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 
 LOST = seen_at_desk(("find surgeon in urology.",))
 ASKED = (Message("user", "what is the surgeon?"), *LOST.messages)

@@ -8,14 +8,14 @@ import random
 import pytest
 from desk_tasks import replayed
 
-from clinic.desk import TOOLS, call_text, draw_case, draw_desk
-from environments.local_teachers import KEY_ENV, at, local_provider, next_call
+from environments.clinic.desk import TOOLS, call_text, draw_case, draw_desk
+from environments.clinic.fake_teachers import KEY_ENV, at, local_provider, next_call
 from protocols.errors import DataError
-from protocols.replay import Message, ReplayState, ToolCall
-from protocols.replay_spec import LocalSpec, PriceSpec, ReplaySpec, TeacherSpec
-from replay.actions import canonical
-from replay.fake_provider.app import ProviderRequest
-from replay.prompt import read_answer, render
+from protocols.teacher_replay import Message, ReplayState, ToolCall
+from protocols.spec.teacher_replay import LocalSpec, PriceSpec, ReplaySpec, TeacherSpec
+from teachers.actions import canonical
+from teachers.fake_provider.app import ProviderRequest
+from teachers.prompts import read_answer, render
 
 PRICES = PriceSpec(input=1.0, output=1.0)
 SPEC = ReplaySpec(

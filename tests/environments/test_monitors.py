@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from episode_house import LOST, RIGHT, episode_of, seen_at_desk
 
-from environments.dialects import DESK, JSON
+from environments.action_parsing import DESK, JSON
 from environments.monitors import claimed, count_flags, flagged
 from protocols.episodes import Episode, Observation
-from protocols.replay import Choice, Message, Text, ToolCall
+from protocols.teacher_replay import Choice, Message, Text, ToolCall
 
 See = Callable[[Sequence[str]], Observation]
 

@@ -16,12 +16,12 @@ from openenv.core.env_server.types import Observation as ServedObservation
 from openenv.core.generic_client import GenericEnvClient
 from websockets.asyncio.server import ServerConnection, serve
 
-from environments import openenv_client
-from environments.openenv_client import OpenEnvClient
-from environments.server import LocalEnvironment
+from environments.openenv import client
+from environments.openenv.client import OpenEnvClient
+from environments.openenv.server import LocalEnvironment
 from protocols.episodes import Move, Observation, Task
-from protocols.replay import Message
-from replay.fake_provider.server import LoopbackServer
+from protocols.teacher_replay import Message
+from teachers.fake_provider.server import LoopbackServer
 
 TASK = a_task()
 STRAY = ("find sodium in nowhere.", "sing.", *solution(TASK))
@@ -115,7 +115,7 @@ def test_another_client_goes_on_with_the_episode(server: LocalEnvironment) -> No
 def test_sessions_that_wait_are_bounded(
     server: LocalEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openenv_client, "MAX_WAITING", 2)
+    monkeypatch.setattr(client, "MAX_WAITING", 2)
     tasks = [a_task(seed) for seed in range(5)]
 
     async def play() -> list[Observation]:

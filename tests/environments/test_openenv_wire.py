@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from environments.openenv_wire import observed
-from protocols.replay import Message, Tool
+from environments.openenv.wire import observed
+from protocols.teacher_replay import Message, Tool
 
 
 @pytest.mark.parametrize(

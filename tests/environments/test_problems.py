@@ -10,12 +10,12 @@ from typing import TypeVar
 
 import pytest
 
-from clinic.longhealth import Question
+from environments.clinic.longhealth import Question
 from environments.problems import Problems, clinic_problem, open_problems
-from environments.verifiers_process import PYTHON
+from environments.verifiers.worker_process import PYTHON
 from protocols.errors import DataError
 from protocols.rsa import Candidate, Problem
-from protocols.rsa_spec import ProblemsSpec
+from protocols.spec.rsa import ProblemsSpec
 
 TASKSETS = Path(__file__).resolve().parents[1] / "tasksets"
 QUESTION = Question(

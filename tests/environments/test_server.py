@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from desk_tasks import a_task, expected_after, solution
 
-from environments.openenv_client import OpenEnvClient
-from environments.server import LocalEnvironment
+from environments.openenv.client import OpenEnvClient
+from environments.openenv.server import LocalEnvironment
 from protocols.episodes import Move
 
 TASK = a_task()
@@ -38,7 +38,7 @@ def test_a_server_that_is_killed_mid_episode_and_comes_back_is_played_again(
         port = free.getsockname()[1]
 
     def serve() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "environments.server", "--port", str(port)]
+        command = [sys.executable, "-m", "environments.openenv.server", "--port", str(port)]
         with (tmp_path / "log").open("ab") as log:
             return subprocess.Popen(command, stderr=log)
 

@@ -9,10 +9,10 @@ from episode_house import LOST, RIGHT, TEMPLATES, episode_of, task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from environments.traces import from_row, to_row
+from environments.episode_files import from_row, to_row
 from protocols.episodes import Episode, Observation, Turn
 from protocols.errors import DataError
-from protocols.replay import Message, Tool
+from protocols.teacher_replay import Message, Tool
 from protocols.types import Sampling
 
 ids = st.lists(st.integers(0, 9), max_size=4).map(tuple)

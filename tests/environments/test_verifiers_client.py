@@ -11,16 +11,16 @@ import openai
 import pytest
 from episode_house import LOST, RIGHT, Desk, Students, conversation, seen_at_desk, task
 
-from environments.channels import rl_samples
-from environments.chat_endpoint import ChatEndpoint
-from environments.dialects import JSON
+from environments.training_signals import rl_samples
+from environments.verifiers.chat_endpoint import ChatEndpoint
+from environments.action_parsing import JSON
 from environments.rollout import BARE, over_cartridge, run_episodes
-from environments.traces import from_row, to_row
-from environments.verifiers_client import _Batches, verifiers_episodes
-from environments.verifiers_process import Outcome
+from environments.episode_files import from_row, to_row
+from environments.verifiers.episodes import _Batches, verifiers_episodes
+from environments.verifiers.worker_process import Outcome
 from protocols.episodes import Episode, Task
 from protocols.errors import DataError, PublishError
-from protocols.replay import Message, Tool
+from protocols.teacher_replay import Message, Tool
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, refused
 
 TALK = conversation()

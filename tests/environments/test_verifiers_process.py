@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import pytest
 from episode_house import Students, conversation
 
-from environments.channels import rl_samples
-from environments.dialects import JSON
+from environments.training_signals import rl_samples
+from environments.action_parsing import JSON
 from environments.rollout import over_cartridge
-from environments.verifiers_client import verifiers_episodes
-from environments.verifiers_process import PYTHON, VerifiersWorker
+from environments.verifiers.episodes import verifiers_episodes
+from environments.verifiers.worker_process import PYTHON, VerifiersWorker
 from protocols.episodes import Episode, Task
 from protocols.errors import DataError, RunError
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 from protocols.types import Sampling
 
 TASKSETS = Path(__file__).resolve().parents[1] / "tasksets"

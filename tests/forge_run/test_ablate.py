@@ -9,19 +9,19 @@ from typing import Any, ClassVar
 
 import pytest
 
-from environments.traces import to_row
+from environments.episode_files import to_row
 from forge_run.experiments.ablation import ablate, planned, summarise
 from forge_run.experiments.child_run import ChildRun
 from forge_run.experiments.trials import Trial
-from forge_run.figures import Section
+from forge_run.formatting import Section
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.errors import ForgeError, RunError, SpecError
-from protocols.records import ArmResult, MetricRow, Results, RunOutcome
-from protocols.replay import NANO, Message
+from protocols.records.run_files import ArmResult, MetricRow, Results, RunOutcome
+from protocols.teacher_replay import NANO, Message
 from protocols.types import Sampling
-from protocols.yaml_lines import dump_yaml
-from replay.books import ANSWERED
-from services.rundir import RunDirectory
+from protocols.spec.yaml_source import dump_yaml
+from teachers.budget import ANSWERED
+from services.run_directory import RunDirectory
 
 REPOSITORY = Path(__file__).parents[2]
 MESH = str(REPOSITORY / "meshes/three_channels.yaml")

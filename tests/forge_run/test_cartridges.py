@@ -13,8 +13,8 @@ from format_house import cartridge, same
 from logits_scene import READER, trained
 
 from forge_run.cli import forge
-from formats import forge as ours
-from formats.registry import FORMATS, read
+from registry.formats import forge as ours
+from registry.formats.convert import FORMATS, read
 from learning.checkpoint import Checkpoint, write_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def library(tmp_path: Path) -> list[str]:
 def test_the_parser_knows_every_format() -> None:
     from forge_run.cli import DTYPES
     from forge_run.cli import FORMATS as offered
-    from formats.value import DTYPES as known
+    from registry.formats.cartridge_file import DTYPES as known
 
     assert (set(offered), set(DTYPES)) == (set(FORMATS), set(known))
 

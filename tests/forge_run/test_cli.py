@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from forge_run.cli import forge, forge_run
-from forge_run.runnable import require_runnable
+from forge_run.preflight import require_runnable
 from protocols.errors import RunError, SpecError
-from protocols.spec import RunSpec
-from protocols.spec_loading import load_spec
+from protocols.spec.mesh import RunSpec
+from protocols.spec.loading import load_spec
 
 REPOSITORY = Path(__file__).parents[2]
 MESH = str(REPOSITORY / "meshes/longhealth.yaml")
@@ -40,7 +40,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunSpec, Path | None, st
         calls.append((spec, run_dir, resume))
         return 7
 
-    monkeypatch.setitem(sys.modules, "forge_run.run", types.SimpleNamespace(run=run))
+    monkeypatch.setitem(sys.modules, "forge_run.launch", types.SimpleNamespace(run=run))
     return calls
 
 
@@ -91,14 +91,14 @@ def test_an_error_is_one_message_and_its_exit_code(
     def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
         raise RunError("generator 1 died")
 
-    monkeypatch.setitem(sys.modules, "forge_run.run", types.SimpleNamespace(run=run))
+    monkeypatch.setitem(sys.modules, "forge_run.launch", types.SimpleNamespace(run=run))
     assert forge_run([MESH, "--set", model]) == 1
     assert capsys.readouterr() == ("", "error: generator 1 died\n")
 
     def interrupted(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "forge_run.run", types.SimpleNamespace(run=interrupted))
+    monkeypatch.setitem(sys.modules, "forge_run.launch", types.SimpleNamespace(run=interrupted))
     assert forge_run([MESH, "--set", model]) == 130
 
 
@@ -141,7 +141,7 @@ CANNOT_RUN = [
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a GPU, whether this one has it or not."""
-    monkeypatch.setattr("forge_run.runnable.gpus_here", lambda: 0)
+    monkeypatch.setattr("forge_run.preflight.gpus_here", lambda: 0)
 
 
 @pytest.mark.parametrize(("override", "expected"), CANNOT_RUN, ids=[c[0] for c in CANNOT_RUN])
@@ -169,7 +169,7 @@ def test_hosts_by_address_plan_too(model: str, capsys: pytest.CaptureFixture[str
 @pytest.fixture
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without vLLM, whether this one has it or not."""
-    monkeypatch.setattr("forge_run.runnable.missing_vllm", lambda: True)
+    monkeypatch.setattr("forge_run.preflight.missing_vllm", lambda: True)
 
 
 def test_vllm_where_it_is_not_installed(
@@ -188,7 +188,7 @@ def test_vllm_where_it_is_not_installed(
 def test_an_engine_on_gpus_takes_as_many_as_share_it(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forge_run.runnable.missing_vllm", lambda: False)
+    monkeypatch.setattr("forge_run.preflight.missing_vllm", lambda: False)
     on_vllm = (model, "generator.backend=vllm", "generator.tensor_parallel=2")
     require_runnable(load_spec(MESH, sets=(*on_vllm, "roles.generator.gpus=2")).spec)
     require_runnable(load_spec(MESH, sets=on_vllm).spec)
@@ -205,7 +205,7 @@ def test_models_run_on_gpus_where_there_are_some(
     asked = (model, *(f"roles.{name}.gpus=1" for name in roles), "roles.trainer.procs=2")
     with pytest.raises(SpecError, match="3 faults"):
         require_runnable(load_spec(MESH, sets=asked).spec)
-    monkeypatch.setattr("forge_run.runnable.gpus_here", lambda: 1)
+    monkeypatch.setattr("forge_run.preflight.gpus_here", lambda: 1)
     require_runnable(load_spec(MESH, sets=asked).spec)
 
 

@@ -26,13 +26,13 @@ from forge_run.cli import forge
 from forge_run.commands import control_client
 from forge_run.commands.control_client import ControlClient, Target
 from forge_run.commands.status_view import status_view
-from protocols.control_messages import run_message, run_status
+from protocols.wire.control_messages import run_message, run_status
 from protocols.errors import ControlError, RunError
-from protocols.service_spec import ControlSpec
-from protocols.spec_loading import load_spec
-from protocols.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
-from protocols.yaml_lines import dump_yaml
-from services.endpoints import (
+from protocols.spec.services import ControlSpec
+from protocols.spec.loading import load_spec
+from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
+from protocols.spec.yaml_source import dump_yaml
+from services.control.endpoints import (
     Endpoints,
     find_run,
     find_running,
@@ -40,7 +40,7 @@ from services.endpoints import (
     remove_endpoints,
     write_endpoints,
 )
-from services.rundir import RunDirectory
+from services.run_directory import RunDirectory
 
 REPOSITORY = Path(__file__).parents[2]
 Printed = pytest.CaptureFixture[str]

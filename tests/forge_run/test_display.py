@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from forge_run.display import (
+from forge_run.console import (
     Display,
     arms_table,
     duration,
@@ -20,7 +20,7 @@ from forge_run.display import (
     shown_path,
     sparkline,
 )
-from protocols.status import RunStatus
+from protocols.records.status import RunStatus
 
 STATUS = RunStatus(
     stage="training on_policy",

@@ -8,8 +8,8 @@ import pytest
 
 from forge_run.commands.frontier import command
 from protocols.errors import SpecError
-from protocols.spec_loading import load_spec
-from protocols.yaml_lines import dump_yaml
+from protocols.spec.loading import load_spec
+from protocols.spec.yaml_source import dump_yaml
 
 MESHES = Path(__file__).parents[2] / "meshes"
 

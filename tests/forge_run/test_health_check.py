@@ -10,7 +10,7 @@ import trustme
 from fake_steering import served
 
 from forge_run.commands.health_check import main
-from protocols.service_spec import ControlSpec
+from protocols.spec.services import ControlSpec
 
 
 def test_a_control_plane_serves_and_then_is_gone(capsys: pytest.CaptureFixture[str]) -> None:

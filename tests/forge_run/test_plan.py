@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from cluster.sizing import kv_values_per_token, matmul_parameters
-from forge_run.figures import Section, bytes_text, count_text, render, seconds_text
+from deploy.manifests.sizing import kv_values_per_token, matmul_parameters
+from forge_run.formatting import Section, bytes_text, count_text, render, seconds_text
 from forge_run.plan import roofline
 from forge_run.plan.documents import require_documents
 from forge_run.plan.plan import plan, step_phases
 from forge_run.plan.roofline import A100, EXPLICIT, H200, Device, Phase, Workload
-from forge_run.runnable import require_runnable
+from forge_run.preflight import require_runnable
 from protocols.errors import DataError, SpecError
-from protocols.sections import ModelSpec, ShapeSpec
-from protocols.shapes import model_shape
-from protocols.spec_loading import load_spec
+from protocols.spec.sections import ModelSpec, ShapeSpec
+from protocols.spec.model_shape import model_shape
+from protocols.spec.loading import load_spec
 
 REPOSITORY = Path(__file__).parents[2]
 ARTICLES = REPOSITORY / "tests" / "documents" / "articles"

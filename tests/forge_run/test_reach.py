@@ -2,11 +2,11 @@
 
 import pytest
 
-from forge_run.reach import reached_at
-from forge_run.run import monarch_environment
+from forge_run.reachable_address import reached_at
+from forge_run.launch import monarch_environment
 from protocols.errors import SpecError
-from protocols.hosts_spec import HostsSpec
-from protocols.spec_loading import load_spec
+from protocols.spec.hosts import HostsSpec
+from protocols.spec.loading import load_spec
 
 
 def test_of_the_route_to_the_first_worker() -> None:

@@ -11,7 +11,7 @@ import pytest
 from report_house import HOSTILE, START, Page, make_run, rollout, svgs
 
 from forge_run.report.page import write_report
-from services.rundir import RunDirectory
+from services.run_directory import RunDirectory
 
 
 @pytest.fixture(scope="module")

@@ -24,19 +24,19 @@ from report_house import (
     svgs,
 )
 
-from environments.traces import to_row as episode_row
+from environments.episode_files import to_row as episode_row
 from forge_run.report.frontier import best
 from forge_run.report.page import write_report
 from protocols.episodes import Episode, Observation, Task, Turn
-from protocols.records import MetricRow
-from protocols.replay import Message, ReplayState, ToolCall, Usage, Verdict, VerdictReason, Vote
+from protocols.records.run_files import MetricRow
+from protocols.teacher_replay import Message, ReplayState, ToolCall, Usage, Verdict, VerdictReason, Vote
 from protocols.types import Sampling
-from replay.books import Call, Go, Limits, Settled
-from replay.ledger import Ledger
-from replay.prompt import state_hash
-from replay.records import to_row
-from services.frontier import ArmRow
-from services.rundir import EVALUATION, FRONTIER, RunDirectory
+from teachers.budget import Call, Go, Limits, Settled
+from teachers.ledger import Ledger
+from teachers.prompts import state_hash
+from teachers.vote_records import to_row
+from training.evaluation.strategies import ArmRow
+from services.run_directory import EVALUATION, FRONTIER, RunDirectory
 
 X, Y, Z = '{"choice":"X"}', '{"choice":"Y"}', '{"choice":"Z"}'
 NO_LIMITS = Limits(10**12, 10**12, 8, None, 5, 30.0)

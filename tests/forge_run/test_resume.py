@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from forge_run.run import UNFINISHED, open_directory
+from forge_run.launch import UNFINISHED, open_directory
 from protocols.errors import CheckpointError
-from protocols.spec import RunSpec
-from protocols.spec_loading import load_spec
+from protocols.spec.mesh import RunSpec
+from protocols.spec.loading import load_spec
 
 MESH = "meshes/longhealth.yaml"
 

@@ -7,10 +7,10 @@ import pytest
 
 from forge_run.commands.selfstudy import command
 from protocols.errors import SpecError
-from protocols.replay_spec import PriceSpec
-from protocols.spec_loading import load_spec
-from replay.fake_provider.app import FakeProvider, ProviderRequest
-from services.study import read_rows
+from protocols.spec.teacher_replay import PriceSpec
+from protocols.spec.loading import load_spec
+from teachers.fake_provider.app import FakeProvider, ProviderRequest
+from documents.synthesis import read_rows
 
 ROOT = Path(__file__).parents[2]
 SALT = ROOT / "tests" / "documents" / "articles" / "salt.txt"

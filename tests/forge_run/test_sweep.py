@@ -15,11 +15,11 @@ from forge_run.experiments.sweep import at_once, planned, sweep
 from forge_run.experiments.table import plots, positions, table
 from forge_run.experiments.trials import Trial
 from protocols.errors import RunError, SpecError
-from protocols.records import ArmResult, Results
-from protocols.spec_loading import load_file
-from protocols.sweep_spec import SweepSpec
-from protocols.yaml_lines import dump_yaml
-from services.rundir import RunDirectory
+from protocols.records.run_files import ArmResult, Results
+from protocols.spec.loading import load_file
+from protocols.spec.sweep import SweepSpec
+from protocols.spec.yaml_source import dump_yaml
+from services.run_directory import RunDirectory
 
 REPOSITORY = Path(__file__).parents[2]
 MESH = str(REPOSITORY / "meshes" / "longhealth.yaml")

@@ -11,12 +11,12 @@ import torch
 from format_house import ROPE, cartridge, write
 from logits_scene import READER, trained
 
-from formats.base import Base, made_for, misfits, model_name, require_fit, rope_of
-from formats.measure import changes, differences, norms
-from formats.registry import read
-from formats.value import Cartridge, Provenance
-from formats.weights import other_weights
-from learning.model import base_hash, load_model
+from registry.formats.base_model import Base, made_for, misfits, model_name, require_fit, rope_of
+from registry.formats.diff import changes, differences, norms
+from registry.formats.convert import read
+from registry.formats.cartridge_file import Cartridge, Provenance
+from registry.formats.weights_check import other_weights
+from learning.model.loading import base_hash, load_model
 from protocols.errors import DataError
 
 BASE = Base(2, 2, 4, 64, "c" * 64, ROPE, "models/some")

@@ -16,9 +16,9 @@ from logits_scene import PROMPT, READER, TOKENS, our_logits, plain, trained
 from torch.nn import ParameterList
 from transformers import DynamicCache
 
-from formats.base import config_hash, misfits, read_base
-from formats.registry import FORMATS, read
-from formats.value import Cartridge
+from registry.formats.base_model import config_hash, misfits, read_base
+from registry.formats.convert import FORMATS, read
+from registry.formats.cartridge_file import Cartridge
 
 
 @pytest.fixture(scope="module")

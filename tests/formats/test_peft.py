@@ -13,8 +13,8 @@ import torch
 from format_house import write
 from logits_scene import PROMPT, READER, TOKENS, our_logits, trained
 
-from formats.registry import read
-from formats.value import Cartridge
+from registry.formats.convert import read
+from registry.formats.cartridge_file import Cartridge
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ from format_house import cartridge, files_of, same, write
 from safetensors.torch import save_file
 from torch.nn import Parameter, ParameterList
 
-from formats.registry import FORMATS, detect, read
-from formats.value import Cartridge, Provenance
+from registry.formats.convert import FORMATS, detect, read
+from registry.formats.cartridge_file import Cartridge, Provenance
 from protocols.errors import DataError
 
 SMALL = cartridge(1, 1, 16, 2, dtype="bfloat16")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import ParameterList
 
-from formats import registry
-from formats.registry import FORMATS, convert, detect, losses, read
-from formats.value import Cartridge, Provenance
+from convert.formats import convert
+from convert.formats.convert import FORMATS, convert, detect, losses, read
+from convert.formats.cartridge_file import Cartridge, Provenance
 from protocols.errors import DataError
 
 
@@ -145,4 +145,4 @@ def test_what_does_not_fit_a_dtype_is_refused(tmp_path: Path) -> None:
 
 def test_every_format_has_its_name() -> None:
     assert set(FORMATS) == {"forge", "hazy", "peft", "tokasaurus"}
-    assert registry.RUN not in FORMATS
+    assert convert.RUN not in FORMATS

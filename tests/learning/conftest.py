@@ -21,8 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from learning.model import document_kv, load_model
-from learning.prefixes import DocumentCache
+from learning.model.loading import document_kv, load_model
+from learning.model.document_kv import DocumentCache
 from protocols.types import Sample
 
 VOCAB = 97

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learning.losses.advantages import group_advantages
-from protocols.objective_spec import GrpoSpec
+from protocols.spec.objective import GrpoSpec
 
 BASELINES = get_args(GrpoSpec.model_fields["baseline"].annotation)
 

@@ -14,17 +14,17 @@ from channel_scene import loss_form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.batching import Packed, pack, response_logits, stack_prefixes
-from learning.cartridge import CartridgeBank
+from learning.packing import Packed, pack, response_logits, stack_prefixes
+from learning.cartridge.bank import CartridgeBank
 from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
-from learning.model import document_kv
-from learning.prefixes import DocumentCache
+from learning.model.loading import document_kv
+from learning.model.document_kv import DocumentCache
 from learning.scoring import score
 from learning.step import new_optimizer, train_step
 from learning.teacher_logprobs import Teacher, top_k
-from protocols.channels import Lesson
-from protocols.objective_spec import LossSpec, ObjectiveSpec
+from protocols.train_batch import Lesson
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learning import model as learning_model
-from learning.attention import DecodeCache, PrefixContext, cartridge_attention
-from learning.batching import pack, response_logits, stack_prefixes
-from learning.model import document_kv, hidden_states, kv_shape
+from learning.model import loading as learning_model
+from learning.model.attention import DecodeCache, PrefixContext, cartridge_attention
+from learning.packing import pack, response_logits, stack_prefixes
+from learning.model.loading import document_kv, hidden_states, kv_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,15 +17,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from learning import attention, flex
-from learning.attention import PrefixContext, cartridge_attention, query_chunk
-from learning.flex import TOKENS, bucket
+from learning.model import attention
+from learning.model import flex_attention
+from learning.model.attention import PrefixContext, cartridge_attention, query_chunk
+from learning.model.flex_attention import TOKENS, bucket
 from learning.losses.objective import active_channels
-from learning.model import load_model
+from learning.model.loading import load_model
 from learning.step import new_optimizer, train_step
 
 if TYPE_CHECKING:
-    from learning.cartridge import CartridgeBank
+    from learning.cartridge.bank import CartridgeBank
     from protocols.types import TrainStepOutput
     from tests.learning.conftest import Twin
 
@@ -60,7 +61,7 @@ def attend(given: tuple[Tensor, ...], lengths: Tensor | None, prefixed: bool) ->
 def by_flex(given: tuple[Tensor, ...], lengths: Tensor | None, prefixed: bool) -> Tensor:
     query, key, value, mask, kv, _ = given
     layer = kv[:, 1] if prefixed else None
-    return flex.flex_attention_over(query, key, value, mask, SCALE, layer, lengths, {})
+    return flex_attention.flex_attention_over(query, key, value, mask, SCALE, layer, lengths, {})
 
 
 def gradients(out: Tensor, given: tuple[Tensor, ...], prefixed: bool) -> list[Tensor]:
@@ -174,18 +175,18 @@ def test_shapes_that_are_compiled_over_a_run(monkeypatch: pytest.MonkeyPatch) ->
         shapes.add((*query.shape, *key.shape))
         return query, SimpleNamespace(lse=query[..., 0])
 
-    monkeypatch.setattr(flex, "flex_attention", recorded)
+    monkeypatch.setattr(flex_attention, "flex_attention", recorded)
     draws, exact = random.Random("shapes"), set()
-    blocks: flex.Blocks = {"row": None, "prefix": None}
+    blocks: flex_attention.Blocks = {"row": None, "prefix": None}
     kv = torch.zeros(1, 2, 2, 2048, 4)
     for _ in range(500):
         rows, length = draws.randint(1, 8), draws.randint(700, 2048)
         exact.add((rows, length))
         query, key = (torch.zeros(1).expand(rows, h, length, 4) for h in (4, 2))
-        flex.flex_attention_over(query, key, key, None, 1.0, kv, None, blocks)
+        flex_attention.flex_attention_over(query, key, key, None, 1.0, kv, None, blocks)
     assert len(exact) > 450
     # By row: 8 counts of rows, 13 lengths. Over the prefix: tokens of all rows, to 16,384.
-    assert len(shapes) <= 8 * 13 + 8 + 8 * 4 < flex.SHAPES
+    assert len(shapes) <= 8 * 13 + 8 + 8 * 4 < flex_attention.SHAPES
 
 
 def stepped(twin: Twin, bank: CartridgeBank, model: Any = None) -> TrainStepOutput:
@@ -214,7 +215,7 @@ def test_a_step_in_chunks_is_the_step(
 
 
 def recomputing_layers(*given: Any, **named: Any) -> Any:
-    from learning.batching import response_tokens
+    from learning.packing import response_tokens
 
     return response_tokens(*given, **(named | {"recompute_layers": True}))
 

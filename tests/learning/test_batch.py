@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.batch import Member, MicroBatch, PreparedBatch, prepare
-from learning.batching import pack
+from learning.batch import Member, PreparedBatch, prepare
+from learning.micro_batch import MicroBatch
+from learning.packing import pack
 from learning.losses.objective import active_channels
 from learning.teacher_logprobs import Teacher
-from protocols.channels import HintedTurn, Lesson, PreferencePair, RLSample
-from protocols.objective_spec import ObjectiveSpec
+from protocols.train_batch import HintedTurn, Lesson, PreferencePair, RLSample
+from protocols.spec.objective import ObjectiveSpec
 from protocols.types import Sample, Sampling
 
 

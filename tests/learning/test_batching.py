@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.batching import Packed, pack, response_logits, stack_prefixes
+from learning.packing import Packed, pack, response_logits, stack_prefixes
 from protocols.errors import DataError
 from protocols.types import Sample
 

@@ -19,12 +19,12 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.batching import pack, response_logits
+from learning.packing import pack, response_logits
 from learning.losses.advantages import group_advantages
 from learning.losses.doc_kl import doc_kl, jensen_shannon
 from learning.losses.grpo import PolicyGradientSpec
 from learning.losses.objective import CHANNELS, active_channels
-from learning.model import (
+from learning.model.loading import (
     base_hash,
     document_kv,
     hidden_states,
@@ -34,13 +34,13 @@ from learning.model import (
 from learning.scoring import response_logprobs, score, score_over
 from learning.step import new_optimizer
 from learning.teacher_logprobs import Teacher
-from protocols.channels import HintedTurn, Lesson, RLSample, hinted
+from protocols.train_batch import HintedTurn, Lesson, RLSample, hinted
 from protocols.errors import DataError, ForgeError, RunError, StaleTokenError
-from protocols.objective_spec import DpoSpec, ObjectiveSpec, SdpoSpec
+from protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
 from protocols.types import Sample, Sampling
 
 if TYPE_CHECKING:
-    from learning.cartridge import CartridgeBank
+    from learning.cartridge.bank import CartridgeBank
     from tests.learning.conftest import Twin
 
 READER = Path(__file__).parents[2] / "models/clinic-reader"
@@ -719,7 +719,7 @@ def test_channels_over_the_same_episodes_share_their_forward(
     own = torch.tensor([m for trained in marks for m in trained]).nonzero().flatten()
     teacher = Teacher(logits=score(llama.model, doc, llama.cached(), 64)).rows(own)
     both = Lesson(doc=doc, doc_trained=marks, scores={"doc_teacher": teacher}, rl=rl)
-    monkeypatch.setattr("learning.batching.hidden_states", counted)
+    monkeypatch.setattr("learning.packing.hidden_states", counted)
     found = []
     for weights in (("w_doc",), ("w_rl",), ("w_doc", "w_rl")):
         read.append(0)

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from learning.batching import pack, response_logits, stack_prefixes
-from learning.cartridge import CartridgeBank, first_tokens
-from learning.company import prefix_lengths, prefix_name, student_kv
+from learning.packing import pack, response_logits, stack_prefixes
+from learning.cartridge.bank import CartridgeBank, first_tokens
+from learning.cartridge.composition import prefix_lengths, prefix_name, student_kv
 from learning.losses.objective import active_channels
-from learning.rotation import composed
+from learning.model.rope import composed
 from learning.scoring import score
 from learning.step import new_optimizer, train_step
 from learning.teacher_logprobs import Teacher
-from protocols.channels import Lesson
-from protocols.objective_spec import ObjectiveSpec
+from protocols.train_batch import Lesson
+from protocols.spec.objective import ObjectiveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning import decoding, lane
 from learning.decoding import generate
-from learning.sampling import draw
-from learning.versions import CartridgeVersions
+from learning.decoding import decode_batch
+from learning.decoding.generate import generate
+from learning.decoding.sampling import draw
+from learning.cartridge.versions import CartridgeVersions
 from protocols.errors import DataError
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 
@@ -86,7 +87,7 @@ def test_greedy_equals_transformers_generate(twin: Twin, monkeypatch: pytest.Mon
     """Three prefixes of different lengths, ragged prompts, and budgets so different that finished
     rows are dropped on the way, twice."""
     kept: list[int] = []
-    compaction = lane.compaction
+    compaction = decode_batch.compaction
 
     def recorded(slots: list, groups: int) -> list[int] | None:
         keep = compaction(slots, groups)
@@ -94,7 +95,7 @@ def test_greedy_equals_transformers_generate(twin: Twin, monkeypatch: pytest.Mon
             kept.append(len(keep))
         return keep
 
-    monkeypatch.setattr(lane, "compaction", recorded)
+    monkeypatch.setattr(decode_batch, "compaction", recorded)
     done = generate(twin.model, RAGGED, lookup(twin), NO_END)
     assert [c.request_id for c in done] == list("pqrstuvwxy")
     assert [c.token_ids for c in done] == [by_transformers(twin, r, NO_END) for r in RAGGED]
@@ -134,12 +135,12 @@ def test_very_uneven_groups_are_decoded_apart_with_the_same_result(
     requests += [request("b", B, 4, 5, temperature=0), request("c", C, 2, 5, temperature=0)]
     batches: list[list[int]] = []
 
-    class Recorded(lane.Lane):
+    class Recorded(decode_batch.Lane):
         def __init__(self, model: object, prefixes: object, groups: list[list], *rest: object):
             batches.append([len(group) for group in groups])
             super().__init__(model, prefixes, groups, *rest)
 
-    monkeypatch.setattr(decoding, "Lane", Recorded)
+    monkeypatch.setattr(generate, "Lane", Recorded)
     done = generate(twin.model, requests, lookup(twin), NO_END)
     assert batches == [[6], [1], [1]]  # 3 groups of 6 would have been 18 rows for 8 requests
     assert [c.token_ids for c in done] == [by_transformers(twin, r, NO_END) for r in requests]

@@ -14,21 +14,21 @@ import torch
 from channel_scene import ALL, changed, in_chunks, scene
 from elsewhere import Elsewhere, elsewhere
 
-from learning.cartridge import first_tokens
+from learning.cartridge.bank import first_tokens
 from learning.checkpoint import read_checkpoint
-from learning.decoding import generate
-from learning.device import claim_device
-from learning.engine import TorchEngine
-from learning.model import base_hash, document_kv
+from learning.decoding.generate import generate
+from learning.model.device import claim_device
+from learning.decoding.engine import TorchEngine
+from learning.model.loading import base_hash, document_kv
 from learning.scoring import score_kept, with_references
 from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer
-from protocols.channels import Lesson
+from protocols.train_batch import Lesson
 from protocols.errors import SpecError
-from protocols.objective_spec import ObjectiveSpec, SdpoSpec
-from protocols.sections import TrainSpec
+from protocols.spec.objective import ObjectiveSpec, SdpoSpec
+from protocols.spec.sections import TrainSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TrainStepOutput
-from services.packing import pack, unpack
+from services.planes.codec import pack, unpack
 
 if TYPE_CHECKING:
     from tests.learning.conftest import Twin

@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from learning.decoding import generate
-from learning.engine import TorchEngine
-from learning.rotation import composed
+from learning.decoding.generate import generate
+from learning.decoding.engine import TorchEngine
+from learning.model.rope import composed
 from protocols.errors import DataError, PublishError
 from protocols.types import (
     Came,

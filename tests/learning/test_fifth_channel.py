@@ -11,17 +11,17 @@ from channel_scene import ALL, bank_of, do, scene
 from pydantic import Field
 from torch import Tensor
 
-from learning.batch import Item, MicroBatch
+from learning.micro_batch import Item, MicroBatch
 from learning.losses.channel import LossChannel
 from learning.losses.objective import CHANNELS
 from learning.losses.terms import Term
-from learning.projection import Projection
+from learning.model.chunked_logits import Projection
 from learning.trainer import CartridgeTrainer
-from protocols.channels import Lesson
+from protocols.train_batch import Lesson
 from protocols.errors import DataError
-from protocols.objective_spec import LossSpec, ObjectiveSpec
-from protocols.sections import TrainSpec
-from protocols.spec_base import Spec
+from protocols.spec.objective import LossSpec, ObjectiveSpec
+from protocols.spec.sections import TrainSpec
+from protocols.spec.base import Spec
 from protocols.types import Sample
 
 if TYPE_CHECKING:

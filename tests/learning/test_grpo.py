@@ -20,7 +20,7 @@ from learning.losses.grpo import (
     k3_divergence,
     mismatch_weight,
 )
-from protocols.objective_spec import MismatchSpec
+from protocols.spec.objective import MismatchSpec
 
 REDUCTIONS = get_args(PolicyGradientSpec.model_fields["reduction"].annotation)
 PLAIN = {"mismatch": None}

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from learning.initial import INITS, Source, Start, chunks, initial_bank
-from learning.matching import attention_matched
-from learning.model import text_ids
+from learning.cartridge.initialization import INITS, Source, Start, chunks, initial_bank
+from learning.cartridge.attention_matching import attention_matched
+from learning.model.loading import text_ids
 from protocols.errors import DataError
-from protocols.sections import CartridgeSpec
+from protocols.spec.sections import CartridgeSpec
 from tests.small_run import ROOT
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from learning.losses.doc_kl import (
 )
 from learning.teacher_logprobs import Teacher, joined, top_k
 from protocols.errors import SpecError
-from protocols.objective_spec import LossSpec
+from protocols.spec.objective import LossSpec
 
 Probs = tuple[float, ...]
 DIRECTIONS = get_args(LossSpec.model_fields["direction"].annotation)

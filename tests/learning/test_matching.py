@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from learning.attention import PrefixContext
-from learning.batching import pack, response_logits, stack_prefixes
-from learning.matching import (
+from learning.model.attention import PrefixContext
+from learning.packing import pack, response_logits, stack_prefixes
+from learning.cartridge.attention_matching import (
     MOST_ROWS,
     ROW,
     Observed,
@@ -21,8 +21,8 @@ from learning.matching import (
     observe,
     reference_rows,
 )
-from learning.model import hidden_states
-from learning.rotation import frequencies, shifted
+from learning.model.loading import hidden_states
+from learning.model.rope import frequencies, shifted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

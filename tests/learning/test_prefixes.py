@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learning.prefixes import DocumentCache, Spill, host_spill
+from learning.model.document_kv import DocumentCache, Spill, host_spill
 from protocols.errors import DataError
 from protocols.types import LookUps
 

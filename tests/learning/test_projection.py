@@ -19,12 +19,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.losses import Live, losses, once
 from benchmarks.losses import scene as benchmark_scene
-from learning.batching import pack, response_tokens
+from learning.packing import pack, response_tokens
 from learning.losses.grpo import PolicyGradientSpec
-from learning.model import document_kv, load_model
-from learning.projection import LOGIT_BYTES, Projection, chunk_tokens
+from learning.model.loading import document_kv, load_model
+from learning.model.chunked_logits import LOGIT_BYTES, Projection, chunk_tokens
 from learning.teacher_logprobs import Teacher, top_k
-from protocols.objective_spec import LossSpec, SdpoSpec
+from protocols.spec.objective import LossSpec, SdpoSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

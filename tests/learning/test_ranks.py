@@ -13,7 +13,7 @@ import torch
 from rank_jobs import JOBS, STEPS
 from safetensors.torch import load_file
 
-from learning.ranks import ALONE, join
+from learning.model.distributed import ALONE, join
 from protocols.errors import RunError
 
 pytestmark = pytest.mark.mesh

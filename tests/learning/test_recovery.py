@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from learning.cartridge import first_tokens
+from learning.cartridge.bank import first_tokens
 from learning.scoring import score
 from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer
 from protocols.errors import PublishError
-from protocols.sections import TrainSpec
+from protocols.spec.sections import TrainSpec
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

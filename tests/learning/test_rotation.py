@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learning.attention import PrefixContext
-from learning.model import hidden_states
-from learning.rotation import composed, frequencies, frequencies_of, shifted
+from learning.model.attention import PrefixContext
+from learning.model.loading import hidden_states
+from learning.model.rope import composed, frequencies, frequencies_of, shifted
 from protocols.errors import DataError
 
 if TYPE_CHECKING:

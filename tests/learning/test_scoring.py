@@ -9,7 +9,7 @@ import pytest
 import torch
 from channel_scene import bank_of, prefixes, scene
 
-from learning.projection import token_logprobs
+from learning.model.chunked_logits import token_logprobs
 from learning.scoring import (
     prefixes_of,
     response_logprobs,
@@ -19,7 +19,7 @@ from learning.scoring import (
     with_references,
 )
 from learning.teacher_logprobs import top_k
-from protocols.channels import hinted
+from protocols.train_batch import hinted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

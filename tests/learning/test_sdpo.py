@@ -15,7 +15,7 @@ from learning.losses.sdpo import alpha_at, sdpo_term, sdpo_tokens
 from learning.losses.terms import Term
 from learning.teacher_logprobs import Teacher, top_k
 from protocols.errors import SpecError
-from protocols.objective_spec import SdpoSpec
+from protocols.spec.objective import SdpoSpec
 
 S, T = (0.5, 0.5), (0.9, 0.1)
 

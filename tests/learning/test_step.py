@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.cartridge import CartridgeBank, first_tokens
+from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.losses.objective import active_channels
-from learning.model import base_hash
+from learning.model.loading import base_hash
 from learning.scoring import score
 from learning.step import (
     OFFLINE_VERSION,
@@ -26,9 +26,9 @@ from learning.step import (
     train_step,
 )
 from learning.teacher_logprobs import Teacher, top_k
-from protocols.channels import Lesson
+from protocols.train_batch import Lesson
 from protocols.errors import RunError, StaleTokenError
-from protocols.objective_spec import LossSpec, ObjectiveSpec
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

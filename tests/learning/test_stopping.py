@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learning.stopping import UNFINISHED, Cut, Stopper, TokenText
+from learning.decoding.stopping import UNFINISHED, Cut, Stopper, TokenText
 from protocols.errors import DataError
 from protocols.types import Until
 

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.cartridge import first_tokens
+from learning.cartridge.bank import first_tokens
 from learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
-from learning.model import base_hash, load_model
+from learning.model.loading import base_hash, load_model
 from learning.scoring import score
 from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
-from protocols.sections import TrainSpec
+from protocols.spec.sections import TrainSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

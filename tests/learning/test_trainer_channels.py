@@ -9,15 +9,15 @@ import pytest
 import torch
 from channel_scene import ALL, changed, scene
 
-from learning.cartridge import first_tokens
+from learning.cartridge.bank import first_tokens
 from learning.losses.objective import active_channels
 from learning.scoring import score
 from learning.step import train_step
 from learning.teacher_logprobs import Teacher
 from learning.trainer import CartridgeTrainer
-from protocols.channels import Lesson
-from protocols.objective_spec import LossSpec, ObjectiveSpec
-from protocols.sections import TrainSpec
+from protocols.train_batch import Lesson
+from protocols.spec.objective import LossSpec, ObjectiveSpec
+from protocols.spec.sections import TrainSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

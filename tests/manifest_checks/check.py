@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from cluster.parts import Object
+from deploy.manifests.objects import Object
 from forge_run.commands.k8s import render
 from manifest_checks.hardening import unsafe
 from manifest_checks.kustomize import build, targets

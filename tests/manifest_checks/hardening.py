@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from ipaddress import ip_network
 
-from cluster.mesh import NOT_PUBLIC
-from cluster.parts import DOMAIN, GPU, Object
+from deploy.manifests.mesh import NOT_PUBLIC
+from deploy.manifests.objects import DOMAIN, GPU, Object
 from manifest_checks.kustomize import name_of
 from manifest_checks.references import pod_templates
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from cluster.parts import Object
+from deploy.manifests.objects import Object
 from protocols.errors import SpecError
 
 KEYS = {"apiVersion", "kind", "resources", "components", "patches"}

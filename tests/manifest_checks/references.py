@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cluster.parts import DOMAIN, SECRETS, Object
+from deploy.manifests.objects import DOMAIN, SECRETS, Object
 from manifest_checks.kustomize import name_of
 
 

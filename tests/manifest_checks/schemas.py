@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from cluster.parts import Object
+from deploy.manifests.objects import Object
 from manifest_checks.kustomize import name_of
 
 KUBERNETES = "1.32"

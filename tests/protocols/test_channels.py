@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocols.channels import (
+from protocols.train_batch import (
     HintedTurn,
     PreferencePair,
     RLSample,

@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 def test_the_committed_code_is_what_make_proto_writes(name: str, tmp_path: Path) -> None:
     known = Path(protoc.__file__).with_name("_proto")  # google's own, which ours imports
     written = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
-    sources = [f"-I{REPOSITORY}", f"-I{known}", "protocols/control.proto"]
+    sources = [f"-I{REPOSITORY}", f"-I{known}", "protocols/wire/control.proto"]
     assert protoc.main(["protoc", *written, *sources]) == 0
     fresh, committed = (root / "protocols" / name for root in (tmp_path, REPOSITORY))
     assert fresh.read_bytes() == committed.read_bytes(), "run `make proto`"
@@ -46,12 +46,12 @@ def test_a_change_that_breaks_released_clients_is_found(
     before: str, after: str, fault: str, tmp_path: Path
 ) -> None:
     buf = Path(sys.executable).with_name("buf")
-    text = (REPOSITORY / "protocols/control.proto").read_text()
+    text = (REPOSITORY / "protocols/wire/control.proto").read_text()
     assert before in text
     (tmp_path / "protocols").mkdir()
     (tmp_path / "buf.yaml").write_text((REPOSITORY / "buf.yaml").read_text())
-    (tmp_path / "protocols/control.proto").write_text(text.replace(before, after, 1))
-    against = ["--against", REPOSITORY / "protocols/control.binpb"]
+    (tmp_path / "protocols/wire/control.proto").write_text(text.replace(before, after, 1))
+    against = ["--against", REPOSITORY / "protocols/wire/control.binpb"]
     done = subprocess.run(
         [buf, "breaking", *against], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )

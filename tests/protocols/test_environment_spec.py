@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from protocols.environment_spec import EnvironmentSpec
+from protocols.spec.environment import EnvironmentSpec
 
 
 def test_the_desk_needs_nothing_and_another_its_url() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.intervals import (
+from protocols.records.intervals import (
     Z95,
     mean_interval,
     paired_difference,

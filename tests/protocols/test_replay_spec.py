@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from protocols.replay_spec import PriceSpec, ReplaySpec, TeacherSpec
+from protocols.spec.teacher_replay import PriceSpec, ReplaySpec, TeacherSpec
 
 GOOD: dict[str, Any] = {
     "name": "a",

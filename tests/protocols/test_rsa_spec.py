@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from protocols.errors import SpecError
-from protocols.rsa_spec import ProblemsSpec, RsaSpec
-from protocols.spec import RunSpec
-from protocols.spec_loading import load_spec
+from protocols.spec.rsa import ProblemsSpec, RsaSpec
+from protocols.spec.mesh import RunSpec
+from protocols.spec.loading import load_spec
 
 MESH = str(Path(__file__).parents[2] / "meshes" / "rsagent.yaml")
 PRIMER = 'data={"source": "primer", "patients": 1, "held_out": 1.0}'

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from protocols.errors import SpecError
-from protocols.spec_loading import load_serve
+from protocols.spec.loading import load_serve
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = str(ROOT / "meshes/serve.yaml")

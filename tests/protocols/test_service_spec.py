@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from protocols.errors import SpecError
-from protocols.service_spec import (
+from protocols.spec.services import (
     AutoscaleSpec,
     ControlSpec,
     HealthSpec,
     TelemetrySpec,
     WatchdogSpec,
 )
-from protocols.spec import MeshSpec
-from protocols.spec_loading import load_spec
+from protocols.spec.mesh import MeshSpec
+from protocols.spec.loading import load_spec
 
 MESH = """\
 name: tiny

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from protocols.learn_spec import LearnSpec
-from protocols.objective_spec import LossSpec
-from protocols.sections import EvaluateSpec, TeacherSpec
-from protocols.spec import LEARN_KEYS, MESH_KEYS, MeshSpec, RolesSpec, RunSpec
+from protocols.spec.learn import LearnSpec
+from protocols.spec.objective import LossSpec
+from protocols.spec.sections import EvaluateSpec, TeacherSpec
+from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RolesSpec, RunSpec
 
 
 def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.errors import SpecError
-from protocols.spec import RunSpec
-from protocols.spec_loading import Loaded, load_resolved, load_spec
-from protocols.yaml_lines import dump_yaml, parse_document, parse_value
+from protocols.spec.mesh import RunSpec
+from protocols.spec.loading import Loaded, load_resolved, load_spec
+from protocols.spec.yaml_source import dump_yaml, parse_document, parse_value
 
 REPOSITORY = Path(__file__).parents[2]
 

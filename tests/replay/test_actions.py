@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from replay_house import READ, a_state
 
 from protocols.errors import DataError
-from protocols.replay import Action, Choice, Text, Tool, ToolCall
-from replay.actions import action_of, canonical, fault, letter
+from protocols.teacher_replay import Action, Choice, Text, Tool, ToolCall
+from teachers.actions import action_of, canonical, fault, letter
 
 STATE = a_state()
 OPTIONS = ("insulin", "Metformin", "a fever")

@@ -26,14 +26,14 @@ from replay_house import (
 )
 
 from protocols.errors import SpecError
-from protocols.replay import NANO, ReplayState, ToolCall, Usage, Verdict, Vote
-from protocols.replay_spec import ReplaySpec, TeacherSpec
-from replay.asking import Desk, ask_teachers, limits_of, worst
-from replay.books import ANSWERED, Totals
-from replay.clients import connect
-from replay.fake_provider.app import FakeProvider, Faults, ProviderRequest, sometimes_right
-from replay.ledger import Ledger
-from replay.prompt import Client, Reply, render
+from protocols.teacher_replay import NANO, ReplayState, ToolCall, Usage, Verdict, Vote
+from protocols.spec.teacher_replay import ReplaySpec, TeacherSpec
+from teachers.panel import Desk, ask_teachers, limits_of, worst
+from teachers.budget import ANSWERED, Totals
+from teachers.clients import connect
+from teachers.fake_provider.app import FakeProvider, Faults, ProviderRequest, sometimes_right
+from teachers.ledger import Ledger
+from teachers.prompts import Client, Reply, render
 
 MODELS = prices(a_spec(*(a_teacher(name, "http://127.0.0.1:1") for name in "abcde")))
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.replay import Usage
-from replay.books import (
+from protocols.teacher_replay import Usage
+from teachers.budget import (
     ANSWERED,
     INTERRUPTED,
     Books,

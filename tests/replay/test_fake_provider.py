@@ -11,10 +11,10 @@ import openai
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from protocols.replay import Usage
-from protocols.replay_spec import PriceSpec
-from replay.fake_provider.app import FakeProvider, Faults, ProviderRequest, sometimes_right, uniform
-from replay.prompt import ATTEMPT_HEADER
+from protocols.teacher_replay import Usage
+from protocols.spec.teacher_replay import PriceSpec
+from teachers.fake_provider.app import FakeProvider, Faults, ProviderRequest, sometimes_right, uniform
+from teachers.prompts import ATTEMPT_HEADER
 
 PRICES = {"tiny": PriceSpec(input=1.0, output=2.0, cached=0.5)}
 

@@ -16,10 +16,10 @@ from replay_house import a_spec, a_teacher, ledger_rows, prices, right
 from replay_worker import RACE_PAID, RACE_WORST, a_settlement
 
 from protocols.errors import DataError, RunError
-from replay.asking import limits_of
-from replay.books import INTERRUPTED, Call, Go, Have, Totals, Wait
-from replay.fake_provider.app import FakeProvider, Faults
-from replay.ledger import Ledger
+from teachers.panel import limits_of
+from teachers.budget import INTERRUPTED, Call, Go, Have, Totals, Wait
+from teachers.fake_provider.app import FakeProvider, Faults
+from teachers.ledger import Ledger
 
 SPEC = a_spec(a_teacher("a", "http://127.0.0.1:1"))
 CALL = Call("k", "a", "run", 5_000)

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from replay_house import a_state, a_teacher, answer, canonical_read
 
-from protocols.replay import Message, ToolCall, Usage
-from protocols.replay_spec import PriceSpec
-from replay.money import OVERHEAD_TOKENS, cost, nanodollars, reported, worst_case
-from replay.prompt import ANSWER_SCHEMA, TeacherAnswer, call_key, read_answer, render, state_hash
+from protocols.teacher_replay import Message, ToolCall, Usage
+from protocols.spec.teacher_replay import PriceSpec
+from teachers.pricing import OVERHEAD_TOKENS, cost, nanodollars, reported, worst_case
+from teachers.prompts import ANSWER_SCHEMA, TeacherAnswer, call_key, read_answer, render, state_hash
 
 URL = "http://127.0.0.1:1/v1"
 

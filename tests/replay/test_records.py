@@ -7,10 +7,10 @@ import pytest
 from replay_house import a_state, canonical_read
 
 from protocols.errors import DataError
-from protocols.replay import Choice, Text, Usage, Vote
-from replay.prompt import state_hash
-from replay.records import Record, from_row, to_row
-from replay.verdict import decide, pair_of
+from protocols.teacher_replay import Choice, Text, Usage, Vote
+from teachers.prompts import state_hash
+from teachers.vote_records import Record, from_row, to_row
+from teachers.voting import decide, pair_of
 
 VOTES = [
     Vote("h", "a", "k1", "raw \u2603 \ud800", canonical_read(1), Usage(5, 6, 7), 123, 0.25, 2, ""),

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from replay_house import a_state, canonical_read
 
 from protocols.errors import DataError
-from protocols.replay import ReplayState, ToolCall, Vote
-from protocols.replay_spec import GateSpec
-from replay.verdict import decide, next_to_ask, pair_of, worth_asking
+from protocols.teacher_replay import ReplayState, ToolCall, Vote
+from protocols.spec.teacher_replay import GateSpec
+from teachers.voting import decide, next_to_ask, pair_of, worth_asking
 
 STATE = a_state()  # the student reads note 99
 

@@ -13,7 +13,7 @@ import pytest
 from namespaces import ALONE, cannot_make
 from small_run import command, latest, rows, run_to_end, running, same_outcome
 
-from services.hello import Hello, HelloServer, versions
+from services.hosts.handshake import Hello, HelloServer, versions
 
 SCENARIO = Path(__file__).parent.parent / "mesh_scenario.py"
 GRACE = 25.0

@@ -14,7 +14,7 @@ import pytest
 from chaos import ROLES
 from small_run import ROOT, run_to_end, running
 
-from environments.traces import from_row
+from environments.episode_files import from_row
 from protocols.files import read_rows
 
 pytestmark = pytest.mark.run

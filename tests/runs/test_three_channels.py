@@ -15,11 +15,11 @@ import pytest
 from chaos import OF_CHANNELS
 from small_run import ROOT, Finished, run_to_end, running
 
-from environments.traces import from_row
+from environments.episode_files import from_row
 from learning.losses.objective import CHANNELS
 from protocols.files import read_rows
-from protocols.replay import NANO, Verdict
-from replay.records import from_row as record_from
+from protocols.teacher_replay import NANO, Verdict
+from teachers.vote_records import from_row as record_from
 
 pytestmark = pytest.mark.run
 

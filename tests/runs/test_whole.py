@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 from small_run import SMALL, Finished, rows
 
-from learning.model import load_tokenizer
-from protocols.spec_loading import load_resolved
-from services.tasks import Tasks, read_patients
+from learning.model.loading import load_tokenizer
+from protocols.spec.loading import load_resolved
+from training.recipes.longhealth_prompts import Tasks, read_patients
 
 pytestmark = pytest.mark.run
 

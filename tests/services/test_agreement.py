@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from protocols.types import Completion
-from services.agreement import Exam, Studied, agreement, split
+from training.recipes.agreement import Exam, Studied, agreement, split
 
 
 def studied(document: str, text: str) -> Studied:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.service_spec import AutoscaleSpec
-from services.autoscale import Loads, decide
+from protocols.spec.services import AutoscaleSpec
+from services.pool.autoscale import Loads, decide
 
 
 def spec_of(**changes: float) -> AutoscaleSpec:

@@ -13,18 +13,18 @@ from small_run import MESH, SMALL
 
 from actors.generator import GeneratorActor
 from protocols.errors import PublishError, StaleTokenError
-from protocols.spec import RunSpec
-from protocols.spec_loading import load_spec
-from protocols.status import RunStatus
+from protocols.spec.mesh import RunSpec
+from protocols.spec.loading import load_spec
+from protocols.records.status import RunStatus
 from protocols.types import Generated, GenerateRequest, PrefixRef, Snapshot
 from services import roles
-from services.courses import open_course
-from services.helm import Helm
+from training.recipes.registry import open_course
+from services.control.commands import Helm
 from services.mesh import open_mesh, spawn_roles
-from services.recorder import Recorder
-from services.rundir import RunDirectory
+from services.telemetry.recorder import Recorder
+from services.run_directory import RunDirectory
 from services.telemetry.hub import open_sinks
-from services.training_run import TrainingRun
+from training.training_run import TrainingRun
 
 pytestmark = pytest.mark.mesh
 
@@ -45,7 +45,7 @@ class Lying(Deaf):
 
     @endpoint
     async def generate(self, requests: Sequence[GenerateRequest]) -> Generated:
-        from learning.decoding import generate
+        from learning.decoding.generate import generate
 
         old = [
             r

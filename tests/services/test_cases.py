@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from desk_tasks import replayed
 
-from clinic.desk import TOOLS, call_text, draw_case, draw_desk
-from environments.local_teachers import next_call
-from learning.model import load_tokenizer
-from protocols.channels import hinted
+from environments.clinic.desk import TOOLS, call_text, draw_case, draw_desk
+from environments.clinic.fake_teachers import next_call
+from learning.model.loading import load_tokenizer
+from protocols.train_batch import hinted
 from protocols.episodes import Move, Observation
 from protocols.errors import RunError
-from protocols.learn_spec import LearnSpec
-from protocols.replay import Message
-from protocols.spec_loading import load_spec
+from protocols.spec.learn import LearnSpec
+from protocols.teacher_replay import Message
+from protocols.spec.loading import load_spec
 from protocols.types import Completion, GenerateRequest, TrainStepOutput
-from services.cases import Cases
-from services.training_types import Rollout, StepRecord, StepTimes
+from training.recipes.tool_episodes import Cases
+from training.types import Rollout, StepRecord, StepTimes
 
 MESH = Path(__file__).resolve().parents[2] / "meshes" / "three_channels.yaml"
 QUIET = (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from documents.contamination import Overlap, Placed
+from documents.near_duplicates import Overlap, Placed
 from protocols.errors import DataError
-from services.contamination import clean
+from training.recipes.contamination import clean
 
 FOUND = [
     Overlap("exact", 1.0, Placed("d", f"text {i}", f"rows: {i}"), Placed("d", "text", f"q: {i}"))

@@ -20,9 +20,9 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from protocols import control_pb2 as pb
-from protocols.control_messages import CONTROL, pool_status, run_status
-from protocols.control_pb2_grpc import ControlStub
+from protocols.wire import control_pb2 as pb
+from protocols.wire.control_messages import CONTROL, pool_status, run_status
+from protocols.wire.control_pb2_grpc import ControlStub
 from protocols.errors import (
     CheckpointError,
     DataError,
@@ -33,9 +33,9 @@ from protocols.errors import (
     SpecError,
     StaleTokenError,
 )
-from protocols.service_spec import ControlSpec
-from services import control_plane
-from services.control_plane import ControlPlane
+from protocols.spec.services import ControlSpec
+from services.control import server
+from services.control.server import ControlPlane
 
 TOKEN = "s3cret-token"
 BEARER = (("authorization", f"Bearer {TOKEN}"),)
@@ -141,14 +141,14 @@ def test_our_own_bugs_are_logged_and_not_told(
         stub = ControlStub(channel)
         assert refused(stub.Stop, pb.StopRequest()) == told
         assert refused(stub.Events, pb.EventsRequest()) == told
-    assert [record.name for record in caplog.records] == ["services.control_plane"] * 2
+    assert [record.name for record in caplog.records] == ["services.control.server"] * 2
     assert "/home/someone/secret" in caplog.text
 
 
 def test_a_run_that_does_not_answer_is_given_up(
     run: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_plane, "CHECKPOINT_SECONDS", 0.05)
+    monkeypatch.setattr(server, "CHECKPOINT_SECONDS", 0.05)
     run.do(run.steering.release.clear)
     with connected(run.address) as channel:
         assert refused(ControlStub(channel).Checkpoint, pb.CheckpointRequest()) == (
@@ -256,8 +256,8 @@ def test_stop_lets_a_call_end_within_its_grace() -> None:
 
 
 def test_stop_does_not_wait_for_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert control_plane.GRACE_SECONDS == 2.0
-    monkeypatch.setattr(control_plane, "GRACE_SECONDS", 0.3)
+    assert server.GRACE_SECONDS == 2.0
+    monkeypatch.setattr(server, "GRACE_SECONDS", 0.3)
 
     async def check() -> tuple[grpc.StatusCode, float]:
         steering = FakeSteering()
@@ -358,7 +358,7 @@ def test_a_plain_client_and_a_stranger_reach_no_tls_server(
 
 
 def test_health_says_serving_until_the_end(run: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_plane, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(server, "GRACE_SECONDS", 0.2)
     with connected(run.address) as channel:
         checks = health_pb2_grpc.HealthStub(channel)
         for service in ("", CONTROL):
@@ -389,14 +389,14 @@ def test_reflection_tells_what_control_proto_says(run: Served) -> None:
         descriptor_pb2.FileDescriptorProto.FromString(text)
         for text in found.file_descriptor_response.file_descriptor_proto
     ]
-    control = next(file for file in files if file.name == "protocols/control.proto")
+    control = next(file for file in files if file.name == "protocols/wire/control.proto")
     assert [method.name for method in control.service[0].method] == [
         "Status", "Scale", "Pause", "Resume", "Checkpoint", "Stop", "Events",
     ]  # fmt: skip
 
 
 def test_more_calls_than_it_serves_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_plane, "MOST_CALLS", 2)
+    monkeypatch.setattr(server, "MOST_CALLS", 2)
     with served() as here, connected(here.address) as channel:
         stub = ControlStub(channel)
         streams = [stub.Events(pb.EventsRequest(replay=1), timeout=SECONDS) for _ in range(2)]

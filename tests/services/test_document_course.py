@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from learning.decoding import generate
-from learning.model import document_kv, load_model, load_tokenizer
-from learning.prefixes import DocumentCache
+from learning.decoding.generate import generate
+from learning.model.loading import document_kv, load_model, load_tokenizer
+from learning.model.document_kv import DocumentCache
 from protocols.errors import CheckpointError, DataError
-from protocols.learn_spec import LearnSpec
-from protocols.records import Measured
-from protocols.spec_loading import load_spec
+from protocols.spec.learn import LearnSpec
+from protocols.records.run_files import Measured
+from protocols.spec.loading import load_spec
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from services.clients import Replied
-from services.document_course import DocumentCourse
-from services.parts import read_parts
-from services.rollouts import rollout_from
-from services.rundir import RunDirectory
-from services.study import read_rows
+from training.recipes.documents import DocumentCourse
+from documents.corpus import read_parts
+from training.rollouts import rollout_from
+from services.run_directory import RunDirectory
+from documents.synthesis import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 ARTICLES = ROOT / "tests" / "documents" / "articles"

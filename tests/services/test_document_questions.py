@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protocols.errors import DataError
-from services.document_questions import f1, normalised, read_questions
+from training.recipes.question_files import f1, normalised, read_questions
 
 TEXTS = {
     "salt": "A pond took nine days to dry in June\nand fourteen in April.",

@@ -4,9 +4,9 @@ from math import sqrt
 
 import pytest
 
-from clinic.longhealth import Question
-from services.evaluation import measure
-from services.tasks import Exam
+from environments.clinic.longhealth import Question
+from training.recipes.accuracy import measure
+from training.recipes.longhealth_prompts import Exam
 
 Z = 1.959963984540054
 

@@ -13,11 +13,11 @@ import torch
 from exam_house import EVAL, Reader, kv_of, paper, spec, tokenizer
 from transformers import AutoModelForCausalLM
 
-from environments.conversation import NO_DOCUMENT
+from environments.renderer import NO_DOCUMENT
 from protocols.errors import DataError, PublishError
 from protocols.types import Completion, PrefixRef
-from services.exam_arms import Arm, Sat, pairs, sit
-from services.exam_paper import Paper, first_tokens_of
+from training.evaluation.arms import Arm, Sat, pairs, sit
+from training.evaluation.questions import Paper, first_tokens_of
 
 P = 16
 

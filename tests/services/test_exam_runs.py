@@ -13,12 +13,12 @@ from torch import Tensor
 
 from forge_run.commands.evaluate import SPEC, evaluate
 from protocols.errors import CheckpointError, DataError, SpecError
-from protocols.eval_spec import EvalSpec
-from protocols.replay import Message
-from protocols.spec_loading import load_file, load_spec
-from services.document_questions import read_questions
-from services.exam_paper import GENERAL, set_paper
-from services.exam_runs import (
+from protocols.spec.evaluation import EvalSpec
+from protocols.teacher_replay import Message
+from protocols.spec.loading import load_file, load_spec
+from training.recipes.question_files import read_questions
+from training.evaluation.questions import GENERAL, set_paper
+from training.evaluation.runs import (
     KINDS,
     enter,
     read_run,
@@ -26,7 +26,7 @@ from services.exam_runs import (
     require_documents,
     trained_on,
 )
-from services.rundir import RunDirectory
+from services.run_directory import RunDirectory
 
 
 def cartridges(tokens: int = 16, names: tuple[str, ...] = ("patient_01", "patient_02")) -> Any:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from actors.pulse import digest
+from actors.heartbeat import digest
 from protocols.errors import RunError
-from services.files import same_files
+from services.pool.shared_files import same_files
 
 
 def process(seen: dict[str, tuple[str, bool]], local: bool = False) -> Any:

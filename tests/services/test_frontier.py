@@ -8,15 +8,15 @@ from math import sqrt
 
 import pytest
 
-from clinic.longhealth import Question
+from environments.clinic.longhealth import Question
 from protocols.errors import DataError, SpecError
-from protocols.frontier_spec import FrontierArm, FrontierSpec
-from protocols.intervals import student_t95, wilson_interval
-from protocols.spec_loading import load_file
-from services.frontier import ArmRow, compare
-from services.tasks import Exam
+from protocols.spec.frontier import FrontierArm, FrontierSpec
+from protocols.records.intervals import student_t95, wilson_interval
+from protocols.spec.loading import load_file
+from training.evaluation.strategies import ArmRow, compare
+from training.recipes.longhealth_prompts import Exam
 from strategies.catalog import parse
-from strategies.port import ABILITIES, Answer, Ask
+from strategies.samplers.sampler import ABILITIES, Answer, Ask
 
 OPTIONS = ("cyst", "ulcer", "normal", "edema", "murmur")
 # What the samples 0, 1, 2 say of each question; all are asked with the right answer "cyst".

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.service_spec import HealthSpec
-from protocols.status import ReplicaState
-from services.health import Life, drained, judge, lost, refitted, silent
+from protocols.spec.services import HealthSpec
+from protocols.records.status import ReplicaState
+from services.pool.health import Life, drained, judge, lost, refitted, silent
 
 DEAD, DRAINING = ReplicaState.DEAD, ReplicaState.DRAINING
 HEALTHY, SUSPECT = ReplicaState.HEALTHY, ReplicaState.SUSPECT
@@ -58,7 +58,7 @@ def test_draining_ends_and_never_returns(before: Life) -> None:
 moves = st.one_of(
     st.just("refit"), st.just("drain"), st.just("lost"), st.floats(0, 30, allow_nan=False)
 )
-# Every change that the drawing in protocols/status.py allows, with what brings it about.
+# Every change that the drawing in protocols/records/status.py allows, with what brings it about.
 LEGAL = {
     (STARTING, Life(HEALTHY)): "refit",
     (Life(HEALTHY), Life(SUSPECT)): "silence",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from protocols.errors import RunError
-from services.hello import (
+from services.hosts.handshake import (
     Hello,
     HelloServer,
     Unheard,

@@ -13,15 +13,15 @@ from fake_mesh import pool_of, run
 
 from protocols.errors import RunError, SpecError
 from protocols.files import read_rows
-from protocols.records import MetricRow
-from protocols.service_spec import AutoscaleSpec
-from protocols.status import RunStatus
+from protocols.records.run_files import MetricRow
+from protocols.spec.services import AutoscaleSpec
+from protocols.records.status import RunStatus
 from protocols.types import Span
-from services import helm as helm_module
-from services.helm import Helm, Stopped
-from services.pool import Pool
-from services.recorder import Recorder
-from services.rundir import RunDirectory
+from services.control import commands as helm_module
+from services.control.commands import Helm, Stopped
+from services.pool.pool import Pool
+from services.telemetry.recorder import Recorder
+from services.run_directory import RunDirectory
 
 
 class NoSink:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from namespaces import ALONE, cannot_make
 
-from services.hosts import LINK_ENVIRONMENT
+from services.hosts.source import LINK_ENVIRONMENT
 
 SCENARIO = Path(__file__).parent.parent / "hosts_scenario.py"
 SUSPECT, DEAD, BEAT, ALONE_S = 1.0, 3.0, 0.2, 6.0  # of the scenario's HealthSpec

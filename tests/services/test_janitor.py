@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.shared_memory import SharedMemoryPlane
+from services.planes.shared_memory import SharedMemoryPlane
 
 OWNER = """
 import asyncio, sys, time, torch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.hosts import LINK_ENVIRONMENT
+from services.hosts.source import LINK_ENVIRONMENT
 
 SCENARIO = Path(__file__).parent.parent / "kubernetes_attach.py"
 

@@ -29,7 +29,7 @@ from kubernetes_scenarios import (
 from operator_loop import MESHES, PODS, Admin, OperatorLoop, not_ready, ready
 
 from protocols.errors import RunError
-from services.kubernetes_hosts import KubernetesHosts
+from services.hosts.kubernetes import KubernetesHosts
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_what_is_put_off_is_asked_again(server: ApiServer, cluster: Cluster) -> 
 def test_what_is_put_off_for_long_is_told(
     server: ApiServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.kubernetes_api.PATIENCE_S", 0.5)
+    monkeypatch.setattr("services.hosts.kubernetes_client.PATIENCE_S", 0.5)
     server.faults.append(Fault(500, 1000, "get", "monarchmeshes"))
     cluster.grant("scaling")
 

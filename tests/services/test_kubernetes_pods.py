@@ -1,6 +1,6 @@
 """What is read out of a pod as the API has it."""
 
-from services.kubernetes_pods import Pod, address, attachable, pod_of, workers
+from services.hosts.kubernetes_pods import Pod, address, attachable, pod_of, workers
 
 
 def test_ipv6_is_bracketed() -> None:

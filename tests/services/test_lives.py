@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.errors import DataError, PlaneError, RunError
-from protocols.service_spec import AutoscaleSpec
-from protocols.spec import RoleSpec
-from services.health import IN_SERVICE
-from services.pool import Pool
-from services.replica import Replica
-from services.service import UNHEARD
+from protocols.spec.services import AutoscaleSpec
+from protocols.spec.mesh import RoleSpec
+from services.pool.health import IN_SERVICE
+from services.pool.pool import Pool
+from services.pool.replica import Replica
+from services.pool.service import UNHEARD
 
 
 class Worker:

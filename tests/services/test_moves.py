@@ -11,12 +11,12 @@ import pytest
 from fake_mesh import House, house, run
 
 from protocols.errors import RunError
-from protocols.service_spec import AutoscaleSpec
-from protocols.spec import RoleSpec
-from protocols.status import ReplicaState
-from services.hosts import Worker
-from services.pool import Pool
-from services.replica import Replica
+from protocols.spec.services import AutoscaleSpec
+from protocols.spec.mesh import RoleSpec
+from protocols.records.status import ReplicaState
+from services.hosts.source import Worker
+from services.pool.pool import Pool
+from services.pool.replica import Replica
 
 
 class Clerk:

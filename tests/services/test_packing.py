@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from protocols.errors import PlaneError
 from protocols.types import TensorLayout
-from services.packing import check_key, layout_of, pack, packed_bytes, packed_chunks, unpack
+from services.planes.codec import check_key, layout_of, pack, packed_bytes, packed_chunks, unpack
 
 DTYPES = (
     torch.bool,

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.placement import Spot, choose, crowded, lack
+from services.pool.placement import Spot, choose, crowded, lack
 
 SPOTS = st.lists(
     st.builds(

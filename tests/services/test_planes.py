@@ -23,8 +23,8 @@ from monarch.actor import Actor, ProcMesh, endpoint, this_host
 from protocols.errors import PlaneError, SpecError
 from protocols.ports import TensorPlane
 from protocols.types import Packet, TensorLayout
-from services.planes import OwnedPlane, open_plane
-from services.shared_memory import SharedMemoryPlane
+from services.planes.open import OwnedPlane, open_plane
+from services.planes.shared_memory import SharedMemoryPlane
 
 KINDS = ("torchstore", "shared_memory")
 MB = 1 << 20
@@ -362,7 +362,7 @@ def test_a_stuck_or_dead_storage_process_raises_in_bounded_time(
 
 
 def test_planes_pickle_as_handles() -> None:
-    from services.torchstore_plane import TorchStorePlane
+    from services.planes.torchstore import TorchStorePlane
 
     store = pickle.loads(pickle.dumps(TorchStorePlane("store1", 3.0)))  # noqa: S301  our own bytes
     assert (store.store_name, store.timeout_s) == ("store1", 3.0)
@@ -379,9 +379,9 @@ def test_a_missing_torchstore_is_an_error_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchstore", None)
-    monkeypatch.delitem(sys.modules, "services.torchstore_plane", raising=False)
+    monkeypatch.delitem(sys.modules, "services.planes.torchstore", raising=False)
     with pytest.raises(PlaneError, match=r"run `pip install --no-deps torchstore==0\.1\.2`"):
-        importlib.import_module("services.torchstore_plane")
+        importlib.import_module("services.planes.torchstore")
 
 
 def test_directories_of_dead_runs_are_removed_and_of_living_ones_kept(tmp_path: Path) -> None:

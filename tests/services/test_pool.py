@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.errors import ForgeError, PlaneError, PublishError, RunError, StaleTokenError
-from protocols.status import PoolStatus, ReplicaState, ReplicaStatus
+from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus
 from protocols.types import Span
-from services.health import silent
-from services.pool import Pool, gather
-from services.replica import Replica
+from services.pool.health import silent
+from services.pool.pool import Pool, gather
+from services.pool.replica import Replica
 
 
 class Actor:

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from episode_house import HANDBOOK, LOST, conversation, episode_of
 
-from environments.channels import replay_states
-from environments.dialects import DESK
-from protocols.channels import PreferencePair
+from environments.training_signals import replay_states
+from environments.action_parsing import DESK
+from protocols.train_batch import PreferencePair
 from protocols.errors import RunError
-from protocols.objective_spec import DpoSpec
-from protocols.replay import Message, ReplayState, ToolCall, Verdict, Vote
-from protocols.replay_spec import GateSpec, PriceSpec, ReplaySpec, TeacherSpec
-from replay.actions import canonical
-from replay.prompt import state_hash
-from replay.verdict import decide
-from services.preferences import Preferences, Question
+from protocols.spec.objective import DpoSpec
+from protocols.teacher_replay import Message, ReplayState, ToolCall, Verdict, Vote
+from protocols.spec.teacher_replay import GateSpec, PriceSpec, ReplaySpec, TeacherSpec
+from teachers.actions import canonical
+from teachers.prompts import state_hash
+from teachers.voting import decide
+from training.recipes.preferences import Preferences, Question
 
 BETTER = ToolCall("find", {"field": "surgeon", "department": "cardiology"})
 SPEC = ReplaySpec(

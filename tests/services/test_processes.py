@@ -9,9 +9,9 @@ import pytest
 from fake_mesh import HEALTH, FakeHost, run
 
 from protocols.errors import RunError
-from services.hosts import Worker
-from services.process import Host, Process
-from services.processes import Processes
+from services.hosts.source import Worker
+from services.pool.process import Host, Process
+from services.pool.process_manager import Processes
 
 
 def of(*workers: tuple[str, str, int], spares: int = 0) -> tuple[Processes, dict[str, Host]]:
@@ -177,7 +177,7 @@ def test_devices_are_those_that_are_free_on_the_host() -> None:
 
 
 def test_roles_of_one_machine_share_its_devices_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.processes.gpus_here", lambda: 3)
+    monkeypatch.setattr("services.pool.process_manager.gpus_here", lambda: 3)
 
     async def scenario() -> None:
         processes = Processes(HEALTH, spares=0, timeout_s=20.0)

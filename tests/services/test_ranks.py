@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from fake_mesh import House, house, run
 
-from actors.pulse import Beat
+from actors.heartbeat import Beat
 from protocols.errors import PlaneError, RanksLostError, RunError
-from protocols.spec import RoleSpec
-from services import process as process_module
-from services.pool import Pool
-from services.process import Process
+from protocols.spec.mesh import RoleSpec
+from services.pool import process as process_module
+from services.pool.pool import Pool
+from services.pool.process import Process
 
 
 class Rank:

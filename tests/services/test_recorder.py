@@ -13,11 +13,11 @@ import pytest
 from fake_mesh import run
 
 from protocols.files import read_rows
-from protocols.records import MetricRow
-from protocols.status import RunStatus
+from protocols.records.run_files import MetricRow
+from protocols.records.status import RunStatus
 from protocols.types import Span
-from services.recorder import HELD_EVENTS, Recorder
-from services.rundir import RunDirectory
+from services.telemetry.recorder import HELD_EVENTS, Recorder
+from services.run_directory import RunDirectory
 
 ROW = MetricRow(
     arm="on_policy", step=1, version=1, kl=0.5, grad_norm=0.1, lr=0.02, tokens=9, stale_tokens=0

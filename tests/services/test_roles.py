@@ -6,7 +6,7 @@ from pathlib import Path
 
 from chaos import ROLES
 
-from protocols.spec import RolesSpec
+from protocols.spec.mesh import RolesSpec
 from services.roles import ALONE
 
 MESH = str(Path(__file__).parents[2] / "meshes/longhealth.yaml")

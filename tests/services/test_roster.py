@@ -13,11 +13,11 @@ import pytest
 from fake_mesh import HEALTH, FakeHost
 
 from protocols.errors import RunError
-from services import roster as roster_module
-from services.hello import Hello, HelloServer
-from services.hosts import Addresses, Worker
-from services.processes import Processes
-from services.roster import Roster
+from services.pool import membership as roster_module
+from services.hosts.handshake import Hello, HelloServer
+from services.hosts.source import Addresses, Worker
+from services.pool.process_manager import Processes
+from services.pool.membership import Roster
 
 NEEDED = {"torchmonarch": "0.7.0"}
 PATIENCE = 10.0

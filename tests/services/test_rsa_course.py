@@ -13,17 +13,17 @@ import pytest
 
 from environments.problems import ClinicProblems
 from learning.losses.advantages import group_advantages
-from learning.model import load_tokenizer
+from learning.model.loading import load_tokenizer
 from protocols.errors import DataError
-from protocols.learn_spec import LearnSpec
+from protocols.spec.learn import LearnSpec
 from protocols.rsa import Candidate, Problem, Standing
-from protocols.spec_loading import load_spec
+from protocols.spec.loading import load_spec
 from protocols.types import Completion, GenerateRequest, TrainStepOutput
-from services.courses import open_course
-from services.evaluation import aggregation_gain
-from services.rsa_course import RsaCourse, RsaRollout
-from services.rsa_problems import ByNumber, OfPatients
-from services.training_types import StepRecord, StepTimes
+from training.recipes.registry import open_course
+from training.recipes.accuracy import aggregation_gain
+from training.recipes.rsa import RsaCourse, RsaRollout
+from training.recipes.rsa_problems import ByNumber, OfPatients
+from training.types import StepRecord, StepTimes
 from strategies.rsa.aggregator import aggregate
 from strategies.rsa.islands import Shape
 

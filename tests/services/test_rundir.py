@@ -15,8 +15,8 @@ import pytest
 
 from protocols.errors import CheckpointError, RunError
 from protocols.files import iter_rows, read_rows
-from protocols.records import MetricRow, Results, RolloutRow
-from services.rundir import RunDirectory, outcome, phase_means
+from protocols.records.run_files import MetricRow, Results, RolloutRow
+from services.run_directory import RunDirectory, outcome, phase_means
 
 START = datetime(2026, 7, 26, 10, 15, 30, 120_000, tzinfo=UTC)
 
@@ -326,7 +326,7 @@ def test_a_taken_id_is_not_taken_again(tmp_path: Path, monkeypatch: pytest.Monke
 def test_processes_that_start_at_once_get_different_runs(tmp_path: Path) -> None:
     code = (
         "import sys; from datetime import datetime; from pathlib import Path; "
-        "from services.rundir import RunDirectory as R; when = datetime(2026, 7, 26); "
+        "from services.run_directory import RunDirectory as R; when = datetime(2026, 7, 26); "
         "print(*[R.create(Path(sys.argv[1]), 'm', '', now=when).id for _ in range(20)])"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from monarch.actor import Actor, concurrent_endpoint, this_host
 
-from actors.pulse import resident_bytes
+from actors.heartbeat import resident_bytes
 from protocols.errors import RunError
-from protocols.service_spec import AutoscaleSpec, HealthSpec
-from protocols.spec import RoleSpec
-from services.pool import Pool
-from services.service import Service
-from services.system import has_ended
+from protocols.spec.services import AutoscaleSpec, HealthSpec
+from protocols.spec.mesh import RoleSpec
+from services.pool.pool import Pool
+from services.pool.service import Service
+from services.proc_info import has_ended
 
 pytestmark = pytest.mark.mesh
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from replay.books import ANSWERED, Call, Go, Limits, Settled
-from replay.ledger import Ledger
-from services.spending import Spending
+from teachers.budget import ANSWERED, Call, Go, Limits, Settled
+from teachers.ledger import Ledger
+from teachers.spending import Spending
 
 NO_LIMITS = Limits(10**12, 10**12, 8, None, 5, 30.0)
 

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_house import House, delays, drive, run, sampled_versions, turns_of
 
-from learning.versions import VersionLedger
-from protocols.channels import Lesson
+from learning.cartridge.versions import VersionLedger
+from protocols.train_batch import Lesson
 from protocols.errors import PublishError, StaleTokenError
 from protocols.types import Sample, TrainStepOutput
-from services.training_types import Rollout, ScoringCost
+from training.types import Rollout, ScoringCost
 
 bounds = st.integers(0, 4)
 firsts = st.integers(0, 3)

@@ -14,23 +14,23 @@ import torch
 from safetensors.torch import save_file
 from vllm_replica import require_vllm
 
-from actors.setup import missing_vllm
-from clinic.longhealth import parse_patients
-from clinic.patients import generate_clinic
-from clinic.prompts import option_prompt
-from environments.conversation import NO_DOCUMENT, Conversation
-from learning.decoding import generate
-from learning.model import document_kv, load_model, load_tokenizer
-from protocols.replay import Message
-from protocols.sections import GeneratorSpec, ModelSpec
-from protocols.service_spec import HealthSpec
-from protocols.spec import RoleSpec
+from actors.base import missing_vllm
+from environments.clinic.longhealth import parse_patients
+from environments.clinic.patients import generate_clinic
+from environments.clinic.prompts import option_prompt
+from environments.renderer import NO_DOCUMENT, Conversation
+from learning.decoding.generate import generate
+from learning.model.loading import document_kv, load_model, load_tokenizer
+from protocols.teacher_replay import Message
+from protocols.spec.sections import GeneratorSpec, ModelSpec
+from protocols.spec.services import HealthSpec
+from protocols.spec.mesh import RoleSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from services.mesh import open_generators
 from serving.pool_backend import PoolBackend
 from strategies.catalog import STRATEGIES, parse, run
-from strategies.over_tokens import TokenSampler
-from strategies.port import Sampler
+from strategies.samplers.token_sampler import TokenSampler
+from strategies.samplers.sampler import Sampler
 from strategies.result import Result
 
 MODEL = Path(__file__).parents[2] / "models" / "clinic-reader"

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from documents.reading import Document
-from documents.rows import StudyRow, counts, from_dict, write_parquet
-from learning.model import load_tokenizer
-from protocols.documents_spec import SelfStudySpec
+from documents.synthesis_rows import StudyRow, counts, from_dict, write_parquet
+from learning.model.loading import load_tokenizer
+from protocols.spec.documents import SelfStudySpec
 from protocols.errors import DataError
-from services.parts import Part, tokenised
-from services.study import BATCH, Plan, items, model_name, read_rows, write_study
-from strategies.port import Ability, Answer, Ask
+from documents.corpus import Part, tokenised
+from documents.synthesis import BATCH, Plan, items, model_name, read_rows, write_study
+from strategies.samplers.sampler import Ability, Answer, Ask
 
 ROOT = Path(__file__).resolve().parents[2]
 READER = str(ROOT / "models" / "clinic-reader")

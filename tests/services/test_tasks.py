@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from clinic.longhealth import Patient
-from clinic.pretrain.tokenizer import build_tokenizer
-from clinic.prompts import option_prompt, sentence_ends
+from environments.clinic.longhealth import Patient
+from environments.clinic.pretrain.tokenizer import build_tokenizer
+from environments.clinic.prompts import option_prompt, sentence_ends
 from protocols.errors import DataError
-from protocols.learn_spec import LearnSpec
+from protocols.spec.learn import LearnSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from services.rollouts import as_rollout, rollout_from
-from services.tasks import Prompt, Tasks, in_company, read_patients, stream_seed
+from training.rollouts import as_rollout, rollout_from
+from training.recipes.longhealth_prompts import Prompt, Tasks, in_company, read_patients, stream_seed
 
 ROOT = Path(__file__).resolve().parents[2]
 BOS, END, USER, ASSISTANT = 1, 2, 4, 5
@@ -233,7 +233,7 @@ def test_a_prepared_step_is_the_same_and_is_not_made_again(
     prepared.prepare(3)
     assert prepared.rollout(2, 7) == plain.rollout(2, 7), "another step is made as ever"
     prepared.prepare(3)
-    monkeypatch.delattr("services.tasks.self_study_prompt")
+    monkeypatch.delattr("training.recipes.longhealth_prompts.self_study_prompt")
     assert prepared.rollout(3, 7) == expected
     with pytest.raises(NameError):
         prepared.rollout(3, 7)  # what was used is not kept

@@ -13,13 +13,13 @@ from fake_mesh import House, house, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.channels import HintedTurn, Lesson, RLSample, StoredScores
+from protocols.train_batch import HintedTurn, Lesson, RLSample, StoredScores
 from protocols.errors import PlaneError, RunError
 from protocols.types import LookUps, Packet, Sample, Sampling, Scored, TensorLayout, TrainStepOutput
 from services.clients import TrainerClient
-from services.teacher_scoring import TeacherScoring, train_scored
-from services.training_types import ScoringCost
-from services.weight_sync import WeightSync
+from training.teacher_scoring import TeacherScoring, train_scored
+from training.types import ScoringCost
+from training.weight_sync import WeightSync
 
 LAYOUT = TensorLayout((("logprobs", (4, 4), "float32"),))  # 64 bytes
 STEM = "scores/on_policy/3"
@@ -259,7 +259,7 @@ def test_seconds_beside_the_rollout_are_told_apart(monkeypatch: pytest.MonkeyPat
     """Of two parts of 1 s and 2 s, begun together as the pool takes several at a time, the rollout
     covers 1.5 s: half a second is waited for, and 1.5 s were hidden."""
     clock = SimpleNamespace(perf_counter=lambda: asyncio.get_running_loop().time())
-    monkeypatch.setattr("services.teacher_scoring.time", clock)
+    monkeypatch.setattr("training.teacher_scoring.time", clock)
 
     async def scenario() -> ScoringCost:
         w = await world({sample(0).id: 1.0, sample(1).id: 2.0})

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from protocols.errors import RunError
-from protocols.records import MetricRow
-from services.validation import OverlappedValidation
+from protocols.records.run_files import MetricRow
+from training.validation import OverlappedValidation
 
 
 def row(version: int) -> MetricRow:

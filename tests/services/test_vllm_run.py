@@ -9,12 +9,12 @@ import torch
 from small_run import command, latest, rows, run_to_end
 from vllm_replica import require_vllm
 
-from environments.conversation import NO_DOCUMENT
-from learning.cartridge import first_tokens
-from learning.decoding import generate
-from learning.model import document_kv, load_model, load_tokenizer
-from protocols.spec_loading import load_resolved
-from services.tasks import Tasks, read_patients
+from environments.renderer import NO_DOCUMENT
+from learning.cartridge.bank import first_tokens
+from learning.decoding.generate import generate
+from learning.model.loading import document_kv, load_model, load_tokenizer
+from protocols.spec.loading import load_resolved
+from training.recipes.longhealth_prompts import Tasks, read_patients
 
 require_vllm()
 pytestmark = [pytest.mark.run, pytest.mark.vllm, pytest.mark.timeout(600)]

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from monarch.actor import Actor, concurrent_endpoint, endpoint, this_host
 
-from protocols.service_spec import WatchdogSpec
-from services.watchdog import (
+from protocols.spec.services import WatchdogSpec
+from services.telemetry.watchdog import (
     InFlight,
     Progress,
     StackFile,

@@ -12,11 +12,11 @@ import pytest
 from fake_mesh import FakeProcess, House, house, run
 
 from protocols.errors import PlaneError, PublishError, RunError
-from protocols.spec import RoleSpec
+from protocols.spec.mesh import RoleSpec
 from protocols.types import Packet, Snapshot, TensorLayout
 from services import mesh as mesh_module
 from services.mesh import Mesh
-from services.weight_sync import WeightSync
+from training.weight_sync import WeightSync
 
 LAYOUT = TensorLayout((("kv", (5, 10), "float32"),))  # 200 bytes, in lines of 64: 256
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 from namespaces import FORGE
 
-from services.hello import Hello, Unheard, ask_hello, versions
-from services.system import descendants, has_ended
+from services.hosts.handshake import Hello, Unheard, ask_hello, versions
+from services.proc_info import descendants, has_ended
 
 pytestmark = pytest.mark.mesh
 
@@ -67,9 +67,9 @@ def test_it_tells_its_versions_and_where_it_is_attached_to() -> None:
 
 
 CHILD = """
-import subprocess, sys, services.worker
+import subprocess, sys, services.hosts.worker
 subprocess.Popen(["sleep", "600"])
-services.worker.main(sys.argv[1], float(sys.argv[2]))
+services.hosts.worker.main(sys.argv[1], float(sys.argv[2]))
 """
 
 

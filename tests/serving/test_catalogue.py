@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 from serving_house import MODEL, QUESTION, Served, add_cartridge, serving, wait_until
 
-from serving.catalogue import CatalogueStrategies
+from serving.strategy_runner import CatalogueStrategies
 from strategies.catalog import STRATEGIES
 
 CHAT: list[Any] = [{"role": "user", "content": QUESTION}]

@@ -13,13 +13,13 @@ from format_house import ROPE, cartridge, files_of, write
 from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars
 
-from formats import forge
-from formats.base import Base
-from formats.value import Cartridge
+from registry.formats import forge
+from registry.formats.base_model import Base
+from registry.formats.cartridge_file import Cartridge
 from protocols.errors import DataError
-from serving.hub import pull, push
-from serving.imports import add_cartridge
-from serving.library import Library
+from registry.hub import pull, push
+from registry.importing import add_cartridge
+from registry.store import Library
 
 # The client's own upload of a file is of a kind that its HTTP library wants spelled otherwise.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from formats.base import Base, config_hash
-from formats.forge import FILE, MANIFEST
+from registry.formats.base_model import Base, config_hash
+from registry.formats.forge import FILE, MANIFEST
 from learning.checkpoint import Checkpoint, write_checkpoint
 from protocols.errors import DataError
 from protocols.files import sha256_of
-from serving.imports import add_from_run
-from serving.library import INCOMING, Library
-from serving.names import CartridgeName
+from registry.importing import add_from_run
+from registry.store import INCOMING, Library
+from registry.names import CartridgeName
 
 BASE = Base(layers=2, kv_heads=1, head_dim=4, context=64, config_sha256="c" * 64)
 

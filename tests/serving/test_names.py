@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.names import (
+from registry.names import (
     BASE,
     NAME,
     STRATEGY,

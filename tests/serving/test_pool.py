@@ -22,11 +22,11 @@ from openai import AsyncOpenAI
 from safetensors.torch import save
 from serving_house import END, MODEL, QUESTION, add_cartridge, cartridge, new_house
 
-from protocols.spec_loading import load_serve
+from protocols.spec.loading import load_serve
 from protocols.types import Span
 from services.mesh import open_generators
-from services.pool import Pool
-from services.service import Service
+from services.pool.pool import Pool
+from services.pool.service import Service
 from serving.app import Door, create_door
 from serving.pool_backend import PoolBackend
 
@@ -224,7 +224,7 @@ def test_curl(live: Live) -> None:
 
 
 def test_a_client_of_tokasaurus(live: Live) -> None:
-    """What its public clients send and read: serving/wire_tokasaurus.py says which."""
+    """What its public clients send and read: serving/tokasaurus.py says which."""
 
     async def ask(route: str, **body: Any) -> Any:
         async with httpx2.AsyncClient(base_url=live.url) as http:

@@ -17,7 +17,7 @@ from serving_house import MODEL, InProcess, new_house
 
 from serving.app import Door, create_door
 from serving.errors import ErrorAnswer
-from serving.reading import Limits
+from serving.request_parsing import Limits
 
 ROUTES = (
     "/v1/chat/completions",

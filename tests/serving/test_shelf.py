@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from formats.base import Base
+from registry.formats.base_model import Base
 from learning.checkpoint import sha256_of
 from protocols.errors import PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from serving.errors import ApiError
-from serving.library import Entry, Library
-from serving.shelf import Shelf
+from registry.store import Entry, Library
+from serving.resident_cartridges import Shelf
 
 
 class Recorder:
@@ -106,7 +106,7 @@ def test_versions_reach_the_generators_in_their_order(
         time.sleep(0.2 if path == entries["a"].path else 0.0)
         return sha256_of(path)
 
-    monkeypatch.setattr("serving.shelf.sha256_of", slowly_first)
+    monkeypatch.setattr("serving.resident_cartridges.sha256_of", slowly_first)
 
     async def use() -> list[tuple[str, int]]:
         backend = Recorder()

@@ -9,11 +9,11 @@ from format_house import ROPE, cartridge
 from openai import NotFoundError, OpenAI
 from serving_house import CHAT, MODEL, Served
 
-from formats.base import Base
+from registry.formats.base_model import Base
 from protocols.errors import DataError
-from serving.imports import add_cartridge
-from serving.library import Library
-from serving.names import CartridgeName, parse_cartridge, parse_model
+from registry.importing import add_cartridge
+from registry.store import Library
+from registry.names import CartridgeName, parse_cartridge, parse_model
 
 BASE = Base(2, 2, 4, 64, "c" * 64, ROPE)
 

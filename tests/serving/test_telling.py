@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.types import Came, Completion
-from serving.telling import Piece, StopFilter, Teller
+from serving.detokenizer import Piece, StopFilter, Teller
 
 END = 256
 

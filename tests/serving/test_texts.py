@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving_house import READER
 
-from learning.model import load_tokenizer
-from protocols.replay import Message
+from learning.model.loading import load_tokenizer
+from protocols.teacher_replay import Message
 from serving.errors import ApiError
-from serving.texts import Texts
+from serving.tokenization import Texts
 
 
 @cache

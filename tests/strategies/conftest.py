@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from strategies.equivalence import end_judge
+from strategies.answers.equivalence import end_judge
 
 
 @pytest.fixture(scope="package", autouse=True)

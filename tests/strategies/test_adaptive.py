@@ -6,10 +6,10 @@ from math import exp
 import pytest
 from scripted_sampler import Scripted, Word, by_name, words
 
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 from strategies.adaptive import AdaptiveScaling, Momentum
 from strategies.catalog import parse, run
-from strategies.port import Ask
+from strategies.samplers.sampler import Ask
 from strategies.result import Result
 
 ASKED = (Message("user", "what is it?"),)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.errors import DataError, RunError
-from strategies.answers import FORMS, Form, clusters, extract, same
-from strategies.equivalence import end_judge, need_judge
+from strategies.answers.extract import FORMS, Form, clusters, extract, same
+from strategies.answers.equivalence import end_judge, need_judge
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_what_never_ends_ends_outside_the_main_thread_too(monkeypatch: pytest.Mo
 
     begun = time.perf_counter()
     with monkeypatch.context() as patched:
-        patched.setattr("strategies.equivalence.SECONDS", 0.3)
+        patched.setattr("strategies.answers.equivalence.SECONDS", 0.3)
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join(60)

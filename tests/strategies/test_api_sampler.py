@@ -12,14 +12,14 @@ from starlette.responses import Response
 from starlette.routing import request_response
 
 from protocols.errors import DataError, RunError, SpecError
-from protocols.replay import Message
-from protocols.replay_spec import PriceSpec
+from protocols.teacher_replay import Message
+from protocols.spec.teacher_replay import PriceSpec
 from protocols.types import Sampling, Until
-from replay.fake_provider.app import FakeProvider, Faults, ProviderRequest
-from replay.fake_provider.server import LoopbackServer
-from strategies.api_sampler import ApiSampler, Endpoint
+from teachers.fake_provider.app import FakeProvider, Faults, ProviderRequest
+from teachers.fake_provider.server import LoopbackServer
+from strategies.samplers.api_sampler import ApiSampler, Endpoint
 from strategies.catalog import parse, run
-from strategies.port import Answer, Ask, Begun
+from strategies.samplers.sampler import Answer, Ask, Begun
 
 KEY = "local-key-1234"
 TALK = (

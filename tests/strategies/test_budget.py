@@ -17,8 +17,8 @@ from strategy_house import ASKED, VARIANTS, digest, solve
 from protocols.errors import DataError
 from protocols.types import Sampling
 from strategies.catalog import parse, run
-from strategies.meter import BudgetSpent, Meter
-from strategies.port import Ask
+from strategies.samplers.token_budget import BudgetSpent, Meter
+from strategies.samplers.sampler import Ask
 
 ROOT = Path(__file__).resolve().parents[2]
 IDS = [f"{name}-{i}" for i, (name, _) in enumerate(VARIANTS)]

@@ -6,13 +6,13 @@ import pytest
 from scripted_sampler import Scripted, words
 
 from protocols.errors import DataError
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 from protocols.types import Sampling
-from strategies.answers import Form
+from strategies.answers.extract import Form
 from strategies.catalog import parse
 from strategies.detectors import Detector
-from strategies.meter import Meter
-from strategies.question import Question
+from strategies.samplers.token_budget import Meter
+from strategies.problem import Question
 from strategies.steps import Path, Stepper
 
 ASKED = (Message("user", "why?"),)

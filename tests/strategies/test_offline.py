@@ -8,13 +8,13 @@ import pytest
 from scripted_sampler import Babbler, Scripted, Word, at, by_name, words
 
 from protocols.errors import DataError
-from protocols.replay import Message
-from strategies.answers import Form
+from protocols.teacher_replay import Message
+from strategies.answers.extract import Form
 from strategies.catalog import Strategy, run
 from strategies.confidence import group_confidences, token_confidences
 from strategies.deepconf import DeepConf
 from strategies.offline import ChainOfThought, SelfConsistency
-from strategies.port import ABILITIES, Sampler
+from strategies.samplers.sampler import ABILITIES, Sampler
 from strategies.result import Result
 
 ASKED = (Message("user", "what is it?"),)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from environments.conversation import Conversation
-from learning.model import load_tokenizer
+from environments.renderer import Conversation
+from learning.model.loading import load_tokenizer
 from protocols.errors import DataError, PublishError
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, Until, refused
-from strategies.over_tokens import TokenSampler
-from strategies.port import ABILITIES, Ask, Begun
+from strategies.samplers.token_sampler import TokenSampler
+from strategies.samplers.sampler import ABILITIES, Ask, Begun
 
 MODEL = Path(__file__).parents[2] / "models" / "clinic-reader"
 PREFIX = PrefixRef("cartridge/p", 3)

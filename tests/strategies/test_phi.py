@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from scripted_sampler import Scripted, Word, by_name, words
 
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 from strategies.catalog import parse, run
 from strategies.phi import PhiDecoding, sample, weigh, width
 from strategies.result import Result
-from strategies.text_clusters import text_clusters, tf_idf
+from strategies.answers.text_clusters import text_clusters, tf_idf
 
 ASKED = (Message("user", "what is it?"),)
 

@@ -9,7 +9,7 @@ import pytest
 
 from protocols.errors import DataError
 from protocols.rsa import Candidate, Judged, Problem, Standing
-from strategies.answers import extract
+from strategies.answers.extract import extract
 from strategies.rsa.aggregator import aggregate
 from strategies.rsa.islands import Shape, draw_parents
 from strategies.rsa.prompts import aggregation_prompt, opening_prompt

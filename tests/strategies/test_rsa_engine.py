@@ -10,14 +10,14 @@ import pytest
 from rsa_house import Scripted, place
 
 from protocols.errors import DataError
-from protocols.intervals import wilson_interval
-from protocols.replay import Message
+from protocols.records.intervals import wilson_interval
+from protocols.teacher_replay import Message
 from strategies.catalog import parse, run
-from strategies.port import Ask
+from strategies.samplers.sampler import Ask
 from strategies.result import Result
 from strategies.rsa import RSAEngine
 from strategies.rsa.populations import chosen_of, measure, reward
-from strategies.votes import Vote
+from strategies.answers.votes import Vote
 
 RIGHT, WRONG = r"so \boxed{1}", r"so \boxed{0}"
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rsa_house import Scripted, place
 
 from protocols.errors import DataError
-from strategies.port import Ask
+from strategies.samplers.sampler import Ask
 from strategies.rsa import RSAEngine, Shape
 from strategies.rsa.islands import draw_parents
 

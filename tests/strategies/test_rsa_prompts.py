@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocols.errors import DataError
-from strategies.answers import FORMS
+from strategies.answers.extract import FORMS
 from strategies.rsa.prompts import AGGREGATE, INSTRUCTIONS, REFINE, aggregation_prompt, as_task
 from strategies.rsa.prompts import opening_prompt as opening
 

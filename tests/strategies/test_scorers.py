@@ -8,11 +8,11 @@ import pytest
 from scripted_sampler import Scripted, Word
 
 from protocols.errors import DataError, RunError
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 from protocols.types import Sampling
 from strategies.catalog import parse, run
-from strategies.port import ABILITIES, Answer
-from strategies.question import Judge, Question
+from strategies.samplers.sampler import ABILITIES, Answer
+from strategies.problem import Judge, Question
 from strategies.scorers import (
     NOTHING,
     ScorerName,

@@ -8,10 +8,10 @@ import pytest
 from scripted_sampler import Babbler, Scripted, Word, by_name, words
 
 from protocols.errors import DataError
-from protocols.replay import Message
+from protocols.teacher_replay import Message
 from strategies.catalog import Strategy, parse, run
-from strategies.port import ABILITIES, Ask, Sampler
-from strategies.question import Judge
+from strategies.samplers.sampler import ABILITIES, Ask, Sampler
+from strategies.problem import Judge
 from strategies.result import Result
 from strategies.search import BeamSearch, BestOfN
 

@@ -18,12 +18,12 @@ from telemetry_stream import STEPS, event, row, status, step_spans, tell
 from trace_check import read_trace
 
 from protocols.errors import SpecError
-from protocols.records import MetricRow
-from protocols.spec import RunSpec
-from protocols.spec_loading import load_spec
-from protocols.status import RunStatus
+from protocols.records.run_files import MetricRow
+from protocols.spec.mesh import RunSpec
+from protocols.spec.loading import load_spec
+from protocols.records.status import RunStatus
 from protocols.types import Span
-from services.rundir import RunDirectory
+from services.run_directory import RunDirectory
 from services.telemetry import hub
 from services.telemetry.hub import Telemetry, open_sinks, require_sinks
 
@@ -222,7 +222,7 @@ def test_a_refusal_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_controllers_process_stays_light() -> None:
     code = (
         "import sys\n"
-        "import services.telemetry.hub, services.telemetry.metrics, services.telemetry.trace\n"
+        "import services.telemetry.hub, services.telemetry.prometheus, services.telemetry.trace\n"
         "import services.telemetry.tensorboard, services.telemetry.otlp\n"
         "heavy = {'torch', 'tensorflow', 'wandb', 'grpc', 'pandas'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

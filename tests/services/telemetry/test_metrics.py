@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from telemetry_stream import MEMORY, STEPS, event, row, status, tell
 
 from protocols.errors import SpecError
-from services.telemetry.metrics import PrometheusSink
+from services.telemetry.prometheus import PrometheusSink
 
 Labels = dict[str, str]
 

@@ -24,7 +24,7 @@ from prometheus import (
 from prometheus_client import Metric
 from telemetry_stream import tell
 
-from services.telemetry.metrics import PrometheusSink
+from services.telemetry.prometheus import PrometheusSink
 
 pytestmark = pytest.mark.prometheus
 

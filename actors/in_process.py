@@ -1,0 +1,72 @@
+"""A `Sampler` over a model in this very process, embedded or vLLM's: for scripts, without a mesh.
+
+with local_sampler("models/clinic-panel", document=chart) as sampler:
+    RSAEngine(sampler, N=8, K=4, T=3, task="clinic").run([question])
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from actors.engine_generator import build_engine, environment, read_cartridge
+from actors.engine_thread import EngineThread
+from actors.base import BaseModel, NoPlane, keep_freed_memory
+from environments.renderer import NO_DOCUMENT, Conversation
+from learning.model.loading import load_tokenizer
+from protocols.spec.sections import GeneratorSpec
+from protocols.types import Completion, GenerateRequest, PrefixRef
+from strategies.samplers.token_sampler import TokenSampler
+
+DOCUMENT = "document"
+START_SECONDS = 600.0  # a GPU's engine may compile first
+STOP_SECONDS = 30.0
+MAX_KV_BYTES = 1 << 33
+
+
+@contextmanager
+def local_sampler(
+    model: str,
+    *,
+    backend: Literal["torch", "vllm"] = "torch",
+    dtype: str = "float32",
+    document: str | None = None,
+    cartridge: Path | None = None,
+    threads: int = 1,
+    kv_gib: float = 1.0,
+) -> Iterator[TokenSampler]:
+    """Samples over `model`, a directory or a hub id, with the whole `document` before every
+    conversation, or a cartridge of it: "kv" [L, 2, H_kv, P, D] of a safetensors file.
+
+    vLLM reads the environment once, and so takes one such engine a process. Raises DataError,
+    PublishError for a cartridge of another model, RunError for an engine that cannot start.
+    """
+    keep_freed_memory()
+    spec = GeneratorSpec(backend=backend, kv_gib=kv_gib)
+    conversation = Conversation(load_tokenizer(model), {DOCUMENT: document or "-"})
+    documents = {NO_DOCUMENT: conversation.head(None), DOCUMENT: conversation.head(DOCUMENT)}
+    base = BaseModel(model, dtype, threads, documents, MAX_KV_BYTES, NoPlane())
+    if backend == "vllm":
+        os.environ.update(environment(base))
+    end_ids = frozenset({int(load_tokenizer(model).eos_token_id)})
+    engine = EngineThread(partial(build_engine, base, end_ids, spec), 1, spec.in_flight)
+    try:
+        engine.started.result(START_SECONDS)
+        told, prefix = None, PrefixRef(f"document/{NO_DOCUMENT}", 0)
+        if cartridge is not None:
+            engine.hold(0, (DOCUMENT,), read_cartridge(str(cartridge))[None]).result(START_SECONDS)
+            told, prefix = DOCUMENT, PrefixRef(f"cartridge/{DOCUMENT}", 0)
+        elif document is not None:
+            told, prefix = DOCUMENT, PrefixRef(f"document/{DOCUMENT}", 0)
+
+        async def generate(requests: Sequence[GenerateRequest]) -> list[Completion]:
+            return await asyncio.gather(*(asyncio.wrap_future(engine.submit(r)) for r in requests))
+
+        yield TokenSampler(generate, conversation, told, prefix)
+    finally:
+        engine.close().result(STOP_SECONDS)

@@ -1,0 +1,187 @@
+"""The files of deploy/k8s: a Kustomize base, what may be added to it, and overlays.
+
+base  <-  overlays/cpu       kind or minikube; components/scaling
+      <-  overlays/gpu       H100-class nodes; components/monitoring, components/scaling
+      <-  overlays/teachers  the gpu overlay with more replicas of teacher_replay
+overlays/serve               the door; needs no base
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from deploy.manifests.server import door, runs
+from deploy.manifests.mesh import MeshFiles, base, instance, provisioning, scaling, space_of
+from deploy.manifests.monitoring import monitoring
+from deploy.manifests.objects import GPU, IMAGE, Object, Resources, mesh_name
+from deploy.manifests.sizing import ModelSize
+from protocols.spec.serving import ServeSpec
+from protocols.spec.mesh import MODEL_ROLES, RunSpec
+
+H100 = "NVIDIA-H100-80GB-HBM3"  # as NVIDIA's feature discovery names it, in nvidia.com/gpu.product
+TEACHERS = 8  # replicas of teacher_replay in overlays/teachers: they wait for others' servers
+LAPTOP_CPU = "100m"  # requested a pod in overlays/cpu; the limit stays at its threads
+POOL = "MonarchMesh"
+CONTAINER = "/spec/podTemplate/spec/containers/0"
+JOB_CONTAINER = "/spec/template/spec/containers/0"
+
+Tree = dict[str, str]
+
+
+def mesh_tree(
+    spec: RunSpec, files: MeshFiles, size: ModelSize, rules: Mapping[str, Any], dashboard: str
+) -> Tree:
+    """Base, components and overlays of a training mesh: text by path under deploy/k8s."""
+    parts = base(spec, files, size)
+    tree = _folder("base", parts)
+    watched = monitoring(instance(spec), space_of(spec), rules, dashboard)
+    tree |= _folder("components/monitoring", {"monitoring.yaml": watched}, kind="Component")
+    for name, rights in (("scaling", scaling(spec)), ("provisioning", provisioning(spec))):
+        tree |= _folder(f"components/{name}", {"access.yaml": rights}, kind="Component")
+    more = ["../../components/scaling"]
+    tree |= _overlay("cpu", ["../../base"], cpu_patches(spec), more)
+    more = ["../../components/monitoring", *more]
+    tree |= _overlay("gpu", ["../../base"], gpu_patches(spec), more)
+    if "teacher_replay" in dict(spec.roles):
+        more_of_them = _replace("/spec/replicas", TEACHERS)
+        patch = _patch(POOL, mesh_name("teacher_replay"), more_of_them)
+        tree |= _overlay("teachers", ["../gpu"], [patch])
+    return _headed(tree, files)
+
+
+def door_tree(spec: ServeSpec, files: MeshFiles, resources: Resources) -> Tree:
+    """The serving door's overlays, of an image for CPUs, or for GPUs where the spec has any."""
+    parts = door(spec, files, resources)
+    target = "cuda" if resources.gpus else "cpu"
+    image = _replace(f"{JOB_CONTAINER}/image", f"{IMAGE}-{target}")
+    tree = _folder("overlays/serve", parts, patches=[_patch("Deployment", "door", image)])
+    image = _replace("/spec/jobTemplate/spec/template/spec/containers/0/image", f"{IMAGE}-cpu")
+    patches = [_patch("CronJob", "cartridges", image)]
+    added = runs(spec, files, resources)
+    tree |= _folder("overlays/serve-runs", added, base=["../serve"], patches=patches)
+    return _headed(tree, files)
+
+
+def cpu_patches(spec: RunSpec) -> list[Object]:
+    """One laptop: the CPU image, no GPU, little requested that all pods find room, and storage of
+    one node, which is all that kind and minikube have."""
+    image = f"{IMAGE}-cpu"
+    little = _replace(f"{CONTAINER}/resources/requests/cpu", LAPTOP_CPU)
+    ask_none = [
+        {"op": "remove", "path": f"{CONTAINER}/resources/{kind}/{_escaped(GPU)}"}
+        for kind in ("requests", "limits")
+    ]
+    one_node = _replace("/spec/accessModes/0", "ReadWriteOnce")
+    little_job = _replace(f"{JOB_CONTAINER}/resources/requests/cpu", LAPTOP_CPU)
+    return [
+        _patch(POOL, None, _replace(f"{CONTAINER}/image", image), little),
+        _patch("PersistentVolumeClaim", "runs", one_node),
+        *(_patch(POOL, mesh_name(name), *ask_none) for name, role in spec.roles if role.gpus),
+        _patch("Job", "controller", _replace(f"{JOB_CONTAINER}/image", image), little_job),
+    ]
+
+
+def gpu_patches(spec: RunSpec) -> list[Object]:
+    """H100-class nodes: every role that holds the model has the GPUs of its spec, at least one."""
+    image = f"{IMAGE}-cuda"
+    patches = [_patch(POOL, None, _replace(f"{CONTAINER}/image", image))]
+    for name, role in spec.roles:
+        if name in MODEL_ROLES:
+            gpus = str(role.procs * max(1, role.gpus))
+            asked = [
+                _add(f"{CONTAINER}/resources/{kind}/{_escaped(GPU)}", gpus)
+                for kind in ("requests", "limits")
+            ]
+            patches.append(_patch(POOL, mesh_name(name), *asked, *_on_gpu_nodes()))
+    return [*patches, _patch("Job", "controller", _replace(f"{JOB_CONTAINER}/image", image))]
+
+
+def text(value: Any) -> str:
+    """YAML as every file here is written: in blocks, with `|` for texts of several lines."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100)
+
+
+def _on_gpu_nodes() -> list[Object]:
+    tainted = {"key": GPU, "operator": "Exists", "effect": "NoSchedule"}
+    return [
+        _add("/spec/podTemplate/spec/nodeSelector", {f"{GPU}.product": H100}),
+        _add("/spec/podTemplate/spec/tolerations", [tainted]),
+    ]
+
+
+def _patch(kind: str, name: str | None, *operations: Object) -> Object:
+    """What changes one object of a kind, or all of them."""
+    target = {"kind": kind} if name is None else {"kind": kind, "name": name}
+    return {"target": target, "patch": text(list(operations))}
+
+
+def _replace(path: str, value: Any) -> Object:
+    return {"op": "replace", "path": path, "value": value}
+
+
+def _add(path: str, value: Any) -> Object:
+    return {"op": "add", "path": path, "value": value}
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _folder(
+    folder: str,
+    parts: Mapping[str, Sequence[Object]],
+    *,
+    kind: str = "Kustomization",
+    base: Sequence[str] = (),
+    patches: Sequence[Object] = (),
+) -> Tree:
+    """Its files, and the kustomization that lists them."""
+    tree = {
+        f"{folder}/{name}": "---\n".join(text(found) for found in objects)
+        for name, objects in parts.items()
+    }
+    fields: Object = {"resources": [*base, *parts]}
+    if patches:
+        fields["patches"] = list(patches)
+    return {**tree, f"{folder}/kustomization.yaml": _kustomization(kind, fields)}
+
+
+def _overlay(
+    name: str, resources: list[str], patches: Sequence[Object], components: Sequence[str] = ()
+) -> Tree:
+    fields: Object = {"resources": resources}
+    if components:
+        fields["components"] = list(components)
+    fields["patches"] = list(patches)
+    return {f"overlays/{name}/kustomization.yaml": _kustomization("Kustomization", fields)}
+
+
+def _kustomization(kind: str, fields: Object) -> str:
+    version = "v1alpha1" if kind == "Component" else "v1beta1"
+    return text({"apiVersion": f"kustomize.config.k8s.io/{version}", "kind": kind, **fields})
+
+
+def _headed(tree: Tree, files: MeshFiles) -> Tree:
+    sets = "".join(f" --set {value}" for value in files.sets)
+    head = f"# Rendered by: forge k8s render meshes/{files.mesh_name}{sets}\n"
+    return {path: head + body for path, body in tree.items()}
+
+
+# libyaml's where PyYAML was built with it: it writes the same, faster.
+_Base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _Dumper(_Base):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in value else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _string)

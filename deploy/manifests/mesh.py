@@ -1,0 +1,326 @@
+"""The manifests of a training mesh: a MonarchMesh for each pool, and the controller that attaches.
+
+    ConfigMap mesh -> Job controller --attaches (pods get, list, watch)--> MonarchMesh generator
+        PVC runs  <--------'                                               MonarchMesh trainer ...
+
+The controller is a Job, not a Deployment: a run ends, its exit code says how, and a Deployment
+would start a finished run again. A pod that is lost is replaced once it is gone (never two writers
+of one run), and goes on with --resume unfinished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from posixpath import join, normpath
+from typing import Any
+
+from deploy.manifests.objects import (
+    HELLO_PORT,
+    HOME,
+    MONARCH_API,
+    WORKER_PORT,
+    Object,
+    budget,
+    claim,
+    dashed,
+    from_monitoring,
+    from_namespace,
+    labels,
+    made,
+    mesh_name,
+    namespace,
+    pod,
+    policy,
+    secret_env,
+    settings,
+    tcp,
+)
+from deploy.manifests.sizing import ModelSize, controller_resources, pod_resources
+from protocols.spec.mesh import RunSpec
+
+CONTROL_PORT = 50051
+METRICS_PORT = 9464
+CONTROL_SECRET = "forge-control"
+CONTROL_KEYS = ("ca.crt", "tls.crt", "tls.key", "token")
+TOKEN = "FORGE_CONTROL_TOKEN"
+TEACHERS_SECRET = "forge-teachers"
+PEMS = "/etc/forge/control"
+# Beside the controller: checkpoints and the trainer's last state, the ledger of spent tokens.
+WRITES_RUNS = ("trainer", "teacher_replay")
+STEERS = "cartridge-forge/steers"  # label of the namespaces whose pods may steer a run
+PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")
+NOT_PUBLIC = (*PRIVATE, "100.64.0.0/10", "169.254.0.0/16")
+
+
+@dataclass(frozen=True)
+class MeshFiles:
+    """A mesh as its files have it: names, texts, and the `--set` overrides it is run with."""
+
+    mesh_name: str
+    mesh_text: str
+    config_name: str  # relative to the mesh file: "../configs/three_channels.yaml"
+    config_text: str
+    sets: tuple[str, ...] = ()
+
+
+def instance(spec: RunSpec) -> str:
+    return dashed(spec.mesh.name)
+
+
+def space_of(spec: RunSpec) -> str:
+    return f"forge-{instance(spec)}"
+
+
+def base(spec: RunSpec, files: MeshFiles, size: ModelSize) -> dict[str, list[Object]]:
+    """Every object of the base, by file."""
+    return {
+        "namespace.yaml": [namespace(space_of(spec), instance(spec), secrets(spec))],
+        "access.yaml": access(spec),
+        "files.yaml": [_config_map(spec, files), _runs(spec)],
+        "pools.yaml": [monarch_mesh(spec, name, size) for name, _ in spec.roles],
+        "controller.yaml": [controller(spec, files, size)],
+        "network.yaml": network(spec),
+        "disruption.yaml": disruption(spec),
+    }
+
+
+def secrets(spec: RunSpec) -> dict[str, tuple[str, ...]]:
+    """The Secrets that the namespace must be given, and their keys. None is ever rendered."""
+    keys = teacher_keys(spec)
+    return {CONTROL_SECRET: CONTROL_KEYS, **({TEACHERS_SECRET: keys} if keys else {})}
+
+
+def teacher_keys(spec: RunSpec) -> tuple[str, ...]:
+    """The environment variables that hold the keys of external teachers; none for a local one."""
+    replay = spec.learn.replay
+    if replay is None or replay.local is not None:
+        return ()
+    return tuple(sorted({t.key_env for t in replay.teachers if t.key_env}))
+
+
+def access(spec: RunSpec) -> list[Object]:
+    """Who the pods are, and what the controller may do: see the pods it attaches to."""
+    space, mine = space_of(spec), labels(instance(spec))
+    seeing = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    return [
+        *(
+            made("v1", "ServiceAccount", name, space, mine, automountServiceAccountToken=False)
+            for name in ("forge-controller", "forge-worker")
+        ),
+        *_granted(spec, "forge-attach", seeing),
+    ]
+
+
+def scaling(spec: RunSpec) -> list[Object]:
+    """What a controller needs beside that to change how many pods a role has."""
+    return _granted(spec, "forge-scale", [_on_meshes(spec, "get", "patch")])
+
+
+def provisioning(spec: RunSpec) -> list[Object]:
+    """What a controller needs beside attaching to make the MonarchMeshes itself, and to scale
+    them. Rights to create cannot be bound to names."""
+    own = _on_meshes(spec, "get", "patch", "delete")
+    return _granted(spec, "forge-provision", [{**_MESHES, "verbs": ["create"]}, own])
+
+
+_MESHES = {"apiGroups": [MONARCH_API.partition("/")[0]], "resources": ["monarchmeshes"]}
+
+
+def _on_meshes(spec: RunSpec, *verbs: str) -> Object:
+    """A rule over the MonarchMeshes of this mesh's roles alone."""
+    names = [mesh_name(name) for name, _ in spec.roles]
+    return {**_MESHES, "resourceNames": names, "verbs": list(verbs)}
+
+
+def _granted(spec: RunSpec, name: str, rules: Sequence[Object]) -> list[Object]:
+    space, mine = space_of(spec), labels(instance(spec))
+    group = "rbac.authorization.k8s.io"
+    role = {"apiGroup": group, "kind": "Role", "name": name}
+    subject = {"kind": "ServiceAccount", "name": "forge-controller", "namespace": space}
+    return [
+        made(f"{group}/v1", "Role", name, space, mine, rules=list(rules)),
+        made(f"{group}/v1", "RoleBinding", name, space, mine, roleRef=role, subjects=[subject]),
+    ]
+
+
+def monarch_mesh(spec: RunSpec, name: str, size: ModelSize) -> Object:
+    """The pool of a role: each replica a pod with one Monarch worker."""
+    role = getattr(spec.mesh.roles, name)
+    mine = labels(instance(spec), dashed(name))
+    keys = teacher_keys(spec) if name == "teacher_replay" else ()
+    writes = name in WRITES_RUNS
+    template = pod(
+        "worker",
+        ["forge", "worker", "--address", _ADDRESS],
+        pod_resources(spec, name, role, size),
+        "forge-worker",
+        mine,
+        ports={"mesh": WORKER_PORT, "hello": HELLO_PORT},
+        # The worker itself answers there, and no longer once it is told to end.
+        probes={"readinessProbe": {"httpGet": {"path": "/hello", "port": "hello"}, **_OFTEN}},
+        env=[
+            _of_pod("POD_IP", "status.podIP"),
+            {"name": "OMP_NUM_THREADS", "value": str(role.threads)},
+            *(secret_env(key, TEACHERS_SECRET, key) for key in keys),
+        ],
+        volumes=[_RUNS] if writes else (),
+        mounts=[_RUNS_MOUNT] if writes else (),
+    )
+    body = {"replicas": role.replicas, "port": WORKER_PORT, "podTemplate": template}
+    return made(MONARCH_API, "MonarchMesh", mesh_name(name), space_of(spec), mine, spec=body)
+
+
+def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
+    """The Job of one run. Exit code 2, a mistake in the spec, is not tried again."""
+    mine = labels(instance(spec), "controller")
+    template = pod(
+        "controller",
+        ["forge-run", *_arguments(files)],
+        controller_resources(spec, size),
+        "forge-controller",
+        mine,
+        ports={"control": CONTROL_PORT, "metrics": METRICS_PORT},
+        # kubelet's own gRPC probe speaks no TLS and sends no token, and the control plane demands
+        # both beyond loopback. No liveness probe: mesh.watchdog knows what standing still is.
+        probes={"readinessProbe": {"exec": {"command": _asks()}, **_PATIENCE}},
+        env=[
+            secret_env(TOKEN, CONTROL_SECRET, "token"),
+            # MonarchMeshes that the controller makes are owned by its pod.
+            _of_pod("POD_NAME", "metadata.name"),
+            _of_pod("POD_UID", "metadata.uid"),
+        ],
+        volumes=[
+            {"name": "mesh", "configMap": {"name": "mesh"}},
+            _RUNS,
+            {"name": "control", "secret": {"secretName": CONTROL_SECRET, "items": _pem_items()}},
+        ],
+        mounts=[
+            _file("mesh.yaml", _mesh_path(files)),
+            _file("config.yaml", _config_path(files)),
+            _RUNS_MOUNT,
+            {"name": "control", "mountPath": PEMS, "readOnly": True},
+        ],
+        api_token=True,
+    )
+    template["spec"]["restartPolicy"] = "Never"
+    given_up = {"containerName": "controller", "operator": "In", "values": [2]}
+    lost = {"type": "DisruptionTarget", "status": "True"}
+    rules = [
+        {"action": "FailJob", "onExitCodes": given_up},
+        {"action": "Ignore", "onPodConditions": [lost]},
+    ]
+    job = {
+        "backoffLimit": 3,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {"rules": rules},
+        "template": template,
+    }
+    return made("batch/v1", "Job", "controller", space_of(spec), mine, spec=job)
+
+
+_PATIENCE = {"periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 3}
+_OFTEN = {"periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3}
+_RUNS = {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}
+_RUNS_MOUNT = {"name": "runs", "mountPath": "/runs"}
+# What others call, the pod's own IP, and what it listens on. A name would be that of the next pod
+# too, and would be found in DNS a while later only.
+_ADDRESS = f"tcp://$(POD_IP):{WORKER_PORT}@tcp://0.0.0.0:{WORKER_PORT}"
+
+
+def _of_pod(variable: str, path: str) -> Object:
+    return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _arguments(files: MeshFiles) -> list[str]:
+    own = (
+        "hosts=kubernetes",
+        f"control.listen=0.0.0.0:{CONTROL_PORT}",
+        f"control.tls_cert={PEMS}/tls.crt",
+        f"control.tls_key={PEMS}/tls.key",
+        f"control.token_env={TOKEN}",
+        f"telemetry.metrics=0.0.0.0:{METRICS_PORT}",
+    )
+    kept = ("--resume", "unfinished", "--run-dir", "/runs")
+    return [_mesh_path(files), *kept, *settings(*files.sets, *own)]
+
+
+def _asks() -> list[str]:
+    """The gRPC health service over TLS, with the token."""
+    asked = (f"localhost:{CONTROL_PORT}", f"{PEMS}/ca.crt", TOKEN)
+    return ["python", "-m", "forge_run.commands.health_check", *asked]
+
+
+def _mesh_path(files: MeshFiles) -> str:
+    return f"{HOME}/meshes/{files.mesh_name}"
+
+
+def _config_path(files: MeshFiles) -> str:
+    """Where the mesh file looks for its config: relative to itself."""
+    return normpath(join(HOME, "meshes", files.config_name))
+
+
+def _file(key: str, path: str) -> Object:
+    return {"name": "mesh", "mountPath": path, "subPath": key, "readOnly": True}
+
+
+def _pem_items() -> list[Object]:
+    return [{"key": key, "path": key} for key in CONTROL_KEYS if key != "token"]
+
+
+def _config_map(spec: RunSpec, files: MeshFiles) -> Object:
+    data = {"mesh.yaml": files.mesh_text, "config.yaml": files.config_text}
+    return made("v1", "ConfigMap", "mesh", space_of(spec), labels(instance(spec)), data=data)
+
+
+def _runs(spec: RunSpec) -> Object:
+    mine = labels(instance(spec), "controller")
+    return claim("runs", space_of(spec), mine, "ReadWriteMany", "20Gi")
+
+
+def network(spec: RunSpec) -> list[Object]:
+    """Nothing, then one by one what the mesh needs. Its own TCP is neither encrypted nor
+    authenticated: these policies are what keeps others out."""
+    space, mine = space_of(spec), labels(instance(spec))
+    here = labels(instance(spec), "controller")
+    own: list[Object] = [{"podSelector": {"matchLabels": mine}}]
+    anything = {"ports": [{"protocol": "TCP", "port": 1, "endPort": 65535}]}
+    steering = [from_namespace(STEERS, "true")]
+    api = [{"ipBlock": {"cidr": cidr}} for cidr in PRIVATE]
+
+    def allow(name: str, selector: dict[str, str], **rules: Any) -> Object:
+        return policy(name, space, mine, selector, **rules)
+
+    policies = [
+        allow("deny-all", {}, ingress=(), egress=()),
+        allow("mesh", mine, ingress=[{"from": own, **anything}], egress=[{"to": own, **anything}]),
+        allow("dns", mine, egress=[_dns()]),
+        # The API server's own address is the cluster's secret: any private one, on its two ports.
+        allow("api-server", here, egress=[{"to": api, "ports": tcp(443, 6443)}]),
+        allow("control", here, ingress=[{"from": steering, "ports": tcp(CONTROL_PORT)}]),
+        allow("metrics", here, ingress=[{"from": [from_monitoring()], "ports": tcp(METRICS_PORT)}]),
+    ]
+    if teacher_keys(spec):
+        public = [{"ipBlock": {"cidr": "0.0.0.0/0", "except": list(NOT_PUBLIC)}}]
+        asking = labels(instance(spec), "teacher-replay")
+        policies.append(allow("teachers", asking, egress=[{"to": public, "ports": tcp(443)}]))
+    return policies
+
+
+def _dns() -> Object:
+    to = {
+        **from_namespace("kubernetes.io/metadata.name", "kube-system"),
+        "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}},
+    }
+    return {"to": [to], "ports": [{"protocol": "UDP", "port": 53}, *tcp(53)]}
+
+
+def disruption(spec: RunSpec) -> list[Object]:
+    """Drains take one pod of a pool at a time, and the controller's once its run has ended."""
+    space = space_of(spec)
+    pools = [
+        budget(dashed(name), space, labels(instance(spec), dashed(name)), maxUnavailable=1)
+        for name, _ in spec.roles
+    ]
+    here = labels(instance(spec), "controller")
+    return [*pools, budget("controller", space, here, minAvailable=1)]

@@ -1,0 +1,185 @@
+"""The manifests of the serving door: `forge serve` with its generators in one pod, and how many.
+
+Doors share nothing but the library: a Deployment whose pods are added by the depth of their queues.
+"""
+
+from __future__ import annotations
+
+from deploy.manifests.mesh import MeshFiles
+from deploy.manifests.objects import (
+    HOME,
+    Object,
+    Resources,
+    budget,
+    claim,
+    dashed,
+    from_monitoring,
+    from_namespace,
+    labels,
+    made,
+    namespace,
+    pod,
+    pod_monitor,
+    policy,
+    secret_env,
+    settings,
+    tcp,
+)
+from protocols.spec.serving import ServeSpec
+
+HTTP_PORT = 8000
+SECRET, KEY = "forge-door", "api-key"
+QUEUE_DEPTH = "forge_serve_queue_depth"  # serving.metrics
+CLIENTS = "cartridge-forge/asks"  # label of the namespaces whose pods may ask
+MOST_DOORS = 4
+STOP_SECONDS = 15  # what ending the generators may take, after http.drain_s
+LEAVE_SECONDS = 5  # after which no proxy sends a door that is ending new requests any more
+SYNC_EVERY = "*/5 * * * *"
+
+
+def door(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, list[Object]]:
+    """Every object, by file. Of `files` the config is empty: a server has none."""
+    name = dashed(spec.name)
+    space, mine = f"forge-{name}", labels(name, "door")
+    variable = spec.http.key_env or "FORGE_API_KEY"
+    clients = [from_namespace(CLIENTS, "true"), from_monitoring()]
+    # /metrics of a door asks for its key, as every route does.
+    key = {"type": "Bearer", "credentials": {"name": SECRET, "key": KEY}}
+    account = made("v1", "ServiceAccount", "forge-door", space, mine)
+    return {
+        "namespace.yaml": [namespace(space, name, {SECRET: (KEY,)})],
+        "access.yaml": [{**account, "automountServiceAccountToken": False}],
+        "files.yaml": [
+            made("v1", "ConfigMap", "serve", space, mine, data={"serve.yaml": files.mesh_text}),
+            claim("library", space, mine, "ReadWriteMany", "20Gi"),  # doors may be on many nodes
+        ],
+        "door.yaml": [_deployment(spec, files, resources, space, mine, variable)],
+        "service.yaml": [_service(space, mine)],
+        "scaling.yaml": [
+            _autoscaler(spec, space, mine),
+            budget("door", space, mine, maxUnavailable=1),
+        ],
+        "network.yaml": [
+            policy("deny-all", space, mine, {}, ingress=(), egress=()),
+            policy("http", space, mine, mine, ingress=[{"from": clients, "ports": tcp(HTTP_PORT)}]),
+        ],
+        "monitoring.yaml": [pod_monitor("door", space, mine, mine, "http", authorization=key)],
+    }
+
+
+def runs(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, list[Object]]:
+    """What adds the cartridges of finished runs to the library, one call at a time. Its claim is to
+    be bound to the volume that the runs are on, which this namespace only reads."""
+    name = dashed(spec.name)
+    space, mine = f"forge-{name}", labels(name, "cartridges")
+    mesh = f"{HOME}/meshes/{files.mesh_name}"
+    sets = settings(*files.sets, "library=/library")
+    volumes, mounts = _files(mesh)
+    bound = {"claimName": "runs", "readOnly": True}
+    template = pod(
+        "cartridges",
+        ["forge", "cartridges", "sync", "/runs", "--serve", mesh, *sets],
+        # A checkpoint holds all cartridges of a run, as the door may.
+        Resources(cpu=1, memory=resources.memory, shm=1),
+        "forge-door",
+        mine,
+        ports={},
+        probes={},
+        volumes=[*volumes, {"name": "runs", "persistentVolumeClaim": bound}],
+        mounts=[*mounts, {"name": "runs", "mountPath": "/runs", "readOnly": True}],
+    )
+    template["spec"]["restartPolicy"] = "Never"
+    body = {
+        "schedule": SYNC_EVERY,
+        "concurrencyPolicy": "Forbid",
+        "startingDeadlineSeconds": 60,
+        "jobTemplate": {"spec": {"backoffLimit": 0, "template": template}},
+    }
+    return {
+        "runs.yaml": [
+            claim("runs", space, mine, "ReadOnlyMany", "100Gi"),
+            made("batch/v1", "CronJob", "cartridges", space, mine, spec=body),
+        ]
+    }
+
+
+def _deployment(
+    spec: ServeSpec,
+    files: MeshFiles,
+    resources: Resources,
+    space: str,
+    mine: dict[str, str],
+    variable: str,
+) -> Object:
+    mesh = f"{HOME}/meshes/{files.mesh_name}"
+    own = (f"http.listen=0.0.0.0:{HTTP_PORT}", f"http.key_env={variable}", "library=/library")
+    # Model and generators come up first: so long may a door start before it is given up.
+    tries = max(1, round(spec.spawn_timeout_s / 5))
+    volumes, mounts = _files(mesh)
+    template = pod(
+        "door",
+        ["forge", "serve", mesh, *settings(*files.sets, *own)],
+        resources,
+        "forge-door",
+        mine,
+        ports={"http": HTTP_PORT},
+        probes={
+            "startupProbe": {**_get("/health"), "periodSeconds": 5, "failureThreshold": tries},
+            "readinessProbe": {**_get("/ready"), "periodSeconds": 5},
+            "livenessProbe": {**_get("/health"), "periodSeconds": 10, "failureThreshold": 6},
+        },
+        env=[secret_env(variable, SECRET, KEY)],
+        volumes=volumes,
+        mounts=mounts,
+        grace_s=LEAVE_SECONDS + round(spec.http.drain_s) + STOP_SECONDS,
+    )
+    # It closes its socket at SIGTERM, and who is still sent here by then would be refused.
+    leave = {"preStop": {"sleep": {"seconds": LEAVE_SECONDS}}}
+    template["spec"]["containers"][0]["lifecycle"] = leave
+    # No replicas: their number is the autoscaler's, and applying this again would set it back.
+    one_more = {"maxUnavailable": 0, "maxSurge": 1}
+    body = {
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": one_more},
+        "selector": {"matchLabels": mine},
+        "template": template,
+    }
+    return made("apps/v1", "Deployment", "door", space, mine, spec=body)
+
+
+def _files(mesh: str) -> tuple[list[Object], list[Object]]:
+    """Volumes and mounts of whoever needs the mesh file and the library."""
+    volumes: list[Object] = [
+        {"name": "serve", "configMap": {"name": "serve"}},
+        {"name": "library", "persistentVolumeClaim": {"claimName": "library"}},
+    ]
+    mounts: list[Object] = [
+        {"name": "serve", "mountPath": mesh, "subPath": "serve.yaml", "readOnly": True},
+        {"name": "library", "mountPath": "/library"},
+    ]
+    return volumes, mounts
+
+
+def _get(path: str) -> Object:
+    return {"httpGet": {"path": path, "port": "http"}, "timeoutSeconds": 5}
+
+
+def _service(space: str, mine: dict[str, str]) -> Object:
+    ports = [{"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}]
+    body = {"type": "ClusterIP", "selector": mine, "ports": ports}
+    return made("v1", "Service", "door", space, mine, spec=body)
+
+
+def _autoscaler(spec: ServeSpec, space: str, mine: dict[str, str]) -> Object:
+    """A door more before the calls of a door's generators fill half of what they decode at once."""
+    role = spec.roles.generator
+    half = max(1, role.replicas * role.max_ongoing // 2)
+    depth = {"metric": {"name": QUEUE_DEPTH}}
+    target = {"type": "AverageValue", "averageValue": str(half)}
+    body = {
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "door"},
+        "minReplicas": 1,
+        "maxReplicas": MOST_DOORS,
+        "metrics": [{"type": "Pods", "pods": {**depth, "target": target}}],
+        "behavior": {"scaleDown": {"stabilizationWindowSeconds": 300}},
+    }
+    return made("autoscaling/v2", "HorizontalPodAutoscaler", "door", space, mine, spec=body)

@@ -1,0 +1,330 @@
+"""What one replica of each role needs, from the model's shape and the spec: memory item by item,
+and the pod that has it.
+
+Weights, KV, cartridges and optimizer state are counted; activations are a formula that is held
+against torch's own saved tensors (tests/cluster/test_sizing.py); the interpreter and HEADROOM are
+allowances. No cluster has confirmed them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deploy.manifests.objects import Resources
+from protocols.errors import SpecError
+from protocols.spec.learn import LearnSpec
+from protocols.spec.sections import ModelSpec, ShapeSpec
+from protocols.spec.serving import ServeSpec
+from protocols.spec.model_shape import VALUE_BYTES, model_shape
+from protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
+
+GIB = 1024**3
+PROCESS_BYTES = 1 * GIB  # an interpreter with torch, transformers and Monarch
+TRAINER_BYTES = 16  # per trainable number: float32 master, gradient and Adam's two moments
+STATE_BYTES = 12  # per trainable number of a checkpoint: master and moments
+FLOAT = 4
+SCORE_BYTES = 256 * 2**20  # of one layer's scores at a time: learning.model.attention's bound
+SCORE_COPIES = 6  # of a chunk's, float32: scores, joined, weights, and their gradients
+LOSS_COPIES = 3  # of the logits, float32: themselves, their log-softmax and its gradient
+HEADROOM = 1.25  # for what the allocator keeps, and what is not counted
+
+
+def body_parameters(shape: ShapeSpec) -> int:
+    """Weights that every token multiplies: attention and gated MLP."""
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    mlp = 3 * shape.hidden * shape.intermediate
+    return shape.layers * (attention + mlp)
+
+
+def head_parameters(shape: ShapeSpec) -> int:
+    """Weights that every predicted token multiplies: the output head."""
+    return shape.hidden * shape.vocab
+
+
+def matmul_parameters(shape: ShapeSpec) -> int:
+    """All weights in matrix products."""
+    return body_parameters(shape) + head_parameters(shape)
+
+
+def kv_values_per_token(shape: ShapeSpec) -> int:
+    """Numbers in one token's keys and values over all layers."""
+    return shape.layers * 2 * shape.kv_heads * shape.head_dim
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A model's shape, and the bytes of a value in memory: `ModelSize(shape, 2)` for bfloat16."""
+
+    shape: ShapeSpec
+    value_bytes: int
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights. An embedding that is not also the output head is not among them."""
+        return matmul_parameters(self.shape) * self.value_bytes
+
+    @property
+    def kv_values(self) -> int:
+        return kv_values_per_token(self.shape)
+
+    @property
+    def kv_token(self) -> int:
+        """Bytes of one token's keys and values."""
+        return self.kv_values * self.value_bytes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The packed rows of one forward: `Rows(8, 712, 4096)` has 8 rows of 712 tokens, and logits
+    for 4,096 of them."""
+
+    rows: int
+    width: int
+    responses: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.width
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that one process holds where the model computes (a GPU's memory; without one, the
+    host's), by what they are. `start` is the most before the first step, where that is another."""
+
+    items: tuple[tuple[str, int], ...]
+    start: int = 0
+    staging: int = 0  # host memory that a process on a GPU needs beside: what it sends and writes
+
+    @property
+    def held(self) -> int:
+        return max(sum(count for _, count in self.items), self.start)
+
+
+def role_needs(spec: RunSpec, name: str, size: ModelSize) -> Needs:
+    """What each process of a role holds."""
+    learn = spec.learn
+    if name not in MODEL_ROLES:
+        return Needs(())
+    weights = ("weights", size.weights)
+    if name == "generator":
+        return Needs((weights, *_generator(spec, size)), staging=published_bytes(learn, size))
+    if name == "trainer":
+        ranks = spec.mesh.roles.trainer.procs
+        return _trainer(learn, size, step_rows(learn, ranks), ranks)
+    rows = step_rows(learn)
+    prefix = learn.cartridge.tokens
+    held = ("cartridge versions", _versions_bytes(learn, size))
+    if name == "doc_teacher":
+        prefix = learn.data.document_tokens or prefix
+        held = ("document KV", document_bytes(learn, size))
+    stacked = min(rows.rows, learn.data.patients) * prefix * size.kv_token
+    scoring = held_score_bytes(size, rows, prefix) // size.shape.layers  # one layer at a time
+    if is_chunked(size, rows, prefix):
+        scoring = SCORE_COPIES // 2 * SCORE_BYTES  # nothing of them has a gradient
+    logits = rows.responses * size.shape.vocab * FLOAT
+    return Needs(
+        (weights, held, ("prefixes of a step", stacked), ("attention scores", scoring),
+         ("logits", logits)),
+        staging=scores_bytes(learn, size, rows)
+        + (spilled_bytes(learn, size) if name == "doc_teacher" else 0),
+    )  # fmt: skip
+
+
+def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
+    learn = spec.learn
+    held = [("cartridge versions", _versions_bytes(learn, size))]
+    if "document" in learn.evaluate.arms:
+        held.append(("document KV", document_bytes(learn, size)))
+    if learn.generator.backend == "vllm":
+        return (*held, ("paged KV", round(learn.generator.kv_gib * GIB)))
+    samples = -(-samples_of(learn) // spec.mesh.roles.generator.replicas)
+    tokens = samples * sample_tokens(learn)
+    logits = samples * size.shape.vocab * FLOAT
+    return (*held, ("KV of samples", tokens * size.kv_token), ("logits", logits))
+
+
+def _trainer(learn: LearnSpec, size: ModelSize, rows: Rows, ranks: int) -> Needs:
+    """Of one of its ranks: only the base, where it is sharded, and the batch are divided."""
+    numbers = trainable_numbers(learn, size)
+    bank = learn.data.patients * learn.cartridge.tokens * size.kv_values * FLOAT
+    items = (
+        ("weights", _held_weights(size, ranks) if learn.train.shard_base else size.weights),
+        ("cartridges, gradient, Adam", numbers * TRAINER_BYTES),
+        ("untrained cartridges", numbers * FLOAT),  # the next arm begins with them
+        ("cartridges as one", bank),  # gathered for a step's documents
+        ("snapshots", (learn.train.staleness + 1) * published_bytes(learn, size)),
+        ("activations", activation_bytes(size, rows)),
+        ("attention scores", held_score_bytes(size, rows, learn.cartridge.tokens)),
+        ("logits", LOSS_COPIES * rows.responses * size.shape.vocab * FLOAT),
+    )
+    documents = learn.data.patients * (learn.data.document_tokens or 0) * size.kv_token
+    return Needs(items, size.weights + documents + bank, numbers * STATE_BYTES)
+
+
+def _held_weights(size: ModelSize, ranks: int) -> int:
+    """A rank's share of a sharded base, with what it gathers: a layer, and the output head."""
+    if ranks == 1:
+        return size.weights
+    shape = size.shape
+    gathered = body_parameters(shape) // shape.layers + head_parameters(shape)
+    return -(-size.weights // ranks) + gathered * size.value_bytes
+
+
+def activation_bytes(size: ModelSize, rows: Rows) -> int:
+    """What a forward keeps for the backward, but for attention's scores: in each layer a token's
+    MLP (gate, its activation, up), queries, read values, keys, values, and both norms in float32.
+    The base model is frozen, so no product keeps its input for a weight's gradient."""
+    shape = size.shape
+    attention = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
+    values = 3 * shape.intermediate + attention
+    each = values * size.value_bytes + 4 * shape.hidden * FLOAT
+    return shape.layers * rows.tokens * each
+
+
+def is_chunked(size: ModelSize, rows: Rows, prefix: int) -> bool:
+    """Whether one layer's scores are too many to exist at once."""
+    return size.shape.heads * rows.tokens * (prefix + rows.width) * FLOAT > SCORE_BYTES
+
+
+def held_score_bytes(size: ModelSize, rows: Rows, prefix: int) -> int:
+    """What exists of attention's scores: those of all layers, kept for the backward pass, or those
+    of a chunk of one layer's queries. FlexAttention, on a GPU, needs less than the latter."""
+    if is_chunked(size, rows, prefix):
+        return SCORE_COPIES * SCORE_BYTES
+    return score_bytes(size, rows, prefix)
+
+
+def score_bytes(size: ModelSize, rows: Rows, prefix: int) -> int:
+    """Attention's weights over prefix and row, of all layers, where they are formed at once: in
+    float32, and once more where the values are narrower."""
+    shape = size.shape
+    each = FLOAT + (size.value_bytes if size.value_bytes < FLOAT else 0)
+    return shape.layers * shape.heads * rows.tokens * (prefix + rows.width) * each
+
+
+def trainable_numbers(learn: LearnSpec, size: ModelSize) -> int:
+    tokens = learn.cartridge.tokens - learn.cartridge.frozen
+    return learn.data.patients * tokens * size.kv_values
+
+
+def published_bytes(learn: LearnSpec, size: ModelSize) -> int:
+    """One version: every cartridge, as one tensor."""
+    return learn.data.patients * learn.cartridge.tokens * size.kv_token
+
+
+def _versions_bytes(learn: LearnSpec, size: ModelSize) -> int:
+    """Those that a reader keeps: of rollouts under way, and the next."""
+    return (learn.train.staleness + 2) * published_bytes(learn, size)
+
+
+def checkpoint_bytes(learn: LearnSpec, size: ModelSize) -> int:
+    """One checkpoint, and the trainer's last state, which is written at every step."""
+    frozen = learn.data.patients * learn.cartridge.frozen * size.kv_values * FLOAT
+    return trainable_numbers(learn, size) * STATE_BYTES + frozen
+
+
+def document_bytes(learn: LearnSpec, size: ModelSize) -> int:
+    """KV of the documents, as far as a cache keeps them."""
+    data, most = learn.data, learn.teacher.max_kv_bytes
+    if data.document_tokens is None:
+        return most
+    return min(most, data.patients * data.document_tokens * size.kv_token)
+
+
+def spilled_bytes(learn: LearnSpec, size: ModelSize) -> int:
+    """KV of the documents that a teacher's GPU has no room for, as far as the host keeps them."""
+    data, most = learn.data, learn.teacher.host_kv_bytes
+    if data.document_tokens is None:
+        return most
+    all_of_them = data.patients * data.document_tokens * size.kv_token
+    return min(most, all_of_them - document_bytes(learn, size))
+
+
+def scores_bytes(learn: LearnSpec, size: ModelSize, rows: Rows) -> int:
+    """A teacher's distributions of a step: of the top tokens int32 and float32, or all logits."""
+    top = learn.teacher.top_k
+    return rows.responses * (size.shape.vocab * FLOAT if top == "full" else top * (4 + FLOAT))
+
+
+def samples_of(learn: LearnSpec) -> int:
+    """Responses of one step: an episode is one sample, a run of rsa all its candidates."""
+    if learn.episodes is not None:
+        return learn.episodes.tasks * learn.episodes.group
+    if learn.rsa is not None:
+        return learn.rsa.examples * learn.rsa.rollouts_per_example * learn.rsa.candidates
+    return learn.rollout.prompts
+
+
+def sample_tokens(learn: LearnSpec) -> int:
+    """Prompt and response of the longest sample: a whole row where prompts are not known."""
+    if learn.data.prompt_tokens is None:
+        return learn.train.row_tokens
+    return min(learn.train.row_tokens, learn.data.prompt_tokens + learn.rollout.max_tokens)
+
+
+def step_rows(learn: LearnSpec, ranks: int = 1) -> Rows:
+    """The largest forward of a step on one of so many ranks: every sample at its longest, over as
+    many documents as there can be; `objective.micro_tokens` bounds it."""
+    samples, each = -(-samples_of(learn) // ranks), sample_tokens(learn)
+    if learn.objective.micro_tokens is not None:
+        samples = min(samples, max(1, learn.objective.micro_tokens // each))
+    documents = min(samples, learn.data.patients)
+    of_one = -(-samples // documents)
+    fit = min(of_one, max(1, learn.train.row_tokens // each))
+    rows = documents * -(-of_one // fit)
+    turns = 1 if learn.episodes is None else learn.episodes.max_turns
+    return Rows(rows, fit * each, samples * min(each, turns * learn.rollout.max_tokens))
+
+
+def model_size(model: ModelSpec) -> ModelSize:
+    """The bytes that the plan counts. Raises SpecError where the shape is not at hand."""
+    shape = model_shape(model)
+    if shape is None:
+        raise SpecError(
+            f"model.path: {model.path} has no config.json here, and memory is asked for by the "
+            "model's shape; give model.shape"
+        )
+    return ModelSize(shape, VALUE_BYTES[model.dtype])
+
+
+def pod_resources(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> Resources:
+    """One replica of a role: a core for each thread, and host memory for what it holds, GPU or
+    not: the overlay for CPUs takes the GPUs away."""
+    held = role_needs(spec, name, size).held
+    if name == "doc_teacher" and role.gpus:
+        held = max(held, spilled_bytes(spec.learn, size))
+    return _resources(role, held, shm=published_bytes(spec.learn, size))
+
+
+def controller_resources(spec: RunSpec, size: ModelSize) -> Resources:
+    """The controller, with the tensor store that holds two versions of every cartridge."""
+    twice = 2 * published_bytes(spec.learn, size)
+    return _resources(RoleSpec(procs=2), twice, shm=twice)
+
+
+def door_resources(spec: ServeSpec, size: ModelSize, cartridge_tokens: int) -> Resources:
+    """A door and its generators, which are processes of the same pod."""
+    role = spec.roles.generator
+    held = size.weights + spec.held_cartridges * cartridge_tokens * size.kv_token
+    if spec.generator.backend == "vllm":
+        held += round(spec.generator.kv_gib * GIB)
+    processes = 2 + role.replicas + spec.spares  # the door and Monarch's own beside the generators
+    return Resources(
+        cpu=1 + role.replicas * role.threads,
+        memory=_gib(processes * PROCESS_BYTES + HEADROOM * role.replicas * held) + 1,
+        shm=1,
+        gpus=role.replicas * role.gpus,
+    )
+
+
+def _resources(role: RoleSpec, held: int, shm: int) -> Resources:
+    """`held` bytes in each process, and memory-backed /dev/shm for two times `shm` bytes."""
+    shared = _gib(2 * shm)
+    # One process more: Monarch's own on each host.
+    memory = _gib((role.procs + 1) * PROCESS_BYTES + HEADROOM * role.procs * held) + shared
+    return Resources(role.procs * role.threads, memory, shared, role.procs * role.gpus)
+
+
+def _gib(count: float) -> int:
+    return max(1, -(-int(count) // GIB))

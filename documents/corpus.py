@@ -1,0 +1,179 @@
+"""A user's documents as a run reads them: in tokens, and long ones in parts.
+
+    data.path -> documents.reading -> tokens -> parts of at most `documents.max_tokens`
+                                             -> left out: what no cartridge can stand in for
+
+A part is a document of its own, with a cartridge of its own: `report.part_01`, `report.part_02`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from documents.chunks import Chunk, Tokenised, pieces
+from documents.formats import Format
+from documents.reading import Document, LeftOut, Limits, read_documents
+from environments.renderer import Conversation
+from protocols.errors import DataError
+from protocols.spec.learn import LearnSpec
+
+TEMPLATE_TOKENS = 64  # of a context, for what the chat template adds to the document
+
+
+@dataclass(frozen=True)
+class Part:
+    """A document that a cartridge stands in for: `chunk` of `document`, whole or not; `text` is
+    its own, and `tokens` are those of `text`."""
+
+    name: str
+    document: Document
+    chunk: Chunk
+    text: str
+    tokens: Tokenised
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All parts by name, in order, what was left out, and what is worth a note."""
+
+    parts: Mapping[str, Part]
+    left_out: tuple[LeftOut, ...]
+    notes: tuple[LeftOut, ...]
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return {name: part.text for name, part in self.parts.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a run writes of them: hashes and spans, no texts."""
+        return {
+            "documents": [
+                {
+                    "name": p.name, "source": p.document.source, "sha256": p.document.sha256,
+                    "encoding": p.document.encoding, "tokens": len(p.tokens),
+                    "chars": [p.chunk.start_char, p.chunk.stop_char],
+                }
+                for p in self.parts.values()
+            ],
+            "left_out": [str(item) for item in self.left_out],
+            "notes": [str(item) for item in self.notes],
+        }  # fmt: skip
+
+
+def context_tokens(path: str) -> int | None:
+    """How many positions a model was made for, by its config; None where it does not say."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"no model at {path!r}: {str(error).splitlines()[0]}; set model to a directory with "
+            "config.json, or to a hub id that this machine can reach"
+        ) from error
+    found = getattr(config, "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
+def read_parts(spec: LearnSpec, tokenizer: Any) -> Parts:
+    """The run's documents.
+
+    Raises DataError for data.path that cannot be read, a document that is too long for
+    `documents.long: refuse`, more documents than data.patients, and where none is left.
+    """
+    read, path = spec.documents, spec.data.path
+    if path is None:
+        raise DataError("there are no documents; add --set data.path=FOLDER")
+    reading = read_documents(
+        path.split(os.pathsep),
+        Format(read.text_fields, read.encoding),
+        Limits(read.max_file_bytes, read.max_total_bytes),
+    )
+    most = longest(spec, context_tokens(spec.model.path))
+    left_out, notes = list(reading.left_out), list(reading.notes)
+    read_in: list[tuple[Document, Tokenised, list[Chunk]]] = []
+    for document in reading.documents:
+        special = next((t for t in tokenizer.all_special_tokens if t in document.text), None)
+        if special is not None:
+            left_out.append(
+                LeftOut(document.source, f"has the model's special token {special}; remove it")
+            )
+            continue
+        tokens = tokenised(tokenizer, document.text)
+        if most is None or len(tokens) <= most:
+            read_in.append((document, tokens, [tokens.chunk(0, len(tokens))]))
+            continue
+        if read.long == "refuse":
+            raise DataError(
+                f"{document.source} has {len(tokens):,} tokens, over the {most:,} of a document; "
+                "set documents.long: split, raise documents.max_tokens as far as the model's "
+                "context allows, or cut it up"
+            )
+        cut = pieces(tokens, most, read.overlap)
+        why = f"has {len(tokens):,} tokens, over {most:,}: read in {len(cut)} parts, each with its"
+        notes.append(LeftOut(document.source, f"{why} own cartridge"))
+        read_in.append((document, tokens, cut))
+    count = sum(len(cut) for _, _, cut in read_in)
+    if count > spec.data.patients:
+        raise DataError(
+            f"{path} holds {count:,} documents (or parts of long ones), and data.patients allows "
+            f"{spec.data.patients}; raise it, give fewer files, or a model that reads more"
+        )
+    parts = {p.name: p for one in read_in for p in _parts(*one, tokenizer)}
+    conversation = Conversation(tokenizer, {name: part.text for name, part in parts.items()})
+    for name in list(parts):
+        count = len(conversation.head(name))
+        if count <= spec.cartridge.tokens:
+            why = f"has {count} tokens, no more than a cartridge; lower cartridge.tokens"
+            left_out.append(LeftOut(parts.pop(name).document.source, f"{why} ({name})"))
+    if not parts:
+        told = "".join(f"\n  {item}" for item in left_out)
+        raise DataError(f"no document of {path} can be used{told}")
+    return Parts(parts, tuple(left_out), tuple(notes))
+
+
+def longest(spec: LearnSpec, context: int | None) -> int | None:
+    """Most tokens of a document, None where nothing bounds it."""
+    room = None if context is None else context - spec.train.row_tokens - TEMPLATE_TOKENS
+    if room is not None and room <= spec.cartridge.tokens:
+        raise DataError(
+            f"the model reads {context} tokens, of which a row takes train.row_tokens "
+            f"({spec.train.row_tokens}): no document longer than cartridge.tokens "
+            f"({spec.cartridge.tokens}) is left; lower one of the two"
+        )
+    bounds = [bound for bound in (room, spec.documents.max_tokens) if bound is not None]
+    most = min(bounds, default=None)
+    if most is not None and 2 * spec.documents.overlap >= most:
+        raise DataError(
+            f"documents.overlap must be under half of a part ({most} tokens): got "
+            f"{spec.documents.overlap}; lower it"
+        )
+    return most
+
+
+def tokenised(tokenizer: Any, text: str) -> Tokenised:
+    """Raises DataError for a tokenizer that does not tell where its tokens stand."""
+    if not tokenizer.is_fast:
+        raise DataError(
+            "the model's tokenizer does not tell where its tokens stand; give a model with a "
+            "tokenizer.json"
+        )
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return Tokenised(text, found["offset_mapping"])
+
+
+def _parts(
+    document: Document, tokens: Tokenised, cut: Sequence[Chunk], tokenizer: Any
+) -> list[Part]:
+    if len(cut) == 1:
+        return [Part(document.name, document, cut[0], document.text, tokens)]
+    digits = max(2, len(str(len(cut))))
+    found = []
+    for i, chunk in enumerate(cut, start=1):
+        text = tokens.text_of(chunk)
+        name = f"{document.name}.part_{i:0{digits}}"
+        found.append(Part(name, document, chunk, text, tokenised(tokenizer, text)))
+    return found

@@ -1,0 +1,247 @@
+"""Writing self-study: A asks about passages of the documents, B answers, row by row to a file.
+
+    item -> passage (random chunk) -> A (seed of a kind) -> filters, doubles -> B -> filters -> row
+
+Items are numbered, and every draw of an item hangs on its document and number: a file that was
+begun is gone on with, to the same rows. What is refused is a row too, with the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from documents.chunks import Chunk, random_chunk
+from documents.filters import ECHO_WORDS, Bounds, Doubles, fault, normalised
+from documents.synthesis_rows import StudyRow, from_dict
+from documents.seed_prompts import asking, plain_turn
+from protocols.spec.documents import SelfStudySpec
+from protocols.errors import DataError
+from protocols.files import append_rows, iter_rows, json_lines, utc_text, write_atomically
+from protocols.teacher_replay import Message
+from protocols.seeds import stream_seed
+from protocols.types import Sampling
+from documents.corpus import Part
+from strategies.samplers.sampler import Answer, Ask, Sampler
+
+BATCH = 32  # items written together: a kill loses so many at most
+
+
+@dataclass(frozen=True)
+class Item:
+    """One row to be written: the `number`-th of a document."""
+
+    part: Part
+    number: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.part.name}/{self.number:05}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What decides the rows of these parts; `model` names who writes them, `answers` whether B
+    does. `seed` is that of every draw."""
+
+    study: SelfStudySpec
+    model: str
+    seed: int
+    answers: bool
+
+    @property
+    def config(self) -> str:
+        """A hash of the plan: rows of another are not gone on with."""
+        told = {**asdict(self), "study": self.study.model_dump(mode="json", exclude={"rows"})}
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(self.study.least_words, self.study.most_words, self.study.alike)
+
+
+def items(parts: Sequence[Part], each: int) -> list[Item]:
+    """Documents in turn, so that a file that is not whole yet has some of all."""
+    return [Item(part, number) for number in range(each) for part in parts]
+
+
+def read_rows(path: Path) -> list[StudyRow]:
+    """Raises DataError for a file of something else."""
+    return [from_dict(row, f"{path}:{i}") for i, row in enumerate(iter_rows(path), start=1)]
+
+
+async def write_study(
+    path: Path,
+    parts: Sequence[Part],
+    plan: Plan,
+    sampler: Sampler,
+    tell: Callable[[int, int], None] = lambda done, of: None,
+) -> list[StudyRow]:
+    """Every row of the plan, those that the file has already included, in order.
+
+    Raises DataError for a file of another plan or of other texts, and what the sampler raises.
+    """
+    wanted = items(parts, plan.study.questions)
+    rows = _begun(path, wanted, plan)
+    doubles = Doubles(plan.study.alike)
+    for row in rows:
+        if row.kept or row.refused.startswith("answer"):
+            doubles.found(row.question)
+    for start in range(len(rows), len(wanted), BATCH):
+        tell(start, len(wanted))
+        new = await _batch(wanted[start : start + BATCH], plan, sampler, doubles)
+        append_rows(path, [row.as_dict() for row in new])
+        rows += new
+    tell(len(wanted), len(wanted))
+    return rows
+
+
+def _begun(path: Path, wanted: Sequence[Item], plan: Plan) -> list[StudyRow]:
+    """The rows that are there, less what does not make a whole batch: it is written again, with
+    the doubles of its batch."""
+    rows = read_rows(path)
+    for row, item in zip(rows, wanted, strict=False):
+        same = (row.key, row.sha256, row.config)
+        if same != (item.key, item.part.document.sha256, plan.config):
+            raise DataError(
+                f"{path} has rows of other documents or of another configuration, from {row.key} "
+                "on; move it away, or write to another place"
+            )
+    if len(rows) > len(wanted):
+        raise DataError(f"{path} has more rows than are asked for; move it away")
+    if len(rows) < len(wanted):
+        rows = rows[: len(rows) // BATCH * BATCH]
+    if path.exists():  # a torn last line goes too
+        write_atomically(path, json_lines(row.as_dict() for row in rows))
+    return rows
+
+
+async def _batch(
+    batch: Sequence[Item], plan: Plan, sampler: Sampler, doubles: Doubles
+) -> list[StudyRow]:
+    drafts = [_draft(item, plan) for item in batch]
+    study = plan.study
+    asked = Sampling(study.question_temperature, max_tokens=study.question_tokens)
+    turns = await sampler(
+        [
+            Ask(f"{d.row.key}/question", (Message("user", d.asking),), asked, d.row.question_seed)
+            for d in drafts
+        ]
+    )
+    rows = [_turn(d, turn, plan, doubles) for d, turn in zip(drafts, turns, strict=True)]
+    if not plan.answers:
+        return rows
+    told = Sampling(study.answer_temperature, max_tokens=study.answer_tokens)
+    top = study.top_k if "top_logprobs" in sampler.abilities else 0
+    kept = {row.key: d for row, d in zip(rows, drafts, strict=True) if row.kept}
+    answers = await sampler(
+        [
+            Ask(
+                f"{row.key}/answer",
+                (Message("system", kept[row.key].passage), Message("user", row.question)),
+                told,
+                row.answer_seed,
+                top_logprobs=top,
+            )
+            for row in rows
+            if row.kept
+        ]
+    )
+    said = dict(zip(kept, answers, strict=True))
+    return [_answered(r, kept[r.key], said[r.key], plan) if r.kept else r for r in rows]
+
+
+@dataclass(frozen=True)
+class _Draft:
+    row: StudyRow
+    passage: str
+    asking: str
+    plain: str
+
+
+def passage_of(
+    part: Part, number: int, study: SelfStudySpec, seed: int
+) -> tuple[Chunk, random.Random, str]:
+    """The passage of an item, the generator that its other draws come from, and its name."""
+    name = f"selfstudy/{seed}/{part.name}/{part.document.sha256}/{number}"
+    rng = random.Random(name)
+    return random_chunk(part.tokens, study.min_chunk, study.max_chunk, rng), rng, name
+
+
+def _draft(item: Item, plan: Plan) -> _Draft:
+    part, study = item.part, plan.study
+    chunk, rng, name = passage_of(part, item.number, study, plan.seed)
+    kind = study.kinds[item.number % len(study.kinds)]
+    passage = part.tokens.text_of(chunk)
+    first = part.chunk.start_char
+    row = StudyRow(
+        key=item.key, document=part.name, source=part.document.source,
+        sha256=part.document.sha256, tokens=(chunk.start, chunk.stop),
+        chars=(first + chunk.start_char, first + chunk.stop_char), kind=kind, asker="model",
+        question="", question_seed=stream_seed(f"{name}/question"),
+        question_sampling={
+            "temperature": study.question_temperature, "max_tokens": study.question_tokens,
+        },
+        answer_seed=stream_seed(f"{name}/answer"),
+        answer_sampling={
+            "temperature": study.answer_temperature, "max_tokens": study.answer_tokens,
+        },
+        model=plan.model, config=plan.config, generator=_generator(), time=utc_text(),
+    )  # fmt: skip
+    return _Draft(row, passage, asking(passage, kind, rng), plain_turn(passage, kind, rng))
+
+
+def _turn(draft: _Draft, turn: Answer, plan: Plan, doubles: Doubles) -> StudyRow:
+    text = turn.text.strip()
+    why = fault(text, draft.asking, turn.finish_reason == "stop", plan.bounds)
+    why = why or doubles.found(text)
+    row = replace(draft.row, question=text, question_tokens=turn.tokens)
+    if why is None:
+        return row
+    if not plan.study.plain:
+        return replace(row, refused=why)
+    row = replace(row, asker="plain", question=draft.plain, tried=(why,))
+    return replace(row, refused=doubles.found(draft.plain) or "")
+
+
+def _answered(row: StudyRow, draft: _Draft, answer: Answer, plan: Plan) -> StudyRow:
+    text = answer.text.strip()
+    # An answer may quote its passage, be short, and then say words of the question ("the second").
+    long = len(text.split()) >= ECHO_WORDS or normalised(text) == normalised(row.question)
+    bounds = replace(plan.bounds, least_words=1)
+    why = fault(text, row.question if long else "", answer.finish_reason == "stop", bounds)
+    return replace(
+        row,
+        answer=text,
+        answer_ids=answer.token_ids,
+        answer_logprobs=answer.logprobs,
+        answer_tokens=answer.tokens,
+        finish_reason=answer.finish_reason,
+        teacher_ids=answer.top_token_ids,
+        teacher_texts=tuple(tuple(t for t, _ in at) for at in answer.top_logprobs),
+        teacher_logprobs=tuple(tuple(lp for _, lp in at) for at in answer.top_logprobs),
+        refused="" if why is None else f"answer: {why}",
+        time=utc_text(),
+    )
+
+
+def model_name(path: str) -> str:
+    """`clinic-reader@9f86d081884c`: a model by its directory's name and a hash of its config and
+    tokenizer, wherever it lies; a hub id as it is."""
+    files = [Path(path) / name for name in ("config.json", "tokenizer.json")]
+    if not files[0].is_file():
+        return path
+    digest = hashlib.sha256(b"".join(f.read_bytes() for f in files if f.is_file()))
+    return f"{Path(path).name}@{digest.hexdigest()[:12]}"
+
+
+def _generator() -> str:
+    try:
+        return f"cartridge-forge {version('cartridge-forge')}"
+    except PackageNotFoundError:
+        return "cartridge-forge"

@@ -1,0 +1,78 @@
+"""Dialects: how a student's words are an action, and how an action is said in its words.
+
+DESK   find surgeon in cardiology.
+JSON   {"arguments":{"field":"surgeon","department":"cardiology"},"tool":"find"}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from environments.clinic.desk import call_text, parse_call
+from protocols.errors import DataError
+from protocols.teacher_replay import Action, Choice, Text, ToolCall
+from teachers.actions import dense
+
+END_OF_THINKING = "</think>"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """`parse` takes any words; `say` raises DataError for an action that the dialect has no words
+    for."""
+
+    parse: Callable[[str], Action]
+    say: Callable[[Action], str]
+
+
+def _say_at_desk(action: Action) -> str:
+    if not isinstance(action, ToolCall):
+        raise DataError(f"at the desk only a tool's call can be said: got {action}")
+    return call_text(action)
+
+
+def _parse_json(text: str) -> Action:
+    """The first call in what was said after thinking; words without one are free text."""
+    said = text.rpartition(END_OF_THINKING)[2]
+    at = said.find("{")
+    while at >= 0:
+        try:
+            found, _ = _DECODER.raw_decode(said, at)
+        except (ValueError, RecursionError):
+            found = None
+        match found:
+            case {"tool": str(tool), "arguments": dict(arguments)}:
+                return ToolCall(tool, arguments)
+        at = said.find("{", at + 1)
+    return Text(said.strip())
+
+
+def _say_json(action: Action) -> str:
+    match action:
+        case ToolCall(tool, arguments):
+            return dense({"tool": tool, "arguments": dict(arguments)})
+        case Choice(option):
+            return option
+        case Text(text):
+            return text
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits} is too large")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+
+DESK = Dialect(parse_call, _say_at_desk)
+JSON = Dialect(_parse_json, _say_json)

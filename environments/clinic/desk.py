@@ -1,0 +1,214 @@
+"""The clinic desk: a world of tools in which a tiny model looks one value up. Pure.
+
+A desk has a handbook, which says at which department the records of each field lie. Asked for the
+value of a field, a clerk finds the note, reads it and answers:
+
+    user        what is the surgeon?
+    assistant   find surgeon in cardiology.      (the handbook says: surgeon cardiology.)
+    tool        note 17.
+    assistant   read note 17.
+    tool        surgeon weber.
+    assistant   answer weber.
+
+Notes and values are drawn anew for every case: nothing but the tools knows them. Who does not know
+the handbook guesses departments and meets errors: `missing_record`, `unknown_tool`,
+`bad_arguments`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from environments.clinic import vocabulary as words
+from protocols.errors import DataError
+from protocols.teacher_replay import Tool, ToolCall
+
+TEXT = {"type": "string"}
+TOOLS: tuple[Tool, ...] = (
+    Tool(
+        "find",
+        "The number of the note that holds a field, if that department has it.",
+        {
+            "type": "object",
+            "properties": {"field": TEXT, "department": TEXT},
+            "required": ["field", "department"],
+            "additionalProperties": False,
+        },
+    ),
+    Tool(
+        "read",
+        "What a note says.",
+        {
+            "type": "object",
+            "properties": {"note": {"type": "integer"}},
+            "required": ["note"],
+            "additionalProperties": False,
+        },
+    ),
+    Tool(
+        "answer",
+        "Give the value that was asked for, which ends the case.",
+        {
+            "type": "object",
+            "properties": {"value": TEXT},
+            "required": ["value"],
+            "additionalProperties": False,
+        },
+    ),
+)
+TOOL_NAMES = tuple(tool.name for tool in TOOLS)
+
+_FORMS: Mapping[str, re.Pattern[str]] = {
+    "find": re.compile(r"(?P<field>\S+) in (?P<department>\S+)"),
+    "read": re.compile(r"note (?P<note>\d{1,9})"),
+    "answer": re.compile(r"(?P<value>.+)"),
+}
+
+
+@dataclass(frozen=True)
+class Desk:
+    """`Desk("desk_01", (("surgeon", "cardiology"), ("sodium", "urology"), ...))`."""
+
+    id: str
+    handbook: tuple[tuple[str, str], ...]
+
+    @property
+    def document(self) -> str:
+        """`"surgeon cardiology. sodium urology."`"""
+        return " ".join(f"{name} {department}." for name, department in self.handbook)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question with what the desk's records hold: the truth that the tools speak from."""
+
+    field: str
+    department: str
+    note: int
+    value: str
+
+    @property
+    def question(self) -> str:
+        return f"what is the {self.field}?"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the desk says to one call, and how the case stands.
+
+    `reward` is given at the end alone: 1 for the right value, else 0. A failure has an
+    `error_kind`, the `hint_key` of the template that would help, and what that template says in
+    `hint_facts`; these never hold the value.
+    """
+
+    text: str
+    done: bool = False
+    reward: float | None = None
+    error_kind: str = ""
+    hint_key: str = ""
+    hint_facts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A case after some calls: which the clerk's own note number is, and whether it was read."""
+
+    found: bool = False
+    read: bool = False
+    turns: int = 0
+    reply: Reply | None = None
+
+
+def draw_desk(seed: int, index: int, fields: int) -> Desk:
+    """Desk `index` (from 1) of a seed, with a handbook of `fields` fields. Raises DataError."""
+    if not 1 <= fields <= len(words.FIELDS):
+        raise DataError(
+            f"a handbook has 1 to {len(words.FIELDS)} fields, those there are: got {fields}; "
+            "change data.facts"
+        )
+    rng = random.Random(f"desk/{seed}/{index}")
+    names = rng.sample(words.FIELDS, fields)
+    return Desk(f"desk_{index:02d}", tuple((name, rng.choice(words.DEPARTMENTS)) for name in names))
+
+
+def draw_case(desk: Desk, seed: int) -> Case:
+    """The case of a seed at a desk: the same in every process."""
+    rng = random.Random(f"case/{desk.id}/{seed}")
+    name, department = rng.choice(desk.handbook)
+    return case_of(name, department, rng)
+
+
+def case_of(name: str, department: str, rng: random.Random) -> Case:
+    """A case about this field, with a note and a value drawn anew."""
+    value = words.value_text(name, rng.choice(words.CATEGORY_OF[name].values))
+    return Case(name, department, rng.randint(10, 99), value)
+
+
+def call_text(call: ToolCall) -> str:
+    """A call as a clerk says it: `"find surgeon in cardiology."`; DataError for one it cannot."""
+    given = {k: " ".join(str(v).split()) for k, v in call.arguments.items()}
+    match call.tool, given:
+        case "find", {"field": name, "department": department}:
+            return f"find {name} in {department}."
+        case "read", {"note": note}:
+            return f"read note {note}."
+        case "answer", {"value": value}:
+            return f"answer {value}."
+    raise DataError(f"the desk has no call {call.tool} with {sorted(given)}; see environments.clinic.desk.TOOLS")
+
+
+def parse_call(text: str) -> ToolCall:
+    """What a clerk's words call, whether or not the desk can do it.
+
+    Words that do not have a tool's form are its call with the arguments {"words": ...}: they are
+    the tool's, and bad.
+    """
+    name, _, rest = " ".join(text.split()).removesuffix(".").partition(" ")
+    found = _FORMS[name].fullmatch(rest) if name in _FORMS else None
+    if found is None:
+        return ToolCall(name, {"words": rest})
+    arguments: dict[str, str | int] = dict(found.groupdict())
+    if name == "read":
+        arguments["note"] = int(arguments["note"])
+    return ToolCall(name, arguments)
+
+
+def reply_to(case: Case, standing: Standing, text: str, max_turns: int) -> Standing:
+    """The case after one more call; `reply` is what the desk says to it."""
+    turns = standing.turns + 1
+    found, read, reply = _answered(case, standing, parse_call(text))
+    if not reply.done and turns >= max_turns:
+        reply = Reply(
+            f"{reply.text} the time is over.", True, 0.0, reply.error_kind, reply.hint_key,
+            reply.hint_facts,
+        )  # fmt: skip
+    return Standing(found, read, turns, reply)
+
+
+def _answered(case: Case, standing: Standing, call: ToolCall) -> tuple[bool, bool, Reply]:
+    found, read = standing.found, standing.read
+    if call.tool not in TOOL_NAMES:
+        return found, read, Reply("no such tool.", error_kind="unknown_tool", hint_key="tools")
+    if "words" in call.arguments:
+        facts = {"tool": call.tool, "field": case.field}
+        hint = f"form_of_{call.tool}"
+        return found, read, Reply("bad call.", False, None, "bad_arguments", hint, facts)
+    given = call.arguments
+    if call.tool == "find":
+        if (given["field"], given["department"]) == (case.field, case.department):
+            return True, read, Reply(f"note {case.note}.")
+        facts = {"field": case.field, "department": case.department}
+        text = f"no {given['field']} in {given['department']}."
+        return found, read, Reply(text, False, None, "missing_record", "where", facts)
+    if call.tool == "read":
+        if given["note"] == case.note:
+            return found, True, Reply(f"{case.field} {case.value}.")
+        hint = "the_note" if found else "find_first"
+        facts = {"field": case.field, "note": str(case.note)} if found else {"field": case.field}
+        text = f"no note {given['note']}."
+        return found, read, Reply(text, False, None, "missing_record", hint, facts)
+    right = str(given["value"]).casefold() == case.value.casefold()
+    return found, read, Reply("right." if right else "wrong.", True, float(right))

@@ -1,0 +1,79 @@
+"""Teachers of our own for the default demo: a local provider that knows its way about the desk.
+
+It reads what any teacher is shown, the handbook and the episode so far, and answers with the call
+that a good clerk would make next; wrongly at a set rate.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import partial
+
+from environments.clinic.vocabulary import DEPARTMENTS
+from protocols.errors import DataError
+from protocols.teacher_replay import Message, ToolCall
+from protocols.spec.teacher_replay import LocalSpec, ReplaySpec
+from teachers.fake_provider.app import FakeProvider, Faults, ProviderRequest, sometimes_right
+
+KEY_ENV = "FORGE_LOCAL_PROVIDER_KEY"
+
+_TURN = re.compile(r"(?:^|\n\n)\[(system|user|assistant|tool)\]\n")
+_ASKED = re.compile(r"what is the (\S+)\?")
+_NOTE = re.compile(r"note (\d+)\.")
+
+
+def local_provider(spec: ReplaySpec, local: LocalSpec) -> FakeProvider:
+    """The provider of a spec's teachers, not yet started."""
+    faults = Faults(
+        rate_limit=local.rate_limit, server_error=local.server_error, latency_s=local.latency_s,
+        seed=local.seed,
+    )  # fmt: skip
+    right = partial(_answer, right=True)
+    rule = sometimes_right(right, partial(_answer, right=False), local.right, local.seed)
+    return FakeProvider(rule, {t.model: t.prices for t in spec.teachers}, faults)
+
+
+def at(spec: ReplaySpec, provider: FakeProvider) -> ReplaySpec:
+    """The spec with every teacher at the provider."""
+    urls = {"openai": provider.openai_url, "anthropic": provider.url}
+    here = [
+        t.model_copy(update={"base_url": urls[t.provider], "key_env": KEY_ENV})
+        for t in spec.teachers
+    ]
+    return spec.model_copy(update={"teachers": tuple(here)})
+
+
+def next_call(messages: Sequence[Message]) -> ToolCall:
+    """What a good clerk calls next: `messages` begin with the handbook. Raises DataError for what
+    is no case of the desk."""
+    handbook = " ".join(m.content for m in messages if m.role == "system")
+    asked = next((f for m in messages if m.role == "user" for f in _ASKED.findall(m.content)), "")
+    department = re.search(rf"(?:^|\. ){re.escape(asked)} (\w+)\.", handbook)
+    if not asked or department is None:
+        raise DataError("a clerk needs a handbook and a question about one of its fields")
+    said = [m.content for m in messages if m.role == "tool"]
+    for text in reversed(said):
+        value = re.fullmatch(rf"{re.escape(asked)} (.+)\.", text)
+        if value:
+            return ToolCall("answer", {"value": value[1]})
+    for text in reversed(said):
+        note = _NOTE.fullmatch(text)
+        if note:
+            return ToolCall("read", {"note": int(note[1])})
+    return ToolCall("find", {"field": asked, "department": department[1]})
+
+
+def _answer(request: ProviderRequest, right: bool) -> str:
+    parts = _TURN.split(request.user)
+    messages = [Message(role, text) for role, text in zip(parts[1::2], parts[2::2], strict=True)]  # type: ignore[arg-type]  # the pattern's roles
+    try:
+        call = next_call(messages)
+    except DataError:
+        return "I do not know."
+    if not right:
+        other = next(d for d in DEPARTMENTS if d != call.arguments.get("department"))
+        call = ToolCall("find", {"field": "nothing", "department": other})
+    arguments = json.dumps(dict(call.arguments))
+    return json.dumps({"kind": "tool", "tool": call.tool, "arguments": arguments, "answer": ""})

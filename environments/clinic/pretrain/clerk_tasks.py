@@ -1,0 +1,194 @@
+"""Training episodes for the tiny clerk: cases at the clinic desk, played with some mistakes.
+
+Three kinds of episode teach what later training needs. With a handbook the clerk finds in the
+department that it names. Without one the clerk guesses among the departments not tried yet. A
+hint, in a user's turn of its own right before the call, is followed. So that a learner's rewards
+vary, calls are now and then of a wrong form, or say what nobody looked up; with a handbook at a
+tenth of the rate, after a hint or a mistake never.
+
+In some episodes the first calls are a stumbling clerk's and are not taught: they show how to go on
+after errors, as a teacher must that scores a weaker student's episode.
+
+A taught call's kind is find, read or answer, what the clerk knows; hinted, the same right after a
+hint; guess, a find in a department that nothing tells; else a mistake, named by the `Slips` field.
+"""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from environments.clinic import vocabulary as words
+from environments.clinic.desk import Case, Desk, Standing, case_of, reply_to
+from environments.clinic.desk_hints import HINTS
+from environments.clinic.pretrain.reader_tasks import Row, Said, head
+
+MAX_TURNS = 6
+FIELDS = (6, 24)  # of a handbook, when training is through its easier ones
+# Looking up is learnt from few fields (docs/log.md), then holds for many.
+LADDER = ((2, 3), (2, 5), (4, 9), (6, 16), FIELDS)
+HANDBOOK_RATE = 0.5  # of the rows, below: of their episodes
+HINTED_WITH_HANDBOOK, HINTED_WITHOUT = 0.1, 0.3
+# Episodes to a handbook that are cut after the first taught call: of whole episodes, looking up is
+# one token in fifty, and it did not emerge from those alone (docs/log.md).
+OPENINGS = 8
+UNNAMED_RATE = 0.1  # the handbook does not name the field (it is cut, say): the clerk guesses
+STUMBLING_RATE = 0.25  # with a handbook: the first calls are made as if there were none
+AT_ONCE_RATE = 0.3  # hinted before the first call
+HINT_AGAIN_RATE = 0.5  # another hint at a later error
+
+
+@dataclass(frozen=True)
+class Slips:
+    """How often a call goes wrong. The last two happen only before the note was read."""
+
+    unknown_tool: float
+    bad_arguments: float
+    blind_answer: float
+    wrong_note: float
+
+    def scaled(self, by: float) -> Slips:
+        return Slips(
+            self.unknown_tool * by, self.bad_arguments * by,
+            self.blind_answer * by, self.wrong_note * by,
+        )  # fmt: skip
+
+
+GUESSING = Slips(0.06, 0.06, 0.05, 0.03)
+INFORMED = GUESSING.scaled(0.1)
+STUMBLING = Slips(0.15, 0.2, 0.0, 0.1)  # a blind answer would end the episode
+NEVER = GUESSING.scaled(0.0)
+
+
+@dataclass(frozen=True)
+class _Clerk:
+    """What the clerk holds between two calls."""
+
+    known: str  # the department, "" if nothing told it
+    tried: frozenset[str] = frozenset()
+    careful: bool = False  # right after a mistake
+
+
+def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
+    """Draw `args.batch` desks with `args.episodes` whole episodes each."""
+    for _ in range(args.batch):
+        desk, drawn = draw_row(rng, args.episodes, LADDER[rung])
+        yield head(desk.document), drawn
+
+
+def draw_row(
+    rng: random.Random, episodes: int, fields: tuple[int, int] = FIELDS
+) -> tuple[Desk, list[list[Said]]]:
+    """A desk, whose handbook has this many fields or none, and episodes that see the handbook; each
+    is a list of messages that ends with a call.
+    """
+    names: Sequence[str] = ()
+    if rng.random() < HANDBOOK_RATE:
+        names = rng.sample(words.FIELDS, rng.randint(*fields))
+    told = {name: rng.choice(words.DEPARTMENTS) for name in names}
+    drawn = []
+    for index in range(episodes + (OPENINGS if told else 0)):
+        named = bool(told) and rng.random() >= UNNAMED_RATE
+        name = rng.choice([f for f in words.FIELDS if (f in told) == named])
+        case = case_of(name, told.get(name) or rng.choice(words.DEPARTMENTS), rng)
+        hinted = rng.random() < (HINTED_WITH_HANDBOOK if told else HINTED_WITHOUT)
+        said = draw_episode(rng, case, case.department if named else "", hinted)
+        drawn.append(said if index < episodes else _opening(said))
+    return Desk("corpus", tuple(told.items())), drawn
+
+
+def _opening(said: list[Said]) -> list[Said]:
+    taught = next(i for i, s in enumerate(said) if s.kind)
+    return said[: taught + 1]
+
+
+def draw_episode(rng: random.Random, case: Case, known: str, hinted: bool) -> list[Said]:
+    """One case from the question to the last call. `known`: the department that the handbook says,
+    or "".
+    """
+    at_once = hinted and rng.random() < AT_ONCE_RATE
+    stumbles = 0
+    if (hinted and not at_once) or (known and rng.random() < STUMBLING_RATE):
+        stumbles = rng.choice((1, 1, 2))
+    said = [Said("user", case.question)]
+    standing, clerk, hints = Standing(), _Clerk(""), 0
+    while True:
+        taught = standing.turns >= stumbles
+        if taught and known:
+            clerk = replace(clerk, known=known)
+        text, told = "", ""
+        if hinted and taught and (hints == 0 or rng.random() < HINT_AGAIN_RATE):
+            text, told = _hint(rng, case, standing)
+        if text:
+            said.append(Said("user", text))
+            clerk = replace(clerk, known=told or clerk.known)
+            hints += 1
+        rates = INFORMED if clerk.known else GUESSING
+        if not taught:
+            rates = STUMBLING
+        elif text or clerk.careful:
+            rates = NEVER
+        call, kind, clerk = _call(rng, case, standing, clerk, rates)
+        if text and kind in ("find", "read", "answer"):
+            kind = "hinted"
+        said.append(Said("assistant", call, kind if taught else ""))
+        standing = reply_to(case, standing, call, MAX_TURNS)
+        assert standing.reply is not None
+        if standing.reply.done:
+            return said
+        said.append(Said("tool", standing.reply.text))
+
+
+def _hint(rng: random.Random, case: Case, standing: Standing) -> tuple[str, str]:
+    """The hint that fits, and the department if it tells one; both "" if there is none to give."""
+    key, facts = "", {"field": case.field, "department": case.department}
+    if standing.reply is None:
+        key = "where" if rng.random() < 0.7 else rng.choice(("tools", "form_of_find", "find_first"))
+    elif standing.reply.hint_key:
+        key, facts = standing.reply.hint_key, dict(standing.reply.hint_facts)
+    if not key:
+        return "", ""
+    return HINTS[key].format(**facts), case.department if key == "where" else ""
+
+
+def _call(
+    rng: random.Random, case: Case, standing: Standing, clerk: _Clerk, rates: Slips
+) -> tuple[str, str, _Clerk]:
+    """The next call, its kind, and what the clerk holds after it."""
+    untried = [d for d in words.DEPARTMENTS if d not in clerk.tried]
+    department = clerk.known or rng.choice(untried)
+    draw = rng.random()
+    for name, rate in vars(rates).items():
+        if standing.read and name in ("blind_answer", "wrong_note"):
+            continue
+        if (draw := draw - rate) < 0:
+            text = _slip(rng, name, case, standing, department)
+            return text, name, replace(clerk, careful=True)
+    clerk = replace(clerk, careful=False)
+    if standing.read:
+        return f"answer {case.value}.", "answer", clerk
+    if standing.found:
+        return f"read note {case.note}.", "read", clerk
+    tried = replace(clerk, tried=clerk.tried | {department})
+    return f"find {case.field} in {department}.", "find" if clerk.known else "guess", tried
+
+
+def _slip(rng: random.Random, name: str, case: Case, standing: Standing, department: str) -> str:
+    """A call that goes wrong in the way named, near to what would be right."""
+    if name == "blind_answer":
+        value = rng.choice(words.CATEGORY_OF[case.field].values)
+        return f"answer {words.value_text(case.field, value)}."
+    if name == "wrong_note":
+        return f"read note {rng.choice([n for n in range(10, 100) if n != case.note])}."
+    if standing.read:
+        return f"give {case.value}." if name == "unknown_tool" else "answer."
+    if standing.found:
+        return f"open note {case.note}." if name == "unknown_tool" else f"read {case.note}."
+    if name == "unknown_tool":
+        look = f"look {case.field} in {department}."
+        return rng.choice((look, look, f"open note {rng.randint(10, 99)}."))
+    return rng.choice(
+        (f"find {case.field}.", f"find in {department}.", f"read {rng.randint(10, 99)}.")
+    )

@@ -1,0 +1,210 @@
+"""How well a clerk does at the desk, and a panel at five-option questions: shares, by sampling."""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from environments.clinic.desk import Case, Standing, draw_case, draw_desk, reply_to
+from environments.clinic.desk_hints import HINTS
+from environments.clinic.longhealth import Question, parse_patients
+from environments.clinic.panel import aggregation_prompt
+from environments.clinic.patients import generate_clinic
+from environments.clinic.pretrain.panel_tasks import field_of
+from environments.clinic.pretrain.reader_tasks import head
+from environments.clinic.prompts import claims, option_prompt, parse_answer
+
+MAX_TURNS = 5  # of an episode
+MAX_CALL, MAX_ANSWER = 12, 20  # tokens
+CARTRIDGE = 28  # tokens of the handbook that a cartridge of the default size starts from
+FACTS, NOTES = 24, 4  # of a chart
+PANELS = (1, 2, 4)  # candidates to a question
+AT_ONCE = 64  # prompts
+
+
+@torch.no_grad()
+def sample(
+    model: LlamaForCausalLM,
+    prompts: list[list[int]],
+    end: int,
+    most: int,
+    generator: torch.Generator | None,
+) -> list[list[int]]:
+    """What follows each prompt, at most `most` tokens, without its end token: drawn at temperature
+    1, or greedy without a generator.
+    """
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    seen = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    position = (seen.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    said = torch.empty(len(prompts), 0, dtype=torch.long)
+    while said.shape[1] < most and not (said == end).any(1).all():
+        out = model(
+            input_ids=ids, attention_mask=seen, position_ids=position, past_key_values=cache,
+            use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
+        logits = out.logits[:, -1]
+        if generator is None:
+            ids = logits.argmax(-1, keepdim=True)
+        else:
+            ids = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        said = torch.cat([said, ids], 1)
+        seen = torch.cat([seen, torch.ones_like(ids)], 1)
+        position = position[:, -1:] + 1
+    return [row[: row.index(end)] if end in row else row for row in said.tolist()]
+
+
+# -- the clerk --------------------------------------------------------------------------------
+
+
+@dataclass
+class Play:
+    """A case being played: the tokens so far, and how it stands. `hinted`: how it stood, in turns,
+    when it was given the hint `where`.
+    """
+
+    case: Case
+    tokens: list[int]
+    standing: Standing = field(default_factory=Standing)
+    hinted: int | None = None
+    followed: bool = False  # the call after the hint found the note
+
+
+def play(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    cases: list[tuple[Case, list[int]]],
+    hint: bool,
+    seed: int,
+) -> list[Play]:
+    """Play each case after its head's tokens. `hint`: give `where` at the first missing record."""
+    generator = torch.Generator().manual_seed(seed)
+    end, assistant = (tokenizer.get_vocab()[token] for token in ("<|end|>", "<|assistant|>"))
+
+    def message(role: str, text: str) -> list[int]:
+        ids: list[int] = tokenizer(f"<|{role}|>{text}<|end|>").input_ids
+        return ids
+
+    plays = [Play(case, [*head, *message("user", case.question)]) for case, head in cases]
+    live = plays
+    while live:
+        prompts = [[*p.tokens, assistant] for p in live]
+        calls = sample(model, prompts, end, MAX_CALL, generator)
+        left = []
+        for p, call in zip(live, calls, strict=True):
+            turns = p.standing.turns
+            p.standing = reply_to(p.case, p.standing, str(tokenizer.decode(call)), MAX_TURNS)
+            reply = p.standing.reply
+            assert reply is not None
+            p.followed |= p.hinted == turns and p.standing.found
+            if reply.done:
+                continue
+            left.append(p)
+            p.tokens += [assistant, *call, end, *message("tool", reply.text)]
+            if hint and p.hinted is None and reply.hint_key == "where":
+                p.hinted = p.standing.turns
+                p.tokens += message("user", HINTS["where"].format(**reply.hint_facts))
+        live = left
+    return plays
+
+
+def measure_clerk(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: Namespace
+) -> dict[str, float]:
+    """Shares of the cases that end with the right value, by what stands before them; and of the
+    calls right after the hint `where` that find the note. Each over `args.cases` seeded cases with
+    handbooks of `args.fields` fields.
+    """
+    desks = [draw_desk(args.seed, index, args.fields) for index in range(1, args.cases + 1)]
+    cases = [draw_case(desk, args.seed) for desk in desks]
+    heads: list[list[int]] = [tokenizer(head(desk.document)).input_ids for desk in desks]
+    bare: list[list[int]] = [tokenizer(head("")).input_ids] * len(cases)
+    cut = [ids[:CARTRIDGE] for ids in heads]
+    shares = {}
+    for kind, before in (("none", bare), ("handbook", heads), ("cut", cut)):
+        plays = play(model, tokenizer, list(zip(cases, before, strict=True)), False, args.seed)
+        right = sum(p.standing.reply is not None and p.standing.reply.reward == 1 for p in plays)
+        shares[kind] = right / len(plays)
+    plays = play(model, tokenizer, list(zip(cases, bare, strict=True)), True, args.seed)
+    hinted = [p for p in plays if p.hinted is not None]
+    return {**shares, "hinted": sum(p.followed for p in hinted) / len(hinted)}
+
+
+# -- the panel --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A measured question, what is read before it, and its candidates; none: asked plainly."""
+
+    question: Question
+    document: str
+    candidates: tuple[str, ...] = ()
+
+
+def draw_asked(
+    seed: int, patients: int, chart: bool, count: int = 0, right: int = 0
+) -> list[Asked]:
+    """One question for each fact of seeded charts, with the chart before it or nothing, and with
+    `count` candidates in random order: `right` of them right, the others wrong and all different.
+    """
+    rng = random.Random(f"panel/measure/{seed}/{count}/{right}")
+    asked = []
+    for patient in parse_patients(generate_clinic(seed, patients, FACTS, NOTES), "measured"):
+        for question in patient.questions:
+            wrong = [o for o in question.options if o != question.correct]
+            options = [question.correct] * right + rng.sample(wrong, count - right)
+            rng.shuffle(options)
+            candidates = tuple(claims(field_of(question), option) for option in options)
+            asked.append(Asked(question, patient.document if chart else "", candidates))
+    return asked
+
+
+def share_right(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    questions: list[Asked],
+    generator: torch.Generator | None,
+) -> float:
+    """The share of the questions answered right: drawn at temperature 1, or greedy without a
+    generator.
+    """
+    prompts = []
+    for asked in questions:
+        text = option_prompt(asked.question.text, asked.question.options)
+        if asked.candidates:
+            text = aggregation_prompt(text, asked.candidates)
+        ids = tokenizer([head(asked.document), f"<|user|>{text}<|end|><|assistant|>"]).input_ids
+        prompts.append([*ids[0], *ids[1]])
+    end, right = tokenizer.get_vocab()["<|end|>"], 0
+    for at in range(0, len(prompts), AT_ONCE):
+        said = sample(model, prompts[at : at + AT_ONCE], end, MAX_ANSWER, generator)
+        for asked, answer in zip(questions[at : at + AT_ONCE], said, strict=True):
+            letter = parse_answer(str(tokenizer.decode(answer)), asked.question)
+            right += letter is not None and asked.question.is_correct(letter)
+    return right / len(questions)
+
+
+def measure_panel(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: Namespace
+) -> dict[str, float]:
+    """Shares answered right, with the chart and without ("none"): asked plainly ("chart"), and
+    with candidates ("chart 4/1": 1 of 4 is right); drawn, and "greedy" where there is a chart.
+    """
+    seed = 1_000_003 + args.seed
+    settings = [(0, 0), *((count, right) for count in PANELS for right in range(count + 1))]
+    shares = {}
+    for chart, (count, right) in product((True, False), settings):
+        questions = draw_asked(seed, args.patients, chart, count, right)
+        name = ("chart" if chart else "none") + (f" {count}/{right}" if count else "")
+        generator = torch.Generator().manual_seed(seed)
+        shares[name] = round(share_right(model, tokenizer, questions, generator), 3)
+        if chart:
+            shares[f"{name} greedy"] = round(share_right(model, tokenizer, questions, None), 3)
+    return shares

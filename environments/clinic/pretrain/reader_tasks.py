@@ -1,0 +1,160 @@
+"""Training conversations for the tiny reader: a chart, and turns asked about it.
+
+What made reading emerge, and in which order the difficulty grows, is told in docs/log.md. These
+conversations show the *skill* (read the chart, follow the prompt); the patients of a run are
+drawn from other seeds and are never among them.
+"""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from environments.clinic.longhealth import Patient, parse_patients
+from environments.clinic.patients import Chart, draw_chart, draw_options, fact_text, longhealth_record
+from environments.clinic.prompts import (
+    claims,
+    cued_sentences,
+    option_prompt,
+    question_prompt,
+    recite_prompt,
+    self_study_prompt,
+    sentences,
+    structure_prompt,
+    summarise_prompt,
+    unique_cue,
+)
+from environments.clinic.vocabulary import CATEGORIES, FIELDS, value_text
+
+
+@dataclass(frozen=True)
+class Said:
+    """One message. `kind` says what a taught message is; "" is one that is not taught."""
+
+    role: str
+    text: str
+    kind: str = ""
+
+
+# What all the row's conversations see, as text with special tokens, and the conversations.
+Row = tuple[str, list[list[Said]]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One exchange: what the user asks and what a good reader answers."""
+
+    kind: str
+    prompt: str
+    response: str
+
+    @property
+    def said(self) -> list[Said]:
+        """The two messages; the answer is taught."""
+        return [Said("user", self.prompt), Said("assistant", self.response, self.kind)]
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    """One rung of the curriculum: facts per chart, and how many remarks say nothing."""
+
+    facts: tuple[int, int]
+    remark_rate: float
+    alike: float = 0.5  # share of charts that hold one kind of thing only
+
+
+LADDER = (
+    Difficulty((2, 4), 0.0, alike=0.9),
+    Difficulty((3, 6), 0.3, alike=0.7),
+    Difficulty((4, 10), 0.6),
+    Difficulty((6, 16), 0.8),
+    Difficulty((8, 26), 1.0),
+)
+# Recitation first: it is dense and makes retrieval emerge; option lists are long and teach little
+# until there is something to retrieve.
+FIRST_TURNS = ["recite", "recite", "recite", "question", "question"]
+# Later what is left to learn: to find a note by its number and to tell findings from remarks.
+LATER_TURNS = [
+    "recite", "structure", "structure", "summarise", "summarise", "question", "options",
+]  # fmt: skip
+# Charts that are not there: asked about them, the model is to name one of the options offered, not
+# a value of its own making.
+GUESS_RATE = 0.25
+
+
+def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
+    """Draw new charts with their turns: `args.batch`, fewer where charts are long."""
+    kinds = FIRST_TURNS if rung == 0 else LATER_TURNS
+    longest = 130 + 14 * LADDER[rung].facts[1]
+    for _ in range(max(4, min(args.batch, args.tokens // longest))):
+        if rung > 0 and rng.random() < GUESS_RATE:
+            document, turns = "", [guess_turn(rng) for _ in kinds]
+        else:
+            patient, turns = draw_conversation(rng, LADDER[rung], kinds)
+            document = patient.document
+        yield head(document), [turn.said for turn in turns]
+
+
+def head(document: str, whole: bool = True) -> str:
+    """What stands before a conversation: the document in the system's turn, without its end if it
+    is cut off, or the beginning alone."""
+    return f"<|bos|><|system|>{document}{'<|end|>' if whole else ''}" if document else "<|bos|>"
+
+
+def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> Turn:
+    """One turn of a kind: recite, structure, summarise, question (open) or options."""
+    index = rng.randrange(len(chart.notes))
+    note = chart.notes[index]
+    if kind == "structure":
+        findings = f"note {index + 1}: {note.header} {note.findings}"
+        return Turn(kind, structure_prompt(index + 1), findings)
+    if kind == "summarise":
+        # Naming the note first finds its place.
+        lead = f"note {index + 1}: {note.header} {fact_text(note.facts[0])}."
+        return Turn(kind, summarise_prompt(index + 1), lead)
+    if kind == "recite" or (kind == "question" and rng.random() < 0.5):
+        told = sentences(note.text)
+        starts = [(i, cue) for i, s in enumerate(told) if (cue := unique_cue(patient.document, s))]
+        start, cue = rng.choice(starts)
+        if kind == "question":
+            return Turn(kind, question_prompt(cue), f"the chart says {told[start]}.")
+        return Turn(kind, recite_prompt(cue), " ".join(f"{s}." for s in told[start:]))
+    if kind == "options" and rng.random() < 0.3:  # a choice as self-study offers it
+        kind, prompt = self_study_prompt(patient, [], ("choice",), rng)
+        cue = prompt.removeprefix("what about ").split("?")[0]
+        rest = next((r for _, c, r in cued_sentences(patient) if c == cue), "")
+        if kind == "choice":
+            return Turn(kind, prompt, f"the chart says {cue} {rest}. the answer is {rest}.")
+    fact = rng.choice(note.facts)
+    question = f"what is the {fact[0]}?"
+    if kind == "question":
+        return Turn(kind, question, f"the chart says {fact_text(fact)}.")
+    options, _ = draw_options(rng, fact)
+    answer = claims(fact[0], value_text(*fact))
+    return Turn(kind, option_prompt(question, options), answer)
+
+
+def draw_conversation(
+    rng: random.Random, difficulty: Difficulty, kinds: list[str]
+) -> tuple[Patient, list[Turn]]:
+    """A new patient and one turn of each of `kinds`."""
+    facts = rng.randint(*difficulty.facts)
+    # In a mixed chart "the number in the chart" is a good guess at any measurement; where all are
+    # alike only the field tells them apart (docs/log.md).
+    alike = [c.fields for c in CATEGORIES if len(c.fields) >= facts]
+    fields = rng.choice(alike) if alike and rng.random() < difficulty.alike else FIELDS
+    chart = draw_chart(rng, facts, max(1, min(4, facts // 3)), difficulty.remark_rate, fields)
+    (patient,) = parse_patients({"p": longhealth_record(chart, rng)}, "corpus")
+    return patient, [draw_turn(kind, chart, patient, rng) for kind in kinds]
+
+
+def guess_turn(rng: random.Random) -> Turn:
+    """A five-option question with no chart to read: the answer names any option."""
+    chart = draw_chart(rng, 1, 1)
+    fact = chart.notes[0].facts[0]
+    options, _ = draw_options(rng, fact)
+    pick = rng.choice(options)
+    prompt = option_prompt(f"what is the {fact[0]}?", options)
+    return Turn("guess", prompt, claims(fact[0], pick))

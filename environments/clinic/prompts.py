@@ -1,0 +1,189 @@
+"""What the user says: self-study prompts to train on, five-option questions to evaluate with.
+
+Self-study prompts ask for pieces of the document (recite, structure, summarise) or for one thing
+in it, without options; they are built from the documents, and from the questions kept for
+training. Kinds follow the seed prompts of the Cartridges paper (Eyuboglu et al., 2025), reduced to
+those a tiny model can follow.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from environments.clinic.longhealth import LETTERS, Patient, Question
+
+_ANSWER = re.compile(
+    r"(?:answer|(?:correct|right|best) (?:option|choice))[*_`]*(?: is:?|:)[*_`]*\s*(?=\S)",
+    re.IGNORECASE,
+)
+_BEFORE = re.compile(
+    r"^(?:\$*\\boxed\{(?:\\text\{)?)?(?:(?:option|choice|letter) )?", re.IGNORECASE
+)
+# A lower-case "a" before a word is an article ("the answer is a kind of ..."), not a choice.
+_LETTER = re.compile(r"\(?([a-eA-E])(?:[).:,*}]|\s*(?:\n|$)|(?<!a)\s)")
+_SEVERAL = re.compile(
+    r"\(?[a-e]\)?[*]*\s*(?:,|/|&|\bor\b|\band\b)\s*[*]*\(?(?:[b-e](?!\w)|a\s*(?:[).,*]|$))",
+    re.IGNORECASE,
+)
+_AROUND = " .\"'*_`"
+_NUMBER = re.compile(r"\d+")
+
+
+def recite_prompt(cue: str) -> str:
+    return f"recite from {cue}."
+
+
+def structure_prompt(note: int) -> str:
+    return f"list the findings of note {note}."
+
+
+def summarise_prompt(note: int) -> str:
+    return f"summarise note {note}."
+
+
+def question_prompt(cue: str) -> str:
+    return f"what about {cue}?"
+
+
+def option_prompt(text: str, options: tuple[str, ...] | list[str], instruction: str = "") -> str:
+    """A question with its lettered options on one line, and what form the answer should take."""
+    lettered = " ".join(f"{letter}) {o}" for letter, o in zip(LETTERS, options, strict=True))
+    return f"{text} options: {lettered}" + (f"\n{instruction}" if instruction else "")
+
+
+def sentences(text: str) -> list[str]:
+    """A note's sentences without their full stops."""
+    return [s.strip() for s in re.split(r"\.(?:\s+|$)", text) if s.strip()]
+
+
+def unique_cue(document: str, sentence: str, most: int = 8) -> str | None:
+    """The fewest leading words that start this sentence and no other place of the document."""
+    parts = sentence.split()
+    for count in range(1, min(most, len(parts)) + 1):
+        cue = " ".join(parts[:count]).rstrip(",;:")
+        pattern = r"\s+".join(re.escape(part) for part in cue.split())
+        # Looked ahead, not consumed: places may overlap.
+        if cue and len(re.findall(rf"(?<!\w)(?={pattern}(?!\w))", document)) == 1:
+            return cue
+    return None
+
+
+def self_study_prompt(
+    patient: Patient,
+    questions: list[Question],
+    kinds: tuple[str, ...],
+    rng: random.Random,
+    others: Sequence[str] = (),
+) -> tuple[str, str]:
+    """Draw one training prompt for a patient: (kind, prompt text).
+
+    A "question" is about a sentence of the document, or, half of the time where there are any,
+    one of `questions`: those that may be used for training, asked without their options. A
+    "choice" is about a sentence too; its options are the sentence's end and four that look like
+    it, from the ends of the document's sentences and from `others`: other documents' ends.
+    A note without any unique place to point at gets the kind "structure".
+    """
+    kind = rng.choice(kinds)
+    note = rng.randrange(len(patient.texts))
+    if kind == "structure":
+        return kind, structure_prompt(note + 1)
+    if kind == "summarise":
+        return kind, summarise_prompt(note + 1)
+    if kind == "question" and questions and rng.random() < 0.5:
+        return kind, rng.choice(questions).text
+    cued = cued_sentences(patient)
+    here = [(c, rest) for n, c, rest in cued if n == note and (kind != "choice" or rest)]
+    ends = sorted({*sentence_ends(patient), *others})
+    if not here or (kind == "choice" and len(ends) < len(LETTERS)):
+        return "structure", structure_prompt(note + 1)
+    cue, rest = rng.choice(here)
+    if kind == "choice":
+        options = [rest, *look_alikes(rest, ends, len(LETTERS) - 1, rng)]
+        rng.shuffle(options)
+        return kind, option_prompt(question_prompt(cue), options)
+    return kind, question_prompt(cue) if kind == "question" else recite_prompt(cue)
+
+
+def sentence_ends(patient: Patient) -> list[str]:
+    """What follows the cues of a patient's sentences, sorted, each once."""
+    return sorted({rest for _, _, rest in cued_sentences(patient) if rest})
+
+
+def look_alikes(end: str, ends: Sequence[str], count: int, rng: random.Random) -> list[str]:
+    """`count` wrong options for `end`: as a person who writes a hard question would choose them.
+
+    An end with a number is given other numbers of as many digits; any other is joined by those of
+    `ends` whose number of words is nearest. Easy options would teach a cartridge to tell drugs
+    from surgeons, which is not what questions ask (docs/log.md).
+    """
+    found: list[str] = []
+    if _NUMBER.search(end):
+        for _ in range(8 * count):  # few digits leave few numbers: the rest is filled up below
+            other = _NUMBER.sub(lambda m: _another_number(m.group(), rng), end)
+            if other != end and other not in found:
+                found.append(other)
+            if len(found) == count:
+                return found
+    pool = [e for e in ends if e != end and e not in found]
+    rng.shuffle(pool)
+    words = len(end.split())
+    pool.sort(key=lambda e: abs(len(e.split()) - words))
+    return found + pool[: count - len(found)]
+
+
+def _another_number(digits: str, rng: random.Random) -> str:
+    lowest = 10 ** (len(digits) - 1) if len(digits) > 1 else 0
+    return str(rng.randint(lowest, 10 ** len(digits) - 1))
+
+
+@lru_cache(maxsize=256)  # a run asks for the same few patients thousands of times
+def cued_sentences(patient: Patient) -> list[tuple[int, str, str]]:
+    """(note, cue, rest) of every sentence that a unique cue points at: (0, "sodium", "41 mmol")."""
+    found = []
+    for note, text in enumerate(patient.texts):
+        for sentence in sentences(text):
+            cue = unique_cue(patient.document, sentence)
+            if cue:
+                found.append((note, cue, sentence[len(cue) :].strip(" ,;:")))
+    return found
+
+
+def parse_answer(response: str, question: Question) -> str | None:
+    """The letter that a response chose, or None when it chose none of the options.
+
+    Reads what follows the last "answer is" / "answer:": an option's whole text, or a letter.
+    Of two options with one text the first is returned; either is scored alike. Text wins over
+    letter, for an option's text may begin with one ("a fracture"). Two letters are no choice.
+    """
+    rest = said_answer(response)
+    if rest is None:
+        return None
+    said = _fold(rest)
+    texts = [_fold(o) for o in question.options]
+    exact = [i for i, t in enumerate(texts) if t == said]
+    leading = [i for i, t in enumerate(texts) if re.match(rf"{re.escape(t)}(?!\w)", said)]
+    if exact or leading:
+        # The longest option that the answer starts with: "41 gram daily" is not "41 gram".
+        best = exact or sorted(leading, key=lambda i: -len(texts[i]))
+        return LETTERS[best[0]]
+    chosen = _BEFORE.sub("", rest.strip(_AROUND))
+    letter = None if _SEVERAL.match(chosen) else _LETTER.match(chosen)
+    return letter.group(1).lower() if letter else None
+
+
+def said_answer(response: str) -> str | None:
+    """What follows the last "answer is" / "answer:", to the end; None where nothing does."""
+    found = list(_ANSWER.finditer(response))
+    return response[found[-1].end() :] if found else None
+
+
+def _fold(text: str) -> str:
+    return " ".join(text.lower().split()).strip(_AROUND)
+
+
+def claims(field: str, value: str) -> str:
+    """The line of reasoning and the answer: `claims("sodium", "41 mmol")`, right or wrong."""
+    return f"the chart says {field} {value}. the answer is {value}."

@@ -1,0 +1,134 @@
+"""The clinic desk as an OpenEnv environment: `environments.clinic.desk` behind `reset`, `step` and `state`.
+
+    env = DeskEnvironment()
+    env.reset(seed=4711, desk_seed=1, desk=3, fields=4, max_turns=8)   # "what is the surgeon?"
+    env.step(DeskAction(text="find surgeon in cardiology."))           # "note 17."
+
+An episode is its arguments and its actions: `reset(..., replay_actions=[...])` gives the very
+observation that the last of these actions gave before. The tools know the case and nothing else:
+no file, no network, and a call that is too long is bad_arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+from pydantic import Field
+
+from environments.clinic.desk import TOOLS, Case, Reply, Standing, draw_case, draw_desk, reply_to
+from protocols.errors import DataError, RunError
+
+MAX_CALL_CHARS = 400
+
+
+class DeskAction(Action):
+    """What the clerk says: `DeskAction(text="read note 17.")`."""
+
+    text: str
+
+
+class DeskObservation(Observation):
+    """What the clerk sees next; `tools` come with the opening alone.
+
+    `metadata` is {"error_kind", "hint_template_key", "hint_facts"}, and "expected" when done.
+    """
+
+    messages: list[dict[str, str]] = Field(default_factory=list)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+
+
+class DeskState(State):
+    """The case so far: `history` is what was seen and said, as messages; `actions` the latter."""
+
+    history: list[dict[str, str]] = Field(default_factory=list)
+    actions: list[str] = Field(default_factory=list)
+
+
+class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
+    """One session: one case at a time. Nothing is shared between sessions."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._case: Case | None = None
+        self._max_turns = 0
+        self._standing = Standing()
+        self._state = DeskState()
+
+    def reset(
+        self,
+        seed: int | None = None,
+        episode_id: str | None = None,
+        desk_seed: int = 0,
+        desk: int = 1,
+        fields: int = 4,
+        max_turns: int = 8,
+        replay_actions: Sequence[str] = (),
+        **_: Any,
+    ) -> DeskObservation:
+        """Case `seed` at desk `desk` (from 1) of `desk_seed`. Raises DataError."""
+        if max_turns < 1:
+            raise DataError(f"max_turns must be >= 1: got {max_turns}; set it to 1 or more")
+        case = draw_case(draw_desk(desk_seed, desk, fields), seed or 0)
+        self._case, self._standing, self._max_turns = case, Standing(), max_turns
+        question = {"role": "user", "content": case.question}
+        self._state = DeskState(episode_id=episode_id, history=[question])
+        tools = [asdict(tool) for tool in TOOLS]
+        seen = DeskObservation(
+            messages=[question], tools=tools, metadata=_metadata(case, Reply(""))
+        )
+        for text in replay_actions:
+            seen = self.step(DeskAction(text=text))
+        return seen
+
+    def step(self, action: DeskAction, timeout_s: float | None = None, **_: Any) -> DeskObservation:
+        """What the desk says to one call. Raises RunError without a case that is still open."""
+        before = self._standing.reply
+        if self._case is None or (before is not None and before.done):
+            raise RunError("there is no open case; reset first")
+        limit = self._max_turns
+        self._standing = reply_to(self._case, self._standing, bounded(action.text), limit)
+        reply = self._standing.reply
+        assert reply is not None
+        said = {"role": "assistant", "content": action.text}
+        heard = {"role": "tool", "content": reply.text}
+        self._state = DeskState(
+            episode_id=self._state.episode_id,
+            step_count=self._standing.turns,
+            history=[*self._state.history, said, heard],
+            actions=[*self._state.actions, action.text],
+        )
+        return DeskObservation(
+            messages=[heard],
+            done=reply.done,
+            reward=reply.reward,
+            metadata=_metadata(self._case, reply),
+        )
+
+    @property
+    def state(self) -> DeskState:
+        return self._state
+
+
+def bounded(text: str) -> str:
+    """A call as the tools get it: of one that is too long, the tool's name alone.
+
+    The name without arguments is bad_arguments; a part of the words might be a call of its own.
+    """
+    if len(text) <= MAX_CALL_CHARS:
+        return text
+    return next(iter(text.split()), "")[:MAX_CALL_CHARS]
+
+
+def _metadata(case: Case, reply: Reply) -> dict[str, Any]:
+    metadata = {
+        "error_kind": reply.error_kind,
+        "hint_template_key": reply.hint_key,
+        "hint_facts": dict(reply.hint_facts),
+    }
+    return metadata | ({"expected": case.value} if reply.done else {})

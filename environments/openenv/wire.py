@@ -1,0 +1,91 @@
+"""What OpenEnv servers say, in our words. Servers differ in the fields of their observations."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from protocols.episodes import Observation
+from protocols.teacher_replay import Message, Role, Tool
+
+TEXT_KEYS = ("text", "content")
+SCHEMA_KEYS = ("parameters", "input_schema", "inputSchema")
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+def observed(data: Mapping[str, Any], opening: bool) -> Observation:
+    """A reply's `data`, {"observation", "reward", "done", "metadata"}, as an Observation.
+
+    The messages are under "messages", or one text is under "text" or "content", or is the only
+    text there is; failing these it is all of the observation as JSON. A text without a role is the
+    user's at the opening and a tool's after it. "messages" are taken as new ones. Of rewards the
+    last counts: one that comes before `done` is left out.
+    """
+    payload = data.get("observation")
+    fields: Mapping[str, Any] = payload if isinstance(payload, dict) else {"text": _text(payload)}
+    metadata = data.get("metadata") or fields.get("metadata")
+    marks: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
+    facts = marks.get("hint_facts")
+    done = bool(data.get("done"))
+    return Observation(
+        messages=_messages(fields, "user" if opening else "tool"),
+        tools=_tools(fields.get("tools")),
+        done=done,
+        reward=_reward(data.get("reward")) if done else None,
+        error_kind=_text(marks.get("error_kind")),
+        hint_key=_text(marks.get("hint_template_key")),
+        hint_facts={k: _text(v) for k, v in facts.items()} if isinstance(facts, dict) else {},
+        expected=_text(marks["expected"]) if done and "expected" in marks else None,
+    )
+
+
+def _messages(fields: Mapping[str, Any], role: Role) -> tuple[Message, ...]:
+    given = fields.get("messages")
+    if isinstance(given, list):
+        return tuple(_message(message, role) for message in given)
+    for key in TEXT_KEYS:
+        if isinstance(fields.get(key), str):
+            return (Message(role, fields[key]),)
+    rest = {k: v for k, v in fields.items() if k not in ("metadata", "tools")}
+    texts = [v for v in rest.values() if isinstance(v, str)]
+    return (Message(role, texts[0] if len(texts) == 1 else _text(rest)),)
+
+
+def _message(given: Any, role: Role) -> Message:
+    if not isinstance(given, dict):
+        return Message(role, _text(given))
+    named = given.get("role")
+    content = given.get("content")
+    if isinstance(content, list):  # in parts, of which the texts are read
+        parts = [part.get("text") for part in content if isinstance(part, dict)]
+        content = "".join(part for part in parts if isinstance(part, str))
+    return Message(named if named in ROLES else role, _text(content))
+
+
+def _tools(given: Any) -> tuple[Tool, ...]:
+    listed = [tool for tool in given if isinstance(tool, dict)] if isinstance(given, list) else []
+    bare = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in listed]
+    return tuple(
+        Tool(_text(tool["name"]), _text(tool.get("description")), _schema(tool))
+        for tool in bare
+        if "name" in tool
+    )
+
+
+def _schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = (tool[key] for key in SCHEMA_KEYS if isinstance(tool.get(key), dict))
+    return next(found, {"type": "object"})
+
+
+def _reward(given: Any) -> float | None:
+    if not isinstance(given, bool | int | float) or not math.isfinite(given):
+        return None
+    return float(given)
+
+
+def _text(given: Any) -> str:
+    if given is None:
+        return ""
+    return given if isinstance(given, str) else json.dumps(given, sort_keys=True)

@@ -1,0 +1,212 @@
+"""Conversations in exact tokens, over any chat template that keeps a document as its head. Pure.
+
+    head         <bos> system(document)               (prefix: cartridge or KV)
+    opening      user(question) + generation prompt   context of turn 0
+    turn 0       what was sampled
+    rest         closing token + tool(...) + generation prompt
+    context 1    = opening + turn 0 + rest            token for token
+
+The template is applied to the whole conversation as text; what it adds after a turn is tokenised,
+what was sampled never is again. A template that rewrites what stood before (many drop the thinking
+of earlier turns) leaves no such rest: the conversation then branches, and its context is rendered
+anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from protocols.episodes import Observation, Turn
+from protocols.errors import DataError
+from protocols.teacher_replay import Message, Tool
+
+NO_DOCUMENT = "none"
+
+
+def messages_so_far(opening: Observation, turns: Sequence[Turn]) -> tuple[Message, ...]:
+    """All that the agent saw and said, up to the end of the last of `turns`."""
+    later = (m for t in turns for m in (Message("assistant", t.text), *t.observation.messages))
+    return (*opening.messages, *later)
+
+
+class Conversation:
+    """What a student reads, as ids; `documents` are the texts that cartridges stand in for.
+
+    `document` is a name among them, or None for a conversation without any. Methods raise
+    DataError for a template that cannot do what is asked of it.
+    """
+
+    def __init__(self, tokenizer: Any, documents: Mapping[str, str]) -> None:
+        self._tokenizer = tokenizer
+        self._documents = documents
+        self._heads: dict[str | None, tuple[int, ...]] = {}
+        # The last whole conversation, as text and ids: a group's openings are alike.
+        self._newest: tuple[str, tuple[int, ...]] = ("", ())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """What a response says: its text as it stands, without special tokens."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def head(self, document: str | None) -> tuple[int, ...]:
+        """What stands before an opening: the system block, or the very first token alone."""
+        if document not in self._heads:
+            if document is None:
+                ids = self._ids(None, (Message("user", "x"),))[:1]
+            else:
+                ids = self._ids(document, (), generation=False)
+            self._heads[document] = ids
+        return self._heads[document]
+
+    def opening(
+        self, document: str | None, messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> tuple[int, ...]:
+        """The ids of a conversation after its head, with the generation prompt at the end."""
+        head = self.head(document)
+        text = self._text(document, messages, tools)
+        if text != self._newest[0]:
+            self._newest = (text, self._ids(document, messages, tools))
+        whole = self._newest[1]
+        if whole[: len(head)] != head:
+            remedy = "Use a template whose system block does not depend on what follows"
+            if tools:
+                remedy += ", or tell the agent of its tools in its first message"
+            raise DataError(
+                f"the chat template does not keep the document {document} as a prefix of the "
+                f"conversation; a cartridge cannot stand in for it. {remedy}"
+            )
+        return whole[len(head) :]
+
+    def context(
+        self, document: str | None, opening: Observation, turns: Sequence[Turn]
+    ) -> tuple[tuple[int, ...], int]:
+        """What the student reads after `turns`, and the branch it is on.
+
+        On the branch of the last turn this is its context, its response and what the template adds
+        to them: the closing token where the response was cut off without one, the tool's messages
+        and the generation prompt.
+        """
+        messages = messages_so_far(opening, turns)
+        if not turns:
+            return self.opening(document, messages, opening.tools), 0
+        last = turns[-1]
+        before = messages_so_far(opening, turns[:-1])
+        stood = self._text(document, before, opening.tools) + last.text
+        stands = self._text(document, messages, opening.tools)
+        if not stands.startswith(stood):
+            return self.opening(document, messages, opening.tools), last.branch + 1
+        rest = self._tokenise(stands[len(stood) :])
+        sampled_end = last.response_ids[-1:]
+        if rest[:1] == sampled_end and set(sampled_end) & set(self._tokenizer.all_special_ids):
+            rest = rest[1:]  # the student closed its turn itself
+        return (*last.context_ids, *last.response_ids, *rest), last.branch
+
+    def with_hint(self, context_ids: Sequence[int], hint: str) -> tuple[int, ...]:
+        """A context with the hint as one more user message, before its generation prompt. An empty
+        hint is none."""
+        context = tuple(context_ids)
+        if not hint:
+            return context
+        block, prompt = self._hint_block(hint)
+        if context[len(context) - len(prompt) :] != prompt:
+            raise DataError(
+                "a context to be hinted at must end with the template's generation prompt "
+                f"{list(prompt)}: got {list(context[-len(prompt) :])} at its end; use one of "
+                "Conversation.context"
+            )
+        return (*context[: len(context) - len(prompt)], *block, *prompt)
+
+    def saying(self, text: str) -> tuple[int, ...]:
+        """A response of these words, as the template writes one, up to its end token."""
+        user = (Message("user", "x"),)
+        asked = self._text(None, user)
+        whole = self._text(None, (*user, Message("assistant", text)), generation=False)
+        if not whole.startswith(asked):
+            raise DataError(
+                "the chat template does not write a response after its generation prompt: no text "
+                "can be put in the student's mouth; leave out what needs it (objective.beta)"
+            )
+        ids = self._tokenise(whole[len(asked) :])
+        end = self._tokenizer.eos_token_id
+        return (*ids[: ids.index(end)], end) if end in ids else (*ids, end)
+
+    def ids_of(self, text: str) -> tuple[int, ...]:
+        """The ids of words in the middle of a response, without special tokens."""
+        return self._tokenise(text)
+
+    def _hint_block(self, hint: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids of the hint as a user message after others, and of the generation prompt."""
+        user = (Message("user", "x"),)
+        one = self._text(None, user, generation=False)
+        two = self._text(None, (*user, Message("user", hint)), generation=False)
+        asked = self._text(None, user)
+        if not (two.startswith(one) and asked.startswith(one)):
+            raise DataError(
+                "the chat template rewrites what stands before a user message: no hint can be "
+                "spliced in; leave out what needs it (objective.alpha)"
+            )
+        return self._tokenise(two[len(one) :]), self._tokenise(asked[len(one) :])
+
+    def _tokenise(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _ids(
+        self,
+        document: str | None,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        generation: bool = True,
+    ) -> tuple[int, ...]:
+        return tuple(self._render(document, messages, tools, generation, tokenize=True))
+
+    def _text(
+        self,
+        document: str | None,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        generation: bool = True,
+    ) -> str:
+        text: str = self._render(document, messages, tools, generation, tokenize=False)
+        return text
+
+    def _render(
+        self,
+        document: str | None,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        generation: bool,
+        tokenize: bool,
+    ) -> Any:
+        if document is not None and document not in self._documents:
+            raise DataError(
+                f"a task reads {document}, which is none of the run's documents: "
+                f"{', '.join(sorted(self._documents))}; add it, or name one of them"
+            )
+        system = [] if document is None else [Message("system", self._documents[document])]
+        try:
+            return self._tokenizer.apply_chat_template(
+                [{"role": m.role, "content": m.content} for m in (*system, *messages)],
+                tools=[_schema(tool) for tool in tools] or None,
+                tokenize=tokenize,
+                add_generation_prompt=generation,
+                return_dict=False,
+            )
+        except TemplateError as error:
+            roles = ", ".join(m.role for m in (*system, *messages))
+            raise DataError(
+                f"the chat template refuses a conversation of {roles}: {error}; use a template "
+                "that takes tools' messages and several of the user's in a row"
+            ) from error
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    """A tool as chat templates expect it."""
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": dict(tool.parameters),
+    }
+    return {"type": "function", "function": function}

@@ -1,0 +1,113 @@
+"""Chat completions on loopback: an address for each episode, answered by a coroutine of its own.
+
+    with ChatEndpoint() as endpoint, endpoint.serving(answer) as url:
+        AsyncOpenAI(base_url=url, api_key=endpoint.key).chat.completions.create(...)
+
+An episode's address is as hard to guess as the key. Whole answers and streams say the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import re
+import secrets
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import request_response
+
+from protocols.wire.openai_chat import HarnessRequest
+from protocols.wire.openai_replies import ChatReply, write_completion, write_error, write_events
+from teachers.fake_provider.server import LoopbackServer
+
+MODEL = "student"
+PATH = re.compile(r"/episodes/([\w-]+)/v1/chat/completions")
+
+Answer = Callable[[HarnessRequest], Coroutine[Any, Any, ChatReply]]
+
+
+class Refused(Exception):
+    """What an episode does not answer, told as a 400: no client tries that again."""
+
+
+@dataclass(frozen=True)
+class _Episode:
+    answer: Answer
+    loop: asyncio.AbstractEventLoop
+    under_way: set[Future[ChatReply]] = field(default_factory=set)
+
+
+class ChatEndpoint(LoopbackServer):
+    """The server, in a thread of its own; answers are awaited in the event loop that they were
+    given in. Any `key` but its own is answered 401."""
+
+    def __init__(self) -> None:
+        self.key = secrets.token_urlsafe(24)
+        self._episodes: dict[str, _Episode] = {}
+        super().__init__(request_response(self._respond), "chat endpoint")
+
+    @contextmanager
+    def serving(self, answer: Answer) -> Iterator[str]:
+        """The base URL of a new episode. At the end of the block answers that are under way are
+        cancelled; whoever asks later is answered 404."""
+        name = secrets.token_urlsafe(24)
+        episode = self._episodes[name] = _Episode(answer, asyncio.get_running_loop())
+        try:
+            yield f"{self.url}/episodes/{name}/v1"
+        finally:
+            del self._episodes[name]
+            for work in list(episode.under_way):
+                work.cancel()
+
+    async def _respond(self, http: Request) -> Response:
+        body = await http.body()
+        given = http.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self.key.encode()):
+            return _error(401, "incorrect API key")
+        found = PATH.fullmatch(http.url.path)
+        name = found.group(1) if found else ""
+        episode = self._episodes.get(name)
+        if episode is None or http.method != "POST":
+            return _error(404, "no such path, or an episode that is over")
+        try:
+            request = HarnessRequest.model_validate_json(body)
+        except ValueError as error:
+            return _error(400, f"bad request: {error}")
+        work = asyncio.run_coroutine_threadsafe(episode.answer(request), episode.loop)
+        episode.under_way.add(work)
+        if name not in self._episodes:  # it ended meanwhile, in the other thread
+            work.cancel()
+        try:
+            reply = await asyncio.wrap_future(work)
+        except Refused as error:
+            return _error(400, str(error))
+        except asyncio.CancelledError:
+            if not work.cancelled():
+                raise
+            return _error(500, "the episode was ended")
+        except Exception:  # the answer's own business, which told its caller
+            return _error(500, "no answer could be sampled")
+        finally:
+            episode.under_way.discard(work)
+        serial = sum(m.role == "assistant" for m in request.messages)
+        if request.stream:
+            options = request.stream_options
+            with_usage = bool(options is not None and options.include_usage)
+            events = write_events(MODEL, reply, serial, with_usage)
+            return Response(b"".join(events), media_type="text/event-stream")
+        return _json(200, write_completion(MODEL, reply, serial))
+
+
+def _error(status: int, why: str) -> Response:
+    return _json(status, write_error(status, why))
+
+
+def _json(status: int, body: dict[str, Any]) -> Response:
+    return Response(json.dumps(body), status, media_type="application/json")

@@ -1,0 +1,97 @@
+"""Conversations that somebody else leads, in exact tokens: chat completions become turns. Pure.
+
+    call 0   [user]                          opening        context of turn 0
+    call 1   [user, assistant 0, user]       what is new is what was seen after turn 0
+    call 2   [user, "earlier: ..", user]     not what stood: a branch, its context rendered anew
+
+Whoever leads sends all messages with every call. Those that continue what was said last continue it
+token by token; any others begin a branch, also when they go back to an older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from environments.renderer import Conversation, messages_so_far
+from environments.action_parsing import Dialect
+from protocols.episodes import Observation, Turn
+from protocols.wire.openai_chat import HarnessMessage, HarnessRequest
+from protocols.wire.openai_replies import FunctionCall
+from protocols.teacher_replay import Message, Tool, ToolCall
+from protocols.types import Completion, GenerateRequest
+from teachers.actions import dense
+
+
+class ChatRecord:
+    """One episode: `opening` and `turns` are those of an `Episode`.
+
+    A turn's observation holds the messages that came between it and the next, where the next
+    continued it. With a dialect, what it takes for a call is told as one if tools were offered.
+    """
+
+    def __init__(
+        self, conversation: Conversation, document: str | None, dialect: Dialect | None = None
+    ) -> None:
+        self.opening = Observation()
+        self.turns: tuple[Turn, ...] = ()
+        self._conversation, self._document, self._dialect = conversation, document, dialect
+        self._start = Observation()  # how the newest branch began, and with which turn
+        self._first = 0
+        self._words: dict[tuple[FunctionCall, ...], str] = {}
+
+    def context(self, request: HarnessRequest) -> tuple[tuple[int, ...], int]:
+        """What the student reads, and the branch it is on. Raises DataError as `Conversation`."""
+        messages = tuple(self._plain(m) for m in request.messages)
+        if not self.turns:
+            self.opening = self._start = Observation(messages, request.offered)
+        elif (seen := self._seen_since(messages, request.offered)) is not None:
+            last = replace(self.turns[-1], observation=Observation(seen))
+            self.turns = (*self.turns[:-1], last)
+        else:
+            self._start, self._first = Observation(messages, request.offered), len(self.turns)
+        turns = self.turns[self._first :]
+        ids, branch = self._conversation.context(self._document, self._start, turns)
+        if self.turns and not turns:
+            branch = self.turns[-1].branch + 1
+        return ids, branch
+
+    def add(self, asked: GenerateRequest, branch: int, completion: Completion) -> Turn:
+        """The turn that the completion is; what came of it is not known yet."""
+        turn = Turn(
+            asked.prompt_ids, completion.token_ids, completion.logprobs, completion.versions,
+            self._conversation.decode(completion.token_ids), Observation(), branch,
+        )  # fmt: skip
+        self.turns = (*self.turns, turn)
+        return turn
+
+    def calls(self, turn: Turn) -> tuple[FunctionCall, ...]:
+        """The calls that a turn is told as; none: its words are told."""
+        if self._dialect is None or not self._start.tools:
+            return ()
+        action = self._dialect.parse(turn.text)
+        if not isinstance(action, ToolCall):
+            return ()
+        calls = (
+            FunctionCall(f"call_{len(self.turns)}", action.tool, dense(dict(action.arguments))),
+        )
+        self._words[calls] = turn.text
+        return calls
+
+    def _seen_since(
+        self, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[Message, ...] | None:
+        """What is new in messages that continue the last turn; None where they do not."""
+        said = messages_so_far(self._start, self.turns[self._first :])
+        if tuple(messages[: len(said)]) != said or tuple(tools) != self._start.tools:
+            return None
+        return tuple(messages[len(said) :])
+
+    def _plain(self, message: HarnessMessage) -> Message:
+        """The message as a template takes it: calls in the words they were made with."""
+        functions = [(call.id, call.function) for call in message.tool_calls or ()]
+        calls = tuple(FunctionCall(id, f.name, f.arguments) for id, f in functions)
+        if calls in self._words:
+            return Message(message.speaker, self._words[calls])
+        told = [dense({"tool": c.name, "arguments": c.arguments}) for c in calls]
+        return Message(message.speaker, "\n".join(filter(None, [message.text, *told])))

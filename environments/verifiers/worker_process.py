@@ -1,0 +1,255 @@
+"""The process that tasksets of `verifiers` are played in, with a Python of its own.
+
+    async with VerifiersWorker(paths=[Path("tasksets")]) as worker:
+        tasks = await worker.tasks("gsm8k", most=100)
+
+It is started when it is first asked, and again after it died. Its home is a temporary folder, so
+that nothing is installed into the user's (set HF_HOME to keep what tasksets download).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from environments.verifiers.chat_endpoint import ChatEndpoint
+from environments.renderer import NO_DOCUMENT
+from protocols.episodes import Task
+from protocols.errors import DataError, RunError
+from protocols.files import REPOSITORY
+
+PYTHON = REPOSITORY / ".venv-verifiers" / "bin" / "python"
+WORKER = Path(__file__).with_name("verifiers_worker.py")
+KEY = "FORGE_CHAT_API_KEY"
+MARK = "FORGE_VERIFIERS"  # in the environment of the worker and of all that it starts
+START_TIMEOUT_S = 180.0  # its imports take 4 s of a quiet core
+END_TIMEOUT_S = 10.0
+GRACE_S = 15.0  # a rollout's deadline is the worker's to keep; then it is given up for dead
+MAX_LINE_BYTES = 1 << 24
+LAST_WORDS_BYTES = 2000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What verifiers made of an episode. Without a reward `error` begins with
+    "environment_died" (no end in time, or no process any more) or "environment_refused" (what
+    verifiers or the taskset raised); a taskset that rewards nothing has neither."""
+
+    reward: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
+
+
+class VerifiersWorker:
+    """`paths` are where tasksets are imported from, beside what is installed there; `timeout_s`
+    bounds each rollout and each list of tasks."""
+
+    def __init__(
+        self, paths: Sequence[Path] = (), timeout_s: float = 300.0, python: Path = PYTHON
+    ) -> None:
+        """Raises RunError where that Python is not there."""
+        if not python.exists():
+            raise RunError(f"verifiers is not installed in {python}: make install-verifiers")
+        self.endpoint = ChatEndpoint()
+        self._paths = [path.resolve() for path in paths]
+        self._timeout_s, self._python = timeout_s, python
+        self._home = Path()  # while it is entered
+        self._starting = asyncio.Lock()
+        self._process: Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._ready = asyncio.Event()
+        self._asked: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+        self._serial = 0
+
+    async def __aenter__(self) -> VerifiersWorker:
+        self._home = Path(tempfile.mkdtemp(prefix="verifiers-"))
+        self.endpoint.__enter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            await self._end()
+        finally:
+            await asyncio.to_thread(self.endpoint.__exit__, kind, error, trace)
+            shutil.rmtree(self._home, ignore_errors=True)
+
+    async def tasks(
+        self,
+        taskset: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        most: int,
+        document: str = NO_DOCUMENT,
+    ) -> list[Task]:
+        """The first `most` tasks of a taskset: `Task("gsm8k/0", ...)`. `arguments` are those of
+        the taskset's own config. Raises DataError where it cannot be loaded."""
+        plain = {"taskset": taskset, "arguments": dict(arguments or {})}
+        try:
+            reply = await self._ask({"ask": "tasks", "most": most, **plain}, self._timeout_s)
+        except _Died as error:
+            reply = {"error": str(error)}
+        if "error" in reply:
+            raise DataError(
+                f"the taskset {taskset} of verifiers cannot be loaded: {reply['error']}; "
+                "install it into .venv-verifiers, or name the folder that it is in"
+            )
+        rows = reply["result"]["tasks"]
+        return [Task(f"{taskset}/{r['index']}", document, {**plain, **r}) for r in rows]
+
+    async def play(self, task: Task, url: str) -> Outcome:
+        """The outcome of one rollout, its model under `url`. Never raises for its sake."""
+        wanted = {k: task.arguments[k] for k in ("taskset", "arguments", "index")}
+        request = {"ask": "play", "url": url, "timeout_s": self._timeout_s, **wanted}
+        try:
+            reply = await self._ask(request, self._timeout_s + GRACE_S)
+        except _Died as error:
+            return Outcome(None, error=f"environment_died: {error}"[:500])
+        if "error" in reply:
+            kind = "environment_died" if reply["late"] else "environment_refused"
+            return Outcome(None, error=f"{kind}: {reply['error']}"[:500])
+        reward, metrics = reply["result"]["reward"], reply["result"]["metrics"]
+        judged = reward is not None and math.isfinite(reward)
+        return Outcome(float(reward) if judged else None, metrics)
+
+    async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
+        """Raises _Died; whoever does not answer in time is killed, and all that wait hear it."""
+        async with self._starting:
+            process = await self._started()
+        self._serial += 1
+        number = self._serial
+        reply = self._asked[number] = asyncio.get_running_loop().create_future()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(f"{json.dumps({'id': number, **request})}\n".encode())
+            async with asyncio.timeout(timeout_s):
+                return await reply
+        except TimeoutError:
+            _kill(process)
+            raise _Died(f"no answer within {timeout_s:g} s") from None
+        finally:
+            self._asked.pop(number, None)
+
+    async def _started(self) -> Process:
+        """The process, ready to be asked."""
+        if self._process is None or self._reading is None or self._reading.done():
+            mark = secrets.token_hex(16)
+            self._ready.clear()
+            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                self._process = process = await asyncio.create_subprocess_exec(
+                    self._python, "-P", WORKER, stdin=PIPE, stdout=PIPE, stderr=log,
+                    env=self._environment(mark), cwd=self._home, start_new_session=True,
+                    limit=MAX_LINE_BYTES,
+                )  # fmt: skip
+            finally:
+                os.close(log)
+            self._reading = asyncio.create_task(self._read(process, mark))
+            ready = asyncio.create_task(self._ready.wait())
+            try:
+                await asyncio.wait(
+                    {ready, self._reading}, timeout=START_TIMEOUT_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )  # fmt: skip
+            finally:
+                ready.cancel()
+            if not self._ready.is_set():
+                await self._end()
+                raise _Died(f"it did not start: {self._last_words()}")
+        return self._process
+
+    async def _read(self, process: Process, mark: str) -> None:
+        """Deal out what the worker says; when it says no more, end all that it started."""
+        assert process.stdout is not None
+        why = ""
+        try:
+            while line := await process.stdout.readline():
+                reply = json.loads(line)
+                if reply.get("ready"):
+                    self._ready.set()
+                elif (waits := self._asked.get(reply["id"])) and not waits.done():
+                    waits.set_result(reply)
+        except ValueError as error:  # too long, or no JSON
+            why = f"it said what cannot be read: {error}; "
+        finally:
+            _kill(process)
+            await process.wait()
+            _kill_marked(mark)
+            died = _Died(f"{why}it ended with {process.returncode}: {self._last_words()}")
+            for waits in self._asked.values():
+                if not waits.done():
+                    waits.set_exception(died)
+
+    async def _end(self) -> None:
+        """End the process with all that it started: by the end of its input, else by force."""
+        process, reading = self._process, self._reading
+        self._process = self._reading = None
+        if process is None or reading is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        await asyncio.wait({reading}, timeout=END_TIMEOUT_S)
+        _kill(process)
+        await reading
+
+    def _environment(self, mark: str) -> dict[str, str]:
+        """Ours without what would lead out of its home, and with what is the worker's own."""
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("XDG_")}
+        direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        direct = f"{direct},127.0.0.1" if direct else "127.0.0.1"
+        return {
+            **inherited,
+            "NO_PROXY": direct,
+            "no_proxy": direct,  # whoever reads both prefers this one
+            "HOME": str(self._home),
+            "PYTHONPATH": os.pathsep.join(map(str, self._paths)),
+            KEY: self.endpoint.key,
+            MARK: mark,
+        }
+
+    @property
+    def _log(self) -> Path:
+        return self._home / "worker.log"
+
+    def _last_words(self) -> str:
+        said = self._log.read_bytes()[-LAST_WORDS_BYTES:].decode(errors="replace")
+        return said.strip().rpartition("\n")[2] or "no last words"
+
+
+class _Died(Exception):
+    """The worker is gone, or was given up."""
+
+
+def _kill(process: Process) -> None:
+    """Its session, before it is waited for; children may have sessions of their own."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill_marked(mark: str) -> None:
+    """Whatever descends from a worker that is gone: runtimes and tools have their own sessions."""
+    entry = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if entry in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+        except OSError:  # gone meanwhile, or another user's
+            continue

@@ -1,0 +1,269 @@
+"""What a run shows while it runs, and the last lines it prints.
+
+On a terminal a live panel; elsewhere (a file, a pipe, CI) plain lines without control codes, one
+every few seconds and one whenever the stage or the probe's accuracy changes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from protocols.records.run_files import ARMS, PHASES
+from protocols.records.status import RunStatus
+
+UNKNOWN = "-"
+HEADS = ("95% CI", "n", "unparsed")  # beside an accuracy
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Display:
+    """Shows a run: `with Display("longhealth") as display: display.update(status)`.
+
+    `update` may be called as often as one polls; `line` prints a line above the panel. `clock` is
+    for tests.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        console: Console | None = None,
+        every_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console = console or Console()
+        self._title = title
+        self._every_seconds = every_seconds
+        self._clock = clock
+        self._started = clock()
+        self._printed_at = -math.inf
+        self._printed: RunStatus | None = None
+        self._kl: dict[int, float] = {}  # step -> KL, of the arm now in training
+        self._kl_arm = ""
+        live = self.console.is_terminal and not self.console.is_dumb_terminal
+        # No refresh thread: the panel changes when `update` is called and at no other time.
+        self._live = Live(console=self.console, auto_refresh=False) if live else None
+
+    def __enter__(self) -> Display:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def update(self, status: RunStatus) -> None:
+        if status.arm != self._kl_arm:
+            self._kl_arm, self._kl = status.arm, {}
+        if status.kl is not None and math.isfinite(status.kl):
+            self._kl[status.step] = status.kl
+        if self._live:
+            self._live.update(self._panel(status), refresh=True)
+        elif self._due(status):
+            self._printed_at, self._printed = self._clock(), status
+            self.line(self._plain(status))
+
+    def line(self, text: str) -> None:
+        self.console.print(Text(printable(text)), soft_wrap=True)
+
+    def _due(self, status: RunStatus) -> bool:
+        before = self._printed
+        return (
+            before is None
+            or (status.stage, status.accuracy) != (before.stage, before.accuracy)
+            or (status.done, status.error) != (before.done, before.error)
+            or self._clock() - self._printed_at >= self._every_seconds
+        )
+
+    def _plain(self, status: RunStatus) -> str:
+        parts = [f"[{duration(self._clock() - self._started)}]", status.stage]
+        if status.steps:
+            parts.append(f"step {status.step}/{status.steps}")
+        if status.kl is not None:
+            parts.append(f"kl {status.kl:.4f}")
+        if status.reward is not None:
+            parts.append(f"reward {status.reward:.3f}")
+        if status.accuracy is not None:
+            parts.append(f"accuracy {percent(status.accuracy)}")
+        if status.steps:
+            parts.append(f"cartridge v{status.version}")
+        if status.tokens_per_second is not None:
+            parts.append(f"{status.tokens_per_second:,.0f} tokens/s")
+        if status.seconds_left is not None:
+            parts.append(f"{duration(status.seconds_left)} left")
+        parts += [
+            text for text in (status.message, status.error and f"error: {status.error}") if text
+        ]
+        return "  ".join(parts)
+
+    def _panel(self, status: RunStatus) -> Panel:
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column(style="dim", no_wrap=True)
+        facts.add_column(overflow="fold")
+        facts.add_row("KL", self._kl_text(status.kl))
+        if status.reward is not None:
+            facts.add_row("reward", number(status.reward, ".3f"))
+        facts.add_row("accuracy", percent(status.accuracy))
+        facts.add_row("cartridge", f"version {status.version}")
+        facts.add_row("tokens/s", number(status.tokens_per_second, ",.0f"))
+        facts.add_row("phases", _phase_text(status))
+        facts.add_row("time", self._time_text(status))
+        rows: list[RenderableType] = [Text(status.stage, style="bold"), _progress(status), facts]
+        if status.message:
+            rows.append(Text(printable(status.message), style="dim"))
+        if status.error:
+            rows.append(Text(printable(f"error: {status.error}"), style="bold red"))
+        style = "red" if status.error else "green" if status.done else "cyan"
+        return Panel(Group(*rows), title=Text(self._title), border_style=style, padding=(0, 1))
+
+    def _kl_text(self, kl: float | None) -> Text:
+        text = Text(number(kl, ".4f"))
+        if not self.console.options.ascii_only:
+            text.append("  ").append(sparkline(list(self._kl.values())), style="cyan")
+        return text
+
+    def _time_text(self, status: RunStatus) -> str:
+        spent = f"{duration(self._clock() - self._started)} spent"
+        if status.seconds_left is None:
+            return spent
+        return f"{spent}, {duration(status.seconds_left)} left"
+
+
+def arms_table(results: Mapping[str, Any]) -> Table:
+    """The arms side by side: greedy accuracy with its interval, and sampled accuracy."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("arm", no_wrap=True)
+    for heading in ("accuracy", *HEADS, "sampled"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    arms = results.get("arms", {})
+    for name in [*ARMS, *(arm for arm in arms if arm not in ARMS)]:
+        arm = arms.get(name) or {}
+        style = "bold" if name == "on_policy" else None
+        sampled = arm_cells(arm.get("sampled"))[0]
+        table.add_row(name, *arm_cells(arm), sampled, style=style if arm else "dim")
+    return table
+
+
+def arm_cells(measured: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return an accuracy and what HEADS name beside it, as texts."""
+    if not measured:
+        return (UNKNOWN,) * (1 + len(HEADS))
+    share = (percent(measured["accuracy"]), interval(measured["ci95"]))
+    return (*share, str(measured["n"]), str(measured["parse_failures"]))
+
+
+def print_results(console: Console, results: Mapping[str, Any], run_path: Path) -> None:
+    """The last lines of a run: a summary, the table of arms, and where things are."""
+    console.print(Text(summary(results)), soft_wrap=True)
+    console.print(arms_table(results))
+    for label, name in (("report", "report.html"), ("results", "results.json"), ("run", ".")):
+        if (run_path / name).exists():
+            console.print(Text(f"{label:8}{shown_path(run_path / name)}"), soft_wrap=True)
+
+
+def summary(results: Mapping[str, Any]) -> str:
+    """`finished in 6m12s, KL 2.310 to 0.410, 9.2x fewer KV tokens, orchestration 4.1%`."""
+    parts = [str(results.get("status", "unfinished"))]
+    if (wall := results.get("wall_seconds")) is not None:
+        parts[0] += f" in {duration(wall)}"
+    kl = results.get("kl") or {}
+    if kl.get("first") is not None and kl.get("last") is not None:
+        parts.append(f"KL {kl['first']:.3f} to {kl['last']:.3f}")
+    if compression := results.get("compression"):
+        parts.append(f"{compression['ratio']:.1f}x fewer KV tokens")
+    if (share := results.get("orchestration_share")) is not None:
+        parts.append(f"orchestration {percent(share)}")
+    return ", ".join(parts)
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """`sparkline([3, 2, 1])` is "█▅▁"; more than `width` values are averaged into `width` bins."""
+    n = len(values)
+    if n > width:
+        edges = [i * n // width for i in range(width + 1)]
+        values = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    if not values:
+        return ""
+    lo, hi = min(values), max(values)
+    scale = (len(BLOCKS) - 1) / (hi - lo) if hi > lo else 0.0
+    return "".join(BLOCKS[round((value - lo) * scale)] for value in values)
+
+
+def duration(seconds: float) -> str:
+    """`45s`, `3m20s`, `1h02m`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def number(value: float | None, form: str) -> str:
+    return UNKNOWN if value is None else format(value, form)
+
+
+def percent(share: float | None) -> str:
+    """`percent(0.885)` is "88.5%"."""
+    return number(share, ".1%")
+
+
+def interval(ci95: Sequence[float]) -> str:
+    """`interval([0.828, 0.918])` is "82.8-91.8%"."""
+    return f"{100 * ci95[0]:.1f}-{100 * ci95[1]:.1f}%"
+
+
+def shown_path(path: Path) -> str:
+    """The path relative to where the user stands, or absolute when it lies elsewhere."""
+    full, here = path.resolve(), Path.cwd().resolve()
+    return os.path.relpath(full, here) if full.is_relative_to(here) else str(full)
+
+
+def printable(text: str) -> str:
+    """One line of text that cannot steer the terminal, whoever wrote it."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _progress(status: RunStatus) -> Table:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    share = status.step / status.steps if status.steps else 0.0
+    bar = ProgressBar(total=max(status.steps, 1), completed=status.step)
+    grid.add_row(f"step {status.step}/{status.steps or UNKNOWN}", bar, f"{share:.0%}")
+    return grid
+
+
+def _phase_text(status: RunStatus) -> Text:
+    known = [name for name in PHASES if name in status.phase_seconds]
+    known += [name for name in status.phase_seconds if name not in PHASES and name != "step"]
+    if status.phase and status.phase not in known:
+        known.append(status.phase)
+    text = Text()
+    for name in known:
+        seconds = status.phase_seconds.get(name)
+        # A phase that has no mean yet is shown by its name alone.
+        shown = name if seconds is None else f"{name} {seconds:.2f}s"
+        text.append(shown, style="bold" if name == status.phase else "").append("  ")
+    return text if known else Text(UNKNOWN)

@@ -1,0 +1,255 @@
+"""The client of a run: spawns the controller, shows what it does, ends it when asked to.
+
+    forge-run ---spawns---> ControllerActor ---spawns---> store, generators, teachers, trainer
+        ^---- status (polled) ----'
+
+The first Ctrl-C or SIGTERM asks the controller to stop; a second one, or a controller that takes
+longer than STOP_SECONDS, has every process killed (the last checkpoint stands).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from forge_run.console import Display, print_results
+from forge_run.reachable_address import reached_at
+from protocols.errors import CheckpointError, ForgeError, RunError
+from protocols.spec.mesh import RunSpec
+from protocols.spec.loading import load_resolved
+from protocols.spec.yaml_source import dump_yaml
+from services.hosts.source import LINK_ENVIRONMENT
+from services.run_directory import RunDirectory
+from services.proc_info import descendants
+
+UNFINISHED = "unfinished"  # in place of a run to resume: the latest, unless it finished
+MAY_CHANGE = ("mesh.hosts", "mesh.roles.trainer.procs", "learn.train.shard_base")  # on resuming
+POLL_SECONDS = 0.25
+STOP_SECONDS = 6.0
+END_SECONDS = 1.5  # with STOP_SECONDS, twice this and the report all are gone within 10 s
+STATUS_TIMEOUT = 30.0
+
+
+def monarch_environment(spec: RunSpec) -> dict[str, str]:
+    """What Monarch reads when it is imported, in every process of the mesh.
+
+    A killed process is noticed in fractions of a second instead of ten. Where its end was not seen,
+    or it is silent, Monarch's patience is ours (its own would be 30 s): so long do calls to a dead
+    tensor store hang in the actors that made them. Over other hosts a message is kept for as long
+    as its link may be down.
+    """
+    local = spec.mesh.hosts.kind == "local"
+    patience = f"{math.ceil(spec.mesh.health.dead_after_s)}s"
+    return {
+        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
+        "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
+        "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
+        **({"HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s"} if local else LINK_ENVIRONMENT),
+        # No secret: the provider of replay.local is the run's own, and its clients want some key.
+        "FORGE_LOCAL_PROVIDER_KEY": "local",
+    }
+
+
+def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
+    """Run to the end, or to a checkpoint when interrupted. Returns the exit code:
+    0 finished, 130 / 143 stopped by SIGINT / SIGTERM. Raises ForgeError for what failed."""
+    os.environ.update(monarch_environment(spec))
+    caught = Signals()
+    console = Console()
+    error: ForgeError | None = None
+    cut_off = False
+    with caught, Display(spec.mesh.name, console) as display:
+        directory, resumed = open_directory(spec, run_dir, resume, display.line)
+        display.line(f"run {directory.id}")
+        try:
+            cut_off = not _drive(spec, directory, resumed, display, caught)
+        except ForgeError as failure:
+            error = failure
+    from forge_run.report.page import write_report
+
+    write_report(directory.path)
+    results = directory.read_results()
+    if results is not None:
+        print_results(console, results, directory.path)
+    if error is not None:
+        raise error
+    code = 128 + caught.first if caught.first else 0
+    if cut_off:
+        # Monarch's own end, in a client whose mesh was killed, may be to exit with 1.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def open_directory(
+    spec: RunSpec, run_dir: Path | None, resume: str | None, tell: Callable[[str], None]
+) -> tuple[RunDirectory, bool]:
+    """A new run directory, or the one to resume and True; its spec must be this spec, but for the
+    hosts, on which no result depends, and for the ranks of the trainer, on which none does beyond
+    rounding."""
+    root = (run_dir or Path("runs")).absolute()
+    if resume == UNFINISHED:
+        resume = _unfinished(spec, root, tell)
+    if resume is None:
+        return RunDirectory.create(root, spec.mesh.name, dump_yaml(spec.as_dict())), False
+    directory = RunDirectory.open(root, spec.mesh.name, resume or "latest")
+    changed = _changed(directory, spec)
+    if changed:
+        raise CheckpointError(
+            f"run {directory.id} was made with another spec; it differs in {', '.join(changed)}. "
+            f"Resume with what is in {directory.spec}, or start anew without --resume"
+        )
+    directory.make_latest()
+    return directory, True
+
+
+def _unfinished(spec: RunSpec, root: Path, tell: Callable[[str], None]) -> str | None:
+    """The latest run, where it has not finished and is of this spec: for who starts us again after
+    any end, as a Job does of a pod."""
+    try:
+        latest = RunDirectory.open(root, spec.mesh.name)
+    except CheckpointError:  # there is none yet
+        return None
+    if (latest.read_results() or {}).get("status") == "finished":
+        return None
+    changed = _changed(latest, spec)
+    if changed:
+        tell(f"run {latest.id} did not finish and is of another spec ({', '.join(changed)})")
+        return None
+    return latest.id
+
+
+def _changed(directory: RunDirectory, spec: RunSpec) -> list[str]:
+    before = load_resolved(directory.spec).as_dict()
+    return [k for k in differences(before, spec.as_dict()) if not k.startswith(MAY_CHANGE)]
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Dotted keys at which two plain specs differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        found = []
+        for key in sorted({*a, *b}):
+            found += differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+        return found
+    return [] if a == b else [path]
+
+
+class Signals:
+    """Notes SIGINT and SIGTERM instead of dying of them.
+
+    SIGINT is ignored while the mesh's processes are spawned, which they inherit: a terminal's
+    Ctrl-C reaches the whole process group, and only this process is to answer it.
+    """
+
+    def __init__(self) -> None:
+        self.first: int = 0
+        self.count = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        self._before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def listen(self) -> None:
+        """Called once the first process is up: from now on SIGINT counts."""
+        signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.first = self.first or number
+        self.count += 1
+
+
+def _drive(
+    spec: RunSpec, directory: RunDirectory, resume: bool, display: Display, caught: Signals
+) -> bool:
+    """False for a run that had to be cut off: then nothing of Monarch may be used any more."""
+    import monarch.actor as monarch
+
+    from actors.base import bootstrap
+    from training.controller import ControllerActor
+
+    if spec.mesh.hosts.kind != "local":  # or everything speaks through this host's own sockets
+        monarch.enable_transport(f"tcp://{reached_at(spec.mesh.hosts)}:0")
+    # The controller supervises the mesh; what reaches this process is the controller's own death,
+    # which the next poll sees as well. The default would end us with KeyboardInterrupt.
+    monarch.unhandled_fault_hook = lambda failure: None
+    procs = monarch.this_host().spawn_procs(
+        per_host={"procs": 1}, name="controller", bootstrap=bootstrap(1)
+    )
+    cut_off = False
+    try:
+        controller = procs.spawn("controller", ControllerActor, spec, str(directory.path), resume)
+        running = controller.run.call_one()
+        status = _poll(controller, spec.mesh.spawn_timeout_s)
+        caught.listen()
+        asked: float | None = None
+        while not status.done:
+            display.update(status)
+            if caught.first and asked is None:
+                asked = time.monotonic()
+                controller.ask_to_stop.call_one().get(timeout=STATUS_TIMEOUT)
+                import_module("forge_run.report.page")  # a second or two, while the step ends
+            late = asked is not None and time.monotonic() - asked > STOP_SECONDS
+            if late or caught.count > 1:
+                display.line("stopping at once; the last checkpoint stands")
+                cut_off = True
+                kill_mesh()
+                return False
+            time.sleep(POLL_SECONDS)
+            status = _poll(controller, STATUS_TIMEOUT)
+        display.update(status)
+        try:
+            running.get(timeout=STATUS_TIMEOUT)
+        except Exception as error:  # an ActorError around what the controller raised
+            cause = getattr(error, "exception", error)
+            raise cause if isinstance(cause, ForgeError) else RunError(str(cause)) from error
+    finally:
+        if not cut_off:
+            _end(procs)
+    return True
+
+
+def _poll(controller: Any, timeout_s: float) -> Any:
+    try:
+        return controller.status.call_one().get(timeout=timeout_s)
+    except Exception as error:  # the controller is dead, or does not answer
+        raise RunError(
+            f"the controller does not answer ({type(error).__name__}); go on with --resume"
+        ) from error
+
+
+def kill_mesh() -> None:
+    """kill -9 for every process of the mesh: our descendants that Monarch started. What else there
+    is (the shared memory's janitor) waits for its owner's death, and then does its work."""
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            if b"monarch" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+
+
+def _end(procs: Any) -> None:
+    """Stop the controller's process and this client's part of the mesh, within seconds.
+
+    What does not stop in time (a process busy with its last call) dies with this process.
+    """
+    import monarch.actor as monarch
+
+    for ending in (procs.stop, monarch.shutdown_context):
+        with contextlib.suppress(Exception):
+            ending().get(timeout=END_SECONDS)

@@ -1,0 +1,48 @@
+"""Where other hosts reach this one, and what that asks of Monarch."""
+
+from __future__ import annotations
+
+import socket
+
+from protocols.errors import SpecError
+from protocols.spec.hosts import HostsSpec
+from services.hosts.handshake import host_and_port
+
+ANYWHERE = ("192.0.2.1", 9)  # of a documentation network: the default route leads there
+
+
+def reached_at(hosts: HostsSpec) -> str:
+    """This host's address for the others: `hosts.reached_at`, else that of the route to the first
+    worker, or where workers are not known yet of the default route.
+
+    Raises SpecError for a name without an address, and where there is no such route."""
+    named = hosts.reached_at
+    try:
+        if named is not None:
+            return _bracketed(_address_of(named))
+        if hosts.addresses:
+            host, port = host_and_port(hosts.addresses[0])
+            return _bracketed(_local_address(_address_of(host.strip("[]")), port))
+        return _bracketed(_local_address(*ANYWHERE))
+    except OSError as error:
+        to = named or (hosts.addresses[0] if hosts.addresses else "anywhere")
+        raise SpecError(
+            f"hosts.reached_at: this host found no address for the workers ({to}: "
+            f"{error.strerror}); set it to this host's address as the workers reach it"
+        ) from error
+
+
+def _address_of(name: str) -> str:
+    return str(socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0][4][0])
+
+
+def _local_address(address: str, port: int) -> str:
+    """Of the route to there. Connecting a datagram socket sends nothing."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))
+        return str(probe.getsockname()[0])
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

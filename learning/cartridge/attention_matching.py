@@ -1,0 +1,123 @@
+"""Attention matching: a document's KV compacted to P entries in closed form, without training.
+
+After Zweiger et al., "Fast KV Compaction via Attention Matching" (2026), per layer and KV head:
+
+    queries   those of the document's own tokens, read once more behind the document, in rows
+    keys      of the document's, the P whose attention weight has the largest root mean square
+    values    least squares, so that the queries' attention outputs are the whole document's
+
+The paper also gives every kept key a bias, its share of the mass of those that were dropped. A
+cartridge has no place for one. So the outputs are matched as they are after the softmax over prefix
+and row together, where the lost mass shows, and the values make up for it as far as they can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from learning.model.attention import PrefixContext
+from learning.model.loading import hidden_states
+from learning.model.rope import frequencies, shifted
+
+ROW = 64  # tokens of a row of reference queries: it bounds the scores that exist at a time
+MOST_ROWS = 128
+RIDGE = 1e-4  # of the normal equations' mean diagonal
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one row of t tokens saw in one layer: queries [H_q, t, D] times the layer's scale, and
+    its own keys and values [2, H_kv, t, D]."""
+
+    queries: Tensor
+    own: Tensor
+
+
+@torch.no_grad()
+def attention_matched(
+    model: PreTrainedModel, ids: Sequence[int], kv: Tensor, tokens: int, frozen: int
+) -> Tensor:
+    """[L, 2, H_kv, P, D] of a document's tokens `ids` and KV [L, 2, H_kv, T, D], P <= T.
+
+    A request begins at P here and at T behind the document. The kept keys are moved by P - T, so
+    that every score is the document's; the earliest then stand at negative positions. The first
+    `frozen` entries are the document's first, with their own values.
+    """
+    rows = [observe(model, part, kv) for part in reference_rows(ids)]
+    layers = [
+        compacted(kv[layer], [row[layer] for row in rows], tokens, frozen)
+        for layer in range(len(kv))
+    ]
+    return shifted(torch.stack(layers), tokens - kv.shape[3], frequencies(model))
+
+
+def reference_rows(ids: Sequence[int]) -> list[Sequence[int]]:
+    """The document in rows of ROW tokens; of more than MOST_ROWS every so-and-so-manieth."""
+    starts = range(0, len(ids), ROW)
+    step = -(-len(starts) // MOST_ROWS)
+    return [ids[start : start + ROW] for start in starts[::step]]
+
+
+def observe(model: PreTrainedModel, row: Sequence[int], kv: Tensor) -> list[Observed]:
+    """What each layer sees of a row that is read behind a prefix [L, 2, H_kv, T, D]."""
+    ids = torch.tensor([list(row)], device=model.device)
+    context = PrefixContext(kv=kv[None], capture=True)
+    positions = torch.arange(kv.shape[3], kv.shape[3] + len(row), device=model.device)[None]
+    causal = torch.ones(1, 1, len(row), len(row), dtype=torch.bool, device=model.device).tril()
+    hidden_states(model, ids, positions, causal, context)
+    pairs = zip(context.queries, context.captured, strict=True)
+    return [Observed(queries[0], own[0]) for queries, own in pairs]
+
+
+def compacted(kv: Tensor, rows: Sequence[Observed], tokens: int, frozen: int) -> Tensor:
+    """One layer's [2, H_kv, T, D] as [2, H_kv, P, D], keys where they stood."""
+    heads = [_head(kv[:, h], rows, h, tokens, frozen) for h in range(kv.shape[1])]
+    return torch.stack(heads, dim=1).to(kv.dtype)
+
+
+def _head(kv: Tensor, rows: Sequence[Observed], head: int, tokens: int, frozen: int) -> Tensor:
+    """One head's [2, T, D] as [2, P, D], in float64."""
+    keys, values = kv.double()
+    seen = torch.zeros(len(keys), dtype=torch.float64, device=keys.device)
+    for scores, own, _ in _scores(keys, rows, head):
+        weights = torch.cat([scores, own], dim=-1).softmax(-1)[:, : len(keys)]
+        seen += weights.square().sum(0)
+    seen[:frozen] = torch.inf
+    kept = seen.topk(tokens).indices.sort().values
+    gram = keys.new_zeros(tokens, tokens)
+    wrong = keys.new_zeros(tokens, keys.shape[1])
+    for scores, own, own_values in _scores(keys, rows, head):
+        whole = torch.cat([scores, own], dim=-1).softmax(-1)
+        ours = torch.cat([scores[:, kept], own], dim=-1).softmax(-1)
+        target = whole @ torch.cat([values, own_values])
+        missing = target - ours @ torch.cat([values[kept], own_values])
+        on_kept = ours[:, :tokens]
+        gram += on_kept.T @ on_kept
+        wrong += on_kept.T @ missing
+    # Ridge towards the kept keys' own values: one that no query looks at stays as it is.
+    free = slice(frozen, tokens)
+    gram, wrong = gram[free, free], wrong[free]
+    ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    fitted = values[kept]
+    fitted[free] += torch.linalg.solve(gram + ridge.to(gram.device), wrong)
+    return torch.stack([keys[kept], fitted])
+
+
+def _scores(
+    keys: Tensor, rows: Sequence[Observed], head: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Row by row, for the G query heads that share this KV head: scores [G*t, T] of the document's
+    keys, [G*t, t] of the row's own (-inf where it comes later), and the row's values [t, D]."""
+    for row in rows:
+        shared = len(row.queries) // row.own.shape[1]
+        queries = row.queries[head * shared : (head + 1) * shared].double()
+        own_keys, own_values = row.own[:, head].double()
+        t = len(own_keys)
+        later = torch.ones(t, t, dtype=torch.bool, device=keys.device).triu(1)
+        own = (queries @ own_keys.T).masked_fill(later, float("-inf"))
+        yield (queries @ keys.T).flatten(0, 1), own.flatten(0, 1), own_values

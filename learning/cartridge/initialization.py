@@ -1,0 +1,124 @@
+"""Where the training of a cartridge starts: [L, 2, H_kv, P, D] made of a document.
+
+    first_tokens        the document's first P tokens
+    random_text         random tokens of the vocabulary
+    random_vectors      normal numbers with the mean and spread of the document's KV
+    sampled_chunks      chunks of the document, read one after another (Diaz, arXiv 2508.17032)
+    attention_matching  the whole document's KV, compacted in closed form (learning.cartridge.attention_matching)
+
+What stands at positions 0..P-1 was read there; only attention_matching has keys elsewhere. The
+first `frozen` tokens are the document's own in all of them: they are the attention sink, which is
+not trained, and which no random text would be.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from learning.cartridge.bank import CartridgeBank, check_longer
+from learning.cartridge.attention_matching import attention_matched
+from learning.model.loading import document_kv
+from protocols.seeds import stream_seed
+
+CHUNKS = 8  # of a sampled document, as long as each has LEAST tokens
+LEAST = 4
+
+
+@dataclass(frozen=True)
+class Source:
+    """A document: its token ids [T], its KV [L, 2, H_kv, T, D], and the ids that stand for text."""
+
+    name: str
+    ids: tuple[int, ...]
+    kv: Tensor
+    vocabulary: Callable[[], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """One of INITS, the cartridge's P tokens, the leading ones that are frozen, and the seed that
+    names its draws."""
+
+    init: str
+    tokens: int
+    frozen: int
+    seed: int = 0
+
+
+def initial_bank(model: PreTrainedModel, sources: Sequence[Source], start: Start) -> CartridgeBank:
+    """A bank with a cartridge of each document. Raises DataError for a document that is not longer
+    than a cartridge."""
+    for source in sources:
+        check_longer(source.name, len(source.ids), start.tokens)
+    ordered = sorted(sources, key=lambda source: source.name)
+    made = [INITS[start.init](model, source, start) for source in ordered]
+    return CartridgeBank([source.name for source in ordered], torch.stack(made), start.frozen)
+
+
+def beginning(model: PreTrainedModel, source: Source, start: Start) -> Tensor:
+    """What the cartridge paper found best."""
+    return source.kv[:, :, :, : start.tokens]
+
+
+def random_text(model: PreTrainedModel, source: Source, start: Start) -> Tensor:
+    """Tokens drawn evenly from the vocabulary, read behind the frozen ones."""
+    rng = random.Random(f"init/random_text/{start.seed}/{source.name}")
+    drawn = rng.choices(source.vocabulary(), k=start.tokens - start.frozen)
+    return document_kv(model, (*source.ids[: start.frozen], *drawn))
+
+
+def random_vectors(model: PreTrainedModel, source: Source, start: Start) -> Tensor:
+    """Independent normal numbers. Mean and standard deviation are those of the document's tokens
+    behind the frozen ones, of each layer, head and channel, keys and values apart."""
+    kv = source.kv[:, :, :, start.frozen :].float()
+    size = (*kv.shape[:3], start.tokens - start.frozen, kv.shape[4])
+    draws = torch.Generator().manual_seed(
+        stream_seed(f"init/random_vectors/{start.seed}/{source.name}")
+    )
+    noise = torch.randn(size, generator=draws).to(kv.device)
+    drawn = kv.mean(3, keepdim=True) + kv.std(3, keepdim=True) * noise
+    return torch.cat([source.kv[:, :, :, : start.frozen], drawn.to(source.kv.dtype)], dim=3)
+
+
+def sampled_chunks(model: PreTrainedModel, source: Source, start: Start) -> Tensor:
+    """CHUNKS chunks of about equal length, drawn evenly without overlap, in the document's order,
+    read behind the frozen tokens as one text."""
+    rng = random.Random(f"init/sampled_chunks/{start.seed}/{source.name}")
+    body = source.ids[start.frozen :]
+    drawn = [i for span in chunks(len(body), start.tokens - start.frozen, rng) for i in span]
+    return document_kv(model, (*source.ids[: start.frozen], *(body[i] for i in drawn)))
+
+
+def chunks(length: int, tokens: int, rng: random.Random) -> list[range]:
+    """Spans without overlap, `tokens` long together, of 0..length: every way to leave gaps between
+    them is as likely as every other."""
+    count = max(1, min(CHUNKS, tokens // LEAST))
+    sizes = [tokens // count + (i < tokens % count) for i in range(count)]
+    left_out = length - tokens
+    # Choosing which of the slots (gap tokens and chunks, in order) are the chunks.
+    places = sorted(rng.sample(range(left_out + count), count))
+    spans, used = [], 0
+    for i, (place, size) in enumerate(zip(places, sizes, strict=True)):
+        first = place - i + used
+        spans.append(range(first, first + size))
+        used += size
+    return spans
+
+
+def matched(model: PreTrainedModel, source: Source, start: Start) -> Tensor:
+    return attention_matched(model, source.ids, source.kv, start.tokens, start.frozen)
+
+
+INITS: Mapping[str, Callable[[PreTrainedModel, Source, Start], Tensor]] = {
+    "first_tokens": beginning,
+    "random_text": random_text,
+    "random_vectors": random_vectors,
+    "sampled_chunks": sampled_chunks,
+    "attention_matching": matched,
+}

@@ -1,0 +1,143 @@
+"""TorchEngine: requests that come and go, on the embedded backend (continuous batching).
+
+    add  -> waiting -> (a step) a new lane over its prefix, merged into the one that is there
+    step -> every lane one token further -> what came, and the completions of rows that ended
+
+What `actors.engine_thread` steps. At most `max_rows` requests are decoded at a time; others wait in
+the order in which they came.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from learning.decoding.decode_batch import Lane, Row, new_row
+from learning.model.loading import kv_shape
+from learning.model.rope import composed, frequencies
+from learning.decoding.stopping import Decode
+from protocols.errors import PublishError
+from protocols.types import Came, Completion, GenerateRequest, PrefixRef
+
+if TYPE_CHECKING:  # importing it takes seconds, which learning.model.loading leaves to who loads one
+    from transformers import PreTrainedModel
+
+Document = Callable[[str], Tensor]
+
+
+class TorchEngine:
+    """`document` gives a document's own KV [L, 2, H_kv, T, D]; `decode` the text of token ids."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        document: Document,
+        end_ids: frozenset[int],
+        decode: Decode,
+        max_rows: int = 64,
+    ) -> None:
+        self.first_token_seconds: float | None = None
+        self._model, self._document, self._end_ids = model, document, end_ids
+        self._decode, self._max_rows = decode, max_rows
+        self._held: dict[int, tuple[tuple[str, ...], Tensor]] = {}
+        self._waiting: deque[str] = deque()
+        self._rows: dict[str, Row] = {}
+        self._told: dict[str, int] = {}  # of rows that are told as they come: tokens told
+        self._lanes: dict[PrefixRef, Lane] = {}
+        self._first_request: float | None = None
+
+    def add(self, key: str, request: GenerateRequest, stream: bool = False) -> None:
+        for part in request.prefix.parts:
+            kind, _, name = part.name.partition("/")
+            if kind == "document":
+                self._document(name)  # raises for one that there is not
+        if request.prefix.then:
+            frequencies(self._model)  # raises for a model whose keys cannot be moved
+        self._rows[key] = new_row(request, self._decode)
+        self._waiting.append(key)
+        if stream:
+            self._told[key] = 0
+        if self._first_request is None:
+            self._first_request = time.perf_counter()
+
+    def cancel(self, key: str) -> None:
+        row = self._rows.get(key)
+        if row is not None and not row.reason:
+            row.reason = "cancelled"
+
+    @torch.no_grad()
+    def step(self) -> Iterator[tuple[str, Came | Completion]]:
+        for lane in self._lanes.values():
+            if lane.live:
+                lane.step()
+        self._admit()
+        if self.first_token_seconds is None and self._first_request is not None:
+            self.first_token_seconds = time.perf_counter() - self._first_request
+        for ref in [ref for ref, lane in self._lanes.items() if not lane.live]:
+            del self._lanes[ref]
+        yield from self._news()
+
+    def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> None:
+        layers, heads, size = kv_shape(self._model)
+        expected = (len(names), layers, 2, heads, kv.shape[4] if kv.ndim == 6 else -1, size)
+        if tuple(kv.shape) != expected:
+            raise PublishError(
+                f"cartridges of shape {tuple(kv.shape)} do not fit this model, which takes "
+                f"[{len(names)}, {layers}, 2, {heads}, P, {size}]; was it trained for another base?"
+            )
+        self._held[version] = (names, kv.to(self._model.device, self._model.dtype))
+
+    def let_go(self, version: int) -> None:
+        del self._held[version]
+
+    def loads(self) -> tuple[int, int]:
+        return 0, 0  # a lane reads the prefix where it lies: nothing is copied
+
+    def close(self) -> None:
+        self._lanes.clear()
+
+    def _admit(self) -> None:
+        """Begin those that wait, as far as there is room."""
+        decoding = sum(
+            slot is not None and not slot.reason
+            for lane in self._lanes.values()
+            for slot in lane.slots
+        )
+        groups: dict[PrefixRef, list[Row]] = {}
+        while self._waiting and decoding < self._max_rows:
+            row = self._rows[self._waiting.popleft()]
+            if not row.reason:
+                groups.setdefault(row.request.prefix, []).append(row)
+                decoding += 1
+        for ref, rows in groups.items():
+            new = Lane(self._model, [self._prefix(ref)], [rows], self._end_ids)
+            if ref in self._lanes and self._lanes[ref].live:
+                self._lanes[ref].merge(new)
+            else:
+                self._lanes[ref] = new
+
+    def _prefix(self, ref: PrefixRef) -> Tensor:
+        return composed(self._model, [self._single(part) for part in ref.parts])
+
+    def _single(self, ref: PrefixRef) -> Tensor:
+        kind, _, name = ref.name.partition("/")
+        if kind == "document":
+            return self._document(name)
+        names, kv = self._held[ref.version]
+        return kv[names.index(name)]
+
+    def _news(self) -> Iterator[tuple[str, Came | Completion]]:
+        for key in [*self._told]:
+            row, told = self._rows[key], self._told[key]
+            if len(row.tokens) > told:
+                self._told[key] = len(row.tokens)
+                yield key, row.came(told)
+        for key in [key for key, row in self._rows.items() if row.reason]:
+            row = self._rows.pop(key)
+            self._told.pop(key, None)
+            yield key, row.completion()

@@ -1,0 +1,206 @@
+"""Packing samples into rows over shared prefixes, and the student's (or teacher's) forward.
+
+Samples of one document are laid into rows of at most `row_tokens` tokens; every sample sees its
+prefix and itself, and its positions start where the prefix ends, so it cannot tell whether it is
+packed. Student and teacher logits are gathered in *sample order, response token by response
+token*: index n means the same token on both sides whatever the rows looked like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from learning.model.attention import PrefixContext
+from learning.model.loading import hidden_states, recomputing
+from learning.model.chunked_logits import Projection, chunk_tokens
+from learning.model.fsdp import vocabulary
+from protocols.errors import DataError
+from protocols.types import Sample
+
+if TYPE_CHECKING:  # importing it takes seconds, which learning.model.loading leaves to who loads one
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Packed:
+    """C documents x R rows of T tokens. `ids`, `positions`, `segments` are [C*R, T].
+
+    names[c]        the prefix that group c sees: by default a document's
+    segments        which sample of its row a token belongs to; -1 is padding
+    row, column     [N] where the token that *predicts* response token n stands
+    targets         [N] the response tokens themselves
+    """
+
+    names: tuple[str, ...]
+    ids: Tensor
+    positions: Tensor
+    segments: Tensor
+    row: Tensor
+    column: Tensor
+    targets: Tensor
+
+    def only(self, needed: Tensor) -> Packed:
+        """The same rows, with logits for the marked [N] response tokens alone."""
+        return replace(
+            self, row=self.row[needed], column=self.column[needed], targets=self.targets[needed]
+        )
+
+
+def of_document(sample: Sample) -> str:
+    return sample.document
+
+
+def pack(
+    samples: Sequence[Sample],
+    prefix_tokens: Mapping[str, int],
+    row_tokens: int,
+    prefix: Callable[[Sample], str] = of_document,
+) -> Packed:
+    """Lay samples into rows, first fit by decreasing length within each prefix. Samples of the
+    same tokens over the same prefix share a place, whichever of them are prompt and which response:
+    an episode that two channels learn from is read once.
+
+    `prefix` names what stands before a sample, where that is not its document's own alone;
+    `prefix_tokens[name]` is the length of that prefix: the first position of its samples. Raises
+    DataError for a sample longer than a row, or one without prompt or response. Of no samples it
+    makes a row of one token that predicts none.
+    """
+    check_rows(samples, row_tokens)
+    if not samples:
+        return _one_token(*min(prefix_tokens.items()))
+    names = tuple(sorted({prefix(s) for s in samples}))
+    rows_of: dict[str, list[list[int]]] = {name: [] for name in names}
+    room: dict[str, list[int]] = {name: [] for name in names}
+    laid: dict[tuple[str, tuple[int, ...]], int] = {}  # text -> the first sample that has it
+    same = [
+        laid.setdefault((prefix(s), s.prompt_ids + s.response_ids), i)
+        for i, s in enumerate(samples)
+    ]
+    for i in sorted(laid.values(), key=lambda i: (-_length(samples[i]), i)):
+        name, length = prefix(samples[i]), _length(samples[i])
+        fits = next((r for r, free in enumerate(room[name]) if free >= length), None)
+        if fits is None:
+            rows_of[name].append([])
+            room[name].append(row_tokens)
+            fits = len(room[name]) - 1
+        rows_of[name][fits].append(i)
+        room[name][fits] -= length
+
+    per = max(len(rows) for rows in rows_of.values())
+    width = max(row_tokens - min(free) for free in room.values())
+    ids = torch.zeros(len(names) * per, width, dtype=torch.long)
+    positions = torch.zeros_like(ids)
+    segments = torch.full_like(ids, -1)
+    first: dict[int, tuple[int, int]] = {}  # sample -> (row, column of its first token)
+    for c, name in enumerate(names):
+        for r, members in enumerate(rows_of[name]):
+            row, at = c * per + r, 0
+            for segment, i in enumerate(members):
+                tokens = samples[i].prompt_ids + samples[i].response_ids
+                stop = at + len(tokens)
+                ids[row, at:stop] = torch.tensor(tokens)
+                positions[row, at:stop] = torch.arange(len(tokens)) + prefix_tokens[name]
+                segments[row, at:stop] = segment
+                first[i] = (row, at)
+                at = stop
+    row_of: list[int] = []
+    column_of: list[int] = []
+    targets: list[int] = []
+    for i, s in enumerate(samples):
+        row, begin = first[same[i]]
+        column = begin + len(s.prompt_ids)
+        row_of += [row] * len(s.response_ids)
+        column_of += range(column - 1, column - 1 + len(s.response_ids))
+        targets += s.response_ids
+    return Packed(
+        names, ids, positions, segments,
+        torch.tensor(row_of), torch.tensor(column_of), torch.tensor(targets),
+    )  # fmt: skip
+
+
+def text_of(sample: Sample) -> tuple[str, tuple[int, ...]]:
+    """What a forward reads of a sample: its document and its tokens."""
+    return sample.document, sample.prompt_ids + sample.response_ids
+
+
+def check_rows(samples: Iterable[Sample], row_tokens: int) -> None:
+    """Raise DataError for a sample longer than a row, or one without prompt or response."""
+    for s in samples:
+        length = len(s.prompt_ids) + len(s.response_ids)
+        if not s.prompt_ids or not s.response_ids:
+            raise DataError(f"sample {s.id} has an empty prompt or response: nothing to train on")
+        if length > row_tokens:
+            raise DataError(
+                f"sample {s.id} has {length} tokens and a row holds {row_tokens}; raise "
+                "train.row_tokens or lower rollout.max_tokens"
+            )
+
+
+def response_logits(
+    model: PreTrainedModel, packed: Packed, kv: Tensor, lengths: Tensor | None = None
+) -> Tensor:
+    """Logits [N, V] in float32 that predict each response token, in sample order.
+
+    kv [C, L, 2, H_kv, P, D] in the order of `packed.names`, `lengths` as in PrefixContext.
+    Gradient flows into `kv` when it requires it.
+    """
+    return response_tokens(model, packed, kv, lengths).logits
+
+
+def response_tokens(
+    model: PreTrainedModel,
+    packed: Packed,
+    kv: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    logit_bytes: int | None = None,
+    recompute_layers: bool = False,
+) -> Projection:
+    """The same logits, to be read in chunks of at most `logit_bytes`.
+
+    With `recompute_layers` the layers keep their inputs alone for the backward pass.
+    """
+    device, length = model.device, packed.ids.shape[1]
+    segments = packed.segments.to(device)
+    same = segments[:, :, None] == segments[:, None, :]
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    with recomputing(model) if recompute_layers else nullcontext():
+        hidden = hidden_states(
+            model,
+            packed.ids.to(device),
+            packed.positions.to(device),
+            (same & causal)[:, None],
+            PrefixContext(kv=kv, lengths=lengths),
+        )
+    chunk = chunk_tokens(model.config.vocab_size, logit_bytes)
+    return Projection(hidden[packed.row, packed.column], packed.targets, vocabulary(model), chunk)
+
+
+def stack_prefixes(prefixes: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Stack [L, 2, H_kv, P_c, D] prefixes, zero-padded to the longest; lengths [C] if unequal."""
+    lengths = [p.shape[3] for p in prefixes]
+    longest = max(lengths)
+    if min(lengths) == longest:
+        return torch.stack(list(prefixes)), None
+    first = prefixes[0]
+    shape = (len(prefixes), *first.shape[:3], longest, first.shape[4])
+    stacked = first.new_zeros(shape)
+    for c, p in enumerate(prefixes):
+        stacked[c, ..., : lengths[c], :] = p
+    return stacked, torch.tensor(lengths, device=first.device)
+
+
+def _one_token(name: str, position: int) -> Packed:
+    none = torch.zeros(0, dtype=torch.long)
+    one = torch.zeros(1, 1, dtype=torch.long)
+    return Packed((name,), one, one + position, one, none, none, none)
+
+
+def _length(sample: Sample) -> int:
+    return len(sample.prompt_ids) + len(sample.response_ids)

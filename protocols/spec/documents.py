@@ -1,0 +1,123 @@
+"""A user's own documents: how files are read and cut, and the self-study about them."""
+
+from __future__ import annotations
+
+import codecs
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from protocols.spec.teacher_replay import EndpointSpec, PriceSpec
+from protocols.spec.base import AsTuple, Spec, broken, unique
+
+StudyKind = Literal["structuring", "summarization", "question", "use_case", "creative"]
+STUDY_KINDS: tuple[StudyKind, ...] = (
+    "structuring", "summarization", "question", "use_case", "creative",
+)  # fmt: skip
+
+
+class DocumentsSpec(Spec):
+    """Files of data.path; each document has a cartridge of its own."""
+
+    text_fields: Annotated[tuple[str, ...], AsTuple] = Field(
+        default=("text", "content", "body"),
+        min_length=1,
+        description="fields of JSON objects that hold their text: the first that is there",
+    )
+    encoding: str | None = Field(
+        default="cp1252",
+        description="of text that is neither UTF-8 nor begins with a byte order mark; null: refuse",
+    )
+    max_file_bytes: int = Field(default=64 * 1024**2, ge=1, description="most bytes of one file")
+    max_total_bytes: int = Field(default=256 * 1024**2, ge=1, description="most bytes of all files")
+    max_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        description="most tokens of a document; null: what the model's context holds beside a row",
+    )
+    long: Literal["split", "refuse"] = Field(
+        default="split",
+        description="a longer document: parts, each with a cartridge of its own, or refuse it",
+    )
+    overlap: int = Field(
+        default=0, ge=0, description="tokens that a part repeats of the one before it"
+    )
+
+    _fields_once = field_validator("text_fields")(unique)
+
+    @field_validator("encoding")
+    @classmethod
+    def _is_known(cls, value: str | None) -> str | None:
+        try:
+            return None if value is None else codecs.lookup(value).name
+        except LookupError:
+            raise broken("must be an encoding that Python knows", "cp1252 is a usual one") from None
+
+
+class ApiSpec(EndpointSpec):
+    """An external model that writes self-study instead of the mesh's own."""
+
+    logprobs: bool = Field(default=False, description="whether it tells log-probabilities")
+    concurrency: int = Field(default=8, ge=1, description="calls in flight")
+    timeout_s: float = Field(default=120.0, gt=0, description="seconds that one attempt may take")
+    prices: PriceSpec | None = Field(default=None, description="what its tokens cost, for the plan")
+
+
+class SelfStudySpec(Spec):
+    """What is asked about the documents: A writes the user's turn, B the answer."""
+
+    rows: str | None = Field(
+        default=None,
+        min_length=1,
+        description="rows.jsonl that `forge selfstudy` wrote; null: questions are written at the "
+        "start of a run",
+    )
+    scores: Literal["read", "stored"] = Field(
+        default="read",
+        validate_default=True,
+        description="of the answers in rows: read by the document teacher with the whole document, "
+        "or stored with the rows, as B saw them with the passage",
+    )
+    questions: int = Field(default=64, ge=2, description="turns of A for each document")
+    kinds: Annotated[tuple[StudyKind, ...], AsTuple] = Field(
+        default=STUDY_KINDS, min_length=1, description="seeds that A is given, in turn"
+    )
+    min_chunk: int = Field(default=512, ge=1, description="least tokens of the passage A sees")
+    max_chunk: int = Field(default=4096, ge=1, description="most tokens of the passage A sees")
+    question_tokens: int = Field(default=128, ge=1, description="most tokens of A's turn")
+    answer_tokens: int = Field(default=512, ge=1, description="most tokens of B's answer")
+    question_temperature: float = Field(default=0.6, ge=0, description="of A")
+    answer_temperature: float = Field(default=0.0, ge=0, description="of B; 0 is greedy")
+    top_k: int = Field(
+        default=20, ge=0, le=20, description="of B's log-probabilities kept at every token"
+    )
+    plain: bool = Field(
+        default=True,
+        description="where A writes nothing that can be used, ask by a fixed turn that quotes the "
+        "passage's first words",
+    )
+    least_words: int = Field(default=3, ge=1, description="fewer words are no turn")
+    most_words: int = Field(default=400, ge=1, description="more words are no turn, and no answer")
+    alike: float = Field(
+        default=0.8, gt=0, le=1, description="Jaccard likeness of turns that are near doubles"
+    )
+    api: ApiSpec | None = Field(
+        default=None, description="who writes for `forge selfstudy`; null: the model itself"
+    )
+
+    _kinds_once = field_validator("kinds")(unique)
+
+    @field_validator("scores")
+    @classmethod
+    def _are_somewhere(cls, value: str, info: ValidationInfo) -> str:
+        if value == "stored" and info.data.get("rows") is None:
+            raise broken("must be read without rows", "give self_study.rows")
+        return value
+
+    @field_validator("max_chunk")
+    @classmethod
+    def _holds_the_least(cls, value: int, info: ValidationInfo) -> int:
+        least = info.data.get("min_chunk")
+        if least is not None and value < least:
+            raise broken(f"must be >= min_chunk ({least})", "raise it")
+        return value

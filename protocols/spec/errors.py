@@ -1,0 +1,185 @@
+"""pydantic's errors in our words: rule, what was given, where, what to do. One line a fault.
+
+replicas must be >= 1: got 0 at meshes/x.yaml:14 (roles.generator.replicas); set it to 1 or more
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from protocols.errors import SpecError
+from protocols.spec.learn import LearnSpec
+from protocols.spec.mesh import MeshSpec
+from protocols.spec.yaml_source import Key, Place, show
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One broken rule. `place` orders faults; `text` is the whole line."""
+
+    place: Place
+    text: str
+
+
+def fault(rule: str, got: Any, place: Place, key: Key, remedy: str) -> Fault:
+    """`rule` without its subject: "must be >= 1". `got` is shown as YAML would write it."""
+    text = f"{_leaf(key)} {rule}: got {show(got)} at {place} ({dotted(key)}); {remedy}"
+    return Fault(place, text)
+
+
+def combined(faults: Sequence[Fault]) -> SpecError:
+    """All faults as one error, a line each, files before the command line and by line number."""
+    ordered = sorted(
+        dict.fromkeys(faults), key=lambda f: (f.place.line == 0, f.place.source, f.place.line)
+    )
+    if len(ordered) == 1:
+        return SpecError(ordered[0].text)
+    lines = "".join(f"\n  {f.text}" for f in ordered)
+    return SpecError(f"{len(ordered)} faults in the spec:{lines}")
+
+
+def faults_of(
+    error: ValidationError, model: type[BaseModel], places: Mapping[Key, Place]
+) -> list[Fault]:
+    """Every fault of a failed validation of `model`; `places` must hold `()`."""
+    return [_fault_of(e, model, places) for e in error.errors(include_url=False)]
+
+
+def place_of(key: Key, places: Mapping[Key, Place]) -> Place:
+    """Where a key was written; for one that was not, its nearest parent."""
+    while key not in places:
+        key = key[:-1]
+    return places[key]
+
+
+def dotted(key: Key) -> str:
+    """`("evaluate", "arms", 2)` -> `"evaluate.arms[2]"`."""
+    return "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in key).lstrip(".")
+
+
+def unknown_key(key: Key, model: type[BaseModel], place: Place) -> Fault:
+    """The fault of a key that the section `model` does not have."""
+    known, leaf = list(model.model_fields), str(key[-1])
+    elsewhere = [k for k in _all_keys() if k.rsplit(".", 1)[-1] == leaf]
+    near = difflib.get_close_matches(leaf, known, 1) or elsewhere
+    hint = f"did you mean {near[0]}? " if near else ""
+    return Fault(
+        place,
+        f"unknown key {leaf} at {place} ({dotted(key)}); {hint}known here: {', '.join(known)}",
+    )
+
+
+def unknown_override(key: Key, place: Place) -> Fault:
+    """The fault of a `--set` whose first word is neither a mesh's nor a config's."""
+    known = dict.fromkeys([*MeshSpec.model_fields, *LearnSpec.model_fields])
+    every = _all_keys()
+    near = (
+        [k for k in every if k.endswith(f".{dotted(key)}")]
+        or difflib.get_close_matches(dotted(key), every, 1)
+        or difflib.get_close_matches(str(key[0]), known, 1)
+    )
+    hint = f"did you mean {near[0]}? " if near else ""
+    return Fault(place, f"unknown key {key[0]} at {place}; {hint}known: {', '.join(known)}")
+
+
+def _fault_of(error: ErrorDetails, model: type[BaseModel], places: Mapping[Key, Place]) -> Fault:
+    key: Key = error["loc"]
+    context: dict[str, Any] = error.get("ctx", {})
+    kind, got = error["type"], error["input"]
+    if kind == "rule":
+        key = tuple(context["key"].split(".")) if "key" in context else key
+        got = context.get("got", got)
+        return fault(context["rule"], got, place_of(key, places), key, context["remedy"])
+    place = place_of(key, places)
+    if kind == "extra_forbidden":
+        section = _section_at(model, key[:-1])
+        assert section is not None, key
+        return unknown_key(key, section, place)
+    if kind == "missing":
+        leaf, parent = str(key[-1]), _section_at(model, key[:-1])
+        assert parent is not None, key
+        what = parent.model_fields[leaf].description
+        return Fault(
+            place, f"{leaf} must be given: missing at {place} ({dotted(key)}); add {leaf}: ({what})"
+        )
+    rule, remedy = _rule_of(kind, context, _section_at(model, key), got, error["msg"])
+    return fault(rule, got, place, key, remedy)
+
+
+_RULES = {  # pydantic's error kinds -> (rule, remedy); {} is the bound that its context holds
+    "greater_than_equal": ("must be >= {}", "set it to {} or more"),
+    "greater_than": ("must be > {}", "set it above {}"),
+    "less_than_equal": ("must be <= {}", "set it to {} or less"),
+    "less_than": ("must be < {}", "set it below {}"),
+    "int_type": ("must be a whole number", "write digits alone, without quotes"),
+    "int_from_float": ("must be a whole number", "write digits alone, without quotes"),
+    "float_type": ("must be a number", "write it without quotes"),
+    "finite_number": ("must be a finite number", "write a number"),
+    "bool_type": ("must be true or false", "write true or false"),
+    "string_type": ("must be text", "put it in quotes"),
+    "string_too_short": ("must not be empty", "write a value"),
+    "tuple_type": ("must be a list", "write it as [a, b]"),
+    "too_short": ("must hold at least one item", "list one"),
+}
+
+
+def _rule_of(
+    kind: str, context: Mapping[str, Any], section: type[BaseModel] | None, got: Any, message: str
+) -> tuple[str, str]:
+    """Return (rule, remedy) of one of pydantic's errors."""
+    if kind in _RULES:
+        bound = next((f"{context[k]:g}" for k in ("ge", "gt", "le", "lt") if k in context), "")
+        rule, remedy = _RULES[kind]
+        return rule.format(bound), remedy.format(bound)
+    if kind == "multiple_of":
+        step = context["multiple_of"]
+        return f"must be a multiple of {step}", f"round it to {step}, {2 * step}, ..."
+    if kind == "model_type" and section is not None:
+        return "must be a mapping of keys", f"it may hold {', '.join(section.model_fields)}"
+    if kind == "literal_error":
+        words = re.findall(r"'([^']*)'", context["expected"])
+        near = difflib.get_close_matches(str(got), words, 1)
+        remedy = f"did you mean {near[0]}?" if near else "pick one of them"
+        return f"must be one of {', '.join(words)}", remedy
+    return f"is refused ({message})", "see its description in protocols/"
+
+
+def _leaf(key: Key) -> str:
+    """The last name with its index, if any: `"arms[2]"`."""
+    return dotted(key).rsplit(".", 1)[-1]
+
+
+def _section_at(model: type[BaseModel], key: Key) -> type[BaseModel] | None:
+    """The section that a key leads to, or None when it leads to a value."""
+    section: type[BaseModel] | None = model
+    for name in key:
+        field = section.model_fields.get(str(name)) if section else None
+        section = _section_in(field.annotation) if field else None
+    return section
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *typing.get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        section = _section_in(field.annotation)
+        if section is not None:
+            yield from _dotted_keys(section, f"{prefix}{name}.")
+
+
+def _all_keys() -> list[str]:
+    return [*_dotted_keys(MeshSpec), *_dotted_keys(LearnSpec)]

@@ -1,0 +1,99 @@
+"""The machines that a mesh's roles are spread over: the `hosts` section of `meshes/*.yaml`.
+
+hosts: local                                                     this host alone
+hosts: {kind: addresses, addresses: [tcp://10.0.0.2:26600]}      where `forge worker` listens
+hosts: kubernetes                                                pods of the mesh's MonarchMeshes
+hosts: {kind: slurm, slurm: {nodes: 4, partition: gpu}}          nodes of a Slurm job
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from protocols.spec.base import AsTuple, Spec, broken
+
+# tcp://host:port; an IPv6 host has brackets. A worker says hello on the next port, so there is one.
+ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})")
+
+
+class KubernetesSpec(Spec):
+    """Pods of MonarchMeshes, one mesh for each role."""
+
+    namespace: str | None = Field(
+        default=None, description="where the pods are; null: forge- and the mesh's name"
+    )
+    context: str | None = Field(
+        default=None, description="of the kubeconfig, outside a pod; null: its current one"
+    )
+    provision: bool = Field(
+        default=False, description="make the MonarchMeshes, and delete them at the end"
+    )
+    image: str = Field(
+        default="cartridge-forge:0.1.0-cpu", min_length=1, description="of provisioned pods"
+    )
+
+
+class SlurmSpec(Spec):
+    """One Slurm job, submitted for the run and cancelled at its end."""
+
+    nodes: int = Field(default=1, ge=1, description="one worker each; all roles share them")
+    partition: str | None = Field(default=None, description="null: the cluster's default")
+    account: str | None = Field(default=None, description="null: the cluster's default")
+    time_limit: str | None = Field(default=None, description="HH:MM:SS; null: the default")
+    gpus_per_node: int | None = Field(default=None, ge=1, description="null: none are asked for")
+    args: Annotated[tuple[str, ...], AsTuple] = Field(
+        default=(), description="further options of sbatch, such as --qos=high"
+    )
+    start_timeout_s: float = Field(
+        default=600.0, gt=0, description="most seconds in the queue, before the run fails"
+    )
+
+
+class HostsSpec(Spec):
+    """The machines that the roles are spread over."""
+
+    kind: Literal["local", "addresses", "kubernetes", "slurm"] = Field(
+        default="local",
+        description="local: this host; addresses: hosts that already listen; kubernetes: pods; "
+        "slurm: nodes of a job",
+    )
+    addresses: Annotated[tuple[str, ...], AsTuple] = Field(
+        default=(), description="tcp://host:port of every host, with kind addresses"
+    )
+    reached_at: str | None = Field(
+        default=None,
+        description="name or address of this host for the others; null: of the route to them",
+    )
+    kubernetes: KubernetesSpec | None = Field(default=None, description="with kind kubernetes")
+    slurm: SlurmSpec | None = Field(default=None, description="with kind slurm")
+
+    @field_validator("addresses")
+    @classmethod
+    def _of_kind_addresses(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        kind = info.data.get("kind")
+        if kind == "addresses" and not value:
+            raise broken("must be given with hosts.kind addresses", "list tcp://host:port")
+        if kind not in ("addresses", None) and value:
+            raise broken("belongs to hosts.kind addresses alone", "remove it or change hosts.kind")
+        for address in value:
+            found = ADDRESS.fullmatch(address)
+            if not found or not 1 <= int(found[2]) < 65535:
+                raise broken(
+                    "must hold tcp://host:port addresses", f"write {address!r} as tcp://host:26600"
+                )
+        if len(set(value)) < len(value):
+            raise broken("must list each host once", "remove the second")
+        return value
+
+    @field_validator("kubernetes", "slurm")
+    @classmethod
+    def _of_its_kind(cls, value: Spec | None, info: ValidationInfo) -> Spec | None:
+        kind = info.data.get("kind")
+        if value is not None and kind not in (info.field_name, None):
+            raise broken(
+                f"belongs to hosts.kind {info.field_name} alone", "remove it or change hosts.kind"
+            )
+        return value

@@ -1,0 +1,175 @@
+"""Where a run runs, and the whole of a run: the typed `meshes/*.yaml` and the resolved spec.
+
+meshes/x.yaml    MeshSpec   roles, replicas, processes, hosts, tensor plane; names its config
+configs/x.yaml   LearnSpec  model, data, cartridge, rollout, teacher, loss, train, evaluate
+both, resolved   RunSpec    what is run, checkpointed and written into the run directory
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from protocols.spec.hosts import HostsSpec
+from protocols.spec.learn import LearnSpec
+from protocols.spec.services import (
+    AutoscaleSpec,
+    ControlSpec,
+    HealthSpec,
+    RouterName,
+    TelemetrySpec,
+    WatchdogSpec,
+)
+from protocols.spec.base import Spec, broken
+
+
+class RoleSpec(Spec):
+    """How many of a role there are, and what each may use."""
+
+    replicas: int = Field(default=1, ge=1, description="copies that share the work")
+    procs: int = Field(default=1, ge=1, description="processes of one replica: ranks")
+    threads: int = Field(default=1, ge=1, description="torch threads of one process")
+    gpus: int = Field(default=0, ge=0, description="GPUs of one process")
+    router: RouterName = Field(
+        default="least_loaded", description="which replica gets a request that may go to any"
+    )
+    attempts: int = Field(
+        default=5, ge=1, description="times that one request is tried, on other replicas"
+    )
+    max_ongoing: int = Field(
+        default=8, ge=1, description="requests that one replica has at a time; others wait"
+    )
+    restarts: int = Field(
+        default=10, ge=0, description="replicas of the role that may die before the run fails"
+    )
+    autoscale: AutoscaleSpec | None = Field(
+        default=None, description="let the pool's size follow its load; null for a fixed size"
+    )
+
+    @field_validator("autoscale")
+    @classmethod
+    def _starts_within(
+        cls, value: AutoscaleSpec | None, info: ValidationInfo
+    ) -> AutoscaleSpec | None:
+        replicas = info.data.get("replicas")
+        if value is not None and replicas is not None and not value.min <= replicas <= value.max:
+            raise broken(
+                f"must hold replicas ({replicas}) between its min and max",
+                "change one of the three",
+            )
+        return value
+
+
+class RolesSpec(Spec):
+    """The roles of cartridge training. A run has those that its channels need (`RunSpec.roles`)."""
+
+    generator: RoleSpec = Field(default=RoleSpec(), description="samples with the cartridge")
+    doc_teacher: RoleSpec = Field(default=RoleSpec(), description="scores with the document")
+    sdpo_teacher: RoleSpec = Field(
+        default=RoleSpec(), description="scores turns with a hint, and references of preferences"
+    )
+    environment: RoleSpec = Field(default=RoleSpec(), description="answers the student's calls")
+    teacher_replay: RoleSpec = Field(default=RoleSpec(), description="asks external teachers")
+    rsa_aggregator: RoleSpec = Field(
+        default=RoleSpec(), description="judges populations and asks for the next"
+    )
+    trainer: RoleSpec = Field(default=RoleSpec(), description="optimises the cartridges")
+
+
+HINTED_TEACHER = "sdpo_teacher"
+TEACHERS = ("doc_teacher", HINTED_TEACHER)  # the roles that score what the student wrote
+CARTRIDGE_READERS = ("generator", HINTED_TEACHER)  # those that read with the cartridges
+MODEL_ROLES = ("generator", *TEACHERS, "trainer")  # those that load the model
+
+
+class MeshSpec(Spec):
+    """A mesh, `meshes/*.yaml`."""
+
+    name: str = Field(description="names the run directory: lower-case letters, digits and _")
+    config: str = Field(min_length=1, description="the learning config, relative to the mesh file")
+    hosts: HostsSpec = Field(
+        default=HostsSpec(), description="where the roles run; a bare word is a kind"
+    )
+    plane: Literal["torchstore", "shared_memory"] = Field(
+        default="torchstore", description="what carries tensors between processes"
+    )
+    roles: RolesSpec = Field(
+        default=RolesSpec(), description="replicas and processes of every role"
+    )
+    spares: int = Field(
+        default=1,
+        ge=0,
+        description="warm processes, of each number of threads, to take a dead one's place",
+    )
+    health: HealthSpec = Field(default=HealthSpec(), description="heartbeats of every process")
+    watchdog: WatchdogSpec = Field(default=WatchdogSpec(), description="runs that stand still")
+    control: ControlSpec = Field(default=ControlSpec(), description="steering a run from outside")
+    telemetry: TelemetrySpec = Field(
+        default=TelemetrySpec(), description="metrics, trace and sinks"
+    )
+    call_timeout_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="most seconds of one call to an actor, its retries included",
+    )
+    spawn_timeout_s: float = Field(
+        default=120.0, gt=0, description="most seconds to start the processes"
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_name(cls, value: str) -> str:
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", value):
+            raise broken(
+                "must be lower-case letters, digits and _, a letter first", "rename the mesh"
+            )
+        return value
+
+    @field_validator("plane")
+    @classmethod
+    def _reaches_every_host(cls, value: str, info: ValidationInfo) -> str:
+        hosts = info.data.get("hosts")
+        if value == "shared_memory" and hosts is not None and hosts.kind != "local":
+            raise broken(
+                f"must reach every host of hosts.kind {hosts.kind}; shared memory is one host's",
+                "set plane: torchstore",
+            )
+        return value
+
+
+class RunSpec(Spec):
+    """One run, resolved: local paths are absolute, every default is filled in, no secrets."""
+
+    mesh: MeshSpec = Field(description="where it runs")
+    learn: LearnSpec = Field(description="what it learns")
+
+    @property
+    def roles(self) -> tuple[tuple[str, RoleSpec], ...]:
+        """(name, role) of the roles that this run needs, in the order that a step meets them."""
+        learn, objective = self.learn, self.learn.objective
+        needed = {
+            "generator": True,
+            "doc_teacher": objective.w_doc > 0,
+            "sdpo_teacher": objective.alpha > 0 or objective.beta > 0,
+            "environment": learn.episodes is not None,
+            "teacher_replay": learn.replay is not None,
+            "rsa_aggregator": learn.rsa is not None,
+            "trainer": True,
+        }
+        return tuple((name, getattr(self.mesh.roles, name)) for name, is_ in needed.items() if is_)
+
+    @property
+    def default_run_root(self) -> Path:
+        """Where runs of this mesh lie: `runs/<mesh name>`, under the current directory."""
+        return Path("runs") / self.mesh.name
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON or YAML; `RunSpec.model_validate` reads them back, equal."""
+        return self.model_dump(mode="json")
+
+
+MESH_KEYS = frozenset(MeshSpec.model_fields)
+LEARN_KEYS = frozenset(LearnSpec.model_fields)

@@ -1,0 +1,191 @@
+"""The combined objective: which channels weigh what, and the form of each.
+
+    total = w_doc * doc_kl  +  w_rl * grpo  +  alpha * sdpo  +  beta * replay_dpo
+
+Every weight but w_doc is 0 unless it is given: a channel of weight 0 is left out of the step. What
+the keys do is told by the channel's module in `learning.losses`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from protocols.spec.environment import EnvironmentSpec
+from protocols.spec.base import Spec, broken
+
+
+class LossSpec(Spec):
+    """doc_kl: student against teacher on the sampled tokens, nats per token."""
+
+    direction: Literal["forward", "reverse", "jsd", "cross_entropy"] = Field(
+        default="forward",
+        description="forward KL(T||S), reverse KL(S||T), jsd between, or -p_T log q_S",
+    )
+    beta: float | None = Field(default=None, gt=0, lt=1, description="the jsd's weight, in (0, 1)")
+    form: Literal["tail", "renormalised", "pairs"] = Field(
+        default="tail",
+        description="what a top-k does with the rest: a tail bucket, renormalise, or nothing and "
+        "a mean over (token, k) pairs as HazyResearch/cartridges does; no matter with top_k full",
+    )
+    temperature: float = Field(default=1.0, gt=0, description="divides both sides' logits")
+
+    @field_validator("beta")
+    @classmethod
+    def _beta_is_of_jsd(cls, value: float | None, info: ValidationInfo) -> float | None:
+        direction = info.data.get("direction")
+        if value is None and direction == "jsd":
+            raise broken("must be given with loss.direction jsd", "set it to 0.5")
+        if value is not None and direction is not None and direction != "jsd":
+            raise broken(
+                "belongs to loss.direction jsd alone", "remove it or set loss.direction: jsd"
+            )
+        return value
+
+
+class MismatchSpec(Spec):
+    """What to do where sampler and trainer disagree on a token's probability."""
+
+    level: Literal["token", "sequence"] = Field(
+        default="token", description="weigh each token, or the episode by their product"
+    )
+    mode: Literal["truncate", "mask", "band"] = Field(
+        default="truncate",
+        description="at most high; nothing above high; nothing outside [low, high]",
+    )
+    high: float = Field(default=2.0, ge=1, description="largest weight")
+    low: float = Field(default=0.5, gt=0, le=1, description="smallest weight, of band")
+
+
+class GrpoSpec(Spec):
+    """The policy gradient over verifiable rewards."""
+
+    baseline: Literal["grpo", "dr_grpo", "rloo"] = Field(
+        default="grpo", description="what a reward is compared with, within its group"
+    )
+    ratio: Literal["token", "sequence"] = Field(
+        default="token", description="importance ratio of each token, or one of the episode"
+    )
+    clip_low: float = Field(default=0.2, ge=0, le=1, description="the ratio's least is 1 - this")
+    clip_high: float = Field(default=0.28, ge=0, description="the ratio's most is 1 + this")
+    dual_clip: float | None = Field(
+        default=None, gt=1, description="bounds the loss of negative advantages; null: unbounded"
+    )
+    reduction: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = Field(
+        default="dapo", description="the denominator: episodes, tokens, or episodes x max_length"
+    )
+    max_length: int | None = Field(
+        default=None, ge=1, validate_default=True, description="dr_grpo's length, tokens"
+    )
+    mismatch: MismatchSpec | None = Field(
+        default=MismatchSpec(), description="sampler against trainer; null: no correction"
+    )
+
+    @field_validator("max_length")
+    @classmethod
+    def _is_of_dr_grpo(cls, value: int | None, info: ValidationInfo) -> int | None:
+        reduction = info.data.get("reduction")
+        if reduction == "dr_grpo" and value is None:
+            raise broken("must be given with reduction dr_grpo, which divides by it", "set it")
+        if reduction not in ("dr_grpo", None) and value is not None:
+            raise broken("belongs to reduction dr_grpo alone", "remove it")
+        return value
+
+
+class SdpoSpec(Spec):
+    """Self-distillation from the model that has read a hint."""
+
+    variant: Literal["jsd", "sampled"] = Field(
+        default="jsd", description="divergence over the vocabulary, or the sampled token alone"
+    )
+    beta: float = Field(default=0.5, ge=0, le=1, description="jsd: 0 forward KL, 1 reverse KL")
+    temperature: float = Field(default=1.0, gt=0, description="divides both sides' logits")
+    token_clip: float | None = Field(
+        default=0.05, gt=0, description="most nats of one vocabulary entry; null: unbounded"
+    )
+
+    @field_validator("temperature")
+    @classmethod
+    def _plain_when_sampled(cls, value: float, info: ValidationInfo) -> float:
+        if info.data.get("variant") == "sampled" and value != 1.0:
+            raise broken("must be 1 with variant sampled, which has no distribution", "set it to 1")
+        return value
+
+
+class DpoSpec(Spec):
+    """Preferences of external teachers."""
+
+    variant: Literal["dpo", "dpo_length_normalised"] = Field(
+        default="dpo", description="log-probabilities summed over a completion, or its mean"
+    )
+    beta: float = Field(default=0.1, gt=0, description="sharpness of a preference")
+    max_reference_age: int | None = Field(
+        default=None, ge=0, description="versions after which a reference is stale; null: never"
+    )
+    states: int = Field(
+        default=16,
+        ge=1,
+        description="most states of a step that teachers are asked about, least confident first",
+    )
+    pairs: int = Field(default=32, ge=1, description="most pairs of one step")
+    lag: int = Field(
+        default=1, ge=1, description="steps after its rollout in which a pair joins, if it is there"
+    )
+    uses: int = Field(default=4, ge=1, description="steps that one pair is trained on")
+    max_age: int = Field(
+        default=8, ge=1, description="steps after its rollout at which a pair is given up"
+    )
+
+    @field_validator("max_age")
+    @classmethod
+    def _outlives_the_lag(cls, value: int, info: ValidationInfo) -> int:
+        lag = info.data.get("lag")
+        if lag is not None and value < lag:
+            raise broken(f"must be >= lag ({lag})", "no pair would ever join: raise it")
+        return value
+
+
+class ObjectiveSpec(Spec):
+    """Weights and forms of the channels; doc_kl's form is the section `loss` beside this one."""
+
+    w_doc: float = Field(default=1.0, ge=0, description="weight of document distillation")
+    w_rl: float = Field(default=0.0, ge=0, description="weight of verifiable rewards")
+    alpha: float = Field(default=0.0, ge=0, description="weight of hint distillation")
+    alpha_warmup_steps: int = Field(
+        default=0, ge=0, description="steps over which alpha rises from 0"
+    )
+    beta: float = Field(default=0.0, ge=0, description="weight of the teachers' preferences")
+    grpo: GrpoSpec = Field(default=GrpoSpec(), description="verifiable rewards")
+    sdpo: SdpoSpec = Field(default=SdpoSpec(), description="hint distillation")
+    dpo: DpoSpec = Field(default=DpoSpec(), description="the teachers' preferences")
+    micro_tokens: int | None = Field(
+        default=None, ge=2, description="tokens of one forward; null: the whole batch in one"
+    )
+    compare_every: int = Field(
+        default=0,
+        ge=0,
+        description="steps between comparisons of the channels' gradients (norms, cosines), which "
+        "cost a backward for each channel; 0 never",
+    )
+
+    @property
+    def of_episodes(self) -> bool:
+        """Whether any channel learns from episodes, with an environment or of rsa."""
+        return self.w_rl > 0 or self.alpha > 0 or self.beta > 0
+
+
+class EpisodesSpec(Spec):
+    """Episodes of several turns with an environment's tools, sampled in groups."""
+
+    environment: EnvironmentSpec = Field(
+        default=EnvironmentSpec(), description="what answers the student's calls"
+    )
+    tasks: int = Field(ge=1, description="tasks a step, over all documents")
+    group: int = Field(
+        default=8, ge=2, description="episodes of one task, whose rewards are compared"
+    )
+    max_turns: int = Field(default=5, ge=1, description="most turns of the student")
+    max_context: int = Field(
+        ge=2, description="most tokens of an episode after the cartridge; fits train.row_tokens"
+    )

@@ -1,0 +1,97 @@
+"""Training by recursive self-aggregation: a whole run is one rollout.
+
+    a step    `examples` problems x `rollouts_per_example` runs x T populations of M * N candidates
+    reward    final_reward_metric of the last population
+              + greedy_reward_weight * mean score of all T * M * N candidates
+
+Every candidate is a training sample of its own. With `advantage: rollout` all of a run have the
+run's reward, compared with the other runs of its problem; with `population` each has its own score,
+compared with its population's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from protocols.spec.base import Spec, broken
+
+ProblemKind = Literal["clinic", "sentences", "reasoning_gym", "verifiers"]
+OF_DOCUMENTS = ("clinic", "sentences")
+
+
+class ProblemsSpec(Spec):
+    """Where problems come from, and who judges their answers."""
+
+    kind: ProblemKind = Field(
+        default="clinic",
+        description="clinic: the patients' option questions that are not held out; sentences: such "
+        "questions made of the documents' own sentences; reasoning_gym: a procedural task; "
+        "verifiers: a taskset",
+    )
+    name: str | None = Field(
+        default=None,
+        min_length=1,
+        validate_default=True,
+        description="the task of reasoning_gym, or the taskset of verifiers",
+    )
+    arguments: dict[str, Any] = Field(
+        default={}, description="of the task's, or the taskset's, own config"
+    )
+    seed: int = Field(default=0, ge=0, description="seed of reasoning_gym's problems")
+    folder: str | None = Field(
+        default=None, min_length=1, description="where a taskset is imported from, absolute"
+    )
+    most: int = Field(
+        default=1000,
+        ge=2,
+        description="problems of reasoning_gym or verifiers; the first evaluate.questions are held "
+        "out",
+    )
+    timeout_s: float = Field(
+        default=20.0, gt=0, description="seconds that one candidate's judgement may take"
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _names_what_is_not_the_clinic(cls, value: str | None, info: ValidationInfo) -> str | None:
+        kind = info.data.get("kind")
+        if kind in OF_DOCUMENTS and value is not None:
+            raise broken("belongs to the kinds reasoning_gym and verifiers", "remove it")
+        if kind not in (*OF_DOCUMENTS, None) and value is None:
+            raise broken(f"must be given with kind {kind}", "name its task or taskset")
+        return value
+
+
+class RsaSpec(Spec):
+    """Recursive self-aggregation, as rollouts to train on."""
+
+    M: int = Field(default=1, ge=1, description="islands, a power of two")
+    N: int = Field(default=4, ge=1, description="candidates of an island")
+    K: int = Field(default=2, ge=1, description="candidates that are aggregated into one")
+    T: int = Field(default=3, ge=1, description="populations, the first included")
+    task: Literal["general", "math", "supergpqa", "rg", "clinic"] = Field(
+        default="clinic", description="how answers are asked for, and where they are looked for"
+    )
+    final_reward_metric: Literal["mean_accuracy", "majority_vote", "pass_at_n"] = Field(
+        default="mean_accuracy", description="of the last population: what a run is worth"
+    )
+    greedy_reward_weight: float = Field(
+        default=0.0, ge=0, description="weight of the mean score of all candidates"
+    )
+    examples: int = Field(default=2, ge=1, description="problems of a step")
+    rollouts_per_example: int = Field(
+        default=4, ge=2, description="runs of one problem, whose rewards are compared"
+    )
+    advantage: Literal["rollout", "population"] = Field(
+        default="rollout",
+        description="rollout: a candidate has its run's reward, against the problem's other runs; "
+        "population: its own score, against its population's",
+    )
+    problems: ProblemsSpec = Field(default=ProblemsSpec(), description="what runs are about")
+
+    @property
+    def candidates(self) -> int:
+        """Of all populations of one run."""
+        return self.T * self.M * self.N

@@ -1,0 +1,374 @@
+"""The sections of a learning config. `protocols.spec.learn` has the root that they make up."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from protocols.spec.documents import DocumentsSpec, SelfStudySpec
+from protocols.spec.objective import EpisodesSpec, LossSpec, ObjectiveSpec
+from protocols.spec.teacher_replay import ReplaySpec
+from protocols.spec.rsa import RsaSpec
+from protocols.spec.base import AsTuple, Spec, broken, unique
+
+Arm = Literal["none", "document", "untrained", "offline", "on_policy"]
+Init = Literal[
+    "first_tokens", "random_text", "random_vectors", "sampled_chunks", "attention_matching"
+]
+ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
+
+
+class ShapeSpec(Spec):
+    """A Llama-like model's shape, for a plan where its config.json is not at hand."""
+
+    layers: int = Field(ge=1, description="transformer layers")
+    hidden: int = Field(ge=1, description="width of the residual stream")
+    heads: int = Field(ge=1, description="query heads")
+    kv_heads: int = Field(ge=1, description="key/value heads")
+    head_dim: int = Field(ge=1, description="size of a head")
+    intermediate: int = Field(ge=1, description="width of the gated MLP")
+    vocab: int = Field(ge=1, description="vocabulary, tokens")
+
+    @field_validator("kv_heads")
+    @classmethod
+    def _heads_share_evenly(cls, value: int, info: ValidationInfo) -> int:
+        heads = info.data.get("heads")
+        if heads is not None and heads % value:
+            raise broken(f"must divide heads ({heads})", "copy both from the model's config.json")
+        return value
+
+
+class ModelSpec(Spec):
+    """The frozen base model."""
+
+    path: str = Field(
+        min_length=1,
+        description="directory of the model, relative to the config file; or a hub id",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="type of weights and KV in memory"
+    )
+    shape: ShapeSpec | None = Field(
+        default=None, description="the model's shape, for a plan without its config.json"
+    )
+
+
+def _join_paths(value: Any) -> Any:
+    listed = isinstance(value, list) and all(isinstance(v, str) and v for v in value)
+    return os.pathsep.join(value) if listed else value
+
+
+JoinedPaths = BeforeValidator(_join_paths)
+
+
+class DataSpec(Spec):
+    """Patients, their documents and their questions."""
+
+    source: Literal["clinic", "longhealth", "desk", "primer", "documents"] = Field(
+        default="clinic",
+        description="clinic: generated here; longhealth: LongHealth's JSON from data.path; desk: "
+        "handbooks of generated clinic desks, for episodes with tools; primer: a page on solving "
+        "problems, for those of rsa that are about no document; documents: the files of data.path",
+    )
+    path: Annotated[str | None, JoinedPaths] = Field(
+        default=None,
+        min_length=1,
+        description="LongHealth JSON, a path or an http(s) URL, read in place of the clinic; or "
+        "documents: a folder, a file, a pattern, or a list of them",
+    )
+    questions: str | None = Field(
+        default=None,
+        min_length=1,
+        description="questions about documents, as SQuAD or LongHealth has them; null: self-study "
+        "questions that are held out",
+    )
+    seed: int = Field(default=0, ge=0, description="seed of the generated clinic")
+    patients: int = Field(
+        ge=1,
+        description="patients or desks to generate, the first patients of the file, or the most "
+        "documents",
+    )
+    facts: int | None = Field(
+        default=None,
+        ge=1,
+        validate_default=True,
+        description="facts of a generated patient, or fields in a desk's handbook",
+    )
+    notes: int | None = Field(
+        default=None, ge=1, validate_default=True, description="notes of a generated patient"
+    )
+    questions_per_fact: int = Field(
+        1, ge=1, description="questions about each fact of a generated patient, options differ"
+    )
+    held_out: float = Field(
+        gt=0, le=1, description="share of the questions kept for evaluation, in (0, 1]"
+    )
+    instruction: str = Field(default="", description="text appended to every option question")
+    document_tokens: int | None = Field(
+        default=None, ge=1, description="tokens of a document: the dry run's estimate only"
+    )
+    prompt_tokens: int | None = Field(
+        default=None, ge=1, description="tokens of a prompt: the dry run's estimate only"
+    )
+
+    @field_validator("facts", "notes")
+    @classmethod
+    def _clinic_only(cls, value: int | None, info: ValidationInfo) -> int | None:
+        source, path = info.data.get("source"), info.data.get("path")
+        needed = source == "desk" and info.field_name == "facts"
+        if (needed or source == "clinic") and path is None and value is None:
+            raise broken(
+                f"must be given with data.source {source}", "set it to a count of 1 or more"
+            )
+        without = source in ("longhealth", "primer", "documents") or (
+            source == "desk" and not needed
+        )
+        if without and value is not None:
+            raise broken(f"must be left out with data.source {source}", "remove it")
+        facts = info.data.get("facts")
+        if info.field_name == "notes" and value is not None and facts is not None and value > facts:
+            raise broken(f"must be <= facts ({facts})", "a note needs a fact: lower it")
+        return value
+
+
+class CartridgeSpec(Spec):
+    """The trainable KV prefix of one document."""
+
+    tokens: int = Field(ge=2, description="KV positions P of a cartridge, tokens")
+    frozen: int = Field(
+        default=1, ge=1, description="leading attention-sink tokens that are not trained, tokens"
+    )
+    init: Init = Field(
+        default="first_tokens",
+        description="where training starts: the KV of the document's first P tokens, of random "
+        "tokens, or of sampled chunks of the document; random vectors of the size of its KV; or "
+        "all of its KV, compacted to P by attention matching",
+    )
+
+    @field_validator("frozen")
+    @classmethod
+    def _some_trainable(cls, value: int, info: ValidationInfo) -> int:
+        tokens = info.data.get("tokens")
+        if tokens is not None and value >= tokens:
+            raise broken(f"must be < cartridge.tokens ({tokens})", "leave tokens to train")
+        return value
+
+
+class RolloutSpec(Spec):
+    """The student's own sampling, on self-study prompts."""
+
+    prompts: int = Field(ge=1, description="prompts a step, over all documents")
+    max_tokens: int = Field(ge=1, description="most response tokens of a prompt")
+    chunk: int | None = Field(
+        default=None,
+        ge=1,
+        description="prompts that a generator answers in one call, which the teacher then scores "
+        "while others are answered; null: its share of the step",
+    )
+    temperature: float = Field(default=1.0, gt=0, description="1 samples the policy itself")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus mass; 1 truncates nothing")
+    top_k: int = Field(default=0, ge=0, description="tokens kept; 0 truncates nothing")
+    kinds: Annotated[
+        tuple[Literal["recite", "structure", "summarise", "question", "choice"], ...], AsTuple
+    ] = Field(
+        default=("recite", "structure", "summarise", "question", "choice"),
+        min_length=1,
+        description="self-study prompts to draw from",
+    )
+
+    _kinds_once = field_validator("kinds")(unique)
+
+
+class GeneratorSpec(Spec):
+    """What runs the generators. All but `backend` belongs to vLLM's engine."""
+
+    backend: Literal["torch", "vllm"] = Field(
+        default="torch", description="torch, embedded; or vllm, which `make install-vllm` brings"
+    )
+    in_flight: Literal["finish", "drain"] = Field(
+        default="finish",
+        description="requests in flight at a publish: they finish on their version beside the new "
+        "one, or the new one waits until they have drained",
+    )
+    block_tokens: int = Field(
+        default=32,
+        ge=32,
+        multiple_of=32,
+        description="tokens of a block of paged KV; whole blocks of a cartridge are shared",
+    )
+    chunk_tokens: int = Field(
+        default=2048, ge=32, description="most tokens of an engine step: of a prefill chunk"
+    )
+    kv_gib: float = Field(default=1.0, gt=0, description="paged KV of one engine, GiB")
+    tensor_parallel: int = Field(
+        default=1, ge=1, description="processes (on a GPU machine, GPUs) that share one engine"
+    )
+
+
+class TeacherSpec(Spec):
+    """The same model with the whole document in context."""
+
+    top_k: int | Literal["full"] = Field(
+        default=20, description="teacher log-probabilities kept per token, or full for all"
+    )
+    max_kv_bytes: int = Field(
+        default=2 * 1024**3,
+        ge=1,
+        description="document KV kept by one teacher replica where the model computes, bytes",
+    )
+    host_kv_bytes: int = Field(
+        default=8 * 1024**3,
+        ge=0,
+        description="document KV that had to leave a GPU and is kept in host memory, bytes; not "
+        "used on a CPU",
+    )
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _count_or_full(cls, value: Any) -> Any:
+        count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not count and value != "full":
+            raise broken("must be a whole number >= 1 or full", "20 is the usual choice")
+        return value
+
+
+class WarmStartSpec(Spec):
+    """The hybrid: first on text that the teacher wrote, then on policy."""
+
+    steps: int = Field(ge=1, description="most steps on the teacher's text")
+    plateau: int = Field(
+        default=0,
+        ge=0,
+        description="steps, twice over: go on policy once the mean doc_kl of the last so many is "
+        "no more than `gain` below that of those before; 0: by `steps` alone",
+    )
+    gain: float = Field(
+        default=0.02, ge=0, lt=1, description="share by which doc_kl must fall not to be a plateau"
+    )
+
+
+class TrainSpec(Spec):
+    """The optimiser: Adam on the cartridges alone."""
+
+    steps: int = Field(ge=1, description="optimiser steps of the run")
+    lr: float = Field(default=0.02, gt=0, description="Adam's learning rate after warm-up")
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    clip: float = Field(default=1.0, gt=0, description="most gradient norm")
+    staleness: int = Field(
+        default=0,
+        ge=0,
+        description="versions that a trained token may be behind; 0 is strictly on policy",
+    )
+    seed: int = Field(default=0, ge=0, description="seed of prompts and sampling")
+    row_tokens: int = Field(
+        ge=2, description="length of a packed row; holds the longest prompt + response, tokens"
+    )
+    logit_chunk_mb: int = Field(
+        default=256,
+        ge=1,
+        description="MiB of logits that exist at a time; the projection is made in chunks of "
+        "tokens, and once more in the backward pass, where a forward has more",
+    )
+    recompute_layers: bool = Field(
+        default=False,
+        description="layers keep their inputs alone for the backward pass, which runs them again",
+    )
+    shard_base: bool = Field(
+        default=False,
+        description="each of the trainer's processes (roles.trainer.procs) keeps its share of the "
+        "base's layers and gathers a layer to run it",
+    )
+    checkpoint_every: int = Field(
+        default=50, ge=0, description="steps between checkpoints; 0 only at end"
+    )
+    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
+    compose: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of the on-policy prompts over the document's cartridge composed with "
+        "another's, before or behind it, which is not trained on them",
+    )
+    warm_start: WarmStartSpec | None = Field(
+        default=None, description="steps on the teacher's own text first; null: none"
+    )
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _warms_up_in_time(cls, value: int, info: ValidationInfo) -> int:
+        steps = info.data.get("steps")
+        if steps is not None and value > steps:
+            raise broken(f"must be <= train.steps ({steps})", "lower it or train longer")
+        return value
+
+
+class EvaluateSpec(Spec):
+    """Held-out questions, and the arms that answer them."""
+
+    arms: Annotated[tuple[Arm, ...], AsTuple] = Field(
+        default=ARMS, min_length=1, description="what stands before the questions"
+    )
+    questions: int = Field(default=200, ge=1, description="most held-out questions of an arm")
+    probe_every: int = Field(
+        default=0, ge=0, description="steps between probes in training; 0 never"
+    )
+    probe_questions: int = Field(default=32, ge=1, description="held-out questions of a probe")
+    max_tokens: int = Field(default=64, ge=1, description="most tokens of an answer")
+    sampled: bool = Field(default=False, description="also answer by sampling, not only greedily")
+    temperature: float = Field(default=1.0, gt=0, description="temperature of the sampled answers")
+    contamination: Literal["fail", "warn"] | None = Field(
+        default=None,
+        description="what training prompts that double evaluation questions do; null: fail where "
+        "questions come from a file, warn where they are made here",
+    )
+    alike: float = Field(
+        default=0.8, gt=0, le=1, description="Jaccard likeness of prompts that are near doubles"
+    )
+
+    _arms_once = field_validator("arms")(unique)
+
+    @field_validator("arms")
+    @classmethod
+    def _offline_needs_its_budget(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "offline" in value and "on_policy" not in value:
+            raise broken(
+                "must hold on_policy where it holds offline, which trains on as many tokens",
+                "add on_policy or remove offline",
+            )
+        return value
+
+
+class LearnSections(Spec):
+    """All sections of a learning config, without the rules between them."""
+
+    model: ModelSpec = Field(description="the frozen base model")
+    data: DataSpec = Field(description="patients, documents and questions")
+    cartridge: CartridgeSpec = Field(description="the trainable KV prefix of one document")
+    rollout: RolloutSpec = Field(description="the student's own sampling")
+    generator: GeneratorSpec = Field(
+        default=GeneratorSpec(), description="what runs the generators"
+    )
+    teacher: TeacherSpec = Field(
+        default=TeacherSpec(), description="the model that has the document"
+    )
+    loss: LossSpec = Field(default=LossSpec(), description="student against teacher")
+    objective: ObjectiveSpec = Field(
+        default=ObjectiveSpec(), description="the channels and their weights"
+    )
+    episodes: EpisodesSpec | None = Field(
+        default=None, description="episodes with an environment; null: self-study prompts"
+    )
+    rsa: RsaSpec | None = Field(
+        default=None, description="runs of recursive self-aggregation; null: single answers"
+    )
+    replay: ReplaySpec | None = Field(default=None, description="external teachers that vote")
+    documents: DocumentsSpec = Field(
+        default=DocumentsSpec(), description="how files of data.path are read"
+    )
+    self_study: SelfStudySpec | None = Field(
+        default=None, description="questions about the user's documents; null: other data"
+    )
+    train: TrainSpec = Field(description="the optimiser")
+    evaluate: EvaluateSpec = Field(default=EvaluateSpec(), description="held-out questions")

@@ -1,0 +1,139 @@
+"""How the services behave: health, routing, scaling, the control plane and what is seen of a run.
+
+Sections of `meshes/*.yaml` and of its roles; every one has defaults that suit one machine.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from protocols.spec.base import AsTuple, Spec, broken
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+SinkName = Literal["tensorboard", "wandb", "otlp"]
+RouterName = Literal["round_robin", "least_loaded", "session"]
+
+
+class HealthSpec(Spec):
+    """When a silent replica is doubted, and when it is given up and replaced."""
+
+    heartbeat_s: float = Field(default=0.5, gt=0, description="seconds between two heartbeats")
+    suspect_after_s: float = Field(
+        default=2.0, gt=0, description="silence after which a replica gets no new requests, seconds"
+    )
+    dead_after_s: float = Field(
+        default=5.0, gt=0, description="silence after which a replica is replaced, seconds"
+    )
+
+    @field_validator("suspect_after_s")
+    @classmethod
+    def _outlasts_a_beat(cls, value: float, info: ValidationInfo) -> float:
+        beat = info.data.get("heartbeat_s")
+        if beat is not None and value <= beat:
+            raise broken(f"must be > health.heartbeat_s ({beat:g})", "wait for two beats at least")
+        return value
+
+    @field_validator("dead_after_s")
+    @classmethod
+    def _outlasts_suspicion(cls, value: float, info: ValidationInfo) -> float:
+        suspect = info.data.get("suspect_after_s")
+        if suspect is not None and value <= suspect:
+            raise broken(f"must be > health.suspect_after_s ({suspect:g})", "raise it")
+        return value
+
+
+class AutoscaleSpec(Spec):
+    """A pool's size by its load: ongoing and waiting requests per replica."""
+
+    min: int = Field(ge=1, description="fewest replicas")
+    max: int = Field(ge=1, description="most replicas")
+    target_ongoing: float = Field(
+        default=2.0, gt=0, description="requests per replica that the pool is sized for"
+    )
+    tolerance: float = Field(
+        default=0.2, ge=0, lt=1, description="share around the target in which the size stays"
+    )
+    up_delay_s: float = Field(default=5.0, ge=0, description="seconds of high load before growing")
+    down_delay_s: float = Field(
+        default=60.0, ge=0, description="seconds of low load before shrinking"
+    )
+
+    @field_validator("max")
+    @classmethod
+    def _holds_the_least(cls, value: int, info: ValidationInfo) -> int:
+        least = info.data.get("min")
+        if least is not None and value < least:
+            raise broken(f"must be >= min ({least})", "raise it")
+        return value
+
+
+class ControlSpec(Spec):
+    """The gRPC control plane. Its address is in the run directory's endpoints.json."""
+
+    listen: str = Field(
+        default="127.0.0.1:0", description="host:port of the control plane; port 0 takes a free one"
+    )
+    token_env: str | None = Field(
+        default=None,
+        description="environment variable with the bearer token that every call must carry",
+    )
+    tls_cert: str | None = Field(default=None, description="PEM file of the server's certificate")
+    tls_key: str | None = Field(default=None, description="PEM file of its private key")
+
+    @field_validator("listen")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        return host_and_port(value)
+
+    @field_validator("tls_key")
+    @classmethod
+    def _is_guarded(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if not info.data.keys() >= {"listen", "token_env", "tls_cert"}:
+            return value  # one of them is broken, and has its own message
+        if (value is None) != (info.data["tls_cert"] is None):
+            raise broken("must be given with control.tls_cert", "give both or neither")
+        listen = info.data["listen"]
+        open_to_all = listen.rpartition(":")[0] not in LOOPBACK
+        if open_to_all and (value is None or info.data["token_env"] is None):
+            raise broken(
+                f"must be given, with control.token_env, where control.listen ({listen}) is not "
+                "loopback",
+                "set tls_cert, tls_key and token_env, or listen on 127.0.0.1:0",
+            )
+        return value
+
+
+class TelemetrySpec(Spec):
+    """What is seen of a run beside its JSON lines, which are always there."""
+
+    metrics: str | None = Field(
+        default="127.0.0.1:0", description="host:port of Prometheus' /metrics; null for none"
+    )
+    trace: bool = Field(default=True, description="write trace.json, which opens in Perfetto")
+    sinks: Annotated[tuple[SinkName, ...], AsTuple] = Field(
+        default=(), description="tensorboard, wandb, otlp: optional packages"
+    )
+
+    @field_validator("metrics")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        return None if value is None else host_and_port(value)
+
+
+class WatchdogSpec(Spec):
+    """When a run that makes no progress is called stalled."""
+
+    stall_s: float = Field(
+        default=60.0, gt=0, description="seconds without any progress before stacks are written"
+    )
+
+
+def host_and_port(value: str) -> str:
+    """The address as given. Raises for anything but host:port."""
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})", value)
+    if not found or int(found[2]) > 65535:
+        raise broken("must be host:port", "write it as 127.0.0.1:0")
+    return value

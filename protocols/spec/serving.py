@@ -1,0 +1,121 @@
+"""What `forge serve` serves and how: the typed `meshes/serve.yaml`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from protocols.spec.sections import GeneratorSpec, ModelSpec
+from protocols.spec.services import LOOPBACK, HealthSpec, host_and_port
+from protocols.spec.mesh import RoleSpec
+from protocols.spec.base import Spec, broken
+
+
+class ServeRolesSpec(Spec):
+    """The roles behind the door."""
+
+    generator: RoleSpec = Field(
+        default=RoleSpec(max_ongoing=64), description="samples, with or without a cartridge"
+    )
+
+
+class HttpSpec(Spec):
+    """The door: where it listens, who may come in, how much, how long."""
+
+    listen: str = Field(
+        default="127.0.0.1:8000", description="host:port of the server; port 0 takes a free one"
+    )
+    key_env: str | None = Field(
+        default=None,
+        min_length=1,
+        description="environment variable with the API key that every request must carry",
+    )
+    open_to_all: bool = Field(
+        default=False, description="listen beyond loopback without a key all the same"
+    )
+    max_pending: int = Field(
+        default=256, ge=1, description="responses that wait or run at a time; beyond it, 429"
+    )
+    max_choices: int = Field(default=64, ge=1, description="most responses of one request")
+    deadline_s: float = Field(default=120.0, gt=0, description="most seconds of one request")
+    max_body_bytes: int = Field(default=4 * 1024**2, ge=1024, description="most bytes of a body")
+    max_upload_bytes: int = Field(
+        default=1024**3, ge=1024, description="most bytes of an uploaded cartridge"
+    )
+    keep_alive_s: float = Field(
+        default=5.0, gt=0, description="seconds between the comments that keep a stream open"
+    )
+    drain_s: float = Field(
+        default=10.0, ge=0, description="seconds that requests have to end in, at the end"
+    )
+
+    @field_validator("listen")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        return host_and_port(value)
+
+    @field_validator("open_to_all")
+    @classmethod
+    def _is_guarded(cls, value: bool, info: ValidationInfo) -> bool:
+        if not info.data.keys() >= {"listen", "key_env"}:
+            return value  # one of them is broken, and has its own message
+        listen = info.data["listen"]
+        if listen.rpartition(":")[0] not in LOOPBACK and not info.data["key_env"] and not value:
+            raise broken(
+                f"must be true to serve anyone without a key, and http.listen ({listen}) is not "
+                "loopback",
+                "set http.key_env to an environment variable with a key, or listen on "
+                "127.0.0.1:8000",
+            )
+        return value
+
+
+class ServeSpec(Spec):
+    """A door with its generators, `meshes/serve.yaml`."""
+
+    name: str = Field(description="names the base model on the wire: letters, digits and . _ / -")
+    model: ModelSpec = Field(description="the frozen base model")
+    library: str = Field(
+        min_length=1,
+        description="directory of versioned cartridges, relative to the file that names it",
+    )
+    generator: GeneratorSpec = Field(
+        default=GeneratorSpec(), description="what runs the generators"
+    )
+    roles: ServeRolesSpec = Field(
+        default=ServeRolesSpec(), description="replicas and threads of every role"
+    )
+    http: HttpSpec = Field(default=HttpSpec(), description="the door")
+    held_cartridges: int = Field(
+        default=16, ge=1, description="cartridge versions that the generators keep in memory"
+    )
+    max_tokens: int = Field(default=1024, ge=1, description="most tokens of one response")
+    context_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        description="most tokens of cartridge, prompt and response; null: what the model was made "
+        "for",
+    )
+    spares: int = Field(default=1, ge=0, description="warm processes to take a dead one's place")
+    health: HealthSpec = Field(default=HealthSpec(), description="heartbeats of every process")
+    spawn_timeout_s: float = Field(
+        default=120.0, gt=0, description="most seconds to start the processes"
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_name(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,127}", value):
+            raise broken(
+                "must be letters, digits and . _ / -, a letter or digit first", "rename it"
+            )
+        return value
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON or YAML."""
+        return self.model_dump(mode="json")
+
+
+SERVE_KEYS = frozenset(ServeSpec.model_fields)

@@ -1,0 +1,166 @@
+"""How teachers are asked: who they are, what they cost, when a state is worth it, and the caps."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from protocols.spec.base import AsTuple, Spec, broken
+
+Provider = Literal["openai", "anthropic"]
+OFFICIAL_URLS: dict[Provider, str] = {
+    "openai": "https://api.openai.com/v1",
+    "anthropic": "https://api.anthropic.com",
+}
+KEY_NAMES: dict[Provider, str] = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
+
+
+def open_url(value: str, example: str, remedy: str) -> str:
+    """An http(s) URL that anyone may read, without a slash at its end; `remedy` is what to do with
+    a secret instead."""
+    url = urlsplit(value)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise broken("must be an http(s) URL", f"write it as {example}")
+    if url.username or url.password or url.query:
+        raise broken("must hold no user, password or query", remedy)
+    return value.rstrip("/")
+
+
+class PriceSpec(Spec):
+    """Dollars per million tokens, in steps of 0.001: `PriceSpec(input=1.25, output=10.0)`."""
+
+    input: float = Field(ge=0, description="dollars per million tokens read")
+    output: float = Field(ge=0, description="dollars per million tokens written")
+    cached: float | None = Field(
+        default=None, ge=0, description="dollars per million tokens read from a cache; null: input"
+    )
+
+    @field_validator("input", "output", "cached")
+    @classmethod
+    def _is_whole_nanodollars(cls, value: float | None) -> float | None:
+        if value is not None and abs(value * 1000 - round(value * 1000)) > 1e-6:
+            raise broken("must be a multiple of 0.001 dollars per million tokens", "round it up")
+        return value
+
+
+class EndpointSpec(Spec):
+    """An external model: who serves it, where, and which variable holds the key."""
+
+    provider: Provider = Field(description="which wire format its server speaks")
+    model: str = Field(min_length=1, description="the provider's name of the model")
+    base_url: str | None = Field(
+        default=None,
+        validate_default=True,
+        description="server, for OpenRouter and others; null: the provider's own",
+    )
+    key_env: str | None = Field(
+        default=None,
+        validate_default=True,
+        description="environment variable with the API key; null: the provider's usual one",
+    )
+
+    @field_validator("base_url")
+    @classmethod
+    def _holds_no_secret(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None:
+            return OFFICIAL_URLS.get(info.data.get("provider", "openai"))
+        return open_url(value, "https://openrouter.ai/api/v1", "give the key by key_env")
+
+    @field_validator("key_env")
+    @classmethod
+    def _is_a_name(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None:
+            return KEY_NAMES.get(info.data.get("provider", "openai"))
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+            # The value may be the key itself, put in the wrong place: it is not repeated.
+            raise broken("must be the name of an environment variable", "export the key under it")
+        return value
+
+
+class TeacherSpec(EndpointSpec):
+    """One external teacher. Limits hold over all actors that ask it."""
+
+    name: str = Field(min_length=1, description="its name in votes and in the ledger")
+    prices: PriceSpec = Field(description="what its tokens cost")
+    headers: dict[str, str] = Field(
+        default_factory=dict, description="further HTTP headers, never secrets"
+    )
+    max_tokens: int = Field(default=512, ge=1, description="most tokens of one answer")
+    temperature: float | None = Field(
+        default=None, ge=0, le=2, description="null: the provider's default"
+    )
+    concurrency: int = Field(default=8, ge=1, description="calls in flight, over all actors")
+    requests_per_minute: int | None = Field(
+        default=None, ge=1, description="calls begun in any 60 s, over all actors; null: no limit"
+    )
+    attempts: int = Field(default=3, ge=1, description="times that one question is put")
+    timeout_s: float = Field(default=60.0, gt=0, description="seconds that one attempt may take")
+    backoff_s: float = Field(
+        default=0.5, ge=0, description="seconds before the second attempt; doubled for each later"
+    )
+    cap: float | None = Field(
+        default=None, gt=0, description="most dollars that a run spends on it; null: the run's cap"
+    )
+    breaker_failures: int = Field(
+        default=5, ge=1, description="unusable answers in a row after which it is left alone"
+    )
+    breaker_cooldown_s: float = Field(
+        default=30.0, gt=0, description="seconds for which it is left alone, until one try"
+    )
+
+
+class GateSpec(Spec):
+    """Where a vote can matter: the value of information."""
+
+    everywhere: bool = Field(default=False, description="ask in every state")
+    error_turns: bool = Field(default=True, description="ask where the turn met a failure")
+    confidence_below: float = Field(
+        default=0.5, ge=0, le=1, description="ask where the student was less sure than this"
+    )
+
+
+class LocalSpec(Spec):
+    """A provider of our own on loopback in the teachers' place, for demos and tests: it reads the
+    desk's handbook. No key is needed, and its prices are paid in no money."""
+
+    right: float = Field(default=0.9, ge=0, le=1, description="share of its answers that are right")
+    rate_limit: float = Field(default=0.0, ge=0, lt=1, description="share of calls answered 429")
+    server_error: float = Field(default=0.0, ge=0, lt=1, description="share of calls answered 500")
+    latency_s: float = Field(default=0.0, ge=0, description="seconds that an answer takes")
+    seed: int = Field(default=0, ge=0, description="seed of its mistakes and failures")
+
+
+class ReplaySpec(Spec):
+    """The teachers, how their votes are counted, and what they may cost together."""
+
+    teachers: Annotated[tuple[TeacherSpec, ...], AsTuple] = Field(
+        min_length=1, description="who votes"
+    )
+    quorum: int = Field(default=2, ge=1, description="equal votes that make a preference")
+    gate: GateSpec = Field(default=GateSpec(), description="which states are worth asking about")
+    cap: float = Field(gt=0, description="most dollars that a run spends, over all actors")
+    deadline_s: float = Field(
+        default=60.0, gt=0, description="seconds after which a state's missing votes abstain"
+    )
+    local: LocalSpec | None = Field(
+        default=None, description="answer by a provider of our own; null: the real ones"
+    )
+
+    @field_validator("teachers")
+    @classmethod
+    def _have_names_of_their_own(cls, value: tuple[TeacherSpec, ...]) -> tuple[TeacherSpec, ...]:
+        names = [teacher.name for teacher in value]
+        if twice := sorted({n for n in names if names.count(n) > 1}):
+            raise broken("must have names of their own", f"rename the second {twice[0]}")
+        return value
+
+    @field_validator("quorum")
+    @classmethod
+    def _can_be_met(cls, value: int, info: ValidationInfo) -> int:
+        teachers = info.data.get("teachers")
+        if teachers is not None and value > len(teachers):
+            raise broken(f"must be <= the number of teachers ({len(teachers)})", "lower it")
+        return value

@@ -1,0 +1,56 @@
+"""A run's status as messages of control.proto, and back. The two are equal after a round trip."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from google.protobuf.message import Message
+
+from protocols.wire import control_pb2 as pb
+from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
+
+CONTROL = pb.DESCRIPTOR.services_by_name["Control"].full_name
+RUN_KEY = "forge-run"  # the metadata key in which a client names the run that it means
+
+_STATES = {pb.ReplicaState.Value(f"REPLICA_STATE_{s.name}"): s for s in ReplicaState}
+
+
+def run_message(status: RunStatus) -> pb.RunStatus:
+    """Return the message of a run's status; a field that is None is left unset."""
+    return pb.RunStatus(**asdict(status, dict_factory=_values))
+
+
+def pool_message(pool: PoolStatus) -> pb.PoolStatus:
+    """Return the message of a pool's status."""
+    return pb.PoolStatus(**asdict(pool, dict_factory=_values))
+
+
+def run_status(message: pb.RunStatus) -> RunStatus:
+    """Return the status in a message; an optional field that is unset is None."""
+    pools = tuple(pool_status(pool) for pool in message.pools)
+    phase_seconds = dict(message.phase_seconds)
+    return RunStatus(**_fields(message) | {"phase_seconds": phase_seconds, "pools": pools})
+
+
+def pool_status(message: pb.PoolStatus) -> PoolStatus:
+    """Return the pool's status in a message."""
+    # DEAD for a state of a newer server: its replica, whatever it is, is not one to count on.
+    replicas = tuple(
+        ReplicaStatus(**_fields(r) | {"state": _STATES.get(r.state, ReplicaState.DEAD)})
+        for r in message.replicas
+    )
+    return PoolStatus(**_fields(message) | {"replicas": replicas})
+
+
+def _values(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {k: f"REPLICA_STATE_{v.name}" if k == "state" else v for k, v in pairs}
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    return {
+        field.name: getattr(message, field.name)
+        if not field.has_presence or message.HasField(field.name)
+        else None
+        for field in message.DESCRIPTOR.fields
+    }

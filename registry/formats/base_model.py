@@ -1,0 +1,140 @@
+"""Which base model a cartridge is for: the model's shape, RoPE and hash, and what must agree."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from registry.formats.cartridge_file import POST_ROPE, Cartridge
+from protocols.errors import DataError
+
+# Of a config.json, what says how it was saved and not what the model computes.
+VOLATILE = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model, as far as cartridges must fit it: `Base(4, 2, 32, 4096, "9f..")`.
+
+    `context` is the most positions that it was made for, `config_sha256` that of its config.json,
+    `rope` its rotation, or empty where the config says none, `name` what it is called.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    config_sha256: str
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+
+def read_base(model: Path) -> Base:
+    """The shape in a model's config.json. Raises DataError."""
+    try:
+        config = json.loads((model / "config.json").read_bytes())
+        heads = config["num_attention_heads"]
+        return Base(
+            layers=config["num_hidden_layers"],
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            context=config["max_position_embeddings"],
+            config_sha256=config_hash(config),
+            rope=rope_of(config),
+            name=model_name(str(model)),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"the model at {model} has no config.json that says its shape ({error!r}); give a "
+            "directory with a Llama-like model's config.json and *.safetensors"
+        ) from error
+
+
+def model_name(path: str) -> str:
+    """What a model is called elsewhere: a directory's own name, a hub's id as it is."""
+    here = Path(path)
+    return here.absolute().name if here.is_absolute() or here.is_dir() else path
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    kept = {k: v for k, v in config.items() if k not in VOLATILE}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Base and scaling of the rotation, in one spelling for old configs and new; {} without one.
+
+    Old: `rope_theta` and `rope_scaling {type or rope_type, factor, ...}`. New: `rope_parameters`,
+    which has them all; where layers differ, one for each type of layer, and is left as it is.
+    """
+    stated = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    if any(isinstance(value, Mapping) for value in stated.values()):
+        return stated
+    theta = stated.pop("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        return {}
+    kind = [stated.pop(key) for key in ("rope_type", "type") if key in stated]
+    return {"rope_theta": float(theta), "rope_type": kind[0] if kind else "default", **stated}
+
+
+def misfits(cartridge: Cartridge, base: Base) -> list[str]:
+    """Why the cartridge cannot stand before the model's prompts; empty where nothing is wrong."""
+    facts, found = cartridge.facts, []
+    if facts.keys != POST_ROPE:
+        found.append(f"its keys are {facts.keys}, and they are read as post-rope: rotate them")
+    if facts.first_position != 0:
+        found.append(
+            f"it begins at position {facts.first_position}, and prompts are read as if it began at "
+            "0: train it there"
+        )
+    if facts.rope and base.rope and dict(facts.rope) != dict(base.rope):
+        found.append(
+            f"its keys are rotated by {_shown(facts.rope)}, and the model's by "
+            f"{_shown(base.rope)}: train it on this model"
+        )
+    shape = tuple(cartridge.kv.shape)
+    if shape != (base.layers, 2, base.kv_heads, cartridge.tokens, base.head_dim):
+        found.append(
+            f"a cartridge for this model has the shape [{base.layers}, 2, {base.kv_heads}, P, "
+            f"{base.head_dim}]: got {list(shape)}; was it trained for another base?"
+        )
+    elif cartridge.tokens + 2 > base.context:
+        found.append(
+            f"a cartridge of {cartridge.tokens} tokens leaves none of the model's {base.context} "
+            "positions for a prompt; train a shorter one"
+        )
+    elif facts.config_sha256 not in ("", base.config_sha256):
+        found.append(
+            f"the cartridge was trained for another base model (config {facts.config_sha256[:12]}, "
+            f"this one is {base.config_sha256[:12]}); use that one, or train it on this one"
+        )
+    return found
+
+
+def require_fit(cartridge: Cartridge, base: Base) -> None:
+    """Raises DataError with every reason."""
+    found = misfits(cartridge, base)
+    if found:
+        raise DataError("; ".join(found))
+
+
+def made_for(cartridge: Cartridge, base: Base) -> Cartridge:
+    """The cartridge with what it did not say of its model, after `require_fit`."""
+    facts = cartridge.facts
+    return replace(
+        cartridge,
+        facts=replace(
+            facts,
+            base=facts.base or base.name,
+            config_sha256=facts.config_sha256 or base.config_sha256,
+            rope=facts.rope or dict(base.rope),
+        ),
+    )
+
+
+def _shown(rope: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in sorted(rope.items()))

@@ -1,0 +1,81 @@
+"""Every format by its name, which of them a path is, and one turned into another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from registry.formats import forge
+from registry.formats import hazyresearch
+from registry.formats import peft
+from registry.formats import run_checkpoint
+from registry.formats import tokasaurus
+from registry.formats.cartridge_file import DTYPES, Cartridge
+from protocols.errors import DataError
+
+
+@dataclass(frozen=True)
+class Format:
+    """`read(path)` and `write(cartridge, path, force)`, both of which raise DataError."""
+
+    read: Callable[[Path], Cartridge]
+    write: Callable[[Cartridge, Path, bool], None]
+
+
+FORMATS = {
+    "forge": Format(forge.read, forge.write),
+    "hazy": Format(hazyresearch.read, hazyresearch.write),
+    "peft": Format(peft.read, peft.write),
+    "tokasaurus": Format(tokasaurus.read, tokasaurus.write),
+}
+RUN = "run"
+
+
+def detect(path: Path) -> str:
+    """The name of the path's format, or `run` for a run or checkpoint. Raises DataError."""
+    if not path.exists():
+        raise DataError(f"there is nothing at {path}")
+    if path.is_file():
+        by_suffix = {".safetensors": "forge", ".pt": "hazy", ".pth": "hazy", ".torch": "hazy"}
+        if path.suffix in by_suffix:
+            return by_suffix[path.suffix]
+    elif (path / peft.CONFIG).is_file():
+        return "peft"
+    elif (path / tokasaurus.FILE).is_file() or (path / tokasaurus.CONFIG).is_file():
+        return "tokasaurus"
+    elif (path / forge.FILE).is_file():
+        return "forge"
+    elif run_checkpoint.is_run(path):
+        return RUN
+    raise DataError(
+        f"{path} is no cartridge: give a directory of ours, a run, a NAME.pt of HazyResearch's, a "
+        f"directory with {peft.CONFIG}, or one with {tokasaurus.FILE} and {tokasaurus.CONFIG}"
+    )
+
+
+def read(path: Path, name: str | None = None) -> Cartridge:
+    """A cartridge of any format; of a run that has several, the one of that name. Raises DataError
+    or CheckpointError."""
+    found = detect(path)
+    return run_checkpoint.read(path, name) if found == RUN else FORMATS[found].read(path)
+
+
+def losses(cartridge: Cartridge, to: str, dtype: str | None) -> list[str]:
+    """What a conversion would change, or its reader would not take."""
+    found = []
+    if dtype is not None and cartridge.to(dtype).to(cartridge.dtype).kv.ne(cartridge.kv).any():
+        found.append(f"numbers are rounded from {cartridge.dtype} to {dtype}")
+    unservable = tokasaurus.unservable(cartridge) if to == "tokasaurus" else None
+    return [*found, *([unservable] if unservable else [])]
+
+
+def convert(
+    cartridge: Cartridge, path: Path, to: str, *, dtype: str | None = None, force: bool = False
+) -> None:
+    """Write the cartridge as a `to`, in a `dtype` if one is named. Raises DataError."""
+    if to not in FORMATS:
+        raise DataError(f"there is no format {to}; there are {', '.join(FORMATS)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise DataError(f"a cartridge is {', '.join(DTYPES)}: got {dtype}")
+    FORMATS[to].write(cartridge if dtype is None else cartridge.to(dtype), path, force)

@@ -1,0 +1,107 @@
+"""What can be said of a cartridge's numbers: norms of each layer, and how far two are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from registry.formats.cartridge_file import Cartridge
+from protocols.errors import DataError
+
+
+@dataclass(frozen=True)
+class LayerNorms:
+    """Root mean squares over heads, positions and the head's size; largest absolute values."""
+
+    keys: float
+    values: float
+    largest_key: float
+    largest_value: float
+
+
+@dataclass(frozen=True)
+class LayerChange:
+    """|b - a| / |a| and the cosine between a and b, over one layer's keys and its values."""
+
+    keys: float
+    values: float
+    keys_cosine: float
+    values_cosine: float
+
+
+def norms(cartridge: Cartridge) -> list[LayerNorms]:
+    wide = (layer.double() for layer in cartridge.kv)
+    return [LayerNorms(*_rms(layer), *_largest(layer)) for layer in wide]
+
+
+def changes(a: Cartridge, b: Cartridge) -> list[LayerChange]:
+    """Raises DataError for cartridges of different shapes."""
+    if a.kv.shape != b.kv.shape:
+        raise DataError(
+            f"{list(a.kv.shape)} and {list(b.kv.shape)} cannot be compared number by number"
+        )
+    return [
+        LayerChange(
+            _relative(mine[0], other[0]), _relative(mine[1], other[1]),
+            _cosine(mine[0], other[0]), _cosine(mine[1], other[1]),
+        )
+        for mine, other in _layers(a, b)
+    ]  # fmt: skip
+
+
+def differences(a: Cartridge, b: Cartridge) -> list[tuple[str, str, str]]:
+    """(what, in a, in b) of shape, dtype, frozen tokens and provenance, where they differ."""
+    mine, other = dict(_plain(a)), dict(_plain(b))
+    keys = sorted(mine.keys() | other.keys())
+    told = ((key, mine.get(key, "-"), other.get(key, "-")) for key in keys)
+    return [row for row in told if row[1] != row[2]]
+
+
+def provenance(cartridge: Cartridge) -> list[tuple[str, str]]:
+    """What is known of it, as texts, nested keys with dots."""
+    return [(key, value) for key, value in _flat(asdict(cartridge.facts)) if value]
+
+
+def _plain(cartridge: Cartridge) -> Iterator[tuple[str, str]]:
+    yield "shape", str(list(cartridge.kv.shape))
+    yield "dtype", cartridge.dtype
+    yield "frozen", str(cartridge.frozen)
+    yield from provenance(cartridge)
+
+
+def _flat(plain: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in plain.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", str(value)
+
+
+def _layers(a: Cartridge, b: Cartridge) -> Iterator[tuple[Tensor, Tensor]]:
+    for mine, other in zip(a.kv, b.kv, strict=True):
+        yield mine.double(), other.double()
+
+
+def _rms(layer: Tensor) -> tuple[float, float]:
+    keys, values = (float(part.square().mean().sqrt()) for part in layer)
+    return keys, values
+
+
+def _largest(layer: Tensor) -> tuple[float, float]:
+    keys, values = (float(part.abs().max()) for part in layer)
+    return keys, values
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    norm, apart = float(a.norm()), float((b - a).norm())
+    return 0.0 if apart == 0 else apart / norm if norm else float("inf")
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    if bool((a == b).all()):
+        return 1.0  # also of zeros, which have no direction
+    norm = float(a.norm() * b.norm())
+    return float((a * b).sum()) / norm if norm else 0.0

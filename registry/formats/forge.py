@@ -1,0 +1,154 @@
+"""Ours: a directory of one safetensors file and its manifest, checksummed; no pickle.
+
+    NAME/cartridge.safetensors    one tensor "kv" [L, 2, H_kv, P, D]; its header has the provenance
+    NAME/manifest.json            shape, dtype, frozen, bytes, sha256 of the file, provenance
+
+A version in a library is such a directory, with its name and number in the manifest. The file alone
+is read too, as uploads are: its header says as much, with a checksum of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from registry.formats.files import whole
+from registry.formats.cartridge_file import Cartridge, Provenance, labelled
+from protocols.errors import DataError
+from protocols.files import sha256_of
+
+FILE, MANIFEST = "cartridge.safetensors", "manifest.json"
+SCHEMA = 2
+HEADER = "forge"  # of the safetensors' metadata: the cartridge's label
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is known of a cartridge's file. `name` and `version` are a library's."""
+
+    tokens: int
+    frozen: int
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    sha256: str
+    facts: Provenance
+    created: str
+    name: str = ""
+    version: int = 0
+    schema: int = SCHEMA
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        return self.facts.source
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, the provenance's among them."""
+        plain = asdict(self) | {"shape": list(self.shape)}
+        facts = plain.pop("facts")
+        return plain | {_OURS.get(key, key): value for key, value in facts.items()}
+
+
+_OURS = {"config_sha256": "base_config_sha256", "weights_sha256": "base_weights_sha256",
+         "weights_dtype": "base_weights_dtype"}  # fmt: skip
+
+
+def write(cartridge: Cartridge, path: Path, force: bool = False) -> None:
+    """Write a cartridge's directory. Raises DataError where it cannot."""
+    with whole(path, force) as folder:
+        folder.mkdir()
+        write_file(cartridge, folder / FILE)
+        write_manifest(folder, manifest_of(cartridge, folder / FILE))
+
+
+def read(path: Path) -> Cartridge:
+    """Read and verify a cartridge's directory, or its file alone. Raises DataError."""
+    if path.is_file():
+        return read_file(path)
+    manifest = read_manifest(path)
+    file = path / FILE
+    if not file.is_file() or sha256_of(file) != manifest.sha256:
+        raise DataError(f"{path} is damaged: {FILE} does not match its checksum; fetch it again")
+    cartridge = replace(read_file(file), frozen=manifest.frozen, facts=manifest.facts)
+    if (tuple(cartridge.kv.shape), cartridge.dtype) != (manifest.shape, manifest.dtype):
+        raise DataError(
+            f"{path} is damaged: its manifest says {list(manifest.shape)} of {manifest.dtype}, its "
+            f"file holds {list(cartridge.kv.shape)} of {cartridge.dtype}; fetch it again"
+        )
+    return cartridge
+
+
+def write_file(cartridge: Cartridge, file: Path) -> None:
+    """The safetensors file alone, neither flushed nor renamed."""
+    save_file({"kv": cartridge.kv.contiguous()}, file, metadata={HEADER: cartridge.label()})
+
+
+def read_file(file: Path) -> Cartridge:
+    """A file of one tensor "kv", of ours or anyone's. What else its header says is its source, but
+    `base_config_sha256`, which is the base model's. Raises DataError."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            names = list(opened.keys())
+            if names != ["kv"]:
+                shown = ", ".join(names[:5]) or "none"
+                raise DataError(
+                    f'a cartridge file holds one tensor "kv" [L, 2, H_kv, P, D]: got {shown}; '
+                    "save_file({'kv': kv}, path) writes one"
+                )
+            metadata = {str(k): str(v) for k, v in (opened.metadata() or {}).items()}
+            kv = opened.get_tensor("kv")
+    except (SafetensorError, OSError) as error:
+        raise DataError(
+            f"this is no safetensors file ({error}); nothing else is read: convert it first"
+        ) from error
+    if HEADER in metadata:
+        return labelled(kv, metadata[HEADER])
+    config = metadata.pop("base_config_sha256", "")
+    metadata.pop("format", None)
+    return Cartridge(kv, facts=Provenance(config_sha256=config, source=metadata))
+
+
+def manifest_of(cartridge: Cartridge, file: Path, name: str = "", version: int = 0) -> Manifest:
+    """The manifest of a file that holds the cartridge; reads it whole."""
+    return Manifest(
+        tokens=cartridge.tokens, frozen=cartridge.frozen, shape=tuple(cartridge.kv.shape),
+        dtype=cartridge.dtype, bytes=file.stat().st_size, sha256=sha256_of(file),
+        facts=cartridge.facts, created=datetime.now(UTC).isoformat(timespec="seconds"),
+        name=name, version=version,
+    )  # fmt: skip
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    plain = manifest.as_dict()
+    text = json.dumps(plain | {"manifest_sha256": _sha256(plain)}, indent=1)
+    (folder / MANIFEST).write_text(text)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises DataError where there is none, or not as it was written."""
+    try:
+        plain = json.loads((folder / MANIFEST).read_text())
+        stated = plain.pop("manifest_sha256", None)
+        if plain.get("schema") != SCHEMA:
+            raise ValueError(f"schema {plain.get('schema')}, and this version reads {SCHEMA}")
+        if stated != _sha256(plain):
+            raise ValueError("it does not match its own checksum")
+        facts = {key: plain.pop(_OURS.get(key, key)) for key in Provenance.__dataclass_fields__}
+        made = {**plain, "shape": tuple(plain["shape"]), "facts": Provenance.from_plain(facts)}
+        return Manifest(**made)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"{folder} has no readable {MANIFEST} ({error}); drop it and add or fetch it again"
+        ) from error
+
+
+def _sha256(plain: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,119 @@
+"""Cartridges of a run, as its checkpoints hold them: the float32 master copies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from registry.formats.base_model import model_name, read_base
+from registry.formats.cartridge_file import Cartridge, Provenance
+from learning.checkpoint import MANIFEST, STATE, last_of_arms, list_checkpoints, read_checkpoint
+from protocols.errors import DataError
+from protocols.spec.loading import load_resolved
+
+
+def is_run(path: Path) -> bool:
+    """Whether it is a run's directory, its `checkpoints`, or a checkpoint."""
+    return _is_checkpoint(path) or bool(_checkpoints(path))
+
+
+def chosen_checkpoint(path: Path) -> Path:
+    """`path` is a run directory, its `checkpoints`, or one checkpoint. Of a run it is the newest on
+    policy: the offline arm, its baseline, is trained after it. Raises DataError."""
+    if _is_checkpoint(path):
+        return path
+    found = _checkpoints(path)
+    if not found:
+        raise DataError(
+            f"there is no checkpoint in {path}; give a run directory such as runs/longhealth/latest"
+        )
+    return last_of_arms(found[-1].parent).get("on_policy", found[-1])
+
+
+def read_cartridges(checkpoint: Path) -> tuple[int, dict[str, Tensor]]:
+    """The version of a checkpoint, and the keys and values [L, 2, H_kv, P, D] of its cartridges.
+
+    Raises DataError or CheckpointError.
+    """
+    facts, kv, _ = _whole(checkpoint)
+    return int(facts["version"]), dict(zip(facts["names"], kv, strict=True))
+
+
+def read_all(path: Path, names: Collection[str] | None = None) -> dict[str, Cartridge]:
+    """Every cartridge of a run's newest checkpoint on policy by name, or those in `names`.
+
+    Raises DataError or CheckpointError.
+    """
+    checkpoint = chosen_checkpoint(path.resolve())
+    facts, kv, frozen = _whole(checkpoint)
+    run = checkpoint.parent.parent
+    source = {
+        "run": run.name, "checkpoint": checkpoint.name, "arm": facts.get("arm", ""),
+        "step": facts.get("step", 0),
+    }  # fmt: skip
+    if facts.get("last"):
+        source["metrics"] = {k: facts["last"][k] for k in ("kl", "tokens") if k in facts["last"]}
+    missing = sorted(set(names or ()) - set(facts["names"]))
+    if missing:
+        have = ", ".join(facts["names"])
+        raise DataError(f"the run has no cartridge {missing[0]}; it has {have}")
+    made_for, data = _of_spec(run, facts.get("base_hash", ""))
+    return {
+        name: Cartridge(part, frozen, made_for).with_source({**source, **data, "name": name})
+        for name, part in zip(facts["names"], kv, strict=True)
+        if names is None or name in names
+    }
+
+
+def read(path: Path, name: str | None) -> Cartridge:
+    """One cartridge of a run; without a name, its only one. Raises DataError or CheckpointError."""
+    have = read_all(path, None if name is None else [name])
+    if len(have) > 1:
+        raise DataError(f"{path} has {len(have)} cartridges: {', '.join(have)}; choose with --name")
+    return next(iter(have.values()))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / MANIFEST).is_file() and (path / STATE).is_file()
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    return list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+
+
+def _whole(checkpoint: Path) -> tuple[dict[str, Any], Tensor, int]:
+    """The facts, [C, L, 2, H_kv, P, D] and the frozen tokens of a checkpoint."""
+    read = read_checkpoint(checkpoint)
+    try:
+        frozen = read.tensors["frozen"]
+        kv = torch.cat([frozen, read.tensors["trainable"]], dim=4)
+        if len(kv) != len(read.facts["names"]):
+            raise ValueError(f"{len(kv)} cartridges, {len(read.facts['names'])} names")
+        int(read.facts["version"])
+        return read.facts, kv, frozen.shape[4]
+    except (KeyError, RuntimeError, ValueError, IndexError) as error:
+        raise DataError(
+            f"{checkpoint} is no checkpoint of a run's cartridges ({error!r})"
+        ) from error
+
+
+def _of_spec(run: Path, weights: str) -> tuple[Provenance, dict[str, str]]:
+    """What the run's spec says of the model, where it is at hand, and its data section's hash."""
+    spec = run / "spec.yaml"
+    if not spec.is_file():
+        return Provenance(weights_sha256=weights), {}
+    learn = load_resolved(spec).learn
+    data = json.dumps(learn.data.model_dump(mode="json"), sort_keys=True)
+    name, dtype = model_name(learn.model.path), learn.model.dtype
+    found = Provenance(base=name, weights_sha256=weights, weights_dtype=dtype)
+    if (Path(learn.model.path) / "config.json").is_file():
+        base = read_base(Path(learn.model.path))
+        found = replace(found, config_sha256=base.config_sha256, rope=base.rope)
+    return found, {"data_spec_sha256": hashlib.sha256(data.encode()).hexdigest()}

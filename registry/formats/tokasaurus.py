@@ -1,0 +1,90 @@
+"""What Tokasaurus (its branch geoff/cartridges) finds as a cartridge of source `local`.
+
+    ./cartridges/NAME/cartridge.pt    HazyResearch's file
+    ./cartridges/NAME/config.yaml     kv_cache_initializer.max_tokens: P; the model's name
+
+It reserves ceil(max_tokens / 16) blocks, cuts the cartridge to whole blocks of 16 with a warning,
+and fails where the numbers then differ: a P that is no multiple of 16 is not served.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from registry.formats import hazyresearch
+from registry.formats.files import whole
+from registry.formats.cartridge_file import Cartridge
+from protocols.errors import DataError
+
+FILE, CONFIG = "cartridge.pt", "config.yaml"
+BLOCK = 16
+_BROKEN = (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
+
+
+class _Loader(yaml.SafeLoader):
+    """Configs that W&B wrote of the training's own have tuples; no other object is built."""
+
+
+def _tuple(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> list[Any]:
+    return loader.construct_sequence(node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:python/tuple", _tuple)
+
+
+def write(cartridge: Cartridge, path: Path, force: bool = False) -> None:
+    """Write a cartridge's directory. Raises DataError where it cannot."""
+    config: dict[str, Any] = {
+        "kv_cache_initializer": {
+            "max_tokens": cartridge.tokens,
+            "num_frozen_tokens": cartridge.frozen,
+        }
+    }
+    if cartridge.facts.base:
+        config["model"] = {"pretrained_model_name_or_path": cartridge.facts.base}
+    with whole(path, force) as folder:
+        folder.mkdir()
+        hazyresearch.save(cartridge, folder / FILE)
+        (folder / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
+
+
+def read(path: Path) -> Cartridge:
+    """Read a cartridge's directory. Raises DataError."""
+    try:
+        config = yaml.load((path / CONFIG).read_text(), _Loader)
+        tokens = _stated(config, "kv_cache_initializer", "max_tokens")
+        base = _stated(config, "model", "pretrained_model_name_or_path")
+    except _BROKEN as error:
+        raise DataError(f"{path} has no readable {CONFIG} ({error}); fetch it again") from error
+    if not (path / FILE).is_file():
+        raise DataError(f"{path} has no {FILE}; fetch it again")
+    cartridge = hazyresearch.read(path / FILE)
+    if tokens != cartridge.tokens:
+        raise DataError(
+            f"{CONFIG} says max_tokens: {tokens}, and {FILE} holds {cartridge.tokens} tokens; they "
+            "are of two cartridges, or one is damaged"
+        )
+    facts = cartridge.facts
+    if facts.base or not isinstance(base, str):
+        return cartridge
+    return replace(cartridge, facts=replace(facts, base=base))
+
+
+def unservable(cartridge: Cartridge) -> str | None:
+    """Why Tokasaurus would not serve it."""
+    if cartridge.tokens % BLOCK == 0:
+        return None
+    return (
+        f"Tokasaurus serves whole blocks of {BLOCK} tokens and fails on {cartridge.tokens}; train "
+        f"with cartridge.tokens {cartridge.tokens // BLOCK * BLOCK or BLOCK}"
+    )
+
+
+def _stated(config: Any, section: str, key: str) -> Any:
+    """A value where the training writes it, or below `value`, where W&B puts it."""
+    plain = config.get(section) or {}
+    return plain.get(key, (plain.get("value") or {}).get(key))

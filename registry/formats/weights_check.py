@@ -1,0 +1,29 @@
+"""Whether a model's weights are those that a cartridge was trained with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from registry.formats.cartridge_file import Cartridge
+from learning.model.loading import base_hash, load_model
+
+
+def other_weights(cartridge: Cartridge, model: Path) -> list[str]:
+    """Why the model's weights are not those that the cartridge was trained with; empty where they
+    are, or where it does not know. Loads the model: nothing else tells two of one config apart.
+
+    Raises DataError where there is none.
+    """
+    facts = cartridge.facts
+    if not facts.weights_sha256 or not facts.weights_dtype:
+        return []
+    from transformers.utils.logging import disable_progress_bar  # seconds: see learning.model
+
+    disable_progress_bar()
+    found = base_hash(load_model(str(model), facts.weights_dtype))
+    if found == facts.weights_sha256:
+        return []
+    return [
+        f"the cartridge was trained with other weights ({facts.weights_sha256[:12]}, these are "
+        f"{found[:12]}); use those, or train it on these"
+    ]

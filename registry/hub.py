@@ -1,0 +1,104 @@
+"""A library's cartridges on the Hugging Face hub, by its own client.
+
+    push    create_repo, then one commit: cartridge.safetensors and manifest.json
+    pull    the repository's list, then the files of whichever format they are, verified
+
+The client reads HF_ENDPOINT and HF_TOKEN. A pull takes one commit, named by its hash, and what
+comes is read as any file is: a pickle by the restricted loader alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx2
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from registry.formats import forge
+from registry.formats import peft
+from registry.formats import tokasaurus
+from registry.formats.convert import read
+from protocols.errors import DataError
+from registry.importing import add_cartridge
+from registry.store import Entry, Library
+
+
+def push(entry: Entry, repo: str, *, private: bool = False, api: HfApi | None = None) -> str:
+    """Commit a version to a model repository, made if need be; returns the commit's address.
+
+    Raises DataError where the version is damaged, or the hub refuses.
+    """
+    hub, folder = api or HfApi(), entry.path.parent
+    forge.read(folder)
+    name = f"{entry.manifest.name}@{entry.manifest.version}"
+    with _asking(hub, repo):
+        hub.create_repo(repo, private=private, exist_ok=True)
+        commit = hub.create_commit(
+            repo,
+            [CommitOperationAdd(file, folder / file) for file in (forge.FILE, forge.MANIFEST)],
+            commit_message=f"Cartridge {name}",
+        )
+    return str(commit.commit_url)
+
+
+def pull(
+    library: Library, repo: str, name: str, *, revision: str | None = None,
+    api: HfApi | None = None,
+) -> Entry:  # fmt: skip
+    """Add a repository's cartridge as the next version of `name`. Raises DataError."""
+    hub = api or HfApi()
+    with TemporaryDirectory(prefix="forge-pull-") as made:
+        with _asking(hub, repo):
+            info = hub.model_info(repo, revision=revision)
+            wanted = _wanted([file.rfilename for file in info.siblings or ()], repo)
+            for file in wanted:
+                hub.hf_hub_download(repo, file, revision=info.sha, local_dir=made)
+        here = Path(made)
+        if tokasaurus.CONFIG in wanted:  # whose server gives the one .pt that there is this name
+            (here / wanted[0]).rename(here / tokasaurus.FILE)
+        cartridge = read(here / wanted[0] if len(wanted) == 1 else here)
+    return add_cartridge(library, name, cartridge, {"hub": repo, "revision": info.sha})
+
+
+def _wanted(files: list[str], repo: str) -> list[str]:
+    """The files that make up the repository's cartridge."""
+    pickles = [file for file in files if file.endswith(".pt") and "/" not in file]
+    for together in ((forge.FILE, forge.MANIFEST), (peft.WEIGHTS, peft.CONFIG)):
+        if set(together) <= set(files):
+            return list(together)
+    if len(pickles) == 1:
+        return [*pickles, *([tokasaurus.CONFIG] if tokasaurus.CONFIG in files else [])]
+    raise DataError(
+        f"{repo} holds no cartridge: there is neither {forge.FILE} with {forge.MANIFEST}, nor "
+        f"{peft.WEIGHTS} with {peft.CONFIG}, nor one .pt; it has "
+        f"{', '.join(files[:8]) or 'nothing'}"
+    )
+
+
+@contextmanager
+def _asking(hub: HfApi, repo: str) -> Iterator[None]:
+    try:
+        yield
+    except HFValidationError as error:
+        raise DataError(
+            f"{repo!r} is no repository of the hub ({error}); write OWNER/NAME"
+        ) from error
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        needs = "; set HF_TOKEN to one that may" if status in (401, 403) else ""
+        raise DataError(f"the hub refuses {repo}: {_first(error)}{needs}") from error
+    except (httpx2.HTTPError, OSError, RuntimeError) as error:
+        raise DataError(
+            f"the hub at {hub.endpoint} does not do it for {repo}: {_first(error)}; is it reached "
+            "from here (HF_ENDPOINT)?"
+        ) from error
+
+
+def _first(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    under = f" ({_first(error.__cause__)})" if isinstance(error.__cause__, Exception) else ""
+    return f"{lines[0] if lines else type(error).__name__}{under}"

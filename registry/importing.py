@@ -1,0 +1,77 @@
+"""Cartridges that come into a library: of a run, or a file of any format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from registry.formats import forge
+from registry.formats import run_checkpoint
+from registry.formats.cartridge_file import Cartridge
+from protocols.errors import CheckpointError, DataError
+from registry.store import Entry, Library
+
+RESULTS = "results.json"  # of a run directory, replaced whole at its end (services.run_directory)
+IMPORTED = ".imported"  # in the library: ids of the runs that `add_finished` added
+
+
+def add_from_run(
+    library: Library, path: Path, names: Mapping[str, str] | None = None
+) -> list[Entry]:
+    """Add the cartridges of a run: all of them, or those in `names`, {in the run: in the library}.
+
+    Raises DataError or CheckpointError.
+    """
+    have = run_checkpoint.read_all(path, names or None)
+    wanted = names or {name: name for name in have}
+    return [add_cartridge(library, new, have[name], {}) for name, new in wanted.items()]
+
+
+def add_cartridge(
+    library: Library, name: str, cartridge: Cartridge, source: Mapping[str, Any]
+) -> Entry:
+    """Add one as the next version of `name`; `source` joins what it says of itself.
+
+    Raises DataError.
+    """
+    with library.incoming() as file:
+        forge.write_file(cartridge, file)
+        return library.add(name, file, source)
+
+
+def finished_runs(root: Path) -> list[Path]:
+    """The runs in `root`, which holds run_checkpoint, or the folders of meshes, that came to their end: the
+    oldest first. A run that still goes on, was interrupted or failed is not among them."""
+    found = {p.parent.resolve() for depth in ("*", "*/*") for p in root.glob(f"{depth}/{RESULTS}")}
+    return sorted((p for p in found if _is_finished(p)), key=lambda p: (p.name, p))
+
+
+def add_finished(library: Library, root: Path) -> tuple[list[Entry], list[str]]:
+    """Add the cartridges of all finished runs in `root` whose turn has not come yet. Returns the
+    new entries, and why runs were passed by: those for another base model, most often. Each run
+    is added once; what was dropped of it since does not come back."""
+    added: list[Entry] = []
+    passed: list[str] = []
+    noted = library.directory / IMPORTED
+    done = set(noted.read_text().splitlines()) if noted.is_file() else set()
+    for run in finished_runs(root):
+        if run.name in done:
+            continue
+        try:
+            added += add_from_run(library, run)
+        except (DataError, CheckpointError) as error:
+            passed.append(f"{run}: {error}")
+            continue
+        with noted.open("a") as file:
+            file.write(f"{run.name}\n")
+    return added, passed
+
+
+def _is_finished(run: Path) -> bool:
+    try:
+        found = json.loads((run / RESULTS).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("status") == "finished"

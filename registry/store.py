@@ -1,0 +1,215 @@
+"""The library: versioned cartridges in a directory, each checked before it is let in.
+
+    library/patient_01/3/cartridge.safetensors    a cartridge in our own format (registry.formats.forge)
+    library/patient_01/3/manifest.json
+    library/patient_01/last                       the newest version there ever was
+    library/patient_01/tags/best                  the version that is called best
+
+A version is filled under a temporary name and renamed, so it is whole or not there; its number is
+never used again, not even after it was dropped, so what NAME@VERSION means never changes. Nothing
+but safetensors is read: no pickle.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from registry.formats.base_model import Base, made_for, require_fit
+from registry.formats.forge import (
+    FILE,
+    MANIFEST,
+    Manifest,
+    manifest_of,
+    read_file,
+    read_manifest,
+    write_manifest,
+)
+from protocols.errors import DataError
+from protocols.files import flush, write_atomically
+from registry.names import LATEST, TAG, VERSION, CartridgeName, is_name, parse_cartridge
+
+LAST, INCOMING, TAGS = "last", ".incoming", "tags"
+ABANDONED_SECONDS = 3600
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One version, and where its file lies."""
+
+    manifest: Manifest
+    path: Path
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.manifest.name, self.manifest.version
+
+
+class Library:
+    """A library for one base model. Every method may be called from any thread; those that read
+    whole files say so. Raises DataError, with rule and remedy."""
+
+    def __init__(self, directory: Path, base: Base) -> None:
+        self.directory = Path(os.path.abspath(directory))
+        self.base = base
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for left in (self.directory / INCOMING).glob("*"):  # by who was killed, not who works
+            if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+
+    def names(self) -> list[str]:
+        found = (p for p in self.directory.iterdir() if p.is_dir() and is_name(p.name))
+        return sorted(p.name for p in found if self.versions(p.name))
+
+    def versions(self, name: str) -> list[int]:
+        """Versions there are, oldest first; none for a name that there is not."""
+        if not is_name(name):
+            return []
+        found = (p for p in (self.directory / name).glob("*") if (p / MANIFEST).is_file())
+        return sorted(int(p.name) for p in found if p.name.isdecimal())
+
+    def get(self, wanted: CartridgeName) -> Entry:
+        """The version or tag asked for, or the newest."""
+        versions = self.versions(wanted.name)
+        if not versions:
+            have = ", ".join(self.names()) or "none"
+            raise DataError(f"there is no cartridge {wanted.name}; the library has {have}")
+        version = versions[-1] if wanted.version is None else wanted.version
+        if wanted.tag is not None:
+            tags = self.tags(wanted.name)
+            if wanted.tag not in tags:
+                have = ", ".join(tags) or "none"
+                raise DataError(f"cartridge {wanted.name} has no tag {wanted.tag}; it has {have}")
+            version = tags[wanted.tag]
+        if version not in versions:
+            have = ", ".join(map(str, versions))
+            raise DataError(f"cartridge {wanted.name} has no version {version}; it has {have}")
+        return self._entry(wanted.name, version)
+
+    def tags(self, name: str) -> dict[str, int]:
+        """Versions by tag; a tag goes with its version."""
+        if not is_name(name):
+            return {}
+        versions, tags = self.versions(name), {}
+        for path in sorted((self.directory / name / TAGS).glob("[!.]*")):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                tags[path.name] = int(path.read_text())
+        return {tag: version for tag, version in tags.items() if version in versions}
+
+    def tag(self, wanted: CartridgeName, tag: str) -> Entry:
+        """Call a version `tag`, and no other of the cartridge any more."""
+        if not re.fullmatch(TAG, tag) or tag == LATEST:
+            raise DataError(
+                f"{tag!r} is no tag; write letters, digits and _ . -, at most 32, a letter first; "
+                f"{LATEST} is always the newest"
+            )
+        entry = self.get(wanted)
+        path = self.directory / wanted.name / TAGS / tag
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, str(entry.manifest.version))
+        return entry
+
+    def untag(self, name: str, tag: str) -> None:
+        self.get(CartridgeName(name, tag=tag))
+        (self.directory / name / TAGS / tag).unlink()
+
+    def prunable(self, name: str, keep: int) -> list[int]:
+        """Versions that are neither among the newest `keep` nor tagged, oldest first."""
+        if keep < 1:
+            raise DataError(f"a library keeps at least 1 version of a cartridge: got {keep}")
+        tagged = self.tags(name).values()
+        return [v for v in self.versions(name)[:-keep] if v not in tagged]
+
+    def entries(self, name: str) -> list[Entry]:
+        return [self._entry(name, version) for version in self.versions(name)]
+
+    def by_path(self, text: str) -> Entry:
+        """A cartridge by its name, or by the path of a version in the library, never beyond it."""
+        try:
+            named = parse_cartridge(text)
+        except ValueError:
+            path = Path(os.path.normpath(self.directory / text))
+        else:
+            return self.get(named)
+        inside = path.is_relative_to(self.directory)
+        parts = path.relative_to(self.directory).parts if inside else ()
+        if parts[2:] in ((), (FILE,)) and len(parts) >= 2 and re.fullmatch(VERSION, parts[1]):
+            return self.get(CartridgeName(parts[0], int(parts[1])))
+        raise DataError(
+            "a local cartridge is named NAME or NAME@VERSION, or by its path in the library, "
+            "NAME/VERSION; add it to the library first: forge cartridges add, or POST "
+            "/admin/cartridges/NAME"
+        )
+
+    @contextmanager
+    def incoming(self) -> Iterator[Path]:
+        """The path of a file to be let in by `add`; what is left of it at the end is removed."""
+        folder = self.directory / INCOMING / secrets.token_hex(8)
+        folder.mkdir(parents=True)
+        try:
+            yield folder / FILE
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def add(self, name: str, file: Path, source: Mapping[str, Any]) -> Entry:
+        """Check an incoming file and let it in as the next version of `name`; reads it whole."""
+        if not is_name(name):
+            raise DataError(
+                f"{name!r} is no cartridge's name; write letters, digits and _ . -, at most 64, a "
+                "letter or digit first"
+            )
+        cartridge = read_file(file)
+        require_fit(cartridge, self.base)
+        cartridge, folder = made_for(cartridge.with_source(source), self.base), file.parent
+        while True:
+            version = self._last(name) + 1
+            write_manifest(folder, manifest_of(cartridge, file, name, version))
+            for path in (file, folder / MANIFEST, folder):
+                flush(path)
+            (self.directory / name).mkdir(exist_ok=True)
+            try:
+                folder.rename(self.directory / name / str(version))
+            except OSError:
+                if not (self.directory / name / str(version)).exists():
+                    raise
+                continue  # somebody else was first: the next number
+            self._note_last(name, version)
+            flush(self.directory / name)
+            return self._entry(name, version)
+
+    def drop(self, name: str, version: int | None = None) -> list[int]:
+        """Remove a version, or all of them; returns those that were there."""
+        entry = self.get(CartridgeName(name, version))
+        dropped = self.versions(name) if version is None else [entry.manifest.version]
+        self._note_last(name, self._last(name))
+        for number in dropped:
+            # Renamed first: a version is whole or not there, also while it goes.
+            gone = self.directory / INCOMING / secrets.token_hex(8)
+            gone.parent.mkdir(exist_ok=True)
+            (self.directory / name / str(number)).rename(gone)
+            shutil.rmtree(gone)
+        return dropped
+
+    def _entry(self, name: str, version: int) -> Entry:
+        folder = self.directory / name / str(version)
+        try:
+            manifest = read_manifest(folder)
+        except DataError as error:
+            raise DataError(f"cartridge {name}@{version} is damaged: {error}") from error
+        return Entry(manifest, folder / FILE)
+
+    def _last(self, name: str) -> int:
+        noted = self.directory / name / LAST
+        last = int(noted.read_text()) if noted.is_file() else 0
+        return max([last, *self.versions(name)])
+
+    def _note_last(self, name: str, version: int) -> None:
+        write_atomically(self.directory / name / LAST, str(max(version, self._last(name))))

@@ -1,0 +1,150 @@
+"""Steering a run: what is asked from outside, at any time, and done between two steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+from protocols.errors import RunError, SpecError
+from protocols.records.status import PoolStatus, RunStatus
+from services.pool.pool import Pool
+from services.telemetry.recorder import Recorder
+from services.roles import ALONE
+
+CHECKPOINT_SECONDS = 300.0  # until the step in progress has ended and its state is on disk
+
+
+class Stopped(Exception):
+    """The run was asked to stop, between two steps. Not an error."""
+
+
+class Helm:
+    """The `Steering` port (protocols.ports) of one run. `between_steps` is the run's side of it."""
+
+    def __init__(
+        self,
+        status: Callable[[], RunStatus],
+        show: Callable[..., None],
+        pools: Callable[[], Mapping[str, Pool]],
+        recorder: Recorder,
+        scale: Callable[[str, int], Awaitable[None]],
+    ) -> None:
+        self._status, self._show, self._pools, self._recorder = status, show, pools, recorder
+        self._scale = scale
+        self._stopping = False
+        self._going = asyncio.Event()
+        self._going.set()
+        self._checkpoints: list[asyncio.Future[str]] = []
+        self._asked = asyncio.Event()  # something was asked for: a paused run looks up
+
+    # -- from outside ---------------------------------------------------------------------------
+
+    async def status(self) -> RunStatus:
+        return self._status()
+
+    async def scale(self, role: str, replicas: int) -> PoolStatus:
+        pools = self._pools()
+        if role not in pools:
+            raise SpecError(f"no pool {role!r}; this run has {', '.join(sorted(pools)) or 'none'}")
+        if role in ALONE:
+            raise SpecError(f"{role} cannot be scaled: there is one of it in a run")
+        if replicas < 1:
+            raise SpecError(f"replicas must be >= 1: got {replicas} for {role}")
+        pool = pools[role]
+        limits = pool.spec.autoscale
+        if limits is not None and not limits.min <= replicas <= limits.max:
+            raise SpecError(
+                f"replicas of {role} must be within roles.{role}.autoscale ({limits.min} to "
+                f"{limits.max}): got {replicas}; its load decides within them"
+            )
+        if replicas != pool.target:
+            before = pool.target
+            await self._scale(role, replicas)
+            self._recorder.event("scaled", role=role, replicas=replicas, before=before, by="hand")
+        return pool.status()
+
+    async def pause(self) -> None:
+        self._refuse_when_over("pause")
+        if self._going.is_set():
+            self._going.clear()
+            self._show(message="pausing after this step")
+
+    async def resume(self) -> None:
+        self._refuse_when_over("resume")
+        self._go_on()
+
+    async def checkpoint(self) -> str:
+        self._refuse_when_over("checkpoint")
+        asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._checkpoints.append(asked)
+        self._asked.set()
+        try:
+            return await asyncio.wait_for(asked, CHECKPOINT_SECONDS)
+        except TimeoutError as error:
+            raise RunError(
+                f"no checkpoint within {CHECKPOINT_SECONDS:g} s; is it stalled?"
+            ) from error
+
+    async def stop(self) -> None:
+        if not self._status().done:
+            self._stopping = True
+            self._show(message="stopping after this step")
+            self._asked.set()
+
+    def events(self, replay: int) -> AsyncIterator[Mapping[str, Any]]:
+        return self._recorder.follow(replay)
+
+    # -- the run's side -------------------------------------------------------------------------
+
+    async def between_steps(self, checkpoint: Callable[[], Awaitable[str]]) -> None:
+        """Do what was asked for. Raises Stopped; returns from a pause when it is over."""
+        await self._write(checkpoint)
+        if not self._going.is_set() and not self._stopping:
+            self._show(paused=True, message="paused")
+            self._recorder.event("paused")
+            while not self._going.is_set() and not self._stopping:
+                await self._asked.wait()
+                self._asked.clear()
+                await self._write(checkpoint)
+            self._show(paused=False, message="")
+            self._recorder.event("resumed")
+        if self._stopping:
+            raise Stopped
+
+    def over(self) -> None:
+        """Nothing more will be done: whoever waits for a checkpoint gets to know."""
+        _answer(self._checkpoints, RunError("the run ended before the checkpoint was written"))
+        self._checkpoints.clear()
+
+    async def _write(self, checkpoint: Callable[[], Awaitable[str]]) -> None:
+        asked, self._checkpoints = self._checkpoints, []
+        if not asked:
+            return
+        try:
+            name = await checkpoint()
+        except BaseException as error:
+            _answer(asked, RunError(f"the checkpoint was not written: {error!r}"))
+            raise
+        _answer(asked, name or RunError("nothing is trained yet: nothing to keep"))
+
+    def _go_on(self) -> None:
+        if not self._going.is_set():
+            self._going.set()
+            self._show(message="")
+            self._asked.set()
+
+    def _refuse_when_over(self, what: str) -> None:
+        status = self._status()
+        if status.done:
+            raise RunError(f"cannot {what}: the run has ended ({status.stage})")
+
+
+def _answer(asked: Iterable[asyncio.Future[str]], answer: str | RunError) -> None:
+    for future in asked:
+        if future.done():  # whoever asked went away
+            continue
+        if isinstance(answer, str):
+            future.set_result(answer)
+        else:
+            future.set_exception(answer)

@@ -1,0 +1,289 @@
+"""The gRPC control plane: lets `forge status`, `forge scale` and any gRPC client steer a run.
+
+    client --- control.proto ---> ControlPlane --- protocols.ports.Steering ---> the run
+
+It answers on the event loop of whoever starts it. On loopback it needs nothing; elsewhere the spec
+demands TLS and a token, which every call carries, health checks and reflection too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, TypeAlias, TypeVar
+
+# Or gRPC's core tells the run's display of every stranger that shook hands badly.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from protocols.wire import control_pb2 as pb
+from protocols.wire import control_pb2_grpc
+from protocols.wire.control_messages import CONTROL, RUN_KEY, pool_message, run_message
+from protocols.errors import DataError, ForgeError, SpecError
+from protocols.ports import Steering
+from protocols.spec.services import ControlSpec
+from services.control.endpoints import read_token
+
+GRACE_SECONDS = 2.0  # what a call in flight is given when the run ends
+CALL_SECONDS = 10.0  # the longest that a call may take, whatever its client allows
+CHECKPOINT_SECONDS = 600.0  # waits for the step in progress
+MOST_CALLS = 64  # at one time; more are refused at once
+MESSAGE_BYTES = 64 * 1024  # the longest request
+
+_log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class ControlPlane:
+    """Serves one run's `Steering`: `async with ControlPlane(steering, spec, run_id) as control:`.
+
+    `address` is where it listens, with the port it was given. Raises SpecError on entry for
+    certificates or a token that cannot be read, and for an address that cannot be had.
+    """
+
+    def __init__(self, steering: Steering, spec: ControlSpec, run: str) -> None:
+        self._spec = spec
+        self._token = None if spec.token_env is None else read_token(spec.token_env)
+        self._service = _Control(steering, run)
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self.address = ""
+
+    async def start(self) -> None:
+        server = grpc.aio.server(
+            interceptors=[_Guard(self._token)],
+            maximum_concurrent_rpcs=MOST_CALLS,
+            options=[
+                # A port that another run listens on is refused, not shared with it.
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", MESSAGE_BYTES),
+                # A client whose host is gone holds its stream no longer than this.
+                ("grpc.keepalive_time_ms", 20_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                # Clients may ask as often whether we are there.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+            ],
+        )
+        control_pb2_grpc.add_ControlServicer_to_server(self._service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        for name in ("", CONTROL):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self.address = self._listen(server)
+        await server.start()
+        self._server = server
+
+    async def stop(self) -> None:
+        """Within GRACE_SECONDS: streams of events end at once, calls in flight may finish."""
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        self._service.ending.set()
+        await self._health.enter_graceful_shutdown()
+        await server.stop(GRACE_SECONDS)
+
+    async def __aenter__(self) -> ControlPlane:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    def _listen(self, server: grpc.aio.Server) -> str:
+        listen, cert, key = self._spec.listen, self._spec.tls_cert, self._spec.tls_key
+        try:
+            if cert is None or key is None:
+                port = server.add_insecure_port(listen)
+            else:
+                pair = (_pem("tls_key", key), _pem("tls_cert", cert))
+                port = server.add_secure_port(listen, grpc.ssl_server_credentials([pair]))
+        except RuntimeError:
+            of_key = "" if cert is None else f", and that {cert} and {key} are a pair in PEM"
+            raise SpecError(
+                f"control.listen: cannot listen on {listen}; check that this host has the address, "
+                f"that nothing else listens there{of_key}"
+            ) from None
+        return f"{listen.rpartition(':')[0]}:{port}"
+
+
+class _Control(control_pb2_grpc.ControlServicer):
+    """The calls of control.proto. The names of its methods are those of the .proto."""
+
+    def __init__(self, steering: Steering, run: str) -> None:
+        self._steering = steering
+        self._run = run
+        self.ending = asyncio.Event()
+
+    async def Status(
+        self, request: pb.StatusRequest, context: grpc.aio.ServicerContext
+    ) -> pb.StatusResponse:
+        status = await self._ask(context, self._steering.status)
+        return pb.StatusResponse(run=self._run, status=run_message(status))
+
+    async def Scale(
+        self, request: pb.ScaleRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ScaleResponse:
+        pool = await self._ask(
+            context, lambda: self._steering.scale(request.role, request.replicas)
+        )
+        return pb.ScaleResponse(pool=pool_message(pool))
+
+    async def Pause(
+        self, request: pb.PauseRequest, context: grpc.aio.ServicerContext
+    ) -> pb.PauseResponse:
+        await self._ask(context, self._steering.pause)
+        return pb.PauseResponse()
+
+    async def Resume(
+        self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ResumeResponse:
+        await self._ask(context, self._steering.resume)
+        return pb.ResumeResponse()
+
+    async def Checkpoint(
+        self, request: pb.CheckpointRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CheckpointResponse:
+        name = await self._ask(context, self._steering.checkpoint, CHECKPOINT_SECONDS)
+        return pb.CheckpointResponse(name=name)
+
+    async def Stop(
+        self, request: pb.StopRequest, context: grpc.aio.ServicerContext
+    ) -> pb.StopResponse:
+        await self._ask(context, self._steering.stop)
+        return pb.StopResponse()
+
+    async def Events(self, request: pb.EventsRequest, context: grpc.aio.ServicerContext) -> None:
+        await self._check_run(context)
+        sending = asyncio.create_task(self._send(request.replay, context))
+        ending = asyncio.create_task(self.ending.wait())
+        try:
+            await asyncio.wait((sending, ending), return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also when the client went away, which cancels us
+            sending.cancel()
+            ending.cancel()
+            await asyncio.wait((sending, ending), timeout=GRACE_SECONDS)
+            ended = sending.done() and not sending.cancelled()
+            error = sending.exception() if ended else None
+        if error is not None:
+            await _refuse(context, error)
+
+    async def _send(self, replay: int, context: grpc.aio.ServicerContext) -> None:
+        events = self._steering.events(replay)
+        try:
+            async for event in events:
+                await context.write(_event_message(event))
+        finally:
+            # A generator is closed here, and not whenever it is collected.
+            if (close := getattr(events, "aclose", None)) is not None:
+                await close()
+
+    async def _ask(
+        self,
+        context: grpc.aio.ServicerContext,
+        question: Callable[[], Awaitable[Answer]],
+        seconds: float = CALL_SECONDS,
+    ) -> Answer:
+        """What the run answers, or its refusal as a gRPC status."""
+        await self._check_run(context)
+        try:
+            async with asyncio.timeout(seconds):
+                return await question()
+        except Exception as error:
+            await _refuse(context, error)
+
+    async def _check_run(self, context: grpc.aio.ServicerContext) -> None:
+        """Refuse a call that is meant for another run: a file of a dead run may name the port that
+        this one listens on now."""
+        meant = dict(context.invocation_metadata() or ()).get(RUN_KEY, self._run)
+        if meant != self._run:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this is run {self._run}, not {str(meant)[:200]!r}, which is not running here; "
+                "name the run that you mean",
+            )
+
+
+class _Guard(grpc.aio.ServerInterceptor):
+    """Lets through the calls that carry the token, or every call where there is none."""
+
+    def __init__(self, token: str | None) -> None:
+        self._expected = None if token is None else f"Bearer {token}".encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        if self._expected is None or handler is None:
+            return handler
+        given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
+        given = given if isinstance(given, bytes) else given.encode()
+        if hmac.compare_digest(given, self._expected):
+            return handler
+        # Of the handler's own kind: a stream is refused before its first request.
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(_no_token)
+        return grpc.unary_unary_rpc_method_handler(_no_token)
+
+
+async def _no_token(request: object, context: grpc.aio.ServicerContext) -> NoReturn:
+    await context.abort(
+        grpc.StatusCode.UNAUTHENTICATED,
+        "the run's token must come with every call, as the metadata authorization: Bearer TOKEN; "
+        "name the environment variable that holds it with --token-env",
+    )
+
+
+async def _refuse(context: grpc.aio.ServicerContext, error: BaseException) -> NoReturn:
+    """End the call with the status that the error means. Our own bugs keep their text: they go to
+    the log of the run, and not to whoever asked."""
+    if isinstance(error, SpecError | DataError):
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    if isinstance(error, ForgeError):
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+    if isinstance(error, TimeoutError):
+        await context.abort(
+            grpc.StatusCode.DEADLINE_EXCEEDED, "the run did not answer in time; ask again"
+        )
+    _log.error("a call of the control plane failed", exc_info=error)
+    await context.abort(
+        grpc.StatusCode.INTERNAL, "the run could not answer; the controller's log says why"
+    )
+
+
+def _event_message(event: Mapping[str, Any]) -> pb.EventsResponse:
+    """`{"time": "2026-07-26T10:15:42.120Z", "event": "step", "arm": ...}`, as in events.jsonl."""
+    moment = Timestamp()
+    moment.FromDatetime(datetime.fromisoformat(event["time"]))
+    fields = {key: value for key, value in event.items() if key not in ("time", "event")}
+    return pb.EventsResponse(
+        time=moment, event=event["event"], fields_json=json.dumps(fields, ensure_ascii=False)
+    )
+
+
+def _pem(key: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise SpecError(
+            f"control.{key}: cannot read {path}: {error.strerror}; give a PEM file"
+        ) from None

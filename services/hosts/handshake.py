@@ -1,0 +1,169 @@
+"""What a worker says of itself before it is attached to, on the port after Monarch's own.
+
+    GET http://10.0.0.2:26601/hello
+    {"versions": {"torchmonarch": "0.7.0", "python": "3.11", ...}, "incarnation": "5b1f...",
+     "draining": false, "address": "tcp://10.0.0.2:41235"}
+
+Plain JSON over HTTP, since another version of Monarch may not even decode our messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import platform
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Self
+
+from protocols.errors import RunError
+from protocols.spec.hosts import ADDRESS
+
+PACKAGES = ("cartridge-forge", "torchmonarch", "torch")  # must be the very same everywhere
+ANSWER_SECONDS = 3.0  # an answer takes a millisecond
+ANSWER_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True)
+class Hello:
+    """`incarnation` is another for each start of a worker; `address` is where it is attached to."""
+
+    versions: Mapping[str, str]
+    incarnation: str
+    draining: bool
+    address: str
+
+
+class Unheard(RunError):
+    """A worker did not answer: it may come up, or come back."""
+
+
+def versions(*, torchstore: bool = True) -> dict[str, str]:
+    """What must be equal on both sides, as it is here; "none" for what is not installed.
+
+    TorchStore counts where it is the tensor plane. A version for CPUs and one for GPUs
+    ("2.13.0+cpu") are the same. Imports none of them."""
+    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for package in (*PACKAGES, *(["torchstore"] if torchstore else [])):
+        try:
+            found[package] = importlib.metadata.version(package).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """`"tcp://10.0.0.2:26600"` -> `("10.0.0.2", 26600)`; an IPv6 host keeps its brackets."""
+    found = ADDRESS.fullmatch(address)
+    # The hello is on the next port, so the last one cannot be Monarch's.
+    if found is None or not 1 <= int(found[2]) < 65535:
+        raise RunError(f"a worker's address must be tcp://host:port: got {address!r}")
+    return found[1], int(found[2])
+
+
+def parse_hello(body: bytes) -> Hello:
+    """Raises ValueError for anything but a worker's answer."""
+    try:
+        told = json.loads(body)
+        return Hello(
+            {str(k): str(v) for k, v in told["versions"].items()},
+            str(told["incarnation"]),
+            bool(told["draining"]),
+            str(told["address"]),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a worker's hello: {body[:80]!r}") from error
+
+
+async def ask_hello(address: str, timeout_s: float = ANSWER_SECONDS) -> Hello:
+    """What the worker at that address says. Raises Unheard, with the remedy."""
+    host, port = host_and_port(address)
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), port + 1)
+            try:
+                writer.write(f"GET /hello HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
+                answer = await reader.read(ANSWER_BYTES)
+                while more := await reader.read(ANSWER_BYTES):
+                    answer += more
+                    if len(answer) > ANSWER_BYTES:
+                        raise ValueError("it says too much")
+            finally:
+                writer.close()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        if b" 200 " not in head.split(b"\r\n")[0]:
+            raise ValueError(f"not a worker's hello: {answer[:80]!r}")
+        return parse_hello(body)
+    except (OSError, ValueError, TimeoutError) as error:
+        why = f"{error}" or f"no answer within {timeout_s:g} s"
+        raise Unheard(
+            f"the worker at {address} said no hello on port {port + 1} ({why}); start it with "
+            f"`forge worker --address {address}`, and let this host reach both ports there"
+        ) from error
+
+
+def require_same(address: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    """Raise RunError that names every version in which the worker and this side differ."""
+    other = [
+        f"{name} {theirs.get(name, 'none')} where this side has {version}"
+        for name, version in ours.items()
+        if theirs.get(name, "none") != version
+    ]
+    if other:
+        raise RunError(
+            f"the worker at {address} has {'; '.join(other)}; install the same versions on both "
+            "(the same image, or the same `make install`), and start the worker again"
+        )
+
+
+class HelloServer:
+    """Says hello on `host`:`port` from a thread: `with HelloServer("10.0.0.2", 26601, tell): ...`.
+
+    `tell` is called for each question. Raises RunError where the port cannot be had."""
+
+    def __init__(self, host: str, port: int, tell: Callable[[], Hello]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            timeout = ANSWER_SECONDS
+
+            def do_GET(self) -> None:
+                if self.path != "/hello":
+                    return self.send_error(404)
+                body = json.dumps(asdict(tell())).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass  # once a second, from every controller
+
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            daemon_threads = True
+
+            def server_bind(self) -> None:  # without the look-up of our own name in DNS
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self.socket.bind(self.server_address)
+                self.server_address = self.socket.getsockname()
+
+        try:
+            self._server = Server((host.strip("[]"), port), Handler)
+        except OSError as error:
+            raise RunError(
+                f"a worker cannot say hello on {host}:{port}: {error.strerror}; is another worker "
+                "there? Choose another address with --address"
+            ) from error
+        self.port: int = self._server.server_address[1]
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,0 +1,174 @@
+"""Pods of a mesh, as the API server tells of them: whom to attach to, and what the others lack.
+
+    raw pod -> Pod -> Worker("generator-0", "tcp://10.0.0.7:26600", "generator", 1)
+                   -> "generator-1: Unschedulable: 0/3 nodes are available; add nodes or ..."
+
+Pure: nothing here asks the API server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.manifests.objects import DOMAIN, PART_OF, WORKER_PORT, dashed, mesh_name
+from services.hosts.source import Worker
+
+Life = tuple[str, int]
+
+REMEDIES = {
+    "Unschedulable": "add nodes, or ask for less in the mesh file",
+    "ErrImagePull": "push the image to where the nodes find it, or correct its name",
+    "ImagePullBackOff": "push the image to where the nodes find it, or correct its name",
+    "InvalidImageName": "correct the image's name",
+    "CreateContainerConfigError": "make the Secret or ConfigMap that it names",
+    "CrashLoopBackOff": "read `kubectl logs -n {space} {pod} --previous`",
+}
+
+
+@dataclass(frozen=True)
+class Pod:
+    """`Pod("generator-0", "5f1c", "generator", "10.0.0.7", 0, runs=True, ready=True)`.
+
+    component  as labelled: a role with dashes
+    restarts   of its container, by kubelet: the address stays and the worker is another
+    runs       its container does, and nobody has asked it to end
+    reason     why it is not ready, in Kubernetes' words; "" where it is
+    """
+
+    name: str
+    uid: str
+    component: str
+    ip: str
+    restarts: int
+    runs: bool
+    ready: bool
+    reason: str = ""
+    message: str = ""
+
+    @property
+    def life(self) -> Life:
+        return self.uid, self.restarts
+
+    @property
+    def ordinal(self) -> int:
+        """Its place in its StatefulSet, which takes the highest away first."""
+        number = self.name.rpartition("-")[2]
+        return int(number) if number.isdecimal() else 0
+
+
+def selector(instance: str, roles: Iterable[str]) -> str:
+    """Of the pods of these roles of a mesh: the labels that the manifests give them."""
+    components = ",".join(dashed(role) for role in roles)
+    return (
+        f"{DOMAIN}/part-of={PART_OF},{DOMAIN}/instance={instance},"
+        f"{DOMAIN}/component in ({components})"
+    )
+
+
+def pod_of(raw: Mapping[str, Any]) -> Pod:
+    """What matters of a pod as the API gives it."""
+    metadata, status = raw["metadata"], raw.get("status", {})
+    conditions = {c["type"]: c for c in status.get("conditions") or ()}
+    containers = status.get("containerStatuses") or ()
+    leaving = "deletionTimestamp" in metadata
+    runs = (
+        status.get("phase") == "Running"
+        and not leaving
+        and all("running" in c.get("state", {}) for c in containers)
+    )
+    ready = runs and conditions.get("Ready", {}).get("status") == "True"
+    reason, message = ("", "") if ready else _why(status, conditions, leaving)
+    return Pod(
+        name=metadata["name"],
+        uid=metadata.get("uid", ""),
+        component=metadata.get("labels", {}).get(f"{DOMAIN}/component", ""),
+        ip=status.get("podIP") or "",
+        restarts=sum(c.get("restartCount", 0) for c in containers),
+        runs=runs,
+        ready=ready,
+        reason=reason,
+        message=message,
+    )
+
+
+def _why(
+    status: Mapping[str, Any], conditions: Mapping[str, Any], leaving: bool
+) -> tuple[str, str]:
+    """(reason, message) of a pod that is not ready."""
+    if leaving:
+        return "Terminating", ""
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        return scheduled.get("reason", "Unschedulable"), scheduled.get("message", "")
+    every = [
+        *(status.get("initContainerStatuses") or ()),
+        *(status.get("containerStatuses") or ()),
+    ]
+    for container in every:
+        waiting = container.get("state", {}).get("waiting")
+        if waiting and waiting.get("reason") not in (None, "PodInitializing"):
+            said = [waiting.get("message", ""), _ended(container.get("lastState", {}))]
+            return waiting["reason"], "; ".join(filter(None, said))
+        if ended := _ended(container.get("state", {})):
+            return "Terminated", ended
+    if status.get("phase") == "Running":
+        return "NotReady", "its readiness probe has not passed"
+    return status.get("reason") or status.get("phase", "Pending"), status.get("message", "")
+
+
+def _ended(state: Mapping[str, Any]) -> str:
+    end = state.get("terminated")
+    return f"ended with exit code {end.get('exitCode')} ({end.get('reason')})" if end else ""
+
+
+def attachable(pods: Iterable[Pod], before: frozenset[Life]) -> frozenset[Life]:
+    """Those to be attached to: they run, and are ready or were so `before`.
+
+    A probe that fails for a while, on a busy node, ends no replica: whether a worker that is
+    attached lives is for the heartbeats to tell.
+    """
+    return frozenset(p.life for p in pods if p.runs and p.ip and (p.ready or p.life in before))
+
+
+def workers(
+    pods: Iterable[Pod], lives: frozenset[Life], roles: Iterable[str]
+) -> tuple[Worker, ...]:
+    """Of `lives`: roles in their order, and within one by ordinal, as StatefulSets keep them."""
+    order = {dashed(role): (place, role) for place, role in enumerate(roles)}
+    found = [p for p in pods if p.life in lives and p.component in order]
+    found.sort(key=lambda p: (order[p.component][0], p.ordinal, p.name))
+    return tuple(Worker(p.name, address(p.ip), order[p.component][1], capacity=1) for p in found)
+
+
+def address(ip: str) -> str:
+    """`"10.0.0.7"` -> `"tcp://10.0.0.7:26600"`; IPv6 in brackets. Of the pod's IP and not its name,
+    which would be that of the next pod too."""
+    host = f"[{ip}]" if ":" in ip else ip
+    return f"tcp://{host}:{WORKER_PORT}"
+
+
+def missing(pods: Iterable[Pod], wanted: Mapping[str, int], space: str) -> list[str]:
+    """A line for each pod that is wanted (role to replicas) and not ready: which, why, and what to
+    do. Empty where none is missing."""
+    lines = []
+    known = list(pods)
+    for role, replicas in wanted.items():
+        mine = {p.name: p for p in known if p.component == dashed(role)}
+        if sum(p.ready for p in mine.values()) >= replicas:
+            continue
+        if not mine:
+            lines.append(f"{mesh_name(role)}: no pods")
+            continue
+        short = replicas - len(mine)
+        lines += [_lacks(p, space) for _, p in sorted(mine.items()) if not p.ready]
+        if short > 0:
+            lines.append(f"{mesh_name(role)}: {short} of {replicas} pods are not made yet")
+    return lines
+
+
+def _lacks(pod: Pod, space: str) -> str:
+    said = f"{pod.name}: {pod.reason}" + (f": {pod.message:.300}" if pod.message else "")
+    remedy = REMEDIES.get(pod.reason)
+    return said + (f"; {remedy.format(space=space, pod=pod.name)}" if remedy else "")

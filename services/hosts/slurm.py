@@ -1,0 +1,319 @@
+"""Workers on the nodes of one Slurm job, submitted for the run by Monarch's SlurmJob.
+
+    sbatch -> wait in the queue -> a worker on every node is attached -> the run -> scancel
+
+Where `forge-run` starts, sbatch, squeue and scancel are on PATH (Slurm 24.05 or newer, of whose
+JSON SlurmJob reads the nodes), the nodes reach this host by its name, and they see the same
+directories: they run this very Python, so all versions are equal. Nodes are taken whole, for a
+worker listens on the same port of each. The job's output is in `<runs of the mesh>/slurm/`.
+
+Slurm ends the job at its time limit, for a job that comes before it, or when a node fails. The run
+ends then with a checkpoint, and `--resume` goes on with a new job. If this process is killed
+(kill -9), nobody cancels the job: then the time limit ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import os
+import secrets
+import shutil
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from protocols.errors import RunError, SpecError
+from protocols.spec.hosts import SlurmSpec
+from protocols.spec.mesh import RunSpec
+from services.hosts.source import LINK_ENVIRONMENT, Worker
+from services.hosts.worker import PORT
+
+if TYPE_CHECKING:
+    from monarch.actor import HostMesh
+    from monarch.job import SlurmJob
+
+TOOLS = ("sbatch", "squeue", "scancel")
+ASK_SECONDS = 30.0  # for one call of Slurm's tools: a busy controller takes several
+SUBMIT_SECONDS = 60.0
+LIST_SECONDS = 30.0  # until a job that was submitted is listed
+QUEUE_SECONDS = 2.0  # between two looks at a job that waits
+WATCH_SECONDS = 10.0  # between two looks at one that runs
+ATTACH_SECONDS = 120.0  # a node's Python may come over a busy network file system
+CANCEL_SECONDS = 15.0
+WAITS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"}
+RUNS = {"RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A job as squeue tells of it: `Standing("4711", "PENDING", "Resources")`."""
+
+    job: str
+    state: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.state} ({self.reason})" if self.reason not in ("", "None") else self.state
+
+
+NOBODY = Standing("", "not in the queue", "")
+
+
+class SlurmHosts:
+    """A HostSource: `slurm.nodes` workers that every role may use. All fail with RunError."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        slurm = spec.mesh.hosts.slurm or SlurmSpec()
+        for arg in slurm.args:
+            if arg.partition("=")[0] in ("--export", "--parsable"):
+                raise SpecError(
+                    f"hosts.slurm.args: {arg} is not the user's to give: workers get this "
+                    "process's environment; remove it, and export variables before forge-run"
+                )
+        self._spec = slurm
+        self._logs = spec.default_run_root.absolute() / "slurm"
+        # Of all jobs there are it is the only one called so: found again whatever sbatch said.
+        self._name = f"forge-{spec.mesh.name}-{secrets.token_hex(4)}"
+        self._job: SlurmJob | None = None
+        self._submitting: asyncio.Future[None] | None = None
+
+    async def workers(self) -> AsyncGenerator[tuple[Worker, ...]]:
+        try:
+            job = self._job = self._make()
+            self._submitting = in_thread(job.apply)
+            await self._submitted(self._submitting)
+            await self._started()
+            meshes = await self._attached(job)
+            yield tuple(Worker(f"host{i}", "", mesh=mesh) for i, mesh in enumerate(meshes))
+            await self._ended()
+        except RunError as error:
+            try:
+                await self.close()
+            except RunError as left:
+                raise RunError(f"{error}; {left}") from error
+            raise
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+
+    async def want(self, role: str, replicas: int) -> None:
+        """The job's nodes are for all roles, and it cannot grow."""
+
+    async def close(self) -> None:
+        """Cancel the job, whatever became of it. Raises RunError when it goes on all the same."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        if self._submitting is not None:  # sbatch cannot be called back: what it made can
+            await asyncio.wait({self._submitting}, timeout=CANCEL_SECONDS)
+        await asyncio.wait({in_thread(job.kill)}, timeout=CANCEL_SECONDS)
+        deadline = time.monotonic() + CANCEL_SECONDS
+        while (left := await self._look()) is None or left.state in WAITS | RUNS:
+            if time.monotonic() > deadline:
+                named = left.job if left else f"--name={self._name}_{os.getpid()}"
+                raise RunError(f"the Slurm job was not cancelled; end it with: scancel {named}")
+            if left is not None:  # one that sbatch made, and SlurmJob does not know of
+                await ask("scancel", left.job)
+            await asyncio.sleep(QUEUE_SECONDS / 4)
+
+    # -- its life -------------------------------------------------------------------------------
+
+    def _make(self) -> SlurmJob:
+        missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+        if missing:
+            raise RunError(
+                f"hosts.kind slurm needs Slurm's tools, and {', '.join(missing)} is not on PATH; "
+                "start forge-run on a login node of the cluster, or choose another hosts.kind"
+            )
+        if "SBATCH_EXPORT" in os.environ:  # it wins over what the job's script says
+            raise RunError("SBATCH_EXPORT keeps the workers' settings from them; unset it")
+        from monarch.config import configure, get_global_config
+        from monarch.job import SlurmJob
+
+        # Its handlers write to the terminal, in the middle of the display.
+        for room in ("slurm", "job"):
+            logging.getLogger(f"monarch._src.job.{room}").setLevel(logging.ERROR)
+        slurm = self._spec
+        link = ",".join(f"{key}={value}" for key, value in LINK_ENVIRONMENT.items())
+        chosen = get_global_config()["default_transport"]
+        job = SlurmJob(
+            # A mesh each: one with a dead host among its hosts neither spawns nor shuts down.
+            meshes={f"host{i}": 1 for i in range(slurm.nodes)},
+            python_exe=sys.executable,
+            # Put back into the queue, its workers would wait for a run that has ended.
+            slurm_args=(f"--export=ALL,{link}", "--no-requeue", *slurm.args),
+            monarch_port=PORT,
+            job_name=self._name,
+            time_limit=slurm.time_limit,
+            partition=slurm.partition,
+            account=slurm.account,
+            gpus_per_node=slurm.gpus_per_node,
+            exclusive=True,
+            log_dir=str(self._logs),
+            job_start_timeout=round(ASK_SECONDS),  # once squeue has said that it runs
+        )
+        configure(default_transport=chosen)  # it set its own: how this process is reached
+        return job
+
+    async def _submitted(self, submitting: asyncio.Future[None]) -> None:
+        try:
+            await asyncio.wait_for(asyncio.shield(submitting), SUBMIT_SECONDS)
+        except TimeoutError as error:
+            raise RunError(
+                f"sbatch did not answer within {SUBMIT_SECONDS:g} s; is Slurm's controller up "
+                "(scontrol ping)?"
+            ) from error
+        except Exception as error:  # what SlurmJob makes of sbatch's words
+            raise RunError(
+                f"Slurm did not take the job: {error}; check hosts.slurm against sinfo"
+            ) from error
+
+    async def _started(self) -> None:
+        """Return once the job runs."""
+        last = NOBODY
+        begun = time.monotonic()
+        while True:
+            told = await self._look()
+            last = told or last
+            waited = time.monotonic() - begun
+            if last.state in RUNS:
+                return
+            unlisted = last is NOBODY and (told is None or waited < LIST_SECONDS)
+            if last.state not in WAITS and not unlisted:
+                raise RunError(
+                    f"the Slurm job {last.job} ended before it began: {last}; what the nodes "
+                    f"wrote is in {self._logs}"
+                )
+            if waited > self._spec.start_timeout_s:
+                raise RunError(
+                    f"the Slurm job {last.job} did not start within "
+                    f"{self._spec.start_timeout_s:g} s: {last}; raise hosts.slurm.start_timeout_s, "
+                    "or ask for fewer nodes or another partition"
+                )
+            await asyncio.sleep(QUEUE_SECONDS)
+
+    async def _attached(self, job: SlurmJob) -> list[HostMesh]:
+        """A mesh for each node, once its worker answers; raises if the job ends meanwhile."""
+        attaching = asyncio.ensure_future(self._attach(job))
+        ending = asyncio.ensure_future(self._ended())
+        try:
+            done, _ = await asyncio.wait(
+                {attaching, ending}, timeout=ATTACH_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            if ending in done:  # SlurmJob may have cancelled it, and then says why
+                await asyncio.wait({attaching}, timeout=QUEUE_SECONDS)
+            if attaching.done():
+                return attaching.result()
+            if ending in done:
+                ending.result()
+            raise RunError(
+                f"no worker on every node answered within {ATTACH_SECONDS:g} s; check that the "
+                f"nodes reach this host, and what they wrote in {self._logs}"
+            )
+        finally:
+            for task in (attaching, ending):
+                task.cancel()
+            await asyncio.wait({attaching, ending})
+
+    async def _attach(self, job: SlurmJob) -> list[HostMesh]:
+        try:
+            # Without a path it keeps no copy of itself in .monarch/.
+            state = await in_thread(partial(job.state, cached_path=None))
+            meshes = [getattr(state, f"host{i}") for i in range(self._spec.nodes)]
+            await asyncio.gather(*(initialized(mesh) for mesh in meshes))
+            return meshes
+        except Exception as error:  # from Slurm's JSON to Monarch's sockets
+            standing = await self._look()
+            # Cancelled it is by SlurmJob itself, whose error says why.
+            if standing is not None and standing.state not in RUNS | {"CANCELLED"}:
+                raise self._end(standing) from error
+            raise RunError(
+                f"the nodes of the Slurm job were not attached ({error!r:.200}); SlurmJob reads "
+                f"the JSON of Slurm 24.05 and newer; what the nodes wrote is in {self._logs}"
+            ) from error
+
+    async def _ended(self) -> None:
+        """Raise RunError once Slurm says that the job no longer runs."""
+        while True:
+            standing = await self._look()
+            if standing is not None and standing.state not in RUNS:
+                raise self._end(standing)
+            await asyncio.sleep(WATCH_SECONDS)
+
+    def _end(self, standing: Standing) -> RunError:
+        return RunError(
+            f"the Slurm job ended: {standing}; go on with --resume, which submits a new one "
+            f"(hosts.slurm.time_limit is {self._spec.time_limit or 'the default'}; what the nodes "
+            f"wrote is in {self._logs})"
+        )
+
+    async def _look(self) -> Standing | None:
+        """How the job stands; None when squeue does not say, as it does not when it is busy."""
+        told = await ask("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r|%j")
+        if told is None:
+            return None
+        for line in told.splitlines():
+            job, state, reason, name = line.strip().split("|", 3)
+            if name.startswith(self._name):
+                return Standing(job, state, reason)
+        return NOBODY
+
+
+async def initialized(mesh: HostMesh) -> None:
+    await mesh.initialized
+
+
+async def ask(*command: str) -> str | None:
+    """What one of Slurm's tools says; None where it fails or takes more than ASK_SECONDS."""
+    asking = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        said, _ = await asyncio.wait_for(asking.communicate(), ASK_SECONDS)
+    except TimeoutError:
+        return None
+    finally:
+        if asking.returncode is None:
+            asking.kill()
+            await asking.wait()
+    return said.decode(errors="replace") if asking.returncode == 0 else None
+
+
+def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """What a blocking call returns. The thread keeps nobody from ending: unlike those of asyncio's
+    pool, for which the loop waits in its end, a call that hangs dies with the process."""
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]  # there without an error
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = context.run(work)
+        except Exception as failed:
+            error = failed
+        except BaseException as panic:  # of Monarch's Rust: no Exception, and no reason to exit
+            error = RuntimeError(str(panic))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="slurm", daemon=True).start()
+    return future

@@ -1,0 +1,52 @@
+"""Which tensor plane a run uses: the spec's word for it, bound to code.
+
+torchstore      any number of hosts; bytes in a storage process on a mesh
+shared_memory   one host; bytes in /dev/shm, mapped by readers without a copy
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from protocols.errors import SpecError
+from protocols.ports import TensorPlane
+
+if TYPE_CHECKING:
+    from monarch.actor import ProcMesh
+
+PlaneKind = Literal["torchstore", "shared_memory"]
+
+
+class OwnedPlane(TensorPlane, Protocol):
+    """A plane as the one who opened it sees it: `stop` frees everything it holds."""
+
+    async def stop(self) -> None: ...
+
+
+def import_plane(kind: PlaneKind) -> None:
+    """Import a plane's code ahead: TorchStore's takes seconds, on busy cores many, in which who has
+    processes to listen to hears none of them."""
+    if kind == "torchstore":
+        import services.planes.torchstore  # noqa: F401
+
+
+async def open_plane(
+    kind: PlaneKind, mesh: ProcMesh | None = None, timeout_s: float = 60.0
+) -> OwnedPlane:
+    """Open a plane of that kind, from the root client or from inside an actor.
+
+    `mesh` is a mesh of one process that holds TorchStore's bytes; the caller spawns and stops it,
+    after the plane. Shared memory needs none. Raises SpecError for an unknown kind, PlaneError
+    where the plane cannot start.
+    """
+    # Imported by kind: TorchStore takes two seconds that the other plane need not pay.
+    if kind == "torchstore":
+        from services.planes.torchstore import TorchStorePlane
+
+        assert mesh is not None, "the torchstore plane needs a mesh for its storage process"
+        return await TorchStorePlane.start(mesh, timeout_s)
+    if kind == "shared_memory":
+        from services.planes.shared_memory import SharedMemoryPlane
+
+        return await SharedMemoryPlane.start()
+    raise SpecError(f"plane must be 'torchstore' or 'shared_memory': got {kind!r}")

@@ -1,0 +1,305 @@
+"""The lives of replicas: started, replaced when they die, drained when they are too many, moved.
+
+(start) process -> actor -> `prepare` -> what it missed -> service
+lost    calls end, the process is ended, a successor starts while the budget of restarts lasts
+drain   no new requests; ended once it has none
+move    drained where its host is left, or crowded; its successor starts elsewhere
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocols.errors import ForgeError, PlaneError, RunError
+from protocols.spec.services import HealthSpec
+from protocols.records.status import ReplicaState
+from services.pool.autoscale import Loads
+from services.pool.health import IN_SERVICE, drained, refitted
+from services.pool.pool import Pool
+from services.pool.process import Process, by_rank
+from services.pool.process_manager import Processes
+from services.pool.replica import Lost, Replica, ask, last_line
+
+RETRY_SECONDS = 0.5
+DRAIN_SECONDS = 120.0
+MOVE_PAUSE_SECONDS = 10.0  # after a move to another host that failed
+
+Prepare = Callable[[Replica], Awaitable[None]]
+Check = Callable[[Process], Awaitable[None]]
+Note = Callable[..., None]
+
+
+@dataclass
+class Role:
+    """How a pool's replicas are made, and the load that its size follows. `check` raises RunError
+    for a process that the actor cannot work in."""
+
+    actor: type[Any]
+    args: tuple[Any, ...]
+    prepare: Prepare | None
+    check: Check | None = None
+    loads: Loads = field(default_factory=Loads)
+    scaling: asyncio.Lock = field(default_factory=asyncio.Lock)
+    refused: str = ""  # what the last scaling by load failed on
+    wait: float = 0.0  # until when (monotonic seconds) none is tried
+
+
+class Lives:
+    """What `services.pool.service` decides, done: it says who is lost, this one replaces it.
+
+    `pools` is the service's own; `failure` gets what cannot be healed.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[str, Pool],
+        processes: Processes,
+        health: HealthSpec,
+        spawn_timeout_s: float,
+        note: Note,
+    ) -> None:
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.roles: dict[str, Role] = {}
+        # Monarch finds out who is calling by a context variable. What starts processes must run
+        # in the context of who owns them, whoever's request or report set it off.
+        self.context = contextvars.copy_context()
+        self._pools, self._processes, self._health = pools, processes, health
+        self._spawn_timeout_s, self._note = spawn_timeout_s, note
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stopping = self._moving = False
+        self._lost_at: dict[tuple[str, int], float] = {}
+
+    async def stop(self) -> None:
+        """End every replica and process, the silent ones too."""
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for pool in self._pools.values():
+            pool.close("the service was stopped")
+        await self._processes.stop()
+        if self.failure.done():
+            self.failure.exception()  # seen
+        else:
+            self.failure.cancel()
+
+    def resize(self, pool: Pool) -> None:
+        """Start the replicas that are missing; let the surplus drain: those on the last of the
+        role's own workers first, else the highest slots."""
+        kept = _staying(pool)
+        for replica in sorted(kept, key=self._rank)[pool.target :]:
+            replica.life = drained(replica.life)
+            self.begin(self._drain(pool, replica))
+        taken = {r.slot for r in pool.replicas}
+        slots = (s for s in range(len(taken) + pool.target) if s not in taken)
+        for slot in [next(slots) for _ in range(pool.target - len(kept))]:
+            replica = Replica(pool.role, slot)
+            pool.replicas.append(replica)
+            self.begin(self._live(pool, replica))
+        pool.changed()
+
+    def _rank(self, replica: Replica) -> tuple[int, int]:
+        on = self._processes.rank(replica.process) if replica.process is not None else 0
+        return on, replica.slot
+
+    async def _live(self, pool: Pool, replica: Replica) -> None:
+        """Bring a replica into service, or bury it."""
+        try:
+            await self._start(pool, replica, self.roles[pool.role])
+        except Exception as error:
+            drained_away = replica not in pool.replicas or replica.state is ReplicaState.DRAINING
+            if self._stopping or drained_away:
+                return
+            process = replica.process
+            if isinstance(error, ForgeError) and not isinstance(error, RunError | PlaneError):
+                return self._fail(error)  # its user's mistake: another try would end the same
+            replica.end(replica.ended or last_line(error))
+            if not pool.served and process is not None and self._is_well(replica, process):
+                return self._fail(RunError(f"{replica.name} does not start: {replica.ended}"))
+            await self._bury(pool, replica)
+            return
+        if replica.process is None:  # scaled down before it had one
+            return
+        pool.served = True
+        lost_at = self._lost_at.pop((pool.role, replica.slot), None)
+        if lost_at is not None:
+            self._note(
+                "replica_back", role=pool.role, replica=replica.name,
+                seconds=round(time.monotonic() - lost_at, 3), pid=replica.process.pid,
+            )  # fmt: skip
+
+    async def _start(
+        self, pool: Pool, replica: Replica, role: Role, away_from: Process | None = None
+    ) -> None:
+        """Process, actor, `prepare`, everything that it missed; then, in one turn, service."""
+        spec = pool.spec
+        each = spec.procs * spec.gpus
+        gpus = range(replica.slot * each, (replica.slot + 1) * each)
+        name = f"{pool.role.replace('_', '')}{replica.slot}"  # Monarch: letters and digits only
+        process = await self._processes.take(
+            name, spec.threads, gpus, away_from, pool.role, spec.procs
+        )
+        if replica.state is ReplicaState.DRAINING:  # scaled down meanwhile
+            return await self._processes.discard(process)
+        deadline = time.monotonic() + self._spawn_timeout_s
+        replica.process, replica.beaten = process, time.monotonic()
+        if role.check is not None:
+            await role.check(process)
+        replica.actor_name = f"{name}on{process.name}"
+        actors = process.procs.spawn(replica.actor_name, role.actor, *role.args)
+        replica.actor, *replica.others = by_rank(actors, spec.procs)
+        await ask(replica, "ready", (), deadline)
+        replica.beaten = time.monotonic()
+        if role.prepare is not None:
+            await role.prepare(replica)
+        while not replica.ended and not pool.is_current(replica):
+            try:
+                await pool.catch_up(replica)
+            except PlaneError:  # the store is being replaced: its tensors come back under new keys
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(RETRY_SECONDS)
+        if replica.ended:
+            raise Lost(replica.ended)
+        replica.life = refitted(replica.life)
+        pool.changed()
+
+    def lost(self, replica: Replica, reason: str) -> None:
+        """A replica died: fail its calls, and replace it."""
+        pool = self._pools[replica.role]
+        if replica.ended or self._stopping:
+            return
+        served = replica.state in IN_SERVICE
+        replica.end(reason)
+        pool.changed()
+        if not served:  # whoever starts or drains it sees that it ended
+            return
+        self._lost_at[pool.role, replica.slot] = time.monotonic()
+        self._note("replica_lost", role=pool.role, replica=replica.name, reason=reason)
+        self.begin(self._bury(pool, replica))
+
+    async def _bury(self, pool: Pool, replica: Replica) -> None:
+        """Replace a dead replica within the role's budget, and end what is left of it."""
+        if replica.process is not None:
+            self._processes.lost(replica.process)
+            self.begin(self._processes.discard(replica.process))
+        pool.forget(replica)
+        if self._stopping or len(_staying(pool)) >= pool.target:  # scaled down meanwhile
+            return
+        pool.restarts += 1
+        if pool.restarts > pool.spec.restarts:
+            return self._fail(
+                RunError(
+                    f"{replica.name} died, and roles.{pool.role}.restarts ({pool.spec.restarts}) "
+                    f"are used up; the last reason: {replica.ended}"
+                )
+            )
+        successor = Replica(pool.role, replica.slot, replica.generation + 1)
+        pool.replicas.append(successor)
+        pool.replicas.sort(key=lambda r: r.slot)
+        if replica.process is None:  # it did not even get a process: not at once again
+            await asyncio.sleep(RETRY_SECONDS)
+        await self._live(pool, successor)
+
+    async def _drain(self, pool: Pool, replica: Replica) -> None:
+        """Take a replica out of service once its requests have ended."""
+        begun = time.monotonic()
+        while replica.ongoing and not replica.ended:
+            if time.monotonic() - begun > DRAIN_SECONDS:
+                replica.end("it was to be gone, and its requests did not end")
+            await asyncio.sleep(0.02)
+        pool.forget(replica)
+        if replica.process is not None:
+            await self._processes.discard(replica.process)
+
+    def balance(self) -> None:
+        """Once a host is back, move replicas there from the one that stood in, one at a time."""
+        pools = [p for p in self._pools.values() if self.roles[p.role].prepare is None]
+        if self._moving or not all(p.is_settled() for p in self._pools.values()):
+            return
+        crowded = self._processes.crowded()
+        movable = ((p, r) for p in pools for r in reversed(p.replicas) if r.process in crowded)
+        chosen = next(movable, None)
+        if chosen is not None:
+            self._moving = True
+            self.begin(self._move(*chosen))
+
+    def leave(self) -> None:
+        """Empty the hosts that are being left; called at every heartbeat."""
+        leaving = self._processes.leaving()
+        for pool in self._pools.values() if leaving else ():
+            for replica in [r for r in _staying(pool) if r.process in leaving]:
+                replica.life = drained(replica.life)
+                self._note("replica_moved", role=pool.role, replica=replica.name)
+                successor = Replica(pool.role, replica.slot, replica.generation + 1)
+                pool.replicas.append(successor)
+                pool.replicas.sort(key=lambda r: r.slot)
+                self.begin(self._hand_over(pool, replica, successor))
+
+    async def _hand_over(self, pool: Pool, replica: Replica, successor: Replica) -> None:
+        """Let a replica drain and its successor start: beside each other, where it is not one that
+        takes up what the one before left off."""
+        draining = self.begin(self._drain(pool, replica))
+        if self.roles[pool.role].prepare is not None:
+            await asyncio.wait({draining})
+        if successor in _staying(pool):  # not scaled down meanwhile
+            await self._live(pool, successor)
+
+    async def _move(self, pool: Pool, replica: Replica) -> None:
+        """Start a replica's successor on another host, and drain it when that serves."""
+        successor = Replica(pool.role, replica.slot, replica.generation + 1)
+        pool.replicas.append(successor)
+        pool.replicas.sort(key=lambda r: r.slot)
+        try:
+            await self._start(pool, successor, self.roles[pool.role], replica.process)
+        except Exception as error:
+            successor.end(last_line(error))
+            pool.forget(successor)
+            if successor.process is not None:
+                await self._processes.discard(successor.process)
+            await asyncio.sleep(MOVE_PAUSE_SECONDS)
+        else:
+            if successor.life.takes_requests and not replica.ended:
+                replica.life = drained(replica.life)
+                self._note("replica_moved", role=pool.role, replica=replica.name)
+                await self._drain(pool, replica)
+        finally:
+            self._moving = False
+            if not self._stopping:
+                self.resize(pool)  # who was scaled or lost meanwhile
+
+    def _fail(self, error: ForgeError) -> None:
+        if not self.failure.done():
+            self.failure.set_exception(error)
+
+    def _is_well(self, replica: Replica, process: Process) -> bool:
+        return not (process.gone() or process.given_up or self.lost_host(replica))
+
+    def lost_host(self, replica: Replica) -> bool:
+        """Whether a process of another host is silent for so long, even while it starts, that it
+        may as well not be there: nobody sees that one's end."""
+        away = replica.process is not None and not replica.process.local
+        return away and time.monotonic() - replica.beaten >= self._health.dead_after_s
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run it beside everything else; held until it is done, and cancelled by `stop`."""
+        task = asyncio.create_task(work, context=self.context.copy())
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # None of them raises for what happens to replicas: this is a defect of ours.
+            self._fail(RunError(f"the service failed: {error!r}"))
+
+
+def _staying(pool: Pool) -> list[Replica]:
+    """Its replicas that serve or start: neither on their way out nor dead for good."""
+    return [r for r in pool.replicas if r.state is not ReplicaState.DRAINING and not r.life.over]

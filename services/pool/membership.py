@@ -1,0 +1,195 @@
+"""Who is on duty: the hosts of a service follow what a source tells of its workers.
+
+    source.workers() --> for each worker:  hello, same versions --> attach --> Processes.join
+                           ^                                                      |
+                           +-- started again <-- left, empty <-- Processes.leave -+
+                                                 once its hello says that it drains, it was started
+                                                 anew, or the source no longer has it
+
+A worker that only does not answer stays: whether its processes live is told by their heartbeats,
+and a link that was cut comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocols.errors import ForgeError, RunError
+from services.hosts.handshake import Hello, Unheard, ask_hello, host_and_port, require_same
+from services.hosts.source import HostSource, Worker, attach
+from services.pool.process import Host
+from services.pool.process_manager import Processes
+
+POLL_SECONDS = 1.0  # between two hellos of a worker
+ATTACH_SECONDS = 30.0
+FIRST_SECONDS = 10.0  # for workers that are being started beside the run
+CLOSE_SECONDS = 5.0  # for a source to give back what it made
+
+Note = Callable[..., None]
+Begin = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+
+
+@dataclass(eq=False)
+class Member:
+    """A worker that the source has. `gone` is set once it has it no longer; `joined` resolves when
+    it was attached for the first time, or could not be."""
+
+    worker: Worker
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    joined: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class Roster:
+    """Keeps `processes` on the workers of `source` whose versions are `needed` (services.hosts.handshake).
+
+    `begin` runs its work beside everything else; `silent_s` is for how long a host may say nothing
+    before that is noted.
+    """
+
+    def __init__(
+        self,
+        source: HostSource,
+        processes: Processes,
+        needed: Mapping[str, str],
+        silent_s: float,
+        note: Note,
+        begin: Begin,
+    ) -> None:
+        self._source, self._processes, self._needed = source, processes, needed
+        self._silent_s, self._note, self._begin = silent_s, note, begin
+        self._members: dict[tuple[str, str], Member] = {}
+        self._order: list[str] = []
+
+    async def open(self) -> None:
+        """Attach the workers that there are at first. Raises RunError for one that cannot be."""
+        answers = self._source.workers()
+        first = await anext(answers)
+        self._follow(first)
+        members = list(self._members.values())
+        failed = [
+            error
+            for error in await asyncio.gather(*(m.joined for m in members), return_exceptions=True)
+            if error is not None
+        ]
+        if failed:
+            await answers.aclose()
+            raise failed[0]
+        self._begin(self._keep_up(answers))
+
+    async def close(self) -> None:
+        """Give back what the source made for the run; the processes have ended."""
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._source.close()
+        except (ForgeError, TimeoutError) as error:
+            why = str(error) or f"not within {CLOSE_SECONDS:g} s"
+            self._note("failed", error="hosts", message=f"the hosts were not given back: {why}")
+
+    async def _keep_up(self, answers: AsyncGenerator[tuple[Worker, ...]]) -> None:
+        told = ""
+        while True:
+            try:
+                async for workers in answers:
+                    told = ""
+                    self._follow(workers)
+                return
+            except ForgeError as error:  # the run goes on with the hosts that it has
+                if str(error) != told:
+                    told = str(error)
+                    self._note("failed", error="hosts", message=told)
+            finally:
+                await answers.aclose()
+            await asyncio.sleep(POLL_SECONDS)
+            answers = self._source.workers()
+
+    def _follow(self, workers: tuple[Worker, ...]) -> None:
+        # By its address as well: a pod that was replaced has the name of the one before.
+        there = {(w.name, w.address): w for w in workers}
+        for key in [key for key in self._members if key not in there]:
+            self._members.pop(key).gone.set()
+        for key, worker in there.items():
+            if key not in self._members:
+                self._members[key] = Member(worker)
+                self._begin(self._attend(self._members[key]))
+        self._order = [w.name for w in workers]
+        self._processes.arrange(self._order)
+
+    async def _attend(self, member: Member) -> None:
+        """One worker, for as long as the source has it: through all times that it is started."""
+        worker, told = member.worker, ""
+        patience = time.monotonic() + FIRST_SECONDS
+        while not member.gone.is_set():
+            try:
+                hello, host = await self._join(worker)
+            except RunError as error:
+                if isinstance(error, Unheard) and time.monotonic() < patience:
+                    await self._pause(member)
+                    continue
+                if not member.joined.done():
+                    member.joined.set_exception(error)
+                    member.joined.exception()  # seen: who came later is not waited for
+                # Who is away says nothing new every second.
+                if str(error) != told and not (told and isinstance(error, Unheard)):
+                    told = str(error)
+                    self._note("host_refused", host=worker.name, reason=told)
+                await self._pause(member)
+                continue
+            told = "away"
+            self._processes.arrange(self._order)
+            self._note("host_joined", host=worker.name, role=worker.role)
+            if not member.joined.done():
+                member.joined.set_result(None)
+            event, reason = await self._stay(member, hello)
+            begun = time.monotonic()
+            self._processes.leave(host)
+            await self._processes.left(host)
+            seconds = round(time.monotonic() - begun, 3)
+            self._note(event, host=worker.name, reason=reason, seconds=seconds)
+
+    async def _join(self, worker: Worker) -> tuple[Hello | None, Host]:
+        if worker.mesh is not None:  # attached already, and its source tells of its end
+            return None, self._processes.join(worker, worker.mesh)
+        hello = await ask_hello(worker.address)
+        require_same(worker.address, hello.versions, self._needed)
+        if hello.draining:
+            raise Unheard(f"the worker at {worker.address} is draining; start it again")
+        # By the name under which it was just reached: its own may not be in DNS yet.
+        reached, port = host_and_port(worker.address)[0], host_and_port(hello.address)[1]
+        [mesh] = await attach([f"tcp://{reached}:{port}"], ATTACH_SECONDS)
+        return hello, self._processes.join(worker, mesh)
+
+    async def _stay(self, member: Member, hello: Hello | None) -> tuple[str, str]:
+        """Return when the worker is to be left: the event to note, and why."""
+        address, name = member.worker.address, member.worker.name
+        heard, silent = time.monotonic(), False
+        while not member.gone.is_set():
+            await self._pause(member)
+            if hello is None:
+                continue
+            try:
+                now = await ask_hello(address)
+            except Unheard as error:
+                if not silent and time.monotonic() - heard > self._silent_s:
+                    silent = True
+                    self._note("host_lost", host=name, reason=str(error), seconds=0.0)
+                continue
+            heard = time.monotonic()
+            if now.incarnation != hello.incarnation:
+                return "host_lost", "it was started again"
+            if now.draining:
+                return "host_drained", "it was told to end"
+            if silent:
+                silent = False
+                self._note("host_joined", host=name, role=member.worker.role)
+        return "host_drained", "it is no longer there"
+
+    async def _pause(self, member: Member) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(member.gone.wait(), POLL_SECONDS)

@@ -1,0 +1,369 @@
+"""A pool of actor replicas: requests are routed to those in service, and survive their deaths.
+
+    route(method, ...)     to one replica; again to another if that one dies, within the deadline
+    fanout(method, ...)    to every replica in service, once
+    update(topic, version, method, ...)   to every replica, and to whoever replaces one later:
+                           a replica is told everything it missed before it serves
+    scale(n)               more replicas start beside the work; fewer drain first
+
+What an actor raises is the caller's exception and nothing else. Only a death, which a heartbeat
+or Monarch's supervision reports, is the replica's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from protocols.errors import RunError
+from protocols.spec.mesh import RoleSpec
+from protocols.records.status import PoolStatus, ReplicaState
+from protocols.types import Span
+from services.pool.replica import Lost, Replica, Silent, ask
+from services.pool.routing import Seat, new_router
+
+T = TypeVar("T")
+
+DOUBT_SECONDS = 0.25  # how often it is looked at whether an update waits for a silent replica
+
+
+@dataclass(frozen=True)
+class Update:
+    """Something that every replica is told; of one topic, higher versions come later."""
+
+    topic: str
+    version: int
+    method: str
+    args: tuple[Any, ...]
+
+
+@dataclass
+class Request:
+    """A request in flight, for whoever asks what is waited for. `replica` is "" while it waits."""
+
+    id: str
+    method: str
+    begun: float
+    replica: str = ""
+    attempt: int = 0
+
+
+class Pool:
+    """Replicas of one role.
+
+    Who owns the processes (`services.pool.service`) fills `replicas`, and is called back: `resize`
+    when the target changed, `report_death` when a call met a death before its supervision did.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        spec: RoleSpec,
+        timeout_s: float,
+        observe: Callable[[Span], None] = lambda span: None,
+    ) -> None:
+        self.role = role
+        self.spec = spec
+        self.target = spec.replicas
+        self.replicas: list[Replica] = []
+        self.in_flight: dict[str, Request] = {}
+        self.updates: dict[str, list[Update]] = {}
+        self.served = False  # whether any replica ever came into service
+        self.closed = ""  # why no replica comes any more
+        self.requests = self.failures = self.retries = self.restarts = 0
+        self.resize: Callable[[Pool], None] = lambda pool: None
+        self.report_death: Callable[[Replica, str], None] = lambda replica, why: None
+        self._timeout_s = timeout_s
+        self._observe = observe
+        self._router = new_router(spec.router)
+        self._ids = itertools.count(1)
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self.replicas)
+
+    # -- requests -------------------------------------------------------------------------------
+
+    async def route(
+        self, method: str, *args: Any, session: str | None = None, timeout_s: float | None = None
+    ) -> Any:
+        """The answer of one replica, within `timeout_s` (default: call_timeout_s), retries
+        included. With the router `session`, requests of one `session` go to the same replica
+        for as long as it serves and has room.
+
+        Raises what the actor raised, or RunError: nobody answered in time, or `attempts` replicas
+        died of it or under it.
+        """
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        request = Request(f"{self.role}/{next(self._ids)}", method, time.monotonic())
+        self.in_flight[request.id] = request
+        try:
+            answer = await self._attempts(request, args, session, deadline, limit)
+        except BaseException:
+            self.failures += 1
+            raise
+        finally:
+            del self.in_flight[request.id]
+        self.requests += 1
+        return answer
+
+    def session(self, name: str) -> Callable[..., Awaitable[Any]]:
+        """`route` with that session: `ask = pool.session("u17"); await ask("generate", ...)`."""
+
+        async def ask_in_session(method: str, *args: Any, timeout_s: float | None = None) -> Any:
+            return await self.route(method, *args, session=name, timeout_s=timeout_s)
+
+        return ask_in_session
+
+    async def fanout(self, method: str, *args: Any) -> list[Any]:
+        """The same call to every replica in service, once, without retries: answers in the order
+        of the replicas. The first failure is raised once all have ended."""
+
+        async def one(replica: Replica) -> Any:
+            try:
+                return await self._tell(replica, method, args)
+            except Lost as loss:
+                raise RunError(f"{replica.name}.{method} failed: {loss.reason}") from loss
+
+        return await gather(one(r) for r in self.replicas if r.state is ReplicaState.HEALTHY)
+
+    async def split(
+        self,
+        items: Sequence[T],
+        work: Callable[[Sequence[T]], Awaitable[list[Any]]],
+        most: int | None = None,
+    ) -> list[Any]:
+        """Share items among `target` calls of `work`, or more of at most `most` items each; the
+        answers come back in order.
+
+        Of n calls every n-th item is one share whoever gets it, so that a share's composition, and
+        with it the rounding of a batched computation, does not depend on who is alive.
+        """
+        count = min(max(self.target, -(-len(items) // (most or len(items) or 1))), len(items))
+        shares = await gather(work(items[i::count]) for i in range(count))
+        answers: list[Any] = [None] * len(items)
+        for i, share in enumerate(shares):
+            answers[i::count] = share
+        return answers
+
+    async def update(
+        self, topic: str, version: int, method: str, *args: Any, keep: int = 1
+    ) -> None:
+        """Tell every replica, and remember the newest `keep` of the topic for those to come.
+
+        A version told again replaces what is remembered of it; who was told it is not told twice.
+        Who is silent or dies meanwhile is told when it, or its successor, comes into service.
+        """
+        kept = [u for u in self.updates.get(topic, []) if u.version != version]
+        kept.append(Update(topic, version, method, args))
+        self.remember(topic, sorted(kept, key=lambda u: u.version)[-keep:])
+        await self.tell()
+
+    def remember(self, topic: str, updates: Sequence[Update]) -> None:
+        """All that those who come, or are told next, are told of the topic."""
+        # The topic that changed last is told last: what it names may need what came before.
+        self.updates.pop(topic, None)
+        self.updates[topic] = list(updates)
+
+    async def tell(self) -> None:
+        """Tell every replica in service what it missed. The first failure is raised."""
+        await gather(self.catch_up(r) for r in self.replicas if r.state is ReplicaState.HEALTHY)
+
+    # -- replicas -------------------------------------------------------------------------------
+
+    def scale(self, replicas: int) -> None:
+        """Set the target. Returns at once: replicas start, or drain, beside the work."""
+        self.target = replicas
+        self.resize(self)
+
+    async def settled(self, timeout_s: float) -> None:
+        """Wait until as many replicas as wanted are in service, and no other is left."""
+
+        async with asyncio.timeout(timeout_s):
+            while not self.is_settled():
+                await self._change()
+
+    def is_settled(self) -> bool:
+        states = [r.state for r in self.replicas]
+        return len(states) == self.target and set(states) <= {ReplicaState.HEALTHY}
+
+    async def catch_up(self, replica: Replica) -> None:
+        """Tell a replica what it missed. Returns without it when it falls silent or dies.
+
+        What a silent one was being told it may yet hear, and an update is not told twice: the call
+        stays, and the next to come waits for it too.
+        """
+        if replica.catching_up is None or replica.catching_up.done():
+            replica.catching_up = asyncio.create_task(self._catch_up(replica))
+            replica.catching_up.add_done_callback(_seen)
+        telling = replica.catching_up
+        while not telling.done():
+            await asyncio.wait({telling}, timeout=DOUBT_SECONDS)
+            if not telling.done() and replica.state is ReplicaState.SUSPECT:
+                return
+        telling.result()
+
+    def is_current(self, replica: Replica) -> bool:
+        return not self._missed(replica)
+
+    def forget(self, replica: Replica) -> None:
+        """It is no longer one of the pool's."""
+        if replica in self.replicas:
+            self.replicas.remove(replica)
+        self.changed()
+
+    def close(self, why: str) -> None:
+        """No replica comes any more: end those there are, and whoever waits for one."""
+        self.closed = why
+        for replica in self.replicas:
+            replica.end(why)
+        self.changed()
+
+    def changed(self) -> None:
+        """A replica's state changed: whoever waits for one looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def status(self) -> PoolStatus:
+        waiting = sum(1 for r in self.in_flight.values() if not r.replica)
+        replicas = tuple(r.status() for r in self.replicas)
+        return PoolStatus(
+            self.role, self.target, waiting, replicas, self.requests, self.failures,
+            self.retries, self.restarts,
+        )  # fmt: skip
+
+    # -- one request ----------------------------------------------------------------------------
+
+    async def _attempts(
+        self,
+        request: Request,
+        args: tuple[Any, ...],
+        session: str | None,
+        deadline: float,
+        limit: float,
+    ) -> Any:
+        why = ""
+        for attempt in range(1, self.spec.attempts + 1):
+            request.attempt, request.replica = attempt, ""
+            asked = time.time()
+            replica = await self._seat(session, deadline, request, limit)
+            request.replica = replica.name
+            begun = time.time()
+            outcome = "failed"
+            replica.ongoing += 1
+            try:
+                answer = await ask(replica, request.method, args, deadline)
+                outcome = "ok"
+                return answer
+            except Lost as loss:
+                why, outcome = loss.reason, "lost"
+                self.report_death(replica, why)
+                self.retries += attempt < self.spec.attempts
+            except Silent as error:
+                outcome = "timeout"
+                raise RunError(self._silence(request, limit, "did not answer")) from error
+            finally:
+                replica.ongoing -= 1
+                if not replica.ongoing or self._waiting():
+                    self.changed()
+                facts: dict[str, str | int | float] = {
+                    "request": request.id, "attempt": attempt, "outcome": outcome,
+                    "waited": round(begun - asked, 6), "version": replica.version,
+                }  # fmt: skip
+                self._observe(Span(replica.name, request.method, begun, time.time(), facts))
+        raise RunError(
+            f"{self.role}.{request.method} was lost {self.spec.attempts} times with the replica "
+            f"that worked on it, last: {why}; if the replicas are well, raise "
+            f"roles.{self.role}.attempts"
+        )
+
+    async def _seat(
+        self, session: str | None, deadline: float, request: Request, limit: float
+    ) -> Replica:
+        """A replica that may take a request, waited for until the deadline."""
+        while True:
+            most = self.spec.max_ongoing
+            free = [r for r in self.replicas if r.life.takes_requests and r.ongoing < most]
+            if free:
+                chosen = self._router.choose([Seat(r.slot, r.ongoing) for r in free], session)
+                return next(r for r in free if r.slot == chosen)
+            if self.closed:
+                raise RunError(f"{request.method} found no {self.role}: {self.closed}")
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._change()
+            except TimeoutError as error:
+                raise RunError(self._silence(request, limit, "found no replica")) from error
+
+    async def _catch_up(self, replica: Replica) -> None:
+        while missed := self._missed(replica):
+            update = missed[0]
+            try:
+                await self._tell(replica, update.method, update.args)
+            except Lost:
+                return
+            replica.told[update.topic] = update.version
+
+    async def _tell(self, replica: Replica, method: str, args: tuple[Any, ...]) -> Any:
+        """One call to one replica, outside routing. Raises Lost, or what the actor raised."""
+        begun = time.time()
+        outcome = "failed"
+        try:
+            answer = await ask(replica, method, args, time.monotonic() + self._timeout_s)
+            outcome = "ok"
+            return answer
+        except Lost as loss:
+            outcome = "lost"
+            self.report_death(replica, loss.reason)
+            raise
+        except Silent as error:
+            outcome = "timeout"
+            raise RunError(
+                f"{replica.name}.{method} did not answer within {self._timeout_s:g} s; raise "
+                "call_timeout_s in the mesh file if the work is really that long"
+            ) from error
+        finally:
+            self._observe(Span(replica.name, method, begun, time.time(), {"outcome": outcome}))
+
+    def _missed(self, replica: Replica) -> list[Update]:
+        return [
+            u
+            for updates in self.updates.values()
+            for u in updates
+            if u.version > replica.told.get(u.topic, -1)
+        ]
+
+    def _waiting(self) -> bool:
+        return any(not r.replica for r in self.in_flight.values())
+
+    async def _change(self) -> None:
+        await self._changed.wait()
+
+    def _silence(self, request: Request, limit: float, what: str) -> str:
+        who = request.replica or self.role
+        states = ", ".join(f"{r.name} {r.state}" for r in self.replicas) or "none"
+        return (
+            f"{who}.{request.method} {what} within {limit:g} s (request {request.id}, attempt "
+            f"{request.attempt}; replicas: {states}); raise call_timeout_s in the mesh file if "
+            "the work is really that long"
+        )
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    """Who waited for it has its failure; where nobody waits any more, the next try meets it."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def gather(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Await all, then raise the first failure: no call is left running unobserved."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return list(results)

@@ -1,0 +1,399 @@
+"""Processes for replicas: one process mesh each, of one process or of several ranks; warm spares,
+and an end for the dead.
+
+The only caller of `spawn_procs` beside the client that starts the controller. A process mesh with
+a failed actor takes no new ones, so a replica's successor always gets another. On which host one
+starts is services.pool.placement's; hosts come (`join`) and go (`leave`) meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from monarch.actor import HostMesh
+
+from actors.heartbeat import PulseActor
+from actors.base import bootstrap, gpus_here
+from protocols.errors import RunError
+from protocols.spec.services import HealthSpec
+from services.hosts.source import Worker
+from services.pool.placement import choose, crowded, lack
+from services.pool.process import Host, Process, by_rank, finish
+
+SPARE_SECONDS = 1.0  # an idle process answers in a millisecond
+RETRY_SECONDS = 1.0  # between two trials of a host that fails them at once
+START_SHARE = 0.25  # of the time for a start, for one host of several
+ALONE = 2.0  # times dead_after_s without a question: by then its owner has given it up
+
+T = TypeVar("T")
+
+
+class Processes:
+    """Starts processes over the hosts that joined, and keeps `spares` warm ones of each number
+    of threads.
+
+    `warm` is what a spare does beforehand, in its own process (it is pickled): the imports that
+    take a replica seconds. Of several hosts that take a role, one on which a process fell silent
+    or did not start gets no others until one that is started there on trial answers.
+    """
+
+    def __init__(
+        self,
+        health: HealthSpec,
+        *,
+        spares: int = 0,
+        warm: Callable[[], None] | None = None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        self._hosts: list[Host] = []
+        self._left: list[Host] = []  # nothing starts there any more
+        self._health = health
+        self._spares: dict[
+            asyncio.Task[Process], int
+        ] = {}  # to the threads that it was started for
+        self._threads: set[int] = set()  # that replicas were started with
+        self._wanted_spares = spares
+        self._keeping = False
+        self._warm = warm
+        self._timeout_s = timeout_s
+        self._count = itertools.count()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    async def take(
+        self,
+        name: str,
+        threads: int,
+        gpus: Sequence[int] = (),
+        away_from: Process | None = None,
+        role: str = "any",
+        ranks: int = 1,
+    ) -> Process:
+        """A process, or several `ranks`, for a replica: a spare, warm or still warming, where one
+        process without a device is asked for and no worker is the role's own, or a new one on a
+        host that takes the role, other than that of `away_from`. It waits for such a host as long
+        as for a start.
+
+        `name`: lower-case letters and digits; `gpus`: devices of all ranks by number on this host,
+        on another as many that are free there."""
+        if ranks == 1:
+            self._threads.add(threads)
+        own = any(host.worker.role == role for host in self._hosts)
+        while not (gpus or own or self._closed or ranks > 1) and away_from is None:
+            # Of as many threads: OpenMP reads their number once, and torch's results depend on it.
+            fit = (spare for spare, count in self._spares.items() if count == threads)
+            warming = next(fit, None)
+            if warming is None:
+                break
+            del self._spares[warming]
+            if self._keeping:
+                self.keep_spares()
+            try:
+                spare = await asyncio.shield(warming)
+            except RunError:  # a spare is a convenience: who needs a process starts one itself
+                continue
+            try:
+                await asyncio.wait_for(spare.beat(), SPARE_SECONDS)
+            except Exception:  # dead, stopped or out of reach while it waited: the next, or a new
+                self._begin(self.discard(spare))
+                continue
+            if self._host_of(spare) in self._left:
+                self._begin(self.discard(spare))
+                continue
+            spare.taken = True
+            return spare
+        if self._closed:
+            raise RunError("the mesh is stopping: it starts no process")
+        without = None if away_from is None else self._host_of(away_from)
+        _, process = await self._start(name, role, threads, gpus, without, ranks)
+        process.taken = True
+        return process
+
+    def keep_spares(self) -> None:
+        """From now on keep the spares: those that are missing, or taken later, start beside the
+        work."""
+        self._keeping = True
+        for threads in sorted(self._threads or {1}):
+            there = list(self._spares.values()).count(threads)
+            self.warm([threads] * (self._wanted_spares - there))
+
+    def warm(self, threads: Sequence[int]) -> None:
+        """Start a spare for each, of so many threads, beside one another; none where every worker
+        is a role's own."""
+        if self._closed or not any(host.spot.fits("") for host in self._hosts):
+            return
+        for count in threads:
+            self._spares[self._begin(self._start_spare(count))] = count
+
+    async def discard(self, process: Process) -> None:
+        """Throw a process away, dead or alive; once more does no harm."""
+        process.kill()
+        await process.end()
+        self._forget(process)
+
+    async def stop(self) -> None:
+        """Stop every process; a dead or silent one does not keep the others."""
+        self._closed = True
+        ending = list(self._tasks)
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        hosts = [*self._hosts, *self._left]
+        await asyncio.gather(*(p.end() for host in hosts for p in host.living))
+        for host in hosts:
+            host.living.clear()
+
+    def lost(self, process: Process) -> None:
+        """Its host may be what was lost."""
+        host = self._host_of(process)
+        if host is not None and not process.gone():
+            self._doubt(host)
+
+    def mind(self) -> None:
+        """Ask the spares of other hosts for a sign of life, as the service asks its replicas';
+        called at every heartbeat."""
+        for task, spare in self._warm_spares().items():
+            if spare.local:
+                continue
+            if spare.silent_s < self._health.dead_after_s:
+                self._begin(self._hear(spare))
+            else:
+                del self._spares[task]
+                self.lost(spare)
+                self._begin(self.discard(spare))
+
+    # -- hosts that come and go -----------------------------------------------------------------
+
+    def join(self, worker: Worker, mesh: HostMesh, *, local: bool = False) -> Host:
+        """From now on processes start there too."""
+        host = Host(worker, mesh, local)
+        self._hosts.append(host)
+        self._change()
+        if self._keeping:
+            self.keep_spares()
+        return host
+
+    def arrange(self, workers: Sequence[str]) -> None:
+        """Put the hosts in the order of their workers' names: the last are given up first."""
+        place = {name: i for i, name in enumerate(workers)}
+        self._hosts.sort(key=lambda host: place.get(host.label, -1))
+
+    def leave(self, host: Host) -> None:
+        """Start nothing there any more. Who owns replicas there moves them (`leaving`); spares
+        and whatever starts there end now."""
+        if host not in self._hosts:
+            return
+        self._hosts.remove(host)
+        self._left.append(host)
+        if host.trial is not None:
+            host.trial.cancel()
+        host.open_gates()
+        here = {task: p for task, p in self._warm_spares().items() if p in host.living}
+        for task in here:
+            del self._spares[task]
+        for process in host.living:
+            if not process.taken:
+                self._begin(self.discard(process))
+        if self._keeping:
+            self.keep_spares()
+        self._change()
+
+    async def left(self, host: Host) -> None:
+        """Return once no process is there, and forget the host."""
+        while host.living:
+            await self._changed.wait()
+        self._left.remove(host)
+
+    def leaving(self) -> Sequence[Process]:
+        """Processes at work on hosts that are being left."""
+        return [p for host in self._left for p in host.living if p.taken]
+
+    def rank(self, process: Process) -> int:
+        """Where its host comes among the workers of one role; 0 where they are for any."""
+        host = self._host_of(process)
+        in_order = host in self._hosts and host is not None and host.worker.role
+        return self._hosts.index(host) if in_order and host is not None else 0
+
+    def lack(self, role: str) -> str:
+        """Why a process of the role is waited for, for people."""
+        return lack([host.spot for host in self._hosts], role)
+
+    def crowded(self) -> Sequence[Process]:
+        """The processes at work on a host that has two more than another of its role, which could
+        take one."""
+        idle = self._warm_spares().values()
+        at_work = [[p for p in host.living if p not in idle] for host in self._hosts]
+        most = crowded([host.spot for host in self._hosts], [len(there) for there in at_work])
+        return () if most is None else at_work[most]
+
+    def _warm_spares(self) -> dict[asyncio.Task[Process], Process]:
+        done = (t for t in self._spares if t.done() and not t.cancelled())
+        return {t: t.result() for t in done if t.exception() is None}
+
+    # -- starts ---------------------------------------------------------------------------------
+
+    async def _start_spare(self, threads: int) -> Process:
+        host, process = await self._start("spare", "", threads, gpus=())
+        if self._warm is not None:
+            try:
+                warming = self._begin(finish(process.pulse.warm.call_one(self._warm)))
+                await host.unless_lost(warming, self._timeout_s)
+            except Exception as error:
+                await self.discard(process)
+                raise RunError(f"a spare did not become warm: {error!r}") from error
+        return process
+
+    async def _start(
+        self,
+        stem: str,
+        role: str,
+        threads: int,
+        gpus: Sequence[int],
+        without: Host | None = None,
+        ranks: int = 1,
+    ) -> tuple[Host, Process]:
+        """Where one host fails, or turns out to be lost, on another."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            host = await self._choose(role, deadline, without)
+            # A name serves once: what Monarch reports of a start given up must not name its heir.
+            name = f"{stem}x{next(self._count)}"
+            limit = self._timeout_s * (START_SHARE if self._is_one_of_several(host) else 1)
+            try:
+                process = self._spawn_on(host, name, threads, gpus, ranks)
+                start = self._begin(self._started(process, self._timeout_s))
+                try:
+                    return host, await host.unless_lost(start, limit)
+                finally:
+                    if not start.done() and not self._closed:
+                        self._begin(self._end_late(start))
+            except RunError:
+                if host in self._left:
+                    continue
+                if not self._is_one_of_several(host) or time.monotonic() > deadline:
+                    raise
+                self._doubt(host)
+
+    def _spawn_on(
+        self, host: Host, name: str, threads: int, gpus: Sequence[int], ranks: int = 1
+    ) -> Process:
+        """A process that is being started. It counts at once, for whoever chooses next."""
+        used = Counter(device for process in host.living for device in process.gpus)
+        devices = tuple(d for d in range(len(used) + len(gpus)) if d not in used)[: len(gpus)]
+        if host.local and gpus and (there := gpus_here()):
+            # Where there are too few, processes share them: those that the fewest have.
+            devices = tuple(sorted(range(there), key=lambda device: used[device])[: len(gpus)])
+        try:
+            procs = host.mesh.spawn_procs(
+                per_host={"procs": ranks}, name=name, bootstrap=bootstrap(threads, devices, ranks)
+            )
+            alone_s = None if host.local else ALONE * self._health.dead_after_s
+            pulses = by_rank(procs.spawn(f"{name}pulse", PulseActor, alone_s), ranks)
+        except Exception as error:
+            raise RunError(f"{host.label} started no process {name}: {error!r}") from error
+        process = Process(name, host.label, procs, pulses, host.local, devices)
+        host.living.append(process)
+        return process
+
+    async def _started(self, process: Process, limit: float | None) -> Process:
+        """The process, once it has answered."""
+        try:
+            await asyncio.wait_for(process.beat(), limit)
+        except Exception as error:
+            self._forget(process)
+            await process.end()
+            raise RunError(
+                f"{process.host} started no process {process.name}: {error!r}"
+            ) from error
+        return process
+
+    async def _choose(self, role: str, deadline: float, without: Host | None) -> Host:
+        """The host for a process of the role, waited for until `deadline`."""
+        while True:
+            spots = [host.spot for host in self._hosts]
+            at = self._hosts.index(without) if without in self._hosts and without else None
+            chosen = choose(spots, role, at)
+            if chosen is not None:
+                return self._hosts[chosen]
+            if not role and not any(spot.fits(role) for spot in spots):
+                raise RunError("no worker takes spares")
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise RunError(
+                    f"no host started a process within {self._timeout_s:g} s; {self.lack(role)}; "
+                    "check the workers and the network between them and here, and start the "
+                    "workers that are missing"
+                ) from None
+
+    def _is_one_of_several(self, host: Host) -> bool:
+        """Whether another takes what this one does. This host's own is never doubted: what ends
+        here is seen."""
+        role = host.worker.role
+        others = (h for h in self._hosts if h is not host and h.worker.role in ("", role))
+        return not host.local and any(others)
+
+    def _doubt(self, host: Host) -> None:
+        several = self._is_one_of_several(host)
+        if not several or host.trial is not None or self._closed or host in self._left:
+            return
+        host.trial = self._begin(self._try(host))
+        host.open_gates()
+
+    async def _try(self, host: Host) -> None:
+        """Return once a process starts there. One start waits for the link as long as Monarch
+        lets it: every one that was given up could still come up when the link returns."""
+        while True:
+            try:
+                name = f"trialx{next(self._count)}"
+                process = await self._started(self._spawn_on(host, name, 1, ()), None)
+            except RunError:
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            host.trial = None
+            self._begin(self.discard(process))
+            self._change()
+            return
+
+    async def _end_late(self, start: asyncio.Task[Process]) -> None:
+        """End a process that comes up when nobody waits for it any more."""
+        with contextlib.suppress(RunError):
+            await self.discard(await start)
+
+    async def _hear(self, process: Process) -> None:
+        with contextlib.suppress(Exception):  # its silence is judged by the clock
+            await asyncio.wait_for(process.beat(), self._health.dead_after_s)
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run it beside everything else; cancelled by `stop`."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: who gave it up does not ask
+
+    def _host_of(self, process: Process) -> Host | None:
+        return next((h for h in (*self._hosts, *self._left) if process in h.living), None)
+
+    def _forget(self, process: Process) -> None:
+        host = self._host_of(process)
+        if host is not None:
+            host.living.remove(process)
+            self._change()
+
+    def _change(self) -> None:
+        """Hosts or their processes changed: whoever waits for room looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()

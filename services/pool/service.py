@@ -1,0 +1,334 @@
+"""Service: pools over one or several hosts, each replica a process of its own, kept alive.
+
+    service = await Service.of(this_host())
+    pool = service.spawn(TeacherReplayActor, n=4, args=(...), role="teacher_replay")
+    await pool.settled(60)
+    await pool.route("vote", state)
+    pool.scale(8)
+    await service.stop()
+
+An actor needs one endpoint, `ready`, which answers once it can work. Every process is asked for a
+sign of life a few times a second: silence makes a replica SUSPECT, then DEAD, and so does Monarch's
+supervision or the end of its process. The dead are replaced until their role's budget of restarts
+is spent; then `failure` has the reason, and whoever drives the service ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import monarch.actor
+from monarch.actor import HostMesh, MeshFailure
+
+from protocols.errors import ForgeError, PlaneError, RunError
+from protocols.spec.services import HealthSpec
+from protocols.spec.mesh import RoleSpec
+from protocols.records.status import ReplicaState
+from protocols.types import Span
+from services.pool.autoscale import decide
+from services.pool.health import IN_SERVICE, Life, silent
+from services.hosts.source import HostSource, Worker
+from services.pool.lifecycle import DRAIN_SECONDS, Check, Lives, Note, Prepare, Role
+from services.pool.pool import Pool
+from services.pool.process import Process
+from services.pool.process_manager import Processes
+from services.pool.replica import Replica, last_line
+from services.pool.membership import Roster
+
+# What Monarch says of any actor whose process did not answer it, in place of the actor's own error.
+UNHEARD = "timeout waiting for message from proc mesh agent"
+WANT_SECONDS = 8.0  # for a source of hosts to take what is wanted; within a call of `forge scale`
+REFUSED_SECONDS = 30.0  # before a scaling by load that was refused is tried again
+
+
+class Service:
+    """Owns processes and the replicas in them. `note(event, **facts)` is told of losses, returns
+    and scalings; `observe(span)` of every request."""
+
+    def __init__(
+        self,
+        processes: Processes,
+        health: HealthSpec,
+        call_timeout_s: float,
+        spawn_timeout_s: float,
+        note: Note,
+        observe: Callable[[Span], None],
+    ) -> None:
+        self.pools: dict[str, Pool] = {}
+        self._lives = Lives(self.pools, processes, health, spawn_timeout_s, note)
+        self._processes = processes
+        self._health = health
+        self._call_timeout_s, self._spawn_timeout_s = call_timeout_s, spawn_timeout_s
+        self._note, self._observe = note, observe
+        self._loop = asyncio.get_running_loop()
+        self._source: HostSource | None = None
+        self._roster: Roster | None = None
+        self._lives.begin(self._keep_watch())
+
+    @classmethod
+    async def of(
+        cls,
+        hosts: HostMesh | Sequence[HostMesh] | HostSource,
+        *,
+        health: HealthSpec | None = None,
+        spares: int = 0,
+        warm: Callable[[], None] | None = None,
+        call_timeout_s: float = 120.0,
+        spawn_timeout_s: float = 120.0,
+        note: Note = lambda event, **facts: None,
+        observe: Callable[[Span], None] = lambda span: None,
+        local: bool = True,
+        here: Mapping[str, HostMesh] | None = None,
+        needed: Mapping[str, str] | None = None,
+    ) -> Service:
+        """A service over these hosts; `local` says that their processes are this host's (for
+        those of others see services.hosts.source).
+
+        Over a source of hosts it follows whoever comes and goes there: workers have the `needed`
+        versions (services.hosts.handshake), and the roles in `here` run on this host, by its mesh. Raises
+        RunError for workers that cannot be used at first.
+
+        In the root client Monarch would end the process for a death that nobody handles: this
+        takes the hook for that. An actor passes what its `__supervise__` gets to `noticed`.
+        """
+        health, name = health or HealthSpec(), socket.gethostname()
+        processes = Processes(health, spares=spares, warm=warm, timeout_s=spawn_timeout_s)
+        for role, mesh in (here or {}).items():
+            processes.join(Worker(name, "", role), mesh, local=True)
+        service = cls(processes, health, call_timeout_s, spawn_timeout_s, note, observe)
+        if str(monarch.actor.context().actor_instance) == "<root>":
+            monarch.actor.unhandled_fault_hook = service.noticed
+        if isinstance(hosts, HostMesh | Sequence):
+            for i, mesh in enumerate([hosts] if isinstance(hosts, HostMesh) else hosts):
+                processes.join(Worker(name if local else f"host{i}", ""), mesh, local=local)
+            return service
+        service._source = hosts
+        service._roster = Roster(
+            hosts, processes, needed or {}, health.dead_after_s, note, service._lives.begin
+        )
+        try:
+            await service._roster.open()
+        except BaseException:
+            await service.stop()
+            raise
+        return service
+
+    @property
+    def failure(self) -> asyncio.Future[None]:
+        """Gets what cannot be healed: a budget that is spent, or a user's mistake."""
+        return self._lives.failure
+
+    def spawn(
+        self,
+        actor: type[Any],
+        *,
+        n: int | None = None,
+        args: tuple[Any, ...] = (),
+        role: str | None = None,
+        spec: RoleSpec | None = None,
+        prepare: Prepare | None = None,
+        check: Check | None = None,
+    ) -> Pool:
+        """A pool of `n` replicas of `actor(*args)`, which start meanwhile (`Pool.settled` waits).
+
+        `spec` says how they run and are routed (n overrides its replicas). `prepare(replica)` is
+        awaited for each new replica before it is told what it missed; `check(process)` before its
+        actor is spawned, and raises RunError for a process that it cannot work in.
+        """
+        name = role or actor.__name__.removesuffix("Actor").lower()
+        if name in self.pools:
+            raise RunError(f"there is a pool {name} already; give the second another role name")
+        spec = spec or RoleSpec()
+        if n is not None:
+            spec = spec.model_copy(update={"replicas": n})
+        pool = Pool(name, spec, self._call_timeout_s, self._observe)
+        pool.resize = self._lives.resize
+        pool.report_death = self._lives.lost
+        self._lives.roles[name] = Role(actor, args, prepare, check)
+        self.pools[name] = pool
+        self._lives.resize(pool)
+        return pool
+
+    async def scale(self, role: str, replicas: int) -> None:
+        """Set a pool's target, and have hosts for it where those are a role's own.
+
+        For more, hosts are asked for first: RunError where they are refused, and all stays as it
+        was. For fewer, replicas drain first, and then their hosts are given back; both beside the
+        work."""
+        pool, source = self.pools[role], self._source
+        async with self._lives.roles[role].scaling:
+            before = pool.target
+            if replicas > before and source is not None:
+                await self._want(source, role, replicas)
+            pool.scale(replicas)
+        if replicas < before and source is not None:
+            self._lives.begin(self._give_back(source, pool, replicas))
+
+    async def _want(self, source: HostSource, role: str, replicas: int) -> None:
+        try:
+            async with asyncio.timeout(WANT_SECONDS):
+                await source.want(role, replicas)
+        except TimeoutError as error:
+            raise RunError(
+                f"hosts for {replicas} replicas of {role} were asked for, and nobody answered "
+                f"within {WANT_SECONDS:g} s; look at where the hosts come from, and scale again"
+            ) from error
+
+    async def _give_back(self, source: HostSource, pool: Pool, replicas: int) -> None:
+        """Want fewer hosts once the surplus replicas are gone."""
+        with contextlib.suppress(TimeoutError):  # then whoever is left on them is moved
+            await pool.settled(DRAIN_SECONDS)
+        async with self._lives.roles[pool.role].scaling:
+            if pool.target == replicas:  # not scaled again meanwhile
+                try:
+                    await self._want(source, pool.role, replicas)
+                except ForgeError as error:
+                    self._note("failed", error="scale", message=str(error))
+
+    def warm(self, threads: Sequence[int]) -> None:
+        """Start a process of so many threads for each replica to come, beside other work."""
+        self._processes.warm(threads)
+
+    async def ready(self) -> None:
+        """Wait until every pool is settled. Raises what kept one from it."""
+        for pool in list(self.pools.values()):
+            waiting = asyncio.ensure_future(pool.settled(self._spawn_timeout_s))
+            await asyncio.wait({waiting, self.failure}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                waiting.cancel()
+                self.failure.result()
+            try:
+                await waiting
+            except TimeoutError as error:
+                states = ", ".join(f"{r.name} {r.state}" for r in pool.replicas)
+                if any(r.process is None for r in pool.replicas):
+                    states += f"; {self._processes.lack(pool.role)}"
+                raise RunError(
+                    f"{pool.role} starting did not end within {self._spawn_timeout_s:g} s "
+                    f"({states}); raise spawn_timeout_s in the mesh file if it needs longer"
+                ) from error
+
+    def keep_spares(self) -> None:
+        """From now on processes wait warm; called once nothing else needs the cores to start."""
+        self._processes.keep_spares()
+
+    async def stop(self) -> None:
+        """Stop every replica and process, the silent ones too, and give the hosts back."""
+        await self._lives.stop()
+        if self._roster is not None:
+            await self._roster.close()
+
+    def noticed(self, failure: MeshFailure) -> bool:
+        """What Monarch's supervision reports, from any thread. Always True: it is dealt with."""
+        name, report = failure.mesh_name or "", str(failure)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the service with it
+            self._loop.call_soon_threadsafe(
+                self._supervised, name, report, context=self._lives.context
+            )
+        return True
+
+    # -- watching -------------------------------------------------------------------------------
+
+    async def _keep_watch(self) -> None:
+        """Ask every process for a sign of life, judge the silent, and let pools follow load."""
+        pause = self._health.heartbeat_s
+        due = time.monotonic()
+        while True:
+            late = time.monotonic() - due > pause  # this process was held up: who seems silent
+            for pool in list(self.pools.values()):  # may have answered meanwhile
+                for replica in list(pool.replicas):
+                    self._look_at(replica, late)
+                self._autoscale(pool)
+            self._processes.mind()
+            self._lives.leave()
+            self._lives.balance()
+            due = time.monotonic() + pause
+            await asyncio.sleep(pause)
+
+    def _look_at(self, replica: Replica, late: bool) -> None:
+        process = replica.process
+        if process is None or replica.ended:
+            return
+        if gone := process.gone():
+            return self._lives.lost(replica, f"its process {gone} has ended")
+        self._lives.begin(self._hear(replica, process))
+        if late or (process.local and replica.state not in IN_SERVICE):
+            return
+        life = silent(replica.life, time.monotonic() - replica.beaten, self._health)
+        if life.over or self._lives.lost_host(replica):
+            self._lives.lost(replica, f"it was silent for {self._health.dead_after_s:g} s")
+        elif life.takes_requests and not replica.life.takes_requests:
+            self._lives.begin(self._trust_again(replica, life))
+        else:
+            replica.life = life
+
+    async def _hear(self, replica: Replica, process: Process) -> None:
+        try:
+            async with asyncio.timeout(self._health.dead_after_s):
+                memory_bytes = await process.beat()
+        except Exception:  # silence is judged by the clock, a death by supervision
+            return
+        replica.beaten = time.monotonic()
+        replica.memory_bytes = memory_bytes
+
+    async def _trust_again(self, replica: Replica, life: Life) -> None:
+        """It was silent and answers again: in service once it was told what it missed."""
+        pool = self.pools[replica.role]
+        try:
+            await pool.catch_up(replica)
+        except PlaneError:  # the store is being replaced: the next heartbeat tries again
+            return
+        except Exception as error:
+            return self._lives.lost(
+                replica, f"it cannot be told what it missed: {last_line(error)}"
+            )
+        if replica.state is ReplicaState.SUSPECT and pool.is_current(replica):
+            replica.life = life
+            pool.changed()
+
+    def _supervised(self, mesh_name: str, report: str) -> None:
+        """Monarch names the mesh of actors that failed, with a suffix of its own."""
+        name = mesh_name.rpartition("-")[0]
+        for replica in [r for pool in self.pools.values() for r in pool.replicas]:
+            process = replica.process
+            if process is None:
+                continue
+            pulse = f"{process.name}pulse"
+            if name in (pulse, replica.actor_name):
+                process.given_up |= name == pulse or UNHEARD in report
+                self._lives.lost(replica, last_reason(report))
+            elif gone := process.gone():  # an actor beside ours: TorchStore's, Monarch's logger
+                self._lives.lost(replica, f"its process {gone} has ended")
+
+    def _autoscale(self, pool: Pool) -> None:
+        role, spec = self._lives.roles[pool.role], pool.spec.autoscale
+        if spec is None:
+            return
+        load = len(pool.in_flight)
+        role.loads, wanted = decide(role.loads, time.monotonic(), load, pool.target, spec)
+        if wanted != pool.target and not role.scaling.locked() and time.monotonic() >= role.wait:
+            self._lives.begin(self._follow_load(role, pool, wanted))
+
+    async def _follow_load(self, role: Role, pool: Pool, wanted: int) -> None:
+        before = pool.target
+        try:
+            await self.scale(pool.role, wanted)
+        except ForgeError as error:
+            role.wait = time.monotonic() + REFUSED_SECONDS
+            if str(error) != role.refused:
+                self._note("failed", error="scale", message=str(error))
+            role.refused = str(error)
+        else:
+            role.refused = ""
+            self._note("scaled", role=pool.role, replicas=wanted, before=before, by="load")
+
+
+def last_reason(report: str) -> str:
+    """Of Monarch's report of a failure, `MeshFailure(... lines ...)`, the last line."""
+    lines = [line.strip() for line in report.strip().removesuffix(")").splitlines()]
+    return next((line[:300] for line in reversed(lines) if line), "Monarch reported a failure")

@@ -1,0 +1,47 @@
+"""Files that several hosts must see alike: the run directory, the model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from actors.heartbeat import digest
+from protocols.errors import RunError
+from services.pool.process import Process
+
+LOOK_SECONDS = 30.0  # a shared file system may wake up first
+
+
+async def same_files(
+    process: Process, *, role: str, read: Sequence[str], written: Sequence[str]
+) -> None:
+    """Raise RunError unless the process sees these files as this one does, and may write beside
+    those in `written`: otherwise a run fails on it an hour later, at its first checkpoint."""
+    if process.local or not (read or written):
+        return
+    try:
+        async with asyncio.timeout(LOOK_SECONDS):
+            seen = await process.pulse.look.call_one((*read, *written))
+    except TimeoutError as error:
+        raise RunError(
+            f"{process.host} did not read {', '.join((*read, *written))} within {LOOK_SECONDS:g} s;"
+            " check the file systems that are mounted there"
+        ) from error
+    for path in (*read, *written):
+        theirs, writable = seen[path]
+        folder = Path(path).parent
+        if theirs != digest(Path(path)):
+            what = "is another file" if theirs else "is not there"
+            remedy = (
+                f"mount the same file system at {folder} on this host and on every one that may "
+                f"run {role}"
+                if path in written
+                else f"have the same model at {folder} on every host, or give a hub id"
+            )
+            raise RunError(f"on {process.host}, {path} {what}, and {role} needs it; {remedy}")
+        if path in written and not writable:
+            raise RunError(
+                f"on {process.host}, {role} may not write to {folder}; run the worker as a user "
+                "who may"
+            )

@@ -1,0 +1,279 @@
+"""The run directory: one folder per run, readable while it grows, whole after a kill.
+
+    runs/longhealth/
+    ├── latest -> 20260726T101530Z-3fa9
+    └── 20260726T101530Z-3fa9/
+        ├── spec.yaml        the resolved spec                         written once
+        ├── metrics.jsonl    one row per step, decided by the seed     appended
+        ├── rollouts.jsonl   one row per sampled response              appended
+        ├── episodes.jsonl   one row per episode, where there are any  appended
+        ├── votes.jsonl      what teachers said of its states          appended
+        ├── selfstudy.jsonl questions about a user's documents        appended
+        ├── documents.json   which documents, by hash                  written once
+        ├── contamination.jsonl  prompts that double its questions, if any  replaced whole
+        ├── teachers.jsonl   every call to a teacher: the ledger       the teachers' business
+        ├── events.jsonl     what happened when                        appended
+        ├── trace.json       every request and phase, for Perfetto     appended
+        ├── checkpoints/     the trainer's business
+        ├── endpoints.json   where the run is reached                  while it runs
+        ├── stacks/          of every process, when nothing moved      written once
+        ├── results.json     the arms, at the end                      replaced whole
+        ├── frontier.json    what strategies came to: `forge frontier` replaced whole
+        ├── eval.json        the arms compared: `forge eval`           replaced whole
+        └── report.html      made from the files above                 replaced whole
+
+Whole files are replaced by rename, so a reader sees the old one or the new one. Rows are appended
+by one writer; a kill can tear the last line only, readers pass over it, and `mend_events` and
+`truncate_after` cut it off before a resumed run appends again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from protocols.errors import CheckpointError, RunError
+from protocols.files import append_rows, iter_rows, json_lines, utc_text, write_atomically
+from protocols.records.run_files import PHASES, TRAINED_ARMS, EventName, MetricRow, Results, RolloutRow
+
+LATEST = "latest"
+FRONTIER = "frontier.json"
+EVALUATION = "eval.json"
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The files of one run. Holds a path and no open file, so it may be passed between processes.
+
+    `run = RunDirectory.create(Path("runs"), "longhealth", spec_text)` starts one,
+    `RunDirectory.open(Path("runs"), "longhealth")` finds the latest again.
+    """
+
+    path: Path
+
+    @classmethod
+    def create(
+        cls, root: Path, mesh: str, spec_text: str, now: datetime | None = None
+    ) -> RunDirectory:
+        """Make `root/mesh/<run id>/` and let `latest` point to it; mkdir decides a race."""
+        started = now or datetime.now(UTC)
+        while True:
+            path = root / mesh / new_run_id(started)
+            try:
+                path.mkdir(parents=True)
+                break
+            except FileExistsError:
+                continue
+        run = cls(path)
+        run.checkpoints.mkdir()
+        for file in (run.metrics, run.rollouts, run.events):
+            file.touch()
+        # The spec comes last: a folder without it is not a run, and `open` refuses it.
+        write_atomically(run.spec, spec_text)
+        run.make_latest()
+        return run
+
+    @classmethod
+    def open(cls, root: Path, mesh: str, which: str | Path = LATEST) -> RunDirectory:
+        """The run named by its id, by a path to it, or "latest". Changes nothing on disk."""
+        home = root / mesh
+        candidates = [home / which] if str(which) == LATEST else [home / which, Path(which)]
+        for candidate in candidates:
+            path = candidate.resolve()
+            if (path / "spec.yaml").is_file():
+                return cls(path)
+        have = ", ".join(p.parent.name for p in _runs(home)) or "none"
+        looked = " or ".join(str(candidate) for candidate in candidates)
+        raise CheckpointError(
+            f"no run to resume: expected a run directory with a spec.yaml at {looked}, got none; "
+            f"runs in {home}: {have}; name one of them, or start anew without --resume"
+        )
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts.jsonl"
+
+    @property
+    def episodes(self) -> Path:
+        return self.path / "episodes.jsonl"
+
+    @property
+    def votes(self) -> Path:
+        return self.path / "votes.jsonl"
+
+    @property
+    def selfstudy(self) -> Path:
+        return self.path / "selfstudy.jsonl"
+
+    @property
+    def documents(self) -> Path:
+        return self.path / "documents.json"
+
+    @property
+    def contamination(self) -> Path:
+        return self.path / "contamination.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "teachers.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def last_state(self) -> Path:
+        return self.checkpoints / "last-state.safetensors"
+
+    @property
+    def results(self) -> Path:
+        return self.path / "results.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def make_latest(self) -> None:
+        """Swap `latest` by renaming a fresh link over it, so that it exists at every moment."""
+        latest = self.path.parent / LATEST
+        fresh = self.path.parent / f".{LATEST}-{self.id}-{secrets.token_hex(4)}"
+        os.symlink(self.id, fresh)
+        try:
+            os.replace(fresh, latest)
+        except OSError as error:
+            fresh.unlink()
+            raise RunError(
+                f"{latest} must be a symlink that we may replace: {error}; move it away"
+            ) from error
+
+    def append_metric(self, row: MetricRow) -> None:
+        append_rows(self.metrics, [_record(row)])
+
+    def append_rollouts(self, rows: Iterable[RolloutRow]) -> None:
+        """Append the rows of one step in one write."""
+        append_rows(self.rollouts, [_record(row) for row in rows])
+
+    def append_episodes(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append the episodes of one step (`environments.episode_files.to_row`) in one write."""
+        append_rows(self.episodes, list(rows))
+
+    def append_votes(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append what the teachers said by one step (`teachers.vote_records.to_row`) in one write."""
+        append_rows(self.votes, list(rows))
+
+    def append_event(
+        self, event: EventName, *, now: datetime | None = None, **fields: object
+    ) -> dict[str, object]:
+        """`run.append_event("checkpoint", arm="on_policy", step=20)`; the time is added here.
+        Returns the row."""
+        row = {"time": utc_text(now), "event": event, **fields}
+        append_rows(self.events, [row])
+        return row
+
+    def write_results(self, results: Results) -> None:
+        write_atomically(self.results, json.dumps(results, indent=2, allow_nan=False) + "\n")
+
+    def read_results(self) -> dict[str, Any] | None:
+        """The results, or None while there are none."""
+        if not self.results.is_file():
+            return None
+        loaded: dict[str, Any] = json.loads(self.results.read_bytes())
+        return loaded
+
+    def mend_events(self) -> None:
+        """Cut off a torn last line, before anything is appended to it. Whole rows all stay: they
+        are history."""
+        write_atomically(self.events, json_lines(iter_rows(self.events)))
+
+    def truncate_after(self, arm: str, step: int) -> dict[str, int]:
+        """Cut the files back to a checkpoint and return how many whole rows each lost.
+
+        `run.truncate_after("on_policy", 20)` keeps on_policy 1..20 and drops on_policy 21.. and
+        all of offline, which trains after it; step 0 drops the arm. A torn last line goes too.
+        `results.json` of the interrupted run is removed, as it does not describe the one that
+        goes on.
+        """
+        end = _position(arm, step)
+        dropped: dict[str, int] = {}
+        some = (file for file in (self.episodes, self.votes) if file.exists())
+        for file in (self.metrics, self.rollouts, *some):
+            rows = list(iter_rows(file))
+            kept = [row for row in rows if _position(row["arm"], row["step"]) <= end]
+            write_atomically(file, json_lines(kept))
+            dropped[file.name] = len(rows) - len(kept)
+        self.results.unlink(missing_ok=True)
+        return dropped
+
+
+def new_run_id(started: datetime) -> str:
+    """`20260726T101530Z-3fa9`: sorts by start; the suffix parts runs of one second.
+
+    The suffix comes from the operating system and leaves the seeded generators alone.
+    """
+    return f"{started.astimezone(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
+
+
+def outcome(events: Iterable[Mapping[str, Any]]) -> str:
+    """Where the last start led to: "finished", "stopped", "failed", or "unfinished" so far."""
+    ends = {"run_started": "unfinished", "stopping": "stopped"}
+    ends |= {"failed": "failed", "finished": "finished"}
+    status = "unfinished"
+    for event in events:
+        status = ends.get(event["event"], status)
+    return status
+
+
+def phase_means(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """arm -> phase (and "step") -> mean seconds. A step done again after a resume counts once."""
+    steps: dict[str, dict[int, Mapping[str, float]]] = {}
+    for event in events:
+        if event["event"] == "step" and event.get("seconds"):
+            steps.setdefault(event["arm"], {})[event["step"]] = event["seconds"]
+    return {
+        arm: {
+            name: math.fsum(seconds.get(name, 0.0) for seconds in done.values()) / len(done)
+            for name in (*PHASES, "step")
+        }
+        for arm, done in steps.items()
+    }
+
+
+def _record(row: MetricRow | RolloutRow) -> dict[str, Any]:
+    values = {field.name: getattr(row, field.name) for field in fields(row)}
+    return {name: value for name, value in values.items() if value != {} and value != ()}
+
+
+def _position(arm: str, step: int) -> tuple[int, int]:
+    if arm not in TRAINED_ARMS:
+        raise CheckpointError(
+            f"the arm must be one of {', '.join(TRAINED_ARMS)}: got {arm!r}; "
+            "the file belongs to another version"
+        )
+    return TRAINED_ARMS.index(arm), step
+
+
+def _runs(home: Path) -> list[Path]:
+    return sorted(p for p in home.glob("*/spec.yaml") if p.parent.name != LATEST)

@@ -1,0 +1,285 @@
+"""The stall watchdog: notices that nothing moves, says who waits for whom, and keeps the stacks.
+
+run directory/stacks/20260726T101530.120Z/
+├── controller.txt
+└── generator[0].txt     py-spy's dump of that process, or why there is none and the remedy
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from protocols.spec.services import WatchdogSpec
+from protocols.records.status import ReplicaState, RunStatus
+from services.pool.pool import Pool
+from services.telemetry.recorder import Recorder
+
+LOOK_SECONDS = 1.0  # between two looks at the run as a whole: sinks, watchdog
+STACK_SECONDS = 10.0  # for the stacks of every process of a run that stands still
+NAMED = 8  # requests that a message names; in a stall the oldest tell the story
+ATTEMPTS = 8  # 2.5 s in all; of a process at work one reading in three was torn
+TORN = "Failed to get stack traces"  # py-spy's words for stacks that changed while it read them
+KILL_SECONDS = 1.0  # for py-spy to be gone after SIGKILL
+PERMISSION = (
+    "this process may not read that one's memory; run with CAP_SYS_PTRACE (docker run "
+    "--cap-add=SYS_PTRACE, or securityContext.capabilities.add: [SYS_PTRACE]), or, for processes "
+    "of the same user, set sysctl kernel.yama.ptrace_scope=0"
+)
+
+
+async def watch(
+    status_now: Callable[[], RunStatus],
+    show: Callable[..., None],
+    recorder: Recorder,
+    pools: Mapping[str, Pool],
+    spec: WatchdogSpec,
+    directory: Path,
+) -> None:
+    """Once a second: show the sinks where the run stands, and tell when it does not move."""
+    now = time.monotonic()
+    progress, moved, phase, stalled = Progress(now), recorder.moved, ("", ""), False
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        status = status_now()
+        recorder.status(status)
+        now = time.monotonic()
+        if (recorder.moved, (status.stage, status.phase)) != (moved, phase):
+            moved, phase = recorder.moved, (status.stage, status.phase)
+            progress.made(now)
+            if stalled:
+                stalled = False
+                show(message="")
+        (progress.pause if status.paused else progress.resume)(now)
+        if not progress.stalled(now, spec):
+            continue
+        message = who_waits(
+            unanswered(pools, now),
+            {role: sum(r.life.takes_requests for r in p.replicas) for role, p in pools.items()},
+            silent_s=progress.silent_s(now), stage=status.stage, phase=status.phase,
+        )  # fmt: skip
+        files = await write_stacks(local_processes(pools), directory, STACK_SECONDS)
+        stacks = sorted({str(f.path.parent) for f in files if f.path is not None})
+        recorder.event("stalled", message=message, stacks=stacks)
+        moved = recorder.moved  # to say so is no progress
+        stalled = True
+        show(message=message)
+
+
+def unanswered(pools: Mapping[str, Pool], now: float) -> list[InFlight]:
+    """The requests in flight, and the starts of replicas that have died."""
+    found = []
+    for role, pool in pools.items():
+        for r in pool.in_flight.values():
+            seconds = now - r.begun
+            found.append(InFlight(role, r.replica or None, r.method, r.id, seconds, r.attempt))
+        for replica in pool.replicas:
+            if replica.state is ReplicaState.DEAD:
+                seconds = now - replica.begun
+                found.append(InFlight(role, replica.name, "ready", "its start", seconds, 1))
+    return found
+
+
+def local_processes(pools: Mapping[str, Pool]) -> dict[str, int]:
+    """The processes of this host by name, which py-spy can read: this one's and the replicas'."""
+    here = socket.gethostname()
+    return {"controller": os.getpid()} | {
+        f"{r.name}.{rank}" if rank else r.name: pid
+        for pool in pools.values()
+        for r in pool.replicas
+        if r.process and r.process.host == here
+        for rank, pid in enumerate(r.process.pids)
+    }
+
+
+class Progress:
+    """When a run last moved, in seconds of one clock that never goes back. Paused time is not
+    counted."""
+
+    def __init__(self, now: float) -> None:
+        self._moved = now
+        self._paused: float | None = None
+        self._told = False
+
+    def made(self, now: float) -> None:
+        """Something progressed: a request was answered, a phase ended, a replica came back."""
+        self._moved = now
+        self._told = False
+        if self._paused is not None:
+            self._paused = now
+
+    def pause(self, now: float) -> None:
+        """The run is held on purpose. Twice is once."""
+        if self._paused is None:
+            self._paused = now
+
+    def resume(self, now: float) -> None:
+        if self._paused is not None:
+            self._moved += now - self._paused
+            self._paused = None
+
+    def silent_s(self, now: float) -> float:
+        """Seconds without progress, those paused left out."""
+        return (now if self._paused is None else self._paused) - self._moved
+
+    def stalled(self, now: float, spec: WatchdogSpec) -> bool:
+        """True once for each stall; progress rearms it."""
+        if self._told or self._paused is not None or self.silent_s(now) < spec.stall_s:
+            return False
+        self._told = True
+        return True
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A request that has not been answered.
+
+    `InFlight("trainer", "trainer[0]", "step", "trainer/17", 61.2, 1)`; `replica` is None while it
+    waits for one, `seconds` counts from its first attempt, `attempt` from 1.
+    """
+
+    role: str
+    replica: str | None
+    method: str
+    request: str
+    seconds: float
+    attempt: int
+
+
+def who_waits(
+    requests: Sequence[InFlight],
+    in_service: Mapping[str, int],
+    *,
+    silent_s: float,
+    stage: str,
+    phase: str,
+) -> str:
+    """One line for people: who waits for whom, oldest first.
+
+    `in_service` counts the replicas of each role that take requests. For example "no progress for
+    60 s in training on_policy, phase train: controller waits for trainer[0].step (request
+    trainer/17, 61.2 s, attempt 1); 2 requests wait for a replica of generator, which has none in
+    service".
+    """
+    oldest = sorted(requests, key=lambda r: -r.seconds)
+    placed = [
+        f"{r.replica}.{r.method} (request {r.request}, {r.seconds:.1f} s, attempt {r.attempt})"
+        for r in oldest
+        if r.replica is not None
+    ]
+    clauses = []
+    if placed:
+        more = [f"{len(placed) - NAMED} more"] if len(placed) > NAMED else []
+        clauses.append("controller waits for " + ", ".join(placed[:NAMED] + more))
+    for role, count in Counter(r.role for r in oldest if r.replica is None).items():
+        wait = "1 request waits" if count == 1 else f"{count} requests wait"
+        have = in_service.get(role, 0) or "none"
+        clauses.append(f"{wait} for a replica of {role}, which has {have} in service")
+    if not clauses:
+        clauses.append("no request is in flight, so the controller itself is held up")
+    place = ", ".join(filter(None, [stage, f"phase {phase}" if phase else ""]))
+    return f"no progress for {silent_s:.0f} s in {place or 'the run'}: " + "; ".join(clauses)
+
+
+@dataclass(frozen=True)
+class StackFile:
+    """What became of one process's stacks. `fault` is "" where they were written, else the reason
+    and the remedy, which the file holds too; `path` is None where not even that could be written.
+    """
+
+    name: str
+    path: Path | None
+    fault: str
+
+
+async def write_stacks(
+    pids: Mapping[str, int], directory: Path, timeout_s: float
+) -> list[StackFile]:
+    """Write the Python stacks of local processes to `directory`/stacks/<time>/<name>.txt.
+
+    `pids` maps a name ("generator[0]", "controller") to its process on this host. All are read
+    beside one another, within `timeout_s` and a second; no process is paused, so one that is
+    stopped or busy can be read as well. Never raises for what a process, the disk or the machine's
+    permissions do: that is a `fault`.
+    """
+    spy = find_py_spy()
+    folder = directory / "stacks" / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}"[:-3]
+    folder = folder.with_name(folder.name + "Z")
+
+    async def one(name: str, pid: int) -> StackFile:
+        stacks, fault = await _dump(spy, pid, timeout_s)
+        path = folder / f"{name}.txt"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(stacks or fault + "\n", encoding="utf-8")
+        except OSError as error:
+            return StackFile(name, None, f"{path} could not be written: {error}")
+        return StackFile(name, path, fault)
+
+    return list(await asyncio.gather(*(one(name, pid) for name, pid in pids.items())))
+
+
+def find_py_spy() -> str | None:
+    """py-spy beside this interpreter, else on PATH; None where there is none."""
+    beside = os.path.dirname(sys.executable)
+    return shutil.which("py-spy", path=beside) or shutil.which("py-spy")
+
+
+async def _dump(spy: str | None, pid: int, timeout_s: float) -> tuple[str, str]:
+    """The stacks and "", or "" and why there are none."""
+    if pid <= 0:
+        return "", "it has no process"
+    if spy is None:
+        return "", f"py-spy is neither beside {sys.executable} nor on PATH; pip install py-spy"
+    try:
+        async with asyncio.timeout(timeout_s):
+            for attempt in range(ATTEMPTS):
+                code, out, complaint = await _run_py_spy(spy, pid)
+                if code == 0:
+                    return out, ""
+                if TORN not in complaint:
+                    break
+                await asyncio.sleep(0.01 * 2**attempt)
+    except TimeoutError:
+        return "", f"py-spy did not read process {pid} within {timeout_s:g} s"
+    except OSError as error:
+        return "", f"{spy} could not be run: {error}; pip install py-spy"
+    return "", _reason(pid, complaint)
+
+
+async def _run_py_spy(spy: str, pid: int) -> tuple[int | None, str, str]:
+    """Its exit status, output and complaint. Ends it when cancelled."""
+    # Reading without pausing: a pause would be felt by a healthy process, is refused for a stopped
+    # one, and would outlast a py-spy that is killed for taking too long.
+    command = (spy, "dump", "--nonblocking", "--pid", str(pid))
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    try:
+        out, complaint = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), KILL_SECONDS)
+    return process.returncode, out.decode(errors="replace"), complaint.decode(errors="replace")
+
+
+def _reason(pid: int, complaint: str) -> str:
+    """py-spy's complaint in one line, and what helps."""
+    lines = complaint.partition("Stack backtrace:")[0].split("\n")
+    said = " ".join(line.strip() for line in lines if line.strip())
+    if not os.path.exists(f"/proc/{pid}") and os.path.isdir("/proc/self"):
+        return f"there is no process {pid}"
+    if "permission denied" in said.lower() or "not permitted" in said.lower():
+        return f"{PERMISSION}. py-spy said: {said}"
+    return f"py-spy could not read process {pid}: {said or 'it said nothing'}"

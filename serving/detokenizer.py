@@ -1,0 +1,134 @@
+"""One response as it is told: its tokens become text without halves, up to a stop string. Pure.
+
+Stop strings are never part of what is told, nor is what may be their beginning.
+
+    tokens -> TokenText -> StopFilter -> pieces of text, each with the tokens it is made of
+
+A whole answer is the concatenation of the pieces, so a stream and an answer in one say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from learning.decoding.stopping import Decode, TokenText
+from protocols.wire.openai_chat import FinishReason
+from protocols.types import Came, Completion
+
+
+class StopFilter:
+    """Passes text on up to the first stop string, however the text is cut into pieces.
+
+    The stop that is complete first counts; of two that end at one place, the longer one. `cut` is
+    where it begins, in characters from the start of the text; None while none was met.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self._told = 0
+        self.cut: int | None = None
+
+    def feed(self, text: str) -> str:
+        """What may be told now."""
+        if self.cut is not None:
+            return ""
+        held = self._held + text
+        found = [(at + len(s), at) for s in self._stops if (at := held.find(s)) >= 0]
+        if found:
+            _, at = min(found)
+            self.cut = self._told + at
+            self._held = ""
+            return self._tell(held[:at])
+        keep = max((_beginning(held, s) for s in self._stops), default=0)
+        self._held = held[len(held) - keep :]
+        return self._tell(held[: len(held) - keep])
+
+    def flush(self) -> str:
+        """What was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return self._tell(held)
+
+    def _tell(self, text: str) -> str:
+        self._told += len(text)
+        return text
+
+
+def _beginning(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins, and does not complete, the stop."""
+    return next(
+        (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-n:])), 0
+    )
+
+
+@dataclass(frozen=True)
+class ToldToken:
+    """A token of the text: where its text begins, characters, and what was as likely."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text to tell next, and the tokens that are told with it; `finish_reason` with the last."""
+
+    text: str
+    tokens: tuple[ToldToken, ...]
+    finish_reason: FinishReason | None = None
+
+
+class Teller:
+    """Tells one response. `count` is how many of its tokens came."""
+
+    def __init__(self, decode: Decode, stops: Sequence[str], end_ids: frozenset[int]) -> None:
+        self._said = TokenText(decode)
+        self._filter = StopFilter(stops)
+        self._end_ids = end_ids
+        self._pending: list[ToldToken] = []
+        self._told = 0  # characters
+        self.count = 0
+
+    def feed(self, came: Came) -> Piece:
+        """What can be told with these tokens. Those that came before are passed over, and so are
+        those behind a gap: the completion has them all."""
+        text = ""
+        skip = self.count - came.first
+        if skip < 0:
+            return Piece("", ())
+        for i in range(skip, len(came.token_ids)):
+            top = came.top_logprobs[i] if came.top_logprobs else ()
+            token = ToldToken(came.token_ids[i], came.logprobs[i], top, len(self._said.text))
+            self.count += 1
+            if self._filter.cut is None:
+                self._pending.append(token)
+                text += self._filter.feed(self._said.add(token.id))
+        return self._piece(text, last=False)
+
+    def finish(self, completion: Completion) -> Piece:
+        """The rest of the response, and why it ended: "stop" or "length"."""
+        came = Came(
+            completion.request_id, 0, completion.token_ids, completion.logprobs,
+            completion.top_logprobs,
+        )  # fmt: skip
+        rest = self.feed(came)
+        text = rest.text
+        if self._filter.cut is None:
+            text += self._filter.feed(self._said.rest()) + self._filter.flush()
+        stopped = self._filter.cut is not None or completion.finish_reason != "length"
+        piece = self._piece(text, last=True)
+        return Piece(text, rest.tokens + piece.tokens, "stop" if stopped else "length")
+
+    def _piece(self, text: str, last: bool) -> Piece:
+        self._told += len(text)
+        cut = self._filter.cut
+        if last and cut is None:
+            told = [t for t in self._pending if t.id not in self._end_ids]
+            self._pending = []
+        else:
+            told = [t for t in self._pending if t.offset < self._told]
+            self._pending = self._pending[len(told) :]
+        return Piece(text, tuple(told))

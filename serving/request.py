@@ -1,0 +1,91 @@
+"""What a request asks, once its names and texts are resolved: plain data, no wire, no tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from protocols.teacher_replay import Message
+from protocols.types import GenerateRequest, PrefixRef, Sampling, Until
+from registry.store import Entry
+from serving.tokenization import Prompt
+
+
+@dataclass(frozen=True)
+class StrategyAsked:
+    """`StrategyAsked("self_consistency", {"samples": 8}, "math", 512)`."""
+
+    name: str
+    options: Mapping[str, Any]
+    form: str
+    budget: int | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`n` responses to each prompt. `top_logprobs` None: no log-probabilities are told.
+
+    `entries` are the cartridges, composed in this order, none for the bare model. With a strategy
+    `messages` are what it reads, and there is one
+    prompt and one response.
+    """
+
+    id: str
+    model: str
+    prompts: tuple[Prompt, ...]
+    n: int
+    sampling: Sampling
+    seed: int
+    stops: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    stream: bool = False
+    entries: tuple[Entry, ...] = ()
+    messages: tuple[Message, ...] = ()
+    strategy: StrategyAsked | None = None
+
+    @property
+    def responses(self) -> int:
+        return len(self.prompts) * self.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt counts once, however many responses it gets."""
+        return sum(p.counted for p in self.prompts)
+
+    @property
+    def cartridge_tokens(self) -> int:
+        return sum(entry.manifest.tokens for entry in self.entries)
+
+
+def requests_of(asked: Asked, prefix: PrefixRef) -> list[GenerateRequest]:
+    """One request a response: those of the first prompt first."""
+    until = Until(strings=asked.stops) if asked.stops else None
+    return [
+        GenerateRequest(
+            id=f"{asked.id}/{p * asked.n + i}",
+            prompt_ids=prompt.ids,
+            prefix=prefix,
+            sampling=asked.sampling,
+            seed=seed_of(asked.seed, p * asked.n + i),
+            top_logprobs=asked.top_logprobs or 0,
+            until=until,
+        )
+        for p, prompt in enumerate(asked.prompts)
+        for i in range(asked.n)
+    ]
+
+
+def drawn_seed(request_id: str) -> int:
+    """The seed of a request that gives none: told with the answer, it gives that one again."""
+    return _hashed(f"serving/{request_id}")
+
+
+def seed_of(seed: int, response: int) -> int:
+    """The first response has the request's own seed, the others one that it decides."""
+    return seed % 2**63 if response == 0 else _hashed(f"serving/{seed}/{response}")
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1

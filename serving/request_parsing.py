@@ -1,0 +1,272 @@
+"""From a request on the wire to what it asks: names are looked up, texts tokenised, limits held."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from protocols.errors import DataError
+from protocols.wire.openai_chat import ChatRequest, CompletionRequest, ForgeOptions, SamplingFields
+from protocols.teacher_replay import Message
+from protocols.types import Sampling
+from serving.request import Asked, StrategyAsked, drawn_seed
+from serving.errors import ApiError, bad_request, refusing
+from registry.store import Entry, Library
+from registry.names import CartridgeName, ModelName, parse_cartridge, parse_model
+from serving.tokenization import Prompt, Texts
+from serving.tokasaurus import (
+    CartridgeChatRequest,
+    CartridgeCompletionRequest,
+    CartridgeSource,
+)
+
+DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
+GENERAL = "general"  # the form of answers where none is named
+NO_OPTIONS = ForgeOptions.model_validate({})
+LEAST_MASS = 1e-9  # top_p 0 keeps the likeliest token alone
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`context` counts cartridges, prompt and response."""
+
+    max_tokens: int
+    context: int
+    max_choices: int
+
+
+class Reader:
+    """Reads requests for one model. Every method takes time with the length of the text, and may
+    be called from any thread; raises ApiError.
+
+    `known_strategy` says whether there is a strategy of that name.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        texts: Texts,
+        library: Library,
+        limits: Limits,
+        known_strategy: Callable[[str], bool],
+    ) -> None:
+        self.model, self._texts, self._library, self._limits = model, texts, library, limits
+        self._known_strategy = known_strategy
+
+    def chat(self, body: ChatRequest) -> Asked:
+        forge = body.forge or NO_OPTIONS
+        name = self._name(body.model, forge)
+        return self._with_strategy(self._chat(body, self._entries(name, forge)), name, forge)
+
+    def completion(self, body: CompletionRequest) -> Asked:
+        forge = body.forge or NO_OPTIONS
+        name = self._name(body.model, forge)
+        if name.strategy is not None:
+            raise bad_request(
+                "strategies answer chats: they write prompts of their own; use "
+                "/v1/chat/completions",
+                "forge.strategy",
+            )
+        return self._completion(body, self._entries(name, forge))
+
+    def cartridge_chat(self, body: CartridgeChatRequest) -> Asked:
+        """Tokasaurus' route: any model name is the served one's."""
+        if body.max_tokens is not None and body.max_completion_tokens is not None:
+            raise bad_request(
+                "one of max_tokens and max_completion_tokens is given, not both", "max_tokens"
+            )
+        return self._chat(body, self._sourced(body.cartridges))
+
+    def cartridge_completion(self, body: CartridgeCompletionRequest) -> Asked:
+        return self._completion(body, self._sourced(body.cartridges))
+
+    def name_of(self, text: str) -> ModelName:
+        """The name of a model that is served. Raises ApiError 404."""
+        with refusing(404, "model", "model_not_found"):
+            name = parse_model(text)
+            if name.base != self.model:
+                raise DataError(f"the model {name.base} is not served here; ask for {self.model}")
+        with refusing(404, "model", "strategy_not_found"):
+            if name.strategy is not None and not self._known_strategy(name.strategy):
+                raise DataError(
+                    f"there is no strategy {name.strategy}; GET /v1/models lists those there are"
+                )
+        if name.cartridge is not None:
+            self._entry(name.cartridge)
+        return name
+
+    # -- the parts ------------------------------------------------------------------------------
+
+    def _name(self, model: str, forge: ForgeOptions) -> ModelName:
+        name = self.name_of(model)
+        cartridge, strategy = name.cartridge, name.strategy
+        if forge.cartridge is not None:
+            with refusing(400, "forge.cartridge"):
+                cartridge = parse_cartridge(forge.cartridge)
+            if name.cartridge not in (None, cartridge):
+                raise bad_request(
+                    f"model names the cartridge {name.cartridge} and forge.cartridge {cartridge}; "
+                    "name one",
+                    "forge.cartridge",
+                )
+        if forge.strategy is not None:
+            if not self._known_strategy(forge.strategy):
+                raise bad_request(
+                    "forge.strategy is none there is; GET /v1/models lists them", "forge.strategy"
+                )
+            if strategy not in (None, forge.strategy):
+                raise bad_request(
+                    f"model names the strategy {strategy} and forge.strategy another; name one",
+                    "forge.strategy",
+                )
+            strategy = forge.strategy
+        if strategy is None and not forge.options is forge.form is forge.budget is None:
+            raise bad_request(
+                "forge.options, form and budget belong to a strategy; name one in forge.strategy",
+                "forge.strategy",
+            )
+        return ModelName(name.base, cartridge, strategy)
+
+    def _entries(self, name: ModelName, forge: ForgeOptions) -> tuple[Entry, ...]:
+        if forge.cartridges is None:
+            return () if name.cartridge is None else (self._entry(name.cartridge),)
+        if name.cartridge is not None:
+            raise bad_request(
+                f"the cartridge {name.cartridge} is named beside forge.cartridges; put it into "
+                "that list, where its order is told",
+                "forge.cartridges",
+            )
+        with refusing(400, "forge.cartridges"):
+            return tuple(self._entry(parse_cartridge(text)) for text in forge.cartridges)
+
+    def _entry(self, cartridge: CartridgeName) -> Entry:
+        with refusing(404, "forge.cartridge", "cartridge_not_found"):
+            return self._library.get(cartridge)
+
+    def _sourced(self, cartridges: Sequence[CartridgeSource] | None) -> tuple[Entry, ...]:
+        for source in cartridges or ():
+            if source.source != "local":
+                raise bad_request(
+                    f"cartridges are taken from this server's own library, not from "
+                    f"{source.source}; add the cartridge to the library and name it with "
+                    '"source": "local"',
+                    "cartridges",
+                    "unsupported_source",
+                )
+        with refusing(400, "cartridges", "cartridge_not_found"):
+            return tuple(self._library.by_path(source.id) for source in cartridges or ())
+
+    def _chat(self, body: ChatRequest, entries: tuple[Entry, ...]) -> Asked:
+        if body.top_logprobs is not None and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+        both = {body.max_tokens, body.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise bad_request(
+                "max_tokens and max_completion_tokens are one limit and differ; give one",
+                "max_tokens",
+            )
+        messages = tuple(Message(m.speaker, m.text) for m in body.messages)
+        prompt = self._texts.chat(messages, bool(entries))
+        return self._asked(
+            "chatcmpl", body, entries, (prompt,), next(iter(both), None),
+            (body.top_logprobs or 0) if body.logprobs else None, messages,
+        )  # fmt: skip
+
+    def _completion(self, body: CompletionRequest, entries: tuple[Entry, ...]) -> Asked:
+        given = body.prompt
+        one = isinstance(given, str) or isinstance(given[0], int)
+        prompts = cast(Sequence[str | Sequence[int]], [given] if one else given)
+        if len(prompts) > self._limits.max_choices:
+            raise self._too_many()
+        read = tuple(self._texts.prompt(p, bool(entries), "prompt") for p in prompts)
+        most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+        return self._asked("cmpl", body, entries, read, most, body.logprobs)
+
+    def _asked(
+        self,
+        kind: str,
+        body: SamplingFields,
+        entries: tuple[Entry, ...],
+        prompts: tuple[Prompt, ...],
+        most: int | None,
+        top_logprobs: int | None,
+        messages: tuple[Message, ...] = (),
+    ) -> Asked:
+        n = body.n or 1
+        if len(prompts) * n > self._limits.max_choices:
+            raise self._too_many()
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("stream_options needs stream: true", "stream_options")
+        request_id = f"{kind}-{secrets.token_hex(12)}"
+        top_p = 1.0 if body.top_p is None else max(body.top_p, LEAST_MASS)
+        stop = [] if body.stop is None else [body.stop] if isinstance(body.stop, str) else body.stop
+        return Asked(
+            id=request_id,
+            model=body.model,
+            prompts=prompts,
+            n=n,
+            sampling=Sampling(
+                temperature=1.0 if body.temperature is None else body.temperature,
+                top_p=top_p,
+                top_k=body.top_k or 0,
+                max_tokens=self._room(prompts, entries, most),
+            ),
+            seed=drawn_seed(request_id) if body.seed is None else body.seed,
+            stops=tuple(dict.fromkeys(stop)),
+            top_logprobs=top_logprobs,
+            stream=bool(body.stream),
+            entries=entries,
+            messages=messages,
+        )
+
+    def _room(self, prompts: Sequence[Prompt], entries: Sequence[Entry], most: int | None) -> int:
+        """Tokens that a response may have. Raises ApiError where the context has no room."""
+        limits = self._limits
+        held = sum(entry.manifest.tokens for entry in entries)
+        read = max(p.counted for p in prompts) + held
+        room = limits.context - read
+        wanted = 1 if most is None else most
+        if wanted > room:
+            of_cartridge = f", {held} of them of the cartridge" if entries else ""
+            raise bad_request(
+                f"the model has {limits.context} positions: {read} are read{of_cartridge}, and "
+                f"max_tokens asks for {wanted}; shorten the prompt or lower max_tokens",
+                "max_tokens" if room > 0 else "messages" if most is None else "prompt",
+                "context_length_exceeded",
+            )
+        if wanted > limits.max_tokens:
+            raise bad_request(
+                f"a response may have {limits.max_tokens} tokens here; lower max_tokens",
+                "max_tokens",
+            )
+        return min(room, limits.max_tokens) if most is None else most
+
+    def _with_strategy(self, asked: Asked, name: ModelName, forge: ForgeOptions) -> Asked:
+        """Raises for what a strategy cannot do: it answers once, and owns where steps end."""
+        if name.strategy is None:
+            return asked
+        for what, given in (
+            ("n", asked.n > 1),
+            ("stop", bool(asked.stops)),
+            ("top_k", asked.sampling.top_k > 0),
+            ("logprobs", asked.top_logprobs is not None),
+        ):
+            if given:
+                raise bad_request(
+                    f"{what} is not served with a strategy, which gives one answer and says in "
+                    "`forge` how it came; leave it out",
+                    what,
+                )
+        chosen = StrategyAsked(
+            name.strategy, forge.options or {}, forge.form or GENERAL, forge.budget
+        )
+        return replace(asked, strategy=chosen)
+
+    def _too_many(self) -> ApiError:
+        return bad_request(
+            f"one request may ask for {self._limits.max_choices} responses, prompts times n; send "
+            "several requests",
+            "n",
+        )

@@ -1,0 +1,100 @@
+"""Which cartridge versions the generators hold: loaded when first asked for, the least recently
+used ones dropped, none while a request reads it.
+
+A version of the library gets a number of the generators' own when it is loaded, which only grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from protocols.files import sha256_of
+from protocols.types import PrefixRef
+from serving.backend import Backend
+from serving.errors import ApiError
+from registry.store import Entry
+
+Key = tuple[str, int]
+
+
+@dataclass
+class _Held:
+    loading: asyncio.Task[int]
+    users: int = 0
+    dropped: bool = False
+
+
+class Shelf:
+    """At most `most` versions, but for those in use."""
+
+    def __init__(self, backend: Backend, most: int) -> None:
+        self._backend, self._most = backend, most
+        self._held: OrderedDict[Key, _Held] = OrderedDict()
+        self._versions = itertools.count(1)
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    @property
+    def held(self) -> list[Key]:
+        return list(self._held)
+
+    @asynccontextmanager
+    async def using(self, entry: Entry) -> AsyncIterator[PrefixRef]:
+        """The prefix to ask the generators for, there for as long as the block lasts. Raises
+        ApiError for a file that is damaged, or what the generators say of it."""
+        held = self._held.get(entry.key)
+        if held is None:
+            # One task for all who ask meanwhile, which the first one's leaving does not cancel.
+            held = self._held[entry.key] = _Held(asyncio.create_task(self._load(entry)))
+        self._held.move_to_end(entry.key)
+        held.users += 1
+        try:
+            version = await asyncio.shield(held.loading)
+            yield PrefixRef(f"cartridge/{entry.manifest.name}", version)
+        finally:
+            held.users -= 1
+            failed = held.loading.done() and (
+                held.loading.cancelled() or held.loading.exception() is not None
+            )
+            if failed and self._held.get(entry.key) is held:
+                del self._held[entry.key]
+            self._tidy()
+
+    def drop(self, key: Key) -> None:
+        """The library has it no more: let go of it once its last request has ended."""
+        if key in self._held:
+            self._held[key].dropped = True
+            self._tidy()
+
+    async def close(self) -> None:
+        """Wait for what is being dropped."""
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+
+    async def _load(self, entry: Entry) -> int:
+        if await asyncio.to_thread(sha256_of, entry.path) != entry.manifest.sha256:
+            name, number = entry.key
+            raise ApiError(
+                503,
+                f"the file of cartridge {name}@{number} is damaged: it does not match its "
+                "checksum; drop it and add it again",
+                param="cartridge",
+                code="cartridge_damaged",
+            )
+        # After the checksum, which takes any time: generators want versions in their order.
+        version = next(self._versions)
+        await self._backend.load(version, entry.manifest.name, entry.path)
+        return version
+
+    def _tidy(self) -> None:
+        for key, held in list(self._held.items()):
+            kept = sum(not h.dropped for h in self._held.values())
+            spare = held.dropped or kept > self._most
+            if spare and not held.users and held.loading.done():
+                del self._held[key]
+                task = asyncio.create_task(self._backend.drop(held.loading.result()))
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)

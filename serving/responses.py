@@ -1,0 +1,152 @@
+"""Answers and chunks as OpenAI's clients read them, from what was told. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from protocols.wire.openai_chat import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    ChunkChoice,
+    CompletionChoice,
+    CompletionLogprobs,
+    FinishReason,
+    ForgeTold,
+    TextCompletion,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from serving.detokenizer import Piece, ToldToken
+
+LEAST = -9999.0  # of a token that cannot come: JSON has no infinity
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """The whole response."""
+    tokens = tuple(t for p in pieces for t in p.tokens)
+    return Piece("".join(p.text for p in pieces), tokens, pieces[-1].finish_reason)
+
+
+class CompletionWire:
+    """Write one completion request's answers.
+
+    `head` has id, created and model; in a stream with usage also `usage`, null but in the last
+    chunk. `token` gives a token's text and bytes. `top` is asked.top_logprobs.
+    """
+
+    def __init__(
+        self, head: dict[str, Any], token: Callable[[int], tuple[str, list[int]]], top: int | None
+    ) -> None:
+        self._head, self._token, self._top = head, token, top
+
+    def whole(
+        self, told: Sequence[Piece], usage: Usage, forge: ForgeTold, **more: Any
+    ) -> dict[str, Any]:
+        choices = [self._choice(i, piece) for i, piece in enumerate(told)]
+        return self._plain(choices, usage=usage, forge=forge, **more)
+
+    def opening(self, choices: int) -> list[dict[str, Any]]:
+        return []
+
+    def chunks(self, choice: int, piece: Piece, forge: ForgeTold) -> list[dict[str, Any]]:
+        """What the piece says; the extension field `forge` comes with the reason to end."""
+        ended = {} if piece.finish_reason is None else {"forge": forge}
+        return [self._plain([self._choice(choice, piece)], **ended)]
+
+    def closing(self, usage: Usage) -> dict[str, Any]:
+        """The chunk without choices that ends a stream with include_usage."""
+        return self._plain([], usage=usage)
+
+    def _plain(self, choices: list[CompletionChoice], **more: Any) -> dict[str, Any]:
+        fields = {**self._head, **more}
+        return TextCompletion(object="text_completion", choices=choices, **fields).plain()
+
+    def _choice(self, index: int, piece: Piece) -> CompletionChoice:
+        logprobs = None
+        if self._top is not None:
+            logprobs = CompletionLogprobs(
+                tokens=[self._token(t.id)[0] for t in piece.tokens],
+                token_logprobs=[max(t.logprob, LEAST) for t in piece.tokens],
+                top_logprobs=[self._likeliest(t) for t in piece.tokens],
+                text_offset=[t.offset for t in piece.tokens],
+            )
+        reason = piece.finish_reason
+        return CompletionChoice(
+            index=index, text=piece.text, logprobs=logprobs, finish_reason=reason
+        )
+
+    def _likeliest(self, token: ToldToken) -> dict[str, float]:
+        """By text, the token itself among them; of two with one text the likelier."""
+        likeliest: dict[str, float] = {}
+        for other, logprob in [*token.top[: self._top], (token.id, token.logprob)]:
+            likeliest.setdefault(self._token(other)[0], max(logprob, LEAST))
+        return likeliest
+
+
+class ChatWire(CompletionWire):
+    """Write one chat request's answers."""
+
+    def whole(
+        self, told: Sequence[Piece], usage: Usage, forge: ForgeTold, **more: Any
+    ) -> dict[str, Any]:
+        choices = [
+            ChatChoice(
+                index=i,
+                message=AnswerMessage(role="assistant", content=piece.text, refusal=None),
+                logprobs=self._logprobs(piece),
+                finish_reason=piece.finish_reason or "stop",
+            )
+            for i, piece in enumerate(told)
+        ]
+        more |= {**self._head, "usage": usage, "forge": forge}
+        return ChatCompletion(object="chat.completion", choices=choices, **more).plain()
+
+    def opening(self, choices: int) -> list[dict[str, Any]]:
+        """The role of each choice, first."""
+        first = AnswerMessage(role="assistant", content="")
+        return [self._chunk(i, first) for i in range(choices)]
+
+    def chunks(self, choice: int, piece: Piece, forge: ForgeTold) -> list[dict[str, Any]]:
+        found = []
+        if piece.text or piece.tokens:
+            said = AnswerMessage(content=piece.text)
+            found.append(self._chunk(choice, said, self._logprobs(piece)))
+        if piece.finish_reason is not None:
+            ended = self._chunk(choice, AnswerMessage(), reason=piece.finish_reason)
+            found.append(ended | {"forge": forge.plain()})
+        return found
+
+    def closing(self, usage: Usage) -> dict[str, Any]:
+        head = {**self._head, "usage": usage}
+        return ChatChunk(object="chat.completion.chunk", choices=[], **head).plain()
+
+    def _chunk(
+        self,
+        index: int,
+        delta: AnswerMessage,
+        logprobs: ChatLogprobs | None = None,
+        reason: FinishReason | None = None,
+    ) -> dict[str, Any]:
+        choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
+        return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._head).plain()
+
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        if self._top is None:
+            return None
+        told = [
+            TokenLogprob(
+                **self._named(t.id, t.logprob),
+                top_logprobs=[TopLogprob(**self._named(*o)) for o in t.top[: self._top]],
+            )
+            for t in piece.tokens
+        ]
+        return ChatLogprobs(content=told, refusal=None)
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        text, data = self._token(token)
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": data}

@@ -1,0 +1,104 @@
+"""The catalogue's strategies over the generators, each in a thread with an event loop of its own.
+
+    the door's loop      run -> a thread -> its answer
+    the thread's loop    strategy -> TokenSampler -> generate ---> the door's loop: the backend
+
+A strategy compares answers and scores steps between its calls, which may take it seconds: nobody
+else waits for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+from environments.renderer import Conversation
+from protocols.errors import DataError
+from protocols.types import Completion, GenerateRequest, PrefixRef
+from serving.request import Asked, StrategyAsked
+from serving.backend import Backend
+from serving.tokenization import STAND_IN, Texts
+from strategies.answers.extract import FORMS, Form
+from strategies.catalog import STRATEGIES, parse, run
+from strategies.samplers.token_sampler import TokenSampler
+from strategies.result import Result
+
+T = TypeVar("T")
+
+PATTERNS = frozenset({"step_patterns", "answer_patterns"})
+THREADS = 32  # strategies at a time; more of them wait
+
+
+class CatalogueStrategies:
+    """Every strategy of `strategies.catalog`."""
+
+    def __init__(self, backend: Backend, texts: Texts) -> None:
+        self._backend, self._texts = backend, texts
+        self._threads = ThreadPoolExecutor(THREADS, "strategy")
+
+    def names(self) -> list[str]:
+        return list(STRATEGIES)
+
+    def check(self, strategy: StrategyAsked) -> None:
+        if strategy.form not in FORMS:
+            raise DataError(f"forge.form is one of {', '.join(FORMS)}: got {strategy.form!r}")
+        detector = strategy.options.get("detector")
+        if isinstance(detector, Mapping) and not PATTERNS.isdisjoint(detector):
+            raise DataError(
+                "forge.options.detector: patterns are not taken over the wire, for one that "
+                "backtracks for ever would hold a generator up; leave out "
+                f"{', '.join(sorted(PATTERNS & set(detector)))}, or run the strategy from Python"
+            )
+        parse(strategy.name, strategy.options)
+
+    async def run(self, asked: Asked, prefix: PrefixRef) -> Result:
+        """The same again with the same seed. Cancelling this ends its decoding."""
+        assert asked.strategy is not None
+        here, calls = asyncio.get_running_loop(), itertools.count()
+
+        async def generate(requests: Sequence[GenerateRequest]) -> list[Completion]:
+            call = next(calls)  # two strategies may give their asks one name
+            named = [replace(r, id=f"{asked.id}/{call}/{r.id}") for r in requests]
+            work = asyncio.run_coroutine_threadsafe(self._backend.generate(named), here)
+            return await asyncio.wrap_future(work)
+
+        conversation = Conversation(self._texts.tokenizer, {STAND_IN: "x"})
+        document = STAND_IN if asked.entries else None
+        sampling, wanted = asked.sampling, asked.strategy
+        solving = run(
+            parse(wanted.name, wanted.options),
+            TokenSampler(generate, conversation, document, prefix),
+            asked.messages,
+            form=cast(Form, wanted.form),
+            seed=asked.seed,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            budget=wanted.budget,
+        )
+        return await _apart(self._threads, solving)
+
+
+async def _apart(threads: ThreadPoolExecutor, work: Coroutine[Any, Any, T]) -> T:
+    """The outcome of `work`, which runs in a thread's own event loop; cancelled with this."""
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+
+    async def told() -> T:
+        task = asyncio.ensure_future(work)
+        begun.append((asyncio.get_running_loop(), task))
+        return await task
+
+    running = threads.submit(lambda: asyncio.run(told()))
+    try:
+        return await asyncio.wrap_future(running)
+    except asyncio.CancelledError:
+        if begun:
+            loop, task = begun[0]
+            loop.call_soon_threadsafe(task.cancel)
+        else:
+            work.close()
+        raise

@@ -1,0 +1,80 @@
+"""Tokasaurus' cartridge routes: what its clients send, and what they read of the answer.
+
+Verified against public code:
+- requests: `Cartridge`, `CartridgeCompletionsRequest` and `CartridgeChatCompletionRequest` in
+  tokasaurus/server/types.py of ScalingIntelligence/tokasaurus, branch geoff/cartridges (commit
+  845f115, 2025-08-25), whose server takes any `model` name ("default", "todo"), wants max_tokens or
+  max_completion_tokens of a chat and not both, and answers HTTP 400 where it refuses;
+- answers: tokasaurus/server/utils.py there. `system_fingerprint` is JSON text with
+  `completion_ids`, a list of ids for each choice with the end token, and, where
+  `logprobs_in_fingerprint` is set, `packed_chosen_logprobs` (base64 of float32) and, where top-k
+  was asked for too, `packed_topk_indices` (int32) and `packed_topk_logprobs` (float32), row by row;
+  all three null otherwise. `usage.prompt_tokens` counts a prompt once for each choice;
+- the reading side: cartridges/clients/tokasaurus.py of HazyResearch/cartridges, which expects one
+  model in /v1/models, takes `completion_ids[0]` and decodes the packed arrays. It posts batches to
+  another route, which answers with a pickle: that route is not served here.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from protocols.wire.openai_chat import MAX_COMPOSED, ChatRequest, CompletionRequest, Wire
+from protocols.types import Completion
+
+
+class CartridgeSource(Wire):
+    id: str = Field(min_length=1, max_length=1024, description="a name of the library, or its path")
+    source: Literal["wandb", "local", "huggingface"] = "wandb"
+    force_redownload: bool = Field(
+        default=False, description="nothing is downloaded: the newest version is always taken"
+    )
+
+
+class CartridgeFields(Wire):
+    cartridges: list[CartridgeSource] | None = Field(
+        None, max_length=MAX_COMPOSED, description="composed in this order, each behind the last"
+    )
+    logprobs_in_fingerprint: bool = False
+    ignore_eos: Literal[False] = False
+
+
+class CartridgeCompletionRequest(CompletionRequest, CartridgeFields):
+    """As `/v1/completions`, with a cartridge by its source."""
+
+
+class CartridgeChatRequest(ChatRequest, CartridgeFields):
+    """As `/v1/chat/completions`, with a cartridge by its source."""
+
+    apply_chat_template_overrides: dict[Literal["enable_thinking"], bool] | None = Field(
+        default=None, description="of no effect: taken for templates that do not think"
+    )
+
+
+def fingerprint(completions: Sequence[Completion], packed: bool, top: int | None) -> str:
+    """`system_fingerprint`: exact ids, and with `packed` their log-probabilities."""
+    chosen = top_ids = top_logprobs = None
+    if packed:
+        chosen = [_pack("f", c.logprobs) for c in completions]
+        if top:
+            rows = [[pair for row in c.top_logprobs for pair in row[:top]] for c in completions]
+            top_ids = [_pack("i", [i for i, _ in row]) for row in rows]
+            top_logprobs = [_pack("f", [p for _, p in row]) for row in rows]
+    return json.dumps(
+        {
+            "completion_ids": [list(c.token_ids) for c in completions],
+            "packed_chosen_logprobs": chosen,
+            "packed_topk_indices": top_ids,
+            "packed_topk_logprobs": top_logprobs,
+        }
+    )
+
+
+def _pack(kind: str, values: Sequence[float] | Sequence[int]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(values)}{kind}", *values)).decode("ascii")

@@ -1,0 +1,114 @@
+"""Between text and token ids: chats and prompts in, tokens with their text and bytes out.
+
+Without a cartridge the model reads a prompt behind its first token, which every prompt is taken to
+begin with: a prompt of ids that lacks it gets it, one that has it is not given it twice. With a
+cartridge, which holds that token and its document, nothing is put before a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from environments.renderer import NO_DOCUMENT, Conversation
+from protocols.teacher_replay import Message
+from serving.errors import bad_request, refusing
+
+STAND_IN = "cartridge"  # a document that is rendered and cut off: what a cartridge stands in for
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is read behind the prefix, and how many tokens the client is told that it has."""
+
+    ids: tuple[int, ...]
+    counted: int
+
+
+class Texts:
+    """One model's tokenizer. Methods raise ApiError for what cannot be read; those that tokenise
+    take time with the length of the text, and are called in a thread."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._conversation = Conversation(tokenizer, {STAND_IN: "x"})
+        self._special = frozenset(tokenizer.all_special_ids)
+        byte_level = any(name.startswith("Ġ") for name in tokenizer.get_vocab())
+        self._byte_of = _bytes_of_characters() if byte_level else {}
+        self.vocabulary = len(tokenizer)
+        self.first = self._conversation.head(None)
+        self._conversation.head(STAND_IN)  # now, and not in two threads at a time
+
+    @property
+    def documents(self) -> dict[str, tuple[int, ...]]:
+        """What the generators read when no cartridge is named: the first token alone."""
+        return {NO_DOCUMENT: self.first}
+
+    def chat(self, messages: Sequence[Message], cartridge: bool) -> Prompt:
+        for i, message in enumerate(messages):
+            _check_text(message.content, f"messages[{i}].content")
+        with refusing(400, "messages"):
+            ids = self._conversation.opening(STAND_IN if cartridge else None, messages)
+        return self._prompt(ids, cartridge, "messages")
+
+    def prompt(self, prompt: str | Sequence[int], cartridge: bool, param: str) -> Prompt:
+        """A prompt as text, or as ids, which are read as they are."""
+        if isinstance(prompt, str):
+            _check_text(prompt, param)
+            ids = tuple(self.tokenizer(prompt, add_special_tokens=not cartridge).input_ids)
+        else:
+            ids = tuple(prompt)
+            wrong = next((i for i in ids if not 0 <= i < self.vocabulary), None)
+            if wrong is not None:
+                raise bad_request(
+                    f"{param} holds the token id {wrong}, and this model has ids from 0 to "
+                    f"{self.vocabulary - 1}; tokenise with its own tokenizer",
+                    param,
+                )
+        if not cartridge and ids[:1] == self.first:
+            ids = ids[1:]
+        return self._prompt(ids, cartridge, param)
+
+    def _prompt(self, ids: tuple[int, ...], cartridge: bool, param: str) -> Prompt:
+        if not ids:
+            raise bad_request(f"{param} has no token; give it one at least", param)
+        return Prompt(ids, len(ids) + (0 if cartridge else len(self.first)))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def token(self, token_id: int) -> tuple[str, list[int]]:
+        """A token's text and its bytes. Of a part of a character the text is a replacement mark."""
+        piece = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        if token_id not in self._special and all(c in self._byte_of for c in piece):
+            data = bytes(self._byte_of[c] for c in piece)
+            return data.decode("utf-8", "replace"), list(data)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            data = bytes([int(piece[3:5], 16)])
+            return data.decode("utf-8", "replace"), list(data)
+        if piece.startswith("▁"):  # SentencePiece's blank, which decoding one token alone drops
+            text = piece.replace("▁", " ")
+        else:
+            text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+        return text, list(text.encode())
+
+
+def _check_text(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise bad_request(
+            f"{param} holds half of a surrogate pair, which is no character; send whole UTF-8",
+            param,
+        ) from error
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """GPT-2's byte-level alphabet: printable bytes stand for themselves, the others for the
+    characters from U+0100 on, in order."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(others)}

@@ -1,0 +1,53 @@
+"""Votes over answers, plain or weighted: the chain scorers of whole traces.
+
+answers ["7", None, "7.0", "3"]   weights [1, 9, 1, 1]
+  clusters   7: traces 0, 2   weight 2        None never votes
+             3: trace 3       weight 1
+  winner     the heaviest; of equals the one that came first
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from strategies.answers.extract import Form, clustered
+
+
+@dataclass(frozen=True)
+class Vote:
+    """One answer, as its first trace wrote it, with the traces that gave it."""
+
+    answer: str
+    weight: float
+    traces: tuple[int, ...]
+
+    def plain(self) -> dict[str, Any]:
+        return {"answer": self.answer, "weight": self.weight, "traces": list(self.traces)}
+
+
+async def tally(
+    answers: Sequence[str | None], form: Form, weights: Sequence[float] | None = None
+) -> list[Vote]:
+    """Votes of equivalent answers, heaviest first, of equals the earliest; without `weights` each
+    trace weighs 1."""
+    given = [1.0] * len(answers) if weights is None else weights
+    votes = []
+    for members in await clustered(answers, form):
+        answer = answers[members[0]]
+        assert answer is not None
+        votes.append(Vote(answer, math.fsum(given[i] for i in members), tuple(members)))
+    return sorted(votes, key=lambda v: (-v.weight, v.traces[0]))
+
+
+def surest(confidences: Sequence[float], keep_fraction: float) -> list[int]:
+    """Indices, ascending, of the share of traces with the highest confidence: rounded up, at
+    least one where there is any; of equals the earliest.
+
+    `surest([1.0, 3.0, 2.0], 0.5)` is [1, 2].
+    """
+    count = math.ceil(keep_fraction * len(confidences) - 1e-9)  # 0.7 * 10 is 7, not 8
+    ranked = sorted(range(len(confidences)), key=lambda i: (-confidences[i], i))
+    return sorted(ranked[: max(count, 1)])

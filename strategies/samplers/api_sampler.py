@@ -1,0 +1,196 @@
+"""External models as a `Sampler`, over the official SDKs.
+
+    ask --at most `concurrency` at once--> one HTTP call, `timeout_s` --> answer
+              ^-- backoff, or Retry-After <-- 429, 5xx, no answer (`attempts` in all)
+
+Gemini, and whoever else speaks chat completions, is provider "openai" with its `base_url`.
+
+What they can, and what they cannot: log-probabilities where the endpoint says that its model has
+them. No `continue`: an assistant's turn is never gone on with. No `until`: a stop string is cut out
+of the text, whose tokens are paid and gone, while `Until` ends with it, and text and tokens agree.
+No `seed`: it is sent, but promised to nobody. Token ids are not told. So they serve the strategies
+that look at whole responses.
+
+A key goes to the host that it is for, by name: the providers' usual variables to their own hosts
+alone. Nothing is redirected, and what the SDKs add to every call out of the environment goes to no
+other host. An endpoint is the operator's: a server never takes one from a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from protocols.errors import DataError, RunError
+from protocols.teacher_replay import Usage
+from protocols.spec.teacher_replay import KEY_NAMES, OFFICIAL_URLS, Provider, open_url
+from teachers.budget import ANSWERED
+from teachers.clients import ApiClient, read_key
+from teachers.prompts import Reply
+from strategies.samplers.sampler import Ability, Answer, Ask
+
+LONGEST_BACKOFF_S = 30.0
+MOST_TOP_LOGPROBS = 20  # of chat completions
+# Whose key a variable holds, as (scheme, host). Any other name is the operator's own.
+KEY_HOSTS = {
+    **{KEY_NAMES[p]: ("https", urlsplit(url).hostname) for p, url in OFFICIAL_URLS.items()},
+    "GEMINI_API_KEY": ("https", "generativelanguage.googleapis.com"),
+    "OPENROUTER_API_KEY": ("https", "openrouter.ai"),
+}
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One model: `Endpoint("openai", "gemini-2.5-flash", key_env="GEMINI_API_KEY",
+    base_url="https://generativelanguage.googleapis.com/v1beta/openai")`.
+
+    Without `base_url` the provider's own server, without `key_env` its usual variable. `logprobs`
+    says that this model tells log-probabilities.
+    """
+
+    provider: Provider
+    model: str
+    base_url: str | None = None
+    key_env: str | None = None
+    logprobs: bool = False
+    concurrency: int = 8
+    timeout_s: float = 120.0
+    attempts: int = 4
+    backoff_s: float = 0.5
+
+
+class ApiSampler:
+    """A `Sampler` over an endpoint. Close it: `async with ApiSampler(endpoint) as sampler`.
+
+    Raises DataError for an endpoint that is not sound or an ask that it cannot serve, SpecError
+    where the environment has no key, and RunError where an ask is not answered; no error repeats a
+    provider's words, which may hold the key. Tokens of attempts that failed are in no count.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        url, key = _checked(endpoint)
+        self._endpoint = endpoint
+        self._turns = asyncio.Semaphore(endpoint.concurrency)
+        self._client = ApiClient(
+            endpoint.provider, endpoint.model, url, key, endpoint.timeout_s, isolated=True
+        )
+
+    async def __aenter__(self) -> ApiSampler:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        return frozenset({"logprobs", "top_logprobs"} if self._endpoint.logprobs else ())
+
+    async def __call__(self, asks: Sequence[Ask]) -> list[Answer]:
+        for ask in asks:
+            self._check(ask)
+        calls = [asyncio.create_task(self._answer(ask)) for ask in asks]
+        try:
+            return await asyncio.gather(*calls)
+        finally:  # one that failed fails all, and what the others would say is not paid for
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    def _check(self, ask: Ask) -> None:
+        endpoint, sampling = self._endpoint, ask.sampling
+        most = MOST_TOP_LOGPROBS if endpoint.logprobs else 0
+        faults = {
+            "goes on with a response, which no API does": bool(ask.begun.text),
+            "ends by `until`, which no API does as defined": ask.until is not None,
+            f"wants {ask.top_logprobs} top log-probabilities, and {most} are told": (
+                ask.top_logprobs > most
+            ),
+            "has top_k, which this provider does not take": (
+                sampling.top_k > 0 and endpoint.provider == "openai"
+            ),
+            "has a temperature over 1, which this provider does not take": (
+                sampling.temperature > 1 and endpoint.provider == "anthropic"
+            ),
+        }
+        for fault, there in faults.items():
+            if there:
+                raise DataError(f"ask {ask.id} to {endpoint.model} {fault}; use another backend")
+
+    async def _answer(self, ask: Ask) -> Answer:
+        endpoint = self._endpoint
+        body = _body(ask, endpoint)
+        attempt = 0
+        while True:
+            attempt += 1
+            async with self._turns:
+                reply = await self._client.ask(ask.messages, ask.sampling.max_tokens, body)
+            if reply.outcome == ANSWERED and reply.usage is not None:
+                return self._read(ask, reply, reply.usage)
+            if attempt == endpoint.attempts or not reply.retriable:
+                # Without a count of its tokens no budget holds.
+                outcome = "unreadable" if reply.outcome == ANSWERED else reply.outcome
+                raise RunError(
+                    f"ask {ask.id} to {endpoint.model}: {outcome} at attempt {attempt} of "
+                    f"{endpoint.attempts}; look at the provider's status, the key in its variable "
+                    "and the model's name"
+                )
+            backoff = min(endpoint.backoff_s * 2 ** (attempt - 1), LONGEST_BACKOFF_S)
+            await asyncio.sleep(max(backoff, reply.retry_after_s))
+
+    def _read(self, ask: Ask, reply: Reply, usage: Usage) -> Answer:
+        if self._endpoint.logprobs and usage.output_tokens and not reply.logprobs:
+            raise DataError(
+                f"endpoint {self._endpoint.model}: it told no log-probabilities; set logprobs to "
+                "false, and use strategies that need none"
+            )
+        return Answer(
+            reply.raw,
+            usage.output_tokens,
+            usage.input_tokens + usage.cached_tokens,
+            "length" if reply.cut else "stop",
+            logprobs=reply.logprobs,
+            top_logprobs=reply.top_logprobs if ask.top_logprobs else (),
+        )
+
+
+def _checked(endpoint: Endpoint) -> tuple[str, str]:
+    """The URL and the key that goes there."""
+    who = f"endpoint {endpoint.model}"
+    if endpoint.provider not in OFFICIAL_URLS:
+        known = ", ".join(OFFICIAL_URLS)
+        raise DataError(f"{who}: provider must be one of {known}: got {endpoint.provider!r}")
+    if min(endpoint.concurrency, endpoint.attempts) < 1 or endpoint.timeout_s <= 0:
+        raise DataError(f"{who}: concurrency and attempts must be >= 1, and timeout_s > 0")
+    official = OFFICIAL_URLS[endpoint.provider]
+    try:
+        url = open_url(endpoint.base_url or official, official, "give the key by key_env")
+    except ValueError as error:
+        raise DataError(f"{who}: base_url {error}") from None
+    place = urlsplit(url)
+    key_env = endpoint.key_env or KEY_NAMES[endpoint.provider]
+    owner = KEY_HOSTS.get(key_env, (place.scheme, place.hostname))
+    if owner != (place.scheme, place.hostname):
+        raise DataError(
+            f"{who}: {key_env} is for {owner[0]}://{owner[1]}, and base_url is {place.scheme}://"
+            f"{place.hostname}; name the variable of its own key by key_env"
+        )
+    return url, read_key(who, key_env)
+
+
+def _body(ask: Ask, endpoint: Endpoint) -> dict[str, Any]:
+    """The provider's own fields. What is its default, 1, is not sent: some models refuse even
+    that."""
+    sampling = ask.sampling
+    given = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    body: dict[str, Any] = {name: value for name, value in given.items() if value != 1.0}
+    if endpoint.provider == "anthropic":
+        return body | ({"top_k": sampling.top_k} if sampling.top_k else {})
+    body["seed"] = ask.seed % 2**31
+    if endpoint.logprobs:
+        body["logprobs"] = True
+    if ask.top_logprobs:
+        body["top_logprobs"] = ask.top_logprobs
+    return body

@@ -1,0 +1,271 @@
+"""One attempt at an external model over the official SDKs: whatever happens comes back as a Reply.
+
+The SDKs' own retries are off: callers retry, so that every attempt can be reserved and counted. Who
+wants JSON sends its schema and validates the answer, without the SDKs' `parse`, which raises for
+words that do not fit and drops the bill with them.
+
+Secrets: the key goes from the environment into the client and nowhere else. Errors are named by
+codes of ours, never by a provider's words, which may repeat the key; in an answer it is struck out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import httpx2
+import openai
+
+from protocols.errors import SpecError
+from protocols.teacher_replay import Message, Usage
+from protocols.spec.teacher_replay import OFFICIAL_URLS, Provider, TeacherSpec
+from teachers.budget import ANSWERED
+from teachers.pricing import reported
+from teachers.prompts import (
+    ANSWER_SCHEMA,
+    ATTEMPT_HEADER,
+    Client,
+    Prompt,
+    Reply,
+    TeacherAnswer,
+)
+
+# The provider did not get, or did not take, the request: nothing to pay. A gateway's error (502,
+# 504, 52x) is not among them: what stands behind it may have answered, and charged.
+FREE_STATUS = (*range(400, 500), 500, 503, 529)
+NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.ProxyError)
+LONGEST_RETRY_AFTER_S = 120.0
+# All that an isolated client sends, besides x-stainless-*.
+HEADERS = frozenset({
+    "host", "user-agent", "accept", "accept-encoding", "connection", "content-type",
+    "content-length", "transfer-encoding", "authorization", "anthropic-version",
+})  # fmt: skip
+
+
+class ApiClient:
+    """Asks one model of one server.
+
+    An `isolated` client follows no redirections and, to a host that is not the SDK's own, sends
+    neither organisation nor $OPENAI_CUSTOM_HEADERS and its like, which the SDKs send to any host.
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        model: str,
+        url: str,
+        key: str,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        isolated: bool = False,
+    ) -> None:
+        self._model, self._key, self._timeout_s = model, key, timeout_s
+        self._is_openai = provider == "openai"
+        sdk: Any = openai if self._is_openai else anthropic
+        self._sdk = sdk.AsyncClient(
+            api_key=key, base_url=url, timeout=timeout_s, max_retries=0, default_headers=headers,
+            http_client=sdk.DefaultAsyncHttpxClient(**_isolation(url, key)) if isolated else None,
+        )  # fmt: skip
+
+    async def ask(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply:
+        """Make one attempt, within `timeout_s`. `body` has further fields, in the provider's own
+        words. What a tool said is sent as the user's: there is no role "tool" without a call."""
+        turns = [
+            {"role": "user" if m.role == "tool" else m.role, "content": m.content} for m in messages
+        ]
+        more: Any = {"model": self._model, "extra_body": body, "extra_headers": headers}
+        send, read_usage, read_reply = (
+            (self._send_chat, _chat_usage, _chat_reply)
+            if self._is_openai
+            else (self._send_messages, _message_usage, _message_reply)
+        )
+        usage = None
+        try:
+            # The SDKs' timeout is for each wait; a body that drips can take for ever.
+            async with asyncio.timeout(self._timeout_s):
+                answer = await send(turns, max_tokens, more)
+            usage = read_usage(answer)
+            reply = read_reply(answer)
+            raw = reply.raw.replace(self._key, "[key]")
+            return replace(reply, raw=raw, usage=usage, nanodollars=_reported(answer))
+        except (openai.APIStatusError, anthropic.APIStatusError) as error:
+            return _by_status(error.status_code, error.response.headers)
+        except (openai.APIConnectionError, anthropic.APIConnectionError) as error:
+            return _by_cause(error)
+        except TimeoutError:
+            return Reply("timeout")
+        except (
+            ValueError, TypeError, AttributeError, IndexError,
+            openai.OpenAIError, anthropic.AnthropicError,
+        ):  # fmt: skip
+            return Reply("unreadable", usage=usage)  # a body that is no JSON, or no message
+
+    async def close(self) -> None:
+        await self._sdk.close()
+
+    async def _send_chat(self, turns: list[dict[str, str]], max_tokens: int, more: Any) -> Any:
+        return await self._sdk.chat.completions.create(
+            messages=turns, max_completion_tokens=max_tokens, **more
+        )
+
+    async def _send_messages(self, turns: list[dict[str, str]], max_tokens: int, more: Any) -> Any:
+        system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
+        return await self._sdk.messages.create(
+            system=system or anthropic.omit,
+            messages=[turn for turn in turns if turn["role"] != "system"],
+            max_tokens=max_tokens,
+            timeout=self._timeout_s,  # else the SDK forbids long answers that do not stream
+            **more,
+        )
+
+
+def connect(teacher: TeacherSpec) -> Client:
+    """Return a client of the teacher, which nobody talks to yet.
+
+    Raises SpecError where the environment has no key for it, or none that a header can hold.
+    """
+    key = read_key(f"teacher {teacher.name}", teacher.key_env or "")
+    url = teacher.base_url or OFFICIAL_URLS[teacher.provider]
+    client = ApiClient(
+        teacher.provider, teacher.model, url, key, teacher.timeout_s, teacher.headers
+    )
+    body: dict[str, Any] = {}
+    if teacher.temperature is not None:
+        body["temperature"] = teacher.temperature
+    if teacher.provider == "openai":
+        schema = {"name": TeacherAnswer.__name__, "schema": ANSWER_SCHEMA, "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    else:
+        body["output_config"] = {"format": {"type": "json_schema", "schema": ANSWER_SCHEMA}}
+
+    async def attempt(prompt: Prompt, attempt_id: str) -> Reply:
+        messages = (Message("system", prompt.system), Message("user", prompt.user))
+        headers = {ATTEMPT_HEADER: attempt_id}
+        return await client.ask(messages, teacher.max_tokens, body, headers)
+
+    return Client(attempt, client.close)
+
+
+def read_key(who: str, key_env: str) -> str:
+    """Return the API key in this environment variable. Raises SpecError, without the key, where
+    there is none or none that a header can hold."""
+    key = os.environ.get(key_env, "")
+    if not re.fullmatch(r"[!-~]+", key):
+        raise SpecError(
+            f"{who}: the environment variable {key_env} must hold its API key, got "
+            f"{'something with blanks or beyond ASCII' if key else 'none'}; export it, or name "
+            "another variable by key_env"
+        )
+    return key
+
+
+def _isolation(url: str, key: str) -> dict[str, Any]:
+    """Options of an SDK's HTTP client."""
+
+    async def only_ours(request: httpx2.Request) -> None:
+        for name in list(request.headers):
+            if name not in HEADERS and not name.startswith("x-stainless-"):
+                del request.headers[name]
+        request.headers["authorization"] = f"Bearer {key}"
+
+    hooks = [] if url in OFFICIAL_URLS.values() else [only_ours]
+    return {"follow_redirects": False, "event_hooks": {"request": hooks}}
+
+
+def _chat_reply(completion: Any) -> Reply:
+    choice = completion.choices[0]
+    message, reason = choice.message, choice.finish_reason
+    tokens = getattr(getattr(choice, "logprobs", None), "content", None) or []
+    return Reply(
+        ANSWERED,
+        str(message.content or message.refusal or ""),
+        refused=bool(message.refusal) or reason == "content_filter",
+        cut=reason == "length",
+        logprobs=tuple(float(token.logprob) for token in tokens),
+        top_logprobs=tuple(_likeliest(token.top_logprobs or ()) for token in tokens),
+    )
+
+
+def _message_reply(message: Any) -> Reply:
+    raw = "".join(block.text for block in message.content if block.type == "text")
+    reason = message.stop_reason
+    return Reply(ANSWERED, raw, refused=reason == "refusal", cut=reason == "max_tokens")
+
+
+def _likeliest(tokens: Sequence[Any]) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted(((str(t.token), float(t.logprob)) for t in tokens), key=lambda t: -t[1]))
+
+
+def _chat_usage(completion: Any) -> Usage | None:
+    """`prompt_tokens` holds the cached ones too."""
+    usage = getattr(completion, "usage", None)
+    details = getattr(usage, "prompt_tokens_details", None)
+    cached = getattr(details, "cached_tokens", None) or 0
+    read: Any = getattr(usage, "prompt_tokens", None)
+    written: Any = getattr(usage, "completion_tokens", None)
+    if not _counts(read, written, cached) or read < cached:
+        return None
+    return Usage(read - cached, written, cached)
+
+
+def _message_usage(message: Any) -> Usage | None:
+    """`input_tokens` holds neither those read from a cache nor those written to one."""
+    usage = getattr(message, "usage", None)
+    cached = getattr(usage, "cache_read_input_tokens", None) or 0
+    stored = getattr(usage, "cache_creation_input_tokens", None) or 0
+    read: Any = getattr(usage, "input_tokens", None)
+    written: Any = getattr(usage, "output_tokens", None)
+    if not _counts(read, written, cached, stored):
+        return None
+    return Usage(read + stored, written, cached)
+
+
+def _counts(*numbers: Any) -> bool:
+    return all(isinstance(n, int) and n >= 0 for n in numbers)
+
+
+def _reported(answer: Any) -> int | None:
+    dollars = getattr(getattr(answer, "usage", None), "cost", None)
+    if isinstance(dollars, int | float) and 0 <= dollars < float("inf"):
+        return reported(dollars)
+    return None
+
+
+def _by_status(status: int, headers: Mapping[str, str]) -> Reply:
+    """What a provider's error code means for the next attempt, and for the bill."""
+    return Reply(
+        "rate_limited" if status == 429 else f"http_{status}",
+        free=status in FREE_STATUS,
+        # Wrong key, wrong model, wrong request: the next attempt would be no better.
+        retriable=status >= 500 or status in (408, 409, 429),
+        retry_after_s=_seconds(headers.get("retry-after")),
+    )
+
+
+def _by_cause(error: Exception) -> Reply:
+    """The same of a connection that failed, as the SDKs tell it."""
+    if isinstance(error.__cause__, NOT_SENT):
+        return Reply("unreachable", free=True)
+    if isinstance(error, openai.APITimeoutError | anthropic.APITimeoutError):
+        return Reply("timeout")
+    return Reply("cut_off")
+
+
+def _seconds(text: str | None) -> float:
+    """Retry-After in seconds; a date or nonsense counts as none, the pool's own backoff holds."""
+    try:
+        seconds = float(text or 0)
+    except ValueError:
+        return 0.0
+    return min(seconds, LONGEST_RETRY_AFTER_S) if seconds > 0 else 0.0

@@ -1,0 +1,337 @@
+"""A provider of our own on loopback, which the official SDKs talk to as to any other.
+
+    with FakeProvider(rule, prices, faults=Faults(rate_limit=0.1, latency_s=0.2)) as provider:
+        ...  base_url=provider.openai_url  ...  base_url=provider.url  ...
+    provider.money()   # nanodollars that it charged, by its own count
+
+/v1/chat/completions   OpenAI's, streaming too
+/v1/responses          OpenAI's newer one, whole answers only
+/v1/messages           Anthropic's, streaming too
+
+It answers by a rule of the caller's, fails at set rates, and keeps its own account of every call.
+Whether a call fails is drawn from a hash of the seed, the model, the prompt and how often that
+prompt came, so that it does not depend on the order in which K actors ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import request_response
+
+from protocols.wire import openai_replies
+from protocols.wire.openai_replies import ChatReply
+from protocols.teacher_replay import Usage
+from protocols.spec.teacher_replay import PriceSpec
+from teachers.fake_provider.server import LoopbackServer
+from teachers.pricing import cost
+from teachers.prompts import ATTEMPT_HEADER
+
+Wire = Literal["chat", "responses", "messages"]
+PATHS: dict[str, Wire] = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+}
+LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+FREE = ("rate_limit", "server_error", "stall")  # never charged
+
+
+@dataclass(frozen=True)
+class ProviderRequest:
+    """A request as the provider's rule sees it: whichever wire it came over, the same."""
+
+    model: str
+    system: str
+    user: str
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.model}/{self.system}/{self.user}"
+
+
+Rule = Callable[[ProviderRequest], str]
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How often each fault comes, as shares of all calls; they exclude one another.
+
+    Charged like an answer: `cut_off` (the connection ends in the middle of the body), `malformed`
+    (a body that is no JSON), `garbage` (words that are not what was asked for), `refuse`. Free:
+    `rate_limit` (429 with Retry-After), `server_error` (500), `stall` (silence for `stall_s`).
+    """
+
+    rate_limit: float = 0.0
+    server_error: float = 0.0
+    stall: float = 0.0
+    cut_off: float = 0.0
+    malformed: float = 0.0
+    garbage: float = 0.0
+    refuse: float = 0.0
+    latency_s: float = 0.0
+    retry_after_s: float = 0.05
+    stall_s: float = 30.0
+    seed: int = 0
+
+    def drawn(self, what: str) -> str:
+        """Return the fault of this call, "" for none."""
+        left = uniform(self.seed, what)
+        for name in _RATES:
+            left -= getattr(self, name)
+            if left < 0:
+                return name
+        return ""
+
+
+_RATES = tuple(f.name for f in fields(Faults) if not f.name.endswith(("_s", "seed")))
+
+
+@dataclass(frozen=True)
+class ServedCall:
+    """One call as the provider has it: `attempt` is the client's own name for it."""
+
+    attempt: str
+    wire: Wire
+    model: str
+    fault: str
+    usage: Usage
+    nanodollars: int
+    prompt: str
+
+
+def sometimes_right(right: Rule, wrong: Rule, probability: float, seed: int = 0) -> Rule:
+    """Return a rule that is right with this probability, each model for itself, and always the
+    same on the same prompt."""
+
+    def rule(request: ProviderRequest) -> str:
+        drawn = uniform(seed, f"right/{request.prompt}")
+        return right(request) if drawn < probability else wrong(request)
+
+    return rule
+
+
+def uniform(seed: int, what: str) -> float:
+    """Return a number in [0, 1) that seed and text decide."""
+    digest = hashlib.sha256(f"{seed}/{what}".encode("utf-8", "replace")).digest()
+    return int.from_bytes(digest[:7]) / 2**56
+
+
+class FakeProvider(LoopbackServer):
+    """The server. `rule` and `faults` may be set anew while it runs."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        prices: Mapping[str, PriceSpec],
+        faults: Faults | None = None,
+        key: str | None = None,
+    ) -> None:
+        """`prices` by model. With `key`, any other API key is answered 401."""
+        self.rule, self.faults = rule, faults or Faults()
+        self.served: list[ServedCall] = []
+        self._prices, self._key = dict(prices), key
+        self._times: Counter[str] = Counter()
+        self._cached: set[str] = set()
+        super().__init__(request_response(self._respond), "fake provider")
+
+    @property
+    def openai_url(self) -> str:
+        return f"{self.url}/v1"
+
+    def money(self) -> int:
+        """Return the nanodollars charged so far."""
+        return sum(served.nanodollars for served in self.served)
+
+    async def _respond(self, http: Request) -> Response:
+        wire = PATHS.get(http.url.path)
+        body, headers = await http.body(), http.headers
+        if wire is None or http.method != "POST":
+            return _error("chat", 404, "no such path")
+        key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        if self._key is not None and key != self._key:
+            return _error(wire, 401, f"Incorrect API key provided: {key}")  # as real ones do
+        try:
+            plain = json.loads(body)
+            request, max_tokens = read_request(wire, plain)
+            prices = self._prices[request.model]
+        except (ValueError, KeyError, TypeError) as error:
+            return _error(wire, 400, f"bad request: {error}")
+        self._times[request.prompt] += 1
+        faults = self.faults
+        fault = faults.drawn(f"{self._times[request.prompt]}/{request.prompt}")
+        await asyncio.sleep(faults.latency_s)
+        reply = self._reply(request, max_tokens, fault)
+        usage = Usage(0, 0) if fault in FREE else reply.usage
+        self.served.append(
+            ServedCall(
+                headers.get(ATTEMPT_HEADER, ""), wire, request.model, fault, usage,
+                cost(usage, prices), request.prompt,
+            )
+        )  # fmt: skip
+        if fault == "rate_limit":
+            wait = {"retry-after": f"{faults.retry_after_s:g}"}
+            return _error(wire, 429, "slow down", wait)
+        if fault == "stall":
+            await _silence(http, faults.stall_s)
+        if fault in ("server_error", "stall"):
+            return _error(wire, 500, "out of order")
+        serial, cut_off = len(self.served), fault == "cut_off"
+        if plain.get("stream"):
+            if wire == "messages":
+                events = _message_events(request.model, reply, serial)
+            else:
+                tell_usage = bool((plain.get("stream_options") or {}).get("include_usage"))
+                events = openai_replies.write_events(request.model, reply, serial, tell_usage)
+            return StreamingResponse(_sent(events, cut_off), media_type="text/event-stream")
+        answer = json.dumps(WRITERS[wire](request.model, reply, serial)).encode()
+        halves = [answer[: len(answer) // 2], answer[len(answer) // 2 :]]
+        parts = halves[:1] if fault == "malformed" else halves
+        return StreamingResponse(_sent(parts, cut_off), media_type="application/json")
+
+    def _reply(self, request: ProviderRequest, max_tokens: int, fault: str) -> ChatReply:
+        said = {"garbage": "As I was saying: {", "refuse": "I cannot help with that."}
+        words = (said.get(fault) or self.rule(request)).encode()
+        cut = _tokens(words) > max_tokens
+        if cut:
+            words = words[: max_tokens * 4]
+        system = f"{request.model}/{request.system}"
+        cached = _tokens(request.system.encode()) if system in self._cached else 0
+        self._cached.add(system)
+        read = _tokens(f"{request.system}{request.user}".encode())
+        usage = Usage(read - cached, _tokens(words), cached)
+        return ChatReply(words.decode("utf-8", "ignore"), fault == "refuse", cut, usage)
+
+
+def read_request(wire: Wire, plain: Any) -> tuple[ProviderRequest, int]:
+    """Return a request and the most tokens of its answer. Raises ValueError, KeyError or TypeError
+    for what is no request of this wire."""
+    if not isinstance(plain, dict) or not isinstance(plain.get("model"), str):
+        raise ValueError("a request names its model")
+    if plain.get("stream") and wire == "responses":
+        raise ValueError("no streaming here")
+    turns = plain.get("input" if wire == "responses" else "messages") or []
+    if isinstance(turns, str):
+        turns = [{"role": "user", "content": turns}]
+    system = [_text(plain.get("system") or plain.get("instructions") or "")]
+    system += [_text(t["content"]) for t in turns if t["role"] in ("system", "developer")]
+    user = [_text(t["content"]) for t in turns if t["role"] not in ("system", "developer")]
+    limit = int([*(plain[k] for k in LIMITS if k in plain), 4096][0])
+    request = ProviderRequest(plain["model"], "\n".join(filter(None, system)), "\n".join(user))
+    return request, limit
+
+
+async def _sent(parts: Sequence[bytes], cut_off: bool) -> AsyncIterator[bytes]:
+    for part in parts[: len(parts) // 2] if cut_off else parts:
+        yield part
+    if cut_off:
+        raise ConnectionError("cut off, as drawn")  # upon which the server ends the connection
+
+
+async def _silence(http: Request, seconds: float) -> None:
+    """Wait until the client goes or time is up."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while (await http.receive())["type"] != "http.disconnect":
+                pass
+
+
+def _error(
+    wire: Wire, status: int, message: str, headers: Mapping[str, str] | None = None
+) -> Response:
+    body = openai_replies.write_error(status, message)
+    if wire == "messages":
+        body["type"] = "error"
+    return Response(json.dumps(body), status, headers, "application/json")
+
+
+def _response(model: str, reply: ChatReply, serial: int) -> dict[str, Any]:
+    content = (
+        {"type": "refusal", "refusal": reply.text}
+        if reply.refused
+        else {"type": "output_text", "text": reply.text, "annotations": []}
+    )
+    status = "incomplete" if reply.cut else "completed"
+    usage = reply.usage
+    read = usage.input_tokens + usage.cached_tokens
+    message = {"type": "message", "id": f"msg_{serial}", "role": "assistant"}
+    return {
+        "id": f"resp_{serial}",
+        "object": "response",
+        "created_at": 0,
+        "status": status,
+        "incomplete_details": {"reason": "max_output_tokens"} if reply.cut else None,
+        "model": model,
+        "output": [{**message, "status": status, "content": [content]}],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": read + usage.output_tokens,
+        },
+    }
+
+
+def _message(model: str, reply: ChatReply, serial: int) -> dict[str, Any]:
+    return {
+        "id": f"msg_{serial}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [{"type": "text", "text": reply.text}],
+        "stop_reason": "refusal" if reply.refused else "max_tokens" if reply.cut else "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": reply.usage.input_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": reply.usage.cached_tokens,
+            "output_tokens": reply.usage.output_tokens,
+        },
+    }
+
+
+def _message_events(model: str, reply: ChatReply, serial: int) -> list[bytes]:
+    message = _message(model, reply, serial)
+    end = {key: message.pop(key) for key in ("stop_reason", "stop_sequence")}
+    written = {"output_tokens": message["usage"].pop("output_tokens")}
+    message |= {"content": [], "stop_reason": None, "stop_sequence": None}
+    message["usage"]["output_tokens"] = 1
+    deltas = [{"type": "text_delta", "text": word} for word in openai_replies.words_of(reply.text)]
+    events: list[dict[str, Any]] = [
+        {"type": "message_start", "message": message},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        *({"type": "content_block_delta", "index": 0, "delta": delta} for delta in deltas),
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_delta", "delta": end, "usage": written},
+        {"type": "message_stop"},
+    ]
+    return [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n".encode() for e in events]
+
+
+WRITERS = {"chat": openai_replies.write_completion, "responses": _response, "messages": _message}
+
+
+def _text(content: Any) -> str:
+    """Content is words, or a list of blocks with some."""
+    if isinstance(content, str):
+        return content
+    return "".join(str(block.get("text", "")) for block in content)
+
+
+def _tokens(data: bytes) -> int:
+    """Its tokenizer: four bytes a token."""
+    return math.ceil(len(data) / 4)

@@ -1,0 +1,235 @@
+"""The ledger: one append-only file that is purse, memory, rate limiter and breaker in one.
+
+    ledger.jsonl          a Reserved line before each call, a Settled line after; fsynced
+    ledger.jsonl.owners/  one file for each open handle, locked for as long as its process lives
+
+K actors, and any process beside them, share the file. Each admission takes its lock, reads what
+others appended since, decides by the books (`teachers.budget`), and appends its reservation before it
+lets go: so there is one order of all reservations, and no two processes can both spend the last
+dollar. Rows are on disk before a call is made and before its answer is used.
+
+Why a locked file and not an actor that holds the purse: the file outlives every process, kill -9
+included, with nothing to restart, to hand over or to find again; a replica that replaces another
+needs only the path; and the next run, or a look-up without any network, reads the same bytes. The
+price is that all who share a ledger share a host (or a file system whose flock is honest), and two
+flushes to disk a call, some milliseconds beside the hundreds that a teacher takes.
+
+A kill can tear the last line only, and whoever holds the lock next cuts it off: if it was to be a
+reservation, its call was not made; if a settlement, the reservation stays open. Those that dead
+owners left open are settled as "interrupted", at their worst case.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from protocols.errors import DataError, RunError
+from protocols.files import flush
+from protocols.teacher_replay import Usage
+from teachers.budget import INTERRUPTED, Admission, Books, Call, Go, Limits, Reserved, Settled, Totals
+
+SCHEMA = 1
+LOCK_TIMEOUT_S = 30.0
+LOCK_POLL_S = 0.002
+
+
+class Ledger:
+    """A handle on a ledger file, for one process. Methods block for milliseconds; from a coroutine
+    call them in a thread. Raises DataError for a file that is no ledger or damaged, RunError for
+    one that cannot be locked or written.
+    """
+
+    def __init__(
+        self, path: Path, limits: dict[str, Limits], lock_timeout_s: float = LOCK_TIMEOUT_S
+    ) -> None:
+        self.path = path
+        self._books = Books(limits)
+        self._offset = 0
+        self._lines = 0
+        self._lock_timeout_s = lock_timeout_s
+        self._mine = threading.Lock()
+        self._owner = uuid.uuid4().hex
+        self._owners = path.with_name(f"{path.name}.owners")
+        self._owners.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            with self._locked():
+                flush(path.parent)
+                self._alive = self._claim()
+                self._sweep()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def admit(self, call: Call) -> Admission:
+        """Go once the worst case is reserved, on disk; or the answer; or why not."""
+        with self._locked():
+            self._settle_the_dead()
+            admission = self._books.admit(call, time.time())
+            if not isinstance(admission, Go):
+                return admission
+            attempt = uuid.uuid4().hex
+            whose = (call.key, call.teacher, call.run, self._owner)
+            self._append(Reserved(attempt, *whose, call.nanodollars, time.time()))
+            return Go(attempt)
+
+    def settle(self, settled: Settled) -> None:
+        """Write how an attempt ended. What it reserved and did not cost is free again."""
+        with self._locked():
+            self._append(settled)
+
+    def give_back(self, attempt: str) -> None:
+        """No call followed this reservation: it cost nothing."""
+        with self._locked():
+            self._append(interrupted(self._books.in_flight[attempt], 0))
+
+    def found(self, key: str, failures: bool = False) -> Settled | None:
+        """The answer to a call, if the ledger has it; with `failures`, or how it failed last."""
+        with self._locked(write=False):
+            books = self._books
+            return books.answers.get(key) or (books.last.get(key) if failures else None)
+
+    def totals(self, run: str, teacher: str = "") -> Totals:
+        """Money and calls of a run so far, over all processes; or of one teacher in it."""
+        with self._locked():
+            self._settle_the_dead()
+            return self._books.totals(run, teacher)
+
+    def close(self) -> None:
+        """Give the handle up. Calls it still has in flight count as interrupted."""
+        with self._mine:
+            if self._file < 0:
+                return
+            (self._owners / self._owner).unlink(missing_ok=True)
+            os.close(self._alive)
+            os.close(self._file)
+            self._file = -1  # the system gives the number to the next file
+
+    # -- the file, under its lock ---------------------------------------------------------------
+
+    @contextmanager
+    def _locked(self, write: bool = True) -> Iterator[None]:
+        """The file's lock, with the books up to date."""
+        with self._mine:  # threads of one process share one open file, and so its lock
+            if self._file < 0:
+                raise RunError(f"{self.path} was closed by this process; open it anew")
+            self._lock(fcntl.LOCK_EX if write else fcntl.LOCK_SH)
+            try:
+                self._read(cut=write)
+                yield
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _lock(self, kind: int) -> None:
+        deadline = time.monotonic() + self._lock_timeout_s
+        while True:
+            try:
+                fcntl.flock(self._file, kind | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise RunError(
+                        f"{self.path} stayed locked for {self._lock_timeout_s:g} s: a process that "
+                        "shares it stands still; end that one"
+                    ) from None
+                time.sleep(LOCK_POLL_S)
+
+    def _read(self, cut: bool) -> None:
+        """Fold what was appended since; `cut` off a torn last line."""
+        size = os.fstat(self._file).st_size
+        fresh = os.pread(self._file, size - self._offset, self._offset)
+        whole = fresh.rfind(b"\n") + 1
+        for line in fresh[:whole].split(b"\n")[:-1]:
+            self._lines += 1
+            self._books.add(self._row(line))
+        self._offset += whole
+        if cut and whole < len(fresh):
+            os.ftruncate(self._file, self._offset)
+            os.fsync(self._file)
+
+    def _row(self, line: bytes) -> Reserved | Settled:
+        try:
+            plain: dict[str, Any] = json.loads(line)
+            kind, schema = plain.pop("kind"), plain.pop("schema")
+            if schema != SCHEMA:
+                raise ValueError(f"schema {schema}")
+            if kind == "reserved":
+                return Reserved(**plain)
+            if plain["usage"] is not None:
+                plain["usage"] = Usage(**plain["usage"])
+            return Settled(**plain)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(
+                f"{self.path}:{self._lines}: every line must be a row of the call ledger, schema "
+                f"{SCHEMA}; got another ({type(error).__name__}); restore the file, or name a "
+                "new one and pay for its calls again"
+            ) from error
+
+    def _append(self, row: Reserved | Settled) -> None:
+        kind = "reserved" if isinstance(row, Reserved) else "settled"
+        line = json.dumps({"kind": kind, "schema": SCHEMA, **asdict(row)}, allow_nan=False) + "\n"
+        data = line.encode()
+        try:
+            if os.write(self._file, data) != len(data):
+                raise OSError("the disk is full")
+            os.fsync(self._file)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be written: {error}; make room for it") from error
+        self._lines += 1
+        self._offset += len(data)
+        self._books.add(row)
+
+    # -- who lives ------------------------------------------------------------------------------
+
+    def _claim(self) -> int:
+        """A file that the kernel keeps locked for as long as this handle lives, and no longer."""
+        file = os.open(self._owners / self._owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return file
+
+    def _lives(self, owner: str) -> bool:
+        if owner == self._owner:
+            return True
+        try:
+            file = os.open(self._owners / owner, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(file)
+        return False
+
+    def _settle_the_dead(self) -> None:
+        open_rows = list(self._books.in_flight.values())
+        dead = {owner for owner in {row.owner for row in open_rows} if not self._lives(owner)}
+        for row in open_rows:
+            if row.owner in dead:
+                self._append(interrupted(row, row.nanodollars))
+
+    def _sweep(self) -> None:
+        """Remove what dead owners left behind."""
+        for file in self._owners.iterdir():
+            if not self._lives(file.name):
+                with suppress(FileNotFoundError):
+                    file.unlink()
+
+
+def interrupted(row: Reserved, nanodollars: int) -> Settled:
+    """The settlement of a reservation whose call never ended."""
+    return Settled(
+        row.attempt, row.key, row.teacher, row.run, INTERRUPTED, nanodollars, None, "",
+        False, False, 0.0, 1, 0.0, time.time(),
+    )  # fmt: skip

@@ -1,0 +1,231 @@
+"""Asking teachers: reserve, call, settle; again where that may help; then count the votes.
+
+vote_of_teacher   one teacher, one state -> one Vote, always, within the deadline
+ask_teachers      the gate, then as many teachers as the verdict needs, cheapest first
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from protocols.errors import RunError
+from protocols.teacher_replay import ReplayState, Verdict, Vote
+from protocols.spec.teacher_replay import ReplaySpec, TeacherSpec
+from teachers.actions import dense
+from teachers.budget import (
+    ANSWERED,
+    INTERRUPTED,
+    Admission,
+    Call,
+    Go,
+    Have,
+    Limits,
+    Refuse,
+    Settled,
+    Wait,
+)
+from teachers.ledger import Ledger
+from teachers.pricing import cost, nanodollars, worst_case
+from teachers.prompts import (
+    ANSWER_SCHEMA,
+    Client,
+    Prompt,
+    Reply,
+    call_key,
+    read_answer,
+    render,
+    state_hash,
+)
+from teachers.voting import decide, next_to_ask, worth_asking
+
+LONGEST_WAIT_S = 0.25  # between two looks at the books: what is waited for may come sooner
+
+
+@dataclass(frozen=True)
+class Desk:
+    """All that asking needs. Without `clients` it is offline: the ledger alone answers."""
+
+    spec: ReplaySpec
+    ledger: Ledger
+    run: str
+    clients: Mapping[str, Client]
+
+    async def close(self) -> None:
+        """Close connections and ledger; votes under way count as interrupted."""
+        for client in self.clients.values():
+            await client.close()
+        self.ledger.close()
+
+
+def limits_of(spec: ReplaySpec) -> dict[str, Limits]:
+    """The bounds of every teacher, for the books."""
+    run_cap = nanodollars(spec.cap)
+    return {
+        t.name: Limits(
+            run_cap, run_cap if t.cap is None else nanodollars(t.cap), t.concurrency,
+            t.requests_per_minute, t.breaker_failures, t.breaker_cooldown_s,
+        )
+        for t in spec.teachers
+    }  # fmt: skip
+
+
+async def ask_teachers(desk: Desk, state: ReplayState) -> Verdict:
+    """The verdict on a state. A teacher that fails abstains; raises RunError or DataError for a
+    ledger that cannot be used, and nothing else."""
+    spec = desk.spec
+    because = worth_asking(state, spec.gate)
+    votes: list[Vote] = []
+    if because:
+        deadline = time.monotonic() + spec.deadline_s
+        teachers = {teacher.name: teacher for teacher in spec.teachers}
+        prompt = render(state)
+        order = sorted(teachers, key=lambda name: worst(teachers[name], prompt))  # stable
+        while names := next_to_ask(order, votes, spec.quorum):
+            votes += await _all(desk, [teachers[name] for name in names], state, deadline)
+    return decide(state, votes, spec.quorum, because)
+
+
+async def vote_of_teacher(
+    desk: Desk, teacher: TeacherSpec, state: ReplayState, deadline: float
+) -> Vote:
+    """What one teacher says, by `deadline` (monotonic seconds). A call that the ledger has an
+    answer to is not made."""
+    key = call_key(teacher, state)
+    client = desk.clients.get(teacher.name)
+    if client is None:
+        found = await asyncio.to_thread(desk.ledger.found, key, failures=True)
+        return _abstained(teacher, state, key, "not_in_ledger") if found is None else (
+            vote_from(found, state)
+        )  # fmt: skip
+    prompt = render(state)
+    call = Call(key, teacher.name, desk.run, worst(teacher, prompt))
+    tries, failed = 0, None
+    while True:
+        admission = await _admit(desk.ledger, call)
+        match admission:
+            case Have(settled):
+                return vote_from(settled, state)
+            case Refuse(why):
+                break
+            case Wait(seconds, why):
+                if time.monotonic() + seconds > deadline:
+                    break
+                await asyncio.sleep(min(seconds, LONGEST_WAIT_S) * random.uniform(0.5, 1.0))
+            case Go(attempt):
+                tries += 1
+                settled, retriable = await _attempt(
+                    desk, teacher, client, call, prompt, state, attempt, tries, deadline
+                )
+                pause = teacher.backoff_s * 2 ** (tries - 1) * random.uniform(0.5, 1.0)
+                late = time.monotonic() + pause > deadline
+                if not retriable or tries >= teacher.attempts or late:
+                    return vote_from(settled, state)
+                failed = settled
+                await asyncio.sleep(pause)
+    return vote_from(failed, state) if failed else _abstained(teacher, state, key, why)
+
+
+def vote_from(settled: Settled, state: ReplayState) -> Vote:
+    """The vote that a ledger's row stands for: the same whenever, and by whomever, it is read."""
+    canonical, error = None, settled.outcome
+    if settled.outcome == ANSWERED:
+        canonical, error = (None, "refused") if settled.refused else read_answer(settled.raw, state)
+    return Vote(
+        state_hash(state), settled.teacher, settled.key, settled.raw, canonical, settled.usage,
+        settled.nanodollars, settled.latency_s, settled.tries, error,
+    )  # fmt: skip
+
+
+def worst(teacher: TeacherSpec, prompt: Prompt) -> int:
+    """Nanodollars that a call cannot exceed."""
+    sent = len(dense([prompt.system, prompt.user, ANSWER_SCHEMA]).encode())
+    return worst_case(sent, teacher.max_tokens, teacher.prices)
+
+
+async def _admit(ledger: Ledger, call: Call) -> Admission:
+    """`Ledger.admit` in a thread. One that is cancelled goes on there all the same: what it then
+    reserves is given back, as no call follows."""
+
+    def give_back(done: asyncio.Future[Admission]) -> None:
+        if not done.cancelled() and not done.exception():
+            admission = done.result()
+            if isinstance(admission, Go):
+                with suppress(RunError):  # closed meanwhile: then it counts as interrupted
+                    ledger.give_back(admission.attempt)
+
+    admitting = asyncio.ensure_future(asyncio.to_thread(ledger.admit, call))
+    try:
+        return await asyncio.shield(admitting)
+    except asyncio.CancelledError:
+        admitting.add_done_callback(give_back)
+        raise
+
+
+async def _attempt(
+    desk: Desk,
+    teacher: TeacherSpec,
+    client: Client,
+    call: Call,
+    prompt: Prompt,
+    state: ReplayState,
+    attempt: str,
+    tries: int,
+    deadline: float,
+) -> tuple[Settled, bool]:
+    """One reserved call, settled whatever happens. (its row, whether to try again)"""
+    begun = time.monotonic()
+    reply = Reply(INTERRUPTED)
+    try:
+        async with asyncio.timeout(max(0.0, deadline - begun)):
+            reply = await client.ask(prompt, attempt)
+    except TimeoutError:
+        reply = Reply("timeout", retriable=False)
+    finally:
+        # Not in a thread: a cancelled coroutine may not await, and its money must be settled.
+        settled = Settled(
+            attempt, call.key, call.teacher, call.run, reply.outcome,
+            _paid(reply, call, teacher), reply.usage, reply.raw, reply.refused,
+            _usable(reply, state), round(time.monotonic() - begun, 6), tries,
+            reply.retry_after_s, time.time(),
+        )  # fmt: skip
+        desk.ledger.settle(settled)
+    return settled, reply.retriable and reply.outcome != ANSWERED
+
+
+def _paid(reply: Reply, call: Call, teacher: TeacherSpec) -> int:
+    """What the provider says, else what its usage comes to, else nothing if it took nothing, else
+    the worst case."""
+    if reply.nanodollars is not None:
+        return reply.nanodollars
+    if reply.usage is not None:
+        return cost(reply.usage, teacher.prices)
+    return 0 if reply.free else call.nanodollars
+
+
+def _usable(reply: Reply, state: ReplayState) -> bool:
+    return (
+        reply.outcome == ANSWERED
+        and not reply.refused
+        and read_answer(reply.raw, state)[0] is not None
+    )
+
+
+def _abstained(teacher: TeacherSpec, state: ReplayState, key: str, why: str) -> Vote:
+    """The vote of a teacher that was not asked."""
+    return Vote(state_hash(state), teacher.name, key, "", None, None, 0, 0.0, 0, why)
+
+
+async def _all(
+    desk: Desk, teachers: Sequence[TeacherSpec], state: ReplayState, deadline: float
+) -> list[Vote]:
+    asked = [vote_of_teacher(desk, teacher, state, deadline) for teacher in teachers]
+    votes = await asyncio.gather(*asked, return_exceptions=True)
+    for vote in votes:  # all have ended: no call is left unsettled
+        if isinstance(vote, BaseException):
+            raise vote
+    return [vote for vote in votes if isinstance(vote, Vote)]

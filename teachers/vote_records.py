@@ -1,0 +1,51 @@
+"""The records of the teacher replay as lines of JSON: what is written is read back equal.
+
+{"schema": 1, "record": "state", "state_hash": "9f2c...", "trace_id": "episode/12/3", ...}
+{"schema": 1, "record": "verdict", "state_hash": "9f2c...", "reason": "pair", "votes": [...]}
+{"schema": 1, "record": "pair", "state_hash": "9f2c...", "chosen": "{...}", ...}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from protocols.errors import DataError
+from protocols.teacher_replay import PreferencePair, ReplayState, Verdict, Vote
+from teachers.prompts import state_hash
+
+SCHEMA = 1
+
+Record = ReplayState | Vote | Verdict | PreferencePair
+KINDS: dict[str, TypeAdapter[Any]] = {
+    "state": TypeAdapter(ReplayState),
+    "vote": TypeAdapter(Vote),
+    "verdict": TypeAdapter(Verdict),
+    "pair": TypeAdapter(PreferencePair),
+}
+NAMES = {ReplayState: "state", Vote: "vote", Verdict: "verdict", PreferencePair: "pair"}
+
+
+def to_row(record: Record) -> dict[str, Any]:
+    """The record as plain JSON; a state with its hash, by which the others name it."""
+    kind = NAMES[type(record)]
+    row = {"schema": SCHEMA, "record": kind}
+    if isinstance(record, ReplayState):
+        row["state_hash"] = state_hash(record)
+    return row | KINDS[kind].dump_python(record, mode="json")
+
+
+def from_row(row: Mapping[str, Any]) -> Record:
+    """The record that was written. Raises DataError for any other row."""
+    try:
+        if row["schema"] != SCHEMA:
+            raise ValueError(f"schema {row['schema']}")
+        record: Record = KINDS[row["record"]].validate_python(dict(row))
+    except (KeyError, ValueError, ValidationError) as error:
+        raise DataError(
+            f"a row of the teacher replay, schema {SCHEMA}, was expected: got another "
+            f"({str(error).splitlines()[0]}); read it with the version that wrote it"
+        ) from error
+    return record

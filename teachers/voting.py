@@ -1,0 +1,78 @@
+"""Who is asked, and what the votes come to: pure rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from protocols.errors import DataError
+from protocols.teacher_replay import PreferencePair, ReplayState, Verdict, VerdictReason, Vote
+from protocols.spec.teacher_replay import GateSpec
+from teachers.actions import canonical
+from teachers.prompts import state_hash
+
+
+def worth_asking(state: ReplayState, gate: GateSpec) -> str:
+    """Why teachers are asked about the state; "" for not at all."""
+    if gate.error_turns and state.error_kind:
+        return "error_turn"
+    if state.confidence is not None and state.confidence < gate.confidence_below:
+        return "low_confidence"
+    return "everywhere" if gate.everywhere else ""
+
+
+def next_to_ask(cheapest_first: Sequence[str], votes: Sequence[Vote], quorum: int) -> list[str]:
+    """The teachers to ask now, given the votes so far; none once more votes cannot help.
+
+    As many as the quorum still lacks if they all agree: with a quorum of 2, two cheap ones first,
+    the third only when those disagree or abstain.
+    """
+    asked = {vote.teacher for vote in votes}
+    left = [name for name in cheapest_first if name not in asked]
+    most = max((n for _, n in count(votes)), default=0)
+    lacking = quorum - most
+    return left[:lacking] if 0 < lacking <= len(left) else []
+
+
+def count(votes: Sequence[Vote]) -> tuple[tuple[str, int], ...]:
+    """(canonical action, valid votes), most first, equals by the action's text."""
+    names = [vote.teacher for vote in votes]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"a teacher has one vote in a state: {twice[0]} has two; drop one of them")
+    tally = Counter(vote.canonical for vote in votes if vote.canonical is not None)
+    return tuple(sorted(tally.items(), key=lambda item: (-item[1], item[0])))
+
+
+def decide(
+    state: ReplayState, votes: Sequence[Vote], quorum: int, asked_because: str = "everywhere"
+) -> Verdict:
+    """The verdict on a state: a pair where a quorum would do one thing and the student another."""
+    counts = count(votes)
+    student = canonical(state.student_action, state)
+    reason = _reason(counts, student, quorum) if asked_because else "not_worth_asking"
+    chosen = counts[0][0] if reason == "pair" else None
+    return Verdict(
+        state_hash(state), state.trace_id, state.turn, reason, chosen, student, counts,
+        tuple(votes), asked_because,
+    )  # fmt: skip
+
+
+def pair_of(verdict: Verdict) -> PreferencePair | None:
+    """The preference of a verdict, if it has one."""
+    if verdict.chosen is None:
+        return None
+    return PreferencePair(
+        verdict.state_hash, verdict.trace_id, verdict.turn, verdict.chosen, verdict.rejected,
+        verdict.counts[0][1], sum(n for _, n in verdict.counts),
+    )  # fmt: skip
+
+
+def _reason(counts: Sequence[tuple[str, int]], student: str, quorum: int) -> VerdictReason:
+    if sum(n for _, n in counts) < quorum:
+        return "too_few_votes"
+    (top, most), *others = counts
+    if most < quorum:
+        return "disagreement"
+    if others and others[0][1] == most:
+        return "tie"
+    return "agrees_with_student" if top == student else "pair"

@@ -1,0 +1,266 @@
+"""The arms of `forge eval` sit the same exam; what each did, question by question.
+
+teacher   the whole document: sampled answers to every question, once
+bare      no document: sampled answers to every probe, once
+arm       answers greedily -> right, exact, F1, unparsed
+          reads the right answers, the passages -> perplexity
+          reads the teacher's answers -> agreement; the bare model's -> what it forgot
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean
+from typing import Any
+
+from environments.renderer import NO_DOCUMENT
+from environments.rollout import BARE
+from protocols.errors import PublishError
+from protocols.records.evaluation import EvalRow, Forgetting, Pair, Perplexity
+from protocols.spec.evaluation import EvalSpec
+from protocols.records.intervals import (
+    mean_interval,
+    paired_difference,
+    resampled_means,
+    resamples,
+    wilson_interval,
+)
+from protocols.records.run_files import Agreement
+from protocols.seeds import stream_seed
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from training.recipes.agreement import Exam, Studied, compared
+from training.evaluation.questions import Item, Paper, Reading
+
+Generating = Callable[[Sequence[GenerateRequest]], Awaitable[Sequence[Completion]]]
+AT_ONCE = 64  # requests of a call: more would wait in the engines until it times out
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What stands before the questions. `prefixes` has that of each document, None: no document
+    at all; `tokens` is its mean length."""
+
+    name: str
+    kind: str
+    prefixes: Mapping[str, PrefixRef] | None
+    tokens: float
+    budget: int | None = None
+    run: str = ""
+    mesh: str = ""
+    step: int = 0
+    trained_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Sat:
+    """What an arm came to: its row, what pairs of arms are compared by, question by question, and
+    what it answered."""
+
+    row: EvalRow
+    scores: tuple[float, ...]
+    answers: tuple[dict[str, Any], ...]
+
+
+async def sit(
+    paper: Paper,
+    arms: Sequence[Arm],
+    spec: EvalSpec,
+    max_tokens: int,
+    generate: Generating,
+    show: Callable[[EvalRow], None] = lambda row: None,
+) -> list[Sat]:
+    """Every arm on the whole paper, in order. Raises PublishError for a request that is refused."""
+    room = _Room(paper, spec, max_tokens, generate)
+    await room.prepare()
+    found = []
+    for arm in arms:
+        found.append(await room.sit(arm))
+        show(found[-1].row)
+    return found
+
+
+def pairs(sat: Sequence[Sat], documents: Sequence[str], spec: EvalSpec) -> list[Pair]:
+    """Every arm against every arm before it, over the same resamples. `documents[i]` is question
+    i's."""
+    drawn = resamples(documents, spec.resamples, spec.seed)
+    means = [resampled_means(one.scores, drawn) for one in sat]
+    found = []
+    for (i, a), (j, b) in combinations(enumerate(sat), 2):
+        told = paired_difference(a.scores, b.scores, means[i], means[j])
+        found.append(
+            Pair(
+                a=a.row["arm"], b=b.row["arm"], difference=told.mean, ci95=list(told.ci95),
+                share=told.share,
+            )
+        )  # fmt: skip
+    return found
+
+
+class _Room:
+    def __init__(self, paper: Paper, spec: EvalSpec, max_tokens: int, generate: Generating) -> None:
+        self._paper, self._spec, self._max_tokens = paper, spec, max_tokens
+        self._generate = generate
+        self._taught: list[Exam] = []
+        self._general: list[Exam] = []
+        self._bare_accuracy = 0.0
+
+    async def prepare(self) -> None:
+        """What arms are held against."""
+        names = [name for name in self._paper.heads if name != NO_DOCUMENT]
+        whole = Arm("document", "", {n: PrefixRef(f"document/{n}", 0) for n in names}, 0.0)
+        bare = Arm("none", "", None, 0.0)
+        self._taught = await self._exams(whole, self._paper.items)
+        self._general = await self._exams(bare, self._paper.probes)
+        if self._paper.probes:
+            self._bare_accuracy = fmean(await self._right(bare, self._paper.probes))
+
+    async def sit(self, arm: Arm) -> Sat:
+        items = self._paper.items
+        said = await self._answers(arm, items, "asked")
+        both = list(zip(items, said, strict=True))
+        judged = [i.asked.scores(a) if i.known else (0.0, 0.0, True) for i, a in both]
+        words = [i.asked.words(a) if i.known else (0.0, 0.0) for i, a in both]
+        kl, same = compared(self._taught, await self._read(arm, _readings(self._taught)))
+        known = all(i.known for i in items)
+        right = [score for score, _, _ in judged]
+        low, high = wilson_interval(round(sum(right)), len(right))
+        wanted = [i.right for i in items if i.right is not None] or _readings(self._taught)
+        sizes = [len(ids) for name, ids in self._paper.heads.items() if name != NO_DOCUMENT]
+        row = EvalRow(
+            arm=arm.name, kind=arm.kind, run=arm.run, mesh=arm.mesh, step=arm.step,
+            budget=arm.budget, prefix_tokens=arm.tokens, document_tokens=fmean(sizes),
+            compression=None if arm.prefixes is None else fmean(sizes) / arm.tokens,
+            trained_tokens=arm.trained_tokens, n=len(items),
+            accuracy=fmean(right) if known else None, ci95=[low, high] if known else None,
+            exact=fmean(e for e, _ in words) if known else None,
+            f1=fmean(f for _, f in words) if known else None,
+            parse_failures=sum(not gave for _, _, gave in judged),
+            answers=await self._perplexity(arm, wanted),
+            passages=await self._perplexity(arm, self._paper.passages)
+            if self._paper.passages else None,
+            teacher=_agreement(kl, same, self._taught),
+            forgetting=await self._forgetting(arm) if self._paper.probes else None,
+        )  # fmt: skip
+        answers = tuple(
+            {
+                "arm": arm.name, "id": i.asked.id, "document": i.asked.document, "answer": a,
+                "right": r if i.known else None, "gave": gave, "exact": e if i.known else None,
+                "f1": f if i.known else None, "kl": k, "top1": s,
+            }
+            for i, a, (r, _, gave), (e, f), k, s in zip(
+                items, said, judged, words, kl, same, strict=True
+            )
+        )  # fmt: skip
+        return Sat(row, tuple(right if known else same), answers)
+
+    async def _forgetting(self, arm: Arm) -> Forgetting:
+        kl, same = compared(self._general, await self._read(arm, _readings(self._general)))
+        mean = fmean(kl)
+        return Forgetting(
+            kl=mean,
+            perplexity_ratio=math.exp(min(mean, 700.0)),
+            top1=fmean(same),
+            tokens=sum(len(e.answer_ids) for e in self._general),
+            accuracy=fmean(await self._right(arm, self._paper.probes)),
+            accuracy_without=self._bare_accuracy,
+            n=len(self._general),
+        )
+
+    async def _right(self, arm: Arm, items: Sequence[Item]) -> list[float]:
+        said = await self._answers(arm, items, "probe")
+        return [i.asked.scores(a)[0] for i, a in zip(items, said, strict=True)]
+
+    async def _perplexity(self, arm: Arm, readings: Sequence[Reading]) -> Perplexity:
+        read = await self._read(arm, readings)
+        tokens = sum(len(r.answer_ids) for r in readings)
+        lost = -math.fsum(
+            x
+            for r, c in zip(readings, read, strict=True)
+            for x in c.prompt_logprobs[-len(r.answer_ids) :]
+        )
+        # A prefix that came apart may make any token all but impossible: a float holds no more.
+        return Perplexity(value=math.exp(min(lost / tokens, 700.0)), tokens=tokens)
+
+    async def _exams(self, arm: Arm, items: Sequence[Item]) -> list[Exam]:
+        """Answers that an arm samples, untruncated and at temperature 1, for only then is the mean
+        of log T - log S an estimate of KL(T || S); and how it reads them itself."""
+        sampling = Sampling(max_tokens=self._max_tokens)
+        made = await self._all(
+            [
+                self._request(arm, f"{arm.name}/said/{i.asked.id}", i, sampling,
+                              stream_seed(f"eval/{self._spec.seed}/{i.asked.id}"))
+                for i in items
+            ]
+        )  # fmt: skip
+        readings = [
+            Reading(i.asked.id, i.asked.document, i.prompt_ids, i.bare_ids, c.token_ids)
+            for i, c in zip(items, made, strict=True)
+        ]
+        read = await self._read(arm, readings)
+        return [
+            Exam(
+                Studied(r.id, r.document, "", "", r.prompt_ids, ()), r.bare_ids, r.answer_ids,
+                c.prompt_logprobs[-len(r.answer_ids) :], c.prompt_likeliest[-len(r.answer_ids) :],
+            )
+            for r, c in zip(readings, read, strict=True)
+        ]  # fmt: skip
+
+    async def _answers(self, arm: Arm, items: Sequence[Item], what: str) -> list[str]:
+        sampling = Sampling(temperature=0.0, max_tokens=self._max_tokens)
+        made = await self._all(
+            [self._request(arm, f"{arm.name}/{what}/{i.asked.id}", i, sampling, 0) for i in items]
+        )
+        return [self._paper.conversation.decode(c.token_ids).strip() for c in made]
+
+    async def _read(self, arm: Arm, readings: Sequence[Reading]) -> list[Completion]:
+        sampling = Sampling(temperature=0.0, max_tokens=1)
+        return await self._all(
+            [
+                self._request(arm, f"{arm.name}/read/{r.id}", r, sampling, 0, r.answer_ids)
+                for r in readings
+            ]
+        )
+
+    def _request(
+        self, arm: Arm, name: str, of: Item | Reading, sampling: Sampling, seed: int,
+        answer: tuple[int, ...] = (),
+    ) -> GenerateRequest:  # fmt: skip
+        """`answer` at the end of the prompt, so that its log-probabilities are told."""
+        document = of.asked.document if isinstance(of, Item) else of.document
+        bare = arm.prefixes is None
+        ids = of.bare_ids if bare else of.prompt_ids
+        prefix = BARE if arm.prefixes is None else arm.prefixes[document]
+        return GenerateRequest(
+            name, (*ids, *answer), prefix, sampling, seed, prompt_logprobs=bool(answer)
+        )
+
+    async def _all(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        found: list[Completion] = []
+        for start in range(0, len(requests), AT_ONCE):
+            found += await self._generate(requests[start : start + AT_ONCE])
+        for completion in found:
+            if completion.error:
+                raise PublishError(f"{completion.request_id}: {completion.error}")
+        return found
+
+
+def _readings(exams: Sequence[Exam]) -> list[Reading]:
+    return [
+        Reading(
+            e.studied.key, e.studied.document, e.studied.prompt_ids, e.bare_ids, e.answer_ids
+        )
+        for e in exams
+    ]  # fmt: skip
+
+
+def _agreement(kl: Sequence[float], same: Sequence[float], exams: Sequence[Exam]) -> Agreement:
+    mean = fmean(kl)
+    return Agreement(
+        kl=mean,
+        kl_ci95=list(mean_interval(kl) or (mean, mean)),
+        top1=fmean(same),
+        tokens=sum(len(e.answer_ids) for e in exams),
+    )

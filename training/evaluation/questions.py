@@ -1,0 +1,314 @@
+"""What every arm of `forge eval` is asked: questions, passages, and probes of what is forgotten.
+
+    questions   held out by the run, or of a file; the right answers as readings where known
+    passages    windows of each document, to be read word by word
+    probes      questions that no document of the run answers: another patient's chart in the
+                prompt (clinic, LongHealth), or general ones (configs/forgetting.json)
+
+A reading is a text whose log-probabilities an arm tells. Nothing here runs a model.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from environments.clinic.longhealth import Patient, is_held_out, load_patients
+from environments.clinic.prompts import claims, option_prompt, recite_prompt, sentences, unique_cue
+from environments.clinic.vocabulary import FIELDS
+from documents.near_duplicates import Placed
+from documents.seed_prompts import PLAIN, SENTENCE
+from environments.renderer import NO_DOCUMENT, Conversation
+from protocols.errors import DataError
+from protocols.spec.evaluation import EvalSpec
+from protocols.files import REPOSITORY
+from protocols.spec.learn import LearnSpec
+from protocols.teacher_replay import Message
+from training.recipes.agreement import split
+from training.recipes.documents import of_parts, studied_of
+from training.recipes.question_files import Asked, read_questions
+from documents.corpus import read_parts, tokenised
+from services.run_directory import RunDirectory
+from documents.synthesis import read_rows
+from training.recipes.longhealth_prompts import in_turns, read_patients
+
+GENERAL = REPOSITORY / "configs" / "forgetting.json"
+LEAD = "answer:"  # as LongHealth's instruction asks for it
+CUE_WORDS = 3  # of a passage, that point at it
+WORD_START = re.compile(r"\S")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """`answer_ids` after a prompt, over the prefix of `document` and without any."""
+
+    id: str
+    document: str
+    prompt_ids: tuple[int, ...]
+    bare_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question as the model reads it; `right` is the right answer to be read, None where nobody
+    knows it. `known` says whether a response can be judged."""
+
+    asked: Asked
+    prompt_ids: tuple[int, ...]
+    bare_ids: tuple[int, ...]
+    right: Reading | None
+    known: bool = True
+
+
+@dataclass(frozen=True)
+class Paper:
+    """The whole exam; `heads` are the documents' ids by name, `texts` their words. `user_file`
+    tells whether the questions come from a file and not from here."""
+
+    source: str
+    user_file: bool
+    conversation: Conversation
+    texts: Mapping[str, str]
+    heads: Mapping[str, tuple[int, ...]]
+    end_ids: frozenset[int]
+    items: tuple[Item, ...]
+    passages: tuple[Reading, ...]
+    probes: tuple[Item, ...]
+
+    @property
+    def placed(self) -> list[Placed]:
+        """The questions as contamination is looked for: without their options, and each once."""
+        found: dict[tuple[str, str], Placed] = {}
+        for item in self.items:
+            q = item.asked
+            text = q.choice.text if q.choice else q.text
+            place = f"{self.source}: {q.id}"
+            found.setdefault((q.document, text), Placed(q.document, text, place))
+        return list(found.values())
+
+
+def set_paper(
+    spec: EvalSpec, learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
+) -> Paper:
+    """The exam of a run; `asked` is a file of questions in place of its own.
+
+    Raises DataError for data that is not as the run saw it, or without any question.
+    """
+    if learn.data.source == "documents":
+        texts, own = _of_documents(learn, directory, tokenizer, asked)
+    elif learn.data.source in ("clinic", "longhealth"):
+        texts, own = _of_patients(learn)
+    else:
+        raise DataError(
+            f"run {directory.id} has no questions about documents (data.source "
+            f"{learn.data.source}); forge eval is for clinic, longhealth and documents"
+        )
+    conversation = Conversation(tokenizer, texts)
+    source, file = "held-out questions", asked or learn.data.questions
+    known = own is None or bool(own and (own[0].answers or own[0].choice))
+    if file is not None:
+        own = read_questions(file, texts, learn.data.instruction, unanswerable=True)
+        own, source, known = in_turns(_by_document(own, texts)), Path(file).name, True
+    if not own:
+        raise DataError(
+            f"run {directory.id} has no held-out question: raise data.held_out, or give a file "
+            "with --asked"
+        )
+    items = tuple(_item(q, conversation, known) for q in own[: spec.questions])
+    return Paper(
+        source=source,
+        user_file=file is not None or (learn.data.path is not None and not learn.self_study),
+        conversation=conversation,
+        texts=texts,
+        heads={
+            **{name: conversation.head(name) for name in texts},
+            NO_DOCUMENT: conversation.head(None),
+        },
+        end_ids=frozenset({tokenizer.eos_token_id}),
+        items=items,
+        passages=tuple(_passages(spec, learn, texts, conversation, tokenizer)),
+        probes=tuple(_probes(spec, learn, list(texts), conversation)),
+    )
+
+
+def first_tokens_of(paper: Paper, tokens: int, tokenizer: Any) -> dict[str, tuple[int, ...]]:
+    """Each document cut so that its whole head, the template's words included, has at most
+    `tokens`: what fits into a prompt of a cartridge's budget.
+
+    Raises DataError where the template alone is longer.
+    """
+    found = {}
+    for name, text in paper.texts.items():
+        cut = tokenised(tokenizer, text)
+        low, high = 0, min(tokens, len(cut))  # the most tokens of the text that fit
+        while low < high:
+            middle = (low + high + 1) // 2
+            head = _head(tokenizer, cut.text_of(cut.chunk(0, middle)))
+            low, high = (middle, high) if len(head) <= tokens else (low, middle - 1)
+        if low == 0:
+            raise DataError(
+                f"the chat template alone has more than {tokens} tokens: no document fits into a "
+                "prompt of that budget; leave the arm truncated out with --arms"
+            )
+        found[name] = _head(tokenizer, cut.text_of(cut.chunk(0, low)))
+    return found
+
+
+def _head(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return Conversation(tokenizer, {"cut": text}).head("cut")
+
+
+def _item(asked: Asked, conversation: Conversation, known: bool = True) -> Item:
+    ids, bare = (_opening(conversation, d, asked.text) for d in (asked.document, None))
+    words = _right(asked)
+    if not words:
+        return Item(asked, ids, bare, None, known)
+    right = Reading(asked.id, asked.document, ids, bare, conversation.saying(words))
+    return Item(asked, ids, bare, right, known)
+
+
+def _right(asked: Asked) -> str:
+    """The right answer as the model would say it; "" where there is none."""
+    if asked.choice is None:
+        return asked.answers[0] if asked.answers else ""
+    # The clinic's reader says what the chart says first: of what it never says it knows nothing.
+    field = re.fullmatch(r"what is the (.+)\?", asked.choice.text)
+    if field and field[1] in FIELDS:
+        return claims(field[1], asked.choice.correct)
+    return f"{LEAD} {asked.choice.correct}"
+
+
+def _opening(conversation: Conversation, document: str | None, text: str) -> tuple[int, ...]:
+    return conversation.opening(document, (Message("user", text),))
+
+
+def _by_document(asked: Sequence[Asked], texts: Mapping[str, str]) -> list[list[Asked]]:
+    return [[q for q in asked if q.document == name] for name in texts]
+
+
+# -- the run's own questions ------------------------------------------------------------------
+
+
+def _of_patients(learn: LearnSpec) -> tuple[dict[str, str], list[Asked]]:
+    patients = read_patients(learn.data)
+    # All that were held out, not the first few that the run itself measured.
+    every = [
+        [_choice(q, learn) for q in p.questions if is_held_out(q, learn.data.held_out)]
+        for p in sorted(patients, key=lambda p: p.id)
+    ]
+    return {p.id: p.document for p in patients}, in_turns(every)
+
+
+def _choice(question: Any, learn: LearnSpec) -> Asked:
+    text = option_prompt(question.text, question.options, learn.data.instruction)
+    return Asked(question.id, question.patient, text, choice=question)
+
+
+def _of_documents(
+    learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
+) -> tuple[dict[str, str], list[Asked] | None]:
+    """The documents, as the run read them, and the questions of self-study that it held out."""
+    parts = read_parts(learn, tokenizer)
+    require_same_documents(parts.as_dict()["documents"], directory)
+    if asked or learn.data.questions:
+        return parts.texts, None
+    assert learn.self_study is not None
+    file = Path(learn.self_study.rows or directory.selfstudy)
+    conversation = Conversation(tokenizer, parts.texts)
+    rows = of_parts(read_rows(file), parts, str(file))
+    studied = [s for r in rows if r.kept and (s := studied_of(r, learn, conversation)) is not None]
+    _, held_out = split(studied, learn.data.held_out)
+    return parts.texts, [Asked(s.key, s.document, s.text) for s in held_out]
+
+
+def require_same_documents(now: Sequence[Mapping[str, Any]], directory: RunDirectory) -> None:
+    """Raise DataError where a run read other documents."""
+    before = json.loads(directory.documents.read_bytes())["documents"]
+    if before != list(now):
+        raise DataError(
+            f"the documents changed since run {directory.id} ({directory.documents}); bring them "
+            "back to evaluate it"
+        )
+
+
+# -- passages and probes ----------------------------------------------------------------------
+
+
+def _passages(
+    spec: EvalSpec,
+    learn: LearnSpec,
+    texts: Mapping[str, str],
+    conversation: Conversation,
+    tokenizer: Any,
+) -> list[Reading]:
+    """Windows of each document that begin with a word, drawn by its name, as an answer to a turn
+    that quotes their first words."""
+    found = []
+    for name, text in texts.items():
+        cut = tokenised(tokenizer, text)
+        last = max(0, len(cut) - spec.passage_tokens)
+        rng = random.Random(f"passages/{spec.seed}/{name}")
+        pool = _sentence_starts(text, [cut.chunk(i, i + 1).start_char for i in range(last + 1)])
+        for number, first in enumerate(rng.sample(pool, min(spec.passages, len(pool)))):
+            stop = min(len(cut), first + spec.passage_tokens)
+            words = cut.text_of(cut.chunk(first, stop)).strip()
+            (sentence, *_) = sentences(words)
+            cue = unique_cue(text, sentence) or " ".join(sentence.split()[:CUE_WORDS])
+            turn = PLAIN["question"][1].format(cue=cue)
+            if learn.data.source != "documents":
+                turn = recite_prompt(cue)
+            found.append(
+                Reading(
+                    f"{name}/passage/{number}", name, _opening(conversation, name, turn),
+                    # Without its end token, for the document goes on.
+                    _opening(conversation, None, turn), conversation.saying(words)[:-1],
+                )
+            )  # fmt: skip
+    return found
+
+
+def _sentence_starts(text: str, places: Sequence[int]) -> list[int]:
+    """Which of these tokens, by their first characters, begin a sentence; or the first, if none
+    does. A token may bring the space before it along."""
+    starts = {0, *(m.end() for m in SENTENCE.finditer(text))}
+    words = [word.start() if (word := WORD_START.search(text, at)) else at for at in places]
+    return [i for i, at in enumerate(words) if at in starts] or [0]
+
+
+def _probes(
+    spec: EvalSpec, learn: LearnSpec, names: Sequence[str], conversation: Conversation
+) -> list[Item]:
+    """Each is asked over the cartridge of one document, which take turns."""
+    if not spec.probes:
+        return []
+    others = [] if learn.data.source == "documents" else _others(learn)
+    if others:
+        # The chart stands in the user's turn: can the model still read one there?
+        asked = in_turns(
+            [
+                [replace(_choice(q, learn), text=f"{p.document} {_choice(q, learn).text}")
+                 for q in p.questions]
+                for p in others
+            ]
+        )  # fmt: skip
+    else:
+        asked = read_questions(str(GENERAL), {"general": ""}, "")
+    found = []
+    for i, question in enumerate(asked[: spec.probes]):
+        over = names[i % len(names)]
+        found.append(_item(replace(question, document=over), conversation))
+    return found
+
+
+def _others(learn: LearnSpec) -> list[Patient]:
+    """Patients that the run knows nothing of: of another clinic, or further ones of the file."""
+    data = learn.data
+    if data.path is not None:
+        return load_patients(data.path)[data.patients :]
+    return read_patients(data.model_copy(update={"seed": data.seed + 1}))

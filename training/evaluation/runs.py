@@ -1,0 +1,220 @@
+"""Finished runs as arms of one exam: what must be the same in all, and the prefixes they bring.
+
+run       spec, results, the last checkpoint of every arm -> cartridges
+runs      one base model, one set of documents            -> arms: none, document, and of each
+          budget P truncated and untrained, and of each run offline, hybrid or on_policy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+
+from documents.near_duplicates import Placed
+from environments.renderer import NO_DOCUMENT, Conversation
+from registry.formats.run_checkpoint import read_all
+from learning.checkpoint import last_of_arms
+from protocols.errors import CheckpointError, DataError, SpecError
+from protocols.files import iter_rows
+from protocols.spec.learn import LearnSpec
+from protocols.teacher_replay import Message
+from protocols.spec.mesh import RunSpec
+from protocols.spec.loading import load_resolved
+from protocols.types import PrefixRef
+from training.evaluation.arms import Arm
+from training.evaluation.questions import Paper, first_tokens_of
+from services.run_directory import RunDirectory
+
+KINDS = ("none", "document", "truncated", "untrained", "offline", "hybrid", "on_policy")
+TRAINED = ("offline", "on_policy")  # as checkpoints name them; a hybrid is on_policy's
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one arm of a run came to."""
+
+    kind: str
+    step: int
+    tokens: int
+    cartridges: Mapping[str, Tensor]
+    base_hash: str
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run with its trained arms."""
+
+    directory: RunDirectory
+    spec: RunSpec
+    trained: tuple[Trained, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def learn(self) -> LearnSpec:
+        return self.spec.learn
+
+
+def read_run(path: Path) -> FinishedRun:
+    """Raises SpecError for a folder that is no run, CheckpointError for one that did not finish or
+    has no checkpoint left."""
+    directory = RunDirectory(path.resolve())
+    if not directory.spec.is_file():
+        raise SpecError(f"{path} is no run directory: name one, such as runs/longhealth/latest")
+    results = directory.read_results() or {}
+    status = results.get("status", "unfinished")
+    if status != "finished":
+        raise CheckpointError(
+            f"run {directory.id} is {status}: only finished runs are compared; go on with it by "
+            "forge-run --resume"
+        )
+    spec = load_resolved(directory.spec)
+    found, notes = [], []
+    last = last_of_arms(directory.checkpoints)
+    for arm in TRAINED:
+        tokens = results["tokens_trained"].get(arm)
+        if tokens is None:
+            continue
+        if arm not in last:
+            notes.append(f"run {directory.id} has no checkpoint of its arm {arm}: left out")
+            continue
+        held = read_all(last[arm])
+        source = next(iter(held.values())).facts
+        kind = "hybrid" if arm == "on_policy" and results.get("warm_steps") else arm
+        cartridges = {name: c.kv for name, c in held.items()}
+        found.append(
+            Trained(kind, int(source.source["step"]), tokens, cartridges, source.weights_sha256)
+        )
+    if not found:
+        raise CheckpointError(
+            f"run {directory.id} has no checkpoint of an arm that it trained; it cannot be "
+            "evaluated any more: train it again"
+        )
+    return FinishedRun(directory, spec, tuple(found), tuple(notes))
+
+
+def require_comparable(runs: Sequence[FinishedRun]) -> None:
+    """Raise SpecError where runs differ in what every arm must share."""
+    first = runs[0]
+    for run in runs[1:]:
+        who = f"runs {first.directory.id} and {run.directory.id}"
+        if run.directory.path == first.directory.path:
+            raise SpecError(f"run {run.directory.id} is named twice; name it once")
+        hashes = {t.base_hash for r in (first, run) for t in r.trained}
+        if len(hashes) > 1 or run.learn.model.dtype != first.learn.model.dtype:
+            raise SpecError(
+                f"{who} were trained over other base models ({first.learn.model.path}, "
+                f"{run.learn.model.path}): their prefixes fit one each; evaluate them apart"
+            )
+        ours, theirs = (r.learn.data.model_dump(mode="json") for r in (first, run))
+        changed = sorted(k for k in ours if ours[k] != theirs[k])
+        if changed:
+            raise SpecError(
+                f"{who} differ in {', '.join(f'data.{k}' for k in changed)}: they were asked about "
+                "other documents or held out other questions; evaluate them apart"
+            )
+
+
+def require_documents(run: FinishedRun, paper: Paper) -> None:
+    """Raise DataError where a run's cartridges stand in for other documents than the paper's."""
+    names = set(paper.heads) - {NO_DOCUMENT}
+    for trained in run.trained:
+        if set(trained.cartridges) != names:
+            raise DataError(
+                f"run {run.directory.id} has cartridges of {', '.join(sorted(trained.cartridges))}"
+                f", and the questions are about {', '.join(sorted(names))}; bring its data back"
+            )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Arms with what generators must hold for them: ids to be read, cartridges by version."""
+
+    arms: tuple[Arm, ...]
+    documents: Mapping[str, tuple[int, ...]]
+    cartridges: Mapping[int, tuple[str, Tensor]]
+
+
+def enter(runs: Sequence[FinishedRun], paper: Paper, kinds: Sequence[str], tokenizer: Any) -> Entry:
+    """The arms of these kinds, in the order of KINDS. Raises SpecError for a kind there is not."""
+    unknown = sorted(set(kinds) - set(KINDS))
+    if unknown:
+        raise SpecError(f"--arms: there is no arm {unknown[0]}; name some of {', '.join(KINDS)}")
+    names = [name for name in paper.heads if name != NO_DOCUMENT]
+    documents = dict(paper.heads)
+    found: list[Arm] = []
+    if "none" in kinds:
+        found.append(Arm("none", "none", None, float(len(paper.heads[NO_DOCUMENT]))))
+    if "document" in kinds:
+        whole = {n: PrefixRef(f"document/{n}", 0) for n in names}
+        found.append(Arm("document", "document", whole, _mean(paper.heads, names)))
+    budgets = sorted({run.learn.cartridge.tokens for run in runs})
+    for kind in ("truncated", "untrained"):
+        if kind not in kinds:
+            continue
+        for budget in budgets:
+            # An untrained cartridge is the KV of the head's first P tokens, cut wherever they end;
+            # a truncated document is as much of its text as a whole prompt of P tokens holds.
+            cut = (
+                first_tokens_of(paper, budget, tokenizer)
+                if kind == "truncated"
+                else {n: paper.heads[n][:budget] for n in names}
+            )
+            documents |= {f"{kind}/{budget}/{n}": ids for n, ids in cut.items()}
+            prefixes = {n: PrefixRef(f"document/{kind}/{budget}/{n}", 0) for n in names}
+            name = kind if len(budgets) == 1 else f"{kind} P={budget}"
+            found.append(Arm(name, kind, prefixes, _mean(cut, names), budget))
+    cartridges: dict[int, tuple[str, Tensor]] = {}
+    trained = [(run, t) for run in runs for t in run.trained if t.kind in kinds]
+    for run, t in sorted(trained, key=lambda pair: KINDS.index(pair[1].kind)):
+        prefixes = {}
+        for name in names:
+            version = len(cartridges)
+            cartridges[version] = (name, t.cartridges[name])
+            prefixes[name] = PrefixRef(f"cartridge/{name}", version)
+        budget = run.learn.cartridge.tokens
+        found.append(
+            Arm(
+                t.kind if len(runs) == 1 else f"{t.kind} {run.directory.id}", t.kind, prefixes,
+                float(budget), budget, run.directory.id, run.spec.mesh.name, t.step, t.tokens,
+            )
+        )  # fmt: skip
+    if not found:
+        raise SpecError(f"none of the runs trained an arm of {', '.join(kinds)}; name others")
+    return Entry(tuple(found), documents, cartridges)
+
+
+def _mean(ids: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> float:
+    return fmean(len(ids[name]) for name in names)
+
+
+def trained_on(run: FinishedRun, conversation: Conversation) -> Iterator[Placed]:
+    """What the user said in every prompt that the run trained on, options left out, each once."""
+    wraps: dict[str, tuple[int, int]] = {}
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    for row in iter_rows(run.directory.rollouts):
+        document, ids = row["document"], tuple(row["prompt_ids"])
+        if (document, ids) in seen:
+            continue
+        seen.add((document, ids))
+        if document not in wraps:
+            wraps[document] = _wrap(conversation, document)
+        before, after = wraps[document]
+        text = conversation.decode(ids[before : len(ids) - after]).strip()
+        if row["kind"] == "choice":
+            text = text.partition(" options: ")[0]
+        yield Placed(document, text, f"run {run.directory.id}, rollouts.jsonl {row['id']}")
+
+
+def _wrap(conversation: Conversation, document: str) -> tuple[int, int]:
+    """How many ids the template puts before a user's words and after them."""
+    one, two = (
+        conversation.opening(document, (Message("user", words),)) for words in ("cat", "why dog")
+    )
+    before = next(i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
+    pairs = zip(reversed(one[before:]), reversed(two[before:]), strict=False)
+    return before, next((i for i, (a, b) in enumerate(pairs) if a != b), 0)

@@ -1,0 +1,132 @@
+"""Accuracy against compute: strategies over the same cartridges, on the same held-out questions.
+
+arm      strategy, options, budget
+for each every question at once, each over its document's prefix -> answers, tokens, calls
+row      accuracy with its interval, gain over the first arm question by question, what was spent
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from environments.clinic.prompts import parse_answer
+from protocols.spec.frontier import FrontierArm, FrontierSpec
+from protocols.records.intervals import mean_interval, wilson_interval
+from protocols.teacher_replay import Message
+from training.recipes.longhealth_prompts import Exam
+from strategies.catalog import Strategy, parse, run
+from strategies.samplers.sampler import Sampler
+from strategies.result import Result
+
+AT_ONCE = 32  # questions: more would wait in the engines until their calls time out
+
+
+@dataclass(frozen=True)
+class ArmRow:
+    """One arm. Tokens and calls are means a question; `latency` is the mean of a question's own
+    wall seconds beside all others, `seconds` those of the whole arm. `gain` is the mean over
+    questions of being right minus the first arm's, in `gain_ci95` by Student's t (None: the first).
+    """
+
+    name: str
+    strategy: str
+    accuracy: float
+    ci95: tuple[float, float]
+    n: int
+    unparsed: int
+    tokens: float
+    prompt_tokens: float
+    calls: float
+    latency: float
+    seconds: float
+    gain: float | None = None
+    gain_ci95: tuple[float, float] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+async def compare(
+    spec: FrontierSpec,
+    exams: Sequence[Exam],
+    sampler_of: Callable[[str], Sampler],
+    show: Callable[[ArmRow], None] = lambda row: None,
+) -> list[ArmRow]:
+    """A row of every arm, in order. `sampler_of` a document samples over its prefix.
+
+    Raises DataError for a strategy or an option that there is not, before anything is sampled.
+    """
+    strategies = [parse(arm.strategy, arm.options) for arm in spec.arms]
+    chosen = exams[: spec.questions]
+    rows: list[ArmRow] = []
+    first: list[bool] | None = None
+    for arm, strategy in zip(spec.arms, strategies, strict=True):
+        begun, places = time.perf_counter(), asyncio.Semaphore(AT_ONCE)
+        results = await asyncio.gather(
+            *(_solve(strategy, arm, spec, exam, sampler_of, places) for exam in chosen)
+        )
+        seconds = time.perf_counter() - begun
+        letters = [parse_answer(r.text, e.question) for e, r in zip(chosen, results, strict=True)]
+        right = [
+            letter is not None and e.question.is_correct(letter)
+            for e, letter in zip(chosen, letters, strict=True)
+        ]
+        rows.append(_row(arm, results, right, sum(x is None for x in letters), seconds, first))
+        first = first or right
+        show(rows[-1])
+    return rows
+
+
+async def _solve(
+    strategy: Strategy,
+    arm: FrontierArm,
+    spec: FrontierSpec,
+    exam: Exam,
+    sampler_of: Callable[[str], Sampler],
+    places: asyncio.Semaphore,
+) -> Result:
+    async with places:
+        return await run(
+            strategy,
+            sampler_of(exam.question.patient),
+            (Message("user", exam.text),),
+            form="clinic",
+            seed=spec.seed,
+            max_tokens=spec.max_tokens,
+            temperature=spec.temperature,
+            budget=arm.budget,
+            # Draws hang on the question alone: arms share the samples that they have in common.
+            name=exam.question.id,
+        )
+
+
+def _row(
+    arm: FrontierArm,
+    results: Sequence[Result],
+    right: Sequence[bool],
+    unparsed: int,
+    seconds: float,
+    first: Sequence[bool] | None,
+) -> ArmRow:
+    gains = None if first is None else [float(a) - b for a, b in zip(right, first, strict=True)]
+    return ArmRow(
+        name=arm.name,
+        strategy=arm.strategy,
+        accuracy=fmean(right),
+        ci95=wilson_interval(sum(right), len(right)),
+        n=len(right),
+        unparsed=unparsed,
+        tokens=fmean(r.spent.tokens for r in results),
+        prompt_tokens=fmean(r.spent.prompt_tokens for r in results),
+        calls=fmean(r.spent.calls for r in results),
+        latency=fmean(r.spent.seconds for r in results),
+        seconds=seconds,
+        gain=None if gains is None else fmean(gains),
+        gain_ci95=None if gains is None else mean_interval(gains),
+    )

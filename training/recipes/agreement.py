@@ -1,0 +1,110 @@
+"""Self-study questions that are held out, and how an arm's reading of the teacher's answers to them
+is measured. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from protocols.records.intervals import mean_interval, wilson_interval
+from protocols.records.run_files import Agreement, Measured
+from protocols.types import Completion
+from training.recipes.question_files import Asked
+from training.recipes.longhealth_prompts import in_turns
+
+
+@dataclass(frozen=True)
+class Studied:
+    """A question of self-study as the student reads it; `answer_ids` are what B said, if it did,
+    and `teacher_ids`, `teacher_logprobs` its likeliest tokens there, if they are known."""
+
+    key: str
+    document: str
+    kind: str
+    text: str
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    teacher_ids: tuple[tuple[int, ...], ...] = ()
+    teacher_logprobs: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Exam:
+    """A held-out question with the teacher's answer: `logprobs` and `likeliest` are the teacher's
+    at each of its tokens."""
+
+    studied: Studied
+    bare_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    likeliest: tuple[int, ...]
+
+
+def split(
+    studied: Iterable[Studied], share: float
+) -> tuple[dict[str, list[Studied]], list[Studied]]:
+    """(training questions by document, held-out ones with the documents in turn): of every document
+    the `share` whose words hash lowest, one at least, is held out, and one at least is not.
+
+    So neither the order of rows nor other documents move a question across.
+    """
+    by_document: dict[str, list[Studied]] = {}
+    for s in studied:
+        by_document.setdefault(s.document, []).append(s)
+    training, held_out = {}, []
+    for name, pool in sorted(by_document.items()):
+        ranked = sorted(pool, key=lambda s: hashlib.sha256(f"{name}\n{s.text}".encode()).digest())
+        count = min(len(ranked) - 1, max(1, math.ceil(share * len(ranked))))
+        held_out.append(ranked[:count])
+        kept = {s.key for s in ranked[:count]}
+        training[name] = [s for s in pool if s.key not in kept]
+    return training, in_turns(held_out)
+
+
+def compared(
+    exams: Sequence[Exam], completions: Sequence[Completion]
+) -> tuple[list[float], list[float]]:
+    """Of each question KL(T || S), nats a token, and the share of tokens at which both hold the
+    same token likeliest."""
+    kl, same = [], []
+    for exam, c in zip(exams, completions, strict=True):
+        n = len(exam.answer_ids)
+        read, likeliest = c.prompt_logprobs[-n:], c.prompt_likeliest[-n:]
+        kl.append(math.fsum(t - s for t, s in zip(exam.logprobs, read, strict=True)) / n)
+        same.append(sum(a == b for a, b in zip(exam.likeliest, likeliest, strict=True)) / n)
+    return kl, same
+
+
+def agreement(exams: Sequence[Exam], completions: Sequence[Completion]) -> Measured:
+    """Mean KL(T || S), nats a token, and the share of tokens at which both hold the same token
+    likeliest; intervals are those of the mean over questions, by Student's t."""
+    kl, same = compared(exams, completions)
+    tokens = sum(len(exam.answer_ids) for exam in exams)
+    top1, of_kl = fmean(same), fmean(kl)
+    low, high = mean_interval(same) or (0.0, 1.0)
+    kl_low, kl_high = mean_interval(kl) or (of_kl, of_kl)
+    return Measured(
+        accuracy=top1,
+        ci95=[max(0.0, low), min(1.0, high)],
+        n=len(exams),
+        parse_failures=0,
+        agreement=Agreement(kl=of_kl, kl_ci95=[kl_low, kl_high], top1=top1, tokens=tokens),
+    )
+
+
+def answered(asked: Sequence[Asked], responses: Sequence[str]) -> Measured:
+    """The share of questions that are answered rightly (an option, or SQuAD's exact match) with its
+    Wilson interval, and the mean F1."""
+    scores = [q.scores(r) for q, r in zip(asked, responses, strict=True)]
+    right = sum(exact == 1.0 for exact, _, _ in scores)
+    low, high = wilson_interval(right, len(scores))
+    return Measured(
+        accuracy=right / len(scores),
+        ci95=[low, high],
+        n=len(scores),
+        parse_failures=sum(not gave for _, _, gave in scores),
+        f1=fmean(score for _, score, _ in scores),
+    )

@@ -1,0 +1,34 @@
+"""What is done about training prompts that double evaluation questions: fail, or tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from documents.near_duplicates import Overlap
+from protocols.errors import DataError
+from protocols.files import json_lines, write_atomically
+
+Rule = Literal["fail", "warn"]
+TOLD = 5  # in an error's message; the file has them all
+
+
+def clean(found: Sequence[Overlap], rule: Rule, file: Path) -> None:
+    """Write the doubles to `file`, one JSON object a line, or remove it where there are none.
+
+    Raises DataError that names the first few where the rule is "fail".
+    """
+    if not found:
+        file.unlink(missing_ok=True)
+        return
+    write_atomically(file, json_lines(item.as_dict() for item in found))
+    if rule == "warn":
+        return
+    told = "".join(f"\n  {item}" for item in found[:TOLD])
+    more = f"\n  and {len(found) - TOLD} more" if len(found) > TOLD else ""
+    raise DataError(
+        f"{len(found)} training prompts double evaluation questions, so that the questions would "
+        f"measure memory:{told}{more}\nAll are in {file}; take them out of the rows or out of the "
+        "questions, or set evaluate.contamination: warn (forge eval: --contamination warn)"
+    )

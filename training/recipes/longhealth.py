@@ -1,0 +1,74 @@
+"""Self-study: single answers to prompts about a document, measured on five-option questions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from protocols.train_batch import Lesson
+from protocols.records.run_files import Measured
+from training.recipes.base import Course
+from training.recipes.accuracy import measure
+from training.rollouts import as_rollout, as_rows, handed_over
+from services.run_directory import RunDirectory
+from training.recipes.longhealth_prompts import Tasks
+from training.types import Rollout, ScoreGroup, TimedGenerate, unheard
+
+OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call
+
+
+class SelfStudy(Course):
+    """Knows what the document teacher itself would write."""
+
+    def __init__(self, tasks: Tasks, *, measured: bool) -> None:
+        """Without `measured` no held-out question is needed."""
+        self._tasks = tasks
+        self._exams = tasks.exams if measured else []
+        self.documents: Mapping[str, tuple[int, ...]] = tasks.documents
+        self.end_ids = tasks.end_ids
+
+    def prepare(self, step: int) -> None:
+        self._tasks.prepare(step)
+
+    async def sample(
+        self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
+    ) -> Rollout:
+        begun = time.perf_counter()
+        prompts = self._tasks.rollout(step, version)
+        requests = [p.request for p in prompts]
+        completions, compute = await generate(requests, handed_over(prompts, ended))
+        seconds = time.perf_counter() - begun
+        return as_rollout(step, prompts, completions, seconds, compute, False)
+
+    async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
+        """The teacher's answers to the prompts of the next few steps."""
+        steps = range(first, first + OFFLINE_CHUNK)
+        prompts = [self._tasks.offline(s) for s in steps]
+        flat = [p for step in prompts for p in step]
+        begun = time.perf_counter()
+        completions, compute = await generate([p.request for p in flat])
+        seconds = (time.perf_counter() - begun) / OFFLINE_CHUNK
+        found = []
+        for i, step in enumerate(steps):
+            share = slice(i * len(prompts[i]), (i + 1) * len(prompts[i]))
+            found.append(
+                as_rollout(
+                    step, prompts[i], completions[share], seconds, compute / OFFLINE_CHUNK, True
+                )
+            )
+        return found
+
+    async def measure(
+        self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
+        generate: TimedGenerate,
+    ) -> Measured:  # fmt: skip
+        exams = self._exams[:most]
+        requests = self._tasks.exam_requests(exams, arm, prefix, version, sampled)
+        completions, _ = await generate(requests)
+        return measure(exams, [self._tasks.decode(c.token_ids) for c in completions])
+
+    async def lesson(self, rollout: Rollout, version: int) -> Lesson:
+        return Lesson(doc=tuple(rollout.samples))
+
+    def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
+        directory.append_rollouts(as_rows(rollout, arm, step, self._tasks.decode))

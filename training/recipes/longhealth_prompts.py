@@ -1,0 +1,216 @@
+"""What is asked when: prompts of a run as token ids, from patients, tokenizer and config. Pure.
+
+    document    <bos> system(document)              position 0 .. T-1     (prefix: cartridge or KV)
+    prompt      user(question) + generation prompt   what follows the prefix, whichever it is
+
+The chat template is applied to the whole conversation and cut where the document ends, so a
+prompt's tokens are the same whatever stands before it, and no second beginning-of-sequence token
+ever appears in the middle.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from environments.clinic.longhealth import Patient, Question, is_held_out, load_patients, parse_patients
+from environments.clinic.patients import generate_clinic
+from environments.clinic.prompts import option_prompt, self_study_prompt, sentence_ends
+from documents.near_duplicates import Placed, overlaps
+from environments.renderer import NO_DOCUMENT, Conversation
+from protocols.errors import DataError
+from protocols.spec.learn import LearnSpec
+from protocols.teacher_replay import Message
+from protocols.spec.sections import DataSpec
+from protocols.seeds import stream_seed
+from protocols.types import GenerateRequest, PrefixRef, Sampling, composed_ref
+from training.types import Prompt
+
+Turn = TypeVar("Turn")
+
+
+@dataclass(frozen=True)
+class Exam:
+    """A held-out question ready to be answered, over a prefix and without any document; `text` is
+    what is asked."""
+
+    question: Question
+    text: str
+    prompt_ids: tuple[int, ...]
+    bare_ids: tuple[int, ...]
+
+
+def read_patients(data: DataSpec) -> list[Patient]:
+    """The run's patients: from `data.path`, or generated. Raises DataError when too few."""
+    if data.path is not None:
+        patients = load_patients(data.path)
+    else:
+        assert data.facts is not None
+        assert data.notes is not None
+        clinic = generate_clinic(
+            data.seed, data.patients, data.facts, data.notes, data.questions_per_fact
+        )
+        patients = parse_patients(clinic, f"the clinic of seed {data.seed}")
+    if len(patients) < data.patients:
+        raise DataError(
+            f"data.patients is {data.patients} and {data.path} holds {len(patients)}; lower it"
+        )
+    return patients[: data.patients]
+
+
+class Tasks:
+    """Every prompt of a run, by step. Each draw has a generator named by seed, step and index."""
+
+    def __init__(self, spec: LearnSpec, patients: Sequence[Patient], tokenizer: Any) -> None:
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self.patients = {p.id: p for p in patients}
+        self.conversation = Conversation(tokenizer, {p.id: p.document for p in patients})
+        held_out = {
+            p.id: [q for q in p.questions if is_held_out(q, spec.data.held_out)] for p in patients
+        }
+        near = _doubles(patients, held_out, spec.evaluate.alike)
+        self._training = {
+            p.id: [q for q in p.questions if q not in held_out[p.id] and q.id not in near]
+            for p in patients
+        }
+        self._held_out = held_out
+        self._prepared: dict[int, list[Prompt]] = {}
+        self._ends = sorted({end for p in patients for end in sentence_ends(p)})
+        self.documents = {p.id: self.conversation.head(p.id) for p in patients}
+        self.documents[NO_DOCUMENT] = self.conversation.head(None)
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end a response."""
+        return frozenset({self._tokenizer.eos_token_id})
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a response, without special tokens: for people and for answer parsing."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text.strip()
+
+    def rollout(self, step: int, version: int) -> list[Prompt]:
+        """The on-policy prompts of 0-based `step`, over cartridge `version`."""
+        prompts = self._prepared.pop(step, None) or self._prompts("on_policy", step)
+        train = self._spec.train
+        return in_company(prompts, version, sorted(self.patients), train.compose, train.seed)
+
+    def prepare(self, step: int) -> None:
+        """Make the on-policy prompts of `step` beforehand, while the models work."""
+        self._prepared = {step: self._prompts("on_policy", step)}
+
+    def offline(self, step: int) -> list[Prompt]:
+        """The same prompts, to be answered by the document teacher itself."""
+        return self._prompts("offline", step)
+
+    def _prompts(self, arm: str, step: int) -> list[Prompt]:
+        """Prompts of one step over the documents themselves, which take turns, so that every
+        cartridge trains in every step that has at least as many prompts as there are documents."""
+        rollout, seed = self._spec.rollout, self._spec.train.seed
+        ids = sorted(self.patients)
+        prompts = []
+        for i in range(rollout.prompts):
+            document = ids[(step * rollout.prompts + i) % len(ids)]
+            # The prompt does not depend on the arm: both arms study the same material.
+            rng = random.Random(f"prompt/{seed}/{step}/{i}")
+            kind, text = self_study_prompt(
+                self.patients[document], self._training[document], rollout.kinds, rng, self._ends
+            )
+            name = f"{arm}/{step + 1}/{i}"
+            request = GenerateRequest(
+                id=name,
+                prompt_ids=self._prompt_ids(document, text),
+                prefix=PrefixRef(f"document/{document}", 0),
+                sampling=Sampling(
+                    rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens
+                ),
+                seed=stream_seed(f"sample/{seed}/{name}"),
+            )
+            prompts.append(Prompt(document, kind, request))
+        return prompts
+
+    @cached_property
+    def exams(self) -> list[Exam]:
+        """The held-out questions to evaluate on, patients in turn, at most `evaluate.questions`."""
+        by_patient = [list(self._held_out[p]) for p in sorted(self._held_out)]
+        chosen = in_turns(by_patient)[: self._spec.evaluate.questions]
+        if not chosen:
+            raise DataError(
+                "no held-out question: raise data.held_out (the share kept for evaluation) or "
+                "give more questions"
+            )
+        exams = []
+        for q in chosen:
+            text = option_prompt(q.text, q.options, self._spec.data.instruction)
+            over, bare = self._prompt_ids(q.patient, text), self._prompt_ids(None, text)
+            exams.append(Exam(q, text, over, bare))
+        return exams
+
+    def exam_requests(
+        self, exams: Sequence[Exam], arm: str, prefix: str, version: int, sampled: bool
+    ) -> list[GenerateRequest]:
+        """Requests for one arm: prefix "cartridge", "document" or "none" (no document at all)."""
+        evaluate, seed = self._spec.evaluate, self._spec.train.seed
+        sampling = Sampling(
+            temperature=evaluate.temperature if sampled else 0.0, max_tokens=evaluate.max_tokens
+        )
+        requests = []
+        for exam in exams:
+            bare = prefix == NO_DOCUMENT
+            ref = (
+                PrefixRef(f"document/{NO_DOCUMENT}", 0)
+                if bare
+                else PrefixRef(f"{prefix}/{exam.question.patient}", version)
+            )
+            name = f"evaluate/{arm}/{exam.question.id}"
+            ids = exam.bare_ids if bare else exam.prompt_ids
+            # The draw does not depend on the arm, so that arms differ by their prefix alone.
+            draw = stream_seed(f"exam/{seed}/{exam.question.id}")
+            requests.append(GenerateRequest(name, ids, ref, sampling, draw))
+        return requests
+
+    def _prompt_ids(self, document: str | None, text: str) -> tuple[int, ...]:
+        return self.conversation.opening(document, (Message("user", text),))
+
+
+def _doubles(
+    patients: Sequence[Patient], held_out: Mapping[str, Sequence[Question]], alike: float
+) -> set[str]:
+    """Questions that are nearly the words of a held-out one about the same patient: training on
+    them would be training on it."""
+    asked = [Placed(p, q.text, q.id) for p, some in held_out.items() for q in some]
+    every = [Placed(p.id, q.text, q.id) for p in patients for q in p.questions]
+    near = {(x.training.document, x.training.text) for x in overlaps(every, asked, alike)}
+    return {q.place for q in every if (q.document, q.text) in near}
+
+
+def in_company(
+    prompts: Sequence[Prompt], version: int, names: Sequence[str], share: float, seed: int
+) -> list[Prompt]:
+    """The prompts over their documents' cartridges of `version`; about `share` of them with the
+    cartridge of another of `names` before or behind it."""
+    found = []
+    for prompt in prompts:
+        rng = random.Random(f"compose/{seed}/{prompt.request.id}")
+        order = [prompt.document]
+        others = [name for name in names if name != prompt.document]
+        if rng.random() < share and others:
+            order.insert(rng.randrange(2), rng.choice(others))
+        refs = [PrefixRef(f"cartridge/{name}", version) for name in order]
+        found.append(over(prompt, composed_ref(refs)))
+    return found
+
+
+def over(prompt: Prompt, prefix: PrefixRef) -> Prompt:
+    """The same prompt with another prefix before it."""
+    return replace(prompt, request=replace(prompt.request, prefix=prefix))
+
+
+def in_turns(rows: Sequence[Sequence[Turn]]) -> list[Turn]:
+    """Column by column, skipping rows that have ended: [[a, b], [c]] -> [a, c, b]."""
+    longest = max((len(r) for r in rows), default=0)
+    return [r[i] for i in range(longest) for r in rows if i < len(r)]

@@ -1,0 +1,192 @@
+"""The replay channel beside the training loop: states go to the teachers, pairs come back later.
+
+step s       states worth a vote -> teacher_replay.vote (nobody waits for them)
+step s + lag pairs whose verdicts are there join, oldest first, for `uses` steps; later ones
+             join later, and are given up after s + max_age
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from environments.training_signals import training_pair
+from environments.renderer import Conversation
+from environments.action_parsing import Dialect
+from protocols import teacher_replay
+from protocols.train_batch import PreferencePair
+from protocols.errors import DataError, RunError
+from protocols.spec.objective import DpoSpec
+from protocols.teacher_replay import ReplayState, Verdict
+from protocols.spec.teacher_replay import ReplaySpec
+from teachers.prompts import state_hash
+from teachers.vote_records import from_row, to_row
+from teachers.voting import pair_of, worth_asking
+from services.clients import HintedTeacherClient, TeacherReplayClient
+from services.pool.pool import Pool
+
+UNKNOWN = -1  # the version of a reference that is yet to be made
+
+
+@dataclass(frozen=True)
+class Question:
+    """A state of step `step`, with the student's exact tokens in it."""
+
+    step: int
+    document: str
+    state: ReplayState
+    context_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A pair of step `begun`, and in how many steps it was trained on."""
+
+    begun: int
+    pair: PreferencePair
+    used: int = 0
+
+
+_HELD = TypeAdapter(Held)
+
+
+class Preferences:
+    """Asks, keeps and hands out. `counts` is what became of states since they were last told."""
+
+    def __init__(
+        self, pools: Mapping[str, Pool], spec: ReplaySpec, dpo: DpoSpec,
+        conversation: Conversation, dialect: Dialect,
+    ) -> None:  # fmt: skip
+        self._hinted_teacher, self._teacher_replay = (
+            HintedTeacherClient(pools),
+            TeacherReplayClient(pools),
+        )
+        self._gate, self._dpo = spec.gate, dpo
+        self._conversation, self._dialect = conversation, dialect
+        self._asked: list[tuple[Question, asyncio.Future[Verdict]]] = []
+        self._told: list[dict[str, Any]] = []
+        self._held: list[Held] = []
+        self.counts: Counter[str] = Counter()
+
+    def ask(self, questions: Sequence[Question]) -> None:
+        """Begin to ask about those that are most worth it, each state once; returns at once."""
+        worth = [q for q in questions if worth_asking(q.state, self._gate)]
+        worth.sort(key=lambda q: 1.0 if q.state.confidence is None else q.state.confidence)
+        there = {state_hash(q.state) for q, _ in self._asked}
+        asked = 0
+        for question in worth:
+            key = state_hash(question.state)
+            if key not in there and asked < self._dpo.states:
+                asked += 1
+                there.add(key)
+                self._begin(question)
+
+    async def due(self, step: int, version: int) -> list[PreferencePair]:
+        """The pairs that join `step`, which trains `version`. Waits for no teacher: only for the
+        references of pairs that join for the first time, which are of this version."""
+        self._gather(step)
+        waiting = [h for h in self._held if step - h.begun <= self._dpo.max_age]
+        self.counts["given_up"] += sum(not h.used for h in self._held if h not in waiting)
+        joining = [h for h in waiting if step - h.begun >= self._dpo.lag][: self._dpo.pairs]
+        rest = [h for h in waiting if h not in joining]
+        new = [h.pair for h in joining if not h.used]
+        if new:
+            referred = await self._hinted_teacher.references(new, version)
+            by_id = {pair.id: pair for pair in referred}
+            joining = [replace(h, pair=by_id.get(h.pair.id, h.pair)) for h in joining]
+        self.counts["trained"] += len(new)
+        used = [replace(h, used=h.used + 1) for h in joining]
+        # Who has begun to be trained on goes on first.
+        self._held = [*(h for h in used if h.used < self._dpo.uses), *rest]
+        return [h.pair for h in joining]
+
+    def counted(self) -> Counter[str]:
+        """`counts` since the last call."""
+        counted, self.counts = +self.counts, Counter()
+        return counted
+
+    def told(self) -> list[dict[str, Any]]:
+        """What came since the last call, for the record: rows of states and of their verdicts,
+        with every vote, and of the pairs that they make."""
+        told, self._told = self._told, []
+        return told
+
+    def saved(self) -> dict[str, Any]:
+        """What is under way: states that are asked about (asked again, what was paid for is in the
+        ledger) and pairs that wait."""
+        return {
+            "asked": [_as_json(q) for q, _ in self._asked],
+            "held": [asdict(h) for h in self._held],
+            "counts": dict(self.counts),
+        }
+
+    def stand(self, saved: Mapping[str, Any]) -> None:
+        """Take up what `saved` had under way."""
+        self.counts = Counter(saved["counts"])
+        self._held = [_HELD.validate_python(h) for h in saved["held"]]
+        for question in saved["asked"]:
+            self._begin(_from_json(question))
+
+    async def close(self) -> None:
+        """Give up what was asked."""
+        asked, self._asked = [task for _, task in self._asked], []
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    def _begin(self, question: Question) -> None:
+        vote = self._teacher_replay.vote(question.state)
+        self._asked.append((question, asyncio.ensure_future(vote)))
+
+    def _gather(self, step: int) -> None:
+        """Take in the verdicts that are there, in the order in which they were asked for."""
+        asked, self._asked = self._asked, []
+        for question, task in asked:
+            if not task.done():
+                if step - question.step > self._dpo.max_age:
+                    task.cancel()
+                    self.counts["too_late"] += 1
+                else:
+                    self._asked.append((question, task))
+                continue
+            try:
+                verdict = task.result()
+            except RunError:  # the pool lost it again and again: the run goes on without
+                self.counts["unanswered"] += 1
+                continue
+            self.counts[verdict.reason] += 1
+            preferred = pair_of(verdict)
+            self._told += [to_row(question.state), to_row(verdict)]
+            if preferred is not None:
+                self._told.append(to_row(preferred))
+            pair = None if preferred is None else self._pair(question, preferred)
+            if pair is not None:
+                self._held.append(Held(question.step, pair))
+
+    def _pair(self, question: Question, preferred: teacher_replay.PreferencePair) -> PreferencePair | None:
+        pair = training_pair(
+            preferred, question.context_ids, question.response_ids, self._conversation,
+            self._dialect, question.document, 0.0, 0.0, UNKNOWN,
+        )  # fmt: skip
+        self.counts["unsayable"] += pair is None
+        return pair
+
+
+def _as_json(question: Question) -> dict[str, Any]:
+    return {**asdict(question), "state": to_row(question.state)}
+
+
+def _from_json(saved: Mapping[str, Any]) -> Question:
+    state = from_row(saved["state"])
+    if not isinstance(state, ReplayState):
+        raise DataError(f"a state of the teacher replay was expected: got {type(state).__name__}")
+    return Question(
+        saved["step"], saved["document"], state, tuple(saved["context_ids"]),
+        tuple(saved["response_ids"]),
+    )  # fmt: skip

@@ -1,0 +1,175 @@
+"""A user's own questions about their documents: SQuAD's JSON, or LongHealth's. Pure.
+
+    SQuAD        {"data": [{"title", "paragraphs": [{"context", "qas": [{"question", "answers"},
+                 ...]}]}]}: free answers; F1 and exact match over the best of the given ones;
+                 2.0's unanswerable questions, where they are asked for, want to be declined
+    LongHealth   {"report": {"texts", "questions": [{"question", "answer_a", ..., "correct"}]}}:
+                 five options; the key is the document's name
+
+A SQuAD paragraph belongs to the document that holds its words, else to that of its title's name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from environments.clinic.longhealth import LETTERS, Question, parse_patients
+from environments.clinic.prompts import option_prompt, parse_answer, said_answer
+from protocols.errors import DataError
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_LABEL = re.compile(r"^\W*[a-eA-E][).:]+\s*")
+# How a response says that the document has no answer, as `normalised` leaves it.
+_DECLINES = re.compile(
+    r"^$|\b(?:unanswerable|not answerable|no answer|cannot be answered|cant be answered"
+    r"|(?:not|isnt|is never|never) (?:stated|mentioned|given|specified|said|provided)"
+    r"|does not (?:say|state|mention)|doesnt (?:say|state|mention)|i (?:do not|dont) know)\b"
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question about a document: with options (`choice`), with answers that are right, or, with
+    neither, one that the document does not answer."""
+
+    id: str
+    document: str
+    text: str
+    answers: tuple[str, ...] = ()
+    choice: Question | None = None
+
+    def scores(self, response: str) -> tuple[float, float, bool]:
+        """(right: 0 or 1, F1, whether it gave an answer at all) of a response."""
+        if self.choice is not None:
+            letter = parse_answer(response, self.choice)
+            right = float(letter is not None and self.choice.is_correct(letter))
+            return right, right, letter is not None
+        said = said_answer(response) or response
+        if not self.answers:
+            declined = float(_DECLINES.search(normalised(said)) is not None)
+            return declined, declined, True
+        exact = max(float(normalised(said) == normalised(a)) for a in self.answers)
+        return exact, max(f1(said, a) for a in self.answers), bool(normalised(said))
+
+    def words(self, response: str) -> tuple[float, float]:
+        """(exact match, F1) of what a response says with the right answer's words; of a question
+        with options, a letter alone stands for its option's text."""
+        if self.choice is None:
+            exact, score, _ = self.scores(response)
+            return exact, score
+        said, letter = said_answer(response) or "", parse_answer(response, self.choice)
+        if letter is not None:
+            option = self.choice.options[LETTERS.index(letter)]
+            said = _LABEL.sub("", said) if normalised(option) in normalised(said) else option
+        right = self.choice.correct
+        return float(normalised(said) == normalised(right)), f1(said, right)
+
+
+def normalised(text: str) -> str:
+    """As SQuAD compares answers: lower case, no punctuation, no articles, single spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def f1(said: str, answer: str) -> float:
+    """Harmonic mean of precision and recall over words (Rajpurkar et al., 2016). Two empty texts
+    are the same."""
+    a, b = normalised(said).split(), normalised(answer).split()
+    if not a or not b:
+        return float(a == b)
+    common = sum((Counter(a) & Counter(b)).values())
+    return 2 * common / (len(a) + len(b))
+
+
+def read_questions(
+    path: str, texts: Mapping[str, str], instruction: str, *, unanswerable: bool = False
+) -> list[Asked]:
+    """The questions of a file about the documents of these texts, by name; those that SQuAD calls
+    impossible where `unanswerable` asks for them.
+
+    Raises DataError for a file of another shape, and for a question about no document of the run.
+    """
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; check data.questions") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}; give SQuAD's or LongHealth's") from error
+    if isinstance(content, Mapping) and isinstance(content.get("data"), list):
+        found = _squad(path, content["data"], texts, unanswerable)
+    else:
+        found = _longhealth(path, content, texts, instruction)
+    if not found:
+        raise DataError(f"{path} has no question that can be answered; check data.questions")
+    twice = [i for i, n in Counter(q.id for q in found).items() if n > 1]
+    if twice:
+        raise DataError(f"{path}: two questions have the id {twice[0]}; give each its own")
+    return found
+
+
+def _squad(
+    path: str, articles: Sequence[Any], texts: Mapping[str, str], unanswerable: bool
+) -> list[Asked]:
+    plain = {name: _spaced(text) for name, text in texts.items()}
+    found = []
+    for a, article in enumerate(articles):
+        try:
+            for p, paragraph in enumerate(article["paragraphs"]):
+                where = f"{path}: data[{a}].paragraphs[{p}]"
+                title, context = str(article.get("title", "")), str(paragraph["context"])
+                name = _of_context(where, title, context, plain)
+                for q, qa in enumerate(paragraph["qas"]):
+                    answers = tuple(dict.fromkeys(str(x["text"]) for x in qa["answers"]))
+                    if qa.get("is_impossible") or not any(map(normalised, answers)):
+                        answers = ()
+                    if answers or unanswerable:
+                        key = str(qa.get("id", f"{a}/{p}/{q}"))
+                        found.append(Asked(key, name, str(qa["question"]), answers))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path}: data[{a}] is no article of SQuAD ({error}): it has paragraphs, each "
+                "with a context and qas (question, answers: [{text}])"
+            ) from error
+    return found
+
+
+def _of_context(where: str, title: str, context: str, plain: Mapping[str, str]) -> str:
+    holding = [name for name, text in plain.items() if _spaced(context) in text]
+    if context.strip() and holding:
+        return holding[0]
+    if title in plain:
+        return title
+    if len(plain) == 1:
+        return next(iter(plain))
+    raise DataError(
+        f"{where}: its context stands in no document, and its title {title!r} is the name of none: "
+        f"{', '.join(plain)}; give the document's words as its context, or its name as the title"
+    )
+
+
+def _longhealth(path: str, content: Any, texts: Mapping[str, str], instruction: str) -> list[Asked]:
+    found = []
+    for patient in parse_patients(content, path):
+        name = patient.id if patient.id in texts else None
+        if name is None and len(texts) == 1:
+            name = next(iter(texts))
+        if name is None:
+            raise DataError(
+                f"{path}: {patient.id} is the name of no document: {', '.join(texts)}; name it as "
+                "one of them (a document that was split has no one cartridge that knows it all)"
+            )
+        for q in patient.questions:
+            text = option_prompt(q.text, q.options, instruction)
+            found.append(Asked(q.id, name, text, choice=q))
+    return found
+
+
+def _spaced(text: str) -> str:
+    return " ".join(text.split())

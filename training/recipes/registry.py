@@ -1,0 +1,54 @@
+"""Which course a run takes, and who stands in for its external teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from learning.model.loading import load_tokenizer
+from protocols.spec.mesh import RunSpec
+from training.recipes.base import Course
+from services.mesh import Mesh
+from services.run_directory import RunDirectory
+
+
+def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None) -> Course:
+    """The course of a spec, over pools that are yet to be spawned into `mesh`. One on a user's
+    documents writes its questions into the run's `directory`."""
+    learn = spec.learn
+    tokenizer = load_tokenizer(learn.model.path)
+    if learn.episodes is not None:
+        from training.recipes.tool_episodes import Cases
+
+        return Cases(learn, tokenizer, mesh)
+    if learn.rsa is not None:
+        from training.recipes.rsa import RsaCourse
+
+        return RsaCourse(learn, tokenizer, mesh)
+    if learn.self_study is not None:
+        from training.recipes.documents import DocumentCourse
+        from documents.corpus import read_parts
+
+        assert directory is not None
+        parts = read_parts(learn, tokenizer)
+        return DocumentCourse(learn, parts, tokenizer, directory)
+    from training.recipes.longhealth import SelfStudy
+    from training.recipes.longhealth_prompts import Tasks, read_patients
+
+    tasks = Tasks(learn, read_patients(learn.data), tokenizer)
+    return SelfStudy(tasks, measured=bool(learn.evaluate.arms))
+
+
+@contextmanager
+def teachers(spec: RunSpec) -> Iterator[RunSpec]:
+    """The spec with its teachers where they can be asked: where it says so, at a provider of our
+    own, which ends with the context."""
+    replay = spec.learn.replay
+    if replay is None or replay.local is None:
+        yield spec
+        return
+    from environments.clinic.fake_teachers import at, local_provider
+
+    with local_provider(replay, replay.local) as provider:
+        learn = spec.learn.model_copy(update={"replay": at(replay, provider)})
+        yield spec.model_copy(update={"learn": learn})

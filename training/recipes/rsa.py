@@ -1,0 +1,253 @@
+"""RsaCourse: runs of recursive self-aggregation are the rollouts, their candidates the samples.
+
+    step  problems -> runs (generators and aggregators, population by population) -> rewards
+          -> Lesson: every candidate, with its run's reward (grpo) or its own score
+
+A cartridge so learns to answer, and to make one answer out of several.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from environments.training_signals import rl_samples, turn_samples
+from environments.renderer import NO_DOCUMENT, Conversation
+from environments.rollout import BARE
+from environments.episode_files import to_row
+from protocols.train_batch import Lesson
+from protocols.episodes import Episode, Observation, Task, Turn
+from protocols.errors import DataError, RunError
+from protocols.records.intervals import mean_interval
+from protocols.spec.learn import LearnSpec
+from protocols.records.run_files import Measured, Populations
+from protocols.teacher_replay import Message
+from protocols.rsa import Problem
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from services.clients import RSAAggregatorClient
+from training.recipes.base import Course
+from services.mesh import Mesh
+from training.rollouts import as_sample
+from training.recipes.rsa_problems import Source, open_source
+from training.recipes.rsa_rollouts import Generation, Played, Start, play
+from services.run_directory import RunDirectory
+from training.types import (
+    Replied,
+    Rollout,
+    ScoreGroup,
+    StepRecord,
+    TimedGenerate,
+    unheard,
+)
+from strategies.rsa.populations import reward
+
+
+@dataclass(frozen=True)
+class RsaRollout(Rollout):
+    """A rollout whose episodes are the candidates of `runs`, in order."""
+
+    runs: Sequence[Played] = ()
+
+
+class RsaCourse(Course):
+    """Over the pools of a mesh."""
+
+    def __init__(self, spec: LearnSpec, tokenizer: Any, mesh: Mesh) -> None:
+        assert spec.rsa is not None
+        self._spec, self._rsa = spec, spec.rsa
+        self._aggregators = RSAAggregatorClient(mesh.pools)
+        self._source: Source = open_source(spec, self._aggregators.problems)
+        self._conversation = Conversation(tokenizer, self._source.documents)
+        names = [*self._source.documents, None]
+        self.documents: Mapping[str, tuple[int, ...]] = {
+            name or NO_DOCUMENT: self._conversation.head(name) for name in names
+        }
+        self.end_ids = frozenset({tokenizer.eos_token_id})
+
+    # -- runs -----------------------------------------------------------------------------------
+
+    async def sample(
+        self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
+    ) -> RsaRollout:
+        """A population is scored while the next is sampled."""
+        begun = time.perf_counter()
+        starts = []
+        for i, problem in enumerate(await self._source.training(step)):
+            group = f"on_policy/{step + 1}/{i}"
+            for r in range(self._rsa.rollouts_per_example):
+                stream = f"rsa/{self._spec.train.seed}/{step}/{i}/{r}"
+                starts.append(Start(f"{group}/{r}", stream, group, problem))
+        sampling = Sampling(max_tokens=self._spec.rollout.max_tokens)
+
+        async def heard(
+            requests: Sequence[GenerateRequest], replied: Replied = None, /
+        ) -> tuple[list[Completion], float]:
+            completions, seconds = await generate(requests)
+            if self._spec.objective.w_doc:
+                said = zip(requests, completions, strict=True)
+                ended("doc_teacher", [as_sample(_document(r), r, c) for r, c in said])
+            return completions, seconds
+
+        runs, compute = await play(
+            starts, heard, self._aggregators.turn, self._conversation, populations=self._rsa.T,
+            sampling=sampling, ids=self._fitting,
+            prefix=lambda problem: PrefixRef(f"cartridge/{problem.document}", version),
+        )  # fmt: skip
+        episodes = [e for run in runs for e in self._episodes(run, sampling)]
+        samples = turn_samples(episodes)
+        seconds = time.perf_counter() - begun
+        return RsaRollout(step, (), (), samples, seconds, compute, episodes, runs=runs)
+
+    async def measure(
+        self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
+        generate: TimedGenerate,
+    ) -> Measured:  # fmt: skip
+        """Mean accuracy of the last population of one run a question, always sampled."""
+        evaluate, seed = self._spec.evaluate, self._spec.train.seed
+        bare = prefix == NO_DOCUMENT
+        # The draws do not depend on the arm, so that arms differ by their prefix alone.
+        starts = [
+            Start(f"evaluate/{arm}/{p.id}", f"exam/{seed}/{p.id}", "", p)
+            for p in await self._source.held_out(most)
+        ]
+        runs, _ = await play(
+            starts, generate, self._aggregators.turn, self._conversation, populations=self._rsa.T,
+            sampling=Sampling(temperature=evaluate.temperature, max_tokens=evaluate.max_tokens),
+            ids=lambda problem, prompt: self._ids(None if bare else problem.document, prompt),
+            prefix=lambda p: BARE if bare else PrefixRef(f"{prefix}/{p.document}", version),
+        )  # fmt: skip
+        return measured(runs)
+
+    def _ids(self, document: str | None, prompt: str) -> tuple[int, ...]:
+        return self._conversation.opening(document, (Message("user", prompt),))
+
+    def _fitting(self, problem: Problem, prompt: str) -> tuple[int, ...]:
+        """A prompt to train on. Raises DataError where no row holds it with its response."""
+        ids = self._ids(problem.document, prompt)
+        needed = len(ids) + self._spec.rollout.max_tokens
+        if needed > self._spec.train.row_tokens:
+            raise DataError(
+                f"a prompt of {problem.id} has {len(ids)} tokens, and its response up to "
+                f"{self._spec.rollout.max_tokens}: raise train.row_tokens "
+                f"({self._spec.train.row_tokens}) to {needed} or more, or lower rsa.K or "
+                "rollout.max_tokens"
+            )
+        return ids
+
+    # -- lessons --------------------------------------------------------------------------------
+
+    async def lesson(self, rollout: Rollout, version: int) -> Lesson:
+        rl = rl_samples(rollout.episodes)
+        doc = rl if self._spec.objective.w_doc else []
+        return Lesson(
+            doc=tuple(r.sample for r in doc),
+            doc_trained=tuple(r.trained for r in doc),
+            rl=tuple(rl),
+        )
+
+    async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
+        raise RunError("no teacher writes populations: remove offline from evaluate.arms")
+
+    def reward(self, run: Played) -> float | None:
+        """What a run was worth; None where a candidate of it could not be judged."""
+        if run.error:
+            return None
+        rsa = self._rsa
+        metric, weight = rsa.final_reward_metric, rsa.greedy_reward_weight
+        return reward(run.metrics(-1), metric, run.scores, weight)
+
+    def _episodes(self, run: Played, sampling: Sampling) -> list[Episode]:
+        """Each candidate as an episode of one turn, with the reward that it is trained on."""
+        own = self._rsa.advantage == "population"
+        whole, why = self.reward(run), run.error.partition(":")[0]
+        found = []
+        for step, population in enumerate(run.populations):
+            group = f"{run.start.name}/{step}" if own else run.start.group
+            for slot, g in enumerate(population):
+                score, error = g.candidate.score, g.candidate.error.partition(":")[0]
+                worth, kind = (score, error) if own else (whole, why)
+                found.append(_episode(run, step, slot, g, group, sampling, worth, kind))
+        return found
+
+    # -- what is recorded -----------------------------------------------------------------------
+
+    def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
+        directory.append_episodes(to_row(e, arm, step) for e in rollout.episodes)
+
+    def facts(self, record: StepRecord) -> Mapping[str, Any]:
+        rollout, output = record.rollout, record.output
+        assert isinstance(rollout, RsaRollout)
+        runs = rollout.runs
+        rewards = [r for run in runs if (r := self.reward(run)) is not None]
+        candidates = [g.candidate for run in runs for p in run.populations for g in p]
+        counts: dict[str, float] = {
+            "count": len(candidates),
+            "errored": sum(c.score is None for c in candidates),
+            "rsa/runs": len(runs),
+            "rsa/without_answer": sum(c.answer is None for c in candidates),
+        }
+        if rewards:
+            counts["reward"] = fmean(rewards)
+        found = populations(runs)
+        counts |= {f"rsa/accuracy_{t}": value for t, value in enumerate(found["accuracy"])}
+        counts["rsa/majority_vote"] = found["majority_vote"]
+        counts["rsa/pass_at_n"] = found["pass_at_n"]
+        return {"channels": output.terms, "cosines": output.cosines, "episodes": counts}
+
+
+def _document(request: GenerateRequest) -> str:
+    return request.prefix.name.partition("/")[2]
+
+
+def populations(runs: Sequence[Played]) -> Populations:
+    """Means over runs; a candidate that could not be judged counts as wrong."""
+    steps = [[run.metrics(t) for run in runs] for t in range(len(runs[0].populations))]
+    return Populations(
+        accuracy=[fmean(m["mean_accuracy"] for m in step) for step in steps],
+        majority_vote=fmean(m["majority_vote"] for m in steps[-1]),
+        pass_at_n=fmean(m["pass_at_n"] for m in steps[-1]),
+    )
+
+
+def measured(runs: Sequence[Played]) -> Measured:
+    """One run a question: the interval is that of the mean over questions, by Student's t."""
+    found = populations(runs)
+    low, high = mean_interval([run.metrics(-1)["mean_accuracy"] for run in runs]) or (0.0, 1.0)
+    return Measured(
+        accuracy=found["accuracy"][-1],
+        ci95=[max(0.0, low), min(1.0, high)],
+        n=len(runs),
+        parse_failures=sum(g.candidate.answer is None for r in runs for g in r.populations[-1]),
+        populations=found,
+    )
+
+
+def _episode(
+    run: Played,
+    step: int,
+    slot: int,
+    g: Generation,
+    group: str,
+    sampling: Sampling,
+    worth: float | None,
+    kind: str,
+) -> Episode:
+    problem, candidate = run.start.problem, g.candidate
+    facts = {
+        "problem": problem.id, "run": run.start.name, "step": step, "slot": slot,
+        "parents": list(g.parents), "answer": candidate.answer,
+    }  # fmt: skip
+    seen = Observation(
+        done=True, reward=candidate.score, error=candidate.error,
+        expected=problem.facts.get("correct"),
+    )  # fmt: skip
+    turn = Turn(
+        g.request.prompt_ids, g.completion.token_ids, g.completion.logprobs, g.completion.versions,
+        g.text, seen,
+    )  # fmt: skip
+    task = Task(f"{run.start.name}/{step}/{slot}", problem.document, facts)
+    opening = Observation((Message("user", g.prompt),))
+    return Episode(task, group, opening, (turn,), sampling, worth, kind)

@@ -1,0 +1,140 @@
+"""What a course of recursive self-aggregation is about: problems to train on, problems held out.
+
+    clinic       option questions of the run's patients, split by their words as in `training.recipes.longhealth_prompts`
+    sentences    trained on: how a document's own sentence ends, with look-alikes (self-study's
+                 "choice"); held out: as of clinic
+    all others   problems by number, from the aggregators: the first evaluate.questions are held out
+
+The documents that cartridges begin as are the patients', or a page on solving problems.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+from environments.clinic.longhealth import LETTERS, Question, is_held_out
+from environments.clinic.prompts import cued_sentences, look_alikes, question_prompt, sentence_ends
+from environments.problems import clinic_problem
+from protocols.errors import DataError
+from protocols.spec.learn import LearnSpec
+from protocols.rsa import Problem
+from protocols.spec.rsa import OF_DOCUMENTS
+from training.recipes.longhealth_prompts import in_turns, read_patients
+
+PRIMER = "primer"
+PRIMER_TEXT = """\
+How to solve problems. Read the whole problem before you begin, and say in your own words what is \
+asked for and in which form the answer is wanted. List what is given. Look for a method that fits, \
+and try it on a small case. Then work step by step, one small step at a time, and check each step \
+before you go on: put numbers back in, count again, look at units and at the extreme cases. When a \
+step fails, go back to the last one that holds. Do not guess while you can compute.
+How to review attempts at a problem. An attempt may be right, wrong or unfinished, and one that \
+sounds sure may be wrong. Do not count votes alone: many attempts can share one mistake. Check \
+where they differ first, for there at least one of them is wrong, and settle each difference by \
+working that step out again yourself. Take over the steps that hold, from whichever attempt they \
+come, and repair or drop the others. If every attempt fails, set all of them aside and solve the \
+problem in another way. End with one answer, in the form that was asked for.
+"""
+
+Draw = Callable[[Sequence[int], str], Awaitable[Sequence[Problem]]]
+
+
+class Source(Protocol):
+    """`documents` are the texts that cartridges stand in for, by name."""
+
+    documents: Mapping[str, str]
+
+    async def training(self, step: int) -> Sequence[Problem]:
+        """The problems of 0-based `step`."""
+
+    async def held_out(self, most: int | None) -> Sequence[Problem]:
+        """The first `most` problems to measure with (None: all)."""
+
+
+def open_source(spec: LearnSpec, draw: Draw) -> Source:
+    """The problems of a spec; `draw` asks an aggregator for those of some numbers."""
+    assert spec.rsa is not None
+    return OfPatients(spec) if spec.rsa.problems.kind in OF_DOCUMENTS else ByNumber(spec, draw)
+
+
+class OfPatients:
+    """Documents take turns; which of a document's questions or sentences is asked is drawn."""
+
+    def __init__(self, spec: LearnSpec) -> None:
+        """Raises DataError for patients without a question to train on, or to measure with."""
+        assert spec.rsa is not None
+        self._each, self._seed = spec.rsa.examples, spec.train.seed
+        patients = read_patients(spec.data)
+        self.documents: Mapping[str, str] = {p.id: p.document for p in patients}
+        self._ends = sorted({end for p in patients for end in sentence_ends(p)})
+        self._sentences = spec.rsa.problems.kind == "sentences"
+        share, instruction = spec.data.held_out, spec.data.instruction
+        held = {p.id: [q for q in p.questions if is_held_out(q, share)] for p in patients}
+        self._training = {
+            p.id: [clinic_problem(q, instruction) for q in p.questions if q not in held[p.id]]
+            for p in patients
+        }
+        rows = [held[name] for name in sorted(held)]
+        chosen = in_turns(rows)[: spec.evaluate.questions]
+        self._held_out = [clinic_problem(q, instruction) for q in chosen]
+        self._instruction = instruction
+        self._askable = {
+            p.id: [(cue, end) for _, cue, end in cued_sentences(p) if end] for p in patients
+        }
+        askable: Mapping[str, Sequence[object]] = (
+            self._askable if self._sentences else self._training
+        )
+        without = sorted(name for name, own in askable.items() if not own)
+        if without or not self._held_out:
+            who = f"{without[0]} has no question to train on" if without else "none is held out"
+            raise DataError(
+                f"rsa trains on the questions that are not held out: {who} with data.held_out "
+                f"{share:g}; change it, or give more questions"
+            )
+
+    async def training(self, step: int) -> Sequence[Problem]:
+        names = sorted(self.documents)
+        found = []
+        for i in range(self._each):
+            name, rng = names[(step * self._each + i) % len(names)], self._rng(step, i)
+            if self._sentences:
+                found.append(self._of_sentence(name, f"{name}/{step}/{i}", rng))
+            else:
+                found.append(rng.choice(self._training[name]))
+        return found
+
+    def _rng(self, step: int, i: int) -> random.Random:
+        return random.Random(f"problem/{self._seed}/{step}/{i}")
+
+    def _of_sentence(self, patient: str, name: str, rng: random.Random) -> Problem:
+        """How a sentence of the document goes on, among what looks like it."""
+        cue, end = rng.choice(self._askable[patient])
+        options = [end, *look_alikes(end, self._ends, len(LETTERS) - 1, rng)]
+        rng.shuffle(options)
+        question = Question(name, patient, question_prompt(cue), tuple(options), end)
+        return clinic_problem(question, self._instruction)
+
+    async def held_out(self, most: int | None) -> Sequence[Problem]:
+        return self._held_out[:most]
+
+
+class ByNumber:
+    """The problems after those held out, in their order and round again."""
+
+    def __init__(self, spec: LearnSpec, draw: Draw) -> None:
+        assert spec.rsa is not None
+        self._each, self._most = spec.rsa.examples, spec.rsa.problems.most
+        self._questions, self._draw = spec.evaluate.questions, draw
+        self.documents: Mapping[str, str] = {PRIMER: PRIMER_TEXT}
+
+    async def training(self, step: int) -> Sequence[Problem]:
+        of_training = self._most - self._questions
+        first = step * self._each
+        numbers = [self._questions + (first + i) % of_training for i in range(self._each)]
+        return await self._draw(numbers, PRIMER)
+
+    async def held_out(self, most: int | None) -> Sequence[Problem]:
+        count = self._questions if most is None else min(most, self._questions)
+        return await self._draw(range(count), PRIMER)

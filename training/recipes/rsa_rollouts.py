@@ -1,0 +1,167 @@
+"""Runs of recursive self-aggregation in lockstep, in exact tokens: one call of each port a
+population. Pure.
+
+    turn       every Standing -> prompts of population 0
+    generate   M * N prompts of every run, together -> texts
+    turn       candidates judged, prompts of population 1  ...  T times, and a last turn judges
+
+What a run asks and says hangs on its own stream, step and slot alone, never on who else is in the
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from environments.renderer import Conversation
+from protocols.errors import PublishError
+from protocols.rsa import Candidate, Judged, Problem, Standing
+from protocols.seeds import stream_seed
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from training.types import TimedGenerate
+from strategies.rsa.populations import measure
+
+UNJUDGED = Candidate(None, None)
+
+Turn = Callable[[Sequence[Standing]], Awaitable[Sequence[Judged]]]
+Ids = Callable[[Problem, str], tuple[int, ...]]  # what the student reads of a prompt
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run to be: `stream` names all of its draws, `group` the runs that it is compared with."""
+
+    name: str
+    stream: str
+    group: str
+    problem: Problem
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A candidate, from its prompt to its judgement. `parents` are of the population before."""
+
+    prompt: str
+    parents: tuple[int, ...]
+    request: GenerateRequest
+    completion: Completion
+    text: str
+    candidate: Candidate = UNJUDGED
+
+
+@dataclass(frozen=True)
+class Played:
+    """A whole run: T populations of M * N generations. `chosen` has the slot that speaks for each
+    population's majority, None where no answer was given."""
+
+    start: Start
+    populations: tuple[tuple[Generation, ...], ...]
+    chosen: tuple[int | None, ...]
+
+    @property
+    def error(self) -> str:
+        """Why a candidate could not be judged, of the first such; "" where all could."""
+        return next(
+            (g.candidate.error for p in self.populations for g in p if g.candidate.error), ""
+        )
+
+    @property
+    def scores(self) -> list[list[float]]:
+        """Of every candidate; one that could not be judged has 0."""
+        return [[g.candidate.score or 0.0 for g in p] for p in self.populations]
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """`strategies.rsa.populations.METRICS` of one population; -1 is the last."""
+        return measure(self.scores[step], self.chosen[step])
+
+
+async def play(
+    starts: Sequence[Start],
+    generate: TimedGenerate,
+    turn: Turn,
+    conversation: Conversation,
+    *,
+    populations: int,
+    sampling: Sampling,
+    prefix: Callable[[Problem], PrefixRef],
+    ids: Ids,
+) -> tuple[list[Played], float]:
+    """Every run to its end, in order, and the model time of all populations (seconds).
+
+    Raises PublishError for a request that was refused, and what the ports raise.
+    """
+    runs = [Played(start, (), ()) for start in starts]
+    drawn: list[tuple[Generation, ...]] = [()] * len(starts)
+    compute = 0.0
+    for step in range(populations + 1):
+        judged = await turn(
+            [
+                Standing(s.name, s.stream, s.problem, step, tuple(g.text for g in generations))
+                for s, generations in zip(starts, drawn, strict=True)
+            ]
+        )
+        if step:
+            runs = [_with(*known) for known in zip(runs, drawn, judged, strict=True)]
+        if step == populations:
+            break
+        asked = [
+            _requests(start, step, verdict, sampling, prefix, ids)
+            for start, verdict in zip(starts, judged, strict=True)
+        ]
+        completions, seconds = await generate([r for requests in asked for r in requests])
+        compute += seconds
+        said = iter(completions)
+        drawn = [
+            tuple(
+                _generation(*of_slot, next(said), conversation)
+                for of_slot in zip(verdict.prompts, verdict.parents, requests, strict=True)
+            )
+            for verdict, requests in zip(judged, asked, strict=True)
+        ]
+    return runs, compute
+
+
+def _with(run: Played, drawn: tuple[Generation, ...], verdict: Judged) -> Played:
+    """The run with one more population, judged."""
+    pairs = zip(drawn, verdict.candidates, strict=True)
+    population = tuple(replace(g, candidate=candidate) for g, candidate in pairs)
+    return Played(run.start, (*run.populations, population), (*run.chosen, verdict.chosen))
+
+
+def _requests(
+    start: Start,
+    step: int,
+    verdict: Judged,
+    sampling: Sampling,
+    prefix: Callable[[Problem], PrefixRef],
+    ids: Ids,
+) -> list[GenerateRequest]:
+    known: dict[str, tuple[int, ...]] = {}  # the prompts of step 0 are one
+    found = []
+    for slot, prompt in enumerate(verdict.prompts):
+        if prompt not in known:
+            known[prompt] = ids(start.problem, prompt)
+        found.append(
+            GenerateRequest(
+                f"{start.name}/{step}/{slot}",
+                known[prompt],
+                prefix(start.problem),
+                sampling,
+                stream_seed(f"{start.stream}/{step}/{slot}"),
+            )
+        )
+    return found
+
+
+def _generation(
+    prompt: str,
+    parents: tuple[int, ...],
+    request: GenerateRequest,
+    completion: Completion,
+    conversation: Conversation,
+) -> Generation:
+    if completion.error:
+        raise PublishError(f"{completion.request_id}: {completion.error}")
+    text = conversation.decode(completion.token_ids)
+    return Generation(prompt, parents, request, completion, text)

@@ -1,0 +1,325 @@
+"""One run over a running mesh: the arms in order, what is recorded, checkpoints and results."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from environments.renderer import NO_DOCUMENT
+from protocols.errors import RunError
+from protocols.records.run_files import Measured, MetricRow, Results, RunOutcome
+from protocols.spec.mesh import RunSpec
+from services.clients import GeneratorClient, TrainerClient
+from training.recipes.base import Course
+from training.recipes.accuracy import aggregation_gain
+from services.control.commands import Stopped
+from training.loop import OnPolicyLoop, Rollouts
+from services.mesh import Mesh
+from training.timing import PhaseTimer, PhaseTimes
+from services.telemetry.recorder import Recorder
+from training.rollouts import is_offline, rollout_from
+from services.run_directory import RunDirectory
+from training.teacher_scoring import TeacherScoring, score_key, train_scored
+from training.types import Rollout, RunState, StepRecord
+from training.validation import OverlappedValidation
+from training.weight_sync import WeightSync
+
+
+class TrainingRun:
+    """Drives the arms. `show` updates the display's view; `between_steps` does what was asked for
+    from outside, and raises Stopped."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        course: Course,
+        mesh: Mesh,
+        directory: RunDirectory,
+        recorder: Recorder,
+        show: Callable[..., None],
+        between_steps: Callable[[Callable[[], Awaitable[str]]], Awaitable[None]],
+    ) -> None:
+        self._spec, self._learn = spec, spec.learn
+        self._course = course
+        self._generator = GeneratorClient(mesh.pools, spec.learn.rollout.chunk)
+        self._trainer = TrainerClient(mesh.pools)
+        self._weights = WeightSync(mesh, keep=1 + spec.learn.train.staleness)
+        self._teachers = TeacherScoring(mesh, self._weights)
+        self._validation = OverlappedValidation(self._validate, recorder.metric)
+        self._directory = directory
+        self._recorder, self._show = recorder, show
+        self._between_steps = between_steps
+        self._state = RunState()
+        self._times = PhaseTimes()
+        self._rollouts: Rollouts | None = None  # while some may run ahead
+        self._resumed = False
+        self._begun_arm = False
+
+    # -- the arms -------------------------------------------------------------------------------
+
+    async def go(self) -> None:
+        """Every arm of the spec that has no result yet. Raises Stopped when asked to."""
+        base = await self._trainer.base_hash()
+        try:
+            if self._state.arm == "on_policy":
+                await self._train_on_policy()
+            if "offline" in self._learn.evaluate.arms:
+                await self._train_offline()
+            await self._weights.tidied()
+        finally:
+            self._weights.cancel()
+            await self._teachers.close()
+            await self._course.close()
+        if await self._trainer.base_hash() != base:
+            raise RunError("the base model's weights changed during the run: only cartridges may")
+
+    async def _train_on_policy(self) -> None:
+        state, train, course = self._state, self._learn.train, self._course
+        if not self._resumed:
+            state.first_version = await self._trainer.begin("on_policy", train.steps)
+        self._begun_arm = True
+        await self._weights.publish(state.version)
+        for arm, prefix in (("none", NO_DOCUMENT), ("document", "document")):
+            await self._evaluate(arm, prefix, 0)
+        if state.step == 0:
+            await self._evaluate("untrained", "cartridge", state.version)
+        self._rollouts = Rollouts(
+            course, self._generator.generate, self._teachers, state,
+            steps=train.steps, staleness=train.staleness, warm=train.warm_start,
+            switched=lambda step: self._recorder.event("switched", arm="on_policy", step=step),
+            pending=[rollout_from(p) for p in state.pending],
+        )  # fmt: skip
+        loop = OnPolicyLoop(
+            course, self._rollouts, self._teachers, self._trainer, self._weights, self._validation,
+            first_version=state.first_version, watch=self._watch,
+        )  # fmt: skip
+        try:
+            for step in range(state.step, train.steps):
+                await self._look_up()
+                self._show(stage="training on_policy", arm="on_policy", steps=train.steps)
+                await self._record(await loop.step(step), train.steps)
+        except Stopped:
+            await self.checkpoint()  # now, while the rollouts that run ahead can still be kept
+            raise
+        finally:
+            await self._rollouts.close()
+            self._rollouts = None
+        await self._evaluate("on_policy", "cartridge", state.version)
+
+    async def _train_offline(self) -> None:
+        """The baseline: the teacher writes the responses, as many tokens as on policy trained."""
+        state = self._state
+        self._show(stage="writing offline data", arm="offline", step=state.step)
+        self._watch("rollout")
+        rollouts = await self._offline_data(state.tokens["on_policy"])
+        if state.arm != "offline":
+            state.arm, state.step, state.pending = "offline", 0, []
+            state.first_version = await self._trainer.begin("offline", len(rollouts))
+        await self._checkpoint_due(len(rollouts), force=True)
+        for rollout in rollouts[state.step :]:
+            await self._look_up()
+            self._show(stage="training offline", arm="offline", steps=len(rollouts))
+            await self._record(await self._offline_step(rollout), len(rollouts))
+        await self._weights.publish(state.version)
+        await self._evaluate("offline", "cartridge", state.version)
+
+    async def _offline_step(self, rollout: Rollout) -> StepRecord:
+        """Make one update on what the teacher wrote beforehand; nobody reads what it makes."""
+        version, key = self._state.version, score_key("offline", rollout.step)
+        timer = PhaseTimer(self._watch)
+        with timer("score"):
+            batch = await self._course.lesson(rollout, version)
+            batch, scoring = await self._teachers.score(key, batch, version)
+        with timer("train"):
+            output = await train_scored(self._trainer, self._teachers, key, batch, version)
+        await self._weights.tidy()
+        timer.seconds["rollout"] = rollout.seconds
+        compute = rollout.compute + scoring.compute_seconds + output.compute_seconds
+        return StepRecord(rollout, output, timer.times(compute), scoring)
+
+    async def _offline_data(self, budget: int) -> list[Rollout]:
+        """Teacher-written rollouts, step by step, until they hold at least `budget` tokens."""
+        rollouts: list[Rollout] = []
+        tokens = 0
+        while tokens < budget:
+            await self._look_up()
+            for rollout in await self._course.offline(len(rollouts), self._generator.generate):
+                rollouts.append(rollout)
+                tokens += sum(len(s.response_ids) for s in rollout.samples)
+                if tokens >= budget:
+                    break
+        return rollouts
+
+    # -- what is recorded -----------------------------------------------------------------------
+
+    async def _record(self, record: StepRecord, steps: int) -> None:
+        self._watch("")
+        state, arm, step = self._state, self._state.arm, record.rollout.step + 1
+        output, scoring = record.output, record.scoring
+        kl = output.kl if self._learn.objective.w_doc else None
+        row = MetricRow(
+            arm=arm, step=step, version=output.version, kl=kl,
+            grad_norm=output.grad_norm, lr=output.lr, tokens=output.tokens,
+            stale_tokens=output.stale_tokens, **self._course.facts(record),
+        )  # fmt: skip
+        self._course.record(record.rollout, arm, step, self._directory)
+        every = self._learn.evaluate.probe_every
+        if arm == "on_policy" and every and step % every == 0:
+            self._validation.hold(row)
+        else:  # the offline arm publishes nothing while it trains
+            self._recorder.metric(row)
+        # Only now does the state move: a checkpoint never claims a step without its rows.
+        state.step = step
+        state.tokens[arm] = state.tokens.get(arm, 0) + output.tokens
+        if arm == "on_policy":
+            if self._learn.train.warm_start and is_offline(record.rollout):
+                state.warm.append(output.kl)
+            state.rollouts += len(record.rollout.samples)
+            state.stale_tokens += output.stale_tokens
+            state.kl_first = kl if state.kl_first is None else state.kl_first
+            state.kl_last = kl
+        seconds = asdict(record.times)
+        speed = output.tokens / record.times.step
+        self._recorder.event(
+            "step", arm=arm, step=step,
+            seconds={k: round(v, 6) for k, v in seconds.items()}, tokens_per_second=round(speed, 1),
+            bytes={"scores": scoring.moved_bytes, "cartridges": self._weights.moved_bytes},
+            hidden=round(scoring.hidden_seconds, 6), documents=asdict(scoring.documents),
+            rollouts=len(record.rollout.samples), **self._course.heard(self._directory),
+        )  # fmt: skip
+        self._times.add(arm, seconds)
+        self._show(
+            step=step, kl=kl, reward=row.episodes.get("reward"), version=output.version,
+            tokens_per_second=speed,
+            phase_seconds=self._times.means(arm),
+            seconds_left=self._times.seconds_left(arm, steps - step),
+        )  # fmt: skip
+        await self._checkpoint_due(steps)
+
+    async def _validate(self, version: int) -> float:
+        """Accuracy on the first few held-out questions, for the display."""
+        most = self._learn.evaluate.probe_questions
+        measured = await self._measure("probe", "cartridge", version, most=most, sampled=False)
+        self._show(accuracy=measured["accuracy"])
+        return measured["accuracy"]
+
+    async def _evaluate(self, arm: str, prefix: str, version: int) -> None:
+        """Measure one arm, once."""
+        if arm not in self._learn.evaluate.arms or arm in self._state.arms:
+            return
+        await self._look_up()
+        self._show(stage=f"evaluating {arm}")
+        self._watch("evaluate")
+        result: dict[str, Any] = dict(await self._measure(arm, prefix, version, sampled=False))
+        result["sampled"] = None
+        if self._learn.evaluate.sampled:
+            await self._look_up()
+            result["sampled"] = await self._measure(arm, prefix, version, sampled=True)
+        self._state.arms[arm] = result
+        self._recorder.event("evaluated", arm=arm, **result)
+        self._show(accuracy=result["accuracy"])
+        self._watch("")
+
+    async def _measure(
+        self, arm: str, prefix: str, version: int, *, sampled: bool, most: int | None = None
+    ) -> Measured:
+        return await self._course.measure(
+            arm, prefix, version, most=most, sampled=sampled, generate=self._generator.generate
+        )
+
+    # -- checkpoints and results ----------------------------------------------------------------
+
+    async def _checkpoint_due(self, steps: int, force: bool = False) -> None:
+        every = self._learn.train.checkpoint_every
+        if force or self._state.step == steps or (every and self._state.step % every == 0):
+            await self.checkpoint()
+
+    async def checkpoint(self) -> str:
+        """Save trainer and position; rollouts that run ahead are waited for and kept. Returns the
+        checkpoint's name, "" where there is nothing to keep yet.
+
+        Raises CheckpointError when the trainer stands elsewhere than the position (a step that
+        failed half-way): the checkpoint before it stands.
+        """
+        if not self._begun_arm:
+            return ""
+        state = self._state
+        await self._validation.settled()
+        if self._rollouts is not None:
+            state.pending = [asdict(r) for r in await self._rollouts.settle()]
+        elif (
+            state.arm == "on_policy"
+            and 0 < state.step < self._learn.train.steps
+            and self._learn.train.staleness
+        ):
+            return ""  # a failure took the rollouts that ran ahead; the checkpoint before it stands
+        state.course = self._course.saved()
+        self._watch("checkpoint")
+        path = await self._trainer.save(
+            str(self._directory.checkpoints), asdict(state), state.version
+        )
+        name = Path(path).name
+        self._watch("")
+        self._recorder.event("checkpoint", arm=state.arm, step=state.step, path=name)
+        return name
+
+    async def resume(self, path: Path | None) -> None:
+        """Stand where a checkpoint was written, files included; without one, at the start."""
+        if path is not None:
+            self._state = RunState(**await self._trainer.restore(str(path)))
+            self._resumed = True
+            self._begun_arm = True
+            self._course.stand(self._state.course)
+        self._directory.truncate_after(self._state.arm, self._state.step)
+        self._show(step=self._state.step, arm=self._state.arm)
+
+    def replica_lost(self) -> None:
+        """A replica died: it may have left tensors behind."""
+        self._weights.replica_lost()
+
+    def write_results(self, status: RunOutcome, wall_seconds: float) -> None:
+        """results.json as far as the run came; the report is made from it."""
+        documents = [
+            len(ids) for name, ids in self._course.documents.items() if name != NO_DOCUMENT
+        ]
+        mean = sum(documents) / len(documents)
+        tokens = self._learn.cartridge.tokens
+        results = Results(
+            arms=self._state.arms,
+            kl={"first": self._state.kl_first, "last": self._state.kl_last},
+            compression={
+                "document_tokens": mean, "cartridge_tokens": tokens, "ratio": mean / tokens,
+            },
+            policy={
+                "rollouts": self._state.rollouts,
+                "tokens": self._state.tokens.get("on_policy", 0),
+                "stale_tokens": self._state.stale_tokens,
+            },
+            phases=self._times.means("on_policy"),
+            orchestration_share=self._times.orchestration_share("on_policy"),
+            wall_seconds=round(wall_seconds, 3),
+            tokens_trained=dict(self._state.tokens),
+            status=status,
+        )  # fmt: skip
+        if self._learn.train.warm_start is not None:
+            results["warm_steps"] = len(self._state.warm)
+        gain = aggregation_gain(self._state.arms)
+        if gain is not None:
+            results["aggregation"] = gain
+        self._directory.write_results(results)
+
+    def _watch(self, phase: str) -> None:
+        """What the run does now, for who looks at it."""
+        self._show(phase=phase)
+        state = self._state
+        self._recorder.phase(phase, arm=state.arm, step=state.step + 1, version=state.version)
+
+    async def _look_up(self) -> None:
+        """Between two steps: checkpoint, pause or stop, if that was asked for."""
+        try:
+            await self._between_steps(self.checkpoint)
+        except Stopped:
+            self._recorder.event("stopping", arm=self._state.arm, step=self._state.step)
+            raise
