@@ -97,14 +97,14 @@ test-fast: install ## the tests that need no mesh, under a minute
 lint: install k8s-check ## ruff, types, the layers contract, and k8s-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy protocols learning formats clinic documents replay environments strategies actors services serving cluster forge_run
+	$(BIN)/mypy actors deploy documents environments forge_run learning protocols registry services serving strategies teachers training tests/manifest_checks
 	$(BIN)/lint-imports
 
 format: install ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-proto: install ## write protocols/control_pb2* anew from control.proto
+proto: install ## write protocols/wire/control_pb2* anew from control.proto
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
 	  protocols/wire/control.proto
 

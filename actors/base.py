@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from protocols.errors import PlaneError
 from protocols.ports import TensorPlane
-from protocols.types import Packet
+from protocols.types import TensorRef
 
 if TYPE_CHECKING:  # a process says how many threads it has before torch is imported
     import torch
@@ -29,7 +29,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 @dataclass(frozen=True)
-class BaseModel:
+class ModelSource:
     """Which frozen model an actor loads, and the documents it may read.
 
     `documents` maps a document's name to its token ids from position 0 (chat template included);
@@ -59,10 +59,10 @@ class BaseModel:
 class NoPlane:
     """Where no tensors travel between processes: generators that are served from files."""
 
-    async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> Packet:
+    async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> TensorRef:
         raise PlaneError(f"there is no tensor plane here to put {key} into; pass a file's path")
 
-    async def get(self, packet: Packet) -> dict[str, torch.Tensor]:
+    async def get(self, packet: TensorRef) -> dict[str, torch.Tensor]:
         raise PlaneError(f"there is no tensor plane here that has {packet.key}; pass a file's path")
 
     async def delete(self, key: str) -> None:
@@ -73,7 +73,7 @@ class NoPlane:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Which rank of how many a process is, and the file at which they meet, as a URL that
     `learning.model.distributed.join` takes: "" for the only one."""
 
@@ -82,7 +82,7 @@ class Place:
     rendezvous: str = ""
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> RankPlace:
         """This process's, as its `bootstrap` left it."""
         told = os.environ.get(PLACE)
         if told is None:
@@ -102,7 +102,7 @@ def bootstrap(threads: int, gpus: Sequence[int] = (), world: int = 1) -> Callabl
     Without it every process that imports torch takes all cores, and spinning OpenMP workers of
     several processes make each other ten times slower; they wait passively instead. With `gpus`
     it sees those devices of the host alone; `world` processes that are one replica share them
-    evenly, in order, and each knows its `Place`.
+    evenly, in order, and each knows its `RankPlace`.
     """
     # New with each start: where ranks have met before, others cannot. A file, for torch's TCP
     # store would listen on every interface; gloo's connections stay on this host's own.

@@ -8,24 +8,24 @@ from functools import partial
 
 from monarch.actor import endpoint
 
+from actors.base import ModelSource, fresh_key
 from actors.model_actor import ModelActor
-from actors.base import BaseModel, fresh_key
+from learning.model.document_kv import DocumentKVCache, host_spill
 from learning.model.loading import document_kv
-from learning.model.document_kv import DocumentCache, host_spill
 from learning.scoring import prefixes_of, score_kept
-from protocols.types import Sample, Scored
+from protocols.types import Sample, ScoreOutput
 
 
 class DocTeacherActor(ModelActor):
     """Scores exactly the sampled tokens: all of a call's in one pass, those of one document over
     one prefix. A document's KV is read once and reused (bounded LRU, then host memory)."""
 
-    def __init__(self, base: BaseModel, row_tokens: int, keep_top: int | None) -> None:
+    def __init__(self, base: ModelSource, row_tokens: int, keep_top: int | None) -> None:
         """`keep_top` entries a token are sent, or all logits for None."""
         super().__init__(base)
         self._row_tokens = row_tokens
         self._keep_top = keep_top
-        self._documents = DocumentCache(
+        self._documents = DocumentKVCache(
             partial(document_kv, self._model),
             base.documents,
             base.max_kv_bytes,
@@ -33,7 +33,7 @@ class DocTeacherActor(ModelActor):
         )
 
     @endpoint
-    async def score(self, stem: str, samples: Sequence[Sample]) -> Scored:
+    async def score(self, stem: str, samples: Sequence[Sample]) -> ScoreOutput:
         """Put the teacher's distributions over every response token under a key of this stem."""
         begun, before = time.perf_counter(), self._documents.counts
         prefixes = prefixes_of(samples, self._documents)
@@ -41,4 +41,4 @@ class DocTeacherActor(ModelActor):
         seconds = time.perf_counter() - begun
         packet = await self._plane.put(fresh_key(stem), tensors)
         looked_up = self._documents.counts.since(before)
-        return Scored(seconds, packet, len(next(iter(tensors.values()))), looked_up)
+        return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))), looked_up)

@@ -20,15 +20,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from actors.base import VLLM_REMEDY, ModelSource, missing_vllm
 from actors.engine_thread import Engine, EngineThread
-from actors.base import VLLM_REMEDY, BaseModel, missing_vllm
 from learning.decoding.engine import TorchEngine
+from learning.model.document_kv import DocumentKVCache
 from learning.model.loading import document_kv, flush_denormals, text_of
-from learning.model.document_kv import DocumentCache
 from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
 from protocols.spec.sections import GeneratorSpec
-from protocols.types import Came, Completion, EngineReport, Generated, GenerateRequest, Snapshot
+from protocols.types import (
+    CartridgeSnapshot,
+    Completion,
+    EngineReport,
+    GenerateOutput,
+    GenerateRequest,
+    TokenChunk,
+)
 
 TELL_SECONDS = 0.02  # how long tokens of a stream gather before they are sent
 
@@ -41,7 +48,7 @@ class EngineGeneratorActor(Actor):
 
     def __init__(
         self,
-        base: BaseModel,
+        base: ModelSource,
         end_ids: frozenset[int],
         keep_versions: int,
         spec: GeneratorSpec,
@@ -65,7 +72,7 @@ class EngineGeneratorActor(Actor):
         self._plane = plane
 
     @concurrent_endpoint
-    async def load(self, snapshot: Snapshot) -> int:
+    async def load(self, snapshot: CartridgeSnapshot) -> int:
         """Take a published version from the tensor plane; requests may name it from now on.
 
         With `in_flight: drain` it first waits for the requests in flight, and later ones for it.
@@ -89,14 +96,14 @@ class EngineGeneratorActor(Actor):
     @concurrent_endpoint
     async def generate(
         self, requests: Sequence[GenerateRequest], stream: Any | None = None
-    ) -> Generated:
+    ) -> GenerateOutput:
         """Completions in the order of the requests; raises DataError for a malformed one.
 
-        `stream`, a Monarch port, is sent lists of `Came` while they are sampled; all of a request's
-        tokens have been sent when its call returns.
+        `stream`, a Monarch port, is sent lists of `TokenChunk` while they are sampled; all of a
+        request's tokens have been sent when its call returns.
         """
         begun = time.perf_counter()
-        told = None if stream is None else _Teller(stream)
+        told = None if stream is None else StreamBuffer(stream)
         add = None if told is None else told.add
         futures = [asyncio.wrap_future(self._engine.submit(r, add)) for r in requests]
         results = await asyncio.gather(*futures, return_exceptions=True)
@@ -107,7 +114,7 @@ class EngineGeneratorActor(Actor):
             if isinstance(result, BaseException):
                 raise result
             done.append(result)
-        return Generated(time.perf_counter() - begun, tuple(done))
+        return GenerateOutput(time.perf_counter() - begun, tuple(done))
 
     @concurrent_endpoint
     async def cancel(self, ids: Collection[str]) -> None:
@@ -124,17 +131,17 @@ class EngineGeneratorActor(Actor):
         return await asyncio.wrap_future(self._engine.close())
 
 
-class _Teller:
+class StreamBuffer:
     """Gathers what comes, and sends it to a port a few times a second: a message for every token
     would cost more than the token."""
 
     def __init__(self, port: Any) -> None:
         self._port = port
         self._loop = asyncio.get_running_loop()
-        self._gathered: list[Came] = []
+        self._gathered: list[TokenChunk] = []
         self._due = False
 
-    def add(self, came: Came) -> None:
+    def add(self, came: TokenChunk) -> None:
         """From the engine's thread."""
         self._loop.call_soon_threadsafe(self._add, came)
 
@@ -143,14 +150,14 @@ class _Teller:
         if gathered:
             self._port.send(gathered)
 
-    def _add(self, came: Came) -> None:
+    def _add(self, came: TokenChunk) -> None:
         self._gathered.append(came)
         if not self._due:
             self._due = True
             self._loop.call_later(TELL_SECONDS, self.flush)
 
 
-def build_engine(base: BaseModel, end_ids: frozenset[int], spec: GeneratorSpec) -> Engine:
+def build_engine(base: ModelSource, end_ids: frozenset[int], spec: GeneratorSpec) -> Engine:
     """The engine of a spec, for an EngineThread to build in its thread."""
     text = text_of(base.path)
     if spec.backend == "vllm":
@@ -161,7 +168,7 @@ def build_engine(base: BaseModel, end_ids: frozenset[int], spec: GeneratorSpec) 
         return VllmEngine(base.path, base.dtype, base.documents, end_ids, spec, text)
     flush_denormals()
     model = base.load()
-    cache = DocumentCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
+    cache = DocumentKVCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
     return TorchEngine(model, cache.get, end_ids, text)
 
 
@@ -173,7 +180,7 @@ def read_cartridge(path: str) -> Tensor:
         raise PublishError(f"{path} holds no cartridge: {error!r}; upload it again") from error
 
 
-def environment(base: BaseModel) -> dict[str, str]:
+def environment(base: ModelSource) -> dict[str, str]:
     """What vLLM and torch read from the environment, before either is told anything else."""
     chosen = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core steps in this process

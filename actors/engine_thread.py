@@ -26,7 +26,7 @@ from torch import Tensor
 
 from learning.cartridge.versions import VersionLedger
 from protocols.errors import ForgeError, PublishError
-from protocols.types import Came, Completion, EngineReport, GenerateRequest, refused
+from protocols.types import Completion, EngineReport, GenerateRequest, TokenChunk, refused
 
 CARTRIDGE = "cartridge/"
 
@@ -40,7 +40,7 @@ class Engine(Protocol):
         """Take a request whose prefix is held. Raises DataError for a malformed one."""
         ...
 
-    def step(self) -> Iterable[tuple[str, Came | Completion]]:
+    def step(self) -> Iterable[tuple[str, TokenChunk | Completion]]:
         """One forward pass: the requests that ended with it, and what came of streams."""
         ...
 
@@ -66,7 +66,7 @@ class EngineDied(RuntimeError):
 
 
 @dataclass
-class _Job:
+class EngineCall:
     """Work for the engine's thread. It resolves the future, now or when its request has ended."""
 
     work: Callable[[Future[Any]], None]
@@ -75,11 +75,11 @@ class _Job:
 
 
 @dataclass
-class _InFlight:
+class RequestInFlight:
     future: Future[Completion]
     versions: tuple[int, ...]  # of the cartridges, to be kept meanwhile
     id: str
-    told: Callable[[Came], None] | None
+    told: Callable[[TokenChunk], None] | None
 
 
 class EngineThread:
@@ -91,8 +91,8 @@ class EngineThread:
         self.started: Future[None] = _promise()
         self._drain = in_flight == "drain"
         self._ledger = VersionLedger(keep)
-        self._inbox: deque[_Job] = deque()
-        self._running: dict[str, _InFlight] = {}
+        self._inbox: deque[EngineCall] = deque()
+        self._running: dict[str, RequestInFlight] = {}
         self._changed = threading.Condition()  # guards the inbox, _dead and _closing
         self._dead: EngineDied | None = None
         self._closing: Future[EngineReport] | None = None
@@ -103,14 +103,14 @@ class EngineThread:
     # -- from any thread ------------------------------------------------------------------------
 
     def submit(
-        self, request: GenerateRequest, told: Callable[[Came], None] | None = None
+        self, request: GenerateRequest, told: Callable[[TokenChunk], None] | None = None
     ) -> Future[Completion]:
         """The completion to come; of `finish_reason` "error" when its prefix is not held. `told`
         gets its tokens as they come, in the engine's thread: it must not wait for anything.
 
         Like every future here it raises EngineDied when the engine does not live to answer.
         """
-        return self._post(_Job(lambda future: self._begin(request, future, told), _promise()))
+        return self._post(EngineCall(lambda future: self._begin(request, future, told), _promise()))
 
     def cancel(self, ids: Collection[str]) -> Future[None]:
         """End the requests of these ids that are here; their completions say "cancelled"."""
@@ -121,7 +121,7 @@ class EngineThread:
                     self._engine.cancel(key)
             future.set_result(None)
 
-        return self._post(_Job(work, _promise()))
+        return self._post(EngineCall(work, _promise()))
 
     def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> Future[int]:
         """The version, once requests may name it. PublishError for an id that was used before."""
@@ -132,7 +132,7 @@ class EngineThread:
             self._let_go(self._ledger.add(version, names))
             future.set_result(version)
 
-        return self._post(_Job(work, _promise(), when_idle=self._drain))
+        return self._post(EngineCall(work, _promise(), when_idle=self._drain))
 
     def drop(self, version: int) -> Future[None]:
         """Serve a version no more; requests in flight over it end first. PublishError for one that
@@ -142,10 +142,10 @@ class EngineThread:
             self._let_go(self._ledger.drop(version))
             future.set_result(None)
 
-        return self._post(_Job(work, _promise()))
+        return self._post(EngineCall(work, _promise()))
 
     def report(self) -> Future[EngineReport]:
-        return self._post(_Job(lambda future: future.set_result(self._report()), _promise()))
+        return self._post(EngineCall(lambda future: future.set_result(self._report()), _promise()))
 
     def close(self) -> Future[EngineReport]:
         """Stop, failing what is in flight. The last report, with the seconds that this took."""
@@ -157,7 +157,7 @@ class EngineThread:
             self._changed.notify()
             return self._closing
 
-    def _post(self, job: _Job) -> Future[Any]:
+    def _post(self, job: EngineCall) -> Future[Any]:
         with self._changed:
             if self._dead is None:
                 self._inbox.append(job)
@@ -217,7 +217,7 @@ class EngineThread:
         self,
         request: GenerateRequest,
         future: Future[Completion],
-        told: Callable[[Came], None] | None,
+        told: Callable[[TokenChunk], None] | None,
     ) -> None:
         cartridges = [p for p in request.prefix.parts if p.name.startswith(CARTRIDGE)]
         try:
@@ -229,7 +229,7 @@ class EngineThread:
         key = next(self._keys)
         self._engine.add(key, request, stream=told is not None)
         versions = tuple(part.version for part in cartridges)
-        self._running[key] = _InFlight(future, versions, request.id, told)
+        self._running[key] = RequestInFlight(future, versions, request.id, told)
         for version in versions:
             self._ledger.begin(version)
 

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from monarch.actor import Actor, concurrent_endpoint
 
 from environments.openenv.client import OpenEnvClient
+from protocols.episodes import EnvironmentRequest, Observation
 from protocols.spec.environment import EnvironmentSpec
-from protocols.episodes import Move, Observation
 
 
 class EnvironmentActor(Actor):
@@ -38,7 +38,7 @@ class EnvironmentActor(Actor):
         return os.getpid()
 
     @concurrent_endpoint
-    async def move(self, moves: Sequence[Move]) -> list[Observation]:
+    async def move(self, moves: Sequence[EnvironmentRequest]) -> list[Observation]:
         """What the environment says to each, in their order. Within the spec's `timeout_s`: an
         environment that fails says so in `error`."""
         assert self._client is not None, "the service asks `ready` first"

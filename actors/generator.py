@@ -12,13 +12,13 @@ from functools import partial
 from monarch.actor import endpoint
 from torch import Tensor
 
+from actors.base import ModelSource
 from actors.model_actor import CartridgeReaderActor
-from actors.base import BaseModel
 from learning.decoding.generate import generate
+from learning.model.document_kv import DocumentKVCache
 from learning.model.loading import document_kv, text_of
-from learning.model.document_kv import DocumentCache
 from learning.model.rope import composed
-from protocols.types import Generated, GenerateRequest, PrefixRef
+from protocols.types import GenerateOutput, GenerateRequest, PrefixRef
 
 
 class GeneratorActor(CartridgeReaderActor):
@@ -28,19 +28,19 @@ class GeneratorActor(CartridgeReaderActor):
     document's own KV. A request may name an ordered composition of them.
     """
 
-    def __init__(self, base: BaseModel, end_ids: frozenset[int], keep_versions: int) -> None:
+    def __init__(self, base: ModelSource, end_ids: frozenset[int], keep_versions: int) -> None:
         super().__init__(base, keep_versions)
         self._end_ids = end_ids
         self._text = text_of(base.path)
-        self._documents = DocumentCache(
+        self._documents = DocumentKVCache(
             partial(document_kv, self._model), base.documents, base.max_kv_bytes
         )
 
     @endpoint
-    async def generate(self, requests: Sequence[GenerateRequest]) -> Generated:
+    async def generate(self, requests: Sequence[GenerateRequest]) -> GenerateOutput:
         begun = time.perf_counter()
         done = generate(self._model, requests, self._lookup, self._end_ids, self._text)
-        return Generated(time.perf_counter() - begun, tuple(done))
+        return GenerateOutput(time.perf_counter() - begun, tuple(done))
 
     def _lookup(self, ref: PrefixRef) -> Tensor:
         return composed(self._model, [self._single(part) for part in ref.parts])

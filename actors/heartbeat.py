@@ -1,4 +1,4 @@
-"""PulseActor: lives beside the actor of a replica, and answers for its process."""
+"""HeartbeatActor: lives beside the actor of a replica, and answers for its process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A sign of life: the process and its resident memory."""
 
     pid: int
     memory_bytes: int
 
 
-class PulseActor(Actor):
+class HeartbeatActor(Actor):
     """Answers while the actor beside it is deep in a computation: Monarch gives every actor a
     thread of its own, and torch lets go of the interpreter while it computes.
 
@@ -39,9 +39,9 @@ class PulseActor(Actor):
             threading.Thread(target=self._end_alone, args=(alone_s,), daemon=True).start()
 
     @concurrent_endpoint
-    async def beat(self) -> Beat:
+    async def beat(self) -> Heartbeat:
         self._asked = time.monotonic()
-        return Beat(os.getpid(), resident_bytes(os.getpid()))
+        return Heartbeat(os.getpid(), resident_bytes(os.getpid()))
 
     @concurrent_endpoint
     async def warm(self, prepare: Callable[[], None]) -> None:

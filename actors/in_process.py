@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from actors.base import ModelSource, NoPlane, keep_freed_memory
 from actors.engine_generator import build_engine, environment, read_cartridge
 from actors.engine_thread import EngineThread
-from actors.base import BaseModel, NoPlane, keep_freed_memory
-from environments.renderer import NO_DOCUMENT, Conversation
+from environments.renderer import NO_DOCUMENT, ChatRenderer
 from learning.model.loading import load_tokenizer
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
@@ -48,9 +48,9 @@ def local_sampler(
     """
     keep_freed_memory()
     spec = GeneratorSpec(backend=backend, kv_gib=kv_gib)
-    conversation = Conversation(load_tokenizer(model), {DOCUMENT: document or "-"})
+    conversation = ChatRenderer(load_tokenizer(model), {DOCUMENT: document or "-"})
     documents = {NO_DOCUMENT: conversation.head(None), DOCUMENT: conversation.head(DOCUMENT)}
-    base = BaseModel(model, dtype, threads, documents, MAX_KV_BYTES, NoPlane())
+    base = ModelSource(model, dtype, threads, documents, MAX_KV_BYTES, NoPlane())
     if backend == "vllm":
         os.environ.update(environment(base))
     end_ids = frozenset({int(load_tokenizer(model).eos_token_id)})

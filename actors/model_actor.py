@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from monarch.actor import Actor, endpoint
 
-from actors.base import BaseModel
-from learning.model.loading import flush_denormals
+from actors.base import ModelSource
 from learning.cartridge.versions import CartridgeVersions
+from learning.model.loading import flush_denormals
 from protocols.ports import TensorPlane
-from protocols.types import Snapshot
+from protocols.types import CartridgeSnapshot
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 class ModelActor(Actor):
     """Holds the model and the tensor plane of its process."""
 
-    def __init__(self, base: BaseModel, load: Callable[[], PreTrainedModel] | None = None) -> None:
+    def __init__(
+        self, base: ModelSource, load: Callable[[], PreTrainedModel] | None = None
+    ) -> None:
         """Load the model by `load`, or as `base` says, once this process has its threads."""
         torch.set_num_threads(base.threads)
         flush_denormals()
@@ -46,12 +48,12 @@ class ModelActor(Actor):
 class CartridgeReaderActor(ModelActor):
     """Holds the last few published cartridge versions beside the model."""
 
-    def __init__(self, base: BaseModel, keep_versions: int) -> None:
+    def __init__(self, base: ModelSource, keep_versions: int) -> None:
         super().__init__(base)
         self._cartridges = CartridgeVersions(keep_versions)
 
     @endpoint
-    async def load(self, snapshot: Snapshot) -> int:
+    async def load(self, snapshot: CartridgeSnapshot) -> int:
         """Take a published version from the tensor plane; requests may name it from now on."""
         tensors = await self._plane.get(snapshot.packet)
         kv = tensors["kv"].to(self._model.device, self._model.dtype)

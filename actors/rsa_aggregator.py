@@ -10,12 +10,12 @@ from functools import partial
 from monarch.actor import Actor, concurrent_endpoint
 
 from environments.problems import open_problems
-from protocols.rsa import Judged, Problem, Standing
+from protocols.rsa import AggregationInput, JudgedPopulation, RSAProblem
 from protocols.spec.rsa import RsaSpec
-from strategies.answers.extract import extract
 from strategies.answers.equivalence import end_judge
+from strategies.answers.extract import extract
 from strategies.rsa.aggregator import aggregate
-from strategies.rsa.islands import Shape
+from strategies.rsa.islands import RSAShape
 from strategies.rsa.prompts import as_task
 
 
@@ -28,7 +28,7 @@ class RSAAggregatorActor(Actor):
     """
 
     def __init__(self, spec: RsaSpec) -> None:
-        self._shape, self._task = Shape(spec.M, spec.N, spec.K, spec.T), as_task(spec.task)
+        self._shape, self._task = RSAShape(spec.M, spec.N, spec.K, spec.T), as_task(spec.task)
         self._problems = open_problems(spec.problems, partial(extract, form=self._task))
 
     @concurrent_endpoint
@@ -37,13 +37,13 @@ class RSAAggregatorActor(Actor):
         return os.getpid()
 
     @concurrent_endpoint
-    async def problems(self, numbers: Sequence[int], document: str) -> list[Problem]:
+    async def problems(self, numbers: Sequence[int], document: str) -> list[RSAProblem]:
         """The problems of these numbers, over the cartridge of `document`. Raises DataError for
         those that are not there."""
         return await self._problems.draw(numbers, document)
 
     @concurrent_endpoint
-    async def turn(self, standings: Sequence[Standing]) -> list[Judged]:
+    async def turn(self, standings: Sequence[AggregationInput]) -> list[JudgedPopulation]:
         """Each run's last population judged, and its next one's prompts, in their order."""
         judge = self._problems.judge
         turns = (aggregate(s, self._shape, self._task, judge) for s in standings)

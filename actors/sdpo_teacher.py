@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from monarch.actor import endpoint
 from torch import Tensor
 
+from actors.base import ModelSource, fresh_key
 from actors.model_actor import CartridgeReaderActor
-from actors.base import BaseModel, fresh_key
 from learning.scoring import score_kept, with_references
 from protocols.train_batch import PreferencePair
-from protocols.types import Sample, Scored
+from protocols.types import Sample, ScoreOutput
 
 
 class SDPOTeacherActor(CartridgeReaderActor):
     """Holds the last few published cartridge versions, as a generator does."""
 
     def __init__(
-        self, base: BaseModel, row_tokens: int, keep_top: int | None, keep_versions: int
+        self, base: ModelSource, row_tokens: int, keep_top: int | None, keep_versions: int
     ) -> None:
         """`keep_top` entries a token are sent, or all logits for None."""
         super().__init__(base, keep_versions)
@@ -31,7 +31,7 @@ class SDPOTeacherActor(CartridgeReaderActor):
         self._keep_top = keep_top
 
     @endpoint
-    async def score(self, stem: str, samples: Sequence[Sample], version: int) -> Scored:
+    async def score(self, stem: str, samples: Sequence[Sample], version: int) -> ScoreOutput:
         """Put the distributions over every response token of hinted turns under a key of this
         stem: with the cartridges of `version`, each sample's context before its own tokens."""
         begun = time.perf_counter()
@@ -39,7 +39,7 @@ class SDPOTeacherActor(CartridgeReaderActor):
         tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
         seconds = time.perf_counter() - begun
         packet = await self._plane.put(fresh_key(stem), tensors)
-        return Scored(seconds, packet, len(next(iter(tensors.values()))))
+        return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))))
 
     @endpoint
     async def references(

@@ -9,11 +9,11 @@ from pathlib import Path
 from monarch.actor import Actor, concurrent_endpoint
 
 from protocols.errors import DataError
-from protocols.teacher_replay import ReplayState, Verdict
 from protocols.spec.teacher_replay import ReplaySpec
-from teachers.panel import Desk, ask_teachers, limits_of
-from teachers.budget import Totals
-from teachers.ledger import Ledger
+from protocols.teacher_replay import PanelVerdict, ReplayState
+from teachers.budget import SpendTotals
+from teachers.ledger import SpendLedger
+from teachers.panel import TeacherPanel, ask_teachers, limits_of
 
 
 class TeacherReplayActor(Actor):
@@ -28,7 +28,7 @@ class TeacherReplayActor(Actor):
         """`run` is whose money it is: caps hold for all calls under that name. `offline`: the
         ledger alone answers, and neither keys nor a network are needed."""
         self._spec, self._path, self._run, self._offline = spec, Path(ledger), run, offline
-        self._desk: Desk | None = None
+        self._desk: TeacherPanel | None = None
 
     @concurrent_endpoint
     async def ready(self) -> int:
@@ -38,13 +38,13 @@ class TeacherReplayActor(Actor):
         return os.getpid()
 
     @concurrent_endpoint
-    async def vote(self, state: ReplayState) -> Verdict:
+    async def vote(self, state: ReplayState) -> PanelVerdict:
         """The verdict on one state, with every vote. Within the spec's `deadline_s`, whatever the
         teachers do: those that fail abstain."""
         return await ask_teachers(self._at_desk(), state)
 
     @concurrent_endpoint
-    async def totals(self) -> dict[str, Totals]:
+    async def totals(self) -> dict[str, SpendTotals]:
         """Money and calls of this run so far, over all actors: "" in all, and by teacher."""
         ledger = self._at_desk().ledger
         names = ["", *(teacher.name for teacher in self._spec.teachers)]
@@ -60,9 +60,9 @@ class TeacherReplayActor(Actor):
         if self._offline and not self._path.is_file():
             raise DataError(f"no ledger to replay from at {self._path}; name one, or go online")
         clients = {} if self._offline else {t.name: connect(t) for t in self._spec.teachers}
-        ledger = Ledger(self._path, limits_of(self._spec))
-        self._desk = Desk(self._spec, ledger, self._run, clients)
+        ledger = SpendLedger(self._path, limits_of(self._spec))
+        self._desk = TeacherPanel(self._spec, ledger, self._run, clients)
 
-    def _at_desk(self) -> Desk:
+    def _at_desk(self) -> TeacherPanel:
         assert self._desk is not None, "the service asks `ready` first"
         return self._desk

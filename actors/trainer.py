@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from monarch.actor import endpoint
 
+from actors.base import ModelSource, RankPlace, fresh_key
 from actors.model_actor import ModelActor
-from actors.base import BaseModel, Place, fresh_key
+from learning.cartridge.initialization import CartridgeInit, InitSource, initial_bank
 from learning.checkpoint import read_checkpoint
 from learning.model.device import claim_device
-from learning.cartridge.initialization import Source, Start, initial_bank
-from learning.model.loading import document_kv, load_model, text_ids
-from learning.model.document_kv import DocumentCache
 from learning.model.distributed import join
+from learning.model.document_kv import DocumentKVCache
 from learning.model.fsdp import shard_base
-from learning.teacher_logprobs import Teacher, joined, of_stored
+from learning.model.loading import document_kv, load_model, text_ids
+from learning.teacher_logprobs import TeacherDistribution, joined, of_stored
 from learning.trainer import CartridgeTrainer
-from protocols.train_batch import Lesson, ScoredPart, StoredScores
 from protocols.errors import PlaneError
 from protocols.spec.learn import LearnSpec
-from protocols.types import Snapshot, TrainStepOutput
+from protocols.train_batch import PrecomputedScores, TeacherScores, TrainBatch
+from protocols.types import CartridgeSnapshot, TrainStepOutput
 
 
 class TrainerActor(ModelActor):
@@ -38,8 +38,8 @@ class TrainerActor(ModelActor):
 
     def __init__(
         self,
-        base: BaseModel,
-        start: Start,
+        base: ModelSource,
+        start: CartridgeInit,
         learn: LearnSpec,
         last_state: str,
         shard: bool = False,
@@ -47,7 +47,7 @@ class TrainerActor(ModelActor):
     ) -> None:
         """`last_state` is the file in which every state is kept before it is told of. With `shard`
         each rank keeps its share of the base; one waits at most `silent_s` for another."""
-        place = Place.here()
+        place = RankPlace.here()
         device = claim_device(base.device, place.rank)
         # A base that is to be sharded is whole on the host alone.
         shard = shard and place.world > 1
@@ -59,11 +59,11 @@ class TrainerActor(ModelActor):
         )
         if shard:
             shard_base(model, self._ranks)
-        cache = DocumentCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
+        cache = DocumentKVCache(partial(document_kv, model), base.documents, base.max_kv_bytes)
         # "none" is the bare start of a context, not a document to compress.
         names = [name for name in sorted(base.documents) if name != "none"]
         vocabulary = partial(text_ids, base.path)
-        sources = [Source(n, base.documents[n], cache.get(n), vocabulary) for n in names]
+        sources = [InitSource(n, base.documents[n], cache.get(n), vocabulary) for n in names]
         bank = initial_bank(model, sources, start)
         self._trainer = CartridgeTrainer(
             model,
@@ -90,7 +90,7 @@ class TrainerActor(ModelActor):
         return self._trainer.begin(arm, steps)
 
     @endpoint
-    async def step(self, lesson: Lesson, version: int) -> TrainStepOutput:
+    async def step(self, lesson: TrainBatch, version: int) -> TrainStepOutput:
         """Train `version` on a lesson, with the teachers' scores of the same tokens.
 
         The scores are read off the tensor plane, not deleted. Raises StaleTokenError, RunError.
@@ -117,19 +117,22 @@ class TrainerActor(ModelActor):
         return replace(output, compute_seconds=time.perf_counter() - begun)
 
     async def _scores(
-        self, *scored: tuple[Sequence[ScoredPart], Sequence[StoredScores], Sequence[int]]
-    ) -> list[Teacher | None]:
+        self, *scored: tuple[Sequence[TeacherScores], Sequence[PrecomputedScores], Sequence[int]]
+    ) -> list[TeacherDistribution | None]:
         """What each teacher said of its samples, which have so many tokens, now or before.
 
         Each rank reads the plane itself, beside the others: where they share a host's memory
         nothing is copied, and elsewhere a broadcast would only follow the same transfer. What one
         of them cannot read is told to all: they would wait for it in the step."""
-        found: list[Teacher | None] = []
+        found: list[TeacherDistribution | None] = []
         fault = ""
         with self._ranks.abreast():
             try:
                 for parts, stored, lengths in scored:
-                    read = [(p.samples, Teacher(**await self._plane.get(p.packet))) for p in parts]
+                    read = [
+                        (p.samples, TeacherDistribution(**await self._plane.get(p.packet)))
+                        for p in parts
+                    ]
                     read += [((s.sample,), of_stored(s)) for s in stored]
                     found.append(joined(read, lengths) if read else None)
             except PlaneError as error:
@@ -141,13 +144,13 @@ class TrainerActor(ModelActor):
         return found
 
     @endpoint
-    async def publish(self, version: int) -> Snapshot | None:
+    async def publish(self, version: int) -> CartridgeSnapshot | None:
         """Put one packed snapshot of every cartridge as it was at `version`: rank 0 alone."""
         if not self._ranks.leads:
             return None
         names, kv = self._trainer.snapshot(version)
         key = fresh_key(f"cartridges/{version}")
-        return Snapshot(version, names, await self._plane.put(key, {"kv": kv}))
+        return CartridgeSnapshot(version, names, await self._plane.put(key, {"kv": kv}))
 
     @endpoint
     async def save(self, directory: str, position: dict[str, Any], version: int) -> str:

@@ -32,23 +32,29 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import arguments, provenance, write
+from learning.cartridge.initialization import CartridgeInit, InitSource, initial_bank
 from learning.decoding.generate import generate
-from learning.cartridge.initialization import Source, Start, initial_bank
-from learning.model.loading import document_kv, flush_denormals, load_model, load_tokenizer, text_ids
-from learning.model.document_kv import DocumentCache
+from learning.model.document_kv import DocumentKVCache
+from learning.model.loading import (
+    document_kv,
+    flush_denormals,
+    load_model,
+    load_tokenizer,
+    text_ids,
+)
 from learning.model.rope import composed
 from learning.scoring import prefixes_of, score_kept
-from learning.teacher_logprobs import Teacher
+from learning.teacher_logprobs import TeacherDistribution
 from learning.trainer import CartridgeTrainer
-from protocols.train_batch import Lesson
 from protocols.records.intervals import wilson_interval
 from protocols.spec.learn import LearnSpec
-from protocols.spec.sections import Init
 from protocols.spec.loading import load_spec
+from protocols.spec.sections import Init
+from protocols.train_batch import TrainBatch
 from protocols.types import GenerateRequest, PrefixRef, composed_ref
 from training.recipes.accuracy import measure
+from training.recipes.longhealth_prompts import LongHealthPrompts, LongHealthQuestion, read_patients
 from training.rollouts import as_rollout
-from training.recipes.longhealth_prompts import Exam, Tasks, read_patients
 
 # Of the documents in a ring, starting with the one that is asked about.
 ORDERS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
@@ -59,14 +65,14 @@ ORDERS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
 
 
 @dataclass(frozen=True)
-class Right:
+class RightCount:
     """So many of n questions answered rightly."""
 
     right: int
     n: int
 
 
-class Study:
+class StudyBench:
     """One bank, from where `cartridge.init` starts it."""
 
     def __init__(self, learn: LearnSpec) -> None:
@@ -75,14 +81,14 @@ class Study:
         self._learn = learn
         self._model = load_model(learn.model.path, learn.model.dtype)
         patients = read_patients(learn.data)
-        self.tasks = Tasks(learn, patients, load_tokenizer(learn.model.path))
+        self.tasks = LongHealthPrompts(learn, patients, load_tokenizer(learn.model.path))
         documents = self.tasks.documents
         self.names = sorted(p.id for p in patients)
-        self._cache = DocumentCache(partial(document_kv, self._model), documents, 1 << 30)
+        self._cache = DocumentKVCache(partial(document_kv, self._model), documents, 1 << 30)
         vocabulary = partial(text_ids, learn.model.path)
-        sources = [Source(n, documents[n], self._cache.get(n), vocabulary) for n in self.names]
+        sources = [InitSource(n, documents[n], self._cache.get(n), vocabulary) for n in self.names]
         of = learn.cartridge
-        start = Start(of.init, of.tokens, of.frozen, learn.train.seed)
+        start = CartridgeInit(of.init, of.tokens, of.frozen, learn.train.seed)
         bank = initial_bank(self._model, sources, start)
         self._trainer = CartridgeTrainer(
             self._model, bank, learn.train, objective=learn.objective, loss=learn.loss,
@@ -104,7 +110,7 @@ class Study:
             scored = score_kept(
                 self._model, samples, prefixes_of(samples, self._cache), learn.train.row_tokens, top
             )
-            batch = Lesson(doc=samples, scores={"doc_teacher": Teacher(**scored)})
+            batch = TrainBatch(doc=samples, scores={"doc_teacher": TeacherDistribution(**scored)})
             kls.append(trainer.step_on(batch, trainer.version).kl)
         return kls
 
@@ -116,14 +122,16 @@ class Study:
         """The same prefixes with their keys where they were trained, one over the other."""
         return torch.cat([self._single(part.name) for part in ref.parts], dim=3)
 
-    def ask(self, exams: list[Exam], requests: list[GenerateRequest], moved: bool = True) -> Right:
+    def ask(
+        self, exams: list[LongHealthQuestion], requests: list[GenerateRequest], moved: bool = True
+    ) -> RightCount:
         """Requests are over `moved` compositions, or over `unmoved` ones."""
         lookup = self.prefix if moved else self.unmoved
         done = generate(self._model, requests, lookup, self.tasks.end_ids)
         found = measure(exams, [self.tasks.decode(c.token_ids) for c in done])
-        return Right(round(found["accuracy"] * found["n"]), found["n"])
+        return RightCount(round(found["accuracy"] * found["n"]), found["n"])
 
-    def examined(self) -> Right:
+    def examined(self) -> RightCount:
         """The held-out questions, each over its own cartridge."""
         exams = self.tasks.exams
         return self.ask(exams, self.tasks.exam_requests(exams, "bench", "cartridge", 0, False))
@@ -136,7 +144,7 @@ class Study:
         return bank.kv([document])[0].detach().to(self._model.dtype)
 
 
-def share(found: list[Right]) -> str:
+def share(found: list[RightCount]) -> str:
     """`63.1% (58.2% to 67.7%)` of the answers of all runs."""
     right, n = sum(f.right for f in found), sum(f.n for f in found)
     low, high = wilson_interval(right, n)
@@ -153,7 +161,7 @@ def started(mesh: str, sets: list[str], init: str, seed: int) -> dict[str, Any]:
     """Right answers before and after, and doc_kl of the first and the last step."""
     sets = [*sets, f"cartridge.init={init}", f"train.seed={seed}"]
     learn = load_spec(mesh, sets=sets).spec.learn
-    study = Study(learn)
+    study = StudyBench(learn)
     untrained = study.examined()
     kls = study.train(learn.train.steps)
     return {
@@ -176,7 +184,9 @@ def initialization(options: argparse.Namespace) -> Iterator[Any]:
             yield {**run, **{arm: vars(run[arm]) for arm in ("untrained", "trained")}}
 
 
-def asked(study: Study, exams: list[Exam], kind: str, order: str, moved: bool) -> str:
+def asked(
+    study: StudyBench, exams: list[LongHealthQuestion], kind: str, order: str, moved: bool
+) -> str:
     """Right answers over one order of prefixes of a kind, "cartridge" or "document"."""
     requests = []
     plain = study.tasks.exam_requests(exams, "bench", kind, 0, False)
@@ -188,19 +198,19 @@ def asked(study: Study, exams: list[Exam], kind: str, order: str, moved: bool) -
     return share([study.ask(exams, requests, moved)])
 
 
-def by_owner(study: Study) -> dict[str, list[Exam]]:
+def by_owner(study: StudyBench) -> dict[str, list[LongHealthQuestion]]:
     """The questions that B, the next document, does not have, and those that it has too."""
     names, patients = study.names, study.tasks.patients
     following = dict(zip(names, [*names[1:], names[0]], strict=True))
     texts = {name: {q.text for q in patients[name].questions} for name in names}
-    found: dict[str, list[Exam]] = {"A's alone": [], "B's too": []}
+    found: dict[str, list[LongHealthQuestion]] = {"A's alone": [], "B's too": []}
     for exam in study.tasks.exams:
         both = exam.question.text in texts[following[exam.question.patient]]
         found["B's too" if both else "A's alone"].append(exam)
     return found
 
 
-def rows(study: Study, name: str, kind: str) -> Iterator[list[str]]:
+def rows(study: StudyBench, name: str, kind: str) -> Iterator[list[str]]:
     """A row for each kind of question, with keys moved and unmoved."""
     for whose, exams in by_owner(study).items():
         for moved in (True, False):
@@ -216,7 +226,7 @@ def composition(options: argparse.Namespace) -> Iterator[Any]:
     for compose in (0.0, options.share):
         sets = [*options.set, f"train.compose={compose}"]
         learn = load_spec(options.mesh, sets=sets).spec.learn
-        study = Study(learn)
+        study = StudyBench(learn)
         if not compose:
             yield from rows(study, "documents, whole", "document")
         study.train(learn.train.steps)

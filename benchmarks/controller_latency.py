@@ -37,7 +37,7 @@ CHECK_HEARTBEAT = 0.05  # seconds: ten times as often as by default, to be seen 
 MIB = 1 << 20
 
 
-class Probe(Actor):
+class LatencyProbe(Actor):
     """Answers at once; `pull` gets a packet and reads it once."""
 
     @concurrent_endpoint
@@ -60,7 +60,7 @@ class Probe(Actor):
         return time.perf_counter() - begun
 
 
-class Clock:
+class CpuClock:
     """CPU seconds of this thread and of the whole process, and wall seconds, since it was made."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def powers_of_two(most: int) -> list[int]:
 
 def per_turn(work: Callable[[], Any], turns: int) -> float:
     """Seconds on the loop of one call, the mean of so many."""
-    clock = Clock()
+    clock = CpuClock()
     for _ in range(turns):
         work()
     return clock.spent[0] / turns
@@ -98,8 +98,8 @@ async def service_of(replicas: int, heartbeat_s: float) -> tuple[Service, Pool, 
         heartbeat_s=heartbeat_s, suspect_after_s=heartbeat_s * 200, dead_after_s=heartbeat_s * 400
     )
     service = await Service.of(this_host(), health=health)
-    clock = Clock()
-    pool = service.spawn(Probe, n=replicas, role="probe")
+    clock = CpuClock()
+    pool = service.spawn(LatencyProbe, n=replicas, role="probe")
     await pool.settled(60)
     thread, _, wall = clock.spent
     return service, pool, {"processes": replicas, "loop_s": thread, "wall_s": wall}
@@ -110,7 +110,7 @@ async def one_by_one(calls: list[Callable[[], Awaitable[Any]]]) -> dict[str, flo
     its answer; of the process; and from the first sent to the last heard."""
     rows = []
     for _ in range(ROUNDS):
-        clock = Clock()
+        clock = CpuClock()
         tasks = [asyncio.ensure_future(call()) for call in calls]
         for _ in range(TURNS):
             await asyncio.sleep(0)
@@ -146,26 +146,28 @@ async def calls_and_starts(most: int) -> dict[str, list[dict[str, Any]]]:
 
 def healthy_pool(size: int) -> Pool:
     """A pool of so many replicas in good health, without processes."""
-    from protocols.spec.mesh import RoleSpec
     from protocols.records.status import ReplicaState
-    from services.pool.health import Life
+    from protocols.spec.mesh import RoleSpec
+    from services.pool.health import HealthState
     from services.pool.pool import Pool
     from services.pool.replica import Replica
 
     pool = Pool("probe", RoleSpec(replicas=size), 60.0)
-    pool.replicas = [Replica("probe", i, life=Life(ReplicaState.HEALTHY)) for i in range(size)]
+    pool.replicas = [
+        Replica("probe", i, life=HealthState(ReplicaState.HEALTHY)) for i in range(size)
+    ]
     return pool
 
 
 async def seats() -> list[dict[str, Any]]:
     """Seconds to choose a replica for a request, which looks at every one of the pool."""
-    from services.pool.pool import Request
+    from services.pool.pool import RequestStatus
 
     rows = []
     for size in (8, 64, 512, 4096):
-        pool, request = healthy_pool(size), Request("probe/1", "echo", 0.0)
+        pool, request = healthy_pool(size), RequestStatus("probe/1", "echo", 0.0)
         repeats = max(5, 20_000 // size)
-        clock = Clock()
+        clock = CpuClock()
         for _ in range(repeats):
             await pool._seat(None, time.monotonic() + 60, request, 60.0)
         rows.append({"replicas": size, "loop_s": clock.spent[0] / repeats})
@@ -185,15 +187,15 @@ async def looks() -> list[dict[str, Any]]:
 def records() -> dict[str, float]:
     """Seconds to write an event, and a span, with the sinks of a run by default."""
     from protocols.spec.loading import load_spec
-    from protocols.types import Span
-    from services.telemetry.recorder import Recorder
+    from protocols.types import TraceSpan
     from services.run_directory import RunDirectory
     from services.telemetry.hub import open_sinks
+    from services.telemetry.recorder import RunLog
 
     spec = load_spec("meshes/longhealth.yaml").spec
     with tempfile.TemporaryDirectory() as root:
         directory = RunDirectory.create(Path(root), "probe", "{}")
-        recorder = Recorder(directory, open_sinks(spec, directory, lambda sink, message: None))
+        recorder = RunLog(directory, open_sinks(spec, directory, lambda sink, message: None))
         facts: dict[str, Any] = {
             "request": "generator/1",
             "attempt": 1,
@@ -201,7 +203,7 @@ def records() -> dict[str, float]:
             "waited": 0.0,
         }
         step = partial(recorder.event, "step", arm="on_policy", step=1, rollouts=8)
-        span = partial(recorder.span, Span("generator[0]", "generate", 0.0, 1.0, facts))
+        span = partial(recorder.span, TraceSpan("generator[0]", "generate", 0.0, 1.0, facts))
         times = {"event_s": per_turn(step, 2000), "span_s": per_turn(span, 2000)}
         recorder.close()
     return times
@@ -222,11 +224,11 @@ async def store(most_mib: int = 64) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"bytes": size}
         times: dict[str, list[float]] = {"put_s": [], "get_1_s": [], "get_2_s": [], "get_4_s": []}
         for repeat in range(4):
-            clock = Clock()
+            clock = CpuClock()
             packet = await plane.put(f"probe/{size}/{repeat}", source)
             times["put_s"].append(clock.spent[2])
             for readers in (1, 2, 4):
-                clock = Clock()
+                clock = CpuClock()
                 reading = [r.actor.pull.call_one(plane, packet) for r in pool.replicas[:readers]]
                 await asyncio.gather(*reading)
                 times[f"get_{readers}_s"].append(clock.spent[2])
@@ -246,7 +248,7 @@ async def idle() -> float:
     from services.pool.service import Service
 
     service = await Service.of(this_host(), health=HealthSpec(heartbeat_s=CHECK_HEARTBEAT))
-    clock = Clock()
+    clock = CpuClock()
     await asyncio.sleep(WATCHED_SECONDS)
     thread, _, wall = clock.spent
     await service.stop()
@@ -259,7 +261,7 @@ async def checks(most: int) -> list[dict[str, Any]]:
     rows = []
     for replicas in powers_of_two(most):
         service, pool, _ = await service_of(replicas, CHECK_HEARTBEAT)
-        clock = Clock()
+        clock = CpuClock()
         await asyncio.sleep(WATCHED_SECONDS)
         thread, process, wall = clock.spent
         row: dict[str, Any] = {
@@ -270,10 +272,10 @@ async def checks(most: int) -> list[dict[str, Any]]:
         }
         split, update = [], []
         for version in range(30):
-            clock = Clock()
+            clock = CpuClock()
             await pool.split(list(range(replicas)), partial(pool.route, "echo"))
             split.append(clock.spent[2])
-            clock = Clock()
+            clock = CpuClock()
             await pool.update("cartridge", version, "load", version)
             update.append(clock.spent[2])
         row |= {"split_s": statistics.median(split), "update_s": statistics.median(update)}

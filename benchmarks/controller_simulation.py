@@ -34,8 +34,8 @@ from forge_run.formatting import bytes_text, seconds_text
 from forge_run.plan.plan import step_workload
 from forge_run.plan.roofline import A100
 from protocols.errors import SpecError
-from protocols.spec.mesh import RunSpec
 from protocols.spec.loading import load_spec
+from protocols.spec.mesh import RunSpec
 
 MESH = "meshes/longhealth_3b.yaml"
 LATENCIES = Path(__file__).with_name("controller_latency.json")
@@ -51,7 +51,7 @@ Task = Generator["float | list[Task]", None, None]
 
 
 @dataclass
-class Server:
+class SerialServer:
     """Does one thing at a time, in the order of arrival."""
 
     free: float = 0.0
@@ -64,7 +64,7 @@ class Server:
         return self.free
 
 
-class Events:
+class EventQueue:
     """Runs tasks in the order of time; those of one time in the order in which they came."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Events:
 
 
 @dataclass(frozen=True)
-class Message:
+class MessageCost:
     """Seconds on the loop to send one, and to hear its answer."""
 
     send: float
@@ -115,7 +115,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Costs:
+class MeasuredCosts:
     """Measured, in seconds: on the loop, but for `wire`, `trip`, `start_host` and the store's.
 
     `wire` is what Monarch's own threads take for a message and its answer, taken as one thread.
@@ -124,9 +124,9 @@ class Costs:
     `start_host` what its host takes. A store takes `store_fixed + bytes * store_byte` for a get.
     """
 
-    beat: Message
-    request: Message
-    update: Message
+    beat: MessageCost
+    request: MessageCost
+    update: MessageCost
     tick: float
     look: float
     seat: float
@@ -142,7 +142,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Scale:
+class MeshScale:
     """A mesh of `hosts`, each with `replicas` readers of the cartridges, and its step's model time.
 
     What shards it: one beat a host in place of one a process, one get a host, `stores` that share
@@ -174,7 +174,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """Of one step in the long run. A server's share is its busy time over all;
     `silence` is the longest that a replica in good health seemed silent to a pass that judges."""
 
@@ -188,19 +188,19 @@ class Outcome:
     late_passes: float
     start: float
 
-    def overhead(self, scale: Scale) -> float:
+    def overhead(self, scale: MeshScale) -> float:
         """The share of a step that no model computes."""
         return 1 - scale.compute / self.step
 
 
-class _Mesh:
+class SimulatedMesh:
     """One simulated controller with its share of the replicas. `followed` is the share of a
     publish's transfers that is simulated."""
 
-    def __init__(self, scale: Scale, costs: Costs, followed: float = 1.0) -> None:
+    def __init__(self, scale: MeshScale, costs: MeasuredCosts, followed: float = 1.0) -> None:
         self.scale, self.costs, self.followed = scale, costs, followed
-        self.events, self.loop, self.wire = Events(), Server(), Server()
-        self.stores = [Server() for _ in range(scale.stores)]
+        self.events, self.loop, self.wire = EventQueue(), SerialServer(), SerialServer()
+        self.stores = [SerialServer() for _ in range(scale.stores)]
         self.replicas = math.ceil(scale.readers / scale.controllers)
         self.heard: list[float] = []
         self.silence = 0.0
@@ -218,10 +218,10 @@ class _Mesh:
 
     def steps(self, count: int) -> Task:
         scale, costs = self.scale, self.costs
-        one = Message(costs.request.send, costs.request.receive + costs.span)
+        one = MessageCost(costs.request.send, costs.request.receive + costs.span)
         seen = 0 if scale.kept_seats else self.replicas
         many = replace(one, send=one.send + seen * costs.seat)
-        update = Message(costs.update.send, costs.update.receive + costs.span)
+        update = MessageCost(costs.update.send, costs.update.receive + costs.span)
         for _ in range(count):
             begun = self.events.now
             yield self._fan(many, lambda group, size: self.rest(scale.rollout))
@@ -234,7 +234,7 @@ class _Mesh:
             self.publishes.append(self.events.now - begun)
             yield self._on(self.loop, costs.event)
 
-    def _on(self, server: Server, seconds: float) -> float:
+    def _on(self, server: SerialServer, seconds: float) -> float:
         return server.takes(self.events.now, seconds)
 
     def _watch(self) -> Task:
@@ -266,13 +266,15 @@ class _Mesh:
             yield self._on(self.loop, self.replicas * self.costs.status)
 
     def _fan(
-        self, message: Message, meanwhile: Callable[[int, int], Task], count: int | None = None
+        self, message: MessageCost, meanwhile: Callable[[int, int], Task], count: int | None = None
     ) -> list[Task]:
         """So many messages at once, and all their answers."""
         groups = grouped(self.replicas if count is None else count)
         return [self._ask(message, n, meanwhile(group, n)) for group, n in enumerate(groups)]
 
-    def _ask(self, message: Message, count: int, meanwhile: Iterable[float | list[Task]]) -> Task:
+    def _ask(
+        self, message: MessageCost, count: int, meanwhile: Iterable[float | list[Task]]
+    ) -> Task:
         yield self._on(self.loop, count * message.send)
         yield self._on(self.wire, count * self.costs.wire)
         yield self.events.now + self.costs.trip
@@ -292,16 +294,16 @@ class _Mesh:
             yield self._on(self.stores[group % len(self.stores)], here * seconds)
 
 
-def _one_get(scale: Scale, costs: Costs) -> float:
+def _one_get(scale: MeshScale, costs: MeasuredCosts) -> float:
     return costs.store_fixed + scale.published * costs.store_byte
 
 
-def spreading(scale: Scale, costs: Costs) -> float:
+def spreading(scale: MeshScale, costs: MeasuredCosts) -> float:
     """Seconds of the trainer's put and its copies to the other stores: each round doubles them."""
     return (1 + math.ceil(math.log2(scale.stores))) * _one_get(scale, costs)
 
 
-def reading(scale: Scale, costs: Costs) -> float:
+def reading(scale: MeshScale, costs: MeasuredCosts) -> float:
     """Seconds until every reader has what lies in the stores: in turn, or in rounds that double
     the hosts that have it."""
     if scale.relays:
@@ -316,27 +318,27 @@ def grouped(count: int) -> list[int]:
     return [count // parts + (i < count % parts) for i in range(parts)] if parts else []
 
 
-def simulate(scale: Scale, costs: Costs, steps: int = 2) -> Outcome:
+def simulate(scale: MeshScale, costs: MeasuredCosts, steps: int = 2) -> StepOutcome:
     """The mesh at work for so many steps. The same every time: nothing is drawn.
 
     Where the watch alone is more than can be served, no step ends: `step` is infinite.
     """
-    alone = _Mesh(scale, costs)  # nothing but the watch
+    alone = SimulatedMesh(scale, costs)  # nothing but the watch
     watched = alone.run(alone.rest(HORIZON))
     start = alone.replicas * costs.start + scale.replicas * costs.start_host
     if max(alone.loop.free, alone.wire.free) > watched + OVERLOAD:
-        return Outcome(
+        return StepOutcome(
             step=math.inf, dispatch=math.inf, publish=math.inf,
             loop_share=min(1.0, alone.loop.busy / watched),
             wire_share=min(1.0, alone.wire.busy / watched),
             store_share=0.0, silence=math.inf, late_passes=alone.late / alone.passes, start=start,
         )  # fmt: skip
     transfer = spreading(scale, costs) + reading(scale, costs)
-    mesh = _Mesh(scale, costs, followed=min(1.0, HORIZON / transfer) if transfer else 1.0)
+    mesh = SimulatedMesh(scale, costs, followed=min(1.0, HORIZON / transfer) if transfer else 1.0)
     seconds = mesh.run(mesh.steps(steps))
     beyond = (1 - mesh.followed) * transfer * steps  # nothing but the watch goes on then
     whole = seconds + beyond
-    return Outcome(
+    return StepOutcome(
         step=whole / steps,
         dispatch=mesh.dispatches[-1],
         publish=mesh.publishes[-1] + beyond / steps,
@@ -368,7 +370,7 @@ def doubling(most: int) -> Iterable[int]:
 
 
 # What a mesh may outgrow, and whether an outcome has.
-LIMITS: Mapping[str, Callable[[Scale, Outcome, RunSpec], bool]] = {
+LIMITS: Mapping[str, Callable[[MeshScale, StepOutcome, RunSpec], bool]] = {
     "publish > 10%": lambda s, o, _: o.publish > SHARE_LIMIT * s.compute,
     "requests > 10%": lambda s, o, _: o.dispatch > SHARE_LIMIT * s.compute,
     "Monarch > 50%": lambda s, o, _: o.wire_share > LOOP_LIMIT,
@@ -392,23 +394,23 @@ REMEDIES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def suspected(scale: Scale, spec: RunSpec) -> float:
+def suspected(scale: MeshScale, spec: RunSpec) -> float:
     """Silence that is doubted, seconds: it is raised with the heartbeat."""
     health = spec.mesh.health
     return health.suspect_after_s * scale.heartbeat_s / health.heartbeat_s
 
 
-def costs_from(measured: Mapping[str, Any], byte_rate: float | None = None) -> Costs:
+def costs_from(measured: Mapping[str, Any], byte_rate: float | None = None) -> MeasuredCosts:
     """Measured latencies as the simulation's costs: those of the most replicas measured."""
     last = {name: rows[-1] for name, rows in measured.items() if isinstance(rows, list)}
 
-    def message(name: str) -> Message:
-        return Message(last[name]["send_s"], last[name]["receive_s"])
+    def message(name: str) -> MessageCost:
+        return MessageCost(last[name]["send_s"], last[name]["receive_s"])
 
     alone, most, look = measured["calls"][0], last["calls"], last["looks"]
     small, large = measured["store"][0], last["store"]
     of_four = (large["get_4_s"] - small["get_4_s"]) / (large["bytes"] - small["bytes"]) / 4
-    return Costs(
+    return MeasuredCosts(
         beat=message("beats"),
         request=message("routes"),
         update=message("updates"),
@@ -427,7 +429,7 @@ def costs_from(measured: Mapping[str, Any], byte_rate: float | None = None) -> C
     )
 
 
-def scale_of(spec: RunSpec, replicas: int) -> Scale:
+def scale_of(spec: RunSpec, replicas: int) -> MeshScale:
     """One host of this mesh. Raises SpecError where the plan has no roofline for it."""
     phases = {low.name: low for low, _ in step_workload(spec)}
     if not phases:
@@ -435,7 +437,7 @@ def scale_of(spec: RunSpec, replicas: int) -> Scale:
             f"{spec.mesh.name} has no roofline to take a step's model time from; choose a mesh of "
             "document distillation whose model's shape and data.document_tokens are known"
         )
-    return Scale(
+    return MeshScale(
         hosts=1,
         replicas=replicas,
         rollout=phases["rollout"].seconds(A100),
@@ -446,7 +448,7 @@ def scale_of(spec: RunSpec, replicas: int) -> Scale:
     )
 
 
-def row(scale: Scale, costs: Costs) -> dict[str, Any]:
+def row(scale: MeshScale, costs: MeasuredCosts) -> dict[str, Any]:
     """What is shown of one number of hosts."""
     outcome = simulate(scale, costs)
     return {
@@ -466,7 +468,9 @@ def row(scale: Scale, costs: Costs) -> dict[str, Any]:
     }
 
 
-def limits(spec: RunSpec, scale: Scale, costs: Costs, most: int = MOST_HOSTS) -> dict[str, Any]:
+def limits(
+    spec: RunSpec, scale: MeshScale, costs: MeasuredCosts, most: int = MOST_HOSTS
+) -> dict[str, Any]:
     """The fewest hosts at which each limit breaks, for every remedy; None where it holds."""
     outcome = cache(lambda grown: simulate(grown, costs))
 
@@ -496,7 +500,7 @@ def checks(measured: Mapping[str, Any]) -> list[dict[str, float]]:
     rows = []
     for real in measured["checks"]:
         n, beat = real["replicas"], real["heartbeat_s"]
-        idle = Scale(n, 1, rollout=4.0, score=0, train=0, published=0, heartbeat_s=beat)
+        idle = MeshScale(n, 1, rollout=4.0, score=0, train=0, published=0, heartbeat_s=beat)
         quiet = replace(idle, rollout=0.0, heartbeat_s=1e6)
         done = simulate(quiet, still, steps=1)
         update = done.publish - simulate(replace(quiet, hosts=1), still, 1).publish / 2
@@ -512,7 +516,7 @@ def checks(measured: Mapping[str, Any]) -> list[dict[str, float]]:
 
 
 def text(
-    scale: Scale, rows: Sequence[Mapping[str, Any]], broken: Mapping[str, Mapping[str, Any]]
+    scale: MeshScale, rows: Sequence[Mapping[str, Any]], broken: Mapping[str, Mapping[str, Any]]
 ) -> str:
     """The figures as Markdown tables."""
     each = bytes_text(scale.published)

@@ -94,8 +94,8 @@ def backends(tokens: int) -> dict[str, Backend]:
     """All that are installed, over one model and one cartridge: the start of a drawn document."""
     import os
 
+    from actors.base import ModelSource, NoPlane
     from actors.engine_generator import environment
-    from actors.base import BaseModel, NoPlane
 
     path = str(READER)
     draws = random.Random("generation/document")
@@ -104,7 +104,7 @@ def backends(tokens: int) -> dict[str, Backend]:
 
     bos = int(AutoTokenizer.from_pretrained(path).bos_token_id)
     documents = {"none": (bos,)}
-    base = BaseModel(path, "float32", 1, documents, 1 << 30, NoPlane())
+    base = ModelSource(path, "float32", 1, documents, 1 << 30, NoPlane())
     os.environ.update(environment(base))
 
     import torch

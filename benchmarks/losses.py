@@ -30,35 +30,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.record import arguments, provenance, write
 from learning.losses.doc_kl import doc_kl_tokens
 from learning.losses.sdpo import sdpo_tokens
-from learning.model.chunked_logits import Projection, Reader, chunk_tokens, token_logprobs
-from learning.teacher_logprobs import Teacher, top_k
+from learning.model.chunked_logits import ChunkedLogits, Reader, chunk_tokens, token_logprobs
+from learning.teacher_logprobs import TeacherDistribution, top_k
 from protocols.spec.objective import LossSpec, SdpoSpec
 
 COLUMNS = ("forward_ms", "backward_ms", "tensors_mb", "process_mb", "makes", "differs")
 
 
 @dataclass(frozen=True)
-class Scene:
+class LossInputs:
     """N tokens: hidden states [N, W], projection [V, W], sampled tokens [N], a teacher."""
 
     hidden: Tensor
     weight: Tensor
     targets: Tensor
-    full: Teacher
-    top: Teacher
+    full: TeacherDistribution
+    top: TeacherDistribution
 
 
-def scene(tokens: int, width: int, vocabulary: int) -> Scene:
+def scene(tokens: int, width: int, vocabulary: int) -> LossInputs:
     draws = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, width, generator=draws)
     weight = torch.randn(vocabulary, width, generator=draws) * 2 * width**-0.5
     targets = torch.randint(vocabulary, (tokens,), generator=draws)
-    full = Teacher(logits=(hidden + 0.3 * torch.randn(hidden.shape, generator=draws)) @ weight.T)
+    full = TeacherDistribution(
+        logits=(hidden + 0.3 * torch.randn(hidden.shape, generator=draws)) @ weight.T
+    )
     assert full.logits is not None
-    return Scene(hidden, weight, targets, full, Teacher(None, *top_k(full.logits, 20)))
+    return LossInputs(
+        hidden, weight, targets, full, TeacherDistribution(None, *top_k(full.logits, 20))
+    )
 
 
-def losses(s: Scene) -> dict[str, Reader]:
+def losses(s: LossInputs) -> dict[str, Reader]:
     """What each loss reads of logits."""
     doc, hint, old = LossSpec(), SdpoSpec(), torch.zeros(len(s.targets))
     return {
@@ -70,7 +74,7 @@ def losses(s: Scene) -> dict[str, Reader]:
     }
 
 
-class Live(TorchDispatchMode):
+class LiveTensors(TorchDispatchMode):
     """Of the tensors that operations returned, views of what was `given` aside: the most numbers of
     one (`largest`), and the most bytes that were alive at once (`peak`)."""
 
@@ -92,11 +96,11 @@ class Live(TorchDispatchMode):
         return out
 
 
-def once(s: Scene, reader: Reader, chunk: int | None) -> tuple[float, float, Tensor]:
+def once(s: LossInputs, reader: Reader, chunk: int | None) -> tuple[float, float, Tensor]:
     """Seconds forward and backward, and the gradient [N, W]."""
     hidden = s.hidden.clone().requires_grad_()
     begun = time.process_time()
-    projection = Projection(hidden, s.targets, lambda h: F.linear(h, s.weight), chunk)
+    projection = ChunkedLogits(hidden, s.targets, lambda h: F.linear(h, s.weight), chunk)
     loss = projection.read(slice(None), reader)[0].mean()
     middle = time.process_time()
     loss.backward()  # type: ignore[no-untyped-call]  # torch's own
@@ -119,10 +123,10 @@ def grown_mb(work: Callable[[], object]) -> float:
     return resident_mb("VmHWM") - before
 
 
-def measure(s: Scene, reader: Reader, chunk: int | None, repeats: int) -> dict[str, Any]:
+def measure(s: LossInputs, reader: Reader, chunk: int | None, repeats: int) -> dict[str, Any]:
     once(replace(s, hidden=s.hidden[:2]), lambda z, of: (z.sum(-1),), 1)  # loads what is lazy
     peak = grown_mb(lambda: once(s, reader, chunk))
-    with Live(s.weight, s.full.logits) as live:
+    with LiveTensors(s.weight, s.full.logits) as live:
         gradient = once(s, reader, chunk)[2]
     times = [once(s, reader, chunk)[:2] for _ in range(repeats)]
     forward, backward = (1e3 * statistics.median(column) for column in zip(*times, strict=True))

@@ -61,7 +61,7 @@ async def alone(ask: Callable[[], Awaitable[Any]], calls: int) -> float:
     return statistics.median(laps)
 
 
-class Worker(Actor):
+class PoolWorker(Actor):
     @concurrent_endpoint
     async def ready(self) -> int:
         return os.getpid()
@@ -79,11 +79,11 @@ async def run(sizes: tuple[int, ...], seconds: float) -> dict[str, Any]:
     service = await Service.of(this_host(), call_timeout_s=TIMEOUT_S, spawn_timeout_s=TIMEOUT_S)
     try:
         pool = service.spawn(
-            Worker, role="worker", spec=RoleSpec(replicas=sizes[0], max_ongoing=ONGOING)
+            PoolWorker, role="worker", spec=RoleSpec(replicas=sizes[0], max_ongoing=ONGOING)
         )
         await pool.settled(TIMEOUT_S)
         bare_mesh = this_host().spawn_procs(per_host={"procs": 1}, name="bare")
-        bare = bare_mesh.spawn("bare", Worker)
+        bare = bare_mesh.spawn("bare", PoolWorker)
         calls = 500
         direct = await alone(bare.trivial.call_one, calls)
         routed = await alone(partial(pool.route, "trivial"), calls)

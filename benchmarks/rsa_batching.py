@@ -19,14 +19,14 @@ import torch
 from actors.base import keep_freed_memory
 from benchmarks.record import ROOT, arguments, provenance, write
 from environments.clinic.prompts import option_prompt
-from environments.renderer import Conversation
+from environments.renderer import ChatRenderer
 from learning.decoding.generate import generate
 from learning.model.loading import document_kv, flush_denormals, load_model, load_tokenizer
 from protocols.spec.sections import DataSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
-from training.recipes.longhealth_prompts import read_patients
-from strategies.samplers.token_sampler import TokenSampler
 from strategies.rsa.engine import RSAEngine
+from strategies.samplers.token_sampler import TokenSampler
+from training.recipes.longhealth_prompts import read_patients
 
 MODEL = ROOT / "models" / "clinic-panel"
 
@@ -45,7 +45,7 @@ def _measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | 
     (patient,) = read_patients(
         DataSpec(source="clinic", patients=1, facts=24, notes=4, held_out=1.0)
     )
-    conversation = Conversation(tokenizer, {patient.id: patient.document})
+    conversation = ChatRenderer(tokenizer, {patient.id: patient.document})
     kv = document_kv(model, conversation.head(patient.id))
     end_ids = frozenset({int(tokenizer.eos_token_id)})
     asked = patient.questions[0]

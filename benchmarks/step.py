@@ -26,14 +26,14 @@ from torch import Tensor
 
 from actors.base import keep_freed_memory
 from benchmarks.record import ROOT, arguments, provenance, write
-from benchmarks.reference.seed_step import KEEP_TOP, Phases, load_plain, seed_step
+from benchmarks.reference.seed_step import KEEP_TOP, SeedPhases, load_plain, seed_step
 from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.decoding.generate import generate
+from learning.model.document_kv import DocumentKVCache
 from learning.model.loading import document_kv, flush_denormals, load_model
-from learning.model.document_kv import DocumentCache
 from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer
-from learning.teacher_logprobs import Teacher
+from learning.teacher_logprobs import TeacherDistribution
 from learning.trainer import CartridgeTrainer
 from protocols.spec.sections import TrainSpec
 from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
@@ -70,20 +70,22 @@ async def compare(
     beginning = {"d": document_kv(model, document[: CARTRIDGE + 1])}
     trainer = CartridgeTrainer(model, first_tokens(beginning, CARTRIDGE, FROZEN), CONFIG)
     trainer.begin("ours", steps + 1)
-    documents = DocumentCache(partial(document_kv, model), {"d": document}, 1 << 30)
+    documents = DocumentKVCache(partial(document_kv, model), {"d": document}, 1 << 30)
     theirs = first_tokens(beginning, CARTRIDGE, FROZEN)
     optimizer = new_optimizer(theirs)
 
-    async def ours(samples: list[Sample], version: int) -> tuple[float, float, Phases]:
+    async def ours(samples: list[Sample], version: int) -> tuple[float, float, SeedPhases]:
         kv = trainer.bank.kv()[0].detach()
-        phases = Phases()
+        phases = SeedPhases()
         asked = [
             GenerateRequest(s.id, s.prompt_ids, PrefixRef("d", version), GREEDY, 0) for s in samples
         ]
         generate(model, asked, lambda _: kv, frozenset())  # to the end: nothing ends a response
         phases.done("rollout")
         prefixes = prefixes_of(samples, documents)
-        teacher = Teacher(**score_kept(model, samples, prefixes, CONFIG.row_tokens, KEEP_TOP))
+        teacher = TeacherDistribution(
+            **score_kept(model, samples, prefixes, CONFIG.row_tokens, KEEP_TOP)
+        )
         phases.done("teacher")
         result = trainer.step(samples, teacher, version)
         phases.done("train")

@@ -43,22 +43,22 @@ from actors.base import keep_freed_memory
 from benchmarks.record import ROOT, arguments, provenance, write
 from forge_run.formatting import bytes_text, count_text, seconds_text
 from forge_run.plan import roofline
-from forge_run.plan.roofline import A100, EXPLICIT, H200, Device, Phase, Workload
-from learning.model.attention import DecodeCache, PrefixContext, register
-from learning.packing import pack, response_logits
+from forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost, Workload
 from learning.cartridge.bank import CartridgeBank
 from learning.decoding.generate import generate
 from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
+from learning.model.attention import DecodeCache, PrefixContext, register
+from learning.model.document_kv import DocumentKVCache
 from learning.model.loading import document_kv, flush_denormals, hidden_states, kv_shape
-from learning.model.document_kv import DocumentCache
+from learning.packing import pack, response_logits
 from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer, train_step
-from learning.teacher_logprobs import Teacher
-from protocols.train_batch import Lesson
-from protocols.spec.objective import LossSpec, ObjectiveSpec
+from learning.teacher_logprobs import TeacherDistribution
 from protocols.ports import TensorPlane
+from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import ShapeSpec
+from protocols.train_batch import TrainBatch
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling
 from services.planes.shared_memory import SharedMemoryPlane
 
@@ -119,7 +119,9 @@ def random_model(shape: ShapeSpec, dtype: str, device: torch.device) -> PreTrain
     return model.eval()
 
 
-def bounds(setting: Setting, kernel: roofline.Kernel = roofline.FUSED) -> dict[str, Phase]:
+def bounds(
+    setting: Setting, kernel: roofline.AttentionKernel = roofline.FUSED
+) -> dict[str, PhaseCost]:
     """The analysis of each phase, and of reading the document once."""
     shape, work = setting.shape, setting.work
     return {
@@ -216,7 +218,7 @@ def seconds(work: Callable[[], object], device: torch.device, times: int) -> flo
     return statistics.median(laps[1:])
 
 
-def measured(device: torch.device, dtype: torch.dtype) -> Device:
+def measured(device: torch.device, dtype: torch.dtype) -> DevicePeaks:
     """The device's ceilings in this run: its memory's bandwidth counts bytes read and written, its
     link's those that reach the host (on a CPU: a copy, which crosses no link)."""
     large = device.type == "cuda"
@@ -234,10 +236,10 @@ def measured(device: torch.device, dtype: torch.dtype) -> Device:
         del source, target, piece
         torch.cuda.empty_cache()  # the step needs the room
     name = torch.cuda.get_device_name(device) if large else "cpu"
-    return Device(f"{name}, measured", flops, bandwidth, link, mfu=1.0)
+    return DevicePeaks(f"{name}, measured", flops, bandwidth, link, mfu=1.0)
 
 
-class Step:
+class PhaseStep:
     """One step over a random document and its cartridge; `laps` has each phase's last seconds."""
 
     def __init__(
@@ -264,7 +266,7 @@ class Step:
         kv = document
         if kv is None:
             kv = self.timed("document", lambda: document_kv(self.model, self._document))
-        self.cache = DocumentCache(lambda _: kv, {NAME: self._document}, kv.nbytes)
+        self.cache = DocumentKVCache(lambda _: kv, {NAME: self._document}, kv.nbytes)
         self.bank = CartridgeBank((NAME,), kv[None, ..., : work.cartridge, :], frozen=1)
         self._optimizer = new_optimizer(self.bank)
         self._cartridge = self.bank.snapshot(self.model.dtype)[0]
@@ -319,15 +321,15 @@ class Step:
         ]
         return generate(self.model, requests, lambda _: self._cartridge, frozenset())
 
-    def teacher(self) -> Teacher:
+    def teacher(self) -> TeacherDistribution:
         prefixes = prefixes_of(self.samples, self.cache)
         rows = self.setting.work.sample_tokens
-        return Teacher(**score_kept(self.model, self.samples, prefixes, rows, TOP))
+        return TeacherDistribution(**score_kept(self.model, self.samples, prefixes, rows, TOP))
 
-    def student(self, teacher: Teacher) -> None:
+    def student(self, teacher: TeacherDistribution) -> None:
         train_step(
             self.model, self.bank, self._optimizer,
-            Lesson(doc=self.samples, scores={"doc_teacher": teacher}),
+            TrainBatch(doc=self.samples, scores={"doc_teacher": teacher}),
             active_channels(ObjectiveSpec()), lr=1e-3, clip=1.0,
             row_tokens=self.setting.work.sample_tokens, version=0, staleness=0,
             micro_tokens=self._micro_tokens,
@@ -361,7 +363,7 @@ class Step:
 
         return decode
 
-    def learn(self, teacher: Teacher) -> None:
+    def learn(self, teacher: TeacherDistribution) -> None:
         """The student's forward and backward, without the optimiser."""
         tokens = self.setting.work.sample_tokens
         packed = pack(self.samples, {NAME: self.setting.work.cartridge}, tokens)
@@ -387,7 +389,7 @@ class Step:
 
 
 @dataclass
-class Row:
+class PhaseRow:
     """One phase: analysis, bound at the ceilings, and the medians that were measured."""
 
     phase: str
@@ -408,7 +410,7 @@ class Row:
         return line + (f" {bytes_text(self.peak_bytes):>10}" if self.peak_bytes else "")
 
 
-def measure(step: Step, ceilings: Device, repeats: int) -> list[Row]:
+def measure(step: PhaseStep, ceilings: DevicePeaks, repeats: int) -> list[PhaseRow]:
     """Rows of the document, the four phases and the whole step, after one step of warm-up."""
     rounds: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for turn in range(repeats + 1):
@@ -419,7 +421,7 @@ def measure(step: Step, ceilings: Device, repeats: int) -> list[Row]:
                 rounds[phase].append(step.laps[phase])
     analysis, work = bounds(step.setting), step.setting.work
     rows = [
-        Row(
+        PhaseRow(
             phase, analysis[phase].flops, analysis[phase].bytes, analysis[phase].seconds(ceilings),
             statistics.median(rounds[phase]) if rounds[phase] else None,
             step.peak_bytes.get(phase, 0), step.failures.get(phase, ""), rounds[phase],
@@ -437,9 +439,9 @@ def measure(step: Step, ceilings: Device, repeats: int) -> list[Row]:
     read = document.flops, document.bytes, document.seconds(ceilings)
     return [
         *rows,
-        Row("step", flops, moved, sum(r.bound_s for r in rows), total, error=missing),
-        Row("(document)", *read, step.laps["document"]),
-        Row("(token)", *each, lap),
+        PhaseRow("step", flops, moved, sum(r.bound_s for r in rows), total, error=missing),
+        PhaseRow("(document)", *read, step.laps["document"]),
+        PhaseRow("(token)", *each, lap),
     ]
 
 
@@ -458,7 +460,7 @@ def dry(setting: Setting) -> dict[str, Any]:
     size = (shape.layers, 2, shape.kv_heads, work.document, shape.head_dim)
     with FakeTensorMode(allow_non_fake_inputs=True):
         document = torch.empty(size, dtype=getattr(torch, setting.dtype))
-        counts = Step(setting, torch.device("cpu"), document=document).counts()
+        counts = PhaseStep(setting, torch.device("cpu"), document=document).counts()
     for phase, count in counts.items():
         known = analysis.get(phase)
         beside = f" analysis {count_text(known.flops)}" if known else ""
@@ -497,7 +499,7 @@ def main() -> None:
     )
     plane = asyncio.run(SharedMemoryPlane.start())
     try:
-        step = Step(setting, device, plane, options.micro_tokens)
+        step = PhaseStep(setting, device, plane, options.micro_tokens)
         rows = measure(step, ceilings, 1 if options.quick else options.repeats)
     finally:
         asyncio.run(plane.stop())

@@ -125,7 +125,7 @@ async def measure(name: str, move: Move, size: int) -> dict[str, Any]:
     return {"transport": name, "bytes": size, **row, "over_memcpy": round(ratio, 2)}
 
 
-class Reader(Actor):
+class PlaneReader(Actor):
     """Gets tensors in another process, and reads every byte once: returns the seconds of both."""
 
     @endpoint
@@ -150,7 +150,7 @@ async def run(max_mb: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     storage = this_host().spawn_procs(per_host={"gpus": 1}, name="storage")
     reading = this_host().spawn_procs(per_host={"gpus": 1}, name="reading")
-    reader = reading.spawn("reader", Reader)
+    reader = reading.spawn("reader", PlaneReader)
     rows = []
 
     async def all_sizes(name: str, move: Move) -> None:

@@ -39,12 +39,12 @@ from monarch.actor import this_host
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from actors.base import ModelSource, bootstrap
 from actors.engine_generator import EngineGeneratorActor
 from actors.generator import GeneratorActor
-from actors.base import BaseModel, bootstrap
 from benchmarks.record import ROOT, arguments, processor_seconds, provenance, write
 from protocols.spec.sections import GeneratorSpec
-from protocols.types import GenerateRequest, PrefixRef, Sampling, Snapshot
+from protocols.types import CartridgeSnapshot, GenerateRequest, PrefixRef, Sampling
 from services.planes.open import OwnedPlane, open_plane
 from services.pool.pool import Pool
 from services.pool.service import Service
@@ -58,7 +58,7 @@ TIMEOUT = 600.0
 
 
 @dataclass
-class Place:
+class BenchPlacement:
     """Where replicas run, and the plane they read from."""
 
     plane: OwnedPlane
@@ -66,10 +66,10 @@ class Place:
 
 
 @asynccontextmanager
-async def opened(kind: Any) -> AsyncIterator[Place]:
+async def opened(kind: Any) -> AsyncIterator[BenchPlacement]:
     store = this_host().spawn_procs(per_host={"procs": 1}, name="store", bootstrap=bootstrap(1))
     service = await Service.of(this_host(), call_timeout_s=TIMEOUT, spawn_timeout_s=TIMEOUT)
-    place = Place(await open_plane(kind, store), service)
+    place = BenchPlacement(await open_plane(kind, store), service)
     try:
         yield place
     finally:
@@ -79,7 +79,7 @@ async def opened(kind: Any) -> AsyncIterator[Place]:
 
 
 async def replica(
-    place: Place,
+    place: BenchPlacement,
     name: str,
     model: str,
     dtype: str,
@@ -87,7 +87,7 @@ async def replica(
     gib: float,
 ) -> Pool:
     """A generator of one thread in a process of its own: on vLLM, or embedded for gib 0."""
-    base = BaseModel(model, dtype, 1, documents, 1 << 30, place.plane)
+    base = ModelSource(model, dtype, 1, documents, 1 << 30, place.plane)
     common = (base, frozenset[int](), 2)
     if gib:
         spec = GeneratorSpec(backend="vllm", block_tokens=BLOCK, kv_gib=gib)
@@ -106,7 +106,7 @@ def cartridge(shape: tuple[int, int, int], tokens: int, dtype: str) -> Tensor:
     return kv.to(getattr(torch, dtype))
 
 
-async def throughput(place: Place, options: argparse.Namespace) -> dict[str, Any]:
+async def throughput(place: BenchPlacement, options: argparse.Namespace) -> dict[str, Any]:
     """Tokens/s of each arm in every round, their medians and the ratios."""
     draws = random.Random(0)
 
@@ -117,7 +117,7 @@ async def throughput(place: Place, options: argparse.Namespace) -> dict[str, Any
     vllm = await replica(place, "vllm", str(READER), "float32", documents, 0.5)
     embedded = await replica(place, "embedded", str(READER), "float32", documents, 0)
     kv = cartridge(READER_SHAPE, options.tokens, "float32")
-    snapshot = Snapshot(0, ("p",), await place.plane.put("throughput", {"kv": kv}))
+    snapshot = CartridgeSnapshot(0, ("p",), await place.plane.put("throughput", {"kv": kv}))
     for pool in (vllm, embedded):
         await pool.route("load", snapshot)
     arms = {
@@ -172,7 +172,7 @@ def request(ref: Any, prompt: Sequence[int], new: int) -> GenerateRequest:
 
 
 async def publishing(
-    place: Place, name: str, model: str, dtype: str, kv: Tensor, gib: float, times: int
+    place: BenchPlacement, name: str, model: str, dtype: str, kv: Tensor, gib: float, times: int
 ) -> dict[str, Any]:
     """Median milliseconds from tensors here to the first token on the new version."""
     pool = await replica(place, name, model, dtype, {"none": (1,)}, gib)
@@ -182,7 +182,7 @@ async def publishing(
         marks = [time.perf_counter()]
         packet = await place.plane.put(f"{name}/{version}", {"kv": kv})
         marks.append(time.perf_counter())
-        await pool.route("load", Snapshot(version, ("p",), packet))
+        await pool.route("load", CartridgeSnapshot(version, ("p",), packet))
         marks.append(time.perf_counter())
         asked = request(PrefixRef("cartridge/p", version), (5, 6, 7, 8), 1)
         (completion,) = (await pool.route("generate", (asked,))).completions

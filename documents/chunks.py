@@ -40,7 +40,7 @@ class Chunk:
         return self.stop - self.start
 
 
-class Tokenised:
+class TokenizedText:
     """A text and the character spans [start, stop) of its tokens, in order; of a character that
     several tokens make up, each has its span."""
 
@@ -103,7 +103,7 @@ class Tokenised:
         return None
 
 
-def pieces(document: Tokenised, size: int, overlap: int = 0) -> list[Chunk]:
+def pieces(document: TokenizedText, size: int, overlap: int = 0) -> list[Chunk]:
     """Chunks of at most `size` tokens that cover the document, each but the first beginning
     `overlap` tokens, at most, before the one before it ends. The last is not left tiny.
 
@@ -128,7 +128,7 @@ def pieces(document: Tokenised, size: int, overlap: int = 0) -> list[Chunk]:
     return found
 
 
-def random_chunk(document: Tokenised, low: int, high: int, rng: random.Random) -> Chunk:
+def random_chunk(document: TokenizedText, low: int, high: int, rng: random.Random) -> Chunk:
     """A chunk of `low` to `high` tokens, its size and place drawn evenly and then moved to breaks
     that are near; a document of no more than `low` is one chunk."""
     count = len(document)

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from documents.chunks import Chunk, Tokenised, pieces
-from documents.formats import Format
-from documents.reading import Document, LeftOut, Limits, read_documents
-from environments.renderer import Conversation
+from documents.chunks import Chunk, TokenizedText, pieces
+from documents.formats import ReadOptions
+from documents.reading import ReadLimits, SkippedFile, UserDocument, read_documents
+from environments.renderer import ChatRenderer
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
 
@@ -24,24 +24,24 @@ TEMPLATE_TOKENS = 64  # of a context, for what the chat template adds to the doc
 
 
 @dataclass(frozen=True)
-class Part:
+class CorpusDocument:
     """A document that a cartridge stands in for: `chunk` of `document`, whole or not; `text` is
     its own, and `tokens` are those of `text`."""
 
     name: str
-    document: Document
+    document: UserDocument
     chunk: Chunk
     text: str
-    tokens: Tokenised
+    tokens: TokenizedText
 
 
 @dataclass(frozen=True)
-class Parts:
+class Corpus:
     """All parts by name, in order, what was left out, and what is worth a note."""
 
-    parts: Mapping[str, Part]
-    left_out: tuple[LeftOut, ...]
-    notes: tuple[LeftOut, ...]
+    parts: Mapping[str, CorpusDocument]
+    left_out: tuple[SkippedFile, ...]
+    notes: tuple[SkippedFile, ...]
 
     @property
     def texts(self) -> dict[str, str]:
@@ -78,7 +78,7 @@ def context_tokens(path: str) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def read_parts(spec: LearnSpec, tokenizer: Any) -> Parts:
+def read_parts(spec: LearnSpec, tokenizer: Any) -> Corpus:
     """The run's documents.
 
     Raises DataError for data.path that cannot be read, a document that is too long for
@@ -89,17 +89,17 @@ def read_parts(spec: LearnSpec, tokenizer: Any) -> Parts:
         raise DataError("there are no documents; add --set data.path=FOLDER")
     reading = read_documents(
         path.split(os.pathsep),
-        Format(read.text_fields, read.encoding),
-        Limits(read.max_file_bytes, read.max_total_bytes),
+        ReadOptions(read.text_fields, read.encoding),
+        ReadLimits(read.max_file_bytes, read.max_total_bytes),
     )
     most = longest(spec, context_tokens(spec.model.path))
     left_out, notes = list(reading.left_out), list(reading.notes)
-    read_in: list[tuple[Document, Tokenised, list[Chunk]]] = []
+    read_in: list[tuple[UserDocument, TokenizedText, list[Chunk]]] = []
     for document in reading.documents:
         special = next((t for t in tokenizer.all_special_tokens if t in document.text), None)
         if special is not None:
             left_out.append(
-                LeftOut(document.source, f"has the model's special token {special}; remove it")
+                SkippedFile(document.source, f"has the model's special token {special}; remove it")
             )
             continue
         tokens = tokenised(tokenizer, document.text)
@@ -114,7 +114,7 @@ def read_parts(spec: LearnSpec, tokenizer: Any) -> Parts:
             )
         cut = pieces(tokens, most, read.overlap)
         why = f"has {len(tokens):,} tokens, over {most:,}: read in {len(cut)} parts, each with its"
-        notes.append(LeftOut(document.source, f"{why} own cartridge"))
+        notes.append(SkippedFile(document.source, f"{why} own cartridge"))
         read_in.append((document, tokens, cut))
     count = sum(len(cut) for _, _, cut in read_in)
     if count > spec.data.patients:
@@ -123,16 +123,16 @@ def read_parts(spec: LearnSpec, tokenizer: Any) -> Parts:
             f"{spec.data.patients}; raise it, give fewer files, or a model that reads more"
         )
     parts = {p.name: p for one in read_in for p in _parts(*one, tokenizer)}
-    conversation = Conversation(tokenizer, {name: part.text for name, part in parts.items()})
+    conversation = ChatRenderer(tokenizer, {name: part.text for name, part in parts.items()})
     for name in list(parts):
         count = len(conversation.head(name))
         if count <= spec.cartridge.tokens:
             why = f"has {count} tokens, no more than a cartridge; lower cartridge.tokens"
-            left_out.append(LeftOut(parts.pop(name).document.source, f"{why} ({name})"))
+            left_out.append(SkippedFile(parts.pop(name).document.source, f"{why} ({name})"))
     if not parts:
         told = "".join(f"\n  {item}" for item in left_out)
         raise DataError(f"no document of {path} can be used{told}")
-    return Parts(parts, tuple(left_out), tuple(notes))
+    return Corpus(parts, tuple(left_out), tuple(notes))
 
 
 def longest(spec: LearnSpec, context: int | None) -> int | None:
@@ -154,7 +154,7 @@ def longest(spec: LearnSpec, context: int | None) -> int | None:
     return most
 
 
-def tokenised(tokenizer: Any, text: str) -> Tokenised:
+def tokenised(tokenizer: Any, text: str) -> TokenizedText:
     """Raises DataError for a tokenizer that does not tell where its tokens stand."""
     if not tokenizer.is_fast:
         raise DataError(
@@ -162,18 +162,18 @@ def tokenised(tokenizer: Any, text: str) -> Tokenised:
             "tokenizer.json"
         )
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return Tokenised(text, found["offset_mapping"])
+    return TokenizedText(text, found["offset_mapping"])
 
 
 def _parts(
-    document: Document, tokens: Tokenised, cut: Sequence[Chunk], tokenizer: Any
-) -> list[Part]:
+    document: UserDocument, tokens: TokenizedText, cut: Sequence[Chunk], tokenizer: Any
+) -> list[CorpusDocument]:
     if len(cut) == 1:
-        return [Part(document.name, document, cut[0], document.text, tokens)]
+        return [CorpusDocument(document.name, document, cut[0], document.text, tokens)]
     digits = max(2, len(str(len(cut))))
     found = []
     for i, chunk in enumerate(cut, start=1):
         text = tokens.text_of(chunk)
         name = f"{document.name}.part_{i:0{digits}}"
-        found.append(Part(name, document, chunk, text, tokenised(tokenizer, text)))
+        found.append(CorpusDocument(name, document, chunk, text, tokenised(tokenizer, text)))
     return found

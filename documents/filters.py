@@ -22,7 +22,7 @@ PRIME = (1 << 61) - 1
 
 
 @dataclass(frozen=True)
-class Bounds:
+class TextBounds:
     """Words that a text may have, and how alike (Jaccard, of their shingles) two may be."""
 
     least_words: int = 3
@@ -30,7 +30,7 @@ class Bounds:
     alike: float = 0.8
 
 
-def fault(text: str, prompt: str, ended: bool, bounds: Bounds) -> str | None:
+def fault(text: str, prompt: str, ended: bool, bounds: TextBounds) -> str | None:
     """Why a text is not kept, None if it is: "empty", "too_short", "too_long", "no_end" (cut off
     before its end), "echo" (of `prompt`, what its writer was told) or "repetition"."""
     words = WORD.findall(text.lower())
@@ -80,7 +80,7 @@ def jaccard(a: frozenset[int], b: frozenset[int]) -> float:
     return len(a & b) / len(a | b) if a or b else 1.0
 
 
-class Doubles:
+class DuplicateFilter:
     """Texts so far; `found` says whether a new one is among them, and takes it in if not.
 
     Candidates come from MinHash signatures (Broder, 1997) that agree in a band; each is then

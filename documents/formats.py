@@ -33,7 +33,7 @@ BINARY = "is binary, no text; convert it to text, Markdown or PDF"
 
 
 @dataclass(frozen=True)
-class Format:
+class ReadOptions:
     """How files are read: `text_fields` of JSON's objects, the first that is there; `encoding` of
     text that is neither UTF-8 nor begins with a byte order mark (None: refused)."""
 
@@ -42,7 +42,7 @@ class Format:
 
 
 @dataclass(frozen=True)
-class Text:
+class FileText:
     """One text of a file: `record` counts from 1 in files that hold several, 0 in others."""
 
     text: str
@@ -80,11 +80,11 @@ def _strictly(data: bytes, encoding: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_text(data: bytes, how: Format) -> list[Text]:
-    return [Text(*decode(data, how.encoding))]
+def read_text(data: bytes, how: ReadOptions) -> list[FileText]:
+    return [FileText(*decode(data, how.encoding))]
 
 
-def read_pdf(data: bytes, how: Format) -> list[Text]:
+def read_pdf(data: bytes, how: ReadOptions) -> list[FileText]:
     """The text layer, page by page with an empty line between."""
     logging.getLogger("pypdf").setLevel(logging.ERROR)
     try:
@@ -100,10 +100,10 @@ def read_pdf(data: bytes, how: Format) -> list[Text]:
     text = "\n\n".join(page for page in pages if page)
     if not text:
         raise DataError("is a PDF without a text layer; run character recognition over it")
-    return [Text(text.replace("\r\n", "\n").replace("\r", "\n"), "pdf")]
+    return [FileText(text.replace("\r\n", "\n").replace("\r", "\n"), "pdf")]
 
 
-def read_json(data: bytes, how: Format) -> list[Text]:
+def read_json(data: bytes, how: ReadOptions) -> list[FileText]:
     """An object with a text field, a string, or a list of either: one text each."""
     text, encoding = decode(data, how.encoding)
     try:
@@ -111,14 +111,14 @@ def read_json(data: bytes, how: Format) -> list[Text]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"is not JSON ({_first_line(error)}); name it .txt if it is text") from None
     if not isinstance(content, list):
-        return [Text(_text_of(content, "its object", how.text_fields), encoding)]
+        return [FileText(_text_of(content, "its object", how.text_fields), encoding)]
     return [
-        Text(_text_of(item, f"item {i}", how.text_fields), encoding, i)
+        FileText(_text_of(item, f"item {i}", how.text_fields), encoding, i)
         for i, item in enumerate(content, start=1)
     ]
 
 
-def read_jsonl(data: bytes, how: Format) -> list[Text]:
+def read_jsonl(data: bytes, how: ReadOptions) -> list[FileText]:
     """A line each: an object with a text field, or a string. Empty lines are passed over."""
     text, encoding = decode(data, how.encoding)
     found = []
@@ -132,11 +132,13 @@ def read_jsonl(data: bytes, how: Format) -> list[Text]:
             raise DataError(
                 f"line {number} is not JSON ({_first_line(error)}); mend or delete the line"
             ) from None
-        found.append(Text(_text_of(content, f"line {number}", how.text_fields), encoding, number))
+        found.append(
+            FileText(_text_of(content, f"line {number}", how.text_fields), encoding, number)
+        )
     return found
 
 
-Reader = Callable[[bytes, Format], list[Text]]
+Reader = Callable[[bytes, ReadOptions], list[FileText]]
 READERS: Mapping[str, Reader] = {
     ".txt": read_text,
     ".md": read_text,

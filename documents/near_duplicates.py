@@ -18,8 +18,8 @@ from documents.filters import WORD, jaccard, normalised, shingles
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A text with where it stands: `Placed("salt", "Days in June?", "questions.json: a")`."""
+class LocatedText:
+    """A text with where it stands: `LocatedText("salt", "Days in June?", "questions.json: a")`."""
 
     document: str
     text: str
@@ -27,13 +27,13 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Overlap:
+class PromptOverlap:
     """A training prompt that says what a question asks; `likeness` is Jaccard's, of shingles."""
 
     kind: Literal["exact", "near"]
     likeness: float
-    training: Placed
-    question: Placed
+    training: LocatedText
+    question: LocatedText
 
     def __str__(self) -> str:
         how = "the words" if self.kind == "exact" else f"{self.likeness:.0%} like those"
@@ -48,15 +48,15 @@ class Overlap:
 
 
 def overlaps(
-    training: Iterable[Placed], questions: Sequence[Placed], alike: float
-) -> list[Overlap]:
+    training: Iterable[LocatedText], questions: Sequence[LocatedText], alike: float
+) -> list[PromptOverlap]:
     """Every pair about one document that is equal but for case, marks and spaces, or whose groups
     of three words have a Jaccard likeness of `alike` or more, in the order of the training texts.
 
     A training text that comes again is told once, where it stands first. Texts without a word are
     passed over.
     """
-    seen: dict[tuple[str, str], Placed] = {}
+    seen: dict[tuple[str, str], LocatedText] = {}
     for text in training:
         if WORD.search(text.text):
             seen.setdefault((text.document, normalised(text.text)), text)
@@ -71,13 +71,13 @@ def overlaps(
     found = []
     for (document, plain), text in seen.items():
         same = exact.get((document, plain), [])
-        found += [Overlap("exact", 1.0, text, asked[i][0]) for i in same]
+        found += [PromptOverlap("exact", 1.0, text, asked[i][0]) for i in same]
         mine = shingles(text.text)
         near = {i for s in _rarest(mine, often, alike) for i in rare.get((document, s), ())}
         for i in sorted(near.difference(same)):
             likeness = jaccard(mine, asked[i][2])
             if likeness >= alike:
-                found.append(Overlap("near", likeness, text, asked[i][0]))
+                found.append(PromptOverlap("near", likeness, text, asked[i][0]))
     return found
 
 

@@ -1,6 +1,6 @@
 """A user's files as documents: folders, single files and patterns, each text under a name.
 
-    data.path -> files (sorted, bounded) -> formats -> Document, or LeftOut with the reason
+    data.path -> files (sorted, bounded) -> formats -> Document, or SkippedFile with the reason
 
 What is named by itself must be readable; of a folder or a pattern, what cannot be used is left out
 by name, so that one picture among the notes ends nothing.
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from documents.formats import READERS, UNICODE, Format, Reader, Text
+from documents.formats import READERS, UNICODE, FileText, Reader, ReadOptions
 from protocols.errors import DataError
 
 MOST_FILES = 10_000
@@ -26,7 +26,7 @@ RESERVED = "none"  # stands for no document at all
 
 
 @dataclass(frozen=True)
-class Limits:
+class ReadLimits:
     """Bounds, in bytes."""
 
     file: int = 64 * 1024**2
@@ -34,8 +34,9 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Document:
-    """One text: `Document("notes.monday", "notes/monday.md", "Monday ...", "9f86...", "utf-8")`.
+class UserDocument:
+    """One text: `UserDocument("notes.monday", "notes/monday.md", "Monday ...", "9f86...",
+    "utf-8")`.
 
     `name` is that of its cartridge, `source` the file (and `#3` for its third record), `sha256`
     of the text in UTF-8.
@@ -49,7 +50,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class SkippedFile:
     """Something that is not used, and why; or, as a note, used in an unusual way."""
 
     source: str
@@ -60,42 +61,42 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Reading:
-    documents: tuple[Document, ...]
-    left_out: tuple[LeftOut, ...] = ()
-    notes: tuple[LeftOut, ...] = ()
+class ReadResult:
+    documents: tuple[UserDocument, ...]
+    left_out: tuple[SkippedFile, ...] = ()
+    notes: tuple[SkippedFile, ...] = ()
 
 
 def read_documents(
-    paths: Sequence[str], how: Format | None = None, limits: Limits | None = None
-) -> Reading:
+    paths: Sequence[str], how: ReadOptions | None = None, limits: ReadLimits | None = None
+) -> ReadResult:
     """Every document of the paths: files, folders (with all below them) and patterns (`*.md`).
 
     Raises DataError for a path that there is not, a file named by itself that cannot be used, a
     bound that is passed, and where nothing is left.
     """
-    how, limits = how or Format(), limits or Limits()
-    gathered = _Gathered()
+    how, limits = how or ReadOptions(), limits or ReadLimits()
+    gathered = Collection()
     total = 0
     for place, file, shown, sought in _files(paths):
         try:
             data = _bytes(file, limits.file)
             total += len(data)
             if total > limits.total:
-                raise _TooMuch(
+                raise TotalLimitError(
                     f"{place}: more than documents.max_total_bytes ({limits.total:,}) in all; "
                     "raise it, or give fewer files"
                 )
             found = _reader(file)(data, how)
-        except _TooMuch:
+        except TotalLimitError:
             raise
         except DataError as error:
             if not sought:
                 raise DataError(f"{shown} {error}") from error
-            gathered.left_out.append(LeftOut(shown, str(error)))
+            gathered.left_out.append(SkippedFile(shown, str(error)))
             continue
         if found and found[0].encoding == how.encoding not in UNICODE:
-            gathered.notes.append(LeftOut(shown, f"is not UTF-8: read as {how.encoding}"))
+            gathered.notes.append(SkippedFile(shown, f"is not UTF-8: read as {how.encoding}"))
         faults = [why for text in found if (why := gathered.take(shown, text))]
         if len(faults) == len(found) and not sought:
             why = faults[-1] if faults else "holds no text"
@@ -105,31 +106,31 @@ def read_documents(
         raise DataError(
             f"no document in {', '.join(paths)}: expected {', '.join(READERS)} files{told}"
         )
-    return Reading(tuple(gathered.documents), tuple(gathered.left_out), tuple(gathered.notes))
+    return ReadResult(tuple(gathered.documents), tuple(gathered.left_out), tuple(gathered.notes))
 
 
-class _Gathered:
+class Collection:
     """What was read so far: names and texts are given once."""
 
     def __init__(self) -> None:
-        self.documents: list[Document] = []
-        self.left_out: list[LeftOut] = []
-        self.notes: list[LeftOut] = []
+        self.documents: list[UserDocument] = []
+        self.left_out: list[SkippedFile] = []
+        self.notes: list[SkippedFile] = []
         self._names: set[str] = set()
         self._texts: dict[str, str] = {}  # by hash: the source that has it
 
-    def take(self, shown: str, text: Text) -> str | None:
+    def take(self, shown: str, text: FileText) -> str | None:
         """Take a text of a file; why it is left out, None where it is not."""
         source = f"{shown}#{text.record}" if text.record else shown
         why = self._fault(text.text)
         if why is not None:
-            self.left_out.append(LeftOut(source, why))
+            self.left_out.append(SkippedFile(source, why))
             return why
         digest = hashlib.sha256(text.text.encode()).hexdigest()
         self._texts[digest] = source
         stem = str(Path(shown).with_suffix(""))
         name = _free(f"{stem}.{text.record}" if text.record else stem, self._names)
-        self.documents.append(Document(name, source, text.text, digest, text.encoding))
+        self.documents.append(UserDocument(name, source, text.text, digest, text.encoding))
         return None
 
     def _fault(self, text: str) -> str | None:
@@ -143,7 +144,7 @@ class _Gathered:
         return None if same is None else f"has the same text as {same}"
 
 
-class _TooMuch(DataError):
+class TotalLimitError(DataError):
     """A bound on all files together: no file's own fault."""
 
 

@@ -17,26 +17,26 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from documents.chunks import Chunk, random_chunk
-from documents.filters import ECHO_WORDS, Bounds, Doubles, fault, normalised
-from documents.synthesis_rows import StudyRow, from_dict
+from documents.corpus import CorpusDocument
+from documents.filters import ECHO_WORDS, DuplicateFilter, TextBounds, fault, normalised
 from documents.seed_prompts import asking, plain_turn
-from protocols.spec.documents import SelfStudySpec
+from documents.synthesis_rows import StudyRow, from_dict
 from protocols.errors import DataError
 from protocols.files import append_rows, iter_rows, json_lines, utc_text, write_atomically
-from protocols.teacher_replay import Message
 from protocols.seeds import stream_seed
+from protocols.spec.documents import SelfStudySpec
+from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
-from documents.corpus import Part
-from strategies.samplers.sampler import Answer, Ask, Sampler
+from strategies.samplers.sampler import Sampler, SampleRequest, SampleResult
 
 BATCH = 32  # items written together: a kill loses so many at most
 
 
 @dataclass(frozen=True)
-class Item:
+class SynthesisItem:
     """One row to be written: the `number`-th of a document."""
 
-    part: Part
+    part: CorpusDocument
     number: int
 
     @property
@@ -45,7 +45,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SynthesisPlan:
     """What decides the rows of these parts; `model` names who writes them, `answers` whether B
     does. `seed` is that of every draw."""
 
@@ -61,13 +61,13 @@ class Plan:
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
-    def bounds(self) -> Bounds:
-        return Bounds(self.study.least_words, self.study.most_words, self.study.alike)
+    def bounds(self) -> TextBounds:
+        return TextBounds(self.study.least_words, self.study.most_words, self.study.alike)
 
 
-def items(parts: Sequence[Part], each: int) -> list[Item]:
+def items(parts: Sequence[CorpusDocument], each: int) -> list[SynthesisItem]:
     """Documents in turn, so that a file that is not whole yet has some of all."""
-    return [Item(part, number) for number in range(each) for part in parts]
+    return [SynthesisItem(part, number) for number in range(each) for part in parts]
 
 
 def read_rows(path: Path) -> list[StudyRow]:
@@ -77,8 +77,8 @@ def read_rows(path: Path) -> list[StudyRow]:
 
 async def write_study(
     path: Path,
-    parts: Sequence[Part],
-    plan: Plan,
+    parts: Sequence[CorpusDocument],
+    plan: SynthesisPlan,
     sampler: Sampler,
     tell: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[StudyRow]:
@@ -88,7 +88,7 @@ async def write_study(
     """
     wanted = items(parts, plan.study.questions)
     rows = _begun(path, wanted, plan)
-    doubles = Doubles(plan.study.alike)
+    doubles = DuplicateFilter(plan.study.alike)
     for row in rows:
         if row.kept or row.refused.startswith("answer"):
             doubles.found(row.question)
@@ -101,7 +101,7 @@ async def write_study(
     return rows
 
 
-def _begun(path: Path, wanted: Sequence[Item], plan: Plan) -> list[StudyRow]:
+def _begun(path: Path, wanted: Sequence[SynthesisItem], plan: SynthesisPlan) -> list[StudyRow]:
     """The rows that are there, less what does not make a whole batch: it is written again, with
     the doubles of its batch."""
     rows = read_rows(path)
@@ -122,14 +122,19 @@ def _begun(path: Path, wanted: Sequence[Item], plan: Plan) -> list[StudyRow]:
 
 
 async def _batch(
-    batch: Sequence[Item], plan: Plan, sampler: Sampler, doubles: Doubles
+    batch: Sequence[SynthesisItem], plan: SynthesisPlan, sampler: Sampler, doubles: DuplicateFilter
 ) -> list[StudyRow]:
     drafts = [_draft(item, plan) for item in batch]
     study = plan.study
     asked = Sampling(study.question_temperature, max_tokens=study.question_tokens)
     turns = await sampler(
         [
-            Ask(f"{d.row.key}/question", (Message("user", d.asking),), asked, d.row.question_seed)
+            SampleRequest(
+                f"{d.row.key}/question",
+                (AgentMessage("user", d.asking),),
+                asked,
+                d.row.question_seed,
+            )
             for d in drafts
         ]
     )
@@ -141,9 +146,9 @@ async def _batch(
     kept = {row.key: d for row, d in zip(rows, drafts, strict=True) if row.kept}
     answers = await sampler(
         [
-            Ask(
+            SampleRequest(
                 f"{row.key}/answer",
-                (Message("system", kept[row.key].passage), Message("user", row.question)),
+                (AgentMessage("system", kept[row.key].passage), AgentMessage("user", row.question)),
                 told,
                 row.answer_seed,
                 top_logprobs=top,
@@ -157,7 +162,7 @@ async def _batch(
 
 
 @dataclass(frozen=True)
-class _Draft:
+class DraftRow:
     row: StudyRow
     passage: str
     asking: str
@@ -165,7 +170,7 @@ class _Draft:
 
 
 def passage_of(
-    part: Part, number: int, study: SelfStudySpec, seed: int
+    part: CorpusDocument, number: int, study: SelfStudySpec, seed: int
 ) -> tuple[Chunk, random.Random, str]:
     """The passage of an item, the generator that its other draws come from, and its name."""
     name = f"selfstudy/{seed}/{part.name}/{part.document.sha256}/{number}"
@@ -173,7 +178,7 @@ def passage_of(
     return random_chunk(part.tokens, study.min_chunk, study.max_chunk, rng), rng, name
 
 
-def _draft(item: Item, plan: Plan) -> _Draft:
+def _draft(item: SynthesisItem, plan: SynthesisPlan) -> DraftRow:
     part, study = item.part, plan.study
     chunk, rng, name = passage_of(part, item.number, study, plan.seed)
     kind = study.kinds[item.number % len(study.kinds)]
@@ -193,10 +198,12 @@ def _draft(item: Item, plan: Plan) -> _Draft:
         },
         model=plan.model, config=plan.config, generator=_generator(), time=utc_text(),
     )  # fmt: skip
-    return _Draft(row, passage, asking(passage, kind, rng), plain_turn(passage, kind, rng))
+    return DraftRow(row, passage, asking(passage, kind, rng), plain_turn(passage, kind, rng))
 
 
-def _turn(draft: _Draft, turn: Answer, plan: Plan, doubles: Doubles) -> StudyRow:
+def _turn(
+    draft: DraftRow, turn: SampleResult, plan: SynthesisPlan, doubles: DuplicateFilter
+) -> StudyRow:
     text = turn.text.strip()
     why = fault(text, draft.asking, turn.finish_reason == "stop", plan.bounds)
     why = why or doubles.found(text)
@@ -209,7 +216,9 @@ def _turn(draft: _Draft, turn: Answer, plan: Plan, doubles: Doubles) -> StudyRow
     return replace(row, refused=doubles.found(draft.plain) or "")
 
 
-def _answered(row: StudyRow, draft: _Draft, answer: Answer, plan: Plan) -> StudyRow:
+def _answered(
+    row: StudyRow, draft: DraftRow, answer: SampleResult, plan: SynthesisPlan
+) -> StudyRow:
     text = answer.text.strip()
     # An answer may quote its passage, be short, and then say words of the question ("the second").
     long = len(text.split()) >= ECHO_WORDS or normalised(text) == normalised(row.question)

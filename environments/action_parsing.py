@@ -14,14 +14,14 @@ from typing import Any
 
 from environments.clinic.desk import call_text, parse_call
 from protocols.errors import DataError
-from protocols.teacher_replay import Action, Choice, Text, ToolCall
+from protocols.teacher_replay import Action, OptionAction, TextAction, ToolAction
 from teachers.actions import dense
 
 END_OF_THINKING = "</think>"
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ActionFormat:
     """`parse` takes any words; `say` raises DataError for an action that the dialect has no words
     for."""
 
@@ -30,7 +30,7 @@ class Dialect:
 
 
 def _say_at_desk(action: Action) -> str:
-    if not isinstance(action, ToolCall):
+    if not isinstance(action, ToolAction):
         raise DataError(f"at the desk only a tool's call can be said: got {action}")
     return call_text(action)
 
@@ -46,18 +46,18 @@ def _parse_json(text: str) -> Action:
             found = None
         match found:
             case {"tool": str(tool), "arguments": dict(arguments)}:
-                return ToolCall(tool, arguments)
+                return ToolAction(tool, arguments)
         at = said.find("{", at + 1)
-    return Text(said.strip())
+    return TextAction(said.strip())
 
 
 def _say_json(action: Action) -> str:
     match action:
-        case ToolCall(tool, arguments):
+        case ToolAction(tool, arguments):
             return dense({"tool": tool, "arguments": dict(arguments)})
-        case Choice(option):
+        case OptionAction(option):
             return option
-        case Text(text):
+        case TextAction(text):
             return text
 
 
@@ -74,5 +74,5 @@ def _finite(digits: str) -> float:
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 
-DESK = Dialect(parse_call, _say_at_desk)
-JSON = Dialect(_parse_json, _say_json)
+DESK = ActionFormat(parse_call, _say_at_desk)
+JSON = ActionFormat(_parse_json, _say_json)

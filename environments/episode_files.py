@@ -27,7 +27,7 @@ RECORD = "episode"
 
 
 @dataclass(frozen=True)
-class _Span:
+class TurnSpan:
     """A turn, its ids as a span of its branch's."""
 
     branch: int
@@ -40,7 +40,7 @@ class _Span:
 
 
 @dataclass(frozen=True)
-class _Row:
+class EpisodeFileRow:
     task: Task
     group: str
     opening: Observation
@@ -49,16 +49,16 @@ class _Row:
     error_kind: str
     flags: tuple[str, ...]
     branches: tuple[tuple[int, ...], ...]
-    turns: tuple[_Span, ...]
+    turns: tuple[TurnSpan, ...]
 
 
-_ROW = TypeAdapter(_Row)
+_ROW = TypeAdapter(EpisodeFileRow)
 
 
 def to_row(episode: Episode, arm: str, step: int) -> dict[str, Any]:
     """The episode as plain JSON; `arm` and `step` are those of the run that it was sampled for."""
     branches: list[tuple[int, ...]] = []
-    spans: list[_Span] = []
+    spans: list[TurnSpan] = []
     for turn in episode.turns:
         whole = (*turn.context_ids, *turn.response_ids)
         if turn.branch == len(branches):
@@ -68,12 +68,12 @@ def to_row(episode: Episode, arm: str, step: int) -> dict[str, Any]:
             assert whole[: len(stood)] == stood, f"{episode.task.id}: a branch was rewritten"
             branches[turn.branch] = whole
         spans.append(
-            _Span(
+            TurnSpan(
                 turn.branch, len(turn.context_ids), len(whole), turn.sampler_logprobs,
                 turn.versions, turn.text, turn.observation,
             )
         )  # fmt: skip
-    row = _Row(
+    row = EpisodeFileRow(
         episode.task, episode.group, episode.opening, episode.sampling, episode.reward,
         episode.error_kind, episode.flags, tuple(branches), tuple(spans),
     )  # fmt: skip
@@ -99,7 +99,7 @@ def from_row(row: Mapping[str, Any]) -> Episode:
     )  # fmt: skip
 
 
-def _turn(span: _Span, ids: tuple[int, ...]) -> Turn:
+def _turn(span: TurnSpan, ids: tuple[int, ...]) -> Turn:
     return Turn(
         ids[: span.start], ids[span.start : span.stop], span.sampler_logprobs, span.versions,
         span.text, span.observation, span.branch,

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from protocols.episodes import Observation
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
 
-Writer = Callable[[Observation, Sequence[Message]], Awaitable[str]]
+Writer = Callable[[Observation, Sequence[AgentMessage]], Awaitable[str]]
 
 # A number keeps its sign and its fraction; any other word is letters and digits.
 _WORD = re.compile(r"(?<!\w)[-+]?\d+(?:[.,]\d+)*\w*|\w+")
@@ -30,7 +30,7 @@ class Hints:
     timeout_s: float = 30.0
 
     async def hint(
-        self, seen: Observation, messages: Sequence[Message], expected: str | None
+        self, seen: Observation, messages: Sequence[AgentMessage], expected: str | None
     ) -> tuple[str, str]:
         """(the hint, "") for what was seen of a turn; ("", why) where there is none: "no_hint",
         "leaks_answer", "writer_failed" or "writer_timeout"."""
@@ -44,7 +44,7 @@ class Hints:
         return text, ""
 
     async def _written(
-        self, writer: Writer, seen: Observation, messages: Sequence[Message]
+        self, writer: Writer, seen: Observation, messages: Sequence[AgentMessage]
     ) -> tuple[str, str]:
         try:
             async with asyncio.timeout(self.timeout_s):

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from environments.training_signals import expected_of
-from environments.action_parsing import Dialect
+from environments.action_parsing import ActionFormat
 from environments.hints import holds, words
+from environments.training_signals import expected_of
 from protocols.episodes import Episode, Turn
-from protocols.teacher_replay import Action, Choice, Text, ToolCall
+from protocols.teacher_replay import Action, OptionAction, TextAction, ToolAction
 
 FLAGS = {
     "answer_not_through_tools": "rewarded for a value that no tool had shown before",
@@ -27,7 +27,7 @@ LOOP_SHARE = 0.25  # ... and that much of it: long JSON repeats its punctuation 
 COPIED_WORDS = 2  # a message of one word may well be the value itself
 
 
-def flagged(episode: Episode, dialect: Dialect) -> Episode:
+def flagged(episode: Episode, dialect: ActionFormat) -> Episode:
     """The episode with the flags that hold of it."""
     found = {"degenerate": _degenerate(episode)}
     if episode.reward is not None and episode.turns:
@@ -48,11 +48,11 @@ def count_flags(episodes: Sequence[Episode]) -> Counter[str]:
 def claimed(action: Action) -> str:
     """What an action gives as the answer: a call's arguments, an option, or the text."""
     match action:
-        case ToolCall(_, arguments):
+        case ToolAction(_, arguments):
             return " ".join(str(value) for value in arguments.values())
-        case Choice(option):
+        case OptionAction(option):
             return option
-        case Text(text):
+        case TextAction(text):
             return text
 
 
@@ -67,14 +67,14 @@ def _loops(ids: Sequence[int]) -> bool:
     return most >= LOOP_TIMES and 3 * most >= LOOP_SHARE * len(ids)
 
 
-def _not_through_tools(episode: Episode, value: str, dialect: Dialect) -> bool:
+def _not_through_tools(episode: Episode, value: str, dialect: ActionFormat) -> bool:
     """Rewarded, and no allowed tool had said the value. A failed call does not count: its message
     often repeats what was asked for."""
     offered = {tool.name for tool in episode.opening.tools}
 
     def showed(turn: Turn) -> bool:
         action = dialect.parse(turn.text)
-        allowed = isinstance(action, ToolCall) and (not offered or action.tool in offered)
+        allowed = isinstance(action, ToolAction) and (not offered or action.tool in offered)
         said = turn.observation
         return (
             allowed and not said.error_kind and any(holds(m.content, value) for m in said.messages)

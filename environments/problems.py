@@ -20,17 +20,17 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from environments.clinic.longhealth import LETTERS, Question
+from environments.clinic.longhealth import LETTERS, PatientQuestion
 from environments.clinic.prompts import option_prompt, parse_answer
-from environments.verifiers.chat_endpoint import Refused
+from environments.verifiers.chat_endpoint import BadChatRequest
 from environments.verifiers.worker_process import VerifiersWorker
 from protocols.episodes import Task
 from protocols.errors import DataError, RunError
+from protocols.rsa import JudgedCandidate, RSAProblem
+from protocols.spec.rsa import OF_DOCUMENTS, ProblemsSpec
+from protocols.teacher_replay import TeacherUsage
 from protocols.wire.openai_chat import HarnessRequest
 from protocols.wire.openai_replies import ChatReply
-from protocols.teacher_replay import Usage
-from protocols.rsa import Candidate, Problem
-from protocols.spec.rsa import OF_DOCUMENTS, ProblemsSpec
 
 Extract = Callable[[str], str | None]  # the answer in a text, None where there is none
 
@@ -40,26 +40,26 @@ GRACE_S = 10.0  # for the worker's own alarm to end it, on a machine that stalls
 AT_ONCE = 16  # episodes of verifiers
 
 
-class Problems(Protocol):
+class ProblemSet(Protocol):
     """`draw` says what the problems of these numbers are, `judge` what texts to one are worth."""
 
-    async def draw(self, numbers: Sequence[int], document: str) -> list[Problem]: ...
+    async def draw(self, numbers: Sequence[int], document: str) -> list[RSAProblem]: ...
 
-    async def judge(self, problem: Problem, texts: Sequence[str]) -> list[Candidate]: ...
+    async def judge(self, problem: RSAProblem, texts: Sequence[str]) -> list[JudgedCandidate]: ...
 
     async def close(self) -> None: ...
 
 
-def open_problems(spec: ProblemsSpec, extract: Extract) -> Problems:
+def open_problems(spec: ProblemsSpec, extract: Extract) -> ProblemSet:
     """Those of the spec; nothing is started before it is asked."""
     if spec.kind in OF_DOCUMENTS:
         return ClinicProblems()
     return GymProblems(spec, extract) if spec.kind == "reasoning_gym" else Taskset(spec, extract)
 
 
-def clinic_problem(question: Question, instruction: str = "") -> Problem:
+def clinic_problem(question: PatientQuestion, instruction: str = "") -> RSAProblem:
     """An option question of the clinic, or of LongHealth."""
-    return Problem(
+    return RSAProblem(
         question.id,
         question.patient,
         option_prompt(question.text, question.options, instruction),
@@ -71,19 +71,19 @@ class ClinicProblems:
     """Judges option questions, which `clinic_problem` makes. A letter and its option's text are one
     answer: the text."""
 
-    async def draw(self, numbers: Sequence[int], document: str) -> list[Problem]:
+    async def draw(self, numbers: Sequence[int], document: str) -> list[RSAProblem]:
         raise DataError("questions of the clinic come with its patients; make them of those")
 
-    async def judge(self, problem: Problem, texts: Sequence[str]) -> list[Candidate]:
+    async def judge(self, problem: RSAProblem, texts: Sequence[str]) -> list[JudgedCandidate]:
         facts = problem.facts
-        question = Question(
+        question = PatientQuestion(
             problem.id, problem.document, facts["text"], tuple(facts["options"]), facts["correct"]
         )
         found = []
         for text in texts:
             letter = parse_answer(text, question)
             answer = None if letter is None else question.options[LETTERS.index(letter)]
-            found.append(Candidate(answer, float(answer == question.correct)))
+            found.append(JudgedCandidate(answer, float(answer == question.correct)))
         return found
 
     async def close(self) -> None:
@@ -98,7 +98,7 @@ class GymProblems:
         self._process: Process | None = None
         self._asking = asyncio.Lock()
 
-    async def draw(self, numbers: Sequence[int], document: str) -> list[Problem]:
+    async def draw(self, numbers: Sequence[int], document: str) -> list[RSAProblem]:
         """Raises DataError where reasoning_gym has no such task, or not with such arguments."""
         found = []
         for number in numbers:
@@ -110,20 +110,20 @@ class GymProblems:
                     "name one of its tasks, and arguments of its config"
                 )
             name = f"{self._spec.name}/{number}"
-            found.append(Problem(name, document, said["question"], {"number": number}))
+            found.append(RSAProblem(name, document, said["question"], {"number": number}))
         return found
 
-    async def judge(self, problem: Problem, texts: Sequence[str]) -> list[Candidate]:
+    async def judge(self, problem: RSAProblem, texts: Sequence[str]) -> list[JudgedCandidate]:
         found = []
         for text in texts:
             answer = self._extract(text)
             if answer is None:
-                found.append(Candidate(None, 0.0))
+                found.append(JudgedCandidate(None, 0.0))
                 continue
             said = await self._ask(problem.facts["number"], answer=answer)
             # What no score can be computed of is no right answer.
             score = said["score"] if said and "score" in said else 0.0
-            found.append(Candidate(answer, score if math.isfinite(score) else 0.0))
+            found.append(JudgedCandidate(answer, score if math.isfinite(score) else 0.0))
         return found
 
     async def close(self) -> None:
@@ -190,7 +190,7 @@ class Taskset:
         self._opening = asyncio.Lock()
         self._places = asyncio.Semaphore(AT_ONCE)
 
-    async def draw(self, numbers: Sequence[int], document: str) -> list[Problem]:
+    async def draw(self, numbers: Sequence[int], document: str) -> list[RSAProblem]:
         """The question is all that the taskset says before the student's turn. Raises DataError
         for a taskset that cannot be loaded, or asks nothing; RunError without verifiers."""
         worker = await self._open()
@@ -206,16 +206,16 @@ class Taskset:
 
             async def listen(request: HarnessRequest, asked: list[str] = asked) -> ChatReply:
                 asked.append("\n\n".join(m.text for m in request.messages))
-                raise Refused("only the question was wanted")
+                raise BadChatRequest("only the question was wanted")
 
             with worker.endpoint.serving(listen) as url:
                 outcome = await worker.play(task, url)
             if not asked:
                 raise DataError(f"rsa.problems: {task.id} asks nothing: {outcome.error}")
-            found.append(Problem(task.id, document, asked[0], {"number": number}))
+            found.append(RSAProblem(task.id, document, asked[0], {"number": number}))
         return found
 
-    async def judge(self, problem: Problem, texts: Sequence[str]) -> list[Candidate]:
+    async def judge(self, problem: RSAProblem, texts: Sequence[str]) -> list[JudgedCandidate]:
         worker = await self._open()
         task = self._tasks[problem.facts["number"]]
         return list(await asyncio.gather(*(self._play(worker, task, text) for text in texts)))
@@ -223,21 +223,21 @@ class Taskset:
     async def close(self) -> None:
         await self._stack.aclose()
 
-    async def _play(self, worker: VerifiersWorker, task: Task, text: str) -> Candidate:
+    async def _play(self, worker: VerifiersWorker, task: Task, text: str) -> JudgedCandidate:
         said = False
 
         async def say(request: HarnessRequest) -> ChatReply:
             nonlocal said
             if said:
-                raise Refused("a candidate has one turn")
+                raise BadChatRequest("a candidate has one turn")
             said = True
-            return ChatReply(text, False, False, Usage(0, 0))
+            return ChatReply(text, False, False, TeacherUsage(0, 0))
 
         async with self._places:
             with worker.endpoint.serving(say) as url:
                 outcome = await worker.play(task, url)
         error = outcome.error or ("" if outcome.reward is not None else "no_verdict")
-        return Candidate(self._extract(text), outcome.reward, error)
+        return JudgedCandidate(self._extract(text), outcome.reward, error)
 
     async def _open(self) -> VerifiersWorker:
         async with self._opening:

@@ -21,18 +21,18 @@ from jinja2 import TemplateError
 
 from protocols.episodes import Observation, Turn
 from protocols.errors import DataError
-from protocols.teacher_replay import Message, Tool
+from protocols.teacher_replay import AgentMessage, AgentTool
 
 NO_DOCUMENT = "none"
 
 
-def messages_so_far(opening: Observation, turns: Sequence[Turn]) -> tuple[Message, ...]:
+def messages_so_far(opening: Observation, turns: Sequence[Turn]) -> tuple[AgentMessage, ...]:
     """All that the agent saw and said, up to the end of the last of `turns`."""
-    later = (m for t in turns for m in (Message("assistant", t.text), *t.observation.messages))
+    later = (m for t in turns for m in (AgentMessage("assistant", t.text), *t.observation.messages))
     return (*opening.messages, *later)
 
 
-class Conversation:
+class ChatRenderer:
     """What a student reads, as ids; `documents` are the texts that cartridges stand in for.
 
     `document` is a name among them, or None for a conversation without any. Methods raise
@@ -55,14 +55,17 @@ class Conversation:
         """What stands before an opening: the system block, or the very first token alone."""
         if document not in self._heads:
             if document is None:
-                ids = self._ids(None, (Message("user", "x"),))[:1]
+                ids = self._ids(None, (AgentMessage("user", "x"),))[:1]
             else:
                 ids = self._ids(document, (), generation=False)
             self._heads[document] = ids
         return self._heads[document]
 
     def opening(
-        self, document: str | None, messages: Sequence[Message], tools: Sequence[Tool] = ()
+        self,
+        document: str | None,
+        messages: Sequence[AgentMessage],
+        tools: Sequence[AgentTool] = (),
     ) -> tuple[int, ...]:
         """The ids of a conversation after its head, with the generation prompt at the end."""
         head = self.head(document)
@@ -121,9 +124,9 @@ class Conversation:
 
     def saying(self, text: str) -> tuple[int, ...]:
         """A response of these words, as the template writes one, up to its end token."""
-        user = (Message("user", "x"),)
+        user = (AgentMessage("user", "x"),)
         asked = self._text(None, user)
-        whole = self._text(None, (*user, Message("assistant", text)), generation=False)
+        whole = self._text(None, (*user, AgentMessage("assistant", text)), generation=False)
         if not whole.startswith(asked):
             raise DataError(
                 "the chat template does not write a response after its generation prompt: no text "
@@ -139,9 +142,9 @@ class Conversation:
 
     def _hint_block(self, hint: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids of the hint as a user message after others, and of the generation prompt."""
-        user = (Message("user", "x"),)
+        user = (AgentMessage("user", "x"),)
         one = self._text(None, user, generation=False)
-        two = self._text(None, (*user, Message("user", hint)), generation=False)
+        two = self._text(None, (*user, AgentMessage("user", hint)), generation=False)
         asked = self._text(None, user)
         if not (two.startswith(one) and asked.startswith(one)):
             raise DataError(
@@ -156,8 +159,8 @@ class Conversation:
     def _ids(
         self,
         document: str | None,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
+        messages: Sequence[AgentMessage],
+        tools: Sequence[AgentTool] = (),
         generation: bool = True,
     ) -> tuple[int, ...]:
         return tuple(self._render(document, messages, tools, generation, tokenize=True))
@@ -165,8 +168,8 @@ class Conversation:
     def _text(
         self,
         document: str | None,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
+        messages: Sequence[AgentMessage],
+        tools: Sequence[AgentTool] = (),
         generation: bool = True,
     ) -> str:
         text: str = self._render(document, messages, tools, generation, tokenize=False)
@@ -175,8 +178,8 @@ class Conversation:
     def _render(
         self,
         document: str | None,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
+        messages: Sequence[AgentMessage],
+        tools: Sequence[AgentTool],
         generation: bool,
         tokenize: bool,
     ) -> Any:
@@ -185,7 +188,7 @@ class Conversation:
                 f"a task reads {document}, which is none of the run's documents: "
                 f"{', '.join(sorted(self._documents))}; add it, or name one of them"
             )
-        system = [] if document is None else [Message("system", self._documents[document])]
+        system = [] if document is None else [AgentMessage("system", self._documents[document])]
         try:
             return self._tokenizer.apply_chat_template(
                 [{"role": m.role, "content": m.content} for m in (*system, *messages)],
@@ -202,7 +205,7 @@ class Conversation:
             ) from error
 
 
-def _schema(tool: Tool) -> dict[str, Any]:
+def _schema(tool: AgentTool) -> dict[str, Any]:
     """A tool as chat templates expect it."""
     function = {
         "name": tool.name,

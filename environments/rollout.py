@@ -14,13 +14,13 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from environments.renderer import NO_DOCUMENT, Conversation
-from protocols.episodes import Episode, Move, Observation, Task, Turn
+from environments.renderer import NO_DOCUMENT, ChatRenderer
+from protocols.episodes import EnvironmentRequest, Episode, Observation, Task, Turn
 from protocols.errors import PublishError
 from protocols.ports import Generate
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 
-Moving = Callable[[Sequence[Move]], Awaitable[Sequence[Observation]]]
+Moving = Callable[[Sequence[EnvironmentRequest]], Awaitable[Sequence[Observation]]]
 Ended = Callable[[Sequence[Episode]], Awaitable[None]]
 
 BARE = PrefixRef(f"document/{NO_DOCUMENT}", 0)
@@ -35,7 +35,7 @@ async def run_episodes(
     tasks: Sequence[Task],
     generate: Generate,
     move: Moving,
-    conversation: Conversation,
+    conversation: ChatRenderer,
     *,
     group_size: int,
     sampling: Sampling,
@@ -57,7 +57,7 @@ async def run_episodes(
     members = [
         (replace(task, id=f"{task.id}/{m}"), task.id) for task in tasks for m in range(group_size)
     ]
-    openings = await move([Move(task) for task, _ in members]) if members else []
+    openings = await move([EnvironmentRequest(task) for task, _ in members]) if members else []
     episodes = [
         _judged(Episode(task, group, opening, (), sampling, None), opening)
         for (task, group), opening in zip(members, openings, strict=True)
@@ -83,7 +83,9 @@ async def run_episodes(
             for (request, branch), completion in zip(asked.values(), completions, strict=True)
         ]
         moves = [
-            Move(episodes[i].task, (*(said.text for said in episodes[i].turns), turn.text))
+            EnvironmentRequest(
+                episodes[i].task, (*(said.text for said in episodes[i].turns), turn.text)
+            )
             for i, turn in zip(asked, turns, strict=True)
         ]
         observations = await move(moves)
@@ -111,7 +113,7 @@ def _judged(episode: Episode, seen: Observation) -> Episode:
 
 
 def _turn(
-    request: GenerateRequest, branch: int, completion: Completion, conversation: Conversation
+    request: GenerateRequest, branch: int, completion: Completion, conversation: ChatRenderer
 ) -> Turn:
     """The student's part of a turn; what came of it is not known yet."""
     if completion.error:

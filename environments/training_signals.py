@@ -15,14 +15,14 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-from environments.renderer import Conversation, messages_so_far
-from environments.action_parsing import Dialect
+from environments.action_parsing import ActionFormat
 from environments.hints import Hints
+from environments.renderer import ChatRenderer, messages_so_far
 from protocols import teacher_replay
-from protocols.train_batch import HintedTurn, PreferencePair, RLSample
 from protocols.episodes import Episode, Turn
 from protocols.errors import DataError
 from protocols.teacher_replay import ReplayState
+from protocols.train_batch import HintedTurn, PolicySample, PreferencePair
 from protocols.types import Sample
 from teachers.actions import action_of
 
@@ -30,7 +30,7 @@ TOOL_VERSION = -1  # of tokens that no version of the student sampled
 HINTS_AT_ONCE = 8
 
 
-def rl_samples(episodes: Sequence[Episode]) -> list[RLSample]:
+def rl_samples(episodes: Sequence[Episode]) -> list[PolicySample]:
     """A sample of every branch of every episode that said anything; each has the episode's reward.
 
     The first branch has the episode's id, branch 1 that id and "/branch1". What tools and the
@@ -56,7 +56,7 @@ def turn_samples(episodes: Sequence[Episode]) -> list[Sample]:
 
 
 async def hinted_turns(
-    episodes: Sequence[Episode], hints: Hints, conversation: Conversation
+    episodes: Sequence[Episode], hints: Hints, conversation: ChatRenderer
 ) -> tuple[list[HintedTurn], Counter[str]]:
     """The turns that met an error, each under its hint, and how many had to be left out and why.
 
@@ -101,7 +101,7 @@ def expected_of(episode: Episode) -> str | None:
 
 
 def replay_states(
-    episodes: Sequence[Episode], dialect: Dialect
+    episodes: Sequence[Episode], dialect: ActionFormat
 ) -> list[tuple[ReplayState, tuple[int, ...], tuple[int, ...]]]:
     """Every turn as (its state, context ids, response ids).
 
@@ -129,11 +129,11 @@ def replay_states(
 
 
 def training_pair(
-    preferred: teacher_replay.PreferencePair,
+    preferred: teacher_replay.PreferenceActions,
     context_ids: Sequence[int],
     response_ids: Sequence[int],
-    conversation: Conversation,
-    dialect: Dialect,
+    conversation: ChatRenderer,
+    dialect: ActionFormat,
     document: str,
     ref_chosen: float,
     ref_rejected: float,
@@ -157,7 +157,7 @@ def training_pair(
     )  # fmt: skip
 
 
-def _rl_sample(episode: Episode, branch: int, turns: Sequence[Turn]) -> RLSample:
+def _rl_sample(episode: Episode, branch: int, turns: Sequence[Turn]) -> PolicySample:
     first = turns[0]
     ids: list[int] = []
     logprobs: list[float] = []
@@ -173,7 +173,7 @@ def _rl_sample(episode: Episode, branch: int, turns: Sequence[Turn]) -> RLSample
         _sample_id(episode, branch), episode.task.document, first.context_ids, tuple(ids),
         tuple(logprobs), tuple(versions),
     )  # fmt: skip
-    return RLSample(
+    return PolicySample(
         sample, tuple(trained), episode.sampling, episode.group, episode.reward, episode.error_kind
     )
 

@@ -31,7 +31,7 @@ HEADS = ("95% CI", "n", "unparsed")  # beside an accuracy
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-class Display:
+class ConsoleDisplay:
     """Shows a run: `with Display("longhealth") as display: display.update(status)`.
 
     `update` may be called as often as one polls; `line` prints a line above the panel. `clock` is
@@ -58,7 +58,7 @@ class Display:
         # No refresh thread: the panel changes when `update` is called and at no other time.
         self._live = Live(console=self.console, auto_refresh=False) if live else None
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> ConsoleDisplay:
         if self._live:
             self._live.start()
         return self

@@ -11,25 +11,25 @@ Rows = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class Section:
-    """A titled table: `Section("budget", ("", ""), (("prompts a step", "32"),))`."""
+class TableSection:
+    """A titled table: `TableSection("budget", ("", ""), (("prompts a step", "32"),))`."""
 
     title: str
     columns: tuple[str, ...]
     rows: Rows
 
 
-def facts(title: str, rows: Iterable[tuple[str, str]]) -> Section:
+def facts(title: str, rows: Iterable[tuple[str, str]]) -> TableSection:
     """Make a section of names and what they are, which needs no heads."""
-    return Section(title, ("", ""), tuple(rows))
+    return TableSection(title, ("", ""), tuple(rows))
 
 
-def lines(title: str, texts: Iterable[str]) -> Section:
+def lines(title: str, texts: Iterable[str]) -> TableSection:
     """Make a section of plain lines."""
-    return Section(title, ("",), tuple((text,) for text in texts))
+    return TableSection(title, ("",), tuple((text,) for text in texts))
 
 
-def render(sections: Sequence[Section], *, terminal: bool) -> str:
+def render(sections: Sequence[TableSection], *, terminal: bool) -> str:
     """Render as text: aligned lines, or with `terminal` rich's tables at the terminal's width."""
     if not terminal:
         return "\n\n".join(map(_plain, sections)) + "\n"
@@ -53,12 +53,12 @@ def render(sections: Sequence[Section], *, terminal: bool) -> str:
     return capture.get()
 
 
-def as_json(sections: Sequence[Section]) -> str:
+def as_json(sections: Sequence[TableSection]) -> str:
     """Render as JSON: `[{"title", "columns", "rows"}, ...]`."""
     return json.dumps([asdict(section) for section in sections], indent=1) + "\n"
 
 
-def markdown_table(section: Section) -> str:
+def markdown_table(section: TableSection) -> str:
     """A section's rows in Markdown, without its title."""
     lines = (section.columns, ("---",) * len(section.columns), *section.rows)
     return "\n".join(f"| {' | '.join(map(markdown_text, line))} |" for line in lines)
@@ -95,7 +95,7 @@ def _scaled(count: float, units: tuple[str, ...]) -> str:
     return f"{count:.3g} {units[step]}".rstrip()
 
 
-def _plain(section: Section) -> str:
+def _plain(section: TableSection) -> str:
     table = [section.columns, *section.rows] if any(section.columns) else list(section.rows)
     widths = [max(len(row[i]) for row in table) for i in range(len(section.columns))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in table]

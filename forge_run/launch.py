@@ -23,15 +23,15 @@ from typing import Any
 
 from rich.console import Console
 
-from forge_run.console import Display, print_results
+from forge_run.console import ConsoleDisplay, print_results
 from forge_run.reachable_address import reached_at
 from protocols.errors import CheckpointError, ForgeError, RunError
-from protocols.spec.mesh import RunSpec
 from protocols.spec.loading import load_resolved
+from protocols.spec.mesh import RunSpec
 from protocols.spec.yaml_source import dump_yaml
 from services.hosts.source import LINK_ENVIRONMENT
-from services.run_directory import RunDirectory
 from services.proc_info import descendants
+from services.run_directory import RunDirectory
 
 UNFINISHED = "unfinished"  # in place of a run to resume: the latest, unless it finished
 MAY_CHANGE = ("mesh.hosts", "mesh.roles.trainer.procs", "learn.train.shard_base")  # on resuming
@@ -65,11 +65,11 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
     """Run to the end, or to a checkpoint when interrupted. Returns the exit code:
     0 finished, 130 / 143 stopped by SIGINT / SIGTERM. Raises ForgeError for what failed."""
     os.environ.update(monarch_environment(spec))
-    caught = Signals()
+    caught = SignalFlag()
     console = Console()
     error: ForgeError | None = None
     cut_off = False
-    with caught, Display(spec.mesh.name, console) as display:
+    with caught, ConsoleDisplay(spec.mesh.name, console) as display:
         directory, resumed = open_directory(spec, run_dir, resume, display.line)
         display.line(f"run {directory.id}")
         try:
@@ -145,7 +145,7 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
     return [] if a == b else [path]
 
 
-class Signals:
+class SignalFlag:
     """Notes SIGINT and SIGTERM instead of dying of them.
 
     SIGINT is ignored while the mesh's processes are spawned, which they inherit: a terminal's
@@ -157,7 +157,7 @@ class Signals:
         self.count = 0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> SignalFlag:
         self._before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._note)
         return self
@@ -176,7 +176,11 @@ class Signals:
 
 
 def _drive(
-    spec: RunSpec, directory: RunDirectory, resume: bool, display: Display, caught: Signals
+    spec: RunSpec,
+    directory: RunDirectory,
+    resume: bool,
+    display: ConsoleDisplay,
+    caught: SignalFlag,
 ) -> bool:
     """False for a run that had to be cut off: then nothing of Monarch may be used any more."""
     import monarch.actor as monarch

@@ -7,18 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from actors.base import VLLM_REMEDY, gpus_here, missing_vllm
-from protocols.spec.teacher_replay import ReplaySpec, TeacherSpec
+from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
-from protocols.spec.errors import Fault, combined
-from protocols.spec.yaml_source import Place
+from protocols.spec.teacher_replay import ReplaySpec, ReplayTeacherSpec
+from protocols.spec.yaml_source import SourceLocation
 
 
-def resolved_place(key: str) -> Place:
+def resolved_place(key: str) -> SourceLocation:
     """The place of a key when the files that set it are not at hand (a resumed run)."""
-    return Place("the resolved spec", 0, Path())
+    return SourceLocation("the resolved spec", 0, Path())
 
 
-def require_runnable(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> None:
+def require_runnable(
+    spec: RunSpec, place: Callable[[str], SourceLocation] = resolved_place
+) -> None:
     """Raise SpecError when this spec cannot run on this machine today, every reason a line.
 
     `place` says where a dotted key was written (`Loaded.place`).
@@ -28,13 +30,15 @@ def require_runnable(spec: RunSpec, place: Callable[[str], Place] = resolved_pla
         raise combined(faults)
 
 
-def unmet(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> list[Fault]:
+def unmet(
+    spec: RunSpec, place: Callable[[str], SourceLocation] = resolved_place
+) -> list[SpecProblem]:
     """The reasons why this spec cannot run here and now; empty when it can."""
     faults = []
 
     def cannot(key: str, value: object, why: str, remedy: str) -> None:
         where = place(key)
-        faults.append(Fault(where, f"{key}: {value} {why}: set at {where}; {remedy}"))
+        faults.append(SpecProblem(where, f"{key}: {value} {why}: set at {where}; {remedy}"))
 
     mesh, learn = spec.mesh, spec.learn
     trainer = mesh.roles.trainer
@@ -96,7 +100,7 @@ def _check_keys(replay: ReplaySpec | None, cannot: Callable[[str, object, str, s
         cannot("replay.teachers", name, why, remedy)
 
 
-def missing_key(teacher: TeacherSpec) -> bool:
+def missing_key(teacher: ReplayTeacherSpec) -> bool:
     """Whether the environment has no API key for the teacher."""
     return not os.environ.get(teacher.key_env or "")
 

@@ -9,10 +9,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from learning.packing import Packed, text_of
 from learning.losses.channel import LossChannel
 from learning.micro_batch import ChannelTokens, Item, MicroBatch
-from protocols.train_batch import Lesson
+from learning.packing import PackedRows, text_of
+from protocols.train_batch import TrainBatch
 from protocols.types import Sample
 
 Member = tuple[str, int]  # a group of samples: the name of its set, and its index there
@@ -26,7 +26,7 @@ class PreparedBatch:
     student reads; `items` is by channel.
     """
 
-    batch: Lesson
+    batch: TrainBatch
     channels: Sequence[LossChannel]
     sets: Mapping[str, Sequence[tuple[Sample, ...]]]
     read: Mapping[str, Sequence[int]]
@@ -92,7 +92,7 @@ class PreparedBatch:
         return parts[rank] + [[]] * (most - len(parts[rank]))
 
     def micro_batch(
-        self, part: Sequence[Member], pack: Callable[[list[Sample]], Packed]
+        self, part: Sequence[Member], pack: Callable[[list[Sample]], PackedRows]
     ) -> MicroBatch:
         """Lay one of `split`'s micro-batches out."""
         texts: list[Sample] = []
@@ -130,7 +130,7 @@ class PreparedBatch:
         return MicroBatch(self.batch, pack(texts).only(torch.cat(marks)), tokens)
 
 
-def prepare(batch: Lesson, channels: Sequence[LossChannel], version: int) -> PreparedBatch:
+def prepare(batch: TrainBatch, channels: Sequence[LossChannel], version: int) -> PreparedBatch:
     """Check a batch, and ask the channels what they read: before any forward.
 
     Raises DataError for a batch that does not fit together, StaleTokenError for references or

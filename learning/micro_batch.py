@@ -1,4 +1,5 @@
-"""One micro-batch: the rows of a student forward, and where every channel's tokens stand in them."""
+"""One micro-batch: the rows of a student forward, and where every channel's tokens stand in
+them."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from learning.packing import Packed
-from protocols.train_batch import Lesson
+from learning.packing import PackedRows
+from protocols.train_batch import TrainBatch
 
 # A group of a channel's samples by index, and which of the group's response tokens bear the loss.
 Item = tuple[int, Sequence[int]]
@@ -40,6 +41,6 @@ class MicroBatch:
     the step's whole batch.
     """
 
-    batch: Lesson
-    packed: Packed
+    batch: TrainBatch
+    packed: PackedRows
     tokens: Mapping[str, ChannelTokens]

@@ -17,18 +17,20 @@ import torch
 from torch import Tensor
 
 from learning.model.attention import PrefixContext
-from learning.model.loading import hidden_states, recomputing
-from learning.model.chunked_logits import Projection, chunk_tokens
+from learning.model.chunked_logits import ChunkedLogits, chunk_tokens
 from learning.model.fsdp import vocabulary
+from learning.model.loading import hidden_states, recomputing
 from protocols.errors import DataError
 from protocols.types import Sample
 
-if TYPE_CHECKING:  # importing it takes seconds, which learning.model.loading leaves to who loads one
+if (
+    TYPE_CHECKING
+):  # importing it takes seconds, which learning.model.loading leaves to who loads one
     from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedRows:
     """C documents x R rows of T tokens. `ids`, `positions`, `segments` are [C*R, T].
 
     names[c]        the prefix that group c sees: by default a document's
@@ -45,7 +47,7 @@ class Packed:
     column: Tensor
     targets: Tensor
 
-    def only(self, needed: Tensor) -> Packed:
+    def only(self, needed: Tensor) -> PackedRows:
         """The same rows, with logits for the marked [N] response tokens alone."""
         return replace(
             self, row=self.row[needed], column=self.column[needed], targets=self.targets[needed]
@@ -61,7 +63,7 @@ def pack(
     prefix_tokens: Mapping[str, int],
     row_tokens: int,
     prefix: Callable[[Sample], str] = of_document,
-) -> Packed:
+) -> PackedRows:
     """Lay samples into rows, first fit by decreasing length within each prefix. Samples of the
     same tokens over the same prefix share a place, whichever of them are prompt and which response:
     an episode that two channels learn from is read once.
@@ -118,7 +120,7 @@ def pack(
         row_of += [row] * len(s.response_ids)
         column_of += range(column - 1, column - 1 + len(s.response_ids))
         targets += s.response_ids
-    return Packed(
+    return PackedRows(
         names, ids, positions, segments,
         torch.tensor(row_of), torch.tensor(column_of), torch.tensor(targets),
     )  # fmt: skip
@@ -143,7 +145,7 @@ def check_rows(samples: Iterable[Sample], row_tokens: int) -> None:
 
 
 def response_logits(
-    model: PreTrainedModel, packed: Packed, kv: Tensor, lengths: Tensor | None = None
+    model: PreTrainedModel, packed: PackedRows, kv: Tensor, lengths: Tensor | None = None
 ) -> Tensor:
     """Logits [N, V] in float32 that predict each response token, in sample order.
 
@@ -155,13 +157,13 @@ def response_logits(
 
 def response_tokens(
     model: PreTrainedModel,
-    packed: Packed,
+    packed: PackedRows,
     kv: Tensor,
     lengths: Tensor | None = None,
     *,
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
-) -> Projection:
+) -> ChunkedLogits:
     """The same logits, to be read in chunks of at most `logit_bytes`.
 
     With `recompute_layers` the layers keep their inputs alone for the backward pass.
@@ -179,7 +181,9 @@ def response_tokens(
             PrefixContext(kv=kv, lengths=lengths),
         )
     chunk = chunk_tokens(model.config.vocab_size, logit_bytes)
-    return Projection(hidden[packed.row, packed.column], packed.targets, vocabulary(model), chunk)
+    return ChunkedLogits(
+        hidden[packed.row, packed.column], packed.targets, vocabulary(model), chunk
+    )
 
 
 def stack_prefixes(prefixes: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -196,10 +200,10 @@ def stack_prefixes(prefixes: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     return stacked, torch.tensor(lengths, device=first.device)
 
 
-def _one_token(name: str, position: int) -> Packed:
+def _one_token(name: str, position: int) -> PackedRows:
     none = torch.zeros(0, dtype=torch.long)
     one = torch.zeros(1, 1, dtype=torch.long)
-    return Packed((name,), one, one + position, one, none, none, none)
+    return PackedRows((name,), one, one + position, one, none, none, none)
 
 
 def _length(sample: Sample) -> int:

@@ -13,22 +13,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from learning.packing import pack, response_tokens, stack_prefixes
 from learning.losses.dpo import is_stale, summed_by_pair
-from learning.model.document_kv import DocumentCache
-from learning.model.chunked_logits import Projection
+from learning.model.chunked_logits import ChunkedLogits
+from learning.model.document_kv import DocumentKVCache
+from learning.packing import pack, response_tokens, stack_prefixes
 from learning.teacher_logprobs import top_k
 from protocols.train_batch import PreferencePair, completions
 from protocols.types import Sample
 
-if TYPE_CHECKING:  # importing it takes seconds, which learning.model.loading leaves to who loads one
+if (
+    TYPE_CHECKING
+):  # importing it takes seconds, which learning.model.loading leaves to who loads one
     from transformers import PreTrainedModel
 
 LOGIT_BYTES = 256 * 2**20  # of a teacher that wants a few numbers a token
 
 
 def score(
-    model: PreTrainedModel, samples: Sequence[Sample], documents: DocumentCache, row_tokens: int
+    model: PreTrainedModel, samples: Sequence[Sample], documents: DocumentKVCache, row_tokens: int
 ) -> Tensor:
     """Logits [N, V] (float32) of every response token with its sample's document as the prefix.
 
@@ -37,7 +39,7 @@ def score(
     return score_over(model, samples, prefixes_of(samples, documents), row_tokens)
 
 
-def prefixes_of(samples: Sequence[Sample], documents: DocumentCache) -> dict[str, Tensor]:
+def prefixes_of(samples: Sequence[Sample], documents: DocumentKVCache) -> dict[str, Tensor]:
     """The KV [L, 2, H_kv, T, D] of every document that the samples name."""
     return {name: documents.get(name) for name in sorted({s.document for s in samples})}
 
@@ -114,7 +116,7 @@ def _scored(
     prefixes: Mapping[str, Tensor],
     row_tokens: int,
     logit_bytes: int | None,
-) -> Projection:
+) -> ChunkedLogits:
     """The response tokens' logits, to be read."""
     packed = pack(samples, {name: kv.shape[3] for name, kv in prefixes.items()}, row_tokens)
     kv, lengths = stack_prefixes([prefixes[name] for name in packed.names])

@@ -27,25 +27,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from learning.batch import prepare
-from learning.packing import check_rows, pack, response_tokens
 from learning.cartridge.bank import CartridgeBank
 from learning.cartridge.composition import prefix_lengths, prefix_name, student_kv
 from learning.losses.channel import LossChannel
-from learning.losses.terms import Tally
-from learning.model.distributed import ALONE, Ranks
+from learning.losses.terms import LossAccumulator
+from learning.model.distributed import ALONE, ProcessGroup
 from learning.model.fsdp import is_sharded
-from protocols.train_batch import Lesson
+from learning.packing import check_rows, pack, response_tokens
 from protocols.errors import RunError, StaleTokenError
+from protocols.train_batch import TrainBatch
 from protocols.types import Sample, TrainStepOutput
 
-if TYPE_CHECKING:  # importing it takes seconds, which learning.model.loading leaves to who loads one
+if (
+    TYPE_CHECKING
+):  # importing it takes seconds, which learning.model.loading leaves to who loads one
     from transformers import PreTrainedModel
 
 OFFLINE_VERSION = -1  # the version of tokens that a document teacher wrote
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRateSchedule:
     """Learning rate over `steps`: linear warm-up, then cosine down to a tenth of the peak."""
 
     lr: float
@@ -95,7 +97,7 @@ def train_step(
     model: PreTrainedModel,
     bank: CartridgeBank,
     optimizer: torch.optim.Optimizer,
-    batch: Lesson,
+    batch: TrainBatch,
     channels: Sequence[LossChannel],
     *,
     lr: float,
@@ -107,7 +109,7 @@ def train_step(
     compare_gradients: bool = False,
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = ALONE,
 ) -> TrainStepOutput:
     """One update by `channels`, which all weigh something, the same on all `ranks`.
 
@@ -125,7 +127,7 @@ def train_step(
     check_rows(texts, row_tokens)
     weights = {channel.name: channel.weight for channel in channels}
     counts = {channel.name: channel.denominator(batch) for channel in channels}
-    tally = Tally(weights)
+    tally = LossAccumulator(weights)
 
     alone = {name: bank.frozen.shape[4] + bank.trainable.shape[4] for name in bank.names}
     prefix_tokens = prefix_lengths(texts, alone)

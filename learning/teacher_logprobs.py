@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from protocols.train_batch import StoredScores
+from protocols.train_batch import PrecomputedScores
 
 
 @dataclass(frozen=True)
-class Teacher:
+class TeacherDistribution:
     """The teacher's view of N response tokens: `logits` [N, V], or its top k
     (`indices`, `logprobs` [N, k], log-probabilities under the whole vocabulary)."""
 
@@ -28,27 +28,29 @@ class Teacher:
         assert one is not None
         return len(one)
 
-    def rows(self, which: slice | Tensor) -> Teacher:
+    def rows(self, which: slice | Tensor) -> TeacherDistribution:
         """The teacher's view of some of the tokens: a slice, or indices [n]."""
         return self._each(lambda x: x[which])
 
-    def to(self, device: torch.device) -> Teacher:
+    def to(self, device: torch.device) -> TeacherDistribution:
         """The same where the student is: scores come off the tensor plane on the host, and reach
         the device a chunk of tokens at a time."""
         return self._each(lambda x: x.to(device))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Teacher:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TeacherDistribution:
         held = (self.logits, self.indices, self.logprobs)
-        return Teacher(*(None if x is None else change(x) for x in held))
+        return TeacherDistribution(*(None if x is None else change(x) for x in held))
 
 
-def of_stored(stored: StoredScores) -> Teacher:
+def of_stored(stored: PrecomputedScores) -> TeacherDistribution:
     """The view of a sample's tokens that was kept when its text was written."""
     indices = torch.tensor(stored.ids, dtype=torch.int32)
-    return Teacher(indices=indices, logprobs=torch.tensor(stored.logprobs))
+    return TeacherDistribution(indices=indices, logprobs=torch.tensor(stored.logprobs))
 
 
-def joined(parts: Sequence[tuple[Sequence[int], Teacher]], lengths: Sequence[int]) -> Teacher:
+def joined(
+    parts: Sequence[tuple[Sequence[int], TeacherDistribution]], lengths: Sequence[int]
+) -> TeacherDistribution:
     """One view of all samples' tokens, in the samples' order, from views of some of them each.
 
     `lengths[i]` are the tokens of sample i; a part is the indices of its samples, in the order in
@@ -63,7 +65,9 @@ def joined(parts: Sequence[tuple[Sequence[int], Teacher]], lengths: Sequence[int
         [begins[i] + t for i, length in enumerate(lengths) for t in range(length)], dtype=torch.long
     )
     columns = zip(*((t.logits, t.indices, t.logprobs) for _, t in parts), strict=True)
-    return Teacher(*(None if x[0] is None else torch.cat(x)[rows.to(x[0].device)] for x in columns))
+    return TeacherDistribution(
+        *(None if x[0] is None else torch.cat(x)[rows.to(x[0].device)] for x in columns)
+    )
 
 
 def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -13,17 +13,19 @@ from torch import Tensor
 from learning.cartridge.bank import CartridgeBank
 from learning.checkpoint import Checkpoint, read_state, write_checkpoint, write_state
 from learning.losses.objective import active_channels
+from learning.model.distributed import ALONE, ProcessGroup
 from learning.model.loading import base_hash
-from learning.model.distributed import ALONE, Ranks
-from learning.step import Schedule, new_optimizer, train_step
-from learning.teacher_logprobs import Teacher
-from protocols.train_batch import Lesson
+from learning.step import LearningRateSchedule, new_optimizer, train_step
+from learning.teacher_logprobs import TeacherDistribution
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
+from protocols.train_batch import TrainBatch
 from protocols.types import Sample, TrainStepOutput
 
-if TYPE_CHECKING:  # importing it takes seconds, which learning.model.loading leaves to who loads one
+if (
+    TYPE_CHECKING
+):  # importing it takes seconds, which learning.model.loading leaves to who loads one
     from transformers import PreTrainedModel
 
 SNAPSHOT = "snapshot."
@@ -49,7 +51,7 @@ class CartridgeTrainer:
         objective: ObjectiveSpec | None = None,
         loss: LossSpec | None = None,
         publish_dtype: str = "float32",
-        ranks: Ranks = ALONE,
+        ranks: ProcessGroup = ALONE,
     ) -> None:
         """`bank` is the untrained one. On several `ranks` each has a trainer of its own, all called
         alike."""
@@ -68,7 +70,7 @@ class CartridgeTrainer:
         self._arm = ""
         self._step = 0
         self._last: TrainStepOutput | None = None
-        self._schedule = Schedule(spec.lr, spec.warmup_steps, 1)
+        self._schedule = LearningRateSchedule(spec.lr, spec.warmup_steps, 1)
         self._optimizer = new_optimizer(self.bank)
         self._last_state = last_state
         self._snapshots: dict[int, Tensor] = {}
@@ -80,7 +82,7 @@ class CartridgeTrainer:
         with torch.no_grad():
             self.bank.trainable.copy_(self._initial)
         self._optimizer = new_optimizer(self.bank)
-        self._schedule = Schedule(
+        self._schedule = LearningRateSchedule(
             self.spec.lr, min(self.spec.warmup_steps, max(1, steps // 2)), steps
         )
         self._arm, self._step, self._last = arm, 0, None
@@ -88,11 +90,15 @@ class CartridgeTrainer:
         self._keep()
         return self.version
 
-    def step(self, samples: Sequence[Sample], teacher: Teacher, version: int) -> TrainStepOutput:
+    def step(
+        self, samples: Sequence[Sample], teacher: TeacherDistribution, version: int
+    ) -> TrainStepOutput:
         """`step_on` the samples of document distillation alone."""
-        return self.step_on(Lesson(doc=tuple(samples), scores={"doc_teacher": teacher}), version)
+        return self.step_on(
+            TrainBatch(doc=tuple(samples), scores={"doc_teacher": teacher}), version
+        )
 
-    def step_on(self, batch: Lesson, version: int) -> TrainStepOutput:
+    def step_on(self, batch: TrainBatch, version: int) -> TrainStepOutput:
         """One optimiser step on `version`, which must be the current one; makes the next."""
         if version == self.version - 1 and self._last is not None:
             return self._last  # done, and its answer was lost
@@ -252,7 +258,7 @@ class CartridgeTrainer:
         self.version, self._arm, self._step = facts["version"], facts["arm"], facts["step"]
         last = facts["last"]
         self._last = last and TrainStepOutput(0.0, self.version, **last)
-        self._schedule = Schedule(self.spec.lr, facts["warmup_steps"], facts["steps"])
+        self._schedule = LearningRateSchedule(self.spec.lr, facts["warmup_steps"], facts["steps"])
         self._snapshots = {
             int(k.removeprefix(SNAPSHOT)): v.clone()
             for k, v in tensors.items()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocols.teacher_replay import Message, Tool
+from protocols.teacher_replay import AgentMessage, AgentTool
 from protocols.types import Sampling
 
 
@@ -40,8 +40,8 @@ class Observation:
     `expected` is the right answer, for checks after the episode; the agent never sees it.
     """
 
-    messages: tuple[Message, ...] = ()
-    tools: tuple[Tool, ...] = ()
+    messages: tuple[AgentMessage, ...] = ()
+    tools: tuple[AgentTool, ...] = ()
     done: bool = False
     reward: float | None = None
     error_kind: str = ""
@@ -52,7 +52,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Move:
+class EnvironmentRequest:
     """One step that is asked of an environment: `actions` are all of the episode so far, the last
     one new; none is a reset. Whoever lost the episode plays the others again first."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from protocols.records.run_files import MetricRow
 from protocols.records.status import PoolStatus, RunStatus
-from protocols.types import Completion, GenerateRequest, Packet, Span
+from protocols.types import Completion, GenerateRequest, TensorRef, TraceSpan
 
 if TYPE_CHECKING:
     import torch
@@ -33,16 +33,16 @@ class TensorPlane(Protocol):
     `delete` raise PlaneError for a key that does not exist. All bound their waiting.
     """
 
-    async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> Packet: ...
+    async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> TensorRef: ...
 
-    async def get(self, packet: Packet) -> dict[str, torch.Tensor]: ...
+    async def get(self, packet: TensorRef) -> dict[str, torch.Tensor]: ...
 
     async def delete(self, key: str) -> None: ...
 
     async def keys(self, prefix: str = "") -> list[str]: ...
 
 
-class Sink(Protocol):
+class TelemetrySink(Protocol):
     """Takes what a run tells of itself while it runs. Called from the controller's event loop: no
     call may wait for anything. What `event` gets is what events.jsonl gets, `metric` what
     metrics.jsonl gets; `status` comes about once a second.
@@ -52,7 +52,7 @@ class Sink(Protocol):
 
     def metric(self, row: MetricRow) -> None: ...
 
-    def span(self, span: Span) -> None: ...
+    def span(self, span: TraceSpan) -> None: ...
 
     def status(self, status: RunStatus) -> None: ...
 
@@ -61,7 +61,7 @@ class Sink(Protocol):
         ...
 
 
-class Steering(Protocol):
+class RunControl(Protocol):
     """What can be asked of a run from outside. Every method raises ForgeError with a remedy for
     what cannot be done, and leaves the run as it was.
     """

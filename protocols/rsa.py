@@ -14,8 +14,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What a run is about: `Problem("patient_01/7", "patient_01", "what is the sodium? options:
+class RSAProblem:
+    """What a run is about: `RSAProblem("patient_01/7", "patient_01", "what is the sodium? options:
     a) 41 mmol b) ...", {"options": ("41 mmol", ...), "correct": "41 mmol"})`.
 
     `document` is whose cartridge stands before it. `facts` are what its answers are judged by,
@@ -29,7 +29,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Standing:
+class AggregationInput:
     """The run `name` before population `step`; `texts` are population step - 1, empty at step 0.
 
     `stream` names the draw of its parents. At `step` T nothing more is asked: the last population
@@ -38,13 +38,13 @@ class Standing:
 
     name: str
     stream: str
-    problem: Problem
+    problem: RSAProblem
     step: int
     texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Candidate:
+class JudgedCandidate:
     """A judged text: its answer, None where it gives none, and its score, 1 or more where that is
     right. A text that could not be judged has score None and says why ("environment_died: ...")."""
 
@@ -54,14 +54,14 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedPopulation:
     """What an aggregator makes of a Standing; `candidates` has an entry for each of its texts.
 
     `chosen` is the one that speaks for the answer that most gave, None where none was given.
     `prompts` are those of population `step`, each with its `parents` among the texts.
     """
 
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[JudgedCandidate, ...] = ()
     chosen: int | None = None
     prompts: tuple[str, ...] = ()
     parents: tuple[tuple[int, ...], ...] = ()

@@ -1,8 +1,9 @@
 """The teacher replay: states that the student met, what teachers would do there, and the pairs.
 
-    ReplayState --asked of N teachers--> Vote x N --counted--> Verdict --> PreferencePair
+    ReplayState --asked of N teachers--> Vote x N --counted--> Verdict --> PreferenceActions
 
-Plain data: every record crosses processes as it is, and `teachers.vote_records` writes each as one line of
+Plain data: every record crosses processes as it is, and `teachers.vote_records` writes each as one
+line of
 JSON. Money is counted in whole nanodollars, so that sums are exact however they are grouped:
 a price of $1.25 per million tokens is 1250 nanodollars a token.
 """
@@ -19,18 +20,18 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True)
-class Message:
-    """One turn as the agent saw it: `Message("tool", "hemoglobin 9.1 g/dl")`."""
+class AgentMessage:
+    """One turn as the agent saw it: `AgentMessage("tool", "hemoglobin 9.1 g/dl")`."""
 
     role: Role
     content: str
 
 
 @dataclass(frozen=True)
-class Tool:
+class AgentTool:
     """A tool that the agent may call; `parameters` is the JSON schema of its arguments.
 
-    `Tool("read_value", "Read one value of a note.", {"type": "object", "properties":
+    `AgentTool("read_value", "Read one value of a note.", {"type": "object", "properties":
     {"note": {"type": "integer"}, "name": {"type": "string"}}, "required": ["note", "name"]})`
     """
 
@@ -40,28 +41,28 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class ToolCall:
-    """`ToolCall("read_value", {"note": 3, "name": "hemoglobin"})`."""
+class ToolAction:
+    """`ToolAction("read_value", {"note": 3, "name": "hemoglobin"})`."""
 
     tool: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One of the state's options, by its letter or its words: `Choice("B")`."""
+class OptionAction:
+    """One of the state's options, by its letter or its words: `OptionAction("B")`."""
 
     option: str
 
 
 @dataclass(frozen=True)
-class Text:
-    """An answer in free words: `Text("the dose was halved")`."""
+class TextAction:
+    """An answer in free words: `TextAction("the dose was halved")`."""
 
     text: str
 
 
-Action = ToolCall | Choice | Text
+Action = ToolAction | OptionAction | TextAction
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class ReplayState:
     """A state that the student met in a finished episode, and what it did there.
 
     `ReplayState("episode/12/3", 4, (Message("user", "What was the hemoglobin?"),
-    Message("tool", "error: no note 9")), (read_value,), ToolCall("read_value", {"note": 9,
+    Message("tool", "error: no note 9")), (read_value,), ToolAction("read_value", {"note": 9,
     "name": "hemoglobin"}), error_kind="missing_record", confidence=0.41)`
 
     `turn` counts the agent's turns from 0; `messages` is all it saw before this one. `options` are
@@ -80,8 +81,8 @@ class ReplayState:
 
     trace_id: str
     turn: int
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...]
+    messages: tuple[AgentMessage, ...]
+    tools: tuple[AgentTool, ...]
     student_action: Action
     options: tuple[str, ...] = ()
     error_kind: str = ""
@@ -89,8 +90,9 @@ class ReplayState:
 
 
 @dataclass(frozen=True)
-class Usage:
-    """Tokens of one call: `Usage(812, 41, 512)` read 812 at the full price and 512 from a cache."""
+class TeacherUsage:
+    """Tokens of one call: `TeacherUsage(812, 41, 512)` read 812 at the full price and 512 from a
+    cache."""
 
     input_tokens: int
     output_tokens: int
@@ -98,10 +100,10 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Vote:
+class TeacherVote:
     """What one teacher would do in a state, or why it abstains.
 
-    `Vote("9f2c...", "opus", "41d0...", '{"kind": "tool", ...}',
+    `TeacherVote("9f2c...", "opus", "41d0...", '{"kind": "tool", ...}',
     '{"arguments":{"note":3},"tool":"read_value"}', Usage(812, 41), 3180000, 1.9, 2, "")`
 
     `canonical` is None for an abstention, and `error` then says which: "refused", "unparseable:
@@ -117,7 +119,7 @@ class Vote:
     key: str
     raw: str
     canonical: str | None
-    usage: Usage | None
+    usage: TeacherUsage | None
     nanodollars: int
     latency_s: float
     attempts: int
@@ -135,10 +137,10 @@ VerdictReason = Literal[
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PanelVerdict:
     """What the votes of one state come to, with all that led to it.
 
-    `Verdict("9f2c...", "episode/12/3", 4, "pair", '{"choice":"B"}', '{"choice":"A"}',
+    `PanelVerdict("9f2c...", "episode/12/3", 4, "pair", '{"choice":"B"}', '{"choice":"A"}',
     (('{"choice":"B"}', 2), ('{"choice":"C"}', 1)), votes, "error_turn")`
 
     `chosen` and `rejected` (the student's) are canonical actions, `chosen` None but for a pair.
@@ -152,15 +154,16 @@ class Verdict:
     chosen: str | None
     rejected: str
     counts: tuple[tuple[str, int], ...]
-    votes: tuple[Vote, ...]
+    votes: tuple[TeacherVote, ...]
     asked_because: str
 
 
 @dataclass(frozen=True)
-class PreferencePair:
+class PreferenceActions:
     """Teachers' action over the student's, as text: re-tokenised in the student's own template.
 
-    `PreferencePair("9f2c...", "episode/12/3", 4, '{"choice":"B"}', '{"choice":"A"}', 2, 3)`: two of
+    `PreferenceActions("9f2c...", "episode/12/3", 4, '{"choice":"B"}', '{"choice":"A"}', 2, 3)`: two
+    of
     three valid votes. `ref_version` is the version whose log-probabilities are the reference, None
     until they are computed.
     """

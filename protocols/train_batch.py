@@ -1,11 +1,11 @@
-"""What the trainer learns from: the data of all channels in one record, `Lesson`.
+"""What the trainer learns from: the data of all channels in one record, `TrainBatch`.
 
     Sample           what the student wrote, read again beside its document
-    RLSample         an episode with its reward
-    HintedTurn       a turn of an RLSample, read under a hint
+    PolicySample         an episode with its reward
+    HintedTurn       a turn of an PolicySample, read under a hint
     PreferencePair   a better and a worse completion
-    ScoredPart       where a teacher's scores of some of these lie
-    StoredScores     those that were kept with a text
+    TeacherScores       where a teacher's scores of some of these lie
+    PrecomputedScores     those that were kept with a text
 
 Token ids only: text is never re-tokenised on the way. Every record checks itself when it is made.
 """
@@ -19,16 +19,16 @@ from typing import Any
 
 from protocols.errors import DataError
 from protocols.spec.mesh import HINTED_TEACHER
-from protocols.types import Packet, Sample, Sampling
+from protocols.types import Sample, Sampling, TensorRef
 
 
 @dataclass(frozen=True)
-class RLSample:
+class PolicySample:
     """An episode: what the student was given and wrote, and what it was worth.
 
     Two turns with a tool's answer (ids 40, 41) between them, the second of five in its group:
 
-        RLSample(
+        PolicySample(
             sample=Sample("desk/3/1", "patient_01", prompt_ids=(4, 91, 2), response_ids=(
                 7, 8, 40, 41, 9), sampler_logprobs=(-0.1, -0.7, 0.0, 0.0, -0.2),
                 versions=(3, 3, -1, -1, 3)),
@@ -86,8 +86,8 @@ class HintedTurn:
 
         HintedTurn("desk/3/1", start=0, stop=2, context_ids=(4, 91, 60, 61, 62, 2))
 
-    The turn is `response_ids[start:stop]` of the RLSample with the id `sample`. `context_ids` is
-    the teacher's whole context before the turn: the student's (its prompt and response up to
+    The turn is `response_ids[start:stop]` of the PolicySample with the id `sample`. `context_ids`
+    is the teacher's whole context before the turn: the student's (its prompt and response up to
     `start`) with the hint (60, 61, 62) spliced in. The turn's own tokens are the same on both
     sides and carry the loss, matched by their index in the response, never by position.
     """
@@ -137,24 +137,25 @@ class PreferencePair:
 
 
 @dataclass(frozen=True)
-class ScoredPart:
+class TeacherScores:
     """What a teacher scored in one pass: which of the samples, by index, and where that lies,
     sample by sample in this order (as `Scored` has it).
 
-    `(ScoredPart((0, 2), Packet(...)), ScoredPart((1,), Packet(...)))` are all of three samples.
+    `(TeacherScores((0, 2), Packet(...)), TeacherScores((1,), Packet(...)))` are all of three
+    samples.
     """
 
     samples: tuple[int, ...]
-    packet: Packet
+    packet: TensorRef
 
 
 @dataclass(frozen=True)
-class StoredScores:
+class PrecomputedScores:
     """What was kept of whoever wrote a sample: at each response token the k likeliest `ids` and
     their natural-log probabilities under the whole vocabulary. `sample` is its index in
-    `Lesson.doc`.
+    `TrainBatch.doc`.
 
-    `StoredScores(0, ids=((17, 4), (9, 2)), logprobs=((-0.1, -2.7), (-0.4, -1.6)))`
+    `PrecomputedScores(0, ids=((17, 4), (9, 2)), logprobs=((-0.1, -2.7), (-0.4, -1.6)))`
     """
 
     sample: int
@@ -171,7 +172,7 @@ class StoredScores:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainBatch:
     """What one step trains on: the data of every channel; any may be empty.
 
     doc, doc_trained  samples, and of each the response tokens that bear a loss (None: all)
@@ -187,8 +188,8 @@ class Lesson:
 
     doc: Sequence[Sample] = ()
     doc_trained: Sequence[tuple[bool, ...]] | None = None
-    doc_stored: Sequence[StoredScores] = ()
-    rl: Sequence[RLSample] = ()
+    doc_stored: Sequence[PrecomputedScores] = ()
+    rl: Sequence[PolicySample] = ()
     turns: Sequence[HintedTurn] = ()
     pairs: Sequence[PreferencePair] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -207,12 +208,12 @@ class Lesson:
         return {"doc_teacher": self.doc, HINTED_TEACHER: hinted(self.turns, self.rl)}
 
     @property
-    def packets(self) -> list[Packet]:
+    def packets(self) -> list[TensorRef]:
         """Where the teachers' scores lie on the tensor plane."""
         return [part.packet for parts in self.scores.values() for part in parts]
 
 
-def hinted(items: Sequence[HintedTurn], samples: Sequence[RLSample]) -> list[Sample]:
+def hinted(items: Sequence[HintedTurn], samples: Sequence[PolicySample]) -> list[Sample]:
     """Each item's turn as the teacher reads it: the hinted context, then the very same tokens.
 
     Raises DataError for an item whose sample is not there, or whose span is not wholly the

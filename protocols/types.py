@@ -54,10 +54,11 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Until:
+class StopCondition:
     """Where a response ends before its end token: looked at after every token.
 
-    `Until(strings=("\\n\\n",), patterns=(r"answer:.*\\n",), after=4)` ends with the token that
+    `StopCondition(strings=("\\n\\n",), patterns=(r"answer:.*\\n",), after=4)` ends with the token
+    that
     completes one of the strings, or a match of one of the regular expressions, in the text of the
     tokens so far, once there are `after` tokens. That token belongs to the response, so that text
     and ids agree; with `before` the response ends before the match instead: the first token that
@@ -95,7 +96,7 @@ class GenerateRequest:
     seed: int
     prompt_logprobs: bool = False
     top_logprobs: int = 0
-    until: Until | None = None
+    until: StopCondition | None = None
     first_draw: int = 0
 
 
@@ -128,10 +129,10 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Came:
+class TokenChunk:
     """Tokens of a response while it is being sampled, from the `first`-th on: as in `Completion`.
 
-    With `Until(before=True)` the response may end before tokens that came already.
+    With `StopCondition(before=True)` the response may end before tokens that came already.
     """
 
     request_id: str
@@ -177,7 +178,7 @@ class TensorLayout:
 
 
 @dataclass(frozen=True)
-class Packet:
+class TensorRef:
     """Where a packed buffer lies in the tensor plane and how to read it."""
 
     key: str
@@ -185,7 +186,7 @@ class Packet:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class CartridgeSnapshot:
     """One published version of every cartridge of a run.
 
     `names[c]` is the document whose cartridge is row c of the packet's tensor "kv"
@@ -194,18 +195,18 @@ class Snapshot:
 
     version: int
     names: tuple[str, ...]
-    packet: Packet
+    packet: TensorRef
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedReply:
     """Seconds of model compute inside an actor, so that the rest can be called orchestration."""
 
     compute_seconds: float
 
 
 @dataclass(frozen=True)
-class Generated(Timed):
+class GenerateOutput(TimedReply):
     """A generator's answer: completions in the order of the requests."""
 
     completions: tuple[Completion, ...] = ()
@@ -229,11 +230,11 @@ class EngineReport:
 
 
 @dataclass(frozen=True)
-class LookUps:
+class CacheStats:
     """How often a teacher looked a document's KV up: it was on the device, it was copied from host
     memory, or the document was read. `evictions` made room on the device.
 
-    `LookUps(hits=14, host_hits=2, misses=0, evictions=2)`
+    `CacheStats(hits=14, host_hits=2, misses=0, evictions=2)`
     """
 
     hits: int = 0
@@ -241,17 +242,17 @@ class LookUps:
     misses: int = 0
     evictions: int = 0
 
-    def __add__(self, other: LookUps) -> LookUps:
-        return LookUps(
+    def __add__(self, other: CacheStats) -> CacheStats:
+        return CacheStats(
             self.hits + other.hits,
             self.host_hits + other.host_hits,
             self.misses + other.misses,
             self.evictions + other.evictions,
         )
 
-    def since(self, before: LookUps) -> LookUps:
+    def since(self, before: CacheStats) -> CacheStats:
         """What came to it after `before`, of the same counts."""
-        return LookUps(
+        return CacheStats(
             self.hits - before.hits,
             self.host_hits - before.host_hits,
             self.misses - before.misses,
@@ -260,7 +261,7 @@ class LookUps:
 
 
 @dataclass(frozen=True)
-class Scored(Timed):
+class ScoreOutput(TimedReply):
     """A teacher's answer: its distributions over every response token, in sample order.
 
     The packet holds "indices" [N, k] int32 and "logprobs" [N, k] float32 (the teacher's top k at
@@ -268,13 +269,13 @@ class Scored(Timed):
     the look-ups that it took.
     """
 
-    packet: Packet = field(default_factory=lambda: Packet("", TensorLayout(())))
+    packet: TensorRef = field(default_factory=lambda: TensorRef("", TensorLayout(())))
     tokens: int = 0
-    documents: LookUps = field(default_factory=LookUps)
+    documents: CacheStats = field(default_factory=CacheStats)
 
 
 @dataclass(frozen=True)
-class TrainStepOutput(Timed):
+class TrainStepOutput(TimedReply):
     """What one optimiser step did. `version` is the version that the step produced.
 
     `kl` is the mean doc_kl per trained token, `grad_norm` that before clipping; `tokens` bore a
@@ -299,10 +300,10 @@ class TrainStepOutput(Timed):
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """One stretch of a run's time, for the trace and latencies. Seconds since the epoch.
 
-    `Span("generator[1]", "generate", 1785060942.10, 1785060942.24, {"request": "generator/17",
+    `TraceSpan("generator[1]", "generate", 1785060942.10, 1785060942.24, {"request": "generator/17",
     "step": 12, "version": 11, "waited": 0.003, "attempt": 1, "outcome": "ok"})` is a request as
     its replica served it; `waited` is how long it had no replica. A phase of the run has the lane
     "controller", its name ("score") and the facts "arm", "step" and "version".

@@ -18,16 +18,16 @@ import httpx2
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from registry.formats import forge
-from registry.formats import peft
-from registry.formats import tokasaurus
-from registry.formats.convert import read
 from protocols.errors import DataError
+from registry.formats import forge, peft, tokasaurus
+from registry.formats.convert import read
 from registry.importing import add_cartridge
-from registry.store import Entry, Library
+from registry.store import CartridgeStore, CartridgeVersion
 
 
-def push(entry: Entry, repo: str, *, private: bool = False, api: HfApi | None = None) -> str:
+def push(
+    entry: CartridgeVersion, repo: str, *, private: bool = False, api: HfApi | None = None
+) -> str:
     """Commit a version to a model repository, made if need be; returns the commit's address.
 
     Raises DataError where the version is damaged, or the hub refuses.
@@ -46,9 +46,9 @@ def push(entry: Entry, repo: str, *, private: bool = False, api: HfApi | None = 
 
 
 def pull(
-    library: Library, repo: str, name: str, *, revision: str | None = None,
+    library: CartridgeStore, repo: str, name: str, *, revision: str | None = None,
     api: HfApi | None = None,
-) -> Entry:  # fmt: skip
+) -> CartridgeVersion:  # fmt: skip
     """Add a repository's cartridge as the next version of `name`. Raises DataError."""
     hub = api or HfApi()
     with TemporaryDirectory(prefix="forge-pull-") as made:

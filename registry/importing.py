@@ -7,19 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from registry.formats import forge
-from registry.formats import run_checkpoint
-from registry.formats.cartridge_file import Cartridge
 from protocols.errors import CheckpointError, DataError
-from registry.store import Entry, Library
+from registry.formats import forge, run_checkpoint
+from registry.formats.cartridge_file import CartridgeFile
+from registry.store import CartridgeStore, CartridgeVersion
 
 RESULTS = "results.json"  # of a run directory, replaced whole at its end (services.run_directory)
 IMPORTED = ".imported"  # in the library: ids of the runs that `add_finished` added
 
 
 def add_from_run(
-    library: Library, path: Path, names: Mapping[str, str] | None = None
-) -> list[Entry]:
+    library: CartridgeStore, path: Path, names: Mapping[str, str] | None = None
+) -> list[CartridgeVersion]:
     """Add the cartridges of a run: all of them, or those in `names`, {in the run: in the library}.
 
     Raises DataError or CheckpointError.
@@ -30,8 +29,8 @@ def add_from_run(
 
 
 def add_cartridge(
-    library: Library, name: str, cartridge: Cartridge, source: Mapping[str, Any]
-) -> Entry:
+    library: CartridgeStore, name: str, cartridge: CartridgeFile, source: Mapping[str, Any]
+) -> CartridgeVersion:
     """Add one as the next version of `name`; `source` joins what it says of itself.
 
     Raises DataError.
@@ -42,17 +41,17 @@ def add_cartridge(
 
 
 def finished_runs(root: Path) -> list[Path]:
-    """The runs in `root`, which holds run_checkpoint, or the folders of meshes, that came to their end: the
-    oldest first. A run that still goes on, was interrupted or failed is not among them."""
+    """The runs in `root`, which holds run_checkpoint, or the folders of meshes, that came to their
+    end: the oldest first. A run that still goes on, was interrupted or failed is not among them."""
     found = {p.parent.resolve() for depth in ("*", "*/*") for p in root.glob(f"{depth}/{RESULTS}")}
     return sorted((p for p in found if _is_finished(p)), key=lambda p: (p.name, p))
 
 
-def add_finished(library: Library, root: Path) -> tuple[list[Entry], list[str]]:
+def add_finished(library: CartridgeStore, root: Path) -> tuple[list[CartridgeVersion], list[str]]:
     """Add the cartridges of all finished runs in `root` whose turn has not come yet. Returns the
     new entries, and why runs were passed by: those for another base model, most often. Each run
     is added once; what was dropped of it since does not come back."""
-    added: list[Entry] = []
+    added: list[CartridgeVersion] = []
     passed: list[str] = []
     noted = library.directory / IMPORTED
     done = set(noted.read_text().splitlines()) if noted.is_file() else set()

@@ -1,6 +1,7 @@
 """The library: versioned cartridges in a directory, each checked before it is let in.
 
-    library/patient_01/3/cartridge.safetensors    a cartridge in our own format (registry.formats.forge)
+    library/patient_01/3/cartridge.safetensors    a cartridge in our own format
+                                                  (registry.formats.forge)
     library/patient_01/3/manifest.json
     library/patient_01/last                       the newest version there ever was
     library/patient_01/tags/best                  the version that is called best
@@ -23,18 +24,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from registry.formats.base_model import Base, made_for, require_fit
+from protocols.errors import DataError
+from protocols.files import flush, write_atomically
+from registry.formats.base_model import BaseModelInfo, made_for, require_fit
 from registry.formats.forge import (
     FILE,
     MANIFEST,
-    Manifest,
+    CartridgeManifest,
     manifest_of,
     read_file,
     read_manifest,
     write_manifest,
 )
-from protocols.errors import DataError
-from protocols.files import flush, write_atomically
 from registry.names import LATEST, TAG, VERSION, CartridgeName, is_name, parse_cartridge
 
 LAST, INCOMING, TAGS = "last", ".incoming", "tags"
@@ -42,10 +43,10 @@ ABANDONED_SECONDS = 3600
 
 
 @dataclass(frozen=True)
-class Entry:
+class CartridgeVersion:
     """One version, and where its file lies."""
 
-    manifest: Manifest
+    manifest: CartridgeManifest
     path: Path
 
     @property
@@ -53,11 +54,11 @@ class Entry:
         return self.manifest.name, self.manifest.version
 
 
-class Library:
+class CartridgeStore:
     """A library for one base model. Every method may be called from any thread; those that read
     whole files say so. Raises DataError, with rule and remedy."""
 
-    def __init__(self, directory: Path, base: Base) -> None:
+    def __init__(self, directory: Path, base: BaseModelInfo) -> None:
         self.directory = Path(os.path.abspath(directory))
         self.base = base
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -76,7 +77,7 @@ class Library:
         found = (p for p in (self.directory / name).glob("*") if (p / MANIFEST).is_file())
         return sorted(int(p.name) for p in found if p.name.isdecimal())
 
-    def get(self, wanted: CartridgeName) -> Entry:
+    def get(self, wanted: CartridgeName) -> CartridgeVersion:
         """The version or tag asked for, or the newest."""
         versions = self.versions(wanted.name)
         if not versions:
@@ -104,7 +105,7 @@ class Library:
                 tags[path.name] = int(path.read_text())
         return {tag: version for tag, version in tags.items() if version in versions}
 
-    def tag(self, wanted: CartridgeName, tag: str) -> Entry:
+    def tag(self, wanted: CartridgeName, tag: str) -> CartridgeVersion:
         """Call a version `tag`, and no other of the cartridge any more."""
         if not re.fullmatch(TAG, tag) or tag == LATEST:
             raise DataError(
@@ -128,10 +129,10 @@ class Library:
         tagged = self.tags(name).values()
         return [v for v in self.versions(name)[:-keep] if v not in tagged]
 
-    def entries(self, name: str) -> list[Entry]:
+    def entries(self, name: str) -> list[CartridgeVersion]:
         return [self._entry(name, version) for version in self.versions(name)]
 
-    def by_path(self, text: str) -> Entry:
+    def by_path(self, text: str) -> CartridgeVersion:
         """A cartridge by its name, or by the path of a version in the library, never beyond it."""
         try:
             named = parse_cartridge(text)
@@ -159,7 +160,7 @@ class Library:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def add(self, name: str, file: Path, source: Mapping[str, Any]) -> Entry:
+    def add(self, name: str, file: Path, source: Mapping[str, Any]) -> CartridgeVersion:
         """Check an incoming file and let it in as the next version of `name`; reads it whole."""
         if not is_name(name):
             raise DataError(
@@ -198,13 +199,13 @@ class Library:
             shutil.rmtree(gone)
         return dropped
 
-    def _entry(self, name: str, version: int) -> Entry:
+    def _entry(self, name: str, version: int) -> CartridgeVersion:
         folder = self.directory / name / str(version)
         try:
             manifest = read_manifest(folder)
         except DataError as error:
             raise DataError(f"cartridge {name}@{version} is damaged: {error}") from error
-        return Entry(manifest, folder / FILE)
+        return CartridgeVersion(manifest, folder / FILE)
 
     def _last(self, name: str) -> int:
         noted = self.directory / name / LAST

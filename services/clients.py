@@ -19,25 +19,25 @@ from typing import Any, ClassVar
 
 from monarch.actor import Channel
 
-from protocols.train_batch import Lesson, PreferencePair
-from protocols.episodes import Move, Observation
+from protocols.episodes import EnvironmentRequest, Observation
 from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
-from protocols.teacher_replay import ReplayState, Verdict
-from protocols.rsa import Judged, Problem, Standing
+from protocols.rsa import AggregationInput, JudgedPopulation, RSAProblem
 from protocols.spec.mesh import HINTED_TEACHER
+from protocols.teacher_replay import PanelVerdict, ReplayState
+from protocols.train_batch import PreferencePair, TrainBatch
 from protocols.types import (
-    Came,
+    CartridgeSnapshot,
     Completion,
     EngineReport,
-    Generated,
+    GenerateOutput,
     GenerateRequest,
     Sample,
-    Scored,
-    Snapshot,
+    ScoreOutput,
+    TokenChunk,
     TrainStepOutput,
 )
-from services.pool.pool import Pool, Update
+from services.pool.pool import Pool, PoolUpdate
 from services.pool.replica import Replica, ask
 
 Replied = Callable[[Sequence[Completion]], None] | None
@@ -69,19 +69,19 @@ async def use_plane(pool: Pool, life: int, plane: TensorPlane) -> None:
 # -- cartridges: of every pool that reads what is published ---------------------------------------
 
 
-async def load_cartridges(pool: Pool, snapshot: Snapshot, keep: int) -> None:
+async def load_cartridges(pool: Pool, snapshot: CartridgeSnapshot, keep: int) -> None:
     """Have every replica read a published version; who comes later reads the newest `keep`."""
     await pool.update(CARTRIDGE, snapshot.version, "load", snapshot, keep=keep)
 
 
-def remember_cartridges(pool: Pool, snapshots: Sequence[Snapshot]) -> None:
+def remember_cartridges(pool: Pool, snapshots: Sequence[CartridgeSnapshot]) -> None:
     """Set what every replica reads that comes, or is told next."""
-    pool.remember(CARTRIDGE, [Update(CARTRIDGE, s.version, "load", (s,)) for s in snapshots])
+    pool.remember(CARTRIDGE, [PoolUpdate(CARTRIDGE, s.version, "load", (s,)) for s in snapshots])
 
 
 def remember_files(pool: Pool, files: Mapping[int, tuple[str, str]]) -> None:
     """Set what every replica reads of files: a cartridge's name and path by version."""
-    updates = [Update(CARTRIDGE, v, "load_file", (v, *files[v])) for v in sorted(files)]
+    updates = [PoolUpdate(CARTRIDGE, v, "load_file", (v, *files[v])) for v in sorted(files)]
     pool.remember(CARTRIDGE, updates)
 
 
@@ -110,7 +110,7 @@ class GeneratorClient(RoleClient):
         computed: list[tuple[float, float]] = []
 
         async def share(items: Sequence[GenerateRequest]) -> list[Completion]:
-            done: Generated = await self.pool.route("generate", tuple(items))
+            done: GenerateOutput = await self.pool.route("generate", tuple(items))
             now = time.perf_counter()
             computed.append((now - done.compute_seconds, now))
             for completion in done.completions:
@@ -126,7 +126,7 @@ class GeneratorClient(RoleClient):
     async def stream(
         self,
         requests: Sequence[GenerateRequest],
-        told: Callable[[Came], None] | None,
+        told: Callable[[TokenChunk], None] | None,
         timeout_s: float,
     ) -> list[Completion]:
         """Return completions in the order of the requests, whose tokens are told while one replica
@@ -139,7 +139,7 @@ class GeneratorClient(RoleClient):
             port, receiver = Channel[Any].open()
             hearing = asyncio.create_task(_hear(receiver, told))
         try:
-            generated: Generated = await self.pool.route(
+            generated: GenerateOutput = await self.pool.route(
                 "generate", requests, port, timeout_s=timeout_s
             )
             return list(generated.completions)
@@ -172,10 +172,10 @@ class DocTeacherClient(RoleClient):
 
     role = "doc_teacher"
 
-    async def score(self, stem: str, samples: Sequence[Sample]) -> Scored:
+    async def score(self, stem: str, samples: Sequence[Sample]) -> ScoreOutput:
         """Put the distributions over every response token into the plane, under `stem`. One teacher
         scores all of them: they are one tensor, in sample order."""
-        scored: Scored = await self.pool.route("score", stem, tuple(samples))
+        scored: ScoreOutput = await self.pool.route("score", stem, tuple(samples))
         return scored
 
 
@@ -184,10 +184,10 @@ class HintedTeacherClient(RoleClient):
 
     role = HINTED_TEACHER
 
-    async def score(self, stem: str, samples: Sequence[Sample], version: int) -> Scored:
+    async def score(self, stem: str, samples: Sequence[Sample], version: int) -> ScoreOutput:
         """Put the distributions over every response token into the plane, under `stem`, as read
         with the cartridges of `version`."""
-        scored: Scored = await self.pool.route("score", stem, tuple(samples), version)
+        scored: ScoreOutput = await self.pool.route("score", stem, tuple(samples), version)
         return scored
 
     async def references(
@@ -213,16 +213,16 @@ class TrainerClient(RoleClient):
         version: int = await self.pool.route("begin", arm, steps)
         return version
 
-    async def step(self, batch: Lesson, version: int) -> TrainStepOutput:
+    async def step(self, batch: TrainBatch, version: int) -> TrainStepOutput:
         """Train `version` on a scored batch. Raises PlaneError where the scores are lost,
         StaleTokenError where a token is older than the bound."""
         output: TrainStepOutput = await self.pool.route("step", batch, version)
         return output
 
-    async def publish(self, version: int) -> Snapshot:
+    async def publish(self, version: int) -> CartridgeSnapshot:
         """Put the cartridges as they were at `version` into the plane. Raises PublishError for a
         version that the trainer does not keep."""
-        snapshot: Snapshot = await self.pool.route("publish", version)
+        snapshot: CartridgeSnapshot = await self.pool.route("publish", version)
         return snapshot
 
     async def save(self, directory: str, state: Mapping[str, Any], version: int) -> str:
@@ -248,11 +248,11 @@ class EnvironmentClient(RoleClient):
 
     role = "environment"
 
-    async def move(self, moves: Sequence[Move]) -> list[Observation]:
+    async def move(self, moves: Sequence[EnvironmentRequest]) -> list[Observation]:
         """Return what each move is answered with, in order. Where a share of the moves was lost
         again and again, its episodes end there as "environment_died"."""
 
-        async def share(some: Sequence[Move]) -> list[Observation]:
+        async def share(some: Sequence[EnvironmentRequest]) -> list[Observation]:
             try:
                 said: list[Observation] = await self.pool.route("move", tuple(some))
             except RunError as error:  # the others, and the run, go on
@@ -267,9 +267,9 @@ class TeacherReplayClient(RoleClient):
 
     role = "teacher_replay"
 
-    async def vote(self, state: ReplayState) -> Verdict:
+    async def vote(self, state: ReplayState) -> PanelVerdict:
         """Return what the teachers make of a state."""
-        verdict: Verdict = await self.pool.route("vote", state)
+        verdict: PanelVerdict = await self.pool.route("vote", state)
         return verdict
 
 
@@ -278,23 +278,23 @@ class RSAAggregatorClient(RoleClient):
 
     role = "rsa_aggregator"
 
-    async def turn(self, standings: Sequence[Standing]) -> list[Judged]:
+    async def turn(self, standings: Sequence[AggregationInput]) -> list[JudgedPopulation]:
         """Return each run's last population judged, and what its next one is asked, in order."""
 
-        async def share(some: Sequence[Standing]) -> list[Judged]:
-            judged: list[Judged] = await self.pool.route("turn", tuple(some))
+        async def share(some: Sequence[AggregationInput]) -> list[JudgedPopulation]:
+            judged: list[JudgedPopulation] = await self.pool.route("turn", tuple(some))
             return judged
 
         return await self.pool.split(standings, share)
 
-    async def problems(self, numbers: Sequence[int], document: str) -> list[Problem]:
+    async def problems(self, numbers: Sequence[int], document: str) -> list[RSAProblem]:
         """Return the problems of these numbers, over the cartridge of `document`. Raises DataError
         for those that are not there."""
-        found: list[Problem] = await self.pool.route("problems", tuple(numbers), document)
+        found: list[RSAProblem] = await self.pool.route("problems", tuple(numbers), document)
         return found
 
 
-async def _hear(receiver: Any, told: Callable[[Came], None]) -> None:
+async def _hear(receiver: Any, told: Callable[[TokenChunk], None]) -> None:
     while True:
         for came in await receiver.recv():
             told(came)

@@ -19,20 +19,21 @@ from pathlib import Path
 
 from monarch.actor import this_host
 
-from actors.base import BaseModel, NoPlane, warm_up
+from actors.base import ModelSource, NoPlane, warm_up
 from protocols.errors import PlaneError, SpecError
+from protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
 from protocols.spec.sections import GeneratorSpec, ModelSpec
 from protocols.spec.services import HealthSpec
-from protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
-from protocols.types import Span
+from protocols.types import TraceSpan
 from services.clients import TrainerClient, use_plane
-from services.pool.shared_files import same_files
 from services.hosts.handshake import versions
-from services.hosts.source import Addresses, HostSource
-from services.pool.lifecycle import Check, Note
+from services.hosts.source import AddressedHosts, HostSource
 from services.planes.open import OwnedPlane, import_plane, open_plane
+from services.pool.lifecycle import Check, Note
 from services.pool.pool import Pool
 from services.pool.replica import Replica
+from services.pool.service import Service
+from services.pool.shared_files import same_files
 from services.roles import (
     ENGINE_GENERATOR,
     ROLES,
@@ -42,7 +43,6 @@ from services.roles import (
     role_arguments,
 )
 from services.run_directory import RunDirectory
-from services.pool.service import Service
 
 ANSWER_SECONDS = 2.0  # a heartbeat takes milliseconds
 EVERY_VERSION = 2**31  # a server drops versions by name, whichever were used last
@@ -114,7 +114,7 @@ class Mesh:
         await self.service.stop()
 
 
-async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[Span], None]) -> Mesh:
+async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[TraceSpan], None]) -> Mesh:
     """A mesh without any process yet, over the hosts of the spec.
 
     Over other hosts, the store runs on the controller's own: there TorchStore's index lives anyway,
@@ -158,7 +158,7 @@ def host_source(spec: RunSpec) -> HostSource:
             f"run `pip install {error.name}`, or use other hosts"
         ) from error
     assert kind == "addresses", kind
-    return Addresses(spec.mesh.hosts.addresses)
+    return AddressedHosts(spec.mesh.hosts.addresses)
 
 
 def roles_here(spec: RunSpec) -> tuple[str, ...]:
@@ -192,7 +192,7 @@ async def open_generators(
     )
     service.warm([role.threads] * role.replicas)
     held = (model.path, model.dtype, role.threads, documents, SERVED_KV_BYTES, NoPlane())
-    base = BaseModel(*held, device=device_of(role))
+    base = ModelSource(*held, device=device_of(role))
     args = (base, end_ids, EVERY_VERSION, generator)
     return service, service.spawn(ROLES[ENGINE_GENERATOR], args=args, role="generator", spec=role)
 
@@ -225,7 +225,7 @@ async def spawn_roles(
         await mesh.open_plane()
     assert mesh.plane is not None
     for name, role in spec.roles:
-        base = BaseModel(
+        base = ModelSource(
             path=spec.learn.model.path,
             dtype=spec.learn.model.dtype,
             threads=role.threads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from actors.base import ModelSource
 from actors.doc_teacher import DocTeacherActor
 from actors.engine_generator import EngineGeneratorActor
 from actors.environment import EnvironmentActor
@@ -11,10 +12,9 @@ from actors.generator import GeneratorActor
 from actors.heartbeat import StoreActor
 from actors.rsa_aggregator import RSAAggregatorActor
 from actors.sdpo_teacher import SDPOTeacherActor
-from actors.base import BaseModel
 from actors.teacher_replay import TeacherReplayActor
 from actors.trainer import TrainerActor
-from learning.cartridge.initialization import Start
+from learning.cartridge.initialization import CartridgeInit
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import HINTED_TEACHER, RoleSpec, RunSpec
 from services.run_directory import RunDirectory
@@ -47,7 +47,7 @@ def actor_of(name: str, learn: LearnSpec) -> str:
 
 
 def role_arguments(
-    name: str, spec: RunSpec, base: BaseModel, end_ids: frozenset[int], directory: RunDirectory
+    name: str, spec: RunSpec, base: ModelSource, end_ids: frozenset[int], directory: RunDirectory
 ) -> tuple[Any, ...]:
     """What a role's actor is constructed with."""
     learn = spec.learn
@@ -71,5 +71,5 @@ def role_arguments(
     # A rank that is silent is found by its heartbeat; the call's own time bounds what is not.
     ranks = (learn.train.shard_base, spec.mesh.call_timeout_s)
     cartridge = learn.cartridge
-    start = Start(cartridge.init, cartridge.tokens, cartridge.frozen, learn.train.seed)
+    start = CartridgeInit(cartridge.init, cartridge.tokens, cartridge.frozen, learn.train.seed)
     return (base, start, learn, str(directory.last_state), *ranks)

@@ -41,7 +41,14 @@ from typing import Any
 
 from protocols.errors import CheckpointError, RunError
 from protocols.files import append_rows, iter_rows, json_lines, utc_text, write_atomically
-from protocols.records.run_files import PHASES, TRAINED_ARMS, EventName, MetricRow, Results, RolloutRow
+from protocols.records.run_files import (
+    PHASES,
+    TRAINED_ARMS,
+    EventName,
+    MetricRow,
+    RolloutRow,
+    RunResults,
+)
 
 LATEST = "latest"
 FRONTIER = "frontier.json"
@@ -181,7 +188,7 @@ class RunDirectory:
         append_rows(self.episodes, list(rows))
 
     def append_votes(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append what the teachers said by one step (`teachers.vote_records.to_row`) in one write."""
+        """Append one step's votes (`teachers.vote_records.to_row`) in one write."""
         append_rows(self.votes, list(rows))
 
     def append_event(
@@ -193,7 +200,7 @@ class RunDirectory:
         append_rows(self.events, [row])
         return row
 
-    def write_results(self, results: Results) -> None:
+    def write_results(self, results: RunResults) -> None:
         write_atomically(self.results, json.dumps(results, indent=2, allow_nan=False) + "\n")
 
     def read_results(self) -> dict[str, Any] | None:

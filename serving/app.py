@@ -13,21 +13,21 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from protocols.spec.serving import HttpSpec
 from protocols.spec.services import LOOPBACK
+from protocols.spec.serving import HttpSpec
+from registry.store import CartridgeStore
 from serving.admission import Admission
-from serving.handler import Desk
-from serving.backend import Backend, Strategies
+from serving.backend import Backend, StrategyCatalog
 from serving.errors import ApiError, AsciiJSON, bad_request
-from registry.store import Library
+from serving.handler import RequestHandler
 from serving.metrics import ServingMetrics
 from serving.middleware import ApiKeyMiddleware, BodyLimitMiddleware, MetricsMiddleware
-from serving.request_parsing import Limits, Reader
-from serving.routes import Counter, routes
+from serving.request_parsing import RequestLimits, RequestParser
+from serving.resident_cartridges import ResidentCartridges
+from serving.routes import OpenAIRoutes, routes
 from serving.routes_admin import admin_routes
 from serving.routes_models import model_routes
-from serving.resident_cartridges import Shelf
-from serving.tokenization import Texts
+from serving.tokenization import Tokenization
 
 # Fields of OpenAI's that are not served, and what to do instead.
 UNSERVED = {
@@ -51,15 +51,15 @@ TYPES = ("str", "int", "float", "bool", "none")  # what pydantic puts into place
 
 
 @dataclass(frozen=True)
-class House:
+class ServerConfig:
     """What an application is made of. `key` None: nobody is asked for one."""
 
     model: str
     backend: Backend
-    texts: Texts
-    library: Library
-    strategies: Strategies
-    limits: Limits
+    texts: Tokenization
+    library: CartridgeStore
+    strategies: StrategyCatalog
+    limits: RequestLimits
     end_ids: frozenset[int]
     http: HttpSpec
     held_cartridges: int = 16
@@ -68,13 +68,13 @@ class House:
 
 
 @dataclass(frozen=True)
-class Door:
+class Server:
     """`app` is what a server serves; `api` has its schema; `close` once nothing is served."""
 
     app: ASGIApp
     api: FastAPI
     admission: Admission
-    shelf: Shelf
+    shelf: ResidentCartridges
     reading: ThreadPoolExecutor
 
     async def close(self) -> None:
@@ -82,16 +82,16 @@ class Door:
         self.reading.shutdown(wait=False, cancel_futures=True)
 
 
-def create_door(house: House) -> Door:
+def create_door(house: ServerConfig) -> Server:
     http = house.http
     admission = Admission(http.max_pending)
     metrics = ServingMetrics(lambda: admission.pending, house.backend.depth)
-    shelf = Shelf(house.backend, house.held_cartridges)
-    desk = Desk(
+    shelf = ResidentCartridges(house.backend, house.held_cartridges)
+    desk = RequestHandler(
         house.backend, house.texts, shelf, admission, metrics, house.strategies, house.end_ids,
         http.deadline_s,
     )  # fmt: skip
-    reader = Reader(
+    reader = RequestParser(
         house.model, house.texts, house.library, house.limits,
         lambda name: name in house.strategies.names(),
     )  # fmt: skip
@@ -107,7 +107,7 @@ def create_door(house: House) -> Door:
             HTTPException: _refused, RequestValidationError: _malformed, Exception: _failed,
         },
     )  # fmt: skip
-    api.include_router(routes(Counter(desk, reading, http.keep_alive_s), reader))
+    api.include_router(routes(OpenAIRoutes(desk, reading, http.keep_alive_s), reader))
     started = int(time.time())
     api.include_router(model_routes(desk, reader, house.library, started, house.draining))
     has_key, loopback = house.key is not None, http.listen.rpartition(":")[0] in LOOPBACK
@@ -115,7 +115,7 @@ def create_door(house: House) -> Door:
     app: ASGIApp = BodyLimitMiddleware(api, http.max_body_bytes, http.max_upload_bytes)
     if house.key is not None:
         app = ApiKeyMiddleware(app, house.key)
-    return Door(MetricsMiddleware(app, metrics), api, admission, shelf, reading)
+    return Server(MetricsMiddleware(app, metrics), api, admission, shelf, reading)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from protocols.types import Came, Completion, GenerateRequest, PrefixRef
-from serving.request import Asked, StrategyAsked
-from strategies.result import Result
+from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
+from serving.request import ServingRequest, StrategyRequest
+from strategies.result import StrategyResult
 
 # Tokens as they are sampled. The same may come twice: a replica that takes over for a dead one
 # begins again, and says the same.
-OnTokens = Callable[[Came], None]
+OnTokens = Callable[[TokenChunk], None]
 
 
 class Backend(Protocol):
@@ -44,15 +44,15 @@ class Backend(Protocol):
         ...
 
 
-class Strategies(Protocol):
+class StrategyCatalog(Protocol):
     """Test-time strategies by name."""
 
     def names(self) -> list[str]: ...
 
-    def check(self, strategy: StrategyAsked) -> None:
+    def check(self, strategy: StrategyRequest) -> None:
         """Raise DataError for options that the strategy does not take, or an unknown form."""
         ...
 
-    async def run(self, asked: Asked, prefix: PrefixRef) -> Result:
+    async def run(self, asked: ServingRequest, prefix: PrefixRef) -> StrategyResult:
         """The answer to `asked.messages`. Raises DataError or RunError."""
         ...

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from learning.decoding.stopping import Decode, TokenText
+from protocols.types import Completion, TokenChunk
 from protocols.wire.openai_chat import FinishReason
-from protocols.types import Came, Completion
 
 
 class StopFilter:
@@ -63,7 +63,7 @@ def _beginning(text: str, stop: str) -> int:
 
 
 @dataclass(frozen=True)
-class ToldToken:
+class TokenRecord:
     """A token of the text: where its text begins, characters, and what was as likely."""
 
     id: int
@@ -73,44 +73,44 @@ class ToldToken:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Text to tell next, and the tokens that are told with it; `finish_reason` with the last."""
 
     text: str
-    tokens: tuple[ToldToken, ...]
+    tokens: tuple[TokenRecord, ...]
     finish_reason: FinishReason | None = None
 
 
-class Teller:
+class Detokenizer:
     """Tells one response. `count` is how many of its tokens came."""
 
     def __init__(self, decode: Decode, stops: Sequence[str], end_ids: frozenset[int]) -> None:
         self._said = TokenText(decode)
         self._filter = StopFilter(stops)
         self._end_ids = end_ids
-        self._pending: list[ToldToken] = []
+        self._pending: list[TokenRecord] = []
         self._told = 0  # characters
         self.count = 0
 
-    def feed(self, came: Came) -> Piece:
+    def feed(self, came: TokenChunk) -> TextPiece:
         """What can be told with these tokens. Those that came before are passed over, and so are
         those behind a gap: the completion has them all."""
         text = ""
         skip = self.count - came.first
         if skip < 0:
-            return Piece("", ())
+            return TextPiece("", ())
         for i in range(skip, len(came.token_ids)):
             top = came.top_logprobs[i] if came.top_logprobs else ()
-            token = ToldToken(came.token_ids[i], came.logprobs[i], top, len(self._said.text))
+            token = TokenRecord(came.token_ids[i], came.logprobs[i], top, len(self._said.text))
             self.count += 1
             if self._filter.cut is None:
                 self._pending.append(token)
                 text += self._filter.feed(self._said.add(token.id))
         return self._piece(text, last=False)
 
-    def finish(self, completion: Completion) -> Piece:
+    def finish(self, completion: Completion) -> TextPiece:
         """The rest of the response, and why it ended: "stop" or "length"."""
-        came = Came(
+        came = TokenChunk(
             completion.request_id, 0, completion.token_ids, completion.logprobs,
             completion.top_logprobs,
         )  # fmt: skip
@@ -120,9 +120,9 @@ class Teller:
             text += self._filter.feed(self._said.rest()) + self._filter.flush()
         stopped = self._filter.cut is not None or completion.finish_reason != "length"
         piece = self._piece(text, last=True)
-        return Piece(text, rest.tokens + piece.tokens, "stop" if stopped else "length")
+        return TextPiece(text, rest.tokens + piece.tokens, "stop" if stopped else "length")
 
-    def _piece(self, text: str, last: bool) -> Piece:
+    def _piece(self, text: str, last: bool) -> TextPiece:
         self._told += len(text)
         cut = self._filter.cut
         if last and cut is None:
@@ -131,4 +131,4 @@ class Teller:
         else:
             told = [t for t in self._pending if t.offset < self._told]
             self._pending = self._pending[len(told) :]
-        return Piece(text, tuple(told))
+        return TextPiece(text, tuple(told))

@@ -18,35 +18,35 @@ from dataclasses import dataclass
 
 from environments.renderer import NO_DOCUMENT
 from protocols.errors import DataError, ForgeError, RunError
-from protocols.wire.openai_chat import CartridgeTold, ForgeTold, StrategyTold, usage
-from protocols.types import Came, Completion, PrefixRef, composed_ref
+from protocols.types import Completion, PrefixRef, TokenChunk, composed_ref
+from protocols.wire.openai_chat import CartridgeInfo, ForgeExtension, StrategyInfo, usage
 from serving.admission import Admission
-from serving.request import Asked, requests_of
-from serving.backend import Backend, Strategies
+from serving.backend import Backend, StrategyCatalog
+from serving.detokenizer import Detokenizer, TextPiece
 from serving.errors import ApiError
 from serving.metrics import ServingMetrics
 from serving.middleware import end
-from serving.resident_cartridges import Shelf
-from serving.detokenizer import Piece, Teller
-from serving.tokenization import Texts
+from serving.request import ServingRequest, requests_of
+from serving.resident_cartridges import ResidentCartridges
+from serving.tokenization import Tokenization
 
 BARE = PrefixRef(f"document/{NO_DOCUMENT}", 0)
 
 
 @dataclass(frozen=True)
-class Desk:
+class RequestHandler:
     """What answers requests: the generators, the cartridges that they hold, the room there is."""
 
     backend: Backend
-    texts: Texts
-    shelf: Shelf
+    texts: Tokenization
+    shelf: ResidentCartridges
     admission: Admission
     metrics: ServingMetrics
-    strategies: Strategies
+    strategies: StrategyCatalog
     end_ids: frozenset[int]
     deadline_s: float
 
-    async def begin(self, asked: Asked) -> Answering:
+    async def begin(self, asked: ServingRequest) -> AnswerContext:
         """Raises ApiError: no room, a cartridge that cannot be had, no time."""
         deadline = asyncio.get_running_loop().time() + self.deadline_s
         if asked.strategy is not None:
@@ -59,7 +59,7 @@ class Desk:
                     using = [self.shelf.using(entry) for entry in asked.entries]
                     parts = [await held.enter_async_context(part) for part in using]
             prefix = composed_ref(parts) if parts else BARE
-            kind = Plain if asked.strategy is None else Thought
+            kind = PlainAnswer if asked.strategy is None else StrategyAnswer
             return kind(self, asked, prefix, held.pop_all(), deadline)
 
     @contextlib.contextmanager
@@ -82,25 +82,32 @@ class Desk:
             ) from error
 
 
-class Answering:
+class AnswerContext:
     """What the wire tells of a request; `held` is closed with it."""
 
     def __init__(
-        self, desk: Desk, asked: Asked, prefix: PrefixRef, held: AsyncExitStack, deadline: float
+        self,
+        desk: RequestHandler,
+        asked: ServingRequest,
+        prefix: PrefixRef,
+        held: AsyncExitStack,
+        deadline: float,
     ) -> None:
         self.asked, self.created = asked, int(time.time())
         self.usage = usage(asked.prompt_tokens, 0)
         self.completions: Sequence[Completion] = ()
         told = [
-            CartridgeTold(name=name, version=version, tokens=entry.manifest.tokens)
+            CartridgeInfo(name=name, version=version, tokens=entry.manifest.tokens)
             for entry in asked.entries
             for name, version in [entry.key]
         ]
         named = {"cartridge": told[0]} if len(told) == 1 else {"cartridges": told} if told else {}
-        self.forge = ForgeTold(seed=asked.seed, cartridge_tokens=asked.cartridge_tokens, **named)
+        self.forge = ForgeExtension(
+            seed=asked.seed, cartridge_tokens=asked.cartridge_tokens, **named
+        )
         self._desk, self._prefix, self._held, self._deadline = desk, prefix, held, deadline
 
-    def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+    def pieces(self) -> AsyncGenerator[tuple[int, TextPiece], None]:
         """(choice, piece) as they come; a choice's last has a finish_reason. Raises ApiError."""
         raise NotImplementedError
 
@@ -108,15 +115,15 @@ class Answering:
         await self._held.aclose()
 
 
-class Plain(Answering):
+class PlainAnswer(AnswerContext):
     """Responses straight from the generators."""
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece], None]:
         desk, asked = self._desk, self.asked
         requests = requests_of(asked, self._prefix)
         index = {r.id: i for i, r in enumerate(requests)}
-        tellers = [Teller(desk.texts.decode, asked.stops, desk.end_ids) for _ in requests]
-        queue: asyncio.Queue[Came | None] = asyncio.Queue()
+        tellers = [Detokenizer(desk.texts.decode, asked.stops, desk.end_ids) for _ in requests]
+        queue: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
         begun, first = time.monotonic(), True
         told = queue.put_nowait if asked.stream else None
         work = asyncio.create_task(desk.backend.generate(requests, told))
@@ -149,17 +156,17 @@ class Plain(Answering):
             yield choice, piece
 
 
-class Thought(Answering):
+class StrategyAnswer(AnswerContext):
     """One response that a strategy came to, in one piece."""
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece], None]:
         desk, asked = self._desk, self.asked
         assert asked.strategy is not None
         with desk.api_errors("forge.options"):
             async with asyncio.timeout_at(self._deadline):
                 result = await desk.strategies.run(asked, self._prefix)
         spent = result.spent
-        told = StrategyTold(
+        told = StrategyInfo(
             name=asked.strategy.name, options=dict(asked.strategy.options), answer=result.answer,
             tokens=spent.tokens, prompt_tokens=spent.prompt_tokens, calls=spent.calls,
             asks=spent.asks, seconds=round(spent.seconds, 6), details=dict(result.details),
@@ -169,4 +176,4 @@ class Thought(Answering):
         self.usage = usage(spent.prompt_tokens, spent.tokens)
         desk.metrics.tokens(spent.prompt_tokens, spent.tokens)
         cut = result.finish_reason in ("length", "budget")
-        yield 0, Piece(result.text, (), "length" if cut else "stop")
+        yield 0, TextPiece(result.text, (), "length" if cut else "stop")

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from protocols.teacher_replay import Message
-from protocols.types import GenerateRequest, PrefixRef, Sampling, Until
-from registry.store import Entry
-from serving.tokenization import Prompt
+from protocols.teacher_replay import AgentMessage
+from protocols.types import GenerateRequest, PrefixRef, Sampling, StopCondition
+from registry.store import CartridgeVersion
+from serving.tokenization import TokenizedPrompt
 
 
 @dataclass(frozen=True)
-class StrategyAsked:
-    """`StrategyAsked("self_consistency", {"samples": 8}, "math", 512)`."""
+class StrategyRequest:
+    """`StrategyRequest("self_consistency", {"samples": 8}, "math", 512)`."""
 
     name: str
     options: Mapping[str, Any]
@@ -24,7 +24,7 @@ class StrategyAsked:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ServingRequest:
     """`n` responses to each prompt. `top_logprobs` None: no log-probabilities are told.
 
     `entries` are the cartridges, composed in this order, none for the bare model. With a strategy
@@ -34,16 +34,16 @@ class Asked:
 
     id: str
     model: str
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[TokenizedPrompt, ...]
     n: int
     sampling: Sampling
     seed: int
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None
     stream: bool = False
-    entries: tuple[Entry, ...] = ()
-    messages: tuple[Message, ...] = ()
-    strategy: StrategyAsked | None = None
+    entries: tuple[CartridgeVersion, ...] = ()
+    messages: tuple[AgentMessage, ...] = ()
+    strategy: StrategyRequest | None = None
 
     @property
     def responses(self) -> int:
@@ -59,9 +59,9 @@ class Asked:
         return sum(entry.manifest.tokens for entry in self.entries)
 
 
-def requests_of(asked: Asked, prefix: PrefixRef) -> list[GenerateRequest]:
+def requests_of(asked: ServingRequest, prefix: PrefixRef) -> list[GenerateRequest]:
     """One request a response: those of the first prompt first."""
-    until = Until(strings=asked.stops) if asked.stops else None
+    until = StopCondition(strings=asked.stops) if asked.stops else None
     return [
         GenerateRequest(
             id=f"{asked.id}/{p * asked.n + i}",

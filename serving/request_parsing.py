@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from protocols.errors import DataError
-from protocols.wire.openai_chat import ChatRequest, CompletionRequest, ForgeOptions, SamplingFields
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
-from serving.request import Asked, StrategyAsked, drawn_seed
-from serving.errors import ApiError, bad_request, refusing
-from registry.store import Entry, Library
+from protocols.wire.openai_chat import ChatRequest, CompletionRequest, ForgeOptions, SamplingFields
 from registry.names import CartridgeName, ModelName, parse_cartridge, parse_model
-from serving.tokenization import Prompt, Texts
+from registry.store import CartridgeStore, CartridgeVersion
+from serving.errors import ApiError, bad_request, refusing
+from serving.request import ServingRequest, StrategyRequest, drawn_seed
 from serving.tokasaurus import (
     CartridgeChatRequest,
     CartridgeCompletionRequest,
     CartridgeSource,
 )
+from serving.tokenization import Tokenization, TokenizedPrompt
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
 GENERAL = "general"  # the form of answers where none is named
@@ -29,7 +29,7 @@ LEAST_MASS = 1e-9  # top_p 0 keeps the likeliest token alone
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """`context` counts cartridges, prompt and response."""
 
     max_tokens: int
@@ -37,7 +37,7 @@ class Limits:
     max_choices: int
 
 
-class Reader:
+class RequestParser:
     """Reads requests for one model. Every method takes time with the length of the text, and may
     be called from any thread; raises ApiError.
 
@@ -47,20 +47,20 @@ class Reader:
     def __init__(
         self,
         model: str,
-        texts: Texts,
-        library: Library,
-        limits: Limits,
+        texts: Tokenization,
+        library: CartridgeStore,
+        limits: RequestLimits,
         known_strategy: Callable[[str], bool],
     ) -> None:
         self.model, self._texts, self._library, self._limits = model, texts, library, limits
         self._known_strategy = known_strategy
 
-    def chat(self, body: ChatRequest) -> Asked:
+    def chat(self, body: ChatRequest) -> ServingRequest:
         forge = body.forge or NO_OPTIONS
         name = self._name(body.model, forge)
         return self._with_strategy(self._chat(body, self._entries(name, forge)), name, forge)
 
-    def completion(self, body: CompletionRequest) -> Asked:
+    def completion(self, body: CompletionRequest) -> ServingRequest:
         forge = body.forge or NO_OPTIONS
         name = self._name(body.model, forge)
         if name.strategy is not None:
@@ -71,7 +71,7 @@ class Reader:
             )
         return self._completion(body, self._entries(name, forge))
 
-    def cartridge_chat(self, body: CartridgeChatRequest) -> Asked:
+    def cartridge_chat(self, body: CartridgeChatRequest) -> ServingRequest:
         """Tokasaurus' route: any model name is the served one's."""
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise bad_request(
@@ -79,7 +79,7 @@ class Reader:
             )
         return self._chat(body, self._sourced(body.cartridges))
 
-    def cartridge_completion(self, body: CartridgeCompletionRequest) -> Asked:
+    def cartridge_completion(self, body: CartridgeCompletionRequest) -> ServingRequest:
         return self._completion(body, self._sourced(body.cartridges))
 
     def name_of(self, text: str) -> ModelName:
@@ -129,7 +129,7 @@ class Reader:
             )
         return ModelName(name.base, cartridge, strategy)
 
-    def _entries(self, name: ModelName, forge: ForgeOptions) -> tuple[Entry, ...]:
+    def _entries(self, name: ModelName, forge: ForgeOptions) -> tuple[CartridgeVersion, ...]:
         if forge.cartridges is None:
             return () if name.cartridge is None else (self._entry(name.cartridge),)
         if name.cartridge is not None:
@@ -141,11 +141,13 @@ class Reader:
         with refusing(400, "forge.cartridges"):
             return tuple(self._entry(parse_cartridge(text)) for text in forge.cartridges)
 
-    def _entry(self, cartridge: CartridgeName) -> Entry:
+    def _entry(self, cartridge: CartridgeName) -> CartridgeVersion:
         with refusing(404, "forge.cartridge", "cartridge_not_found"):
             return self._library.get(cartridge)
 
-    def _sourced(self, cartridges: Sequence[CartridgeSource] | None) -> tuple[Entry, ...]:
+    def _sourced(
+        self, cartridges: Sequence[CartridgeSource] | None
+    ) -> tuple[CartridgeVersion, ...]:
         for source in cartridges or ():
             if source.source != "local":
                 raise bad_request(
@@ -158,7 +160,7 @@ class Reader:
         with refusing(400, "cartridges", "cartridge_not_found"):
             return tuple(self._library.by_path(source.id) for source in cartridges or ())
 
-    def _chat(self, body: ChatRequest, entries: tuple[Entry, ...]) -> Asked:
+    def _chat(self, body: ChatRequest, entries: tuple[CartridgeVersion, ...]) -> ServingRequest:
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         both = {body.max_tokens, body.max_completion_tokens} - {None}
@@ -167,14 +169,16 @@ class Reader:
                 "max_tokens and max_completion_tokens are one limit and differ; give one",
                 "max_tokens",
             )
-        messages = tuple(Message(m.speaker, m.text) for m in body.messages)
+        messages = tuple(AgentMessage(m.speaker, m.text) for m in body.messages)
         prompt = self._texts.chat(messages, bool(entries))
         return self._asked(
             "chatcmpl", body, entries, (prompt,), next(iter(both), None),
             (body.top_logprobs or 0) if body.logprobs else None, messages,
         )  # fmt: skip
 
-    def _completion(self, body: CompletionRequest, entries: tuple[Entry, ...]) -> Asked:
+    def _completion(
+        self, body: CompletionRequest, entries: tuple[CartridgeVersion, ...]
+    ) -> ServingRequest:
         given = body.prompt
         one = isinstance(given, str) or isinstance(given[0], int)
         prompts = cast(Sequence[str | Sequence[int]], [given] if one else given)
@@ -188,12 +192,12 @@ class Reader:
         self,
         kind: str,
         body: SamplingFields,
-        entries: tuple[Entry, ...],
-        prompts: tuple[Prompt, ...],
+        entries: tuple[CartridgeVersion, ...],
+        prompts: tuple[TokenizedPrompt, ...],
         most: int | None,
         top_logprobs: int | None,
-        messages: tuple[Message, ...] = (),
-    ) -> Asked:
+        messages: tuple[AgentMessage, ...] = (),
+    ) -> ServingRequest:
         n = body.n or 1
         if len(prompts) * n > self._limits.max_choices:
             raise self._too_many()
@@ -202,7 +206,7 @@ class Reader:
         request_id = f"{kind}-{secrets.token_hex(12)}"
         top_p = 1.0 if body.top_p is None else max(body.top_p, LEAST_MASS)
         stop = [] if body.stop is None else [body.stop] if isinstance(body.stop, str) else body.stop
-        return Asked(
+        return ServingRequest(
             id=request_id,
             model=body.model,
             prompts=prompts,
@@ -221,7 +225,12 @@ class Reader:
             messages=messages,
         )
 
-    def _room(self, prompts: Sequence[Prompt], entries: Sequence[Entry], most: int | None) -> int:
+    def _room(
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        entries: Sequence[CartridgeVersion],
+        most: int | None,
+    ) -> int:
         """Tokens that a response may have. Raises ApiError where the context has no room."""
         limits = self._limits
         held = sum(entry.manifest.tokens for entry in entries)
@@ -243,7 +252,9 @@ class Reader:
             )
         return min(room, limits.max_tokens) if most is None else most
 
-    def _with_strategy(self, asked: Asked, name: ModelName, forge: ForgeOptions) -> Asked:
+    def _with_strategy(
+        self, asked: ServingRequest, name: ModelName, forge: ForgeOptions
+    ) -> ServingRequest:
         """Raises for what a strategy cannot do: it answers once, and owns where steps end."""
         if name.strategy is None:
             return asked
@@ -259,7 +270,7 @@ class Reader:
                     "`forge` how it came; leave it out",
                     what,
                 )
-        chosen = StrategyAsked(
+        chosen = StrategyRequest(
             name.strategy, forge.options or {}, forge.form or GENERAL, forge.budget
         )
         return replace(asked, strategy=chosen)

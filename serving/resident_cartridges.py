@@ -15,26 +15,26 @@ from dataclasses import dataclass
 
 from protocols.files import sha256_of
 from protocols.types import PrefixRef
+from registry.store import CartridgeVersion
 from serving.backend import Backend
 from serving.errors import ApiError
-from registry.store import Entry
 
 Key = tuple[str, int]
 
 
 @dataclass
-class _Held:
+class ResidentCartridge:
     loading: asyncio.Task[int]
     users: int = 0
     dropped: bool = False
 
 
-class Shelf:
+class ResidentCartridges:
     """At most `most` versions, but for those in use."""
 
     def __init__(self, backend: Backend, most: int) -> None:
         self._backend, self._most = backend, most
-        self._held: OrderedDict[Key, _Held] = OrderedDict()
+        self._held: OrderedDict[Key, ResidentCartridge] = OrderedDict()
         self._versions = itertools.count(1)
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -43,13 +43,13 @@ class Shelf:
         return list(self._held)
 
     @asynccontextmanager
-    async def using(self, entry: Entry) -> AsyncIterator[PrefixRef]:
+    async def using(self, entry: CartridgeVersion) -> AsyncIterator[PrefixRef]:
         """The prefix to ask the generators for, there for as long as the block lasts. Raises
         ApiError for a file that is damaged, or what the generators say of it."""
         held = self._held.get(entry.key)
         if held is None:
             # One task for all who ask meanwhile, which the first one's leaving does not cancel.
-            held = self._held[entry.key] = _Held(asyncio.create_task(self._load(entry)))
+            held = self._held[entry.key] = ResidentCartridge(asyncio.create_task(self._load(entry)))
         self._held.move_to_end(entry.key)
         held.users += 1
         try:
@@ -74,7 +74,7 @@ class Shelf:
         """Wait for what is being dropped."""
         await asyncio.gather(*self._leaving, return_exceptions=True)
 
-    async def _load(self, entry: Entry) -> int:
+    async def _load(self, entry: CartridgeVersion) -> int:
         if await asyncio.to_thread(sha256_of, entry.path) != entry.manifest.sha256:
             name, number = entry.key
             raise ApiError(

@@ -15,21 +15,21 @@ from protocols.wire.openai_chat import (
     CompletionChoice,
     CompletionLogprobs,
     FinishReason,
-    ForgeTold,
+    ForgeExtension,
     TextCompletion,
     TokenLogprob,
+    TokenUsage,
     TopLogprob,
-    Usage,
 )
-from serving.detokenizer import Piece, ToldToken
+from serving.detokenizer import TextPiece, TokenRecord
 
 LEAST = -9999.0  # of a token that cannot come: JSON has no infinity
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
+def joined(pieces: Sequence[TextPiece]) -> TextPiece:
     """The whole response."""
     tokens = tuple(t for p in pieces for t in p.tokens)
-    return Piece("".join(p.text for p in pieces), tokens, pieces[-1].finish_reason)
+    return TextPiece("".join(p.text for p in pieces), tokens, pieces[-1].finish_reason)
 
 
 class CompletionWire:
@@ -45,7 +45,7 @@ class CompletionWire:
         self._head, self._token, self._top = head, token, top
 
     def whole(
-        self, told: Sequence[Piece], usage: Usage, forge: ForgeTold, **more: Any
+        self, told: Sequence[TextPiece], usage: TokenUsage, forge: ForgeExtension, **more: Any
     ) -> dict[str, Any]:
         choices = [self._choice(i, piece) for i, piece in enumerate(told)]
         return self._plain(choices, usage=usage, forge=forge, **more)
@@ -53,12 +53,12 @@ class CompletionWire:
     def opening(self, choices: int) -> list[dict[str, Any]]:
         return []
 
-    def chunks(self, choice: int, piece: Piece, forge: ForgeTold) -> list[dict[str, Any]]:
+    def chunks(self, choice: int, piece: TextPiece, forge: ForgeExtension) -> list[dict[str, Any]]:
         """What the piece says; the extension field `forge` comes with the reason to end."""
         ended = {} if piece.finish_reason is None else {"forge": forge}
         return [self._plain([self._choice(choice, piece)], **ended)]
 
-    def closing(self, usage: Usage) -> dict[str, Any]:
+    def closing(self, usage: TokenUsage) -> dict[str, Any]:
         """The chunk without choices that ends a stream with include_usage."""
         return self._plain([], usage=usage)
 
@@ -66,7 +66,7 @@ class CompletionWire:
         fields = {**self._head, **more}
         return TextCompletion(object="text_completion", choices=choices, **fields).plain()
 
-    def _choice(self, index: int, piece: Piece) -> CompletionChoice:
+    def _choice(self, index: int, piece: TextPiece) -> CompletionChoice:
         logprobs = None
         if self._top is not None:
             logprobs = CompletionLogprobs(
@@ -80,7 +80,7 @@ class CompletionWire:
             index=index, text=piece.text, logprobs=logprobs, finish_reason=reason
         )
 
-    def _likeliest(self, token: ToldToken) -> dict[str, float]:
+    def _likeliest(self, token: TokenRecord) -> dict[str, float]:
         """By text, the token itself among them; of two with one text the likelier."""
         likeliest: dict[str, float] = {}
         for other, logprob in [*token.top[: self._top], (token.id, token.logprob)]:
@@ -92,7 +92,7 @@ class ChatWire(CompletionWire):
     """Write one chat request's answers."""
 
     def whole(
-        self, told: Sequence[Piece], usage: Usage, forge: ForgeTold, **more: Any
+        self, told: Sequence[TextPiece], usage: TokenUsage, forge: ForgeExtension, **more: Any
     ) -> dict[str, Any]:
         choices = [
             ChatChoice(
@@ -111,7 +111,7 @@ class ChatWire(CompletionWire):
         first = AnswerMessage(role="assistant", content="")
         return [self._chunk(i, first) for i in range(choices)]
 
-    def chunks(self, choice: int, piece: Piece, forge: ForgeTold) -> list[dict[str, Any]]:
+    def chunks(self, choice: int, piece: TextPiece, forge: ForgeExtension) -> list[dict[str, Any]]:
         found = []
         if piece.text or piece.tokens:
             said = AnswerMessage(content=piece.text)
@@ -121,7 +121,7 @@ class ChatWire(CompletionWire):
             found.append(ended | {"forge": forge.plain()})
         return found
 
-    def closing(self, usage: Usage) -> dict[str, Any]:
+    def closing(self, usage: TokenUsage) -> dict[str, Any]:
         head = {**self._head, "usage": usage}
         return ChatChunk(object="chat.completion.chunk", choices=[], **head).plain()
 
@@ -135,7 +135,7 @@ class ChatWire(CompletionWire):
         choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
         return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._head).plain()
 
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+    def _logprobs(self, piece: TextPiece) -> ChatLogprobs | None:
         if self._top is None:
             return None
         told = [

@@ -22,13 +22,13 @@ from protocols.wire.openai_chat import (
     TextCompletion,
     usage,
 )
-from serving.handler import Answering, Desk
-from serving.responses import ChatWire, CompletionWire, joined
-from serving.request import Asked
+from serving.detokenizer import TextPiece
 from serving.errors import AsciiJSON, ErrorAnswer
+from serving.handler import AnswerContext, RequestHandler
 from serving.middleware import EventStream, while_connected
-from serving.request_parsing import Reader
-from serving.detokenizer import Piece
+from serving.request import ServingRequest
+from serving.request_parsing import RequestParser
+from serving.responses import ChatWire, CompletionWire, joined
 from serving.tokasaurus import (
     CartridgeChatRequest,
     CartridgeCompletionRequest,
@@ -45,10 +45,10 @@ STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
 @dataclass(frozen=True)
-class Counter:
+class OpenAIRoutes:
     """Reads, answers, streams. `reading` is where bodies are tokenised, never the event loop."""
 
-    desk: Desk
+    desk: RequestHandler
     reading: Executor
     keep_alive_s: float
 
@@ -56,7 +56,7 @@ class Counter:
         self,
         request: Request,
         body: Body,
-        read: Callable[[Body], Asked],
+        read: Callable[[Body], ServingRequest],
         kind: Kind,
     ) -> Response:
         """The whole answer, or its stream; nothing goes on once the client has left."""
@@ -71,14 +71,16 @@ class Counter:
             longest_s,
         )  # fmt: skip
 
-    async def _begin(self, body: Body, read: Callable[[Body], Asked]) -> Answering:
+    async def _begin(self, body: Body, read: Callable[[Body], ServingRequest]) -> AnswerContext:
         loop = asyncio.get_running_loop()
         return await self.desk.begin(await loop.run_in_executor(self.reading, read, body))
 
-    async def _whole(self, body: Body, read: Callable[[Body], Asked], kind: Kind) -> dict[str, Any]:
+    async def _whole(
+        self, body: Body, read: Callable[[Body], ServingRequest], kind: Kind
+    ) -> dict[str, Any]:
         answering = await self._begin(body, read)
         asked = answering.asked
-        told: list[list[Piece]] = [[] for _ in range(asked.responses)]
+        told: list[list[TextPiece]] = [[] for _ in range(asked.responses)]
         try:
             async for choice, piece in answering.pieces():
                 told[choice].append(piece)
@@ -95,7 +97,7 @@ class Counter:
         return wire.whole([joined(p) for p in told], used, answering.forge, **more)
 
     async def _events(
-        self, answering: Answering, body: SamplingFields, kind: Kind
+        self, answering: AnswerContext, body: SamplingFields, kind: Kind
     ) -> AsyncGenerator[dict[str, Any], None]:
         head, options = self._head(answering), body.stream_options
         with_usage = options is not None and options.include_usage
@@ -111,12 +113,12 @@ class Counter:
         if with_usage:
             yield wire.closing(answering.usage)
 
-    def _head(self, answering: Answering) -> dict[str, Any]:
+    def _head(self, answering: AnswerContext) -> dict[str, Any]:
         asked = answering.asked
         return {"id": asked.id, "created": answering.created, "model": asked.model}
 
 
-def routes(counter: Counter, reader: Reader) -> APIRouter:
+def routes(counter: OpenAIRoutes, reader: RequestParser) -> APIRouter:
     router = APIRouter(responses=REFUSALS)
 
     @router.post(

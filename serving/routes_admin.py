@@ -15,12 +15,12 @@ from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
 from protocols.spec.services import LOOPBACK
-from serving.errors import ApiError, bad_request, refusing
-from registry.store import Entry, Library
-from serving.middleware import UPLOADS
 from registry.names import VERSION, CartridgeName, is_name
+from registry.store import CartridgeStore, CartridgeVersion
+from serving.errors import ApiError, bad_request, refusing
+from serving.middleware import UPLOADS
+from serving.resident_cartridges import ResidentCartridges
 from serving.routes import REFUSALS
-from serving.resident_cartridges import Shelf
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class CartridgeList(BaseModel):
     cartridges: list[CartridgeEntry]
 
 
-class Dropped(BaseModel):
+class DeletedCartridge(BaseModel):
     name: str
     versions: list[int]
 
@@ -78,7 +78,9 @@ Name = Annotated[str, Depends(_name)]
 Version = Annotated[int | None, Depends(_version)]
 
 
-def admin_routes(library: Library, shelf: Shelf, *, has_key: bool, loopback: bool) -> APIRouter:
+def admin_routes(
+    library: CartridgeStore, shelf: ResidentCartridges, *, has_key: bool, loopback: bool
+) -> APIRouter:
     """With `has_key` every request was asked for the key before; else `loopback`, that the server
     listens there alone, decides."""
 
@@ -98,7 +100,7 @@ def admin_routes(library: Library, shelf: Shelf, *, has_key: bool, loopback: boo
         prefix=UPLOADS.rstrip("/"), responses=REFUSALS, dependencies=[Depends(local)]
     )
 
-    def told(entry: Entry) -> CartridgeEntry:
+    def told(entry: CartridgeVersion) -> CartridgeEntry:
         versions = library.versions(entry.manifest.name)
         latest = entry.manifest.version == max(versions, default=0)
         loaded = entry.key in shelf.held
@@ -140,15 +142,15 @@ def admin_routes(library: Library, shelf: Shelf, *, has_key: bool, loopback: boo
                 return told(await run_in_threadpool(library.add, name, file, source))
 
     @router.delete("/{name}", summary="Drop every version")
-    async def drop_all(name: Name) -> Dropped:
+    async def drop_all(name: Name) -> DeletedCartridge:
         return await drop(name, None)
 
     @router.delete("/{name}/{version}", summary="Drop one version")
-    async def drop(name: Name, version: Version) -> Dropped:
+    async def drop(name: Name, version: Version) -> DeletedCartridge:
         dropped = await _found(library.drop, name, version)
         for number in dropped:
             shelf.drop((name, number))
-        return Dropped(name=name, versions=dropped)
+        return DeletedCartridge(name=name, versions=dropped)
 
     return router
 

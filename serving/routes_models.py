@@ -9,9 +9,9 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
-from serving.handler import Desk
-from registry.store import Library
-from serving.request_parsing import Reader
+from registry.store import CartridgeStore
+from serving.handler import RequestHandler
+from serving.request_parsing import RequestParser
 from serving.routes import REFUSALS
 
 
@@ -22,68 +22,72 @@ class ForgeModels(BaseModel):
     strategies: list[str]
 
 
-class Model(BaseModel):
+class ModelEntry(BaseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "cartridge-forge"
 
 
-class BaseModelTold(Model):
+class BaseModelEntry(ModelEntry):
     forge: ForgeModels
 
 
-class Models(BaseModel):
+class ModelList(BaseModel):
     """One model: its cartridges and strategies are named behind it, and listed in `forge`."""
 
     object: Literal["list"] = "list"
-    data: list[BaseModelTold]
+    data: list[BaseModelEntry]
 
 
-class Standing(BaseModel):
+class ServerStatus(BaseModel):
     status: Literal["ok", "starting", "draining"]
     replicas: int = Field(description="generators in service")
 
 
-class Pong(BaseModel):
+class PingReply(BaseModel):
     message: Literal["pong"] = "pong"
 
 
 def model_routes(
-    desk: Desk, reader: Reader, library: Library, started: int, draining: Callable[[], bool]
+    desk: RequestHandler,
+    reader: RequestParser,
+    library: CartridgeStore,
+    started: int,
+    draining: Callable[[], bool],
 ) -> APIRouter:
     router = APIRouter(responses=REFUSALS)
 
     @router.get("/v1/models")
-    async def models() -> Models:
+    async def models() -> ModelList:
         def have() -> dict[str, list[int]]:
             return {name: library.versions(name) for name in library.names()}
 
         forge = ForgeModels(
             cartridges=await run_in_threadpool(have), strategies=desk.strategies.names()
         )
-        return Models(data=[BaseModelTold(id=reader.model, created=started, forge=forge)])
+        return ModelList(data=[BaseModelEntry(id=reader.model, created=started, forge=forge)])
 
     @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> Model:
+    async def model(name: str) -> ModelEntry:
         found = await run_in_threadpool(reader.name_of, name)
-        return Model(id=str(found), created=started)
+        return ModelEntry(id=str(found), created=started)
 
     @router.get("/health", summary="The process answers")
-    async def health() -> Standing:
+    async def health() -> ServerStatus:
         replicas = desk.backend.healthy()
         status: Literal["ok", "starting"] = "ok" if replicas else "starting"
-        return Standing(status="draining" if draining() else status, replicas=replicas)
+        return ServerStatus(status="draining" if draining() else status, replicas=replicas)
 
     @router.get("/ready", summary="Requests are served: 200, else 503")
-    async def ready(response: Response) -> Standing:
+    async def ready(response: Response) -> ServerStatus:
         standing = await health()
         response.status_code = 200 if standing.status == "ok" else 503
         return standing
 
     @router.get("/ping", summary="Tokasaurus' sign of life")
-    async def ping() -> Pong:
-        return Pong()
+    async def ping() -> PingReply:
+        return PingReply()
 
     @router.get("/metrics", summary="Prometheus' text format")
     async def metrics() -> Response:

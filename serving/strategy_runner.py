@@ -16,16 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from environments.renderer import Conversation
+from environments.renderer import ChatRenderer
 from protocols.errors import DataError
 from protocols.types import Completion, GenerateRequest, PrefixRef
-from serving.request import Asked, StrategyAsked
 from serving.backend import Backend
-from serving.tokenization import STAND_IN, Texts
+from serving.request import ServingRequest, StrategyRequest
+from serving.tokenization import STAND_IN, Tokenization
 from strategies.answers.extract import FORMS, Form
 from strategies.catalog import STRATEGIES, parse, run
+from strategies.result import StrategyResult
 from strategies.samplers.token_sampler import TokenSampler
-from strategies.result import Result
 
 T = TypeVar("T")
 
@@ -36,14 +36,14 @@ THREADS = 32  # strategies at a time; more of them wait
 class CatalogueStrategies:
     """Every strategy of `strategies.catalog`."""
 
-    def __init__(self, backend: Backend, texts: Texts) -> None:
+    def __init__(self, backend: Backend, texts: Tokenization) -> None:
         self._backend, self._texts = backend, texts
         self._threads = ThreadPoolExecutor(THREADS, "strategy")
 
     def names(self) -> list[str]:
         return list(STRATEGIES)
 
-    def check(self, strategy: StrategyAsked) -> None:
+    def check(self, strategy: StrategyRequest) -> None:
         if strategy.form not in FORMS:
             raise DataError(f"forge.form is one of {', '.join(FORMS)}: got {strategy.form!r}")
         detector = strategy.options.get("detector")
@@ -55,7 +55,7 @@ class CatalogueStrategies:
             )
         parse(strategy.name, strategy.options)
 
-    async def run(self, asked: Asked, prefix: PrefixRef) -> Result:
+    async def run(self, asked: ServingRequest, prefix: PrefixRef) -> StrategyResult:
         """The same again with the same seed. Cancelling this ends its decoding."""
         assert asked.strategy is not None
         here, calls = asyncio.get_running_loop(), itertools.count()
@@ -66,7 +66,7 @@ class CatalogueStrategies:
             work = asyncio.run_coroutine_threadsafe(self._backend.generate(named), here)
             return await asyncio.wrap_future(work)
 
-        conversation = Conversation(self._texts.tokenizer, {STAND_IN: "x"})
+        conversation = ChatRenderer(self._texts.tokenizer, {STAND_IN: "x"})
         document = STAND_IN if asked.entries else None
         sampling, wanted = asked.sampling, asked.strategy
         solving = run(

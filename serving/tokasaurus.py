@@ -25,11 +25,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from protocols.wire.openai_chat import MAX_COMPOSED, ChatRequest, CompletionRequest, Wire
 from protocols.types import Completion
+from protocols.wire.openai_chat import MAX_COMPOSED, ChatRequest, CompletionRequest, RequestPart
 
 
-class CartridgeSource(Wire):
+class CartridgeSource(RequestPart):
     id: str = Field(min_length=1, max_length=1024, description="a name of the library, or its path")
     source: Literal["wandb", "local", "huggingface"] = "wandb"
     force_redownload: bool = Field(
@@ -37,7 +37,7 @@ class CartridgeSource(Wire):
     )
 
 
-class CartridgeFields(Wire):
+class CartridgeFields(RequestPart):
     cartridges: list[CartridgeSource] | None = Field(
         None, max_length=MAX_COMPOSED, description="composed in this order, each behind the last"
     )

@@ -11,28 +11,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from environments.renderer import NO_DOCUMENT, Conversation
-from protocols.teacher_replay import Message
+from environments.renderer import NO_DOCUMENT, ChatRenderer
+from protocols.teacher_replay import AgentMessage
 from serving.errors import bad_request, refusing
 
 STAND_IN = "cartridge"  # a document that is rendered and cut off: what a cartridge stands in for
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TokenizedPrompt:
     """What is read behind the prefix, and how many tokens the client is told that it has."""
 
     ids: tuple[int, ...]
     counted: int
 
 
-class Texts:
+class Tokenization:
     """One model's tokenizer. Methods raise ApiError for what cannot be read; those that tokenise
     take time with the length of the text, and are called in a thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._conversation = Conversation(tokenizer, {STAND_IN: "x"})
+        self._conversation = ChatRenderer(tokenizer, {STAND_IN: "x"})
         self._special = frozenset(tokenizer.all_special_ids)
         byte_level = any(name.startswith("Ġ") for name in tokenizer.get_vocab())
         self._byte_of = _bytes_of_characters() if byte_level else {}
@@ -45,14 +45,14 @@ class Texts:
         """What the generators read when no cartridge is named: the first token alone."""
         return {NO_DOCUMENT: self.first}
 
-    def chat(self, messages: Sequence[Message], cartridge: bool) -> Prompt:
+    def chat(self, messages: Sequence[AgentMessage], cartridge: bool) -> TokenizedPrompt:
         for i, message in enumerate(messages):
             _check_text(message.content, f"messages[{i}].content")
         with refusing(400, "messages"):
             ids = self._conversation.opening(STAND_IN if cartridge else None, messages)
         return self._prompt(ids, cartridge, "messages")
 
-    def prompt(self, prompt: str | Sequence[int], cartridge: bool, param: str) -> Prompt:
+    def prompt(self, prompt: str | Sequence[int], cartridge: bool, param: str) -> TokenizedPrompt:
         """A prompt as text, or as ids, which are read as they are."""
         if isinstance(prompt, str):
             _check_text(prompt, param)
@@ -70,10 +70,10 @@ class Texts:
             ids = ids[1:]
         return self._prompt(ids, cartridge, param)
 
-    def _prompt(self, ids: tuple[int, ...], cartridge: bool, param: str) -> Prompt:
+    def _prompt(self, ids: tuple[int, ...], cartridge: bool, param: str) -> TokenizedPrompt:
         if not ids:
             raise bad_request(f"{param} has no token; give it one at least", param)
-        return Prompt(ids, len(ids) + (0 if cartridge else len(self.first)))
+        return TokenizedPrompt(ids, len(ids) + (0 if cartridge else len(self.first)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""

@@ -19,15 +19,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from protocols.spec.base import Spec
+from protocols.spec.base import SpecSection
 from strategies.detectors import Detector
-from strategies.samplers.token_budget import BudgetSpent, Meter
+from strategies.problem import StrategyProblem
+from strategies.result import StrategyResult
 from strategies.samplers.sampler import require
-from strategies.problem import Question
-from strategies.result import Result
+from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 from strategies.scorers import ScorerName, scorer
 from strategies.search import best_first, conclude, scored_candidates
-from strategies.steps import Path, Stepper, concluding, path_result
+from strategies.steps import StepPath, StepSampler, concluding, path_result
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Momentum:
         return Momentum(self.alpha, self.gamma, self.corrected, value, self.steps + 1)
 
 
-class AdaptiveScaling(Spec):
+class AdaptiveScaling(SpecSection):
     """Best-of-N at the steps where the model is unsure, one candidate elsewhere."""
 
     candidates: int = Field(default=4, ge=2, description="candidates of an unsure step")
@@ -67,12 +67,12 @@ class AdaptiveScaling(Spec):
     scorer: ScorerName = Field(default="perplexity", description="what a step is chosen by")
     detector: Detector = Field(default=Detector(), description="where steps end")
 
-    async def solve(self, meter: Meter, question: Question) -> Result:
+    async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         by = scorer(self.scorer, question)
         require(meter, "adaptive_scaling", "continue", "until", "logprobs", *by.needs)
-        stepper = Stepper(meter, question, self.detector, by.top_logprobs)
+        stepper = StepSampler(meter, question, self.detector, by.top_logprobs)
         momentum = Momentum(self.alpha, self.gamma, self.momentum == "bias_corrected")
-        path, spent = Path(), False
+        path, spent = StepPath(), False
         log: list[dict[str, Any]] = []
         try:
             for t in range(self.max_steps):

@@ -17,18 +17,18 @@ from typing import Any, Protocol, cast
 from pydantic import TypeAdapter, ValidationError
 
 from protocols.errors import DataError
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 from strategies.adaptive import AdaptiveScaling
 from strategies.answers.extract import FORMS, Form
 from strategies.deepconf import DeepConf
-from strategies.samplers.token_budget import BudgetSpent, Meter
 from strategies.offline import ChainOfThought, SelfConsistency
 from strategies.phi import PhiDecoding
-from strategies.samplers.sampler import Sampler
-from strategies.problem import Judge, Question
-from strategies.result import Result
+from strategies.problem import Judge, StrategyProblem
+from strategies.result import StrategyResult
 from strategies.rsa.strategy import RecursiveSelfAggregation
+from strategies.samplers.sampler import Sampler
+from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 from strategies.scorers import token_judge
 from strategies.search import BeamSearch, BestOfN
 
@@ -40,7 +40,7 @@ class Strategy(Protocol):
     raise BudgetSpent where it has nothing to answer with.
     """
 
-    async def solve(self, meter: Meter, question: Question) -> Result: ...
+    async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult: ...
 
 
 STRATEGIES: Mapping[str, type[Strategy]] = {
@@ -76,7 +76,7 @@ def parse(name: str, options: Mapping[str, Any] | None = None) -> Strategy:
 async def run(
     strategy: Strategy,
     sampler: Sampler,
-    messages: Sequence[Message],
+    messages: Sequence[AgentMessage],
     *,
     form: Form,
     seed: int,
@@ -86,7 +86,7 @@ async def run(
     budget: int | None = None,
     name: str = "question",
     judge: Sampler | Judge | None = None,
-) -> Result:
+) -> StrategyResult:
     """Solve one question; never samples more than `budget` tokens in all, the judge's included.
 
     `max_tokens` bounds one response. Every draw hangs on `seed` and `name` alone, so that a run is
@@ -101,18 +101,18 @@ async def run(
             f"a question needs messages, and at least one token: got {len(messages)} messages, "
             f"max_tokens {max_tokens} and a budget of {budget}"
         )
-    meter = Meter(sampler, budget)
+    meter = TokenBudget(sampler, budget)
     sampling = Sampling(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
     metered = None if judge is None else _metered(judge, meter)
-    question = Question(tuple(messages), form, seed, sampling, name, metered)
+    question = StrategyProblem(tuple(messages), form, seed, sampling, name, metered)
     try:
         result = await strategy.solve(meter, question)
     except BudgetSpent:
-        result = Result("", None, meter.spent, "budget")
+        result = StrategyResult("", None, meter.spent, "budget")
     return replace(result, spent=meter.spent)
 
 
-def _metered(judge: Sampler | Judge, meter: Meter) -> Judge:
+def _metered(judge: Sampler | Judge, meter: TokenBudget) -> Judge:
     if hasattr(judge, "abilities"):
         return token_judge(meter.beside(cast(Sampler, judge)))
     return judge

@@ -17,15 +17,15 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import Spec, broken
-from protocols.types import Until
+from protocols.spec.base import SpecSection, broken
+from protocols.types import StopCondition
 from strategies.answers.extract import extract
+from strategies.answers.votes import AnswerVote, surest, tally
 from strategies.confidence import Measure, token_confidences, trace_confidence
-from strategies.samplers.token_budget import BudgetSpent, Meter
-from strategies.samplers.sampler import Answer, require
-from strategies.problem import Question
-from strategies.result import Result
-from strategies.answers.votes import Vote, surest, tally
+from strategies.problem import StrategyProblem
+from strategies.result import StrategyResult
+from strategies.samplers.sampler import SampleResult, require
+from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 
 # Nats. The same trace in a batch of another composition differs in its last bits, and a trace that
 # says what the threshold's own said is not to be stopped for that.
@@ -33,14 +33,14 @@ ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
-class _Trace:
-    said: Answer
+class RunningTrace:
+    said: SampleResult
     answer: str | None
     confidence: float  # by the measure that weighs votes
     lowest: float  # of its groups: what the threshold is held against
 
 
-class DeepConf(Spec):
+class DeepConf(SpecSection):
     """The surest traces vote by their confidence."""
 
     mode: Literal["offline", "online"] = Field(
@@ -67,7 +67,7 @@ class DeepConf(Spec):
             raise broken(f"must be < traces ({traces})", "lower it, or no trace is ever stopped")
         return warmup
 
-    async def solve(self, meter: Meter, question: Question) -> Result:
+    async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         if self.mode == "online":
             require(meter, "deepconf (online)", "top_logprobs", "confidence")
             return await self._online(meter, question)
@@ -76,11 +76,11 @@ class DeepConf(Spec):
         kept = surest([t.confidence for t in traces], self.keep_fraction)
         return await self._voted(meter, question, traces, kept, {})
 
-    async def _online(self, meter: Meter, question: Question) -> Result:
+    async def _online(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         traces = await self._sample(meter, question, range(self.warmup))
         lowest = [t.lowest for t in traces]
         floor = min(lowest[i] for i in surest(lowest, self.keep_fraction))
-        until = Until(window=self.window, floor=floor - ROUNDING, top=self.top)
+        until = StopCondition(window=self.window, floor=floor - ROUNDING, top=self.top)
         details: dict[str, object] = {"threshold": floor, "warmup": self.warmup}
         while len(traces) < self.traces:
             if self.consensus and await self._decided(traces, question):
@@ -96,14 +96,18 @@ class DeepConf(Spec):
         return await self._voted(meter, question, traces, _surviving(traces), details)
 
     async def _sample(
-        self, meter: Meter, question: Question, which: range, until: Until | None = None
-    ) -> list[_Trace]:
+        self,
+        meter: TokenBudget,
+        question: StrategyProblem,
+        which: range,
+        until: StopCondition | None = None,
+    ) -> list[RunningTrace]:
         asks = [question.ask(str(i), until=until, top_logprobs=self.top) for i in which]
         found = []
         for said in await meter(asks):
             confidences = token_confidences(said.top_logprobs, self.top)
             found.append(
-                _Trace(
+                RunningTrace(
                     said,
                     extract(said.text, question.form),
                     trace_confidence(confidences, self.measure, self.window),
@@ -112,7 +116,7 @@ class DeepConf(Spec):
             )
         return found
 
-    async def _decided(self, traces: list[_Trace], question: Question) -> bool:
+    async def _decided(self, traces: list[RunningTrace], question: StrategyProblem) -> bool:
         votes = await _votes(traces, _surviving(traces), question)
         if not votes:
             return False
@@ -122,12 +126,12 @@ class DeepConf(Spec):
 
     async def _voted(
         self,
-        meter: Meter,
-        question: Question,
-        traces: list[_Trace],
+        meter: TokenBudget,
+        question: StrategyProblem,
+        traces: list[RunningTrace],
         kept: list[int],
         details: dict[str, object],
-    ) -> Result:
+    ) -> StrategyResult:
         votes = await _votes(traces, kept, question)
         voters = votes[0].traces if votes else kept
         chosen = traces[max(voters, key=lambda i: (traces[i].confidence, -i))].said
@@ -145,21 +149,23 @@ class DeepConf(Spec):
             "votes": [v.plain() for v in votes],
         }
         spent = "budget_spent" in details
-        return Result(
+        return StrategyResult(
             chosen.text, votes[0].answer if votes else None, meter.spent,
             "budget" if spent else chosen.finish_reason, chosen.token_ids, details,
         )  # fmt: skip
 
 
-def _stopped(trace: _Trace) -> bool:
+def _stopped(trace: RunningTrace) -> bool:
     return trace.said.ended_by == "confidence"
 
 
-def _surviving(traces: list[_Trace]) -> list[int]:
+def _surviving(traces: list[RunningTrace]) -> list[int]:
     return [i for i, t in enumerate(traces) if not _stopped(t)]
 
 
-async def _votes(traces: list[_Trace], kept: list[int], question: Question) -> list[Vote]:
+async def _votes(
+    traces: list[RunningTrace], kept: list[int], question: StrategyProblem
+) -> list[AnswerVote]:
     """Of the kept traces, by their place among all."""
     answers = [t.answer if i in kept else None for i, t in enumerate(traces)]
     return await tally(answers, question.form, [t.confidence for t in traces])

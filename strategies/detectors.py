@@ -1,4 +1,4 @@
-r"""Where a step ends, and when an answer is there: patterns, as `Until` takes them.
+r"""Where a step ends, and when an answer is there: patterns, as `StopCondition` takes them.
 
     structured   a step pattern ("\n\n") or an answer pattern ends the step
     thinking     inside a thinking block a step ends before the next marker ("Wait", "So"); with the
@@ -16,8 +16,8 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import Spec, broken
-from protocols.types import Until
+from protocols.spec.base import SpecSection, broken
+from protocols.types import StopCondition
 from strategies.answers.extract import Form
 
 # A sentence's: behind a digit it may be the point of 41.5, until a blank follows.
@@ -46,7 +46,7 @@ END_OF_THINKING = "</think>"
 _FAR_ENOUGH = 12  # characters
 
 
-class Detector(Spec):
+class Detector(SpecSection):
     """Where steps end. Patterns are regular expressions; none given: those of the answer's form.
 
     They are searched for after every token, and some expressions never end: take none from a
@@ -88,11 +88,11 @@ class Detector(Spec):
             raise broken(f"must be >= min_tokens ({fewest})", "raise it")
         return most
 
-    def until(self, so_far: str, form: Form) -> Until | None:
+    def until(self, so_far: str, form: Form) -> StopCondition | None:
         """Where the step after the text `so_far` ends; None: with the response."""
         if self.kind == "structured":
             steps = self.step_patterns or STEP_PATTERNS[form]
-            return Until(patterns=(*self._answers(form), *steps), after=self.min_tokens)
+            return StopCondition(patterns=(*self._answers(form), *steps), after=self.min_tokens)
         if END_OF_THINKING in so_far:
             return None
         words = "|".join(re.escape(m) for m in self.markers)
@@ -103,7 +103,7 @@ class Detector(Spec):
         # The response ends before what is met, and the block's end belongs to it: so what is met is
         # the character behind.
         ended = rf"(?<={END_OF_THINKING})[\s\S]"
-        return Until(patterns=(ended, marked), after=self.min_tokens, before=True)
+        return StopCondition(patterns=(ended, marked), after=self.min_tokens, before=True)
 
     def answered(self, so_far: str, step: str, form: Form) -> bool | None:
         """Whether the step holds an answer: None without an answer pattern in it, False where one

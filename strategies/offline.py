@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from protocols.spec.base import Spec
+from protocols.spec.base import SpecSection
 from strategies.answers.extract import extract
-from strategies.samplers.token_budget import Meter
-from strategies.problem import Question
-from strategies.result import Result
 from strategies.answers.votes import tally
+from strategies.problem import StrategyProblem
+from strategies.result import StrategyResult
+from strategies.samplers.token_budget import TokenBudget
 
 
-class ChainOfThought(Spec):
+class ChainOfThought(SpecSection):
     """One response."""
 
-    async def solve(self, meter: Meter, question: Question) -> Result:
+    async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         (said,) = await meter([question.ask("0")])
         answer = extract(said.text, question.form)
-        return Result(said.text, answer, meter.spent, said.finish_reason, said.token_ids)
+        return StrategyResult(said.text, answer, meter.spent, said.finish_reason, said.token_ids)
 
 
-class SelfConsistency(Spec):
+class SelfConsistency(SpecSection):
     """The most frequent answer of several responses (Wang et al. 2022), sampled in one call."""
 
     samples: int = Field(default=16, ge=1, description="responses that vote")
 
-    async def solve(self, meter: Meter, question: Question) -> Result:
+    async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         traces = await meter([question.ask(str(i)) for i in range(self.samples)])
         answers = [extract(t.text, question.form) for t in traces]
         votes = await tally(answers, question.form)
         chosen = traces[votes[0].traces[0] if votes else 0]
-        return Result(
+        return StrategyResult(
             chosen.text, votes[0].answer if votes else None, meter.spent, chosen.finish_reason,
             chosen.token_ids, {"answers": answers, "votes": [v.plain() for v in votes]},
         )  # fmt: skip

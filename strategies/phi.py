@@ -27,31 +27,31 @@ from typing import Any
 
 from pydantic import Field
 
-from protocols.spec.base import Spec
+from protocols.spec.base import SpecSection
 from strategies.answers.extract import extract
-from strategies.detectors import Detector
-from strategies.samplers.token_budget import BudgetSpent, Meter
-from strategies.samplers.sampler import Answer, require
-from strategies.problem import Question
-from strategies.result import Result
-from strategies.scorers import NOTHING
-from strategies.steps import Path, Stepper, concluding, path_result
 from strategies.answers.text_clusters import text_clusters
 from strategies.answers.votes import tally
+from strategies.detectors import Detector
+from strategies.problem import StrategyProblem
+from strategies.result import StrategyResult
+from strategies.samplers.sampler import SampleResult, require
+from strategies.samplers.token_budget import BudgetSpent, TokenBudget
+from strategies.scorers import NOTHING
+from strategies.steps import StepPath, StepSampler, concluding, path_result
 
 SHARPNESS = 0.1  # temperature of the advantages
 
 
 @dataclass(frozen=True)
-class Beam:
+class PhiBeam:
     """A path, the whole response that it was foreseen to become, and that look-ahead's F'."""
 
-    path: Path = field(default_factory=Path)
-    ahead: Path = field(default_factory=Path)
+    path: StepPath = field(default_factory=StepPath)
+    ahead: StepPath = field(default_factory=StepPath)
     value: float = 0.0
 
 
-class PhiDecoding(Spec):
+class PhiDecoding(SpecSection):
     """Steps sampled by the promise of their look-aheads."""
 
     beams: int = Field(default=4, ge=1, description="paths that are kept")
@@ -63,17 +63,17 @@ class PhiDecoding(Spec):
     max_steps: int = Field(default=8, ge=1, description="steps that are foreseen")
     detector: Detector = Field(default=Detector(), description="where steps end")
 
-    async def solve(self, meter: Meter, question: Question) -> Result:
+    async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         require(meter, "phi_decoding", "continue", "until", "logprobs")
-        stepper = Stepper(meter, question, self.detector)
-        beams, best = [Beam()] * self.beams, Beam()
+        stepper = StepSampler(meter, question, self.detector)
+        beams, best = [PhiBeam()] * self.beams, PhiBeam()
         log: list[dict[str, Any]] = []
         spent = False
         try:
             for t in range(self.max_steps):
                 kept = await self._kept(stepper, beams, t)
                 if not best.ahead.steps:  # stands, if the budget ends before the look-aheads
-                    best = Beam(ahead=concluding(kept[0][0]))
+                    best = PhiBeam(ahead=concluding(kept[0][0]))
                 foreseen = [(b, 0.0) for b in beams if b.path.state == "done"]
                 foreseen += await self._foreseen(stepper, kept, t)
                 ahead = [b for b, _ in foreseen]
@@ -101,8 +101,8 @@ class PhiDecoding(Spec):
         return path_result(best.ahead, meter, question, {"log": log}, spent=spent)
 
     async def _kept(
-        self, stepper: Stepper, beams: Sequence[Beam], t: int
-    ) -> list[tuple[Path, float]]:
+        self, stepper: StepSampler, beams: Sequence[PhiBeam], t: int
+    ) -> list[tuple[StepPath, float]]:
         """The steps that width leaves, each with the value of its beam."""
         on = [b for b in beams if b.path.state != "done"]
         grown = await stepper.candidates([b.path for b in on], self.rollouts, f"step/{t}")
@@ -110,19 +110,21 @@ class PhiDecoding(Spec):
         return [steps[i] for i in width([_mean(p.steps[-1]) for p, _ in steps])]
 
     async def _foreseen(
-        self, stepper: Stepper, kept: Sequence[tuple[Path, float]], t: int
-    ) -> list[tuple[Beam, float]]:
+        self, stepper: StepSampler, kept: Sequence[tuple[StepPath, float]], t: int
+    ) -> list[tuple[PhiBeam, float]]:
         """The beams that may come of these steps, each with its advantage."""
         open_ = [p for p, _ in kept if p.state != "done"]
         endings = iter(await stepper.endings([concluding(p) for p in open_], 1, f"ahead/{t}"))
         found = []
         for path, before in kept:
             if path.state == "done":
-                beam = Beam(path, path, _mean(path.steps[-1]))
+                beam = PhiBeam(path, path, _mean(path.steps[-1]))
             else:
                 (ahead,) = next(endings)
                 # After an empty answer the look-ahead is the final answer, and the path ends.
-                beam = Beam(ahead if path.state == "empty" else path, ahead, _mean(ahead.steps[-1]))
+                beam = PhiBeam(
+                    ahead if path.state == "empty" else path, ahead, _mean(ahead.steps[-1])
+                )
             found.append((beam, beam.value - before))
         return found
 
@@ -161,11 +163,11 @@ def _softmax(values: Sequence[float]) -> list[float]:
     return [e / math.fsum(exps) for e in exps]
 
 
-def _mean(said: Answer) -> float:
+def _mean(said: SampleResult) -> float:
     return fmean(said.logprobs) if said.logprobs else NOTHING
 
 
-def _rollout_text(beam: Beam) -> str:
+def _rollout_text(beam: PhiBeam) -> str:
     """What the look-ahead added to the path; what ended the path, where that is done."""
     return beam.ahead.steps[-1].text
 
@@ -176,14 +178,14 @@ def _largest(labels: Sequence[int]) -> tuple[int, float]:
     return label, size / len(labels)
 
 
-async def _agree(aheads: Sequence[Path], question: Question) -> bool:
+async def _agree(aheads: Sequence[StepPath], question: StrategyProblem) -> bool:
     """Whether every look-ahead has an answer, and all the same."""
     votes = await tally([extract(a.text, question.form) for a in aheads], question.form)
     return bool(votes) and len(votes[0].traces) == len(aheads)
 
 
 def _logged(
-    foreseen: Sequence[tuple[Beam, float]],
+    foreseen: Sequence[tuple[PhiBeam, float]],
     labels: Sequence[int],
     weights: Sequence[float],
     stop: bool,

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from strategies.samplers.token_budget import Spent
+from strategies.samplers.token_budget import TokenSpend
 
 
 @dataclass(frozen=True)
-class Result:
+class StrategyResult:
     """The chosen response, the answer found in it (None: none), what was spent, and how it came.
 
     `details` are plain JSON values: votes, steps with their scores, populations. `finish_reason`
@@ -20,7 +20,7 @@ class Result:
 
     text: str
     answer: str | None
-    spent: Spent
+    spent: TokenSpend
     finish_reason: str
     token_ids: tuple[int, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)

@@ -21,11 +21,11 @@ from statistics import fmean
 from typing import Literal
 
 from protocols.errors import DataError, RunError
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
-from strategies.samplers.sampler import Ability, Answer, Ask, Sampler, require
-from strategies.problem import Judge, Question
-from strategies.steps import Path
+from strategies.problem import Judge, StrategyProblem
+from strategies.samplers.sampler import Ability, Sampler, SampleRequest, SampleResult, require
+from strategies.steps import StepPath
 
 ScorerName = Literal["sequence_logprob", "perplexity", "entropy", "gap", "process_reward"]
 NOTHING = -1e9
@@ -39,20 +39,20 @@ INSTRUCTION = (
 Told = Sequence[tuple[str, float]]
 
 
-def sequence_logprob(step: Answer) -> float:
+def sequence_logprob(step: SampleResult) -> float:
     return math.fsum(step.logprobs)
 
 
-def perplexity(step: Answer) -> float:
+def perplexity(step: SampleResult) -> float:
     """Negative, so that higher is better."""
     return -math.exp(min(-fmean(step.logprobs), math.log(-NOTHING)))
 
 
-def entropy(step: Answer) -> float:
+def entropy(step: SampleResult) -> float:
     return -fmean(_entropy(place) for place in step.top_logprobs)
 
 
-def gap(step: Answer) -> float:
+def gap(step: SampleResult) -> float:
     return fmean(_gap(place) for place in step.top_logprobs)
 
 
@@ -67,7 +67,7 @@ def _gap(place: Told) -> float:
     return first - second
 
 
-_MEASURES: Mapping[str, tuple[Ability, int, Callable[[Answer], float]]] = {
+_MEASURES: Mapping[str, tuple[Ability, int, Callable[[SampleResult], float]]] = {
     "sequence_logprob": ("logprobs", 0, sequence_logprob),
     "perplexity": ("logprobs", 0, perplexity),
     "entropy": ("top_logprobs", TOP, entropy),
@@ -81,10 +81,10 @@ class Scorer:
 
     needs: tuple[Ability, ...]
     top_logprobs: int
-    score: Callable[[Sequence[Path]], Awaitable[list[float]]]
+    score: Callable[[Sequence[StepPath]], Awaitable[list[float]]]
 
 
-def scorer(name: ScorerName, question: Question) -> Scorer:
+def scorer(name: ScorerName, question: StrategyProblem) -> Scorer:
     """Raises DataError for "process_reward" without a judge."""
     if name == "process_reward":
         judge = question.judge
@@ -94,14 +94,14 @@ def scorer(name: ScorerName, question: Question) -> Scorer:
                 "sampler that says + or -, or a function from texts to probabilities)"
             )
 
-        async def judged(paths: Sequence[Path]) -> list[float]:
+        async def judged(paths: Sequence[StepPath]) -> list[float]:
             found = await judge([judged_text(question, p) for p in paths]) if paths else []
             return [float(p) for p in found]
 
         return Scorer((), 0, judged)
     needs, top, measure = _MEASURES[name]
 
-    async def measured(paths: Sequence[Path]) -> list[float]:
+    async def measured(paths: Sequence[StepPath]) -> list[float]:
         steps = [p.steps[-1] for p in paths]
         if any(s.text and not getattr(s, needs) for s in steps):
             raise RunError(f"scorer {name}: the backend says that it tells {needs}, and told none")
@@ -110,7 +110,7 @@ def scorer(name: ScorerName, question: Question) -> Scorer:
     return Scorer((needs,), top, measured)
 
 
-def judged_text(question: Question, path: Path) -> str:
+def judged_text(question: StrategyProblem, path: StepPath) -> str:
     """The question and the steps so far, each closed by the separator behind which a process
     reward model judges."""
     asked = next((m.content for m in reversed(question.messages) if m.role == "user"), "")
@@ -133,9 +133,9 @@ def token_judge(
 
     async def judge(texts: Sequence[str]) -> list[float]:
         asks = [
-            Ask(
+            SampleRequest(
                 f"judge/{i}",
-                (Message("system", instruction), Message("user", text)),
+                (AgentMessage("system", instruction), AgentMessage("user", text)),
                 Sampling(temperature=0.0, max_tokens=1),
                 seed=0,  # greedy
                 top_logprobs=TOP,
@@ -147,7 +147,7 @@ def token_judge(
     return judge
 
 
-def _positive(answer: Answer, positive: str, negative: str) -> float:
+def _positive(answer: SampleResult, positive: str, negative: str) -> float:
     place = answer.top_logprobs[0] if answer.top_logprobs else ()
     yes, no = (
         math.fsum(math.exp(lp) for text, lp in place if text.strip() == word)

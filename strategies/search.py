@@ -19,14 +19,14 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import Spec, broken
+from protocols.spec.base import SpecSection, broken
 from strategies.detectors import Detector
-from strategies.samplers.token_budget import BudgetSpent, Meter
+from strategies.problem import StrategyProblem
+from strategies.result import StrategyResult
 from strategies.samplers.sampler import require
-from strategies.problem import Question
-from strategies.result import Result
+from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 from strategies.scorers import NOTHING, Scorer, ScorerName, scorer
-from strategies.steps import Path, Stepper, concluding, path_result
+from strategies.steps import StepPath, StepSampler, concluding, path_result
 
 Aggregate = Literal["last", "mean", "sum", "product", "min", "max"]
 AGGREGATES: dict[Aggregate, Callable[[Sequence[float]], float]] = {
@@ -39,7 +39,7 @@ AGGREGATES: dict[Aggregate, Callable[[Sequence[float]], float]] = {
 }
 
 
-class BestOfN(Spec):
+class BestOfN(SpecSection):
     """At every step the best of several candidates."""
 
     candidates: int = Field(default=4, ge=1, description="candidates of a step")
@@ -47,12 +47,12 @@ class BestOfN(Spec):
     scorer: ScorerName = Field(default="perplexity", description="what a step is chosen by")
     detector: Detector = Field(default=Detector(), description="where steps end")
 
-    async def solve(self, meter: Meter, question: Question) -> Result:
+    async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         found = _search(meter, question, "best_of_n", self.scorer, self.detector)
         return await found.run(1, self.candidates, self.max_steps, "last")
 
 
-class BeamSearch(Spec):
+class BeamSearch(SpecSection):
     """Several paths at once, ranked by all their steps."""
 
     beams: int = Field(default=2, ge=1, description="paths that stay active")
@@ -73,29 +73,35 @@ class BeamSearch(Spec):
             )
         return name
 
-    async def solve(self, meter: Meter, question: Question) -> Result:
+    async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         found = _search(meter, question, "beam_search", self.scorer, self.detector)
         return await found.run(self.beams, self.candidates, self.max_steps, self.aggregate)
 
 
 def _search(
-    meter: Meter, question: Question, strategy: str, name: ScorerName, detector: Detector
-) -> _Search:
+    meter: TokenBudget,
+    question: StrategyProblem,
+    strategy: str,
+    name: ScorerName,
+    detector: Detector,
+) -> SearchState:
     by = scorer(name, question)
     require(meter, strategy, "continue", "until", *by.needs)
-    return _Search(Stepper(meter, question, detector, by.top_logprobs), by)
+    return SearchState(StepSampler(meter, question, detector, by.top_logprobs), by)
 
 
 @dataclass(frozen=True)
-class _Search:
-    stepper: Stepper
+class SearchState:
+    stepper: StepSampler
     by: Scorer
 
-    async def run(self, beams: int, count: int, max_steps: int, aggregate: Aggregate) -> Result:
+    async def run(
+        self, beams: int, count: int, max_steps: int, aggregate: Aggregate
+    ) -> StrategyResult:
         rank = AGGREGATES[aggregate]
-        active: list[Path] = [Path()]
-        aside: list[Path] = []
-        unanswered: list[Path] = []
+        active: list[StepPath] = [StepPath()]
+        aside: list[StepPath] = []
+        unanswered: list[StepPath] = []
         log: list[dict[str, int]] = []
         spent = False
         try:
@@ -124,11 +130,13 @@ class _Search:
         return path_result(chosen, self.stepper.meter, self.stepper.question, details, spent=spent)
 
 
-def _kept(ranked: Sequence[Path], beams: int, room: int) -> tuple[list[Path], list[Path]]:
+def _kept(
+    ranked: Sequence[StepPath], beams: int, room: int
+) -> tuple[list[StepPath], list[StepPath]]:
     """From the top, the paths that are on and those that are not, until there are `beams` of the
     ones or `room` of the others."""
-    active: list[Path] = []
-    over: list[Path] = []
+    active: list[StepPath] = []
+    over: list[StepPath] = []
     for path in ranked:
         (active if path.state == "on" else over).append(path)
         if len(active) == beams or len(over) == room:
@@ -137,16 +145,16 @@ def _kept(ranked: Sequence[Path], beams: int, room: int) -> tuple[list[Path], li
 
 
 async def scored_candidates(
-    stepper: Stepper, by: Scorer, paths: Sequence[Path], count: int, name: str
-) -> list[Path]:
+    stepper: StepSampler, by: Scorer, paths: Sequence[StepPath], count: int, name: str
+) -> list[StepPath]:
     """`count` scored next steps of each path, path by path. Raises BudgetSpent."""
     grown = [c for of_path in await stepper.candidates(paths, count, name) for c in of_path]
     return [p.scored(s) for p, s in zip(grown, await by.score(grown), strict=True)]
 
 
 async def conclude(
-    stepper: Stepper, by: Scorer, paths: Sequence[Path], count: int, name: str
-) -> list[Path]:
+    stepper: StepSampler, by: Scorer, paths: Sequence[StepPath], count: int, name: str
+) -> list[StepPath]:
     """The best of `count` final answers of each path, from before a step that stopped at an empty
     answer. Raises BudgetSpent."""
     if not paths:
@@ -161,10 +169,12 @@ async def conclude(
     return best
 
 
-def best_first(paths: Sequence[Path], rank: Callable[[Sequence[float]], float]) -> list[Path]:
+def best_first(
+    paths: Sequence[StepPath], rank: Callable[[Sequence[float]], float]
+) -> list[StepPath]:
     """By rank, of equals the earliest first; a path without steps last."""
     return sorted(paths, key=lambda p: -(rank(p.scores) if p.scores else NOTHING))
 
 
-def _plain(path: Path, rank: Callable[[Sequence[float]], float]) -> dict[str, Any]:
+def _plain(path: StepPath, rank: Callable[[Sequence[float]], float]) -> dict[str, Any]:
     return {"text": path.text, "tokens": path.tokens, "score": rank(path.scores)}

@@ -17,19 +17,19 @@ from typing import Any, Literal
 
 from strategies.answers.extract import extract
 from strategies.detectors import Detector
-from strategies.samplers.token_budget import Meter
-from strategies.samplers.sampler import Answer, Begun
-from strategies.problem import Question
-from strategies.result import Result
+from strategies.problem import StrategyProblem
+from strategies.result import StrategyResult
+from strategies.samplers.sampler import PartialResponse, SampleResult
+from strategies.samplers.token_budget import TokenBudget
 
 State = Literal["on", "done", "empty"]
 
 
 @dataclass(frozen=True)
-class Path:
+class StepPath:
     """A response so far: its steps as they were said, and a score each where they were scored."""
 
-    steps: tuple[Answer, ...] = ()
+    steps: tuple[SampleResult, ...] = ()
     scores: tuple[float, ...] = ()
     state: State = "on"
 
@@ -52,14 +52,14 @@ class Path:
     def finish_reason(self) -> str:
         return self.steps[-1].finish_reason if self.steps else ""
 
-    def scored(self, score: float) -> Path:
+    def scored(self, score: float) -> StepPath:
         """With the last step's score."""
         return replace(self, scores=(*self.scores[: len(self.steps) - 1], score))
 
-    def before(self) -> Path:
+    def before(self) -> StepPath:
         """Without the last step."""
         kept = len(self.steps) - 1
-        return Path(self.steps[:kept], self.scores[:kept])
+        return StepPath(self.steps[:kept], self.scores[:kept])
 
     def plain(self) -> list[dict[str, Any]]:
         """JSON: each step with its tokens, and its score where it has one."""
@@ -71,28 +71,32 @@ class Path:
 
 
 @dataclass(frozen=True)
-class Stepper:
+class StepSampler:
     """Samples steps for one question."""
 
-    meter: Meter
-    question: Question
+    meter: TokenBudget
+    question: StrategyProblem
     detector: Detector
     top_logprobs: int = 0
 
-    async def candidates(self, paths: Sequence[Path], count: int, name: str) -> list[list[Path]]:
+    async def candidates(
+        self, paths: Sequence[StepPath], count: int, name: str
+    ) -> list[list[StepPath]]:
         """`count` ways to go on by one step, for each path: one call. Draws hang on `name`.
 
         Raises BudgetSpent.
         """
         return await self._sample(paths, count, name, whole=False)
 
-    async def endings(self, paths: Sequence[Path], count: int, name: str) -> list[list[Path]]:
+    async def endings(
+        self, paths: Sequence[StepPath], count: int, name: str
+    ) -> list[list[StepPath]]:
         """`count` ways to end the response, for each path: one call. Raises BudgetSpent."""
         return await self._sample(paths, count, name, whole=True)
 
     async def _sample(
-        self, paths: Sequence[Path], count: int, name: str, *, whole: bool
-    ) -> list[list[Path]]:
+        self, paths: Sequence[StepPath], count: int, name: str, *, whole: bool
+    ) -> list[list[StepPath]]:
         asks = []
         for p, path in enumerate(paths):
             text, left = path.text, self.question.sampling.max_tokens - path.tokens
@@ -100,7 +104,7 @@ class Stepper:
             asks += [
                 self.question.ask(
                     f"{name}/{p}/{c}",
-                    begun=Begun(text, path.token_ids),
+                    begun=PartialResponse(text, path.token_ids),
                     until=until,
                     top_logprobs=self.top_logprobs,
                     most=min(left, self.detector.max_tokens) if until else left,
@@ -113,11 +117,11 @@ class Stepper:
             for p, path in enumerate(paths)
         ]
 
-    def _longer(self, path: Path, said: Answer, whole: bool) -> Path:
-        longer = Path((*path.steps, said), path.scores)
+    def _longer(self, path: StepPath, said: SampleResult, whole: bool) -> StepPath:
+        longer = StepPath((*path.steps, said), path.scores)
         return replace(longer, state="done" if whole else self._state(path, longer, said))
 
-    def _state(self, path: Path, longer: Path, said: Answer) -> State:
+    def _state(self, path: StepPath, longer: StepPath, said: SampleResult) -> State:
         if said.finish_reason not in ("until", "length"):
             return "done"
         answered = self.detector.answered(path.text, said.text, self.question.form)
@@ -126,16 +130,21 @@ class Stepper:
         return "done" if longer.tokens >= self.question.sampling.max_tokens else "on"
 
 
-def concluding(path: Path) -> Path:
+def concluding(path: StepPath) -> StepPath:
     """Where a final answer goes on from: an incomplete step is dropped."""
     return path.before() if path.state == "empty" else path
 
 
 def path_result(
-    path: Path, meter: Meter, question: Question, details: dict[str, Any], *, spent: bool
-) -> Result:
+    path: StepPath,
+    meter: TokenBudget,
+    question: StrategyProblem,
+    details: dict[str, Any],
+    *,
+    spent: bool,
+) -> StrategyResult:
     """The result of a strategy that chose this path; `spent`: because the budget is."""
-    return Result(
+    return StrategyResult(
         path.text, extract(path.text, question.form), meter.spent,
         "budget" if spent else path.finish_reason, path.token_ids,
         {"steps": path.plain(), **details},

@@ -1,6 +1,6 @@
 """Canonical actions: two ways to say the same thing become the same string.
 
-    ToolCall("read_value", {"note": "3", "name": " hemoglobin"})   with note declared an integer
+    ToolAction("read_value", {"note": "3", "name": " hemoglobin"})   with note declared an integer
         {"arguments":{"name":"hemoglobin","note":3},"tool":"read_value"}
     Choice("b) insulin")    {"choice":"B"}
     Text("halve  the dose") {"text":"halve the dose"}
@@ -20,7 +20,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from protocols.errors import DataError
-from protocols.teacher_replay import Action, Choice, ReplayState, Text, Tool, ToolCall
+from protocols.teacher_replay import (
+    Action,
+    AgentTool,
+    OptionAction,
+    ReplayState,
+    TextAction,
+    ToolAction,
+)
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")  # JSON's own
 LONGEST_NUMBER = 24  # characters; a longer string of digits is an identifier
@@ -33,15 +40,15 @@ def canonical(action: Action, state: ReplayState) -> str:
     Raises DataError for arguments that are no JSON (NaN, an object of Python's).
     """
     match action:
-        case ToolCall(tool, arguments):
+        case ToolAction(tool, arguments):
             declared = next((t for t in state.tools if t.name == fold(tool)), None)
             plain: dict[str, Any] = {
                 "tool": fold(tool),
                 "arguments": _arguments(arguments, declared),
             }
-        case Choice(option):
+        case OptionAction(option):
             plain = {"choice": letter(option, state.options) or fold(option)}
-        case Text(text):
+        case TextAction(text):
             plain = {"text": fold(text)}
     return dense(plain)
 
@@ -50,8 +57,8 @@ def action_of(text: str) -> Action:
     """The action that a canonical string stands for: `canonical` turned round."""
     plain = json.loads(text)
     if "tool" in plain:
-        return ToolCall(plain["tool"], plain["arguments"])
-    return Choice(plain["choice"]) if "choice" in plain else Text(plain["text"])
+        return ToolAction(plain["tool"], plain["arguments"])
+    return OptionAction(plain["choice"]) if "choice" in plain else TextAction(plain["text"])
 
 
 def fault(action: Action, state: ReplayState) -> str:
@@ -61,14 +68,14 @@ def fault(action: Action, state: ReplayState) -> str:
     at fault: that is what the pair is to teach.
     """
     match action:
-        case ToolCall(tool, arguments):
+        case ToolAction(tool, arguments):
             declared = next((t for t in state.tools if t.name == fold(tool)), None)
             if declared is None:
                 return "unknown tool"
             return _argument_fault(arguments, declared.parameters)
-        case Choice(option):
+        case OptionAction(option):
             return "" if letter(option, state.options) else "not one of the options"
-        case Text(text):
+        case TextAction(text):
             if state.options:
                 return "free text where an option is asked for"
             return "" if fold(text) else "empty text"
@@ -104,7 +111,7 @@ def dense(plain: Any) -> str:
         raise DataError(f"an action must be JSON: {error}; leave out what is not") from error
 
 
-def _arguments(arguments: Mapping[str, Any], tool: Tool | None) -> dict[str, Any]:
+def _arguments(arguments: Mapping[str, Any], tool: AgentTool | None) -> dict[str, Any]:
     schema = tool.parameters if tool else {}
     properties = schema.get("properties", {})
     plain = {fold(k): _normal(v, properties.get(fold(k), {})) for k, v in arguments.items()}

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from protocols.teacher_replay import Usage
+from protocols.teacher_replay import TeacherUsage
 
 WINDOW_S = 60.0  # of `requests_per_minute`
 
@@ -24,9 +24,9 @@ INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
-class Reserved:
-    """`Reserved("a1", "41d0...", "opus", "run-7", "0c9e...", 5120000, 1785060942.1)`: attempt a1
-    of this call may cost 5,120,000 nanodollars. `owner` is the ledger handle that makes it."""
+class ReservedCall:
+    """`ReservedCall("a1", "41d0...", "opus", "run-7", "0c9e...", 5120000, 1785060942.1)`: attempt
+    a1 of this call may cost 5,120,000 nanodollars. `owner` is the ledger handle that makes it."""
 
     attempt: str
     key: str
@@ -38,7 +38,7 @@ class Reserved:
 
 
 @dataclass(frozen=True)
-class Settled:
+class SettledCall:
     """How an attempt ended. `outcome` is ANSWERED (never asked again) or what failed; `usage` is
     None where the provider did not say. `usable`: the answer was a vote. `tries` counts the
     attempts of this asking so far; `retry_after_s` is the provider's wish."""
@@ -49,7 +49,7 @@ class Settled:
     run: str
     outcome: str
     nanodollars: int
-    usage: Usage | None
+    usage: TeacherUsage | None
     raw: str
     refused: bool
     usable: bool
@@ -60,7 +60,7 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SpendLimits:
     """What bounds the calls of one teacher; money in nanodollars, for one run."""
 
     run_cap: int
@@ -72,7 +72,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Call:
+class TeacherCall:
     """What is asked for: a call of `teacher` known by `key`, worst case in nanodollars."""
 
     key: str
@@ -82,21 +82,21 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Go:
+class CallNow:
     """Make the call: `attempt` is reserved."""
 
     attempt: str
 
 
 @dataclass(frozen=True)
-class Have:
+class AlreadyAnswered:
     """It was answered before."""
 
-    settled: Settled
+    settled: SettledCall
 
 
 @dataclass(frozen=True)
-class Wait:
+class CallLater:
     """Not now. `seconds` until it is worth asking again; `why` becomes the vote's error."""
 
     seconds: float
@@ -104,17 +104,17 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Refuse:
+class CallRefused:
     """Not at all. `why` becomes the vote's error."""
 
     why: str
 
 
-Admission = Go | Have | Wait | Refuse
+Admission = CallNow | AlreadyAnswered | CallLater | CallRefused
 
 
 @dataclass(frozen=True)
-class Breaker:
+class CircuitBreaker:
     """Leaves a teacher alone that gives nothing usable.
 
     closed --failures in a row--> open --cooldown--> half open: one probe
@@ -125,37 +125,37 @@ class Breaker:
     opened: float | None = None
     probe: str = ""
 
-    def begun(self, attempt: str) -> Breaker:
+    def begun(self, attempt: str) -> CircuitBreaker:
         return self if self.opened is None else replace(self, probe=attempt)
 
-    def ended(self, settled: Settled, limit: int) -> Breaker:
+    def ended(self, settled: SettledCall, limit: int) -> CircuitBreaker:
         if settled.usable:
-            return Breaker()
+            return CircuitBreaker()
         probing = bool(self.probe) and settled.attempt == self.probe
         if settled.outcome == INTERRUPTED:  # our own death says nothing of the teacher
             return replace(self, probe="") if probing else self
         if self.opened is not None:  # calls begun before it opened change nothing
             return replace(self, opened=settled.time, probe="") if probing else self
         failures = self.failures + 1
-        return Breaker(failures, settled.time if failures >= limit else None)
+        return CircuitBreaker(failures, settled.time if failures >= limit else None)
 
     def lets_through(self, now: float, cooldown_s: float) -> bool:
         return self.opened is None or (not self.probe and now - self.opened >= cooldown_s)
 
 
 @dataclass
-class Account:
+class TeacherAccount:
     """One teacher over all runs of the ledger: who asks it now, since when, and how it fares."""
 
-    open: dict[str, Reserved] = field(default_factory=dict)
+    open: dict[str, ReservedCall] = field(default_factory=dict)
     begun: deque[float] = field(default_factory=deque)
     not_before: float = 0.0
-    breaker: Breaker = Breaker()
+    breaker: CircuitBreaker = CircuitBreaker()
     overran: bool = False
 
 
 @dataclass(frozen=True)
-class Totals:
+class SpendTotals:
     """Money and calls of one run, or of one teacher in it; money in nanodollars.
 
     `spent` is settled, of which `presumed` is the worst case of calls whose cost nobody said;
@@ -169,20 +169,20 @@ class Totals:
     answered: int = 0
 
 
-class Books:
+class Budget:
     """The fold. `limits` are this process's own, of the teachers it asks."""
 
-    def __init__(self, limits: dict[str, Limits]) -> None:
+    def __init__(self, limits: dict[str, SpendLimits]) -> None:
         self.limits = limits
-        self.answers: dict[str, Settled] = {}
-        self.last: dict[str, Settled] = {}
-        self.in_flight: dict[str, Reserved] = {}
-        self._accounts: dict[str, Account] = {}
-        self._totals: dict[tuple[str, str], Totals] = {}
+        self.answers: dict[str, SettledCall] = {}
+        self.last: dict[str, SettledCall] = {}
+        self.in_flight: dict[str, ReservedCall] = {}
+        self._accounts: dict[str, TeacherAccount] = {}
+        self._totals: dict[tuple[str, str], SpendTotals] = {}
 
-    def add(self, row: Reserved | Settled) -> None:
+    def add(self, row: ReservedCall | SettledCall) -> None:
         account = self.account(row.teacher)
-        if isinstance(row, Reserved):
+        if isinstance(row, ReservedCall):
             account.open[row.attempt] = self.in_flight[row.attempt] = row
             account.begun.append(row.time)
             account.breaker = account.breaker.begun(row.attempt)
@@ -204,48 +204,48 @@ class Books:
             presumed=row.nanodollars if row.usage is None else 0,
         )  # fmt: skip
 
-    def admit(self, call: Call, now: float) -> Admission:
+    def admit(self, call: TeacherCall, now: float) -> Admission:
         """Whether the call may be made now. Go has no attempt yet: it is the ledger's to write."""
         if call.key in self.answers:
-            return Have(self.answers[call.key])
+            return AlreadyAnswered(self.answers[call.key])
         account, limits = self.account(call.teacher), self.limits[call.teacher]
         if account.overran:  # it cost more than its worst case: prices or bounds are wrong
-            return Refuse("price_exceeded")
+            return CallRefused("price_exceeded")
         if not account.breaker.lets_through(now, limits.breaker_cooldown_s):
-            return Refuse("circuit_open")
+            return CallRefused("circuit_open")
         if any(reserved.key == call.key for reserved in account.open.values()):
-            return Wait(0.05, "deadline")
+            return CallLater(0.05, "deadline")
         if now < account.not_before:
-            return Wait(account.not_before - now, "rate_limited")
+            return CallLater(account.not_before - now, "rate_limited")
         if len(account.open) >= limits.concurrency:
-            return Wait(0.02, "deadline")
+            return CallLater(0.02, "deadline")
         if limits.requests_per_minute is not None:
             while account.begun and account.begun[0] <= now - WINDOW_S:
                 account.begun.popleft()
             if len(account.begun) >= limits.requests_per_minute:
-                return Wait(account.begun[0] + WINDOW_S - now, "rate_limited")
+                return CallLater(account.begun[0] + WINDOW_S - now, "rate_limited")
         return self._afford(call, limits)
 
-    def account(self, teacher: str) -> Account:
-        return self._accounts.setdefault(teacher, Account())
+    def account(self, teacher: str) -> TeacherAccount:
+        return self._accounts.setdefault(teacher, TeacherAccount())
 
-    def totals(self, run: str, teacher: str = "") -> Totals:
+    def totals(self, run: str, teacher: str = "") -> SpendTotals:
         """Of the run; or of one teacher in it."""
-        return self._totals.get((run, teacher), Totals())
+        return self._totals.get((run, teacher), SpendTotals())
 
-    def _afford(self, call: Call, limits: Limits) -> Admission:
+    def _afford(self, call: TeacherCall, limits: SpendLimits) -> Admission:
         for teacher, cap, why in (
             ("", limits.run_cap, "budget_run"),
             (call.teacher, limits.teacher_cap, "budget_teacher"),
         ):
             totals = self.totals(call.run, teacher)
             if totals.spent + call.nanodollars > cap:
-                return Refuse(why)
+                return CallRefused(why)
             if totals.spent + totals.held + call.nanodollars > cap:
-                return Wait(0.1, why)  # calls in flight may give some of theirs back
-        return Go("")
+                return CallLater(0.1, why)  # calls in flight may give some of theirs back
+        return CallNow("")
 
-    def _count(self, row: Reserved | Settled, **more: int) -> None:
+    def _count(self, row: ReservedCall | SettledCall, **more: int) -> None:
         """Add to the totals of the row's run, and to those of its teacher in it."""
         for teacher in ("", row.teacher):
             totals = self.totals(row.run, teacher)

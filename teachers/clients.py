@@ -22,17 +22,17 @@ import httpx2
 import openai
 
 from protocols.errors import SpecError
-from protocols.teacher_replay import Message, Usage
-from protocols.spec.teacher_replay import OFFICIAL_URLS, Provider, TeacherSpec
+from protocols.spec.teacher_replay import OFFICIAL_URLS, Provider, ReplayTeacherSpec
+from protocols.teacher_replay import AgentMessage, TeacherUsage
 from teachers.budget import ANSWERED
 from teachers.pricing import reported
 from teachers.prompts import (
     ANSWER_SCHEMA,
     ATTEMPT_HEADER,
-    Client,
-    Prompt,
-    Reply,
     TeacherAnswer,
+    TeacherClient,
+    TeacherPrompt,
+    TeacherReply,
 )
 
 # The provider did not get, or did not take, the request: nothing to pay. A gateway's error (502,
@@ -74,11 +74,11 @@ class ApiClient:
 
     async def ask(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[AgentMessage],
         max_tokens: int,
         body: Mapping[str, Any],
         headers: Mapping[str, str] | None = None,
-    ) -> Reply:
+    ) -> TeacherReply:
         """Make one attempt, within `timeout_s`. `body` has further fields, in the provider's own
         words. What a tool said is sent as the user's: there is no role "tool" without a call."""
         turns = [
@@ -104,12 +104,12 @@ class ApiClient:
         except (openai.APIConnectionError, anthropic.APIConnectionError) as error:
             return _by_cause(error)
         except TimeoutError:
-            return Reply("timeout")
+            return TeacherReply("timeout")
         except (
             ValueError, TypeError, AttributeError, IndexError,
             openai.OpenAIError, anthropic.AnthropicError,
         ):  # fmt: skip
-            return Reply("unreadable", usage=usage)  # a body that is no JSON, or no message
+            return TeacherReply("unreadable", usage=usage)  # a body that is no JSON, or no message
 
     async def close(self) -> None:
         await self._sdk.close()
@@ -130,7 +130,7 @@ class ApiClient:
         )
 
 
-def connect(teacher: TeacherSpec) -> Client:
+def connect(teacher: ReplayTeacherSpec) -> TeacherClient:
     """Return a client of the teacher, which nobody talks to yet.
 
     Raises SpecError where the environment has no key for it, or none that a header can hold.
@@ -149,12 +149,12 @@ def connect(teacher: TeacherSpec) -> Client:
     else:
         body["output_config"] = {"format": {"type": "json_schema", "schema": ANSWER_SCHEMA}}
 
-    async def attempt(prompt: Prompt, attempt_id: str) -> Reply:
-        messages = (Message("system", prompt.system), Message("user", prompt.user))
+    async def attempt(prompt: TeacherPrompt, attempt_id: str) -> TeacherReply:
+        messages = (AgentMessage("system", prompt.system), AgentMessage("user", prompt.user))
         headers = {ATTEMPT_HEADER: attempt_id}
         return await client.ask(messages, teacher.max_tokens, body, headers)
 
-    return Client(attempt, client.close)
+    return TeacherClient(attempt, client.close)
 
 
 def read_key(who: str, key_env: str) -> str:
@@ -183,11 +183,11 @@ def _isolation(url: str, key: str) -> dict[str, Any]:
     return {"follow_redirects": False, "event_hooks": {"request": hooks}}
 
 
-def _chat_reply(completion: Any) -> Reply:
+def _chat_reply(completion: Any) -> TeacherReply:
     choice = completion.choices[0]
     message, reason = choice.message, choice.finish_reason
     tokens = getattr(getattr(choice, "logprobs", None), "content", None) or []
-    return Reply(
+    return TeacherReply(
         ANSWERED,
         str(message.content or message.refusal or ""),
         refused=bool(message.refusal) or reason == "content_filter",
@@ -197,17 +197,17 @@ def _chat_reply(completion: Any) -> Reply:
     )
 
 
-def _message_reply(message: Any) -> Reply:
+def _message_reply(message: Any) -> TeacherReply:
     raw = "".join(block.text for block in message.content if block.type == "text")
     reason = message.stop_reason
-    return Reply(ANSWERED, raw, refused=reason == "refusal", cut=reason == "max_tokens")
+    return TeacherReply(ANSWERED, raw, refused=reason == "refusal", cut=reason == "max_tokens")
 
 
 def _likeliest(tokens: Sequence[Any]) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(((str(t.token), float(t.logprob)) for t in tokens), key=lambda t: -t[1]))
 
 
-def _chat_usage(completion: Any) -> Usage | None:
+def _chat_usage(completion: Any) -> TeacherUsage | None:
     """`prompt_tokens` holds the cached ones too."""
     usage = getattr(completion, "usage", None)
     details = getattr(usage, "prompt_tokens_details", None)
@@ -216,10 +216,10 @@ def _chat_usage(completion: Any) -> Usage | None:
     written: Any = getattr(usage, "completion_tokens", None)
     if not _counts(read, written, cached) or read < cached:
         return None
-    return Usage(read - cached, written, cached)
+    return TeacherUsage(read - cached, written, cached)
 
 
-def _message_usage(message: Any) -> Usage | None:
+def _message_usage(message: Any) -> TeacherUsage | None:
     """`input_tokens` holds neither those read from a cache nor those written to one."""
     usage = getattr(message, "usage", None)
     cached = getattr(usage, "cache_read_input_tokens", None) or 0
@@ -228,7 +228,7 @@ def _message_usage(message: Any) -> Usage | None:
     written: Any = getattr(usage, "output_tokens", None)
     if not _counts(read, written, cached, stored):
         return None
-    return Usage(read + stored, written, cached)
+    return TeacherUsage(read + stored, written, cached)
 
 
 def _counts(*numbers: Any) -> bool:
@@ -242,9 +242,9 @@ def _reported(answer: Any) -> int | None:
     return None
 
 
-def _by_status(status: int, headers: Mapping[str, str]) -> Reply:
+def _by_status(status: int, headers: Mapping[str, str]) -> TeacherReply:
     """What a provider's error code means for the next attempt, and for the bill."""
-    return Reply(
+    return TeacherReply(
         "rate_limited" if status == 429 else f"http_{status}",
         free=status in FREE_STATUS,
         # Wrong key, wrong model, wrong request: the next attempt would be no better.
@@ -253,13 +253,13 @@ def _by_status(status: int, headers: Mapping[str, str]) -> Reply:
     )
 
 
-def _by_cause(error: Exception) -> Reply:
+def _by_cause(error: Exception) -> TeacherReply:
     """The same of a connection that failed, as the SDKs tell it."""
     if isinstance(error.__cause__, NOT_SENT):
-        return Reply("unreachable", free=True)
+        return TeacherReply("unreachable", free=True)
     if isinstance(error, openai.APITimeoutError | anthropic.APITimeoutError):
-        return Reply("timeout")
-    return Reply("cut_off")
+        return TeacherReply("timeout")
+    return TeacherReply("cut_off")
 
 
 def _seconds(text: str | None) -> float:

@@ -4,8 +4,8 @@
     ledger.jsonl.owners/  one file for each open handle, locked for as long as its process lives
 
 K actors, and any process beside them, share the file. Each admission takes its lock, reads what
-others appended since, decides by the books (`teachers.budget`), and appends its reservation before it
-lets go: so there is one order of all reservations, and no two processes can both spend the last
+others appended since, decides by the books (`teachers.budget`), and appends its reservation before
+it lets go: so there is one order of all reservations, and no two processes can both spend the last
 dollar. Rows are on disk before a call is made and before its answer is used.
 
 Why a locked file and not an actor that holds the purse: the file outlives every process, kill -9
@@ -35,25 +35,35 @@ from typing import Any
 
 from protocols.errors import DataError, RunError
 from protocols.files import flush
-from protocols.teacher_replay import Usage
-from teachers.budget import INTERRUPTED, Admission, Books, Call, Go, Limits, Reserved, Settled, Totals
+from protocols.teacher_replay import TeacherUsage
+from teachers.budget import (
+    INTERRUPTED,
+    Admission,
+    Budget,
+    CallNow,
+    ReservedCall,
+    SettledCall,
+    SpendLimits,
+    SpendTotals,
+    TeacherCall,
+)
 
 SCHEMA = 1
 LOCK_TIMEOUT_S = 30.0
 LOCK_POLL_S = 0.002
 
 
-class Ledger:
+class SpendLedger:
     """A handle on a ledger file, for one process. Methods block for milliseconds; from a coroutine
     call them in a thread. Raises DataError for a file that is no ledger or damaged, RunError for
     one that cannot be locked or written.
     """
 
     def __init__(
-        self, path: Path, limits: dict[str, Limits], lock_timeout_s: float = LOCK_TIMEOUT_S
+        self, path: Path, limits: dict[str, SpendLimits], lock_timeout_s: float = LOCK_TIMEOUT_S
     ) -> None:
         self.path = path
-        self._books = Books(limits)
+        self._books = Budget(limits)
         self._offset = 0
         self._lines = 0
         self._lock_timeout_s = lock_timeout_s
@@ -71,19 +81,19 @@ class Ledger:
             os.close(self._file)
             raise
 
-    def admit(self, call: Call) -> Admission:
+    def admit(self, call: TeacherCall) -> Admission:
         """Go once the worst case is reserved, on disk; or the answer; or why not."""
         with self._locked():
             self._settle_the_dead()
             admission = self._books.admit(call, time.time())
-            if not isinstance(admission, Go):
+            if not isinstance(admission, CallNow):
                 return admission
             attempt = uuid.uuid4().hex
             whose = (call.key, call.teacher, call.run, self._owner)
-            self._append(Reserved(attempt, *whose, call.nanodollars, time.time()))
-            return Go(attempt)
+            self._append(ReservedCall(attempt, *whose, call.nanodollars, time.time()))
+            return CallNow(attempt)
 
-    def settle(self, settled: Settled) -> None:
+    def settle(self, settled: SettledCall) -> None:
         """Write how an attempt ended. What it reserved and did not cost is free again."""
         with self._locked():
             self._append(settled)
@@ -93,13 +103,13 @@ class Ledger:
         with self._locked():
             self._append(interrupted(self._books.in_flight[attempt], 0))
 
-    def found(self, key: str, failures: bool = False) -> Settled | None:
+    def found(self, key: str, failures: bool = False) -> SettledCall | None:
         """The answer to a call, if the ledger has it; with `failures`, or how it failed last."""
         with self._locked(write=False):
             books = self._books
             return books.answers.get(key) or (books.last.get(key) if failures else None)
 
-    def totals(self, run: str, teacher: str = "") -> Totals:
+    def totals(self, run: str, teacher: str = "") -> SpendTotals:
         """Money and calls of a run so far, over all processes; or of one teacher in it."""
         with self._locked():
             self._settle_the_dead()
@@ -157,17 +167,17 @@ class Ledger:
             os.ftruncate(self._file, self._offset)
             os.fsync(self._file)
 
-    def _row(self, line: bytes) -> Reserved | Settled:
+    def _row(self, line: bytes) -> ReservedCall | SettledCall:
         try:
             plain: dict[str, Any] = json.loads(line)
             kind, schema = plain.pop("kind"), plain.pop("schema")
             if schema != SCHEMA:
                 raise ValueError(f"schema {schema}")
             if kind == "reserved":
-                return Reserved(**plain)
+                return ReservedCall(**plain)
             if plain["usage"] is not None:
-                plain["usage"] = Usage(**plain["usage"])
-            return Settled(**plain)
+                plain["usage"] = TeacherUsage(**plain["usage"])
+            return SettledCall(**plain)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(
                 f"{self.path}:{self._lines}: every line must be a row of the call ledger, schema "
@@ -175,8 +185,8 @@ class Ledger:
                 "new one and pay for its calls again"
             ) from error
 
-    def _append(self, row: Reserved | Settled) -> None:
-        kind = "reserved" if isinstance(row, Reserved) else "settled"
+    def _append(self, row: ReservedCall | SettledCall) -> None:
+        kind = "reserved" if isinstance(row, ReservedCall) else "settled"
         line = json.dumps({"kind": kind, "schema": SCHEMA, **asdict(row)}, allow_nan=False) + "\n"
         data = line.encode()
         try:
@@ -227,9 +237,9 @@ class Ledger:
                     file.unlink()
 
 
-def interrupted(row: Reserved, nanodollars: int) -> Settled:
+def interrupted(row: ReservedCall, nanodollars: int) -> SettledCall:
     """The settlement of a reservation whose call never ended."""
-    return Settled(
+    return SettledCall(
         row.attempt, row.key, row.teacher, row.run, INTERRUPTED, nanodollars, None, "",
         False, False, 0.0, 1, 0.0, time.time(),
     )  # fmt: skip

@@ -14,28 +14,28 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from protocols.errors import RunError
-from protocols.teacher_replay import ReplayState, Verdict, Vote
-from protocols.spec.teacher_replay import ReplaySpec, TeacherSpec
+from protocols.spec.teacher_replay import ReplaySpec, ReplayTeacherSpec
+from protocols.teacher_replay import PanelVerdict, ReplayState, TeacherVote
 from teachers.actions import dense
 from teachers.budget import (
     ANSWERED,
     INTERRUPTED,
     Admission,
-    Call,
-    Go,
-    Have,
-    Limits,
-    Refuse,
-    Settled,
-    Wait,
+    AlreadyAnswered,
+    CallLater,
+    CallNow,
+    CallRefused,
+    SettledCall,
+    SpendLimits,
+    TeacherCall,
 )
-from teachers.ledger import Ledger
+from teachers.ledger import SpendLedger
 from teachers.pricing import cost, nanodollars, worst_case
 from teachers.prompts import (
     ANSWER_SCHEMA,
-    Client,
-    Prompt,
-    Reply,
+    TeacherClient,
+    TeacherPrompt,
+    TeacherReply,
     call_key,
     read_answer,
     render,
@@ -47,13 +47,13 @@ LONGEST_WAIT_S = 0.25  # between two looks at the books: what is waited for may 
 
 
 @dataclass(frozen=True)
-class Desk:
+class TeacherPanel:
     """All that asking needs. Without `clients` it is offline: the ledger alone answers."""
 
     spec: ReplaySpec
-    ledger: Ledger
+    ledger: SpendLedger
     run: str
-    clients: Mapping[str, Client]
+    clients: Mapping[str, TeacherClient]
 
     async def close(self) -> None:
         """Close connections and ledger; votes under way count as interrupted."""
@@ -62,11 +62,11 @@ class Desk:
         self.ledger.close()
 
 
-def limits_of(spec: ReplaySpec) -> dict[str, Limits]:
+def limits_of(spec: ReplaySpec) -> dict[str, SpendLimits]:
     """The bounds of every teacher, for the books."""
     run_cap = nanodollars(spec.cap)
     return {
-        t.name: Limits(
+        t.name: SpendLimits(
             run_cap, run_cap if t.cap is None else nanodollars(t.cap), t.concurrency,
             t.requests_per_minute, t.breaker_failures, t.breaker_cooldown_s,
         )
@@ -74,12 +74,12 @@ def limits_of(spec: ReplaySpec) -> dict[str, Limits]:
     }  # fmt: skip
 
 
-async def ask_teachers(desk: Desk, state: ReplayState) -> Verdict:
+async def ask_teachers(desk: TeacherPanel, state: ReplayState) -> PanelVerdict:
     """The verdict on a state. A teacher that fails abstains; raises RunError or DataError for a
     ledger that cannot be used, and nothing else."""
     spec = desk.spec
     because = worth_asking(state, spec.gate)
-    votes: list[Vote] = []
+    votes: list[TeacherVote] = []
     if because:
         deadline = time.monotonic() + spec.deadline_s
         teachers = {teacher.name: teacher for teacher in spec.teachers}
@@ -91,8 +91,8 @@ async def ask_teachers(desk: Desk, state: ReplayState) -> Verdict:
 
 
 async def vote_of_teacher(
-    desk: Desk, teacher: TeacherSpec, state: ReplayState, deadline: float
-) -> Vote:
+    desk: TeacherPanel, teacher: ReplayTeacherSpec, state: ReplayState, deadline: float
+) -> TeacherVote:
     """What one teacher says, by `deadline` (monotonic seconds). A call that the ledger has an
     answer to is not made."""
     key = call_key(teacher, state)
@@ -103,20 +103,20 @@ async def vote_of_teacher(
             vote_from(found, state)
         )  # fmt: skip
     prompt = render(state)
-    call = Call(key, teacher.name, desk.run, worst(teacher, prompt))
+    call = TeacherCall(key, teacher.name, desk.run, worst(teacher, prompt))
     tries, failed = 0, None
     while True:
         admission = await _admit(desk.ledger, call)
         match admission:
-            case Have(settled):
+            case AlreadyAnswered(settled):
                 return vote_from(settled, state)
-            case Refuse(why):
+            case CallRefused(why):
                 break
-            case Wait(seconds, why):
+            case CallLater(seconds, why):
                 if time.monotonic() + seconds > deadline:
                     break
                 await asyncio.sleep(min(seconds, LONGEST_WAIT_S) * random.uniform(0.5, 1.0))
-            case Go(attempt):
+            case CallNow(attempt):
                 tries += 1
                 settled, retriable = await _attempt(
                     desk, teacher, client, call, prompt, state, attempt, tries, deadline
@@ -130,31 +130,31 @@ async def vote_of_teacher(
     return vote_from(failed, state) if failed else _abstained(teacher, state, key, why)
 
 
-def vote_from(settled: Settled, state: ReplayState) -> Vote:
+def vote_from(settled: SettledCall, state: ReplayState) -> TeacherVote:
     """The vote that a ledger's row stands for: the same whenever, and by whomever, it is read."""
     canonical, error = None, settled.outcome
     if settled.outcome == ANSWERED:
         canonical, error = (None, "refused") if settled.refused else read_answer(settled.raw, state)
-    return Vote(
+    return TeacherVote(
         state_hash(state), settled.teacher, settled.key, settled.raw, canonical, settled.usage,
         settled.nanodollars, settled.latency_s, settled.tries, error,
     )  # fmt: skip
 
 
-def worst(teacher: TeacherSpec, prompt: Prompt) -> int:
+def worst(teacher: ReplayTeacherSpec, prompt: TeacherPrompt) -> int:
     """Nanodollars that a call cannot exceed."""
     sent = len(dense([prompt.system, prompt.user, ANSWER_SCHEMA]).encode())
     return worst_case(sent, teacher.max_tokens, teacher.prices)
 
 
-async def _admit(ledger: Ledger, call: Call) -> Admission:
-    """`Ledger.admit` in a thread. One that is cancelled goes on there all the same: what it then
-    reserves is given back, as no call follows."""
+async def _admit(ledger: SpendLedger, call: TeacherCall) -> Admission:
+    """`SpendLedger.admit` in a thread. One that is cancelled goes on there all the same: what it
+    then reserves is given back, as no call follows."""
 
     def give_back(done: asyncio.Future[Admission]) -> None:
         if not done.cancelled() and not done.exception():
             admission = done.result()
-            if isinstance(admission, Go):
+            if isinstance(admission, CallNow):
                 with suppress(RunError):  # closed meanwhile: then it counts as interrupted
                     ledger.give_back(admission.attempt)
 
@@ -167,27 +167,27 @@ async def _admit(ledger: Ledger, call: Call) -> Admission:
 
 
 async def _attempt(
-    desk: Desk,
-    teacher: TeacherSpec,
-    client: Client,
-    call: Call,
-    prompt: Prompt,
+    desk: TeacherPanel,
+    teacher: ReplayTeacherSpec,
+    client: TeacherClient,
+    call: TeacherCall,
+    prompt: TeacherPrompt,
     state: ReplayState,
     attempt: str,
     tries: int,
     deadline: float,
-) -> tuple[Settled, bool]:
+) -> tuple[SettledCall, bool]:
     """One reserved call, settled whatever happens. (its row, whether to try again)"""
     begun = time.monotonic()
-    reply = Reply(INTERRUPTED)
+    reply = TeacherReply(INTERRUPTED)
     try:
         async with asyncio.timeout(max(0.0, deadline - begun)):
             reply = await client.ask(prompt, attempt)
     except TimeoutError:
-        reply = Reply("timeout", retriable=False)
+        reply = TeacherReply("timeout", retriable=False)
     finally:
         # Not in a thread: a cancelled coroutine may not await, and its money must be settled.
-        settled = Settled(
+        settled = SettledCall(
             attempt, call.key, call.teacher, call.run, reply.outcome,
             _paid(reply, call, teacher), reply.usage, reply.raw, reply.refused,
             _usable(reply, state), round(time.monotonic() - begun, 6), tries,
@@ -197,7 +197,7 @@ async def _attempt(
     return settled, reply.retriable and reply.outcome != ANSWERED
 
 
-def _paid(reply: Reply, call: Call, teacher: TeacherSpec) -> int:
+def _paid(reply: TeacherReply, call: TeacherCall, teacher: ReplayTeacherSpec) -> int:
     """What the provider says, else what its usage comes to, else nothing if it took nothing, else
     the worst case."""
     if reply.nanodollars is not None:
@@ -207,7 +207,7 @@ def _paid(reply: Reply, call: Call, teacher: TeacherSpec) -> int:
     return 0 if reply.free else call.nanodollars
 
 
-def _usable(reply: Reply, state: ReplayState) -> bool:
+def _usable(reply: TeacherReply, state: ReplayState) -> bool:
     return (
         reply.outcome == ANSWERED
         and not reply.refused
@@ -215,17 +215,17 @@ def _usable(reply: Reply, state: ReplayState) -> bool:
     )
 
 
-def _abstained(teacher: TeacherSpec, state: ReplayState, key: str, why: str) -> Vote:
+def _abstained(teacher: ReplayTeacherSpec, state: ReplayState, key: str, why: str) -> TeacherVote:
     """The vote of a teacher that was not asked."""
-    return Vote(state_hash(state), teacher.name, key, "", None, None, 0, 0.0, 0, why)
+    return TeacherVote(state_hash(state), teacher.name, key, "", None, None, 0, 0.0, 0, why)
 
 
 async def _all(
-    desk: Desk, teachers: Sequence[TeacherSpec], state: ReplayState, deadline: float
-) -> list[Vote]:
+    desk: TeacherPanel, teachers: Sequence[ReplayTeacherSpec], state: ReplayState, deadline: float
+) -> list[TeacherVote]:
     asked = [vote_of_teacher(desk, teacher, state, deadline) for teacher in teachers]
     votes = await asyncio.gather(*asked, return_exceptions=True)
     for vote in votes:  # all have ended: no call is left unsettled
         if isinstance(vote, BaseException):
             raise vote
-    return [vote for vote in votes if isinstance(vote, Vote)]
+    return [vote for vote in votes if isinstance(vote, TeacherVote)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from protocols.teacher_replay import NANO, Usage
 from protocols.spec.teacher_replay import PriceSpec
+from protocols.teacher_replay import NANO, TeacherUsage
 
 # Tokens that a provider may add to what we send: its chat template, and the words by which it
 # asks the model for JSON.
@@ -17,7 +17,7 @@ def per_token(dollars_per_million: float) -> int:
     return round(dollars_per_million * 1000)
 
 
-def cost(usage: Usage, prices: PriceSpec) -> int:
+def cost(usage: TeacherUsage, prices: PriceSpec) -> int:
     """Nanodollars of a call by its usage."""
     cached = prices.input if prices.cached is None else prices.cached
     return (

@@ -10,8 +10,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from protocols.teacher_replay import Action, Choice, ReplayState, Text, ToolCall, Usage
-from protocols.spec.teacher_replay import TeacherSpec
+from protocols.spec.teacher_replay import ReplayTeacherSpec
+from protocols.teacher_replay import (
+    Action,
+    OptionAction,
+    ReplayState,
+    TeacherUsage,
+    TextAction,
+    ToolAction,
+)
 from teachers.actions import canonical, dense, fault
 
 # Part of every call's key: raise it when what is sent or how it is read changes, and no answer to
@@ -55,7 +62,7 @@ ANSWER_SCHEMA: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TeacherPrompt:
     """What is sent: one system text, one user text. The episode is a transcript inside the latter,
     so that providers' rules on whose turn it is, and on tool messages, do not matter."""
 
@@ -64,7 +71,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Reply:
+class TeacherReply:
     """How an attempt ended: books.ANSWERED with `raw`, or what failed.
 
     `usage` is None where unknown; then `free` says that nothing was charged. `nanodollars` is what
@@ -75,7 +82,7 @@ class Reply:
     outcome: str
     raw: str = ""
     refused: bool = False
-    usage: Usage | None = None
+    usage: TeacherUsage | None = None
     nanodollars: int | None = None
     free: bool = False
     retriable: bool = True
@@ -86,14 +93,14 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Client:
+class TeacherClient:
     """`await client.ask(prompt, attempt)` is one attempt at a teacher, within its `timeout_s`."""
 
-    ask: Callable[[Prompt, str], Awaitable[Reply]]
+    ask: Callable[[TeacherPrompt, str], Awaitable[TeacherReply]]
     close: Callable[[], Awaitable[None]]
 
 
-def render(state: ReplayState) -> Prompt:
+def render(state: ReplayState) -> TeacherPrompt:
     """What a teacher is shown of a state: everything but what the student did."""
     tools = [asdict(tool) for tool in state.tools]
     parts = [INSTRUCTIONS, "Tools:", "\n".join(dense(tool) for tool in tools) or "(none)"]
@@ -102,7 +109,7 @@ def render(state: ReplayState) -> Prompt:
         parts += ["Options:", "\n".join(lettered)]
     turns = [f"[{message.role}]\n{message.content}" for message in state.messages]
     user = "\n\n".join([*turns, "What should the agent do next?"])
-    return Prompt(_sendable("\n\n".join(parts)), _sendable(user))
+    return TeacherPrompt(_sendable("\n\n".join(parts)), _sendable(user))
 
 
 def state_hash(state: ReplayState) -> str:
@@ -115,7 +122,7 @@ def state_hash(state: ReplayState) -> str:
     return _sha256(seen)
 
 
-def call_key(teacher: TeacherSpec, state: ReplayState) -> str:
+def call_key(teacher: ReplayTeacherSpec, state: ReplayState) -> str:
     """SHA-256 of all that decides the answer of a call. Prices, limits and names do not."""
     prompt = render(state)
     call = {
@@ -148,13 +155,13 @@ def read_answer(raw: str, state: ReplayState) -> tuple[str | None, str]:
 
 def _action(answer: TeacherAnswer) -> Action:
     if answer.kind == "choice":
-        return Choice(answer.answer)
+        return OptionAction(answer.answer)
     if answer.kind == "text":
-        return Text(answer.answer)
+        return TextAction(answer.answer)
     arguments = json.loads(answer.arguments or "{}")
     if not isinstance(arguments, dict):
         raise ValueError("arguments are no object")
-    return ToolCall(answer.tool, arguments)
+    return ToolAction(answer.tool, arguments)
 
 
 def _sha256(plain: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from teachers.budget import ANSWERED
 UNUSABLE = "unusable"  # answered, and nothing that is a vote
 
 
-class Spending:
+class RunSpending:
     """Follows the ledger of a run. `total` is of all its rows, those of earlier starts as well."""
 
     def __init__(self, ledger: Path) -> None:

@@ -13,19 +13,24 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from protocols.errors import DataError
-from protocols.teacher_replay import PreferencePair, ReplayState, Verdict, Vote
+from protocols.teacher_replay import PanelVerdict, PreferenceActions, ReplayState, TeacherVote
 from teachers.prompts import state_hash
 
 SCHEMA = 1
 
-Record = ReplayState | Vote | Verdict | PreferencePair
+Record = ReplayState | TeacherVote | PanelVerdict | PreferenceActions
 KINDS: dict[str, TypeAdapter[Any]] = {
     "state": TypeAdapter(ReplayState),
-    "vote": TypeAdapter(Vote),
-    "verdict": TypeAdapter(Verdict),
-    "pair": TypeAdapter(PreferencePair),
+    "vote": TypeAdapter(TeacherVote),
+    "verdict": TypeAdapter(PanelVerdict),
+    "pair": TypeAdapter(PreferenceActions),
 }
-NAMES = {ReplayState: "state", Vote: "vote", Verdict: "verdict", PreferencePair: "pair"}
+NAMES = {
+    ReplayState: "state",
+    TeacherVote: "vote",
+    PanelVerdict: "verdict",
+    PreferenceActions: "pair",
+}
 
 
 def to_row(record: Record) -> dict[str, Any]:

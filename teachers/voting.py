@@ -6,8 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from protocols.errors import DataError
-from protocols.teacher_replay import PreferencePair, ReplayState, Verdict, VerdictReason, Vote
 from protocols.spec.teacher_replay import GateSpec
+from protocols.teacher_replay import (
+    PanelVerdict,
+    PreferenceActions,
+    ReplayState,
+    TeacherVote,
+    VerdictReason,
+)
 from teachers.actions import canonical
 from teachers.prompts import state_hash
 
@@ -21,7 +27,9 @@ def worth_asking(state: ReplayState, gate: GateSpec) -> str:
     return "everywhere" if gate.everywhere else ""
 
 
-def next_to_ask(cheapest_first: Sequence[str], votes: Sequence[Vote], quorum: int) -> list[str]:
+def next_to_ask(
+    cheapest_first: Sequence[str], votes: Sequence[TeacherVote], quorum: int
+) -> list[str]:
     """The teachers to ask now, given the votes so far; none once more votes cannot help.
 
     As many as the quorum still lacks if they all agree: with a quorum of 2, two cheap ones first,
@@ -34,7 +42,7 @@ def next_to_ask(cheapest_first: Sequence[str], votes: Sequence[Vote], quorum: in
     return left[:lacking] if 0 < lacking <= len(left) else []
 
 
-def count(votes: Sequence[Vote]) -> tuple[tuple[str, int], ...]:
+def count(votes: Sequence[TeacherVote]) -> tuple[tuple[str, int], ...]:
     """(canonical action, valid votes), most first, equals by the action's text."""
     names = [vote.teacher for vote in votes]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -44,24 +52,24 @@ def count(votes: Sequence[Vote]) -> tuple[tuple[str, int], ...]:
 
 
 def decide(
-    state: ReplayState, votes: Sequence[Vote], quorum: int, asked_because: str = "everywhere"
-) -> Verdict:
+    state: ReplayState, votes: Sequence[TeacherVote], quorum: int, asked_because: str = "everywhere"
+) -> PanelVerdict:
     """The verdict on a state: a pair where a quorum would do one thing and the student another."""
     counts = count(votes)
     student = canonical(state.student_action, state)
     reason = _reason(counts, student, quorum) if asked_because else "not_worth_asking"
     chosen = counts[0][0] if reason == "pair" else None
-    return Verdict(
+    return PanelVerdict(
         state_hash(state), state.trace_id, state.turn, reason, chosen, student, counts,
         tuple(votes), asked_because,
     )  # fmt: skip
 
 
-def pair_of(verdict: Verdict) -> PreferencePair | None:
+def pair_of(verdict: PanelVerdict) -> PreferenceActions | None:
     """The preference of a verdict, if it has one."""
     if verdict.chosen is None:
         return None
-    return PreferencePair(
+    return PreferenceActions(
         verdict.state_hash, verdict.trace_id, verdict.turn, verdict.chosen, verdict.rejected,
         verdict.counts[0][1], sum(n for _, n in verdict.counts),
     )  # fmt: skip

@@ -15,10 +15,10 @@ from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.losses.objective import active_channels
 from learning.scoring import response_logprobs, score, score_over, with_references
 from learning.step import new_optimizer, train_step
-from learning.teacher_logprobs import Teacher
-from protocols.train_batch import HintedTurn, Lesson, PreferencePair, RLSample, hinted
+from learning.teacher_logprobs import TeacherDistribution
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
+from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch, hinted
 from protocols.types import Sample, Sampling, TrainStepOutput
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def in_chunks(train: TrainSpec, logit_bytes: int) -> TrainSpec:
     return train.model_copy(update={"logit_chunk_mb": Fraction(logit_bytes, 2**20)})
 
 
-def scored(batch: Lesson, **scores: Any) -> Lesson:
+def scored(batch: TrainBatch, **scores: Any) -> TrainBatch:
     """The batch with other scores; None: without."""
     return replace(batch, scores={**batch.scores, **scores})
 
@@ -63,7 +63,7 @@ def episode(
     group: str,
     document: str = "a",
     version: int = 0,
-) -> RLSample:
+) -> PolicySample:
     """Turns of the student (`turns` tokens each) with a tool's two tokens after each but the last;
     the sampler's log-probabilities are yet to be filled in."""
     trained: list[bool] = []
@@ -75,7 +75,7 @@ def episode(
         tuple(version if own else -1 for own in trained),
     )  # fmt: skip
     error = "" if reward is not None else "environment_died"
-    return RLSample(sample, tuple(trained), Sampling(), group, reward, error)
+    return PolicySample(sample, tuple(trained), Sampling(), group, reward, error)
 
 
 def prefixes(bank: CartridgeBank) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ def bank_of(twin: Twin, names: str = "ab", tokens: int = 8) -> CartridgeBank:
     return first_tokens({name: twin.kv[name] for name in names}, tokens, frozen=1)
 
 
-def scene(twin: Twin, bank: CartridgeBank, seed: int = 0, version: int = 0) -> Lesson:
+def scene(twin: Twin, bank: CartridgeBank, seed: int = 0, version: int = 0) -> TrainBatch:
     """Two documents' samples, six episodes of two tasks (one errored), three hinted turns, two
     pairs; teachers and references scored under the bank as it is."""
     draws = random.Random(seed)
@@ -119,15 +119,17 @@ def scene(twin: Twin, bank: CartridgeBank, seed: int = 0, version: int = 0) -> L
         for i, (name, c, r) in enumerate([("b", 3, 5), ("a", 4, 2)])
     ]
     older = {name: kv + 0.05 * torch.sin(kv * 99) for name, kv in given.items()}
-    return Lesson(
+    return TrainBatch(
         doc=doc,
         rl=rl,
         turns=turns,
         pairs=with_references(twin.model, pairs, older, 64, version, 0),
         scores={
-            "doc_teacher": Teacher(logits=score(twin.model, doc, twin.cached(), 64)),
+            "doc_teacher": TeacherDistribution(logits=score(twin.model, doc, twin.cached(), 64)),
             "ref": response_logprobs(twin.model, [r.sample for r in rl], older, 64),
-            "sdpo_teacher": Teacher(logits=score_over(twin.model, hinted(turns, rl), given, 64)),
+            "sdpo_teacher": TeacherDistribution(
+                logits=score_over(twin.model, hinted(turns, rl), given, 64)
+            ),
         },
     )
 
@@ -141,7 +143,7 @@ class Done:
 
 def do(
     twin: Twin,
-    batch: Lesson,
+    batch: TrainBatch,
     objective: ObjectiveSpec,
     loss: LossSpec | None = None,
     *,

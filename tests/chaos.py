@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from small_run import Running, command, latest, running
 
-from forge_run.commands.control_client import ControlClient, Target
+from forge_run.commands.control_client import ControlClient, ControlTarget
 from protocols.errors import ControlError
 from protocols.files import read_rows
 from protocols.records.status import ReplicaStatus, RunStatus
@@ -244,7 +244,7 @@ class Eye:
                 run = latest(self.run.root)
                 if not self.up():
                     return None
-                self._client = ControlClient(Target(read_endpoints(run).control, run))
+                self._client = ControlClient(ControlTarget(read_endpoints(run).control, run))
             return self._client.status()[1]
         except ControlError:
             self.close()

@@ -11,15 +11,15 @@ from typing import Any
 from desk_tasks import replayed
 from transformers import AutoTokenizer
 
-from environments.clinic.desk import TOOLS, Case
-from environments.renderer import Conversation
-from protocols.episodes import Episode, Move, Observation, Task, Turn
-from protocols.teacher_replay import Message
+from environments.clinic.desk import TOOLS, DeskCase
+from environments.renderer import ChatRenderer
+from protocols.episodes import EnvironmentRequest, Episode, Observation, Task, Turn
+from protocols.teacher_replay import AgentMessage
 from protocols.types import Completion, GenerateRequest, Sampling
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "clinic-reader"
 HANDBOOK = "surgeon cardiology. sodium urology."
-CASE = Case("surgeon", "cardiology", 17, "weber")
+CASE = DeskCase("surgeon", "cardiology", 17, "weber")
 RIGHT = ("find surgeon in cardiology.", "read note 17.", "answer weber.")
 LOST = ("find surgeon in urology.", "look note 17.", "answer lab.")
 MAX_TURNS = 4
@@ -76,22 +76,22 @@ def tokenizer(name: str = "shipped") -> Any:
     return found
 
 
-def conversation(name: str = "shipped") -> Conversation:
-    return Conversation(tokenizer(name), {"desk_01": HANDBOOK})
+def conversation(name: str = "shipped") -> ChatRenderer:
+    return ChatRenderer(tokenizer(name), {"desk_01": HANDBOOK})
 
 
 def task(name: str = "desk/12/0") -> Task:
     return Task(name, "desk_01", {"seed": 4711})
 
 
-def seen_at_desk(actions: Sequence[str], case: Case = CASE) -> Observation:
+def seen_at_desk(actions: Sequence[str], case: DeskCase = CASE) -> Observation:
     """What the desk says after these actions."""
     if not actions:
-        return Observation((Message("user", case.question),), TOOLS)
+        return Observation((AgentMessage("user", case.question),), TOOLS)
     reply = replayed(case, actions, MAX_TURNS)[-1].reply
     assert reply is not None
     return Observation(
-        (Message("tool", reply.text),), (), reply.done, reply.reward, reply.error_kind,
+        (AgentMessage("tool", reply.text),), (), reply.done, reply.reward, reply.error_kind,
         reply.hint_key, reply.hint_facts, expected=case.value if reply.done else None,
     )  # fmt: skip
 
@@ -100,10 +100,10 @@ class Desk:
     """The port `move`, and every batch that it was asked for."""
 
     def __init__(self, see: Callable[[Sequence[str]], Observation] = seen_at_desk) -> None:
-        self.batches: list[list[Move]] = []
+        self.batches: list[list[EnvironmentRequest]] = []
         self._see = see
 
-    async def __call__(self, moves: Sequence[Move]) -> list[Observation]:
+    async def __call__(self, moves: Sequence[EnvironmentRequest]) -> list[Observation]:
         self.batches.append(list(moves))
         return [self._see(move.actions) for move in moves]
 
@@ -111,7 +111,7 @@ class Desk:
 class Students:
     """The port `generate`: says `script(member, turn)` to each request."""
 
-    def __init__(self, talk: Conversation, script: Callable[[int, int], str]) -> None:
+    def __init__(self, talk: ChatRenderer, script: Callable[[int, int], str]) -> None:
         self.batches: list[list[GenerateRequest]] = []
         self._talk, self._script = talk, script
 

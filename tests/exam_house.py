@@ -16,12 +16,12 @@ from learning.decoding.generate import generate
 from learning.model.loading import document_kv, load_model, load_tokenizer
 from protocols.spec.evaluation import EvalSpec
 from protocols.spec.learn import LearnSpec
-from protocols.spec.mesh import RunSpec
 from protocols.spec.loading import load_spec
-from protocols.types import Completion, GenerateRequest, PrefixRef
+from protocols.spec.mesh import RunSpec
 from protocols.spec.yaml_source import dump_yaml
-from training.evaluation.questions import Paper, set_paper
+from protocols.types import Completion, GenerateRequest, PrefixRef
 from services.run_directory import RunDirectory
+from training.evaluation.questions import EvalSuite, set_paper
 
 MESH = Path(__file__).parents[1] / "meshes" / "longhealth.yaml"
 SETS = ("data.patients=2", "data.facts=6", "data.notes=2", "data.held_out=0.7",
@@ -43,7 +43,7 @@ def tokenizer() -> Any:
     return load_tokenizer(spec().learn.model.path)
 
 
-def paper(learn: LearnSpec | None = None, chosen: EvalSpec = EVAL) -> Paper:
+def paper(learn: LearnSpec | None = None, chosen: EvalSpec = EVAL) -> EvalSuite:
     return set_paper(
         chosen, learn or spec().learn, RunDirectory(Path("nowhere")), tokenizer(), None
     )

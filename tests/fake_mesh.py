@@ -16,12 +16,12 @@ from unittest import mock
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from actors.heartbeat import Beat
+from actors.heartbeat import Heartbeat
 from protocols.errors import RunError
-from protocols.spec.services import HealthSpec
 from protocols.spec.mesh import RoleSpec
-from protocols.types import Span
-from services.pool.health import Life, refitted
+from protocols.spec.services import HealthSpec
+from protocols.types import TraceSpan
+from services.pool.health import HealthState, refitted
 from services.pool.pool import Pool
 from services.pool.replica import Replica
 from services.pool.service import Service
@@ -182,7 +182,8 @@ class Handle:
 
 
 class FakeProcesses:
-    """`services.pool.process_manager.Processes` without any. A process takes `start_s` to start; `fails` are
+    """`services.pool.process_manager.Processes` without any. A process takes `start_s` to start;
+    `fails` are
     the errors of the next starts, `left` are those whose host is being left, `ranks` where the
     hosts of others come in their role's order, `gpus` the devices of each start."""
 
@@ -251,8 +252,8 @@ class FakeProcesses:
 
 @dataclass(eq=False)
 class FakeHost:
-    """A Monarch host mesh, as far as `services.pool.process_manager.Processes` uses one. While it is `down`
-    nothing that starts there comes up."""
+    """A Monarch host mesh, as far as `services.pool.process_manager.Processes` uses one. While it
+    is `down` nothing that starts there comes up."""
 
     start_s: float = 0.1
     down: bool = False
@@ -261,9 +262,9 @@ class FakeHost:
     def spawn_procs(self, *, name: str, **_: Any) -> Any:
         self.started.append(name)
 
-        async def beat() -> Beat:
+        async def beat() -> Heartbeat:
             await asyncio.sleep(1e6 if self.down else self.start_s)
-            return Beat(0, 0)
+            return Heartbeat(0, 0)
 
         async def stop() -> None:
             await asyncio.sleep(self.start_s)
@@ -279,12 +280,12 @@ class House:
     service: Service
     processes: FakeProcesses
     notes: list[tuple[str, dict[str, Any]]]
-    spans: list[Span]
+    spans: list[TraceSpan]
 
 
 def house(health: HealthSpec = HEALTH, start_s: float = 0.1, call_timeout_s: float = 60.0) -> House:
     notes: list[tuple[str, dict[str, Any]]] = []
-    spans: list[Span] = []
+    spans: list[TraceSpan] = []
     processes = FakeProcesses(start_s)
     service = Service(
         processes,  # type: ignore[arg-type]
@@ -300,7 +301,7 @@ def house(health: HealthSpec = HEALTH, start_s: float = 0.1, call_timeout_s: flo
 def healthy(pool: Pool, slot: int, actor: Any) -> Replica:
     """A replica in service, without a service around it."""
     process = FakeProcess(f"{pool.role}{slot}", 100 + slot, actors=[actor])
-    replica = Replica(pool.role, slot, life=refitted(Life()))
+    replica = Replica(pool.role, slot, life=refitted(HealthState()))
     replica.process = process  # type: ignore[assignment]
     replica.actor = Handle(process)
     pool.replicas.append(replica)
@@ -311,7 +312,7 @@ def healthy(pool: Pool, slot: int, actor: Any) -> Replica:
 def pool_of(
     *actors: Any,
     timeout_s: float = 10.0,
-    observe: Callable[[Span], None] = lambda span: None,
+    observe: Callable[[TraceSpan], None] = lambda span: None,
     role: str = "generator",
     **spec: Any,
 ) -> Pool:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from protocols.errors import RunError, SpecError
-from protocols.spec.services import ControlSpec
 from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
+from protocols.spec.services import ControlSpec
 from services.control.server import ControlPlane
 
 HISTORY = [

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
+from registry.formats.cartridge_file import DTYPES, CartridgeFile, Provenance
 from registry.formats.convert import FORMATS
-from registry.formats.cartridge_file import DTYPES, Cartridge, Provenance
 
 SUFFIX = {"forge": "", "hazy": ".pt", "peft": "", "tokasaurus": ""}
 ROPE = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}
@@ -17,28 +17,28 @@ ROPE = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}
 def cartridge(
     layers: int = 2, heads: int = 2, tokens: int = 16, head_dim: int = 4, *,
     dtype: str = "float32", frozen: int = 1, seed: int = 0, facts: Provenance | None = None,
-) -> Cartridge:  # fmt: skip
+) -> CartridgeFile:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     kv = torch.randn(layers, 2, heads, tokens, head_dim, generator=generator)
     told = Provenance(
         base="models/some", config_sha256="c" * 64, weights_sha256="w" * 64,
         weights_dtype="float32", rope=ROPE, source={"run": "r1", "metrics": {"kl": 0.5}},
     )  # fmt: skip
-    return Cartridge(kv.to(DTYPES[dtype]), frozen, told if facts is None else facts)
+    return CartridgeFile(kv.to(DTYPES[dtype]), frozen, told if facts is None else facts)
 
 
 def place(folder: Path, name: str) -> Path:
     return folder / f"{name}{SUFFIX[name]}"
 
 
-def write(made: Cartridge, folder: Path, name: str) -> Path:
+def write(made: CartridgeFile, folder: Path, name: str) -> Path:
     """Write it in a format; returns where."""
     path = place(folder, name)
     FORMATS[name].write(made, path, False)
     return path
 
 
-def same(a: Cartridge, b: Cartridge) -> bool:
+def same(a: CartridgeFile, b: CartridgeFile) -> bool:
     """Bit by bit, -0.0 and 0.0 apart."""
     return (
         a.kv.dtype == b.kv.dtype
@@ -63,7 +63,7 @@ _sources = st.dictionaries(
 
 
 @st.composite
-def cartridges(draw: st.DrawFn) -> Cartridge:
+def cartridges(draw: st.DrawFn) -> CartridgeFile:
     """Any shape, dtype, frozen tokens and provenance."""
     sizes = st.integers(1, 3)
     tokens = draw(st.integers(1, 20))

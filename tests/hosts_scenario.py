@@ -19,9 +19,9 @@ from monarch.actor import Actor, concurrent_endpoint
 from namespaces import CLIENT, Hosts
 
 from protocols.errors import RunError
-from protocols.spec.services import HealthSpec
-from protocols.spec.mesh import RoleSpec
 from protocols.records.status import ReplicaState
+from protocols.spec.mesh import RoleSpec
+from protocols.spec.services import HealthSpec
 from services.hosts.source import attach
 from services.pool.pool import Pool
 from services.pool.service import Service

@@ -25,8 +25,8 @@ from operator_loop import Admin, OperatorLoop
 
 from forge_run.commands.k8s import render
 from protocols.spec.loading import load_spec
-from services.hosts.source import Worker, attach
 from services.hosts.kubernetes import KubernetesHosts
+from services.hosts.source import HostWorker, attach
 
 MESH = str(Path(__file__).parents[1] / "meshes" / "longhealth.yaml")
 SETS = ("hosts=kubernetes", "roles.generator.replicas=1")
@@ -66,7 +66,7 @@ class Pods:
             process.wait()
 
 
-async def answering(worker: Worker) -> int:
+async def answering(worker: HostWorker) -> int:
     """The worker's process, by what it started."""
     (mesh,) = await attach([worker.address])
     procs = mesh.spawn_procs(per_host={"gpus": 1})

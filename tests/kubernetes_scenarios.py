@@ -19,10 +19,10 @@ from manifest_checks.kustomize import build
 from operator_loop import OperatorLoop, not_ready, ready, unschedulable, waiting
 
 from protocols.errors import RunError
-from protocols.spec.mesh import RunSpec
 from protocols.spec.loading import load_spec
-from services.hosts.source import Worker
+from protocols.spec.mesh import RunSpec
 from services.hosts.kubernetes import KubernetesHosts
+from services.hosts.source import HostWorker
 
 Object = dict[str, Any]
 
@@ -80,17 +80,17 @@ class Seen:
         self.hosts = hosts
         self.answers = hosts.workers()
 
-    async def until(self, is_: Callable[[tuple[Worker, ...]], bool]) -> tuple[Worker, ...]:
+    async def until(self, is_: Callable[[tuple[HostWorker, ...]], bool]) -> tuple[HostWorker, ...]:
         async with asyncio.timeout(PATIENCE_S):
             async for answer in self.answers:
                 if is_(answer):
                     return answer
         raise AssertionError("it ended")
 
-    async def first(self) -> tuple[Worker, ...]:
+    async def first(self) -> tuple[HostWorker, ...]:
         return await self.until(lambda _: True)
 
-    async def names(self, *names: str) -> tuple[Worker, ...]:
+    async def names(self, *names: str) -> tuple[HostWorker, ...]:
         return await self.until(lambda answer: [w.name for w in answer] == list(names))
 
 
@@ -147,7 +147,7 @@ async def waits_for_late_pods(cluster: Cluster) -> None:
         await asyncio.sleep(0.1)
         assert not first.done()
         cluster.operator.set("trainer-0", ready("10.0.1.1"))
-        assert (await first)[-1] == Worker("trainer-0", "tcp://10.0.1.1:26600", "trainer", 1)
+        assert (await first)[-1] == HostWorker("trainer-0", "tcp://10.0.1.1:26600", "trainer", 1)
 
 
 async def tells_what_pods_lack(cluster: Cluster) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from registry.formats.base_model import made_for, read_base
-from registry.formats.cartridge_file import Cartridge
 from learning.model.attention import PrefixContext
 from learning.model.loading import document_kv, hidden_states, load_model
+from registry.formats.base_model import made_for, read_base
+from registry.formats.cartridge_file import CartridgeFile
 
 READER = Path(__file__).parents[1] / "models/clinic-reader"
 DOCUMENT = [1, *range(40, 72)]
@@ -30,15 +30,15 @@ def plain() -> PreTrainedModel:
 
 
 @cache
-def trained() -> Cartridge:
+def trained() -> CartridgeFile:
     """The first tokens of a document, pushed off what any document would give."""
     kv = document_kv(ours(), DOCUMENT)[:, :, :, :TOKENS]
     noise = torch.randn(kv.shape, generator=torch.Generator().manual_seed(3))
-    return made_for(Cartridge(kv + 0.1 * noise, 1), read_base(READER))
+    return made_for(CartridgeFile(kv + 0.1 * noise, 1), read_base(READER))
 
 
 @torch.no_grad()
-def our_logits(cartridge: Cartridge) -> torch.Tensor:
+def our_logits(cartridge: CartridgeFile) -> torch.Tensor:
     length = PROMPT.shape[1]
     causal = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
     positions = torch.arange(cartridge.tokens, cartridge.tokens + length)[None]

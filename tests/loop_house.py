@@ -13,8 +13,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from learning.step import check_fresh
-from protocols.train_batch import Lesson, ScoredPart
-from protocols.types import Packet, Sample, TensorLayout, TrainStepOutput
+from protocols.train_batch import TeacherScores, TrainBatch
+from protocols.types import Sample, TensorLayout, TensorRef, TrainStepOutput
 from training.loop import OnPolicyLoop, Rollouts
 from training.types import Rollout, RunState, ScoringCost, StepRecord
 
@@ -57,14 +57,16 @@ class House:
         sample = Sample(f"{step}/0", "patient_01", (4, 5), ids, (-0.5,) * 3, (held,) * 3)
         return Rollout(step, (), (), (sample,), 0.0, 0.0)
 
-    async def score(self, rollout: Rollout) -> tuple[Lesson, ScoringCost]:
+    async def score(self, rollout: Rollout) -> tuple[TrainBatch, ScoringCost]:
         step = rollout.step
         self.events.append(("score", step))
         await self.work("score", step)
-        scores = ScoredPart((0,), Packet(f"scores/{step}", TensorLayout(())))
-        return Lesson(doc=tuple(rollout.samples), scores={"doc_teacher": (scores,)}), ScoringCost()
+        scores = TeacherScores((0,), TensorRef(f"scores/{step}", TensorLayout(())))
+        return TrainBatch(
+            doc=tuple(rollout.samples), scores={"doc_teacher": (scores,)}
+        ), ScoringCost()
 
-    async def train(self, batch: Lesson, version: int) -> TrainStepOutput:
+    async def train(self, batch: TrainBatch, version: int) -> TrainStepOutput:
         samples, (packet,) = batch.doc, batch.packets
         step = int(packet.key.removeprefix("scores/"))
         assert samples[0].id == f"{step}/0", "the scores of another step"
@@ -120,16 +122,16 @@ class Collaborators:
     def parts(self, key: str) -> tuple[tuple[str, ...], ...]:
         return ()
 
-    async def lesson(self, rollout: Rollout, version: int) -> Lesson:
+    async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
         batch, self._cost = await self._house.score(rollout)
         return batch
 
     async def score(
-        self, key: str, batch: Lesson, version: int, parts: Any
-    ) -> tuple[Lesson, ScoringCost]:
+        self, key: str, batch: TrainBatch, version: int, parts: Any
+    ) -> tuple[TrainBatch, ScoringCost]:
         return batch, self._cost
 
-    def trained(self, key: str, batch: Lesson) -> None:
+    def trained(self, key: str, batch: TrainBatch) -> None:
         pass
 
     def begin(self) -> None:

@@ -26,14 +26,14 @@ from safetensors.torch import save_file
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import read_checkpoint
 from learning.losses.grpo import PolicyGradientSpec
-from learning.model.loading import document_kv, load_model
 from learning.model.chunked_logits import LOGIT_BYTES
-from learning.model.distributed import ALONE, Ranks, join, leave
+from learning.model.distributed import ALONE, ProcessGroup, join, leave
 from learning.model.fsdp import held_bytes, shard_base
-from learning.teacher_logprobs import Teacher
+from learning.model.loading import document_kv, load_model
+from learning.teacher_logprobs import TeacherDistribution
 from learning.trainer import CartridgeTrainer
-from protocols.train_batch import Lesson
 from protocols.spec.sections import TrainSpec
+from protocols.train_batch import TrainBatch
 from protocols.types import Sample
 from tests.learning.conftest import Twin, build
 
@@ -48,25 +48,25 @@ SILENT_TIMEOUT_S = 5.0
 class House:
     out: Path
     twin: Twin
-    lessons: list[Lesson]
+    lessons: list[TrainBatch]
 
 
-def lessons_of(twin: Twin) -> list[Lesson]:
+def lessons_of(twin: Twin) -> list[TrainBatch]:
     """Uneven batches, the same whoever trains them: all channels; one pair; two documents' samples
     of very different lengths; nothing; all channels again, twice."""
     bank = trainer_of(twin).bank
     whole = [scene(twin, bank, seed=v, version=v) for v in range(STEPS)]
     return [
         whole[0],
-        Lesson(pairs=whole[1].pairs[:1]),
-        Lesson(doc=whole[2].doc, scores={"doc_teacher": whole[2].scores["doc_teacher"]}),
-        Lesson(),
+        TrainBatch(pairs=whole[1].pairs[:1]),
+        TrainBatch(doc=whole[2].doc, scores={"doc_teacher": whole[2].scores["doc_teacher"]}),
+        TrainBatch(),
         *whole[4:],
     ]
 
 
 def trainer_of(
-    twin: Twin, train: TrainSpec = TRAIN, ranks: Ranks = ALONE, **more: Any
+    twin: Twin, train: TrainSpec = TRAIN, ranks: ProcessGroup = ALONE, **more: Any
 ) -> CartridgeTrainer:
     bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
     return CartridgeTrainer(twin.model, bank, train, objective=OBJECTIVE, ranks=ranks, **more)
@@ -91,13 +91,13 @@ def told(job: str, house: House, trainer: CartridgeTrainer, results: list[Any]) 
     return {"results": results, "bits": bits(trainer)}
 
 
-def train(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
+def train(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     trainer = trainer_of(house.twin, ranks=ranks)
     trainer.begin("all", STEPS)
     return told(job, house, trainer, curve(trainer, house))
 
 
-def sharded(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
+def sharded(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     """The same over a sharded base, with logits in chunks and layers computed again; then one
     number of one rank's share is moved."""
     model = load_model(str(house.twin.path))
@@ -114,7 +114,7 @@ def sharded(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
     return done
 
 
-def tied(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
+def tied(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     """One step of the shipped reader, whose embedding is its projection: whole, and sharded."""
     samples = [Sample(f"s{i}", "p", (7, 8, 9 + i), (11, 12, 13), (), (0,) * 3) for i in range(3)]
     logits = torch.randn(9, 1458, generator=torch.Generator().manual_seed(0))
@@ -129,7 +129,7 @@ def tied(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
         bank = first_tokens({"p": kv}, 8, 1)
         trainer = CartridgeTrainer(model, bank, spec, objective=whole, ranks=ranks)
         trainer.begin("doc", 3)
-        result = trainer.step(samples, Teacher(logits=logits), 0)
+        result = trainer.step(samples, TeacherDistribution(logits=logits), 0)
         done[name] = {
             "kv": hashlib.sha256(kv.numpy().tobytes()).hexdigest(),
             "base_hash": trainer.base_hash(),
@@ -140,7 +140,7 @@ def tied(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
     return done
 
 
-def resumed(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
+def resumed(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     """Two steps from the checkpoint that the job before made."""
     start, stop, before = RESUMED[job]
     trainer = trainer_of(house.twin, ranks=ranks, last_state=house.out / f"{job}.state")
@@ -152,7 +152,7 @@ def resumed(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
     return told(job, house, trainer, results)
 
 
-def torn(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
+def torn(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     """Rank 1 fails by itself, in the middle of a step; or its cartridges are other than rank 0's;
     or it is silent for longer than the timeout; or dies."""
     trainer = trainer_of(house.twin, ranks=ranks)
@@ -189,7 +189,7 @@ def die(names: object = None) -> torch.Tensor:
     os._exit(3)
 
 
-def nan(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
+def nan(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     """A loss that is no number, met by one rank alone: all refuse, and can go on."""
     trainer = trainer_of(house.twin, ranks=ranks)
     trainer.begin("all", STEPS)
@@ -203,7 +203,7 @@ def nan(job: str, house: House, ranks: Ranks) -> dict[str, Any]:
 
 
 RESUMED = {"half": (0, 2, ""), "more": (2, 4, "half"), "rest": (4, STEPS, "more")}
-JOBS: dict[str, tuple[int, Callable[[str, House, Ranks], dict[str, Any]]]] = {
+JOBS: dict[str, tuple[int, Callable[[str, House, ProcessGroup], dict[str, Any]]]] = {
     "one": (1, train),
     "two": (2, train),
     "three": (3, train),

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from protocols.teacher_replay import Message, ReplayState, Text, Tool, ToolCall
-from protocols.spec.teacher_replay import GateSpec, PriceSpec, ReplaySpec, TeacherSpec
+from protocols.spec.teacher_replay import GateSpec, PriceSpec, ReplaySpec, ReplayTeacherSpec
+from protocols.teacher_replay import AgentMessage, AgentTool, ReplayState, TextAction, ToolAction
 from teachers.fake_provider.app import ProviderRequest
 
 KEY = "sk-test-0123456789abcdef"
 KEY_ENV = "FORGE_TEST_TEACHER_KEY"
 
-READ = Tool(
+READ = AgentTool(
     "read_value",
     "Read one value of a note.",
     {
@@ -30,18 +30,18 @@ def a_state(number: int = 0, **other: Any) -> ReplayState:
         "trace_id": f"episode/{number}",
         "turn": 1,
         "messages": (
-            Message("system", "You work at a clinic desk."),
-            Message("user", f"Case {number}. What was the hemoglobin?"),
-            Message("tool", "error: no note 99"),
+            AgentMessage("system", "You work at a clinic desk."),
+            AgentMessage("user", f"Case {number}. What was the hemoglobin?"),
+            AgentMessage("tool", "error: no note 99"),
         ),
         "tools": (READ,),
-        "student_action": ToolCall("read_value", {"note": 99, "name": "hemoglobin"}),
+        "student_action": ToolAction("read_value", {"note": 99, "name": "hemoglobin"}),
         "error_kind": "missing_record",
     }
     return ReplayState(**(facts | other))
 
 
-def a_teacher(name: str, url: str, provider: str = "openai", **other: Any) -> TeacherSpec:
+def a_teacher(name: str, url: str, provider: str = "openai", **other: Any) -> ReplayTeacherSpec:
     facts: dict[str, Any] = {
         "name": name,
         "provider": provider,
@@ -54,10 +54,10 @@ def a_teacher(name: str, url: str, provider: str = "openai", **other: Any) -> Te
         "backoff_s": 0.01,
         "breaker_failures": 1000,
     }
-    return TeacherSpec(**(facts | other))
+    return ReplayTeacherSpec(**(facts | other))
 
 
-def a_spec(*teachers: TeacherSpec, **other: Any) -> ReplaySpec:
+def a_spec(*teachers: ReplayTeacherSpec, **other: Any) -> ReplaySpec:
     facts: dict[str, Any] = {
         "teachers": teachers,
         "quorum": min(2, len(teachers)),
@@ -98,4 +98,4 @@ def ledger_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-FREE_TEXT = a_state(0, tools=(), student_action=Text("halve the dose"))
+FREE_TEXT = a_state(0, tools=(), student_action=TextAction("halve the dose"))

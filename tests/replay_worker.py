@@ -16,10 +16,10 @@ from pathlib import Path
 
 from replay_house import KEY, KEY_ENV, a_spec, a_state, a_teacher
 
-from protocols.teacher_replay import Usage
-from teachers.panel import Desk, ask_teachers, limits_of
-from teachers.budget import ANSWERED, Call, Go, Settled
-from teachers.ledger import Ledger
+from protocols.teacher_replay import TeacherUsage
+from teachers.budget import ANSWERED, CallNow, SettledCall, TeacherCall
+from teachers.ledger import SpendLedger
+from teachers.panel import TeacherPanel, ask_teachers, limits_of
 
 RACE_CAP = 0.0005  # dollars: 500,000 nanodollars
 RACE_WORST, RACE_PAID = 10_000, 3_000
@@ -30,8 +30,8 @@ def ask(path: str, url: str, count: int) -> None:
 
     os.environ[KEY_ENV] = KEY
     spec = a_spec(a_teacher("a", url), quorum=1)
-    ledger = Ledger(Path(path), limits_of(spec))
-    desk = Desk(spec, ledger, "run", {t.name: connect(t) for t in spec.teachers})
+    ledger = SpendLedger(Path(path), limits_of(spec))
+    desk = TeacherPanel(spec, ledger, "run", {t.name: connect(t) for t in spec.teachers})
 
     async def one(number: int, turns: asyncio.Semaphore) -> None:
         async with turns:
@@ -49,12 +49,12 @@ def ask(path: str, url: str, count: int) -> None:
 
 def race(path: str, count: int) -> None:
     spec = a_spec(a_teacher("a", "http://127.0.0.1:1", concurrency=10_000), cap=RACE_CAP)
-    ledger = Ledger(Path(path), limits_of(spec))
+    ledger = SpendLedger(Path(path), limits_of(spec))
     done = 0
     for i in range(count):
-        call = Call(f"{os.getpid()}/{i}", "a", "run", RACE_WORST)
+        call = TeacherCall(f"{os.getpid()}/{i}", "a", "run", RACE_WORST)
         admission = ledger.admit(call)
-        if isinstance(admission, Go):
+        if isinstance(admission, CallNow):
             ledger.settle(a_settlement(call, admission.attempt, RACE_PAID))
             done += 1
     sys.stdout.write(f"{done}\n")
@@ -63,15 +63,15 @@ def race(path: str, count: int) -> None:
 
 def hold(path: str) -> None:
     spec = a_spec(a_teacher("a", "http://127.0.0.1:1"))
-    admission = Ledger(Path(path), limits_of(spec)).admit(Call("k", "a", "run", 5_000))
+    admission = SpendLedger(Path(path), limits_of(spec)).admit(TeacherCall("k", "a", "run", 5_000))
     sys.stdout.write(f"{type(admission).__name__}\n")
     sys.stdout.flush()
     time.sleep(60)
 
 
-def a_settlement(call: Call, attempt: str, nanodollars: int, **other: object) -> Settled:
-    row = Settled(
-        attempt, call.key, call.teacher, call.run, ANSWERED, nanodollars, Usage(1, 1), "raw",
+def a_settlement(call: TeacherCall, attempt: str, nanodollars: int, **other: object) -> SettledCall:
+    row = SettledCall(
+        attempt, call.key, call.teacher, call.run, ANSWERED, nanodollars, TeacherUsage(1, 1), "raw",
         False, True, 0.1, 1, 0.0, time.time(),
     )  # fmt: skip
     return replace(row, **other)  # type: ignore[arg-type]

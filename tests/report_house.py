@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from protocols.records.evaluation import EvalRow, Evaluation
-from protocols.records.run_files import ArmResult, Measured, MetricRow, Results, RolloutRow
+from protocols.records.run_files import (
+    ArmResult,
+    MeasuredAccuracy,
+    MetricRow,
+    RolloutRow,
+    RunResults,
+)
 from services.run_directory import RunDirectory
 
 START = datetime(2026, 7, 26, 10, 15, 30, tzinfo=UTC)
@@ -70,7 +76,7 @@ def rollout(arm: str, step: int, index: int, text: str) -> RolloutRow:
     )
 
 
-def measured(accuracy: float) -> Measured:
+def measured(accuracy: float) -> MeasuredAccuracy:
     ci95 = [accuracy - 0.03, accuracy + 0.02]
     return {"accuracy": accuracy, "ci95": ci95, "n": 200, "parse_failures": 7}
 
@@ -79,7 +85,7 @@ def arm(accuracy: float, sampled: float | None = None) -> ArmResult:
     return {**measured(accuracy), "sampled": None if sampled is None else measured(sampled)}
 
 
-def results() -> Results:
+def results() -> RunResults:
     return {
         "arms": {
             "none": arm(0.21),

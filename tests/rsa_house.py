@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from strategies.samplers.sampler import Ability, Answer, Ask
+from strategies.samplers.sampler import Ability, SampleRequest, SampleResult
 
-Script = Callable[[Ask, list[str]], str]  # the ask, the candidates that it shows -> a response
+Script = Callable[
+    [SampleRequest, list[str]], str
+]  # the ask, the candidates that it shows -> a response
 _ATTEMPT = re.compile(r"^Attempt \d+:\n(.*?)(?=^Attempt \d+:|^Write the improved)", re.M | re.S)
 
 
-def shown(ask: Ask) -> list[str]:
+def shown(ask: SampleRequest) -> list[str]:
     """The candidates that an ask wants aggregated, in order; none at step 0."""
     return [found.strip() for found in _ATTEMPT.findall(ask.messages[-1].content)]
 
@@ -21,23 +23,25 @@ class Scripted:
     `length` tokens if that is less."""
 
     def __init__(self, script: Script, length: int = 10) -> None:
-        self.batches: list[list[Ask]] = []
+        self.batches: list[list[SampleRequest]] = []
         self._script, self._length = script, length
 
     @property
     def abilities(self) -> frozenset[Ability]:
         return frozenset({"seed"})
 
-    async def __call__(self, asks: Sequence[Ask]) -> list[Answer]:
+    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
         self.batches.append(list(asks))
         return [self._answer(ask) for ask in asks]
 
-    def _answer(self, ask: Ask) -> Answer:
+    def _answer(self, ask: SampleRequest) -> SampleResult:
         tokens = min(self._length, ask.sampling.max_tokens)
-        return Answer(self._script(ask, shown(ask)), tokens, 3, "stop", token_ids=(1,) * tokens)
+        return SampleResult(
+            self._script(ask, shown(ask)), tokens, 3, "stop", token_ids=(1,) * tokens
+        )
 
 
-def place(ask: Ask) -> tuple[int, int, int]:
+def place(ask: SampleRequest) -> tuple[int, int, int]:
     """Question, step and slot of an ask."""
     question, step, slot = map(int, ask.id.split("/"))
     return question, step, slot

@@ -1,4 +1,4 @@
-"""Samplers without a model, that end responses exactly as `Until` says.
+"""Samplers without a model, that end responses exactly as `StopCondition` says.
 
     Scripted(script)   says what the test wrote for each ask
     Babbler()          draws from a handful of words, by the ask's seed and nothing else
@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from protocols.errors import DataError
-from protocols.types import Until
-from strategies.samplers.sampler import ABILITIES, Ability, Answer, Ask
+from protocols.types import StopCondition
+from strategies.samplers.sampler import ABILITIES, Ability, SampleRequest, SampleResult
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Word:
 
 
 END = Word("", end=True)
-Script = Callable[[Ask], Sequence[Word]]
+Script = Callable[[SampleRequest], Sequence[Word]]
 
 
 def words(text: str, logprob: float = -0.1, *, end: bool = True) -> list[Word]:
@@ -51,7 +51,7 @@ def at(confidences: Sequence[float], text: str) -> list[Word]:
     ]
 
 
-def say(ask: Ask, script: Sequence[Word], abilities: frozenset[Ability]) -> Answer:
+def say(ask: SampleRequest, script: Sequence[Word], abilities: frozenset[Ability]) -> SampleResult:
     """What of the script is said before the ask's limits."""
     said: list[Word] = []
     reason, ended_by = "length", ""
@@ -67,7 +67,7 @@ def say(ask: Ask, script: Sequence[Word], abilities: frozenset[Ability]) -> Answ
     else:
         assert len(script) >= ask.sampling.max_tokens, f"{ask.id}: the script ends before its end"
     top = tuple((w.top or ((w.text, w.logprob),))[: ask.top_logprobs] for w in said)
-    return Answer(
+    return SampleResult(
         text="".join(w.text for w in said),
         tokens=len(said),
         prompt_tokens=sum(len(m.content.split()) for m in ask.messages),
@@ -79,7 +79,7 @@ def say(ask: Ask, script: Sequence[Word], abilities: frozenset[Ability]) -> Answ
     )
 
 
-def _met(until: Until, said: Sequence[Word]) -> tuple[str, int] | None:
+def _met(until: StopCondition, said: Sequence[Word]) -> tuple[str, int] | None:
     """What ends the response here, and how many tokens stay."""
     if 0 < until.window <= len(said):
         tops = [w.top or ((w.text, w.logprob),) for w in said[-until.window :]]
@@ -105,10 +105,10 @@ class Scripted:
     def __init__(self, script: Script, abilities: frozenset[Ability] = ABILITIES) -> None:
         self.script = script
         self.abilities = abilities
-        self.calls: list[list[Ask]] = []
-        self.said: list[Answer] = []
+        self.calls: list[list[SampleRequest]] = []
+        self.said: list[SampleResult] = []
 
-    async def __call__(self, asks: Sequence[Ask]) -> list[Answer]:
+    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
         self.calls.append(list(asks))
         answers = [say(a, self.script(a), self.abilities) for a in asks]
         self.said += answers
@@ -123,7 +123,7 @@ class Scripted:
 def by_name(script: Mapping[str, Sequence[Word]]) -> Script:
     """Words by the ask's name, without the question's."""
 
-    def find(ask: Ask) -> Sequence[Word]:
+    def find(ask: SampleRequest) -> Sequence[Word]:
         name = ask.id.partition("/")[2]
         if name not in script:
             raise DataError(f"nothing is scripted for {name}, begun {ask.begun.text!r}")
@@ -150,7 +150,7 @@ PLACES = tuple(
 )
 
 
-def babble(ask: Ask) -> list[Word]:
+def babble(ask: SampleRequest) -> list[Word]:
     """Words drawn by the ask's seed alone."""
     rng = random.Random(ask.seed)
     said = []

@@ -20,21 +20,21 @@ import uvicorn
 from safetensors.torch import load_file, save_file
 
 from actors.engine_thread import Engine, EngineThread
-from registry.formats.base_model import read_base
 from learning.decoding.engine import TorchEngine
+from learning.model.document_kv import DocumentKVCache
 from learning.model.loading import document_kv, load_model, load_tokenizer, text_of
-from learning.model.document_kv import DocumentCache
 from protocols.errors import DataError
 from protocols.spec.serving import HttpSpec
-from protocols.types import Came, Completion, GenerateRequest, PrefixRef
-from serving.app import Door, House, create_door
-from serving.request import Asked, StrategyAsked
-from serving.backend import OnTokens, Strategies
-from registry.store import Library
-from serving.request_parsing import Limits
-from serving.tokenization import Texts
-from strategies.samplers.token_budget import Spent
-from strategies.result import Result
+from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
+from registry.formats.base_model import read_base
+from registry.store import CartridgeStore
+from serving.app import Server, ServerConfig, create_door
+from serving.backend import OnTokens, StrategyCatalog
+from serving.request import ServingRequest, StrategyRequest
+from serving.request_parsing import RequestLimits
+from serving.tokenization import Tokenization
+from strategies.result import StrategyResult
+from strategies.samplers.token_budget import TokenSpend
 
 READER = Path(__file__).parent.parent / "models/clinic-reader"
 MODEL = "clinic-reader"
@@ -60,11 +60,11 @@ class InProcess:
         self._engine.started.result(60)
 
     def _build(self) -> Engine:
-        cache = DocumentCache(partial(document_kv, model()), {"none": (1,)}, 2**20)
+        cache = DocumentKVCache(partial(document_kv, model()), {"none": (1,)}, 2**20)
         engine = TorchEngine(model(), cache.get, self._ends, text_of(str(READER)))
         step = engine.step
 
-        def slowly() -> Iterator[tuple[str, Came | Completion]]:
+        def slowly() -> Iterator[tuple[str, TokenChunk | Completion]]:
             time.sleep(self.pause)
             return step()
 
@@ -80,7 +80,7 @@ class InProcess:
 
         if on_tokens is not None:
 
-            def told(came: Came) -> None:
+            def told(came: TokenChunk) -> None:
                 loop.call_soon_threadsafe(on_tokens, came)
 
         futures = [asyncio.wrap_future(self._engine.submit(r, told)) for r in requests]
@@ -120,19 +120,19 @@ class InProcess:
 class Twice:
     """A strategy for the wire: two samples of the generators, the longer one wins."""
 
-    def __init__(self, backend: Any, texts: Texts) -> None:
+    def __init__(self, backend: Any, texts: Tokenization) -> None:
         self._backend, self._texts = backend, texts
 
     def names(self) -> list[str]:
         return ["twice"]
 
-    def check(self, strategy: StrategyAsked) -> None:
+    def check(self, strategy: StrategyRequest) -> None:
         if set(strategy.options) - {"pause"}:
             raise DataError(
                 f"strategy {strategy.name} has no option {next(iter(strategy.options))}"
             )
 
-    async def run(self, asked: Asked, prefix: PrefixRef) -> Result:
+    async def run(self, asked: ServingRequest, prefix: PrefixRef) -> StrategyResult:
         assert asked.strategy is not None
         await asyncio.sleep(asked.strategy.options.get("pause", 0))
         ids = asked.prompts[0].ids
@@ -143,23 +143,24 @@ class Twice:
         done = await self._backend.generate(sampled)
         best = max(done, key=lambda c: len(c.token_ids))
         tokens = sum(len(c.token_ids) for c in done)
-        spent = Spent(tokens, 2 * len(ids), 1, 2, 0.5)
+        spent = TokenSpend(tokens, 2 * len(ids), 1, 2, 0.5)
         text = self._texts.decode(best.token_ids)
         votes = [len(c.token_ids) for c in done]
-        return Result(text, text, spent, best.finish_reason, details={"votes": votes})
+        return StrategyResult(text, text, spent, best.finish_reason, details={"votes": votes})
 
 
 def new_house(
     directory: Path,
     backend: Any,
-    strategies: Callable[[Any, Texts], Strategies] = Twice,
+    strategies: Callable[[Any, Tokenization], StrategyCatalog] = Twice,
     **more: Any,
-) -> House:
-    texts = Texts(load_tokenizer(str(READER)))
+) -> ServerConfig:
+    texts = Tokenization(load_tokenizer(str(READER)))
     base = read_base(READER)
-    limits = Limits(max_tokens=512, context=base.context, max_choices=64)
-    house = House(
-        MODEL, backend, texts, Library(directory / "library", base), strategies(backend, texts),
+    limits = RequestLimits(max_tokens=512, context=base.context, max_choices=64)
+    house = ServerConfig(
+        MODEL, backend, texts, CartridgeStore(directory / "library", base),
+        strategies(backend, texts),
         limits, END, HttpSpec(**{k: more.pop(k) for k in list(more) if k in HttpSpec.model_fields}),
     )  # fmt: skip
     return replace(house, **more)
@@ -171,7 +172,7 @@ def cartridge(seed: int = 0, tokens: int = 8, **shape: Any) -> torch.Tensor:
     return document_kv(model(), (1, *ids.tolist()[1:]))
 
 
-def add_cartridge(library: Library, name: str, seed: int = 0, tokens: int = 8) -> None:
+def add_cartridge(library: CartridgeStore, name: str, seed: int = 0, tokens: int = 8) -> None:
     with library.incoming() as file:
         save_file({"kv": cartridge(seed, tokens)}, file)
         library.add(name, file, {"seed": seed})
@@ -182,8 +183,8 @@ class Served:
     """A server in a thread of its own."""
 
     url: str
-    door: Door
-    house: House
+    door: Server
+    house: ServerConfig
     backend: Any
     server: uvicorn.Server = field(repr=False, default=None)  # type: ignore[assignment]
 
@@ -195,7 +196,7 @@ def serving(
     """A door over an engine of its own, reached over TCP; `ends` end its responses."""
     backend = InProcess(pause, ends)
     house = new_house(directory, backend, **more)
-    started: list[Door] = []
+    started: list[Server] = []
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     server: list[uvicorn.Server] = []

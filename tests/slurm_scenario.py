@@ -20,9 +20,9 @@ from monarch.config import get_global_config
 
 from protocols.errors import RunError
 from protocols.spec.mesh import RunSpec
-from services.hosts import slurm
-from services.pool.service import Service
+from services.hosts import slurm as slurm_hosts
 from services.hosts.slurm import SlurmHosts
+from services.pool.service import Service
 
 TRANSPORT = "tcp://127.0.0.1:0"
 PATIENCE = 30.0
@@ -45,7 +45,7 @@ class HeadActor(Actor):
 
     @concurrent_endpoint
     async def run(self, spec: RunSpec, slurm: Cluster, preempted: bool) -> dict[str, Any]:
-        slurm.WATCH_SECONDS = 0.2
+        slurm_hosts.WATCH_SECONDS = 0.2
         source = SlurmHosts(spec)
         transports = [str(get_global_config()["default_transport"])]
         begun = time.monotonic()

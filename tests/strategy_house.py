@@ -7,11 +7,11 @@ from typing import Any
 
 from scripted_sampler import Babbler
 
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
 from strategies.catalog import STRATEGIES, parse, run
-from strategies.result import Result
+from strategies.result import StrategyResult
 
-ASKED = (Message("user", "what is it?"),)
+ASKED = (AgentMessage("user", "what is it?"),)
 SMALL: dict[str, dict[str, Any]] = {
     "self_consistency": {"samples": 5},
     "deepconf": {"traces": 6, "window": 4, "keep_fraction": 0.5},
@@ -33,7 +33,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def solve(variant: int, seed: int, budget: int | None = None) -> tuple[Result, Babbler]:
+def solve(variant: int, seed: int, budget: int | None = None) -> tuple[StrategyResult, Babbler]:
     name, options = VARIANTS[variant]
     sampler = Babbler()
     solving = run(

@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from protocols.files import utc_text
-from protocols.ports import Sink
+from protocols.ports import TelemetrySink
 from protocols.records.run_files import MetricRow
 from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
-from protocols.types import Span
+from protocols.types import TraceSpan
 
 STEPS = 4
 SECONDS = {"rollout": 0.2, "score": 0.1, "train": 0.3, "publish": 0.02, "orchestration": 0.03}
@@ -87,7 +87,7 @@ def teachers(step: int) -> dict[str, Any]:
     }
 
 
-def tell(sink: Sink, now: float, served: int = 40) -> float:
+def tell(sink: TelemetrySink, now: float, served: int = 40) -> float:
     """Play the run to the sink; returns when it ended."""
     sink.event(event("run_started", now, resumed=False, mesh="small"))
     for role, replicas in (("generator", 2), ("doc_teacher", 1), ("trainer", 1)):
@@ -120,23 +120,25 @@ def tell(sink: Sink, now: float, served: int = 40) -> float:
     return now
 
 
-def step_spans(arm: str, step: int, begun: float) -> Iterator[Span]:
+def step_spans(arm: str, step: int, begun: float) -> Iterator[TraceSpan]:
     """One step: both generators sample, the second request of generator[0] waits for its first."""
     phases = {"arm": arm, "step": step, "version": step - 1}
 
-    def request(lane: str, name: str, number: int, begin: float, end: float, waited: float) -> Span:
+    def request(
+        lane: str, name: str, number: int, begin: float, end: float, waited: float
+    ) -> TraceSpan:
         facts = {
             "request": f"{lane.partition('[')[0]}/{step}/{number}", **phases, "waited": waited,
             "attempt": 1, "outcome": "ok",
         }  # fmt: skip
-        return Span(lane, name, begun + begin, begun + end, facts)
+        return TraceSpan(lane, name, begun + begin, begun + end, facts)
 
     yield request("generator[0]", "generate", 0, 0.001, 0.101, 0.0)
     yield request("generator[1]", "generate", 1, 0.001, 0.181, 0.0)
     yield request("generator[0]", "generate", 2, 0.101, 0.199, 0.1)
-    yield Span("controller", "rollout", begun, begun + 0.2, phases)
+    yield TraceSpan("controller", "rollout", begun, begun + 0.2, phases)
     yield request("doc_teacher[0]", "score", 0, 0.201, 0.299, 0.0)
-    yield Span("controller", "score", begun + 0.2, begun + 0.3, phases)
+    yield TraceSpan("controller", "score", begun + 0.2, begun + 0.3, phases)
     yield request("trainer[0]", "step", 0, 0.301, 0.599, 0.0)
-    yield Span("controller", "train", begun + 0.3, begun + 0.6, phases)
-    yield Span("controller", "publish", begun + 0.6, begun + 0.62, phases)
+    yield TraceSpan("controller", "train", begun + 0.3, begun + 0.6, phases)
+    yield TraceSpan("controller", "publish", begun + 0.6, begun + 0.62, phases)

@@ -28,23 +28,23 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from actors.base import ModelSource, bootstrap, missing_vllm
 from actors.engine_generator import EngineGeneratorActor
-from actors.base import BaseModel, bootstrap, missing_vllm
 from learning.decoding.generate import generate
 from learning.model.loading import document_kv, load_model, text_of
 from learning.model.rope import composed
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import (
+    CartridgeSnapshot,
     Completion,
     GenerateRequest,
     PrefixRef,
     Sampling,
-    Snapshot,
     composed_ref,
 )
+from services.planes.shared_memory import SharedMemoryPlane
 from services.pool.replica import Replica as Member
 from services.pool.replica import ask
-from services.planes.shared_memory import SharedMemoryPlane
 
 TIMEOUT = 120.0
 VOCAB = 101
@@ -146,10 +146,10 @@ class Replica:
         """A Monarch future, to be got later."""
         return getattr(self.member.actor, method).call_one(*args)
 
-    def snapshot(self, version: int, names: Sequence[str], kv: Tensor) -> Snapshot:
+    def snapshot(self, version: int, names: Sequence[str], kv: Tensor) -> CartridgeSnapshot:
         key = f"cartridges/{version}/{random.getrandbits(60)}"
         packet = asyncio.run(self.plane.put(key, {"kv": kv}))
-        return Snapshot(version, tuple(names), packet)
+        return CartridgeSnapshot(version, tuple(names), packet)
 
     def publish(self, kv: Tensor, names: Sequence[str] = ("a", "b")) -> int:
         """The next version, once the generator has it."""
@@ -199,7 +199,7 @@ def replica(
         per_host={"procs": 1}, name="generator0", bootstrap=bootstrap(1)
     )
     try:
-        base = BaseModel(model.path, "float32", 1, model.documents, 1 << 28, plane)
+        base = ModelSource(model.path, "float32", 1, model.documents, 1 << 28, plane)
         chosen = GeneratorSpec(**{"backend": "vllm", "kv_gib": 0.05, **spec})
         member = Member("generator", 0)
         member.actor = procs.spawn("generator0", actor, base, end_ids, keep, chosen)

@@ -5,7 +5,8 @@
                 -> train offline on as many tokens -> evaluate -> results
 
 It owns every role's process mesh, so a death anywhere reaches `__supervise__` here; the service
-(services.pool.service) replaces who died, and a run ends for it only when a role's budget of restarts is
+(services.pool.service) replaces who died, and a run ends for it only when a role's budget of
+restarts is
 spent: with the role's name, a checkpoint and a summary. This module imports no torch, so that the
 client that spawns it needs none.
 """
@@ -24,15 +25,15 @@ from monarch.actor import Actor, MeshFailure, concurrent_endpoint
 
 from protocols.errors import ForgeError, RunError
 from protocols.records.run_files import EventName, RunOutcome
-from protocols.spec.mesh import RunSpec
 from protocols.records.status import RunStatus
+from protocols.spec.mesh import RunSpec
 from services.control.endpoints import Endpoints, remove_endpoints, write_endpoints
 from services.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from services.control.commands import Helm
+    from services.control.commands import RunCommands
     from services.mesh import Mesh
-    from services.telemetry.recorder import Recorder
+    from services.telemetry.recorder import RunLog
     from training.training_run import TrainingRun
 
 ENGINE_STOP_SECONDS = 10.0  # an idle engine stops in 1 to 2 s
@@ -48,10 +49,10 @@ class ControllerActor(Actor):
         self._status = RunStatus()
         self._mesh: Mesh | None = None
         self._run: TrainingRun | None = None
-        self._helm: Helm | None = None
+        self._helm: RunCommands | None = None
         self._stop_asked = False
         self._opening: asyncio.Task[Mesh] | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: RunLog | None = None
 
     def __supervise__(self, failure: MeshFailure) -> bool:
         """A process or actor that we own died. The service replaces it; this actor lives on."""
@@ -73,10 +74,10 @@ class ControllerActor(Actor):
     @concurrent_endpoint
     async def run(self) -> str:
         """Drive the run; returns its status "finished", "stopped" or raises what failed it."""
+        from services.control.commands import RunCommands, StopRequested
         from services.control.server import ControlPlane
-        from services.control.commands import Helm, Stopped
-        from services.telemetry.recorder import Recorder
         from services.telemetry.hub import open_sinks
+        from services.telemetry.recorder import RunLog
         from services.telemetry.watchdog import watch
 
         begun = time.perf_counter()
@@ -84,12 +85,12 @@ class ControllerActor(Actor):
         if self._resume:
             self._directory.mend_events()
         sinks = open_sinks(self._spec, self._directory, self._report_sink)
-        recorder = self._recorder = Recorder(self._directory, sinks)
+        recorder = self._recorder = RunLog(self._directory, sinks)
         recorder.event("run_started", resumed=self._resume, mesh=self._spec.mesh.name)
         mesh = self._mesh = await self._open(recorder, begun)
         if mesh is None:
             return "stopped"
-        helm = self._helm = Helm(
+        helm = self._helm = RunCommands(
             self._whole_status, self._show, lambda: mesh.pools, recorder, mesh.service.scale
         )
         if self._stop_asked:
@@ -108,7 +109,7 @@ class ControllerActor(Actor):
             write_endpoints(self._directory.path, endpoints)
             await self._or_failure(self._drive(recorder, mesh, helm, begun), mesh)
             outcome = "finished"
-        except Stopped:
+        except StopRequested:
             outcome = "stopped"
         except Exception as error:
             message = str(error) if isinstance(error, ForgeError) else f"{error!r}"
@@ -136,7 +137,7 @@ class ControllerActor(Actor):
             await asyncio.to_thread(recorder.close)
         return outcome
 
-    async def _open(self, recorder: Recorder, begun: float) -> Mesh | None:
+    async def _open(self, recorder: RunLog, begun: float) -> Mesh | None:
         """The mesh, once its hosts are there; None where the run was asked to stop before. What
         this raises is the run's end."""
         from services.mesh import open_mesh
@@ -166,17 +167,17 @@ class ControllerActor(Actor):
             raise failure
         return None
 
-    async def _drive(self, recorder: Recorder, mesh: Mesh, helm: Helm, begun: float) -> None:
+    async def _drive(self, recorder: RunLog, mesh: Mesh, helm: RunCommands, begun: float) -> None:
         from training.recipes.registry import teachers
 
         with teachers(self._spec) as spec:
             await self._drive_with(spec, recorder, mesh, helm, begun)
 
     async def _drive_with(
-        self, spec: RunSpec, recorder: Recorder, mesh: Mesh, helm: Helm, begun: float
+        self, spec: RunSpec, recorder: RunLog, mesh: Mesh, helm: RunCommands, begun: float
     ) -> None:
-        from training.recipes.registry import open_course
         from services.mesh import spawn_roles
+        from training.recipes.registry import open_course
         from training.training_run import TrainingRun
 
         self._show(stage="starting the mesh")
@@ -205,7 +206,7 @@ class ControllerActor(Actor):
         found = list_checkpoints(self._directory.checkpoints)
         return found[-1] if found else None
 
-    async def _last_checkpoint(self, recorder: Recorder) -> None:
+    async def _last_checkpoint(self, recorder: RunLog) -> None:
         """After a stop or a failure: keep what is there, if the trainer still answers."""
         assert self._run is not None
         try:
@@ -213,7 +214,7 @@ class ControllerActor(Actor):
         except (ForgeError, TimeoutError) as error:
             recorder.event("failed", error="checkpoint", message=str(error))
 
-    async def _stop_engines(self, recorder: Recorder, mesh: Mesh) -> None:
+    async def _stop_engines(self, recorder: RunLog, mesh: Mesh) -> None:
         """Shut vLLM's engines down in order, and note what they did."""
         from services.clients import GeneratorClient
 
@@ -245,7 +246,7 @@ class ControllerActor(Actor):
                 partial(self._recorder.event, "sink_failed", sink=sink, message=message)
             )
 
-    def _note(self, recorder: Recorder) -> Any:
+    def _note(self, recorder: RunLog) -> Any:
         def note(event: EventName, **facts: Any) -> None:
             recorder.event(event, **facts)
             if event == "replica_lost" and self._run is not None:

@@ -22,9 +22,9 @@ from functools import partial
 
 from protocols.spec.sections import WarmStartSpec
 from services.clients import TrainerClient
-from training.recipes.base import Course
-from training.timing import PhaseTimer, flat
+from training.recipes.base import Recipe
 from training.teacher_scoring import TeacherScoring, score_key, train_scored
+from training.timing import PhaseTimer, flat
 from training.types import Rollout, RunState, StepRecord, TimedGenerate
 from training.validation import OverlappedValidation
 from training.weight_sync import WeightSync
@@ -39,7 +39,7 @@ class Rollouts:
 
     def __init__(
         self,
-        course: Course,
+        course: Recipe,
         generate: TimedGenerate,
         teachers: TeacherScoring,
         state: RunState,
@@ -115,7 +115,7 @@ class OnPolicyLoop:
 
     def __init__(
         self,
-        course: Course,
+        course: Recipe,
         rollouts: Rollouts,
         teachers: TeacherScoring,
         trainer: TrainerClient,

@@ -9,12 +9,12 @@ from typing import Any
 from learning.step import OFFLINE_VERSION
 from protocols.records.run_files import RolloutRow
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sample, Sampling
-from training.types import Prompt, Rollout, ScoreGroup
+from training.types import Rollout, ScoreGroup, StudyPrompt
 
 
 def as_rollout(
     step: int,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[StudyPrompt],
     completions: Sequence[Completion],
     seconds: float,
     compute: float,
@@ -43,7 +43,7 @@ def as_sample(
 
 
 def handed_over(
-    prompts: Sequence[Prompt], ended: ScoreGroup
+    prompts: Sequence[StudyPrompt], ended: ScoreGroup
 ) -> Callable[[Sequence[Completion]], None]:
     """Hand the samples of each reply to the document teacher."""
     asked = {p.request.id: p for p in prompts}
@@ -87,7 +87,7 @@ def rollout_from(saved: dict[str, Any]) -> Rollout:
         request["prompt_ids"] = tuple(request["prompt_ids"])
         request["prefix"] = _prefix(request["prefix"])
         request["sampling"] = Sampling(**request["sampling"])
-        prompts.append(Prompt(p["document"], p["kind"], GenerateRequest(**request)))
+        prompts.append(StudyPrompt(p["document"], p["kind"], GenerateRequest(**request)))
     completions = [Completion(**_tuples(c)) for c in saved["completions"]]
     samples = [Sample(**_tuples(s)) for s in saved["samples"]]
     return Rollout(

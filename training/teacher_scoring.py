@@ -17,10 +17,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from protocols.train_batch import Lesson, ScoredPart
 from protocols.errors import PlaneError, RunError
 from protocols.spec.mesh import HINTED_TEACHER
-from protocols.types import LookUps, Sample, Scored, TrainStepOutput
+from protocols.train_batch import TeacherScores, TrainBatch
+from protocols.types import CacheStats, Sample, ScoreOutput, TrainStepOutput
 from services.clients import DocTeacherClient, HintedTeacherClient, TrainerClient, busy
 from services.mesh import Mesh
 from services.planes.codec import packed_bytes
@@ -38,7 +38,7 @@ def score_key(arm: str, step: int) -> str:
 class ScoreReply:
     """A teacher's scores of a part: the plane's life that they were put in, and when they came."""
 
-    scored: Scored
+    scored: ScoreOutput
     life: int
     came: float
 
@@ -88,8 +88,8 @@ class TeacherScoring:
         )
 
     async def score(
-        self, key: str, batch: Lesson, version: int, parts: Sequence[tuple[str, ...]] = ()
-    ) -> tuple[Lesson, ScoringCost]:
+        self, key: str, batch: TrainBatch, version: int, parts: Sequence[tuple[str, ...]] = ()
+    ) -> tuple[TrainBatch, ScoringCost]:
         """Return the batch with the scores that its samples need, and what they cost.
 
         The hinted turns are read with the cartridges of `version`. What was not begun, nor has
@@ -118,12 +118,14 @@ class TeacherScoring:
             ScoringCost(
                 compute_seconds=waited,
                 hidden_seconds=busy(spans) - waited,
-                documents=sum((reply.scored.documents for reply in replies), LookUps()),
+                documents=sum((reply.scored.documents for reply in replies), CacheStats()),
                 moved_bytes=sum(times * packed_bytes(r.scored.packet.layout) for r in replies),
             ),
         )
 
-    async def score_again(self, key: str, batch: Lesson, version: int, error: PlaneError) -> Lesson:
+    async def score_again(
+        self, key: str, batch: TrainBatch, version: int, error: PlaneError
+    ) -> TrainBatch:
         """Return the batch with its scores made again in the same parts, once another plane is in
         service. Raises the error where the plane that holds them is well."""
         await self._mesh.replaced(self._scored_in, error)
@@ -134,7 +136,7 @@ class TeacherScoring:
         again, _ = await self.score(key, batch, version)
         return again
 
-    def trained(self, key: str, batch: Lesson) -> None:
+    def trained(self, key: str, batch: TrainBatch) -> None:
         """Give up the scores of a batch, which the trainer has read."""
         self._weights.ended(key)
         if self._scored_in == self._mesh.plane_life:
@@ -173,7 +175,7 @@ class TeacherScoring:
 
 
 async def train_scored(
-    trainer: TrainerClient, teachers: TeacherScoring, key: str, batch: Lesson, version: int
+    trainer: TrainerClient, teachers: TeacherScoring, key: str, batch: TrainBatch, version: int
 ) -> TrainStepOutput:
     """Train `version` on a scored batch; scores that are lost with the plane are made again."""
     while True:
@@ -188,7 +190,7 @@ async def train_scored(
 
 def _in_order(
     role: str, texts: Sequence[Sample], calls: Sequence[PendingScore], replies: Sequence[ScoreReply]
-) -> tuple[ScoredPart, ...]:
+) -> tuple[TeacherScores, ...]:
     """A role's parts, by their samples' places: they were begun in any order."""
     places = {s.id: i for i, s in enumerate(texts)}
     found = []
@@ -196,5 +198,5 @@ def _in_order(
         if part.role == role:
             indices = tuple(places[s.id] for s in part.samples)
             assert all(texts[i] == s for i, s in zip(indices, part.samples, strict=True))
-            found.append(ScoredPart(indices, reply.scored.packet))
+            found.append(TeacherScores(indices, reply.scored.packet))
     return tuple(sorted(found, key=lambda part: part.samples))

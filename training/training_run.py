@@ -9,19 +9,19 @@ from typing import Any
 
 from environments.renderer import NO_DOCUMENT
 from protocols.errors import RunError
-from protocols.records.run_files import Measured, MetricRow, Results, RunOutcome
+from protocols.records.run_files import MeasuredAccuracy, MetricRow, RunOutcome, RunResults
 from protocols.spec.mesh import RunSpec
 from services.clients import GeneratorClient, TrainerClient
-from training.recipes.base import Course
-from training.recipes.accuracy import aggregation_gain
-from services.control.commands import Stopped
-from training.loop import OnPolicyLoop, Rollouts
+from services.control.commands import StopRequested
 from services.mesh import Mesh
-from training.timing import PhaseTimer, PhaseTimes
-from services.telemetry.recorder import Recorder
-from training.rollouts import is_offline, rollout_from
 from services.run_directory import RunDirectory
+from services.telemetry.recorder import RunLog
+from training.loop import OnPolicyLoop, Rollouts
+from training.recipes.accuracy import aggregation_gain
+from training.recipes.base import Recipe
+from training.rollouts import is_offline, rollout_from
 from training.teacher_scoring import TeacherScoring, score_key, train_scored
+from training.timing import PhaseTimer, PhaseTimes
 from training.types import Rollout, RunState, StepRecord
 from training.validation import OverlappedValidation
 from training.weight_sync import WeightSync
@@ -34,10 +34,10 @@ class TrainingRun:
     def __init__(
         self,
         spec: RunSpec,
-        course: Course,
+        course: Recipe,
         mesh: Mesh,
         directory: RunDirectory,
-        recorder: Recorder,
+        recorder: RunLog,
         show: Callable[..., None],
         between_steps: Callable[[Callable[[], Awaitable[str]]], Awaitable[None]],
     ) -> None:
@@ -100,7 +100,7 @@ class TrainingRun:
                 await self._look_up()
                 self._show(stage="training on_policy", arm="on_policy", steps=train.steps)
                 await self._record(await loop.step(step), train.steps)
-        except Stopped:
+        except StopRequested:
             await self.checkpoint()  # now, while the rollouts that run ahead can still be kept
             raise
         finally:
@@ -224,7 +224,7 @@ class TrainingRun:
 
     async def _measure(
         self, arm: str, prefix: str, version: int, *, sampled: bool, most: int | None = None
-    ) -> Measured:
+    ) -> MeasuredAccuracy:
         return await self._course.measure(
             arm, prefix, version, most=most, sampled=sampled, generate=self._generator.generate
         )
@@ -286,7 +286,7 @@ class TrainingRun:
         ]
         mean = sum(documents) / len(documents)
         tokens = self._learn.cartridge.tokens
-        results = Results(
+        results = RunResults(
             arms=self._state.arms,
             kl={"first": self._state.kl_first, "last": self._state.kl_last},
             compression={
@@ -320,6 +320,6 @@ class TrainingRun:
         """Between two steps: checkpoint, pause or stop, if that was asked for."""
         try:
             await self._between_steps(self.checkpoint)
-        except Stopped:
+        except StopRequested:
             self._recorder.event("stopping", arm=self._state.arm, step=self._state.step)
             raise

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from protocols.episodes import Episode
-from protocols.types import Completion, GenerateRequest, LookUps, Sample, TrainStepOutput
+from protocols.types import CacheStats, Completion, GenerateRequest, Sample, TrainStepOutput
 from services.clients import Replied
 
 ScoreGroup = Callable[[str, Sequence[Sample]], None]
@@ -34,7 +34,7 @@ class TimedGenerate(Protocol):
 
 
 @dataclass(frozen=True)
-class Prompt:
+class StudyPrompt:
     """A self-study prompt ready to be sampled."""
 
     document: str
@@ -52,7 +52,7 @@ class Rollout:
     """
 
     step: int
-    prompts: Sequence[Prompt]
+    prompts: Sequence[StudyPrompt]
     completions: Sequence[Completion]
     samples: Sequence[Sample]
     seconds: float
@@ -72,7 +72,7 @@ class ScoringCost:
 
     compute_seconds: float = 0.0
     hidden_seconds: float = 0.0
-    documents: LookUps = field(default_factory=LookUps)
+    documents: CacheStats = field(default_factory=CacheStats)
     moved_bytes: int = 0
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.spec.mesh import CARTRIDGE_READERS
-from protocols.types import Snapshot
+from protocols.types import CartridgeSnapshot
 from services.clients import TrainerClient, load_cartridges, remember_cartridges
 from services.mesh import Mesh
 from services.planes.codec import packed_bytes
@@ -34,7 +34,7 @@ class WeightSync:
         self._keep = keep
         self._trainer = TrainerClient(mesh.pools)
         self.moved_bytes = 0
-        self._published: list[tuple[int, Snapshot]] = []
+        self._published: list[tuple[int, CartridgeSnapshot]] = []
         self._read: list[tuple[int, str]] = []
         # A key is in the plane before it is in these lists; who looks for unknown keys waits.
         self._moving = asyncio.Lock()
@@ -64,7 +64,7 @@ class WeightSync:
         readers = sum(len(pool) for pool in self._readers)
         self.moved_bytes = packed_bytes(snapshot.packet.layout) * (1 + readers)
 
-    async def _publish(self, version: int) -> Snapshot:
+    async def _publish(self, version: int) -> CartridgeSnapshot:
         snapshot = await self._trainer.publish(version)
         if snapshot.version != version:
             raise RunError(
@@ -86,7 +86,7 @@ class WeightSync:
         """
         async with self._moving:
             life = self._mesh.plane_life
-            there: list[tuple[int, Snapshot]] = []
+            there: list[tuple[int, CartridgeSnapshot]] = []
             for written, snapshot in self._published:
                 if written != life:
                     try:

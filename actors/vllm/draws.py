@@ -13,11 +13,11 @@ from protocols.types import Sampling
 
 
 @dataclass(frozen=True)
-class DrawnRow:
+class SeededRow:
     """A row of a batch whose next token is drawn.
 
-    `uniforms` are all the request's draws (`learning.decoding.sampling.uniforms`), `tokens` the tokens so
-    far: a list that the engine goes on filling, so its length says which draw is next.
+    `uniforms` are all the request's draws (`learning.decoding.sampling.uniforms`), `tokens` the
+    tokens so far: a list that the engine goes on filling, so its length says which draw is next.
     """
 
     sampling: Sampling
@@ -25,7 +25,7 @@ class DrawnRow:
     tokens: Sequence[int]
 
 
-def leave_drawn(logits: Tensor, rows: Mapping[int, DrawnRow]) -> Tensor:
+def leave_drawn(logits: Tensor, rows: Mapping[int, SeededRow]) -> Tensor:
     """In logits [B, V], leave each drawn row its drawn token alone to be chosen; in place.
 
     Draw t of a request is decided by its seed and t: by nothing else in the batch, nor by the

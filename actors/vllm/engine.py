@@ -43,12 +43,11 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
-from actors.vllm.draws import DrawnRow, leave_drawn
-from actors.vllm.outputs import completed, likeliest, of_prompt
+from actors.vllm.draws import SeededRow, leave_drawn
 from actors.vllm.kv_layout import (
     PLACEHOLDER,
-    Fill,
-    Part,
+    KVFill,
+    PromptCartridge,
     cache_salt,
     cartridges_of,
     check_shape,
@@ -56,13 +55,14 @@ from actors.vllm.kv_layout import (
     pieces,
     slots,
 )
-from learning.decoding.decode_batch import Row, new_row
-from learning.model.rope import frequencies_of, shifted
+from actors.vllm.outputs import completed, likeliest, of_prompt
+from learning.decoding.decode_batch import DecodeState, new_row
 from learning.decoding.sampling import uniforms
 from learning.decoding.stopping import Decode
+from learning.model.rope import frequencies_of, shifted
 from protocols.errors import DataError, RunError
 from protocols.spec.sections import GeneratorSpec
-from protocols.types import Came, Completion, GenerateRequest, Sampling
+from protocols.types import Completion, GenerateRequest, Sampling, TokenChunk
 
 MAX_LOGPROBS = 20  # at a place; vLLM's own choice, and the most that others' APIs give
 MAX_REQUESTS = 256  # in one step; vLLM's own choice for most machines
@@ -91,7 +91,7 @@ class VllmEngine:
         self._tensor_parallel = spec.tensor_parallel
         self._first_request: float | None = None
         self._running: dict[str, GenerateRequest] = {}
-        self._followed: dict[str, Row] = {}  # those that are looked at token by token
+        self._followed: dict[str, DecodeState] = {}  # those that are looked at token by token
         self._streams: set[str] = set()
         self._to_cancel: list[str] = []
         self._tokens: dict[int, int] = {}  # version -> P
@@ -175,7 +175,7 @@ class VllmEngine:
         if stream:
             self._streams.add(key)
 
-    def step(self) -> Iterable[tuple[str, Came | Completion]]:
+    def step(self) -> Iterable[tuple[str, TokenChunk | Completion]]:
         outputs = self._engine.step()
         if outputs and self.first_token_seconds is None and self._first_request is not None:
             self.first_token_seconds = time.perf_counter() - self._first_request
@@ -192,7 +192,9 @@ class VllmEngine:
         if key in self._running:
             self._to_cancel.append(key)
 
-    def _follow(self, key: str, output: RequestOutput) -> Iterable[tuple[str, Came | Completion]]:
+    def _follow(
+        self, key: str, output: RequestOutput
+    ) -> Iterable[tuple[str, TokenChunk | Completion]]:
         """The new tokens of a request that is looked at as it goes on."""
         row, (made,) = self._followed[key], output.outputs
         if made.finish_reason not in (None, "stop", "length"):
@@ -284,10 +286,10 @@ def engine_arguments(path: str, dtype: str, spec: GeneratorSpec) -> EngineArgs:
 
 
 @dataclass
-class _Fills(KVConnectorMetadata):
+class PendingFills(KVConnectorMetadata):
     """What the workers load before the next forward pass."""
 
-    fills: list[Fill]
+    fills: list[KVFill]
 
 
 class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
@@ -310,7 +312,7 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
                 "generator.backend torch"
             )
         self._block_tokens = vllm_config.cache_config.block_size
-        self._noted: list[Fill] = []
+        self._noted: list[KVFill] = []
         self._held: dict[int, tuple[tuple[str, ...], Tensor]] = {}
         self._failed: set[int] = set()
         self.loads = 0
@@ -333,11 +335,11 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
             parts = _parts(request)
             (ids,) = blocks.get_block_ids()
             tokens = sum(part.tokens for part in parts)
-            self._noted.append(Fill(parts, tokens - num_external_tokens, tokens, tuple(ids)))
+            self._noted.append(KVFill(parts, tokens - num_external_tokens, tokens, tuple(ids)))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         noted, self._noted = self._noted, []
-        return _Fills(noted)
+        return PendingFills(noted)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -358,7 +360,7 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, _Fills)
+        assert isinstance(metadata, PendingFills)
         if not metadata.fills:
             return
         layers = [
@@ -370,7 +372,7 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
             for fill in metadata.fills:
                 self._load(fill, layers)
 
-    def _load(self, fill: Fill, layers: list[tuple[int, Any]]) -> None:
+    def _load(self, fill: KVFill, layers: list[tuple[int, Any]]) -> None:
         device, model = layers[0][1].kv_cache.device, self._vllm_config.model_config
         for piece in pieces(fill.parts, fill.first, fill.stop):
             part, start = piece.part, piece.start
@@ -407,9 +409,11 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing is saved."""
 
 
-def _parts(request: Any) -> tuple[Part, ...]:
+def _parts(request: Any) -> tuple[PromptCartridge, ...]:
     """The cartridges of a vLLM request, as `VllmEngine.add` sent them."""
-    return tuple(Part(*sent) for sent in (request.kv_transfer_params or {}).get(LOADED, ()))
+    return tuple(
+        PromptCartridge(*sent) for sent in (request.kv_transfer_params or {}).get(LOADED, ())
+    )
 
 
 class SeededDraw(LogitsProcessor):
@@ -420,7 +424,7 @@ class SeededDraw(LogitsProcessor):
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows: dict[int, DrawnRow] = {}
+        self._rows: dict[int, SeededRow] = {}
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -434,14 +438,14 @@ class SeededDraw(LogitsProcessor):
 
 def _drawn_row(
     parameters: SamplingParams, prompt: list[int] | None, tokens: list[int]
-) -> DrawnRow | None:
+) -> SeededRow | None:
     drawn = (parameters.extra_args or {}).get(DRAWN)
     if drawn is None:
         return None
     seed, temperature, top_p, top_k, first = drawn
     assert parameters.max_tokens is not None
     stream = uniforms(seed, parameters.max_tokens, first)
-    return DrawnRow(Sampling(temperature, top_p, top_k), stream, tokens)
+    return SeededRow(Sampling(temperature, top_p, top_k), stream, tokens)
 
 
 class CartridgeExtension:

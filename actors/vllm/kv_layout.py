@@ -28,7 +28,7 @@ PLACEHOLDER = 0  # any id of the vocabulary: it is never embedded
 
 
 @dataclass(frozen=True)
-class Part:
+class PromptCartridge:
     """One of the cartridges before a prompt, `tokens` long."""
 
     name: str
@@ -37,27 +37,29 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Fill:
+class KVFill:
     """Positions first .. stop-1 of the cartridges laid end to end, to be written into a request's
     blocks."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PromptCartridge, ...]
     first: int
     stop: int
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class CartridgeSlice:
     """Tokens first .. stop-1 of one cartridge, whose token 0 stands at position `start`."""
 
-    part: Part
+    part: PromptCartridge
     start: int
     first: int
     stop: int
 
 
-def cartridges_of(request: GenerateRequest, tokens: Mapping[int, int]) -> tuple[Part, ...]:
+def cartridges_of(
+    request: GenerateRequest, tokens: Mapping[int, int]
+) -> tuple[PromptCartridge, ...]:
     """The cartridges before a request's prompt, in order; none where a document is its prefix.
     `tokens` is every version's P. Raises DataError for a document that is composed with others."""
     refs = request.prefix.parts
@@ -71,18 +73,19 @@ def cartridges_of(request: GenerateRequest, tokens: Mapping[int, int]) -> tuple[
     if documents:
         return ()
     return tuple(
-        Part(ref.name.removeprefix(CARTRIDGE), ref.version, tokens[ref.version]) for ref in refs
+        PromptCartridge(ref.name.removeprefix(CARTRIDGE), ref.version, tokens[ref.version])
+        for ref in refs
     )
 
 
-def pieces(parts: Sequence[Part], first: int, stop: int) -> list[Piece]:
+def pieces(parts: Sequence[PromptCartridge], first: int, stop: int) -> list[CartridgeSlice]:
     """What of each cartridge lies at positions first .. stop-1 of all laid end to end; those of
     which nothing does are left out."""
     found, start = [], 0
     for part in parts:
         begin, end = max(first - start, 0), min(stop - start, part.tokens)
         if begin < end:
-            found.append(Piece(part, start, begin, end))
+            found.append(CartridgeSlice(part, start, begin, end))
         start += part.tokens
     return found
 
@@ -94,7 +97,7 @@ def slots(blocks: Sequence[int], block_tokens: int, first: int, stop: int) -> li
     ]
 
 
-def cache_salt(parts: Sequence[Part], private_to: str = "") -> str:
+def cache_salt(parts: Sequence[PromptCartridge], private_to: str = "") -> str:
     """What keeps blocks of different prefixes apart in the prefix cache: "a@7", "a@7,b@7".
 
     Blocks of one salt and equal tokens are shared. Placeholders are all equal, so the salt alone

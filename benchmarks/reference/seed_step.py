@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from learning.cartridge.bank import CartridgeBank
 from learning.losses.doc_kl import doc_kl_tokens
-from learning.teacher_logprobs import Teacher, top_k
+from learning.teacher_logprobs import TeacherDistribution, top_k
 from protocols.files import flush
 from protocols.spec.objective import LossSpec
 from protocols.types import Sample
@@ -33,7 +33,7 @@ KEEP_TOP = 20
 
 
 @dataclass
-class Phases:
+class SeedPhases:
     """Seconds that this process worked in each phase of one step, in their order: who else uses
     the cores does not count, nor does waiting for the disk."""
 
@@ -79,12 +79,12 @@ def seed_step(
     lr: float,
     clip: float,
     path: Path,
-) -> tuple[float, float, Phases]:
+) -> tuple[float, float, SeedPhases]:
     """One step over samples of the bank's one document: (doc_kl, gradient norm, phases)."""
-    phases = Phases()
+    phases = SeedPhases()
     with torch.no_grad():
         teachers = [
-            Teacher(None, *top_k(response_logits(model, s, document, None), KEEP_TOP))
+            TeacherDistribution(None, *top_k(response_logits(model, s, document, None), KEEP_TOP))
             for s in samples
         ]
     phases.done("teacher")

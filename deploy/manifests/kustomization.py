@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from deploy.manifests.server import door, runs
 from deploy.manifests.mesh import MeshFiles, base, instance, provisioning, scaling, space_of
 from deploy.manifests.monitoring import monitoring
 from deploy.manifests.objects import GPU, IMAGE, Object, Resources, mesh_name
+from deploy.manifests.server import door, runs
 from deploy.manifests.sizing import ModelSize
-from protocols.spec.serving import ServeSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
+from protocols.spec.serving import ServeSpec
 
 H100 = "NVIDIA-H100-80GB-HBM3"  # as NVIDIA's feature discovery names it, in nvidia.com/gpu.product
 TEACHERS = 8  # replicas of teacher_replay in overlays/teachers: they wait for others' servers
@@ -101,7 +101,9 @@ def gpu_patches(spec: RunSpec) -> list[Object]:
 
 def text(value: Any) -> str:
     """YAML as every file here is written: in blocks, with `|` for texts of several lines."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100)
+    return yaml.dump(
+        value, Dumper=ManifestDumper, sort_keys=False, default_flow_style=False, width=100
+    )
 
 
 def _on_gpu_nodes() -> list[Object]:
@@ -174,7 +176,7 @@ def _headed(tree: Tree, files: MeshFiles) -> Tree:
 _Base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
-class _Dumper(_Base):
+class ManifestDumper(_Base):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
@@ -184,4 +186,4 @@ def _string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
-_Dumper.add_representer(str, _string)
+ManifestDumper.add_representer(str, _string)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from deploy.manifests.objects import Resources
 from protocols.errors import SpecError
 from protocols.spec.learn import LearnSpec
+from protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
+from protocols.spec.model_shape import VALUE_BYTES, model_shape
 from protocols.spec.sections import ModelSpec, ShapeSpec
 from protocols.spec.serving import ServeSpec
-from protocols.spec.model_shape import VALUE_BYTES, model_shape
-from protocols.spec.mesh import MODEL_ROLES, RoleSpec, RunSpec
 
 GIB = 1024**3
 PROCESS_BYTES = 1 * GIB  # an interpreter with torch, transformers and Monarch
@@ -74,9 +74,9 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The packed rows of one forward: `Rows(8, 712, 4096)` has 8 rows of 712 tokens, and logits
-    for 4,096 of them."""
+class PackedShape:
+    """The packed rows of one forward: `PackedShape(8, 712, 4096)` has 8 rows of 712 tokens, and
+    logits for 4,096 of them."""
 
     rows: int
     width: int
@@ -88,7 +88,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Needs:
+class MemoryNeeds:
     """Bytes that one process holds where the model computes (a GPU's memory; without one, the
     host's), by what they are. `start` is the most before the first step, where that is another."""
 
@@ -101,14 +101,14 @@ class Needs:
         return max(sum(count for _, count in self.items), self.start)
 
 
-def role_needs(spec: RunSpec, name: str, size: ModelSize) -> Needs:
+def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
     """What each process of a role holds."""
     learn = spec.learn
     if name not in MODEL_ROLES:
-        return Needs(())
+        return MemoryNeeds(())
     weights = ("weights", size.weights)
     if name == "generator":
-        return Needs((weights, *_generator(spec, size)), staging=published_bytes(learn, size))
+        return MemoryNeeds((weights, *_generator(spec, size)), staging=published_bytes(learn, size))
     if name == "trainer":
         ranks = spec.mesh.roles.trainer.procs
         return _trainer(learn, size, step_rows(learn, ranks), ranks)
@@ -123,7 +123,7 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> Needs:
     if is_chunked(size, rows, prefix):
         scoring = SCORE_COPIES // 2 * SCORE_BYTES  # nothing of them has a gradient
     logits = rows.responses * size.shape.vocab * FLOAT
-    return Needs(
+    return MemoryNeeds(
         (weights, held, ("prefixes of a step", stacked), ("attention scores", scoring),
          ("logits", logits)),
         staging=scores_bytes(learn, size, rows)
@@ -144,7 +144,7 @@ def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
     return (*held, ("KV of samples", tokens * size.kv_token), ("logits", logits))
 
 
-def _trainer(learn: LearnSpec, size: ModelSize, rows: Rows, ranks: int) -> Needs:
+def _trainer(learn: LearnSpec, size: ModelSize, rows: PackedShape, ranks: int) -> MemoryNeeds:
     """Of one of its ranks: only the base, where it is sharded, and the batch are divided."""
     numbers = trainable_numbers(learn, size)
     bank = learn.data.patients * learn.cartridge.tokens * size.kv_values * FLOAT
@@ -159,7 +159,7 @@ def _trainer(learn: LearnSpec, size: ModelSize, rows: Rows, ranks: int) -> Needs
         ("logits", LOSS_COPIES * rows.responses * size.shape.vocab * FLOAT),
     )
     documents = learn.data.patients * (learn.data.document_tokens or 0) * size.kv_token
-    return Needs(items, size.weights + documents + bank, numbers * STATE_BYTES)
+    return MemoryNeeds(items, size.weights + documents + bank, numbers * STATE_BYTES)
 
 
 def _held_weights(size: ModelSize, ranks: int) -> int:
@@ -171,7 +171,7 @@ def _held_weights(size: ModelSize, ranks: int) -> int:
     return -(-size.weights // ranks) + gathered * size.value_bytes
 
 
-def activation_bytes(size: ModelSize, rows: Rows) -> int:
+def activation_bytes(size: ModelSize, rows: PackedShape) -> int:
     """What a forward keeps for the backward, but for attention's scores: in each layer a token's
     MLP (gate, its activation, up), queries, read values, keys, values, and both norms in float32.
     The base model is frozen, so no product keeps its input for a weight's gradient."""
@@ -182,12 +182,12 @@ def activation_bytes(size: ModelSize, rows: Rows) -> int:
     return shape.layers * rows.tokens * each
 
 
-def is_chunked(size: ModelSize, rows: Rows, prefix: int) -> bool:
+def is_chunked(size: ModelSize, rows: PackedShape, prefix: int) -> bool:
     """Whether one layer's scores are too many to exist at once."""
     return size.shape.heads * rows.tokens * (prefix + rows.width) * FLOAT > SCORE_BYTES
 
 
-def held_score_bytes(size: ModelSize, rows: Rows, prefix: int) -> int:
+def held_score_bytes(size: ModelSize, rows: PackedShape, prefix: int) -> int:
     """What exists of attention's scores: those of all layers, kept for the backward pass, or those
     of a chunk of one layer's queries. FlexAttention, on a GPU, needs less than the latter."""
     if is_chunked(size, rows, prefix):
@@ -195,7 +195,7 @@ def held_score_bytes(size: ModelSize, rows: Rows, prefix: int) -> int:
     return score_bytes(size, rows, prefix)
 
 
-def score_bytes(size: ModelSize, rows: Rows, prefix: int) -> int:
+def score_bytes(size: ModelSize, rows: PackedShape, prefix: int) -> int:
     """Attention's weights over prefix and row, of all layers, where they are formed at once: in
     float32, and once more where the values are narrower."""
     shape = size.shape
@@ -241,7 +241,7 @@ def spilled_bytes(learn: LearnSpec, size: ModelSize) -> int:
     return min(most, all_of_them - document_bytes(learn, size))
 
 
-def scores_bytes(learn: LearnSpec, size: ModelSize, rows: Rows) -> int:
+def scores_bytes(learn: LearnSpec, size: ModelSize, rows: PackedShape) -> int:
     """A teacher's distributions of a step: of the top tokens int32 and float32, or all logits."""
     top = learn.teacher.top_k
     return rows.responses * (size.shape.vocab * FLOAT if top == "full" else top * (4 + FLOAT))
@@ -263,7 +263,7 @@ def sample_tokens(learn: LearnSpec) -> int:
     return min(learn.train.row_tokens, learn.data.prompt_tokens + learn.rollout.max_tokens)
 
 
-def step_rows(learn: LearnSpec, ranks: int = 1) -> Rows:
+def step_rows(learn: LearnSpec, ranks: int = 1) -> PackedShape:
     """The largest forward of a step on one of so many ranks: every sample at its longest, over as
     many documents as there can be; `objective.micro_tokens` bounds it."""
     samples, each = -(-samples_of(learn) // ranks), sample_tokens(learn)
@@ -274,7 +274,7 @@ def step_rows(learn: LearnSpec, ranks: int = 1) -> Rows:
     fit = min(of_one, max(1, learn.train.row_tokens // each))
     rows = documents * -(-of_one // fit)
     turns = 1 if learn.episodes is None else learn.episodes.max_turns
-    return Rows(rows, fit * each, samples * min(each, turns * learn.rollout.max_tokens))
+    return PackedShape(rows, fit * each, samples * min(each, turns * learn.rollout.max_tokens))
 
 
 def model_size(model: ModelSpec) -> ModelSize:

@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 
 from environments.clinic import vocabulary as words
 from protocols.errors import DataError
-from protocols.teacher_replay import Tool, ToolCall
+from protocols.teacher_replay import AgentTool, ToolAction
 
 TEXT = {"type": "string"}
-TOOLS: tuple[Tool, ...] = (
-    Tool(
+TOOLS: tuple[AgentTool, ...] = (
+    AgentTool(
         "find",
         "The number of the note that holds a field, if that department has it.",
         {
@@ -38,7 +38,7 @@ TOOLS: tuple[Tool, ...] = (
             "additionalProperties": False,
         },
     ),
-    Tool(
+    AgentTool(
         "read",
         "What a note says.",
         {
@@ -48,7 +48,7 @@ TOOLS: tuple[Tool, ...] = (
             "additionalProperties": False,
         },
     ),
-    Tool(
+    AgentTool(
         "answer",
         "Give the value that was asked for, which ends the case.",
         {
@@ -69,8 +69,8 @@ _FORMS: Mapping[str, re.Pattern[str]] = {
 
 
 @dataclass(frozen=True)
-class Desk:
-    """`Desk("desk_01", (("surgeon", "cardiology"), ("sodium", "urology"), ...))`."""
+class ClinicDesk:
+    """`ClinicDesk("desk_01", (("surgeon", "cardiology"), ("sodium", "urology"), ...))`."""
 
     id: str
     handbook: tuple[tuple[str, str], ...]
@@ -82,7 +82,7 @@ class Desk:
 
 
 @dataclass(frozen=True)
-class Case:
+class DeskCase:
     """One question with what the desk's records hold: the truth that the tools speak from."""
 
     field: str
@@ -96,7 +96,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Reply:
+class DeskReply:
     """What the desk says to one call, and how the case stands.
 
     `reward` is given at the end alone: 1 for the right value, else 0. A failure has an
@@ -113,16 +113,16 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Standing:
+class CaseState:
     """A case after some calls: which the clerk's own note number is, and whether it was read."""
 
     found: bool = False
     read: bool = False
     turns: int = 0
-    reply: Reply | None = None
+    reply: DeskReply | None = None
 
 
-def draw_desk(seed: int, index: int, fields: int) -> Desk:
+def draw_desk(seed: int, index: int, fields: int) -> ClinicDesk:
     """Desk `index` (from 1) of a seed, with a handbook of `fields` fields. Raises DataError."""
     if not 1 <= fields <= len(words.FIELDS):
         raise DataError(
@@ -131,23 +131,25 @@ def draw_desk(seed: int, index: int, fields: int) -> Desk:
         )
     rng = random.Random(f"desk/{seed}/{index}")
     names = rng.sample(words.FIELDS, fields)
-    return Desk(f"desk_{index:02d}", tuple((name, rng.choice(words.DEPARTMENTS)) for name in names))
+    return ClinicDesk(
+        f"desk_{index:02d}", tuple((name, rng.choice(words.DEPARTMENTS)) for name in names)
+    )
 
 
-def draw_case(desk: Desk, seed: int) -> Case:
+def draw_case(desk: ClinicDesk, seed: int) -> DeskCase:
     """The case of a seed at a desk: the same in every process."""
     rng = random.Random(f"case/{desk.id}/{seed}")
     name, department = rng.choice(desk.handbook)
     return case_of(name, department, rng)
 
 
-def case_of(name: str, department: str, rng: random.Random) -> Case:
+def case_of(name: str, department: str, rng: random.Random) -> DeskCase:
     """A case about this field, with a note and a value drawn anew."""
     value = words.value_text(name, rng.choice(words.CATEGORY_OF[name].values))
-    return Case(name, department, rng.randint(10, 99), value)
+    return DeskCase(name, department, rng.randint(10, 99), value)
 
 
-def call_text(call: ToolCall) -> str:
+def call_text(call: ToolAction) -> str:
     """A call as a clerk says it: `"find surgeon in cardiology."`; DataError for one it cannot."""
     given = {k: " ".join(str(v).split()) for k, v in call.arguments.items()}
     match call.tool, given:
@@ -157,10 +159,12 @@ def call_text(call: ToolCall) -> str:
             return f"read note {note}."
         case "answer", {"value": value}:
             return f"answer {value}."
-    raise DataError(f"the desk has no call {call.tool} with {sorted(given)}; see environments.clinic.desk.TOOLS")
+    raise DataError(
+        f"the desk has no call {call.tool} with {sorted(given)}; see environments.clinic.desk.TOOLS"
+    )
 
 
-def parse_call(text: str) -> ToolCall:
+def parse_call(text: str) -> ToolAction:
     """What a clerk's words call, whether or not the desk can do it.
 
     Words that do not have a tool's form are its call with the arguments {"words": ...}: they are
@@ -169,46 +173,48 @@ def parse_call(text: str) -> ToolCall:
     name, _, rest = " ".join(text.split()).removesuffix(".").partition(" ")
     found = _FORMS[name].fullmatch(rest) if name in _FORMS else None
     if found is None:
-        return ToolCall(name, {"words": rest})
+        return ToolAction(name, {"words": rest})
     arguments: dict[str, str | int] = dict(found.groupdict())
     if name == "read":
         arguments["note"] = int(arguments["note"])
-    return ToolCall(name, arguments)
+    return ToolAction(name, arguments)
 
 
-def reply_to(case: Case, standing: Standing, text: str, max_turns: int) -> Standing:
+def reply_to(case: DeskCase, standing: CaseState, text: str, max_turns: int) -> CaseState:
     """The case after one more call; `reply` is what the desk says to it."""
     turns = standing.turns + 1
     found, read, reply = _answered(case, standing, parse_call(text))
     if not reply.done and turns >= max_turns:
-        reply = Reply(
+        reply = DeskReply(
             f"{reply.text} the time is over.", True, 0.0, reply.error_kind, reply.hint_key,
             reply.hint_facts,
         )  # fmt: skip
-    return Standing(found, read, turns, reply)
+    return CaseState(found, read, turns, reply)
 
 
-def _answered(case: Case, standing: Standing, call: ToolCall) -> tuple[bool, bool, Reply]:
+def _answered(
+    case: DeskCase, standing: CaseState, call: ToolAction
+) -> tuple[bool, bool, DeskReply]:
     found, read = standing.found, standing.read
     if call.tool not in TOOL_NAMES:
-        return found, read, Reply("no such tool.", error_kind="unknown_tool", hint_key="tools")
+        return found, read, DeskReply("no such tool.", error_kind="unknown_tool", hint_key="tools")
     if "words" in call.arguments:
         facts = {"tool": call.tool, "field": case.field}
         hint = f"form_of_{call.tool}"
-        return found, read, Reply("bad call.", False, None, "bad_arguments", hint, facts)
+        return found, read, DeskReply("bad call.", False, None, "bad_arguments", hint, facts)
     given = call.arguments
     if call.tool == "find":
         if (given["field"], given["department"]) == (case.field, case.department):
-            return True, read, Reply(f"note {case.note}.")
+            return True, read, DeskReply(f"note {case.note}.")
         facts = {"field": case.field, "department": case.department}
         text = f"no {given['field']} in {given['department']}."
-        return found, read, Reply(text, False, None, "missing_record", "where", facts)
+        return found, read, DeskReply(text, False, None, "missing_record", "where", facts)
     if call.tool == "read":
         if given["note"] == case.note:
-            return found, True, Reply(f"{case.field} {case.value}.")
+            return found, True, DeskReply(f"{case.field} {case.value}.")
         hint = "the_note" if found else "find_first"
         facts = {"field": case.field, "note": str(case.note)} if found else {"field": case.field}
         text = f"no note {given['note']}."
-        return found, read, Reply(text, False, None, "missing_record", hint, facts)
+        return found, read, DeskReply(text, False, None, "missing_record", hint, facts)
     right = str(given["value"]).casefold() == case.value.casefold()
-    return found, read, Reply("right." if right else "wrong.", True, float(right))
+    return found, read, DeskReply("right." if right else "wrong.", True, float(right))

@@ -13,9 +13,9 @@ from functools import partial
 
 from environments.clinic.vocabulary import DEPARTMENTS
 from protocols.errors import DataError
-from protocols.teacher_replay import Message, ToolCall
 from protocols.spec.teacher_replay import LocalSpec, ReplaySpec
-from teachers.fake_provider.app import FakeProvider, Faults, ProviderRequest, sometimes_right
+from protocols.teacher_replay import AgentMessage, ToolAction
+from teachers.fake_provider.app import FakeProvider, FaultRates, ProviderRequest, sometimes_right
 
 KEY_ENV = "FORGE_LOCAL_PROVIDER_KEY"
 
@@ -26,7 +26,7 @@ _NOTE = re.compile(r"note (\d+)\.")
 
 def local_provider(spec: ReplaySpec, local: LocalSpec) -> FakeProvider:
     """The provider of a spec's teachers, not yet started."""
-    faults = Faults(
+    faults = FaultRates(
         rate_limit=local.rate_limit, server_error=local.server_error, latency_s=local.latency_s,
         seed=local.seed,
     )  # fmt: skip
@@ -45,7 +45,7 @@ def at(spec: ReplaySpec, provider: FakeProvider) -> ReplaySpec:
     return spec.model_copy(update={"teachers": tuple(here)})
 
 
-def next_call(messages: Sequence[Message]) -> ToolCall:
+def next_call(messages: Sequence[AgentMessage]) -> ToolAction:
     """What a good clerk calls next: `messages` begin with the handbook. Raises DataError for what
     is no case of the desk."""
     handbook = " ".join(m.content for m in messages if m.role == "system")
@@ -57,23 +57,25 @@ def next_call(messages: Sequence[Message]) -> ToolCall:
     for text in reversed(said):
         value = re.fullmatch(rf"{re.escape(asked)} (.+)\.", text)
         if value:
-            return ToolCall("answer", {"value": value[1]})
+            return ToolAction("answer", {"value": value[1]})
     for text in reversed(said):
         note = _NOTE.fullmatch(text)
         if note:
-            return ToolCall("read", {"note": int(note[1])})
-    return ToolCall("find", {"field": asked, "department": department[1]})
+            return ToolAction("read", {"note": int(note[1])})
+    return ToolAction("find", {"field": asked, "department": department[1]})
 
 
 def _answer(request: ProviderRequest, right: bool) -> str:
     parts = _TURN.split(request.user)
-    messages = [Message(role, text) for role, text in zip(parts[1::2], parts[2::2], strict=True)]  # type: ignore[arg-type]  # the pattern's roles
+    turns = zip(parts[1::2], parts[2::2], strict=True)
+    # The pattern has the roles alone.
+    messages = [AgentMessage(role, text) for role, text in turns]  # type: ignore[arg-type]
     try:
         call = next_call(messages)
     except DataError:
         return "I do not know."
     if not right:
         other = next(d for d in DEPARTMENTS if d != call.arguments.get("department"))
-        call = ToolCall("find", {"field": "nothing", "department": other})
+        call = ToolAction("find", {"field": "nothing", "department": other})
     arguments = json.dumps(dict(call.arguments))
     return json.dumps({"kind": "tool", "tool": call.tool, "arguments": arguments, "answer": ""})

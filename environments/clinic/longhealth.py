@@ -24,7 +24,7 @@ FETCH_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Question:
+class PatientQuestion:
     """A five-option question. `options[i]` belongs to letter `LETTERS[i]`; `correct` is a *text*.
 
     Two options may carry the same text (one real patient has such a pair), so a letter is right
@@ -50,7 +50,7 @@ class Patient:
     birthday: str
     diagnosis: str
     texts: tuple[str, ...]
-    questions: tuple[Question, ...]
+    questions: tuple[PatientQuestion, ...]
 
     @property
     def document(self) -> str:
@@ -121,14 +121,14 @@ def _parse_patient(source: str, key: str, record: Any) -> Patient:
         raise DataError(f"{source}: {key}: {error}") from error
 
 
-def _parse_question(patient: str, record: Mapping[str, Any]) -> Question:
+def _parse_question(patient: str, record: Mapping[str, Any]) -> PatientQuestion:
     options = tuple(str(record[f"answer_{letter}"]) for letter in LETTERS)
     correct = str(record["correct"])
     if correct not in options:
         raise ValueError(
             f"question {record['No']}: correct is {correct!r}, which is none of its five options"
         )
-    return Question(
+    return PatientQuestion(
         id=f"{patient}/{record['No']}",
         patient=patient,
         text=str(record["question"]),
@@ -142,7 +142,7 @@ def _natural(name: str) -> tuple[int, str]:
     return (int(digits) if digits else 0, name)
 
 
-def is_held_out(question: Question, share: float) -> bool:
+def is_held_out(question: PatientQuestion, share: float) -> bool:
     """Whether a question belongs to the evaluation split.
 
     Decided by a hash of the question's own words and patient, so it is the same in every process

@@ -12,7 +12,8 @@ from protocols.errors import DataError
 
 
 def aggregation_prompt(question: str, candidates: Sequence[str]) -> str:
-    """The question (`environments.clinic.prompts.option_prompt`) and the numbered candidate responses under it.
+    """The question (`environments.clinic.prompts.option_prompt`) and the numbered candidate
+    responses under it.
 
     Every candidate takes one line, whatever its own line breaks; one that says nothing keeps its
     number. A line begins with a space: without one its first word would fall apart into bytes.

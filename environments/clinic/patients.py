@@ -1,6 +1,7 @@
 """A generator of fictional patients in LongHealth's own JSON schema.
 
-The same loader (`environments.clinic.longhealth`) reads these and the real `benchmark_v5.json`: nothing below
+The same loader (`environments.clinic.longhealth`) reads these and the real `benchmark_v5.json`:
+nothing below
 this file knows which of the two it was given. Schema: Adams et al., "LongHealth" (2024), and the
 field list in `environments.clinic.longhealth`.
 """
@@ -19,7 +20,7 @@ LETTERS = "abcde"
 
 
 @dataclass(frozen=True)
-class Note:
+class ClinicalNote:
     """One clinical note: where it is from, its (field, value) findings, then remarks."""
 
     department: str
@@ -49,7 +50,7 @@ class Chart:
     name: str
     birthday: str
     diagnosis: str
-    notes: tuple[Note, ...]
+    notes: tuple[ClinicalNote, ...]
 
 
 def fact_text(fact: tuple[str, str]) -> str:
@@ -83,7 +84,7 @@ def draw_chart(
     for index in range(notes):
         own = tuple(pairs[facts * index // notes : facts * (index + 1) // notes])
         drawn.append(
-            Note(
+            ClinicalNote(
                 department=departments[index % len(departments)],
                 date=f"{rng.randint(10, 28)} {months[(index + 1) % len(months)]}",
                 facts=own,

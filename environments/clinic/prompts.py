@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from environments.clinic.longhealth import LETTERS, Patient, Question
+from environments.clinic.longhealth import LETTERS, Patient, PatientQuestion
 
 _ANSWER = re.compile(
     r"(?:answer|(?:correct|right|best) (?:option|choice))[*_`]*(?: is:?|:)[*_`]*\s*(?=\S)",
@@ -73,7 +73,7 @@ def unique_cue(document: str, sentence: str, most: int = 8) -> str | None:
 
 def self_study_prompt(
     patient: Patient,
-    questions: list[Question],
+    questions: list[PatientQuestion],
     kinds: tuple[str, ...],
     rng: random.Random,
     others: Sequence[str] = (),
@@ -151,7 +151,7 @@ def cued_sentences(patient: Patient) -> list[tuple[int, str, str]]:
     return found
 
 
-def parse_answer(response: str, question: Question) -> str | None:
+def parse_answer(response: str, question: PatientQuestion) -> str | None:
     """The letter that a response chose, or None when it chose none of the options.
 
     Reads what follows the last "answer is" / "answer:": an option's whole text, or a letter.

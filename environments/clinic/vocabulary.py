@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Category:
+class FieldCategory:
     """Fields that share a pool of values, for example the ten drug roles and the drug names."""
 
     name: str
@@ -27,9 +27,9 @@ LAB_UNITS: dict[str, str] = {
     "cortisol": "nanogram", "pulse": "beats", "weight": "kilogram", "saturation": "percent",
 }  # fmt: skip
 
-CATEGORIES: tuple[Category, ...] = (
-    Category("measurement", tuple(LAB_UNITS), tuple(str(n) for n in range(10, 100))),
-    Category(
+CATEGORIES: tuple[FieldCategory, ...] = (
+    FieldCategory("measurement", tuple(LAB_UNITS), tuple(str(n) for n in range(10, 100))),
+    FieldCategory(
         "drug",
         ("antihypertensive", "anticoagulant", "analgesic", "antibiotic", "antidepressant",
          "diuretic", "statin", "sedative", "antiemetic", "laxative"),
@@ -38,7 +38,7 @@ CATEGORIES: tuple[Category, ...] = (
          "quensyl", "ramiplex", "solvedin", "tavoril", "uromax", "valsaro", "wintomyl", "xelodan",
          "yondelis", "zantor", "brivact", "calmosin", "duratex", "estulic", "foradil", "glivarin"),
     ),
-    Category(
+    FieldCategory(
         "person",
         ("surgeon", "cardiologist", "neurologist", "radiologist", "anesthetist", "nurse",
          "therapist", "pharmacist", "referrer", "guardian"),
@@ -47,7 +47,7 @@ CATEGORIES: tuple[Category, ...] = (
          "quintero", "rossi", "schmidt", "tanaka", "ueda", "vargas", "weber", "xu", "yilmaz",
          "zimmer", "becker", "costa", "dubois", "evans", "fischer", "garcia"),
     ),
-    Category(
+    FieldCategory(
         "finding",
         ("ecg", "ultrasound", "biopsy", "endoscopy", "radiograph", "spirometry", "mri",
          "audiogram", "smear", "culture"),
@@ -57,7 +57,7 @@ CATEGORIES: tuple[Category, ...] = (
          "obstructed", "swelling", "bleeding", "murmur", "arrhythmia", "dysplasia", "carcinoma",
          "adenoma", "sclerosis"),
     ),
-    Category(
+    FieldCategory(
         "place",
         ("birthplace", "residence", "pharmacy", "rehabilitation", "transfer"),
         ("ashford", "belmont", "clifton", "dunmore", "eastham", "fairview", "glenwood", "hartley",
@@ -66,7 +66,7 @@ CATEGORIES: tuple[Category, ...] = (
     ),
 )  # fmt: skip
 
-CATEGORY_OF: dict[str, Category] = {f: c for c in CATEGORIES for f in c.fields}
+CATEGORY_OF: dict[str, FieldCategory] = {f: c for c in CATEGORIES for f in c.fields}
 FIELDS: tuple[str, ...] = tuple(CATEGORY_OF)
 
 # More of them than a chart has facts, so that none stands twice in one chart. No two begin or end

@@ -25,7 +25,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
 from environments.openenv.wire import observed
-from protocols.episodes import Move, Observation
+from protocols.episodes import EnvironmentRequest, Observation
 
 MAX_WAITING = 256  # sessions; the longest idle is closed first, and played again if it is missed
 MAX_SEEN = 1 << 16  # observations remembered, to compare
@@ -46,7 +46,7 @@ class OpenEnvClient:
         self._waiting: OrderedDict[ClientConnection, str] = OrderedDict()
         self._seen: OrderedDict[str, str] = OrderedDict()
 
-    async def move(self, move: Move) -> Observation:
+    async def move(self, move: EnvironmentRequest) -> Observation:
         """What the environment says to the last action, or to a reset.
 
         Never raises for the environment's sake: `error` then begins with "environment_died" (gone,
@@ -60,9 +60,9 @@ class OpenEnvClient:
             return _failed("environment_died", f"no answer within {self._timeout_s:g} s")
         except (OSError, WebSocketException, ValueError) as error:
             return _failed("environment_died", f"{type(error).__name__}: {error}")
-        except _Refused as error:
+        except ServerRefusal as error:
             return _failed("environment_refused", str(error))
-        except _Diverged as error:
+        except ReplayDiverged as error:
             return _failed("environment_diverged", str(error))
 
     async def close(self) -> None:
@@ -70,13 +70,13 @@ class OpenEnvClient:
         waiting, self._waiting = list(self._waiting), OrderedDict()
         await asyncio.gather(*(_end(connection) for connection in waiting))
 
-    async def _moved(self, move: Move) -> Observation:
+    async def _moved(self, move: EnvironmentRequest) -> Observation:
         last = len(move.actions)
         connection = self._take(_key(move, last - 1)) if last else None
         if connection is not None:
             try:
                 return await self._play(connection, move, last)
-            except (OSError, WebSocketException, _Refused):
+            except (OSError, WebSocketException, ServerRefusal):
                 pass  # lost, or unknown there: another session plays the episode again
         return await self._play(await self._connect(), move, 0)
 
@@ -86,7 +86,9 @@ class OpenEnvClient:
             max_size=MAX_MESSAGE_BYTES,
         )  # fmt: skip
 
-    async def _play(self, connection: ClientConnection, move: Move, first: int) -> Observation:
+    async def _play(
+        self, connection: ClientConnection, move: EnvironmentRequest, first: int
+    ) -> Observation:
         """The observation of the last action; plays those from `first` on (0: the reset)."""
         settled = False
         try:
@@ -103,7 +105,9 @@ class OpenEnvClient:
             await self._keep(connection, _key(move, len(move.actions)))
         return observation
 
-    async def _say(self, connection: ClientConnection, move: Move, played: int) -> Observation:
+    async def _say(
+        self, connection: ClientConnection, move: EnvironmentRequest, played: int
+    ) -> Observation:
         if played == 0:
             request = {"type": "reset", "data": {**move.task.arguments, "episode_id": move.task.id}}
         else:
@@ -114,7 +118,9 @@ class OpenEnvClient:
         if not isinstance(data, dict):
             raise ValueError(f"not an OpenEnv reply: {str(reply)[:200]}")
         if reply.get("type") == "error":
-            raise _Refused(f"{data.get('message', 'no reason')} ({data.get('code', 'no code')})")
+            raise ServerRefusal(
+                f"{data.get('message', 'no reason')} ({data.get('code', 'no code')})"
+            )
         observation = observed(data, opening=played == 0)
         self._compare(_key(move, played), observation, played)
         return observation
@@ -122,7 +128,7 @@ class OpenEnvClient:
     def _compare(self, key: str, observation: Observation, played: int) -> None:
         said = _digest([(m.role, m.content) for m in observation.messages], observation.done)
         if self._seen.setdefault(key, said) != said:
-            raise _Diverged(
+            raise ReplayDiverged(
                 f"after {played} actions it said something else than before; "
                 "the same arguments and actions must give the same observations"
             )
@@ -144,11 +150,11 @@ class OpenEnvClient:
             await _end(oldest)
 
 
-class _Refused(Exception):
+class ServerRefusal(Exception):
     """The server says that it cannot."""
 
 
-class _Diverged(Exception):
+class ReplayDiverged(Exception):
     """Played again, the environment said something else."""
 
 
@@ -164,7 +170,7 @@ async def _end(connection: ClientConnection) -> None:
         connection.transport.abort()
 
 
-def _key(move: Move, played: int) -> str:
+def _key(move: EnvironmentRequest, played: int) -> str:
     """Names the episode after `played` of its actions."""
     return _digest(move.task.id, dict(move.task.arguments), move.actions[:played])
 

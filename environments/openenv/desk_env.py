@@ -1,4 +1,5 @@
-"""The clinic desk as an OpenEnv environment: `environments.clinic.desk` behind `reset`, `step` and `state`.
+"""The clinic desk as an OpenEnv environment: `environments.clinic.desk` behind `reset`, `step` and
+`state`.
 
     env = DeskEnvironment()
     env.reset(seed=4711, desk_seed=1, desk=3, fields=4, max_turns=8)   # "what is the surgeon?"
@@ -19,7 +20,15 @@ from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 from pydantic import Field
 
-from environments.clinic.desk import TOOLS, Case, Reply, Standing, draw_case, draw_desk, reply_to
+from environments.clinic.desk import (
+    TOOLS,
+    CaseState,
+    DeskCase,
+    DeskReply,
+    draw_case,
+    draw_desk,
+    reply_to,
+)
 from protocols.errors import DataError, RunError
 
 MAX_CALL_CHARS = 400
@@ -55,9 +64,9 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._case: Case | None = None
+        self._case: DeskCase | None = None
         self._max_turns = 0
-        self._standing = Standing()
+        self._standing = CaseState()
         self._state = DeskState()
 
     def reset(
@@ -75,12 +84,12 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
         if max_turns < 1:
             raise DataError(f"max_turns must be >= 1: got {max_turns}; set it to 1 or more")
         case = draw_case(draw_desk(desk_seed, desk, fields), seed or 0)
-        self._case, self._standing, self._max_turns = case, Standing(), max_turns
+        self._case, self._standing, self._max_turns = case, CaseState(), max_turns
         question = {"role": "user", "content": case.question}
         self._state = DeskState(episode_id=episode_id, history=[question])
         tools = [asdict(tool) for tool in TOOLS]
         seen = DeskObservation(
-            messages=[question], tools=tools, metadata=_metadata(case, Reply(""))
+            messages=[question], tools=tools, metadata=_metadata(case, DeskReply(""))
         )
         for text in replay_actions:
             seen = self.step(DeskAction(text=text))
@@ -125,7 +134,7 @@ def bounded(text: str) -> str:
     return next(iter(text.split()), "")[:MAX_CALL_CHARS]
 
 
-def _metadata(case: Case, reply: Reply) -> dict[str, Any]:
+def _metadata(case: DeskCase, reply: DeskReply) -> dict[str, Any]:
     metadata = {
         "error_kind": reply.error_kind,
         "hint_template_key": reply.hint_key,

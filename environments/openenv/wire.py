@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from protocols.episodes import Observation
-from protocols.teacher_replay import Message, Role, Tool
+from protocols.teacher_replay import AgentMessage, AgentTool, Role
 
 TEXT_KEYS = ("text", "content")
 SCHEMA_KEYS = ("parameters", "input_schema", "inputSchema")
@@ -41,34 +41,34 @@ def observed(data: Mapping[str, Any], opening: bool) -> Observation:
     )
 
 
-def _messages(fields: Mapping[str, Any], role: Role) -> tuple[Message, ...]:
+def _messages(fields: Mapping[str, Any], role: Role) -> tuple[AgentMessage, ...]:
     given = fields.get("messages")
     if isinstance(given, list):
         return tuple(_message(message, role) for message in given)
     for key in TEXT_KEYS:
         if isinstance(fields.get(key), str):
-            return (Message(role, fields[key]),)
+            return (AgentMessage(role, fields[key]),)
     rest = {k: v for k, v in fields.items() if k not in ("metadata", "tools")}
     texts = [v for v in rest.values() if isinstance(v, str)]
-    return (Message(role, texts[0] if len(texts) == 1 else _text(rest)),)
+    return (AgentMessage(role, texts[0] if len(texts) == 1 else _text(rest)),)
 
 
-def _message(given: Any, role: Role) -> Message:
+def _message(given: Any, role: Role) -> AgentMessage:
     if not isinstance(given, dict):
-        return Message(role, _text(given))
+        return AgentMessage(role, _text(given))
     named = given.get("role")
     content = given.get("content")
     if isinstance(content, list):  # in parts, of which the texts are read
         parts = [part.get("text") for part in content if isinstance(part, dict)]
         content = "".join(part for part in parts if isinstance(part, str))
-    return Message(named if named in ROLES else role, _text(content))
+    return AgentMessage(named if named in ROLES else role, _text(content))
 
 
-def _tools(given: Any) -> tuple[Tool, ...]:
+def _tools(given: Any) -> tuple[AgentTool, ...]:
     listed = [tool for tool in given if isinstance(tool, dict)] if isinstance(given, list) else []
     bare = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in listed]
     return tuple(
-        Tool(_text(tool["name"]), _text(tool.get("description")), _schema(tool))
+        AgentTool(_text(tool["name"]), _text(tool.get("description")), _schema(tool))
         for tool in bare
         if "name" in tool
     )

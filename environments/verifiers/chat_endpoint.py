@@ -33,12 +33,12 @@ PATH = re.compile(r"/episodes/([\w-]+)/v1/chat/completions")
 Answer = Callable[[HarnessRequest], Coroutine[Any, Any, ChatReply]]
 
 
-class Refused(Exception):
+class BadChatRequest(Exception):
     """What an episode does not answer, told as a 400: no client tries that again."""
 
 
 @dataclass(frozen=True)
-class _Episode:
+class RecordedEpisode:
     answer: Answer
     loop: asyncio.AbstractEventLoop
     under_way: set[Future[ChatReply]] = field(default_factory=set)
@@ -50,7 +50,7 @@ class ChatEndpoint(LoopbackServer):
 
     def __init__(self) -> None:
         self.key = secrets.token_urlsafe(24)
-        self._episodes: dict[str, _Episode] = {}
+        self._episodes: dict[str, RecordedEpisode] = {}
         super().__init__(request_response(self._respond), "chat endpoint")
 
     @contextmanager
@@ -58,7 +58,7 @@ class ChatEndpoint(LoopbackServer):
         """The base URL of a new episode. At the end of the block answers that are under way are
         cancelled; whoever asks later is answered 404."""
         name = secrets.token_urlsafe(24)
-        episode = self._episodes[name] = _Episode(answer, asyncio.get_running_loop())
+        episode = self._episodes[name] = RecordedEpisode(answer, asyncio.get_running_loop())
         try:
             yield f"{self.url}/episodes/{name}/v1"
         finally:
@@ -86,7 +86,7 @@ class ChatEndpoint(LoopbackServer):
             work.cancel()
         try:
             reply = await asyncio.wrap_future(work)
-        except Refused as error:
+        except BadChatRequest as error:
             return _error(400, str(error))
         except asyncio.CancelledError:
             if not work.cancelled():

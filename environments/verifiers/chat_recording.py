@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from environments.renderer import Conversation, messages_so_far
-from environments.action_parsing import Dialect
+from environments.action_parsing import ActionFormat
+from environments.renderer import ChatRenderer, messages_so_far
 from protocols.episodes import Observation, Turn
+from protocols.teacher_replay import AgentMessage, AgentTool, ToolAction
+from protocols.types import Completion, GenerateRequest
 from protocols.wire.openai_chat import HarnessMessage, HarnessRequest
 from protocols.wire.openai_replies import FunctionCall
-from protocols.teacher_replay import Message, Tool, ToolCall
-from protocols.types import Completion, GenerateRequest
 from teachers.actions import dense
 
 
@@ -31,7 +31,7 @@ class ChatRecord:
     """
 
     def __init__(
-        self, conversation: Conversation, document: str | None, dialect: Dialect | None = None
+        self, conversation: ChatRenderer, document: str | None, dialect: ActionFormat | None = None
     ) -> None:
         self.opening = Observation()
         self.turns: tuple[Turn, ...] = ()
@@ -41,7 +41,7 @@ class ChatRecord:
         self._words: dict[tuple[FunctionCall, ...], str] = {}
 
     def context(self, request: HarnessRequest) -> tuple[tuple[int, ...], int]:
-        """What the student reads, and the branch it is on. Raises DataError as `Conversation`."""
+        """What the student reads, and the branch it is on. Raises DataError as `ChatRenderer`."""
         messages = tuple(self._plain(m) for m in request.messages)
         if not self.turns:
             self.opening = self._start = Observation(messages, request.offered)
@@ -70,7 +70,7 @@ class ChatRecord:
         if self._dialect is None or not self._start.tools:
             return ()
         action = self._dialect.parse(turn.text)
-        if not isinstance(action, ToolCall):
+        if not isinstance(action, ToolAction):
             return ()
         calls = (
             FunctionCall(f"call_{len(self.turns)}", action.tool, dense(dict(action.arguments))),
@@ -79,19 +79,19 @@ class ChatRecord:
         return calls
 
     def _seen_since(
-        self, messages: Sequence[Message], tools: Sequence[Tool]
-    ) -> tuple[Message, ...] | None:
+        self, messages: Sequence[AgentMessage], tools: Sequence[AgentTool]
+    ) -> tuple[AgentMessage, ...] | None:
         """What is new in messages that continue the last turn; None where they do not."""
         said = messages_so_far(self._start, self.turns[self._first :])
         if tuple(messages[: len(said)]) != said or tuple(tools) != self._start.tools:
             return None
         return tuple(messages[len(said) :])
 
-    def _plain(self, message: HarnessMessage) -> Message:
+    def _plain(self, message: HarnessMessage) -> AgentMessage:
         """The message as a template takes it: calls in the words they were made with."""
         functions = [(call.id, call.function) for call in message.tool_calls or ()]
         calls = tuple(FunctionCall(id, f.name, f.arguments) for id, f in functions)
         if calls in self._words:
-            return Message(message.speaker, self._words[calls])
+            return AgentMessage(message.speaker, self._words[calls])
         told = [dense({"tool": c.name, "arguments": c.arguments}) for c in calls]
-        return Message(message.speaker, "\n".join(filter(None, [message.text, *told])))
+        return AgentMessage(message.speaker, "\n".join(filter(None, [message.text, *told])))

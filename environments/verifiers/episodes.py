@@ -16,37 +16,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from environments.verifiers.chat_endpoint import ChatEndpoint, Refused
-from environments.verifiers.chat_recording import ChatRecord
-from environments.renderer import Conversation
-from environments.action_parsing import Dialect
+from environments.action_parsing import ActionFormat
+from environments.renderer import ChatRenderer
 from environments.rollout import BARE
-from environments.verifiers.worker_process import Outcome
+from environments.verifiers.chat_endpoint import BadChatRequest, ChatEndpoint
+from environments.verifiers.chat_recording import ChatRecord
+from environments.verifiers.worker_process import VerifiersOutcome
 from protocols.episodes import Episode, Observation, Task
 from protocols.errors import PublishError
+from protocols.ports import Generate
+from protocols.teacher_replay import TeacherUsage
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from protocols.wire.openai_chat import HarnessRequest
 from protocols.wire.openai_replies import ChatReply
-from protocols.ports import Generate
-from protocols.teacher_replay import Usage
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 
 AT_ONCE = 32  # rollouts; each has a server and two clients in the worker
 
 
-class Player(Protocol):
+class EpisodePlayer(Protocol):
     """A `VerifiersWorker`, or whoever else plays tasks against a chat endpoint."""
 
     @property
     def endpoint(self) -> ChatEndpoint: ...
 
-    async def play(self, task: Task, url: str) -> Outcome: ...
+    async def play(self, task: Task, url: str) -> VerifiersOutcome: ...
 
 
 async def verifiers_episodes(
-    worker: Player,
+    worker: EpisodePlayer,
     tasks: Sequence[Task],
     generate: Generate,
-    conversation: Conversation,
+    conversation: ChatRenderer,
     *,
     group_size: int,
     sampling: Sampling,
@@ -54,7 +54,7 @@ async def verifiers_episodes(
     seed_of: Callable[[str], int],
     max_context: int,
     max_turns: int,
-    dialect: Dialect | None = None,
+    dialect: ActionFormat | None = None,
 ) -> list[Episode]:
     """`group_size` episodes of each task, in order, all of them ended: as `run_episodes`, with the
     same names and seeds. `tasks` are the worker's, or have such `arguments`.
@@ -67,7 +67,7 @@ async def verifiers_episodes(
     loop = asyncio.get_running_loop()
     failed: asyncio.Future[None] = loop.create_future()
     places = asyncio.Semaphore(AT_ONCE)
-    batches = _Batches(generate)
+    batches = RequestBatcher(generate)
 
     async def play(task: Task, group: str) -> Episode:
         ref = prefix(task)
@@ -82,21 +82,21 @@ async def verifiers_episodes(
                     ids, branch = record.context(request)
                     kind = kind or _ended(len(ids), len(record.turns), max_context, max_turns)
                     if kind:
-                        raise Refused(f"the episode is over: {kind}")
+                        raise BadChatRequest(f"the episode is over: {kind}")
                     name = f"{task.id}/{len(record.turns)}"
                     asked = GenerateRequest(name, ids, ref, sampling, seed_of(name))
                     completion = await batches.ask(asked)
                     if completion.error:
                         raise PublishError(f"{completion.request_id}: {completion.error}")
                     turn = record.add(asked, branch, completion)
-                except Refused:
+                except BadChatRequest:
                     raise
                 except Exception as error:  # no environment's fault: it ends the batch
                     if not failed.done():
                         failed.set_exception(error)
                     raise
                 cut = completion.finish_reason == "length"
-                usage = Usage(len(ids), len(turn.response_ids))
+                usage = TeacherUsage(len(ids), len(turn.response_ids))
                 return ChatReply(turn.text, False, cut, usage, record.calls(turn))
 
         async with places:
@@ -130,7 +130,12 @@ def _ended(context: int, turns: int, max_context: int, max_turns: int) -> str:
 
 
 def _episode(
-    task: Task, group: str, record: ChatRecord, sampling: Sampling, outcome: Outcome, kind: str
+    task: Task,
+    group: str,
+    record: ChatRecord,
+    sampling: Sampling,
+    outcome: VerifiersOutcome,
+    kind: str,
 ) -> Episode:
     """The outcome stands on the last thing that was seen; our own ending goes before it."""
     reward, error = (None, "") if kind else (outcome.reward, outcome.error)
@@ -149,7 +154,7 @@ def _episode(
     return Episode(task, group, opening, turns, sampling, reward, kind)
 
 
-class _Batches:
+class RequestBatcher:
     """Requests of many episodes in batches: who asks while one is sampled goes with the next."""
 
     def __init__(self, generate: Generate) -> None:

@@ -11,8 +11,8 @@ A line each way, any number at a time. The model is whatever answers chat comple
 its key in $FORGE_CHAT_API_KEY. The end of stdin, or SIGTERM, is the end of this process.
 
 verifiers drives the model itself, by a harness: usually a program in a sandbox, for which it
-installs uv. `Chat` below is a harness without any process: messages go to the model, its calls to
-the taskset's tools, until it says something else.
+installs uv. `WorkerChat` below is a harness without any process: messages go to the model, its
+calls to the taskset's tools, until it says something else.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOOLS_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 3.0  # for rollouts to take their runtimes down; then the process just ends
 
 
-class Chat(vf.Harness[vf.HarnessConfig]):
+class WorkerChat(vf.Harness[vf.HarnessConfig]):
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
     SUPPORTS_RESUME = True
@@ -91,11 +91,11 @@ class Chat(vf.Harness[vf.HarnessConfig]):
 def offer_harness() -> None:
     """Harnesses are found by the name of a module."""
     module = types.ModuleType(HARNESS)
-    module.__dict__.update({"Chat": Chat, "__all__": ["Chat"]})
+    module.__dict__.update({"Chat": WorkerChat, "__all__": ["Chat"]})
     sys.modules[HARNESS] = module
 
 
-class Failed(Exception):
+class RolloutFailure(Exception):
     """A rollout without an outcome, and whether its deadline is why."""
 
     def __init__(self, why: str, late: bool = False) -> None:
@@ -103,7 +103,7 @@ class Failed(Exception):
         self.late = late
 
 
-class Tasks:
+class TasksetReader:
     """The tasks of a taskset, read as far as they were asked for: it may have no end."""
 
     def __init__(self, config: vf.TasksetConfig) -> None:
@@ -117,7 +117,9 @@ class Tasks:
 
 
 def config_of(taskset: str, arguments: Mapping[str, Any]) -> vf.EnvConfig:
-    """The taskset's environment, its one agent played by `Chat`. Raises ValueError for others."""
+    """The taskset's environment, its one agent played by `WorkerChat`.
+
+    Raises ValueError for others."""
     seed = {**arguments, "id": taskset}
     declared = vf.resolve_env_config({"taskset": seed})
     agents = {name: spec for name, spec in declared if isinstance(spec, vf.AgentConfig)}
@@ -131,10 +133,10 @@ def config_of(taskset: str, arguments: Mapping[str, Any]) -> vf.EnvConfig:
     return vf.resolve_env_config({"taskset": seed, name: played})
 
 
-class Worker:
+class WorkerMain:
     def __init__(self, replies: TextIO) -> None:
         self._replies = replies
-        self._tasks: dict[str, Tasks] = {}
+        self._tasks: dict[str, TasksetReader] = {}
         self._at_work: set[asyncio.Task[None]] = set()
 
     def begin(self, line: str) -> None:
@@ -171,13 +173,13 @@ class Worker:
             if work is not None and work.cancelling():  # this process ends
                 raise
             reply |= {"error": f"{type(error).__name__}: {error}", "late": False}
-            if isinstance(error, Failed):
+            if isinstance(error, RolloutFailure):
                 reply |= {"error": str(error), "late": error.late}
         self.say(reply)
 
     def _first(self, config: vf.EnvConfig, most: int) -> list[vf.Task]:
         name = config.taskset.model_dump_json()
-        tasks = self._tasks.pop(name, None) or Tasks(config.taskset)
+        tasks = self._tasks.pop(name, None) or TasksetReader(config.taskset)
         found = tasks.first(most)
         self._tasks[name] = tasks  # not one that raised: it would look like one that is over
         return found
@@ -198,7 +200,7 @@ class Worker:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise Failed(f"no end within {asked['timeout_s']:g} s", late=True) from error
+            raise RolloutFailure(f"no end within {asked['timeout_s']:g} s", late=True) from error
         if len(played.traces) > 1:
             raise ValueError(f"{asked['taskset']} ran its agent {len(played.traces)} times; once")
         return outcome_of(played, begun)
@@ -208,7 +210,9 @@ def outcome_of(played: vf.Episode, begun: Sequence[vf.Trace]) -> dict[str, Any]:
     if not played.ok:
         # An agent's first error says more than what became of it later, in the environment's hooks.
         first = next((e for t in begun for e in t.errors), None) or next(iter(played.errors), None)
-        raise Failed(f"{first.type}: {first.message}" if first else "verifiers gave no reason")
+        raise RolloutFailure(
+            f"{first.type}: {first.message}" if first else "verifiers gave no reason"
+        )
     (trace,) = played.traces
     judged = bool(trace.rewards) and None not in trace.rewards.values()
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
@@ -223,7 +227,7 @@ def main() -> None:
     os.dup2(2, 1)
     offer_harness()
     loop = asyncio.new_event_loop()
-    worker = Worker(replies)
+    worker = WorkerMain(replies)
     serving = loop.create_task(worker.serve())
 
     def end(*_: object) -> None:

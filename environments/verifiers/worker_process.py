@@ -25,8 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from environments.verifiers.chat_endpoint import ChatEndpoint
 from environments.renderer import NO_DOCUMENT
+from environments.verifiers.chat_endpoint import ChatEndpoint
 from protocols.episodes import Task
 from protocols.errors import DataError, RunError
 from protocols.files import REPOSITORY
@@ -43,7 +43,7 @@ LAST_WORDS_BYTES = 2000
 
 
 @dataclass(frozen=True)
-class Outcome:
+class VerifiersOutcome:
     """What verifiers made of an episode. Without a reward `error` begins with
     "environment_died" (no end in time, or no process any more) or "environment_refused" (what
     verifiers or the taskset raised); a taskset that rewards nothing has neither."""
@@ -104,7 +104,7 @@ class VerifiersWorker:
         plain = {"taskset": taskset, "arguments": dict(arguments or {})}
         try:
             reply = await self._ask({"ask": "tasks", "most": most, **plain}, self._timeout_s)
-        except _Died as error:
+        except WorkerDied as error:
             reply = {"error": str(error)}
         if "error" in reply:
             raise DataError(
@@ -114,20 +114,20 @@ class VerifiersWorker:
         rows = reply["result"]["tasks"]
         return [Task(f"{taskset}/{r['index']}", document, {**plain, **r}) for r in rows]
 
-    async def play(self, task: Task, url: str) -> Outcome:
+    async def play(self, task: Task, url: str) -> VerifiersOutcome:
         """The outcome of one rollout, its model under `url`. Never raises for its sake."""
         wanted = {k: task.arguments[k] for k in ("taskset", "arguments", "index")}
         request = {"ask": "play", "url": url, "timeout_s": self._timeout_s, **wanted}
         try:
             reply = await self._ask(request, self._timeout_s + GRACE_S)
-        except _Died as error:
-            return Outcome(None, error=f"environment_died: {error}"[:500])
+        except WorkerDied as error:
+            return VerifiersOutcome(None, error=f"environment_died: {error}"[:500])
         if "error" in reply:
             kind = "environment_died" if reply["late"] else "environment_refused"
-            return Outcome(None, error=f"{kind}: {reply['error']}"[:500])
+            return VerifiersOutcome(None, error=f"{kind}: {reply['error']}"[:500])
         reward, metrics = reply["result"]["reward"], reply["result"]["metrics"]
         judged = reward is not None and math.isfinite(reward)
-        return Outcome(float(reward) if judged else None, metrics)
+        return VerifiersOutcome(float(reward) if judged else None, metrics)
 
     async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
         """Raises _Died; whoever does not answer in time is killed, and all that wait hear it."""
@@ -143,7 +143,7 @@ class VerifiersWorker:
                 return await reply
         except TimeoutError:
             _kill(process)
-            raise _Died(f"no answer within {timeout_s:g} s") from None
+            raise WorkerDied(f"no answer within {timeout_s:g} s") from None
         finally:
             self._asked.pop(number, None)
 
@@ -172,7 +172,7 @@ class VerifiersWorker:
                 ready.cancel()
             if not self._ready.is_set():
                 await self._end()
-                raise _Died(f"it did not start: {self._last_words()}")
+                raise WorkerDied(f"it did not start: {self._last_words()}")
         return self._process
 
     async def _read(self, process: Process, mark: str) -> None:
@@ -192,7 +192,7 @@ class VerifiersWorker:
             _kill(process)
             await process.wait()
             _kill_marked(mark)
-            died = _Died(f"{why}it ended with {process.returncode}: {self._last_words()}")
+            died = WorkerDied(f"{why}it ended with {process.returncode}: {self._last_words()}")
             for waits in self._asked.values():
                 if not waits.done():
                     waits.set_exception(died)
@@ -233,7 +233,7 @@ class VerifiersWorker:
         return said.strip().rpartition("\n")[2] or "no last words"
 
 
-class _Died(Exception):
+class WorkerDied(Exception):
     """The worker is gone, or was given up."""
 
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from protocols.errors import DataError
 
 if TYPE_CHECKING:
-    from forge_run.formatting import Section
-    from convert.formats.cartridge_file import Cartridge
-    from convert.store import Entry, Library
+    from forge_run.formatting import TableSection
+    from registry.formats.cartridge_file import CartridgeFile
+    from registry.store import CartridgeStore, CartridgeVersion
 
 
 def add(*, path: Path, names: Sequence[str], **where: Any) -> int:
     """Add the cartridges of a run, or a file's. Raises DataError for a file without a name."""
-    from convert.formats import run_checkpoint
-    from convert.formats.convert import read
-    from convert.importing import add_cartridge, add_from_run
+    from registry.formats import run_checkpoint
+    from registry.formats.convert import read
+    from registry.importing import add_cartridge, add_from_run
 
     library = _library(**where)
     if run_checkpoint.is_run(path):
@@ -36,26 +36,26 @@ def add(*, path: Path, names: Sequence[str], **where: Any) -> int:
 
 def sync(*, runs: Path, **where: Any) -> int:
     """Add the cartridges of every finished run. Raises DataError where there is no directory."""
-    from convert.importing import add_finished
+    from registry.importing import add_finished
 
-    if not run_checkpoint.is_dir():
+    if not runs.is_dir():
         raise DataError(f"there is no directory {runs}; name the one that holds the runs")
-    added, passed = add_finished(_library(**where), run_checkpoint)
+    added, passed = add_finished(_library(**where), runs)
     _tell_added(added)
     for reason in passed:
         print(f"passed by: {reason}", file=sys.stderr)
     return 0
 
 
-def _tell_added(entries: Sequence[Entry]) -> None:
+def _tell_added(entries: Sequence[CartridgeVersion]) -> None:
     for entry in entries:
         told = entry.manifest
         print(f"{_shown(entry)}: {told.tokens} tokens, {told.source.get('checkpoint', told.dtype)}")
 
 
-def list_versions(*, name: str | None, **where: Any) -> list[Section]:
+def list_versions(*, name: str | None, **where: Any) -> list[TableSection]:
     """Return every version, of one cartridge or of all."""
-    from forge_run.formatting import Section
+    from forge_run.formatting import TableSection
 
     library, rows = _library(**where), []
     for called in _names(library, name):
@@ -68,7 +68,7 @@ def list_versions(*, name: str | None, **where: Any) -> list[Section]:
                 f"{told.bytes:,}", told.created, _origin(entry),
             ))  # fmt: skip
     heads = ("version", "tags", "tokens", "frozen", "dtype", "bytes", "created", "from")
-    return [Section(str(library.directory), heads, tuple(rows))]
+    return [TableSection(str(library.directory), heads, tuple(rows))]
 
 
 def tag(*, cartridge: str, tag: str, remove: bool, **where: Any) -> int:
@@ -82,15 +82,15 @@ def tag(*, cartridge: str, tag: str, remove: bool, **where: Any) -> int:
     return 0
 
 
-def diff(*, a: str, b: str, **where: Any) -> list[Section]:
+def diff(*, a: str, b: str, **where: Any) -> list[TableSection]:
     """Return what two cartridges differ in, layer by layer."""
-    from forge_run.formatting import Section
-    from convert.formats.diff import changes, differences
+    from forge_run.formatting import TableSection
+    from registry.formats.diff import changes, differences
 
     library = _library(**where)
     first, second = _either(library, a), _either(library, b)
     apart = tuple(differences(first, second)) or (("none", "", ""),)
-    sections = [Section("differences", ("", a, b), apart)]
+    sections = [TableSection("differences", ("", a, b), apart)]
     if first.kv.shape == second.kv.shape:
         rows = tuple(
             (
@@ -100,7 +100,7 @@ def diff(*, a: str, b: str, **where: Any) -> list[Section]:
             for number, layer in enumerate(changes(first, second))
         )  # fmt: skip
         heads = ("layer", "keys |b-a|/|a|", "cosine", "values |b-a|/|a|", "cosine")
-        sections.append(Section("numbers", heads, rows))
+        sections.append(TableSection("numbers", heads, rows))
     return sections
 
 
@@ -121,7 +121,7 @@ def prune(*, name: str | None, keep: int, dry_run: bool, **where: Any) -> int:
 
 def push(*, cartridge: str, repo: str, private: bool, **where: Any) -> int:
     """Commit a version to the hub."""
-    from convert.hub import push
+    from registry.hub import push
 
     entry = _library(**where).get(_parsed(cartridge))
     address = push(entry, repo, private=private)
@@ -131,7 +131,7 @@ def push(*, cartridge: str, repo: str, private: bool, **where: Any) -> int:
 
 def pull(*, repo: str, revision: str | None, name: str | None, **where: Any) -> int:
     """Add a cartridge of the hub."""
-    from convert.hub import pull
+    from registry.hub import pull
 
     name = name or repo.rpartition("/")[2]
     entry = pull(_library(**where), repo, name, revision=revision)
@@ -140,23 +140,23 @@ def pull(*, repo: str, revision: str | None, name: str | None, **where: Any) -> 
     return 0
 
 
-def _library(mesh: str, sets: Sequence[str]) -> Library:
-    from convert.formats.base_model import read_base
+def _library(mesh: str, sets: Sequence[str]) -> CartridgeStore:
     from protocols.spec.loading import load_serve
-    from convert.store import Library
+    from registry.formats.base_model import read_base
+    from registry.store import CartridgeStore
 
     spec = load_serve(mesh, sets=sets).spec
-    return Library(Path(spec.library), read_base(Path(spec.model.path)))
+    return CartridgeStore(Path(spec.library), read_base(Path(spec.model.path)))
 
 
-def _names(library: Library, name: str | None) -> list[str]:
+def _names(library: CartridgeStore, name: str | None) -> list[str]:
     if name is None:
         return library.names()
     return [library.get(_parsed(name)).manifest.name]
 
 
 def _parsed(text: str) -> Any:
-    from convert.names import parse_cartridge
+    from registry.names import parse_cartridge
 
     try:
         return parse_cartridge(text)
@@ -164,21 +164,20 @@ def _parsed(text: str) -> Any:
         raise DataError(str(error)) from error
 
 
-def _either(library: Library, text: str) -> Cartridge:
+def _either(library: CartridgeStore, text: str) -> CartridgeFile:
     """A cartridge by its name in the library, or else by its path."""
-    from convert.formats import forge
-    from convert.formats import convert
+    from registry.formats import convert, forge
 
     if Path(text).exists():
         return convert.read(Path(text))
     return forge.read(library.get(_parsed(text)).path.parent)
 
 
-def _shown(entry: Entry) -> str:
+def _shown(entry: CartridgeVersion) -> str:
     return f"{entry.manifest.name}@{entry.manifest.version}"
 
 
-def _origin(entry: Entry) -> str:
+def _origin(entry: CartridgeVersion) -> str:
     source = entry.manifest.source
     from_run = f"{source.get('run', '')}/{source.get('checkpoint', '')}".strip("/")
     return str(source.get("hub") or from_run or source.get("file") or source.get("by") or "")

@@ -14,12 +14,18 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from forge_run.commands.control_client import ControlClient, Target
+from forge_run.commands.control_client import ControlClient, ControlTarget
 from forge_run.commands.status_view import status_view
 from protocols.errors import ControlError, SpecError
-from protocols.spec.services import host_and_port
 from protocols.spec.loading import load_resolved
-from services.control.endpoints import find_run, find_running, is_loopback, read_endpoints, read_token
+from protocols.spec.services import host_and_port
+from services.control.endpoints import (
+    find_run,
+    find_running,
+    is_loopback,
+    read_endpoints,
+    read_token,
+)
 from services.run_directory import RunDirectory, iter_rows
 
 WATCH_SECONDS = 1.0
@@ -38,7 +44,7 @@ def status(*, as_json: bool, watch: bool, **where: Any) -> int:
     return 0
 
 
-def _watch(client: ControlClient, target: Target, console: Console, as_json: bool) -> int:
+def _watch(client: ControlClient, target: ControlTarget, console: Console, as_json: bool) -> int:
     live = (
         Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
     )
@@ -138,13 +144,13 @@ def events(*, follow: bool, replay: int, **where: Any) -> int:
 
 def _target(
     run: str | None, run_dir: Path, address: str | None, ca: Path | None, token_env: str | None
-) -> Target:
+) -> ControlTarget:
     """Who is asked. Raises SpecError for options that do not go together or cannot be read, and
     ControlError for a run that does not run."""
     if address is not None:
         _check_address(address, run, ca, token_env)
         token = None if token_env is None else read_token(token_env)
-        return Target(address, None, _ca(ca), token)
+        return ControlTarget(address, None, _ca(ca), token)
     directory = _run(run, run_dir)
     address = read_endpoints(directory).control
     # The run's own spec knows what it asks for; the options only overrule it.
@@ -152,7 +158,7 @@ def _target(
     ca = ca or (Path(control.tls_cert) if control.tls_cert else None)
     token_env = token_env or control.token_env
     token = None if token_env is None else read_token(token_env)
-    return Target(address, directory, _ca(ca), token)
+    return ControlTarget(address, directory, _ca(ca), token)
 
 
 def _run(run: str | None, run_dir: Path) -> Path:

@@ -18,12 +18,12 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
 
-from protocols.wire import control_pb2 as pb
-from protocols.wire.control_messages import RUN_KEY, pool_status, run_status
-from protocols.wire.control_pb2_grpc import ControlStub
 from protocols.errors import ControlError
 from protocols.files import utc_text
 from protocols.records.status import PoolStatus, RunStatus
+from protocols.wire import control_pb2 as pb
+from protocols.wire.control_messages import RUN_KEY, pool_status, run_status
+from protocols.wire.control_pb2_grpc import ControlStub
 from services.control.endpoints import is_loopback, not_running
 
 CONNECT_SECONDS = 5.0
@@ -32,7 +32,7 @@ CHECKPOINT_SECONDS = 600.0  # a step may have to end first
 
 
 @dataclass(frozen=True)
-class Target:
+class ControlTarget:
     """A control plane. `run` is the directory that named it, None where the address alone is
     known; `ca` the PEM text that its certificate is checked against, None without TLS."""
 
@@ -49,7 +49,7 @@ class ControlClient:
     refuses.
     """
 
-    def __init__(self, target: Target, connect_seconds: float = CONNECT_SECONDS) -> None:
+    def __init__(self, target: ControlTarget, connect_seconds: float = CONNECT_SECONDS) -> None:
         self._target = target
         options: list[tuple[str, Any]] = [
             ("grpc.min_reconnect_backoff_ms", round(connect_seconds * 1000)),  # of one attempt

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from protocols.errors import DataError
 
 if TYPE_CHECKING:
-    from forge_run.formatting import Section
-    from registry.formats.cartridge_file import Cartridge
+    from forge_run.formatting import TableSection
+    from registry.formats.cartridge_file import CartridgeFile
 
 
 def convert(
@@ -62,9 +62,9 @@ def inspect(*, source: Path, name: str | None, model: Path | None) -> int:
     return 0
 
 
-def sections(cartridge: Cartridge, format: str) -> list[Section]:
+def sections(cartridge: CartridgeFile, format: str) -> list[TableSection]:
     """What `forge inspect` prints."""
-    from forge_run.formatting import Section
+    from forge_run.formatting import TableSection
     from registry.formats.diff import norms, provenance
 
     shape, numbers = " x ".join(map(str, cartridge.kv.shape)), f"{cartridge.kv.numel():,}"
@@ -83,13 +83,13 @@ def sections(cartridge: Cartridge, format: str) -> list[Section]:
     )  # fmt: skip
     heads = ("layer", "keys rms", "values rms", "largest key", "largest value")
     return [
-        Section("cartridge", ("", ""), about),
-        Section("made for and of", ("", ""), tuple(provenance(cartridge))),
-        Section("norms", heads, measured),
+        TableSection("cartridge", ("", ""), about),
+        TableSection("made for and of", ("", ""), tuple(provenance(cartridge))),
+        TableSection("norms", heads, measured),
     ]
 
 
-def _proof(cartridge: Cartridge) -> str:
+def _proof(cartridge: CartridgeFile) -> str:
     """What was compared with the model, and what could not be."""
     facts = cartridge.facts
     said = {

@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Literal
 from forge_run.commands import note
 from forge_run.commands.cartridge_pool import cartridge_pool
 from forge_run.console import shown_path
-from forge_run.formatting import Section
+from forge_run.formatting import TableSection
 from forge_run.report.evaluation import cells, markdown, pair_section, plots, section, write_page
 from protocols.errors import SpecError
+from protocols.files import REPOSITORY, json_lines, write_atomically
 from protocols.records.evaluation import Contamination, EvalRow, Evaluation
 from protocols.spec.evaluation import EvalSpec
-from protocols.files import REPOSITORY, json_lines, write_atomically
 from protocols.spec.loading import load_file
 from services.run_directory import EVALUATION
 
 if TYPE_CHECKING:
-    from training.evaluation.arms import Sat
-    from training.evaluation.questions import Paper
-    from training.evaluation.runs import Entry, FinishedRun
+    from training.evaluation.arms import ArmAnswers
+    from training.evaluation.questions import EvalSuite
+    from training.evaluation.runs import EvaluatedRun, FinishedRun
 
 SPEC = REPOSITORY / "configs" / "eval.yaml"
 SCHEMA = 1
@@ -50,7 +50,7 @@ def command(
     contamination: Literal["fail", "warn"] | None,
     out: Path | None,
     show: Callable[[str], None] = note,
-) -> tuple[Section, ...]:
+) -> tuple[TableSection, ...]:
     """The whole of `forge eval`; returns the tables. Raises ForgeError."""
     chosen = load_file(EvalSpec, spec or SPEC)
     if questions is not None and questions < 1:
@@ -90,7 +90,13 @@ def evaluate(
     from learning.model.loading import load_tokenizer
     from training.evaluation.arms import pairs
     from training.evaluation.questions import set_paper
-    from training.evaluation.runs import KINDS, enter, read_run, require_comparable, require_documents
+    from training.evaluation.runs import (
+        KINDS,
+        enter,
+        read_run,
+        require_comparable,
+        require_documents,
+    )
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     finished = [read_run(path) for path in runs]
@@ -135,12 +141,12 @@ def evaluate(
 
 
 def _contamination(
-    runs: Sequence[FinishedRun], paper: Paper, spec: EvalSpec, out: Path
+    runs: Sequence[FinishedRun], paper: EvalSuite, spec: EvalSpec, out: Path
 ) -> Contamination:
     """Raises DataError where the rule is to fail and there is some."""
     from documents.near_duplicates import overlaps
-    from training.recipes.contamination import clean
     from training.evaluation.runs import trained_on
+    from training.recipes.contamination import clean
 
     evaluate = runs[0].learn.evaluate
     rule = spec.contamination or evaluate.contamination
@@ -158,11 +164,11 @@ def _contamination(
 
 async def _measure(
     run: FinishedRun,
-    paper: Paper,
-    entry: Entry,
+    paper: EvalSuite,
+    entry: EvaluatedRun,
     spec: EvalSpec,
     show: Callable[[EvalRow], None],
-) -> list[Sat]:
+) -> list[ArmAnswers]:
     from training.evaluation.arms import sit
 
     most = spec.max_tokens or run.learn.evaluate.max_tokens

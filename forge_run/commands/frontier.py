@@ -15,16 +15,16 @@ from pathlib import Path
 
 from forge_run.commands import note
 from forge_run.commands.cartridge_pool import cartridge_pool
-from forge_run.formatting import Section
+from forge_run.formatting import TableSection
 from forge_run.report.frontier import HEADS, cells
 from protocols.errors import SpecError
 from protocols.files import REPOSITORY, write_atomically
 from protocols.spec.frontier import FrontierSpec
-from protocols.spec.mesh import RunSpec
 from protocols.spec.loading import load_file, load_resolved
+from protocols.spec.mesh import RunSpec
 from protocols.types import PrefixRef
-from training.evaluation.strategies import ArmRow, compare
 from services.run_directory import FRONTIER, RunDirectory
+from training.evaluation.strategies import ArmRow, compare
 
 ARMS = REPOSITORY / "configs" / "frontier.yaml"
 
@@ -35,7 +35,7 @@ def command(
     arms: Path | None,
     questions: int | None,
     show: Callable[[str], None] = note,
-) -> tuple[Section, ...]:
+) -> tuple[TableSection, ...]:
     """Measure every arm; returns the table. Raises ForgeError."""
     directory = RunDirectory(run.resolve())
     if not directory.spec.is_file():
@@ -62,24 +62,24 @@ def command(
     return (section(rows, version),)
 
 
-def section(rows: Sequence[ArmRow], version: int) -> Section:
+def section(rows: Sequence[ArmRow], version: int) -> TableSection:
     """Return the table of the arms."""
     title = f"{rows[0].n} held-out questions over version {version}; tokens and calls a question"
-    return Section(title, HEADS, tuple(map(cells, rows)))
+    return TableSection(title, HEADS, tuple(map(cells, rows)))
 
 
 async def _measure(
     spec: RunSpec, directory: RunDirectory, chosen: FrontierSpec, show: Callable[[str], None]
 ) -> tuple[list[ArmRow], int]:
     # With torch, which the report, that only names our tables, does without.
-    from registry.formats.run_checkpoint import chosen_checkpoint, read_cartridges
     from learning.model.loading import load_tokenizer
-    from training.recipes.longhealth_prompts import Tasks, read_patients
+    from registry.formats.run_checkpoint import chosen_checkpoint, read_cartridges
     from strategies.samplers.token_sampler import TokenSampler
+    from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
 
     learn = spec.learn
     version, cartridges = read_cartridges(chosen_checkpoint(directory.path))
-    tasks = Tasks(learn, read_patients(learn.data), load_tokenizer(learn.model.path))
+    tasks = LongHealthPrompts(learn, read_patients(learn.data), load_tokenizer(learn.model.path))
     numbered = dict(enumerate(sorted(cartridges.items())))
     async with cartridge_pool(spec, tasks.documents, tasks.end_ids, numbered) as backend:
         samplers = {

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
+from deploy.manifests.kustomization import Tree, door_tree, mesh_tree
 from deploy.manifests.mesh import MeshFiles
 from deploy.manifests.sizing import door_resources, model_size
-from deploy.manifests.kustomization import Tree, door_tree, mesh_tree
 from protocols.files import REPOSITORY
 from protocols.spec.loading import load_serve, load_spec
 from protocols.spec.yaml_source import read_yaml

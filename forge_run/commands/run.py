@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from forge_run.formatting import Section
+from forge_run.formatting import TableSection
 from protocols.spec.loading import load_spec
 
 
@@ -18,7 +18,7 @@ def run(
     run_dir: Path | None,
     resume: str | None,
     dry_run: bool,
-) -> int | tuple[Section, ...]:
+) -> int | tuple[TableSection, ...]:
     """Run a mesh and return the exit code; with `dry_run` return its plan. Raises ForgeError."""
     if dry_run:
         return plan(mesh=mesh, overlays=overlays, sets=sets)
@@ -46,7 +46,7 @@ def plan(
     sizing: bool = False,
     as_json: bool = False,
     **unused: object,
-) -> int | tuple[Section, ...]:
+) -> int | tuple[TableSection, ...]:
     """Return a mesh's plan, or print it as JSON; options of a run change nothing. Raises SpecError
     for a bad spec."""
     from forge_run import formatting

@@ -1,6 +1,7 @@
 """`forge selfstudy MESH.yaml`: questions and answers about documents, written to a directory.
 
-    OUT/rows.jsonl      a row an item, gone on with where it ended          (documents.synthesis_rows)
+    OUT/rows.jsonl      a row an item, gone on with where it ended
+                        (documents.synthesis_rows)
     OUT/rows.parquet    the same, where pyarrow is installed
     OUT/summary.json    how many were kept, and why others were not
 
@@ -16,17 +17,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from documents.corpus import read_parts
+from documents.synthesis import SynthesisPlan, model_name, write_study
 from documents.synthesis_rows import counts, write_parquet
 from forge_run.commands import note
-from forge_run.formatting import Section
+from forge_run.formatting import TableSection
 from forge_run.plan.documents import told
 from forge_run.plan.plan import plan
 from protocols.errors import DataError, SpecError
 from protocols.files import write_atomically
-from protocols.spec.mesh import RunSpec
 from protocols.spec.loading import load_spec
-from documents.corpus import read_parts
-from documents.synthesis import Plan, model_name, write_study
+from protocols.spec.mesh import RunSpec
 from strategies.samplers.sampler import Sampler
 
 
@@ -38,7 +39,7 @@ def selfstudy(
     run_dir: Path | None,
     out: Path | None,
     dry_run: bool,
-) -> int | tuple[Section, ...]:
+) -> int | tuple[TableSection, ...]:
     """Write the rows under `out`; with `dry_run` return the plan. Raises ForgeError."""
     loaded = load_spec(mesh, overlays=overlays, sets=sets)
     if dry_run:
@@ -61,7 +62,7 @@ def command(spec: RunSpec, out: Path, show: Callable[[str], None]) -> list[str]:
     out.mkdir(parents=True, exist_ok=True)
     api = learn.self_study.api
     model = model_name(learn.model.path) if api is None else f"{api.provider}:{api.model}"
-    plan = Plan(learn.self_study, model, learn.train.seed, answers=True)
+    plan = SynthesisPlan(learn.self_study, model, learn.train.seed, answers=True)
     file = out / "rows.jsonl"
 
     async def write() -> list[str]:
@@ -89,9 +90,9 @@ async def _sampler(spec: RunSpec) -> AsyncIterator[Sampler]:
     learn = spec.learn
     assert learn.self_study is not None
     if (api := learn.self_study.api) is not None:
-        from strategies.samplers.api_sampler import ApiSampler, Endpoint
+        from strategies.samplers.api_sampler import ApiEndpoint, ApiSampler
 
-        endpoint = Endpoint(
+        endpoint = ApiEndpoint(
             api.provider, api.model, api.base_url, api.key_env, api.logprobs, api.concurrency,
             api.timeout_s,
         )  # fmt: skip

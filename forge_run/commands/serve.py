@@ -20,23 +20,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_run.formatting import Section
+from forge_run.formatting import TableSection
 from protocols.errors import SpecError
+from protocols.spec.errors import SpecProblem, combined
+from protocols.spec.loading import LoadedServeSpec, load_serve
 from protocols.spec.serving import ServeSpec
-from protocols.spec.errors import Fault, combined
-from protocols.spec.loading import LoadedServe, load_serve
 
 STOP_SECONDS = 8.0
 END_SECONDS = 3.0
 
 
-def command(*, mesh: str, sets: Sequence[str], dry_run: bool) -> int | list[Section]:
+def command(*, mesh: str, sets: Sequence[str], dry_run: bool) -> int | list[TableSection]:
     """Serve and return the exit code; with `dry_run` return the plan. Raises ForgeError."""
     loaded = load_serve(mesh, sets=sets)
     return plan(loaded) if dry_run else serve(loaded)
 
 
-def serve(loaded: LoadedServe) -> int:
+def serve(loaded: LoadedServeSpec) -> int:
     """Serve until told to end. Returns the exit code: 0 after SIGTERM, 130 after Ctrl-C. Raises
     ForgeError for what keeps it from starting, or ended it."""
     faults = unmet(loaded)
@@ -52,7 +52,7 @@ def serve(loaded: LoadedServe) -> int:
     os.environ.update(monarch_environment(spec))
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     with listening:
-        server = _Server(spec, listening)
+        server = ServeProcess(spec, listening)
         try:
             asyncio.run(server.run())
         finally:
@@ -60,10 +60,10 @@ def serve(loaded: LoadedServe) -> int:
     return 130 if server.signal == signal.SIGINT else 0
 
 
-def plan(loaded: LoadedServe) -> list[Section]:
+def plan(loaded: LoadedServeSpec) -> list[TableSection]:
     """What would be served, and where; starts nothing."""
     from registry.formats.base_model import read_base
-    from registry.store import Library
+    from registry.store import CartridgeStore
 
     spec = loaded.spec
     role, http = spec.roles.generator, spec.http
@@ -78,19 +78,19 @@ def plan(loaded: LoadedServe) -> list[Section]:
         ("at a time", f"{http.max_pending} responses, {http.deadline_s:g} s each at most"),
         ("library", spec.library),
     ]
-    sections = [Section(f"serve {spec.name}", ("", ""), tuple(rows))]
+    sections = [TableSection(f"serve {spec.name}", ("", ""), tuple(rows))]
     if Path(spec.library).is_dir():
-        library = Library(Path(spec.library), base)
+        library = CartridgeStore(Path(spec.library), base)
         held = tuple((n, ", ".join(map(str, library.versions(n)))) for n in library.names())
         if held:
-            sections.append(Section("cartridges", ("name", "versions"), held))
+            sections.append(TableSection("cartridges", ("name", "versions"), held))
     reasons = tuple((fault.text,) for fault in unmet(loaded))
     if reasons:
-        sections.append(Section("cannot serve here yet", ("",), reasons))
+        sections.append(TableSection("cannot serve here yet", ("",), reasons))
     return sections
 
 
-def unmet(loaded: LoadedServe) -> list[Fault]:
+def unmet(loaded: LoadedServeSpec) -> list[SpecProblem]:
     """Why this cannot be served here and now; empty when it can."""
     from actors.base import VLLM_REMEDY, gpus_here, missing_vllm
 
@@ -98,7 +98,7 @@ def unmet(loaded: LoadedServe) -> list[Fault]:
 
     def cannot(key: str, value: object, why: str, remedy: str) -> None:
         where = loaded.place(key)
-        faults.append(Fault(where, f"{key}: {value} {why}: set at {where}; {remedy}"))
+        faults.append(SpecProblem(where, f"{key}: {value} {why}: set at {where}; {remedy}"))
 
     if not (Path(spec.model.path) / "config.json").is_file():
         cannot("model.path", spec.model.path, "has no config.json", "give a model's directory")
@@ -146,7 +146,7 @@ def monarch_environment(spec: ServeSpec) -> dict[str, str]:
     }
 
 
-class _Server:
+class ServeProcess:
     """One server's life. `signal` is the one that ended it; `cut_off` what could not be ended."""
 
     def __init__(self, spec: ServeSpec, listening: socket.socket) -> None:
@@ -160,12 +160,12 @@ class _Server:
         """Raises ForgeError: generators that do not start, or cannot be kept alive."""
         from learning.model.loading import load_tokenizer
         from services.mesh import open_generators
-        from serving.tokenization import Texts
+        from serving.tokenization import Tokenization
 
         spec = self.spec
         with self._signals():
             tokenizer = await asyncio.to_thread(load_tokenizer, spec.model.path)
-            texts = Texts(tokenizer)
+            texts = Tokenization(tokenizer)
             end_ids = ids_of_the_end(Path(spec.model.path), tokenizer)
             service, pool = await open_generators(
                 spec.model, spec.generator, spec.roles.generator, texts.documents, end_ids,
@@ -186,11 +186,11 @@ class _Server:
         import uvicorn
 
         from registry.formats.base_model import read_base
-        from serving.app import House, create_door
-        from serving.strategy_runner import CatalogueStrategies
-        from registry.store import Library
+        from registry.store import CartridgeStore
+        from serving.app import ServerConfig, create_door
         from serving.pool_backend import PoolBackend
-        from serving.request_parsing import Limits
+        from serving.request_parsing import RequestLimits
+        from serving.strategy_runner import CatalogueStrategies
 
         spec, http = self.spec, self.spec.http
         base = read_base(Path(spec.model.path))
@@ -198,11 +198,11 @@ class _Server:
         host, port = http.listen.rpartition(":")[0], self.listening.getsockname()[1]
         context = min(base.context, spec.context_tokens or base.context)
         door = create_door(
-            House(
+            ServerConfig(
                 model=spec.name, backend=backend, texts=texts,
-                library=Library(Path(spec.library), base),
+                library=CartridgeStore(Path(spec.library), base),
                 strategies=CatalogueStrategies(backend, texts),
-                limits=Limits(spec.max_tokens, context, http.max_choices), end_ids=end_ids,
+                limits=RequestLimits(spec.max_tokens, context, http.max_choices), end_ids=end_ids,
                 http=http, held_cartridges=spec.held_cartridges,
                 key=os.environ[http.key_env] if http.key_env else None,
                 draining=self._told.is_set,

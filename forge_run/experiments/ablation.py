@@ -38,13 +38,13 @@ from forge_run.experiments.trials import (
     runs_of,
     write_record,
 )
-from forge_run.formatting import Section, count_text
+from forge_run.formatting import TableSection, count_text
 from protocols.errors import RunError, SpecError
 from protocols.records.intervals import mean_interval
 from protocols.spec.loading import load_spec
 from protocols.spec.sweep import SweepSpec
 from services.run_directory import RunDirectory, iter_rows
-from teachers.spending import Spending
+from teachers.spending import RunSpending
 
 # Beside the sweep's own, what costs time and gives the table nothing. The user's --set may ask for
 # it.
@@ -110,7 +110,7 @@ def planned(
 
 def ablate(
     plan: Sequence[Trial], root: Path, runner: Runner, say: Callable[[str], None]
-) -> tuple[Section, ...]:
+) -> tuple[TableSection, ...]:
     """Run what is not finished yet, write ablation.json and return the table; `say` is told of
     every run as it begins and ends.
 
@@ -133,8 +133,8 @@ def ablate(
     )
     title = f"ablation of {name}, {len(first)} seed{'s' if len(first) > 1 else ''}"
     rows = tuple((arm, *_cells(figures)) for arm, figures in arms.items())
-    notes = Section("how to read it", ("",), tuple((line,) for line in caption))
-    return Section(title, COLUMNS, rows), notes
+    notes = TableSection("how to read it", ("",), tuple((line,) for line in caption))
+    return TableSection(title, COLUMNS, rows), notes
 
 
 def require_same_start(a: RunDirectory, b: RunDirectory) -> None:
@@ -177,7 +177,7 @@ def figures_of(directory: RunDirectory) -> dict[str, float]:
         "accuracy": results["arms"]["on_policy"]["accuracy"],
         "tokens": results["tokens_trained"]["on_policy"],
         "wall_seconds": results["wall_seconds"],
-        "dollars": math.fsum(Spending(directory.ledger).total()["dollars"].values()),
+        "dollars": math.fsum(RunSpending(directory.ledger).total()["dollars"].values()),
     }
 
 
@@ -244,7 +244,7 @@ def _cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
 
 def command(
     mesh: str, *, overlays: Sequence[str], sets: Sequence[str], seeds: int, run_dir: Path | None
-) -> tuple[Section, ...]:
+) -> tuple[TableSection, ...]:
     """Do the whole of `forge ablate`. Raises ForgeError for a bad spec and a run that failed."""
     plan = planned(mesh, overlays=overlays, sets=sets, seeds=seeds)
     require_all(plan)

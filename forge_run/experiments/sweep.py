@@ -26,7 +26,7 @@ from forge_run.experiments.trials import (
     runs_of,
     write_record,
 )
-from forge_run.formatting import Section, count_text
+from forge_run.formatting import TableSection, count_text
 from protocols.errors import SpecError
 from protocols.files import write_atomically
 from protocols.spec.loading import load_file, load_spec
@@ -110,7 +110,7 @@ def at_once(plan: Sequence[Trial], cores: int) -> int:
 def command(
     path: Path, *, sets: Sequence[str], seeds: int | None, jobs: int | None, run_dir: Path | None,
     dry_run: bool,
-) -> tuple[Section, ...]:  # fmt: skip
+) -> tuple[TableSection, ...]:  # fmt: skip
     """Do the whole of `forge sweep`. Raises ForgeError for a bad spec and for a run that failed."""
     spec = load_file(SweepSpec, path)
     mesh = str((path.parent / spec.mesh).resolve())
@@ -126,7 +126,7 @@ def command(
     return table(spec, sweep(spec, plan, root, runner, partial(print, flush=True)))
 
 
-def plan_sections(spec: SweepSpec, plan: Sequence[Trial], jobs: int) -> tuple[Section, ...]:
+def plan_sections(spec: SweepSpec, plan: Sequence[Trial], jobs: int) -> tuple[TableSection, ...]:
     """Say what would be run."""
     learn = [trial.spec.learn for trial in plan]
     budget = (
@@ -137,6 +137,6 @@ def plan_sections(spec: SweepSpec, plan: Sequence[Trial], jobs: int) -> tuple[Se
     )
     rows = tuple((t.arm, str(t.seed), str(t.spec.learn.train.steps)) for t in plan)
     return (
-        Section(f"sweep {spec.name}", ("", ""), budget),
-        Section("runs", ("arm", "seed", "steps"), rows),
+        TableSection(f"sweep {spec.name}", ("", ""), budget),
+        TableSection("runs", ("arm", "seed", "steps"), rows),
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_run.console import UNKNOWN, percent
 from forge_run.experiments.trials import Trial
-from forge_run.formatting import Section, count_text, markdown_table, markdown_text
+from forge_run.formatting import TableSection, count_text, markdown_table, markdown_text
 from forge_run.report.plots import (
     HUES,
     MARKERS,
@@ -103,7 +103,7 @@ def gather(runs: Iterable[tuple[Trial, RunDirectory]]) -> list[SweepRow]:
     return rows
 
 
-def table(spec: SweepSpec, rows: Sequence[SweepRow]) -> tuple[Section, ...]:
+def table(spec: SweepSpec, rows: Sequence[SweepRow]) -> tuple[TableSection, ...]:
     """Every row, and each arm over the reference, over all points."""
     seeds = len(rows[0].seeds)
     title = f"sweep {spec.name}, {seeds} seed{'s' if seeds > 1 else ''}"
@@ -114,7 +114,7 @@ def table(spec: SweepSpec, rows: Sequence[SweepRow]) -> tuple[Section, ...]:
     )  # fmt: skip
     gains = [_gains(spec, rows, row) for row in rows]
     cells = tuple(_cells(spec, row, gain) for row, gain in zip(rows, gains, strict=True))
-    sections = [Section(title, columns, cells)]
+    sections = [TableSection(title, columns, cells)]
     # Each seed's mean over the points is one value, for points of a seed share their documents and
     # questions.
     overall = []
@@ -124,7 +124,7 @@ def table(spec: SweepSpec, rows: Sequence[SweepRow]) -> tuple[Section, ...]:
             overall.append((arm, *_gain_cells([fmean(each) for each in zip(*own, strict=True)])))
     if overall:
         title = f"over {spec.reference}, all points together"
-        sections.append(Section(title, ("arm", "mean", "95% CI"), tuple(overall)))
+        sections.append(TableSection(title, ("arm", "mean", "95% CI"), tuple(overall)))
     return tuple(sections)
 
 

@@ -20,8 +20,8 @@ from forge_run.launch import differences
 from forge_run.preflight import require_runnable
 from protocols.errors import RunError
 from protocols.files import write_atomically
-from protocols.spec.mesh import RunSpec
 from protocols.spec.loading import load_resolved
+from protocols.spec.mesh import RunSpec
 from services.run_directory import RunDirectory
 
 

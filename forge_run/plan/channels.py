@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge_run.formatting import Rows, Section, facts
+from forge_run.formatting import Rows, TableSection, facts
 from forge_run.preflight import missing_key
 from protocols.spec.learn import LearnSpec
 from protocols.spec.objective import EpisodesSpec
@@ -18,12 +18,12 @@ def data_text(learn: LearnSpec) -> str:
     return f"{data.patients} clinic desks, seed {data.seed}: handbooks of {data.facts} fields"
 
 
-def sections(learn: LearnSpec, episodes: EpisodesSpec) -> list[Section]:
+def sections(learn: LearnSpec, episodes: EpisodesSpec) -> list[TableSection]:
     """The channels, and where a run has them its teachers and their votes."""
-    found = [Section("channels", CHANNEL_COLUMNS, channel_rows(learn, episodes))]
+    found = [TableSection("channels", CHANNEL_COLUMNS, channel_rows(learn, episodes))]
     if replay := learn.replay:
         found += [
-            Section("teachers", TEACHER_COLUMNS, teacher_rows(replay)),
+            TableSection("teachers", TEACHER_COLUMNS, teacher_rows(replay)),
             facts("votes", vote_rows(learn, replay)),
         ]
     return found

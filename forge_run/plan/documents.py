@@ -9,13 +9,13 @@ import os
 from statistics import fmean
 from typing import Any
 
-from documents.formats import Format
-from documents.reading import Limits, read_documents
-from forge_run.formatting import Section, facts, lines
+from documents.corpus import Corpus, CorpusDocument, read_parts
+from documents.formats import ReadOptions
+from documents.reading import ReadLimits, read_documents
+from documents.synthesis import passage_of
+from forge_run.formatting import TableSection, facts, lines
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
-from documents.corpus import Part, Parts, read_parts
-from documents.synthesis import passage_of
 
 MOST_ROWS = 24
 CHARS_PER_TOKEN = 4  # of English, where the model's tokenizer is not at hand
@@ -23,7 +23,7 @@ SEED_TOKENS = 90  # what A reads beside its passage: the seed's words
 HEADS = ("document", "from", "tokens", "characters", "hash", "passages of self-study, tokens")
 
 
-def studied(learn: LearnSpec) -> tuple[LearnSpec, list[Section]]:
+def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     """The spec with what is known of the documents, and the plan's sections on them. Raises
     DataError as `read_parts` does."""
     if learn.self_study is None or learn.data.path is None:
@@ -37,7 +37,7 @@ def studied(learn: LearnSpec) -> tuple[LearnSpec, list[Section]]:
     if (more := len(rows) - MOST_ROWS) > 0:
         rows[MOST_ROWS:] = [(f"and {more} more", *[""] * (len(HEADS) - 1))]
     title = f"{len(counts)} documents, {sum(counts):,} tokens, a cartridge each"
-    sections = [Section(title, HEADS, tuple(rows))]
+    sections = [TableSection(title, HEADS, tuple(rows))]
     if odd := told(parts):
         sections.append(lines("left out, or read in an unusual way", odd))
     sections.append(facts("self-study", study_rows(learn, parts)))
@@ -61,11 +61,11 @@ def require_documents(learn: LearnSpec) -> list[str]:
     return told(parts)
 
 
-def told(parts: Parts) -> list[str]:
+def told(parts: Corpus) -> list[str]:
     return [*(f"left out: {x}" for x in parts.left_out), *(f"note: {x}" for x in parts.notes)]
 
 
-def study_rows(learn: LearnSpec, parts: Parts) -> list[tuple[str, str]]:
+def study_rows(learn: LearnSpec, parts: Corpus) -> list[tuple[str, str]]:
     """What A and B read and write, at most."""
     study = learn.self_study
     assert study is not None
@@ -98,14 +98,14 @@ def study_rows(learn: LearnSpec, parts: Parts) -> list[tuple[str, str]]:
     return rows
 
 
-def passage_tokens(part: Part, learn: LearnSpec) -> list[int]:
+def passage_tokens(part: CorpusDocument, learn: LearnSpec) -> list[int]:
     """Tokens of every passage that self-study draws from a part."""
     assert learn.self_study is not None
     study, seed = learn.self_study, learn.train.seed
     return [passage_of(part, i, study, seed)[0].tokens for i in range(study.questions)]
 
 
-def _row(part: Part, learn: LearnSpec) -> tuple[str, ...]:
+def _row(part: CorpusDocument, learn: LearnSpec) -> tuple[str, ...]:
     sizes = passage_tokens(part, learn)
     return (
         part.name, part.document.source, f"{len(part.tokens):,}",
@@ -114,13 +114,13 @@ def _row(part: Part, learn: LearnSpec) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[Section]]:
+def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     read = learn.documents
     assert learn.data.path is not None
     found = read_documents(
         learn.data.path.split(os.pathsep),
-        Format(read.text_fields, read.encoding),
-        Limits(read.max_file_bytes, read.max_total_bytes),
+        ReadOptions(read.text_fields, read.encoding),
+        ReadLimits(read.max_file_bytes, read.max_total_bytes),
     )
     counts = [len(d.text) // CHARS_PER_TOKEN for d in found.documents]
     rows = [

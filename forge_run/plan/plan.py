@@ -17,20 +17,22 @@ from deploy.manifests.sizing import (
     matmul_parameters,
     model_size,
 )
-from forge_run.formatting import Section, bytes_text, count_text, facts, lines, seconds_text
+from forge_run.formatting import TableSection, bytes_text, count_text, facts, lines, seconds_text
 from forge_run.plan import channels, documents, roofline, rsa, sizing
-from forge_run.plan.roofline import A100, H200, MFU, Phase, Workload
+from forge_run.plan.roofline import A100, H200, MFU, PhaseCost, Workload
 from forge_run.preflight import resolved_place, unmet
 from protocols.spec.learn import LearnSpec
-from protocols.spec.sections import ShapeSpec
-from protocols.spec.model_shape import VALUE_BYTES, model_shape
 from protocols.spec.mesh import RunSpec
-from protocols.spec.yaml_source import Place
+from protocols.spec.model_shape import VALUE_BYTES, model_shape
+from protocols.spec.sections import ShapeSpec
+from protocols.spec.yaml_source import SourceLocation
 
 AT_RUN_TIME = "measured at run time"
 
 
-def plan(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> tuple[Section, ...]:
+def plan(
+    spec: RunSpec, place: Callable[[str], SourceLocation] = resolved_place
+) -> tuple[TableSection, ...]:
     """Every section of the plan, in reading order. Raises SpecError for a damaged config.json."""
     shape = model_shape(spec.learn.model)
     learn, told = documents.studied(spec.learn)
@@ -50,19 +52,19 @@ def plan(spec: RunSpec, place: Callable[[str], Place] = resolved_place) -> tuple
     return tuple(sections)
 
 
-def size_plan(spec: RunSpec) -> tuple[Section, ...]:
+def size_plan(spec: RunSpec) -> tuple[TableSection, ...]:
     """What each role needs, item by item. Raises SpecError where the shape is not at hand."""
     size = model_size(spec.learn.model)
     return (sizing.summary(spec, size), *sizing.details(spec, size))
 
 
-def _sizing_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[Section]:
+def _sizing_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[TableSection]:
     if shape is None:
         return []
     return [sizing.summary(spec, ModelSize(shape, VALUE_BYTES[spec.learn.model.dtype]))]
 
 
-def _run_section(spec: RunSpec) -> Section:
+def _run_section(spec: RunSpec) -> TableSection:
     mesh = spec.mesh
     return facts(
         f"plan of {mesh.name}",
@@ -93,14 +95,16 @@ def _data_text(learn: LearnSpec) -> str:
     return f"{data.patients} patients; {source}"
 
 
-def _channel_sections(learn: LearnSpec) -> list[Section]:
+def _channel_sections(learn: LearnSpec) -> list[TableSection]:
     """What a run with rewards has beside the others."""
     if learn.rsa is not None:
-        return [Section("channels", channels.CHANNEL_COLUMNS, rsa.channel_rows(learn, learn.rsa))]
+        return [
+            TableSection("channels", channels.CHANNEL_COLUMNS, rsa.channel_rows(learn, learn.rsa))
+        ]
     return [] if learn.episodes is None else channels.sections(learn, learn.episodes)
 
 
-def _roles_section(spec: RunSpec) -> Section:
+def _roles_section(spec: RunSpec) -> TableSection:
     mesh = spec.mesh
     where = {
         "local": f"this host ({os.cpu_count()} cores)",
@@ -113,10 +117,10 @@ def _roles_section(spec: RunSpec) -> Section:
         for name, role in spec.roles
     )
     columns = ("role", "replicas", "processes each", "threads each", "GPUs each", "placement")
-    return Section("roles", columns, rows)
+    return TableSection("roles", columns, rows)
 
 
-def _memory_section(spec: RunSpec, shape: ShapeSpec | None) -> Section:
+def _memory_section(spec: RunSpec, shape: ShapeSpec | None) -> TableSection:
     learn = spec.learn
     tokens, documents = learn.cartridge.tokens, learn.data.patients
     frozen = learn.cartridge.frozen
@@ -176,7 +180,7 @@ def _document_rows(learn: LearnSpec, per_token: int, *, spilling: bool) -> list[
     ]
 
 
-def _budget_section(learn: LearnSpec) -> Section:
+def _budget_section(learn: LearnSpec) -> TableSection:
     """What is sampled, at most."""
     steps, evaluate, staleness = learn.train.steps, learn.evaluate, learn.train.staleness
     answers = len(evaluate.arms) * evaluate.questions * (2 if evaluate.sampled else 1)
@@ -226,7 +230,7 @@ def _not_estimated(learn: LearnSpec, shape: ShapeSpec | None) -> str:
     return "" if learn.data.document_tokens else "unknown: needs data.document_tokens"
 
 
-def _roofline_section(spec: RunSpec, shape: ShapeSpec | None) -> Section:
+def _roofline_section(spec: RunSpec, shape: ShapeSpec | None) -> TableSection:
     learn = spec.learn
     if (why := _not_estimated(learn, shape)) or shape is None:
         return lines("roofline of a step", [why])
@@ -239,7 +243,7 @@ def _roofline_section(spec: RunSpec, shape: ShapeSpec | None) -> Section:
         for d in (A100, H200)
     )
     rows.append(("step, phases in turn", "", "", *totals))
-    return Section(
+    return TableSection(
         f"roofline of a step: bf16 peaks at {MFU:.0%} MFU, one device a replica, prompts of "
         f"{base.prompt} tokens, all of one document .. each of its own",
         ("phase", "FLOP", "bytes", "A100", "H200"),
@@ -247,7 +251,7 @@ def _roofline_section(spec: RunSpec, shape: ShapeSpec | None) -> Section:
     )
 
 
-def step_workload(spec: RunSpec) -> tuple[tuple[Phase, Phase], ...]:
+def step_workload(spec: RunSpec) -> tuple[tuple[PhaseCost, PhaseCost], ...]:
     """`step_phases` of the spec's own step; none where the plan has no roofline for it."""
     learn, shape = spec.learn, model_shape(spec.learn.model)
     if _not_estimated(learn, shape) or shape is None:
@@ -269,7 +273,9 @@ def _workload(learn: LearnSpec) -> Workload:
     )
 
 
-def step_phases(spec: RunSpec, shape: ShapeSpec, base: Workload) -> tuple[tuple[Phase, Phase], ...]:
+def step_phases(
+    spec: RunSpec, shape: ShapeSpec, base: Workload
+) -> tuple[tuple[PhaseCost, PhaseCost], ...]:
     """(least, most) of each phase on one device: all prompts of one document, or of many.
 
     The work of a phase is shared by the replicas of its role, the trainer's by its ranks. The
@@ -277,7 +283,9 @@ def step_phases(spec: RunSpec, shape: ShapeSpec, base: Workload) -> tuple[tuple[
     """
     roles, learn = spec.mesh.roles, spec.learn
 
-    def pair(phase: Callable[[ShapeSpec, Workload], Phase], replicas: int) -> tuple[Phase, Phase]:
+    def pair(
+        phase: Callable[[ShapeSpec, Workload], PhaseCost], replicas: int
+    ) -> tuple[PhaseCost, PhaseCost]:
         samples = -(-base.samples // replicas)
         low = replace(base, samples=samples)
         high = replace(low, distinct=min(samples, learn.data.patients))
@@ -294,7 +302,7 @@ def step_phases(spec: RunSpec, shape: ShapeSpec, base: Workload) -> tuple[tuple[
     )
 
 
-def _phase_cells(low: Phase, high: Phase) -> tuple[str, ...]:
+def _phase_cells(low: PhaseCost, high: PhaseCost) -> tuple[str, ...]:
     times = (_range(low.seconds(d), high.seconds(d)) for d in (A100, H200))
     moved = bytes_text(low.bytes), bytes_text(high.bytes)
     shown = moved[0] if moved[0] == moved[1] else " .. ".join(moved)

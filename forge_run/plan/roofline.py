@@ -16,14 +16,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deploy.manifests.sizing import body_parameters, head_parameters, kv_values_per_token, matmul_parameters
+from deploy.manifests.sizing import (
+    body_parameters,
+    head_parameters,
+    kv_values_per_token,
+    matmul_parameters,
+)
 from protocols.spec.sections import ShapeSpec
 
 MFU = 0.5  # share of peak FLOP/s that large matrix products reach in practice
 
 
 @dataclass(frozen=True)
-class Kernel:
+class AttentionKernel:
     """How attention is computed: whether it skips what a causal mask hides, and the FLOPs of its
     backward over its forward's."""
 
@@ -31,13 +36,17 @@ class Kernel:
     backward: float
 
 
-FUSED = Kernel(causal=True, backward=2.5)  # forms the scores again in the backward
-EXPLICIT = Kernel(causal=False, backward=2.0)  # learning.model.attention: whole rows of scores, kept
-CHUNKED = Kernel(causal=False, backward=3.0)  # and where they would be too many: formed again
+FUSED = AttentionKernel(causal=True, backward=2.5)  # forms the scores again in the backward
+EXPLICIT = AttentionKernel(
+    causal=False, backward=2.0
+)  # learning.model.attention: whole rows of scores, kept
+CHUNKED = AttentionKernel(
+    causal=False, backward=3.0
+)  # and where they would be too many: formed again
 
 
 @dataclass(frozen=True)
-class Device:
+class DevicePeaks:
     """Peaks of one accelerator: dense bf16 FLOP/s, memory bytes/s, host link bytes/s; and the
     share of its FLOP/s that is reached, 1 for one whose ceilings were measured."""
 
@@ -48,8 +57,8 @@ class Device:
     mfu: float = MFU
 
 
-A100 = Device("A100", 312e12, 2.039e12)
-H200 = Device("H200", 989e12, 4.8e12)
+A100 = DevicePeaks("A100", 312e12, 2.039e12)
+H200 = DevicePeaks("H200", 989e12, 4.8e12)
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhaseCost:
     """FLOPs and bytes of device memory traffic (for publish: of link traffic) of one phase."""
 
     name: str
@@ -83,7 +92,7 @@ class Phase:
     bytes: float
     over_link: bool = False
 
-    def seconds(self, device: Device) -> float:
+    def seconds(self, device: DevicePeaks) -> float:
         """The least time on a device, seconds."""
         if self.over_link:
             return self.bytes / device.link
@@ -96,7 +105,9 @@ def linear_flops(shape: ShapeSpec, tokens: int, predicted: int) -> float:
     return 2.0 * (body_parameters(shape) * tokens + head_parameters(shape) * predicted)
 
 
-def attention_flops(shape: ShapeSpec, tokens: int, prefix: int, kernel: Kernel = FUSED) -> float:
+def attention_flops(
+    shape: ShapeSpec, tokens: int, prefix: int, kernel: AttentionKernel = FUSED
+) -> float:
     """Forward FLOPs of one causal sequence's attention, each token seeing `prefix` tokens too.
 
     Scores and weighted values cost 2 FLOPs each per query head, head dimension and seen token.
@@ -105,14 +116,14 @@ def attention_flops(shape: ShapeSpec, tokens: int, prefix: int, kernel: Kernel =
     return 4.0 * shape.layers * shape.heads * shape.head_dim * tokens * seen
 
 
-def reading(shape: ShapeSpec, tokens: int, value_bytes: int) -> Phase:
+def reading(shape: ShapeSpec, tokens: int, value_bytes: int) -> PhaseCost:
     """Reading one document of `tokens` for its keys and values, once in a run."""
     flops = linear_flops(shape, tokens, 0) + attention_flops(shape, tokens, 0)
     written = tokens * kv_values_per_token(shape)
-    return Phase("document", flops, (body_parameters(shape) + written) * value_bytes)
+    return PhaseCost("document", flops, (body_parameters(shape) + written) * value_bytes)
 
 
-def rollout(shape: ShapeSpec, work: Workload, kernel: Kernel = FUSED) -> Phase:
+def rollout(shape: ShapeSpec, work: Workload, kernel: AttentionKernel = FUSED) -> PhaseCost:
     """Decoding: weights, each distinct cartridge and every sample's own KV, once a token.
 
     The last token is drawn and never read, and of the prompt only the last token has logits.
@@ -127,37 +138,41 @@ def rollout(shape: ShapeSpec, work: Workload, kernel: Kernel = FUSED) -> Phase:
         + attention_flops(shape, work.prompt, work.cartridge, kernel)
         + attention_flops(shape, decoded, work.cartridge + work.prompt)
     )
-    return Phase("rollout", flops, work.response * read)
+    return PhaseCost("rollout", flops, work.response * read)
 
 
-def teacher_cached(shape: ShapeSpec, work: Workload, kernel: Kernel = FUSED) -> Phase:
+def teacher_cached(shape: ShapeSpec, work: Workload, kernel: AttentionKernel = FUSED) -> PhaseCost:
     """Scoring with the documents' KV at hand."""
     flops = work.samples * (
         linear_flops(shape, work.sample_tokens, work.response)
         + attention_flops(shape, work.sample_tokens, work.document, kernel)
     )
     kv = work.distinct * work.document * kv_values_per_token(shape)
-    return Phase("teacher", flops, (matmul_parameters(shape) + kv) * work.value_bytes)
+    return PhaseCost("teacher", flops, (matmul_parameters(shape) + kv) * work.value_bytes)
 
 
-def teacher_reading(shape: ShapeSpec, work: Workload) -> Phase:
+def teacher_reading(shape: ShapeSpec, work: Workload) -> PhaseCost:
     """Scoring that reads the whole document again for every sample, as a plain forward with all
     logits does: what the cache saves."""
     tokens = work.document + work.sample_tokens
     flops = work.samples * (linear_flops(shape, tokens, tokens) + attention_flops(shape, tokens, 0))
-    return Phase("teacher, document re-read", flops, matmul_parameters(shape) * work.value_bytes)
+    return PhaseCost(
+        "teacher, document re-read", flops, matmul_parameters(shape) * work.value_bytes
+    )
 
 
-def student(shape: ShapeSpec, work: Workload, kernel: Kernel = FUSED) -> Phase:
+def student(shape: ShapeSpec, work: Workload, kernel: AttentionKernel = FUSED) -> PhaseCost:
     """Forward, and a backward to the activations alone: the base model is frozen."""
     linear = linear_flops(shape, work.sample_tokens, work.response)
     attention = attention_flops(shape, work.sample_tokens, work.cartridge, kernel)
     flops = work.samples * (2 * linear + (1 + kernel.backward) * attention)
     cartridges = work.distinct * work.cartridge * kv_values_per_token(shape)
-    return Phase("student", flops, 2 * (matmul_parameters(shape) + cartridges) * work.value_bytes)
+    return PhaseCost(
+        "student", flops, 2 * (matmul_parameters(shape) + cartridges) * work.value_bytes
+    )
 
 
-def publish(shape: ShapeSpec, cartridges: int, tokens: int, value_bytes: int) -> Phase:
+def publish(shape: ShapeSpec, cartridges: int, tokens: int, value_bytes: int) -> PhaseCost:
     """One packed snapshot of every cartridge."""
     total = cartridges * tokens * kv_values_per_token(shape) * value_bytes
-    return Phase("publish", 0.0, float(total), over_link=True)
+    return PhaseCost("publish", 0.0, float(total), over_link=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from deploy.manifests.sizing import (
+    MemoryNeeds,
     ModelSize,
-    Needs,
     checkpoint_bytes,
     controller_resources,
     pod_resources,
@@ -13,7 +13,7 @@ from deploy.manifests.sizing import (
     scores_bytes,
     step_rows,
 )
-from forge_run.formatting import Section, bytes_text, facts
+from forge_run.formatting import TableSection, bytes_text, facts
 from protocols.spec.mesh import RoleSpec, RunSpec
 
 COLUMNS = (
@@ -22,7 +22,7 @@ COLUMNS = (
 READERS = ("generator", "sdpo_teacher")  # of the cartridges
 
 
-def summary(spec: RunSpec, size: ModelSize) -> Section:
+def summary(spec: RunSpec, size: ModelSize) -> TableSection:
     """One row a role. "memory of a process" is a GPU's, where the role has one, else the host's."""
     rows = [_row(spec, name, role, size) for name, role in spec.roles]
     asked = controller_resources(spec, size)
@@ -30,7 +30,7 @@ def summary(spec: RunSpec, size: ModelSize) -> Section:
         ("controller", "0", "", "two versions in the store", str(asked.cpu), f"{asked.memory} GiB",
          f"{asked.shm} GiB")
     )  # fmt: skip
-    return Section("sizing, by the model's shape", COLUMNS, tuple(rows))
+    return TableSection("sizing, by the model's shape", COLUMNS, tuple(rows))
 
 
 def _row(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ def _row(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> tuple[str
     )
 
 
-def details(spec: RunSpec, size: ModelSize) -> tuple[Section, ...]:
+def details(spec: RunSpec, size: ModelSize) -> tuple[TableSection, ...]:
     """Every role's memory by what it is, then what a step moves and writes."""
     roles = tuple(
         facts(f"memory of a {name} process", _items(needs))
@@ -57,7 +57,7 @@ def details(spec: RunSpec, size: ModelSize) -> tuple[Section, ...]:
     return (*roles, facts("bytes of a step", step_bytes(spec, size)))
 
 
-def _items(needs: Needs) -> list[tuple[str, str]]:
+def _items(needs: MemoryNeeds) -> list[tuple[str, str]]:
     rows = [(name, bytes_text(count)) for name, count in needs.items]
     rows.append(("in all", bytes_text(sum(count for _, count in needs.items))))
     if needs.start:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from forge_run.console import number
-from forge_run.formatting import Section
+from forge_run.formatting import TableSection
 from forge_run.report.plots import LINES, PAINT, by_arm, curve, hue, plot, share_axes
 from forge_run.report.template import Block, Row
 from protocols.records.run_files import TRAINED_ARMS
@@ -79,7 +79,7 @@ def _tables(rows: Sequence[Row], names: Sequence[str]) -> Iterable[Block]:
         at = f"{arm}, step {last['step']}"
         lines = tuple(_cells(name, last["channels"].get(name)) for name in names)
         yield "heading", at
-        yield "table", Section(f"Channels, {at}", HEADS, lines)
+        yield "table", TableSection(f"Channels, {at}", HEADS, lines)
         if compared:
             told = _gradients(arm, compared[-1])
             yield "soft", f"{told.title}."
@@ -103,7 +103,7 @@ def _cells(name: str, facts: Row | None) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _gradients(arm: str, row: Row) -> Section:
+def _gradients(arm: str, row: Row) -> TableSection:
     """Norms and cosines of one step, a row for each channel that had a gradient."""
     norms, cosines = _norms(row), row.get("cosines") or {}
     lines = []
@@ -112,7 +112,7 @@ def _gradients(arm: str, row: Row) -> Section:
         told = [number(cosine, "+.2f") for cosine in of_one]
         lines.append((one, number(norms[one], ".3g"), *told))
     heads = ("channel", "norm", *(f"cosine to {name}" for name in norms))
-    return Section(f"Gradients of {arm}, step {row['step']}", heads, tuple(lines))
+    return TableSection(f"Gradients of {arm}, step {row['step']}", heads, tuple(lines))
 
 
 def _names(mappings: Iterable[Row]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from forge_run.console import number, percent
-from forge_run.formatting import Rows, Section
+from forge_run.formatting import Rows, TableSection
 from forge_run.report.template import Block, Row
 from protocols.files import iter_rows
 from protocols.records.run_files import ARMS
@@ -30,7 +30,7 @@ def documents(file: Path, arms: Row, rows: Iterable[Row]) -> list[Block]:
         return []
     told = json.loads(file.read_bytes())
     heads = ("document", "from", "tokens", "characters", "SHA-256")
-    read = Section("Documents", heads, tuple(map(_read, told["documents"])))
+    read = TableSection("Documents", heads, tuple(map(_read, told["documents"])))
     blocks: list[Block] = [("table", read)]
     remarks = [*(f"left out: {x}" for x in told["left_out"]), *told["notes"]]
     doubles = RunDirectory(file.parent).contamination
@@ -40,9 +40,9 @@ def documents(file: Path, arms: Row, rows: Iterable[Row]) -> list[Block]:
     if remarks:
         blocks.append(("list", remarks))
     if agreed := _agreement(arms):
-        blocks += [("soft", AGREED), ("table", Section("Agreement", HEADS, agreed))]
+        blocks += [("soft", AGREED), ("table", TableSection("Agreement", HEADS, agreed))]
     if asked := _questions(rows):
-        blocks.append(("table", Section("Questions", ASKED_HEADS, asked)))
+        blocks.append(("table", TableSection("Questions", ASKED_HEADS, asked)))
     return blocks
 
 

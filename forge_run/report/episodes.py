@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from environments.monitors import FLAGS
 from forge_run.console import number, percent
-from forge_run.formatting import Section
+from forge_run.formatting import TableSection
 from forge_run.report.template import Block, Row, shortened
 
 EXAMPLES = 2  # episodes shown of each flag
@@ -19,7 +19,7 @@ TURNS = 12  # shown of an episode, half of them its last
 
 
 @dataclass
-class Monitors:
+class MonitorCounts:
     """What was flagged in the episodes that went by."""
 
     episodes: int = 0
@@ -38,7 +38,7 @@ class Monitors:
             yield row
 
 
-def monitors(seen: Monitors) -> list[Block]:
+def monitors(seen: MonitorCounts) -> list[Block]:
     """Show what is watched for, how often it was met, and examples; nothing without episodes."""
     if not seen.episodes:
         return []
@@ -52,7 +52,7 @@ def monitors(seen: Monitors) -> list[Block]:
     name = f"Flags of {seen.episodes:,} episodes"
     note = f"{name}. They are for people to look at: nothing is trained differently for one."
     heads = ("flag", "episodes", "share", "meaning")
-    blocks: list[Block] = [("soft", note), ("table", Section(name, heads, lines))]
+    blocks: list[Block] = [("soft", note), ("table", TableSection(name, heads, lines))]
     for flag in filter(seen.flags.get, ranked):
         blocks.append(("folded", (flag, [*map(episode, seen.examples[flag])])))
     return blocks

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_run.console import UNKNOWN, interval, number, percent
-from forge_run.formatting import Section, count_text, markdown_table, markdown_text
+from forge_run.formatting import TableSection, count_text, markdown_table, markdown_text
 from forge_run.report.plots import PAINT, error_bars, hue, legend, plot, share_axes, svg_file
 from forge_run.report.template import Block, render
-from protocols.records.evaluation import EvalRow, Evaluation
 from protocols.files import write_atomically
+from protocols.records.evaluation import EvalRow, Evaluation
 from protocols.records.run_files import ARMS
 from services.run_directory import EVALUATION
 
@@ -53,10 +53,10 @@ def score_of(row: EvalRow) -> float:
     return row["teacher"]["top1"] if row["accuracy"] is None else row["accuracy"]
 
 
-def section(found: Evaluation) -> Section:
+def section(found: Evaluation) -> TableSection:
     """Return the table of the arms."""
     title = f"{found['rows'][0]['n']} questions ({found['source']}) over {found['model']}"
-    return Section(title, HEADS, tuple(map(cells, found["rows"])))
+    return TableSection(title, HEADS, tuple(map(cells, found["rows"])))
 
 
 def cells(row: EvalRow) -> tuple[str, ...]:
@@ -77,13 +77,13 @@ def cells(row: EvalRow) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def pair_section(found: Evaluation) -> Section:
+def pair_section(found: Evaluation) -> TableSection:
     """Return what every trained arm has over each arm before it."""
     title = (
         f"differences in {found['metric']}, paired bootstrap over {found['clusters']} "
         f"{found['resampled']}"
     )
-    return Section(title, PAIR_HEADS, tuple(_pair_rows(found)))
+    return TableSection(title, PAIR_HEADS, tuple(_pair_rows(found)))
 
 
 def _pair_rows(found: Evaluation) -> Iterator[tuple[str, ...]]:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_run.console import interval, percent
-from forge_run.formatting import Section
+from forge_run.formatting import TableSection
 from forge_run.report.plots import MARKERS, PAINT, error_bars, hue, legend, plot, share_axes
 from forge_run.report.template import Block
-from training.evaluation.strategies import ArmRow
 from services.run_directory import FRONTIER
+from training.evaluation.strategies import ArmRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,7 +36,7 @@ def frontier(run: Path) -> list[Block]:
     name = f"{rows[0].n} questions over version {told['version']}"
     note = f"{name}; bars are 95% intervals, lines join the budgets of one strategy."
     drawn = plot("Accuracy against tokens", note, partial(_draw, rows=rows), height=4.2)
-    table = Section(name, HEADS, tuple(map(cells, rows)))
+    table = TableSection(name, HEADS, tuple(map(cells, rows)))
     return [("soft", NOTE), ("table", table), ("plots", [drawn])]
 
 

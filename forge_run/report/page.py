@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_run.console import HEADS, arm_cells, duration, number, percent, summary
-from forge_run.formatting import Section
+from forge_run.formatting import TableSection
 from forge_run.report.channels import channels, rewards
 from forge_run.report.documents import documents
-from forge_run.report.episodes import Monitors, episode, monitors
+from forge_run.report.episodes import MonitorCounts, episode, monitors
 from forge_run.report.evaluation import evaluation
 from forge_run.report.frontier import frontier
 from forge_run.report.plots import LINES, PAINT, Curves, as_percent, by_arm, curve, plot, share_axes
@@ -59,7 +59,7 @@ def write_report(run_path: Path) -> Path:
     metrics, events = list(iter_rows(run.metrics)), list(iter_rows(run.events))
     results = run.read_results() or {}
     arms = results.get("arms") or {}
-    seen = Monitors()
+    seen = MonitorCounts()
     samples = _samples(seen.watch(iter_rows(run.episodes)))
     sections = {
         "Arms": _arms(arms, _note(arms, seen)),
@@ -100,7 +100,7 @@ def _header(results: Row, events: list[Row]) -> list[Block]:
     return blocks
 
 
-def _note(arms: Row, seen: Monitors) -> str:
+def _note(arms: Row, seen: MonitorCounts) -> str:
     if any("populations" in arm for arm in arms.values()):
         return RUNS
     if any("agreement" in arm and "f1" not in arm for arm in arms.values()):
@@ -116,7 +116,7 @@ def _arms(arms: Row, note: str) -> list[Block]:
     for name in [*ARMS, *(arm for arm in arms if arm not in ARMS)]:
         arm = arms.get(name) or {}
         rows.append((name, *arm_cells(arm), *arm_cells(arm.get("sampled"))))
-    return [("soft", note), ("table", Section("Table of arms", heads, tuple(rows)))]
+    return [("soft", note), ("table", TableSection("Table of arms", heads, tuple(rows)))]
 
 
 def _training(metrics: list[Row], means: Means, arms: Row) -> list[Block]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from forge_run.console import percent
-from forge_run.formatting import Section
+from forge_run.formatting import TableSection
 from forge_run.report.plots import curve, hue, plot, share_axes
 from forge_run.report.template import Block, Row
 from protocols.records.run_files import ARMS
@@ -41,7 +41,7 @@ def aggregation(metrics: Sequence[Row], results: Row) -> list[Block]:
             for arm, p in told.items()
         )
         name = "Accuracy of each population on held-out problems"
-        blocks += [("soft", f"{name}."), ("table", Section(name, heads, lines))]
+        blocks += [("soft", f"{name}."), ("table", TableSection(name, heads, lines))]
     if gain := results.get("aggregation"):
         blocks.append(("text", _told(gain)))
     return blocks

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from forge_run.console import number, percent
-from forge_run.formatting import Section
+from forge_run.formatting import TableSection
 from forge_run.report.template import Block, Row, shortened
 from protocols.teacher_replay import NANO
 
@@ -29,7 +29,7 @@ LATER = {
 
 
 @dataclass
-class Tally:
+class TeacherTally:
     """What one teacher did over the verdicts of a run."""
 
     asked: int = 0
@@ -42,7 +42,7 @@ class Tally:
 
 def teachers(votes: Iterable[Row], ledger: Iterable[Row], metrics: Iterable[Row]) -> list[Block]:
     """Show who voted how and at what price; nothing where no teacher was asked."""
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, TeacherTally] = {}
     reasons: Counter[str] = Counter()
     because: Counter[str] = Counter()
     first: list[tuple[Row, Row | None]] = []
@@ -70,10 +70,10 @@ def teachers(votes: Iterable[Row], ledger: Iterable[Row], metrics: Iterable[Row]
     return blocks
 
 
-def _count(verdict: Row, tallies: dict[str, Tally]) -> None:
+def _count(verdict: Row, tallies: dict[str, TeacherTally]) -> None:
     majority = _majority(verdict["counts"])
     for vote in verdict["votes"]:
-        tally = tallies.setdefault(vote["teacher"], Tally())
+        tally = tallies.setdefault(vote["teacher"], TeacherTally())
         tally.asked += 1
         if vote["canonical"] is None:
             tally.abstained[_kind(vote["error"])] += 1
@@ -108,13 +108,13 @@ def _spent(ledger: Iterable[Row]) -> dict[str, int]:
     return spent
 
 
-def _by_teacher(tallies: dict[str, Tally], spent: dict[str, int]) -> list[Block]:
+def _by_teacher(tallies: dict[str, TeacherTally], spent: dict[str, int]) -> list[Block]:
     heads = (
         "teacher", "asked", "valid", "abstained", "with the majority", "dollars", "mean latency"
     )  # fmt: skip
     lines = []
     for name in sorted(tallies.keys() | spent.keys()):
-        tally = tallies.get(name, Tally())
+        tally = tallies.get(name, TeacherTally())
         why = ", ".join(f"{reason} {n:,}" for reason, n in sorted(tally.abstained.items()))
         paid = spent.get(name)
         lines.append(
@@ -132,7 +132,7 @@ def _by_teacher(tallies: dict[str, Tally], spent: dict[str, int]) -> list[Block]
     total = f"{sum(spent.values()) / NANO:.4f} dollars together."
     return [
         ("soft", f"{note} {total}"),
-        ("table", Section("Votes by teacher", heads, tuple(lines))),
+        ("table", TableSection("Votes by teacher", heads, tuple(lines))),
     ]
 
 
@@ -143,7 +143,7 @@ def _by_reason(reasons: Counter[str], because: Counter[str]) -> list[Block]:
     return [
         ("heading", "Verdicts"),
         ("soft", f"Asked because: {asked}."),
-        ("table", Section("Verdicts by reason", ("verdict", "states", "share"), lines)),
+        ("table", TableSection("Verdicts by reason", ("verdict", "states", "share"), lines)),
     ]
 
 

@@ -30,7 +30,7 @@ RIDGE = 1e-4  # of the normal equations' mean diagonal
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedAttention:
     """What one row of t tokens saw in one layer: queries [H_q, t, D] times the layer's scale, and
     its own keys and values [2, H_kv, t, D]."""
 
@@ -63,7 +63,7 @@ def reference_rows(ids: Sequence[int]) -> list[Sequence[int]]:
     return [ids[start : start + ROW] for start in starts[::step]]
 
 
-def observe(model: PreTrainedModel, row: Sequence[int], kv: Tensor) -> list[Observed]:
+def observe(model: PreTrainedModel, row: Sequence[int], kv: Tensor) -> list[ObservedAttention]:
     """What each layer sees of a row that is read behind a prefix [L, 2, H_kv, T, D]."""
     ids = torch.tensor([list(row)], device=model.device)
     context = PrefixContext(kv=kv[None], capture=True)
@@ -71,16 +71,18 @@ def observe(model: PreTrainedModel, row: Sequence[int], kv: Tensor) -> list[Obse
     causal = torch.ones(1, 1, len(row), len(row), dtype=torch.bool, device=model.device).tril()
     hidden_states(model, ids, positions, causal, context)
     pairs = zip(context.queries, context.captured, strict=True)
-    return [Observed(queries[0], own[0]) for queries, own in pairs]
+    return [ObservedAttention(queries[0], own[0]) for queries, own in pairs]
 
 
-def compacted(kv: Tensor, rows: Sequence[Observed], tokens: int, frozen: int) -> Tensor:
+def compacted(kv: Tensor, rows: Sequence[ObservedAttention], tokens: int, frozen: int) -> Tensor:
     """One layer's [2, H_kv, T, D] as [2, H_kv, P, D], keys where they stood."""
     heads = [_head(kv[:, h], rows, h, tokens, frozen) for h in range(kv.shape[1])]
     return torch.stack(heads, dim=1).to(kv.dtype)
 
 
-def _head(kv: Tensor, rows: Sequence[Observed], head: int, tokens: int, frozen: int) -> Tensor:
+def _head(
+    kv: Tensor, rows: Sequence[ObservedAttention], head: int, tokens: int, frozen: int
+) -> Tensor:
     """One head's [2, T, D] as [2, P, D], in float64."""
     keys, values = kv.double()
     seen = torch.zeros(len(keys), dtype=torch.float64, device=keys.device)
@@ -109,7 +111,7 @@ def _head(kv: Tensor, rows: Sequence[Observed], head: int, tokens: int, frozen: 
 
 
 def _scores(
-    keys: Tensor, rows: Sequence[Observed], head: int
+    keys: Tensor, rows: Sequence[ObservedAttention], head: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Row by row, for the G query heads that share this KV head: scores [G*t, T] of the document's
     keys, [G*t, t] of the row's own (-inf where it comes later), and the row's values [t, D]."""

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learning.packing import stack_prefixes
 from learning.cartridge.bank import CartridgeBank
 from learning.model.rope import composed
+from learning.packing import stack_prefixes
 from protocols.types import Sample
 
 SEPARATOR = "\n"  # in no document's name

@@ -4,7 +4,8 @@
     random_text         random tokens of the vocabulary
     random_vectors      normal numbers with the mean and spread of the document's KV
     sampled_chunks      chunks of the document, read one after another (Diaz, arXiv 2508.17032)
-    attention_matching  the whole document's KV, compacted in closed form (learning.cartridge.attention_matching)
+    attention_matching  the whole document's KV, compacted in closed form
+                        (learning.cartridge.attention_matching)
 
 What stands at positions 0..P-1 was read there; only attention_matching has keys elsewhere. The
 first `frozen` tokens are the document's own in all of them: they are the attention sink, which is
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learning.cartridge.bank import CartridgeBank, check_longer
 from learning.cartridge.attention_matching import attention_matched
+from learning.cartridge.bank import CartridgeBank, check_longer
 from learning.model.loading import document_kv
 from protocols.seeds import stream_seed
 
@@ -31,7 +32,7 @@ LEAST = 4
 
 
 @dataclass(frozen=True)
-class Source:
+class InitSource:
     """A document: its token ids [T], its KV [L, 2, H_kv, T, D], and the ids that stand for text."""
 
     name: str
@@ -41,7 +42,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Start:
+class CartridgeInit:
     """One of INITS, the cartridge's P tokens, the leading ones that are frozen, and the seed that
     names its draws."""
 
@@ -51,7 +52,9 @@ class Start:
     seed: int = 0
 
 
-def initial_bank(model: PreTrainedModel, sources: Sequence[Source], start: Start) -> CartridgeBank:
+def initial_bank(
+    model: PreTrainedModel, sources: Sequence[InitSource], start: CartridgeInit
+) -> CartridgeBank:
     """A bank with a cartridge of each document. Raises DataError for a document that is not longer
     than a cartridge."""
     for source in sources:
@@ -61,19 +64,19 @@ def initial_bank(model: PreTrainedModel, sources: Sequence[Source], start: Start
     return CartridgeBank([source.name for source in ordered], torch.stack(made), start.frozen)
 
 
-def beginning(model: PreTrainedModel, source: Source, start: Start) -> Tensor:
+def beginning(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
     """What the cartridge paper found best."""
     return source.kv[:, :, :, : start.tokens]
 
 
-def random_text(model: PreTrainedModel, source: Source, start: Start) -> Tensor:
+def random_text(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
     """Tokens drawn evenly from the vocabulary, read behind the frozen ones."""
     rng = random.Random(f"init/random_text/{start.seed}/{source.name}")
     drawn = rng.choices(source.vocabulary(), k=start.tokens - start.frozen)
     return document_kv(model, (*source.ids[: start.frozen], *drawn))
 
 
-def random_vectors(model: PreTrainedModel, source: Source, start: Start) -> Tensor:
+def random_vectors(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
     """Independent normal numbers. Mean and standard deviation are those of the document's tokens
     behind the frozen ones, of each layer, head and channel, keys and values apart."""
     kv = source.kv[:, :, :, start.frozen :].float()
@@ -86,7 +89,7 @@ def random_vectors(model: PreTrainedModel, source: Source, start: Start) -> Tens
     return torch.cat([source.kv[:, :, :, : start.frozen], drawn.to(source.kv.dtype)], dim=3)
 
 
-def sampled_chunks(model: PreTrainedModel, source: Source, start: Start) -> Tensor:
+def sampled_chunks(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
     """CHUNKS chunks of about equal length, drawn evenly without overlap, in the document's order,
     read behind the frozen tokens as one text."""
     rng = random.Random(f"init/sampled_chunks/{start.seed}/{source.name}")
@@ -111,11 +114,11 @@ def chunks(length: int, tokens: int, rng: random.Random) -> list[range]:
     return spans
 
 
-def matched(model: PreTrainedModel, source: Source, start: Start) -> Tensor:
+def matched(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
     return attention_matched(model, source.ids, source.kv, start.tokens, start.frozen)
 
 
-INITS: Mapping[str, Callable[[PreTrainedModel, Source, Start], Tensor]] = {
+INITS: Mapping[str, Callable[[PreTrainedModel, InitSource, CartridgeInit], Tensor]] = {
     "first_tokens": beginning,
     "random_text": random_text,
     "random_vectors": random_vectors,

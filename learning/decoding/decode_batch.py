@@ -18,25 +18,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from learning.model.attention import DecodeCache, PrefixContext
-from learning.packing import stack_prefixes
-from learning.model.loading import hidden_states, kv_shape
 from learning.decoding.sampling import draw, uniforms
-from learning.decoding.stopping import Decode, Stopper
+from learning.decoding.stopping import Decode, StopChecker
+from learning.model.attention import DecodeCache, PrefixContext
+from learning.model.loading import hidden_states, kv_shape
+from learning.packing import stack_prefixes
 from protocols.errors import DataError
-from protocols.types import Came, Completion, GenerateRequest, Sampling, refused
+from protocols.types import Completion, GenerateRequest, Sampling, TokenChunk, refused
 
-if TYPE_CHECKING:  # importing it takes seconds, which learning.model.loading leaves to who loads one
+if (
+    TYPE_CHECKING
+):  # importing it takes seconds, which learning.model.loading leaves to who loads one
     from transformers import PreTrainedModel
 
 
 @dataclass
-class Row:
+class DecodeState:
     """One request being decoded. `reason` is why it ended, "" before."""
 
     request: GenerateRequest
     uniforms: Tensor  # [max_tokens] float64 in [0, 1): one draw for each token, made beforehand
-    stopper: Stopper | None = None
+    stopper: StopChecker | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
@@ -70,9 +72,9 @@ class Row:
         elif len(self.tokens) == self.request.sampling.max_tokens:
             self.reason = "length"
 
-    def came(self, first: int) -> Came:
+    def came(self, first: int) -> TokenChunk:
         """Its tokens from the `first`-th on."""
-        return Came(
+        return TokenChunk(
             self.request.id,
             first,
             tuple(self.tokens[first:]),
@@ -97,7 +99,7 @@ class Row:
         )
 
 
-def new_row(request: GenerateRequest, decode: Decode | None) -> Row:
+def new_row(request: GenerateRequest, decode: Decode | None) -> DecodeState:
     """Raises DataError for an empty prompt, and for `until` where nobody can tell its text."""
     if not request.prompt_ids:
         raise DataError(f"request {request.id} has an empty prompt; give it a token")
@@ -105,25 +107,25 @@ def new_row(request: GenerateRequest, decode: Decode | None) -> Row:
     if request.until is not None:
         if decode is None:
             raise DataError(f"request {request.id} ends by its text, and no tokenizer is here")
-        stopper = Stopper(request.until, decode)
+        stopper = StopChecker(request.until, decode)
     draws = uniforms(request.seed, request.sampling.max_tokens, request.first_draw)
-    return Row(request, draws, stopper)
+    return DecodeState(request, draws, stopper)
 
 
-class Lane:
+class DecodeBatch:
     """Rows of C groups, each over its prefix [L, 2, H_kv, P, D]; None fills shorter groups."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         prefixes: Sequence[Tensor],
-        groups: Sequence[Sequence[Row]],
+        groups: Sequence[Sequence[DecodeState]],
         end_ids: frozenset[int],
     ) -> None:
         """Read the prompts and draw every row's first token."""
         self._model, self._end_ids, self._count = model, end_ids, len(groups)
         per = max(len(g) for g in groups)
-        self.slots: list[Row | None] = [
+        self.slots: list[DecodeState | None] = [
             group[r] if r < len(group) else None for group in groups for r in range(per)
         ]
         slots, device = self.slots, model.device
@@ -183,7 +185,7 @@ class Lane:
         self._cache.used += 1
         self._tokens = self._draw(hidden)
 
-    def merge(self, other: Lane) -> None:
+    def merge(self, other: DecodeBatch) -> None:
         """Take the rows of another lane over the same prefix; both of one prefix each."""
         assert self._count == other._count == 1
         mine, theirs = self._cache.used, other._cache.used
@@ -216,7 +218,7 @@ class Lane:
         logits: Tensor = self._model.lm_head(hidden).float()
         logprobs = logits.log_softmax(-1)
         chosen = logits.argmax(-1)
-        by_sampling: dict[Sampling, list[tuple[int, Row]]] = {}
+        by_sampling: dict[Sampling, list[tuple[int, DecodeState]]] = {}
         for b, slot in enumerate(slots):
             if slot and not slot.reason and slot.request.sampling.temperature > 0:
                 by_sampling.setdefault(slot.request.sampling, []).append((b, slot))
@@ -234,7 +236,7 @@ class Lane:
         return chosen
 
 
-def compaction(slots: Sequence[Row | None], groups: int) -> list[int] | None:
+def compaction(slots: Sequence[DecodeState | None], groups: int) -> list[int] | None:
     """Which rows to keep once at most half of each group is still being decoded, else None."""
     per = len(slots) // groups
     live = [
@@ -261,5 +263,5 @@ def _likeliest(logprobs: Tensor, count: int) -> list[tuple[tuple[int, float], ..
     ]
 
 
-def _tokens_left(row: Row | None) -> int:
+def _tokens_left(row: DecodeState | None) -> int:
     return row.request.sampling.max_tokens - len(row.tokens) if row and not row.reason else 1

@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from learning.decoding.decode_batch import Lane, Row, new_row
+from learning.decoding.decode_batch import DecodeBatch, DecodeState, new_row
+from learning.decoding.stopping import Decode
 from learning.model.loading import kv_shape
 from learning.model.rope import composed, frequencies
-from learning.decoding.stopping import Decode
 from protocols.errors import PublishError
-from protocols.types import Came, Completion, GenerateRequest, PrefixRef
+from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
 
-if TYPE_CHECKING:  # importing it takes seconds, which learning.model.loading leaves to who loads one
+if (
+    TYPE_CHECKING
+):  # importing it takes seconds, which learning.model.loading leaves to who loads one
     from transformers import PreTrainedModel
 
 Document = Callable[[str], Tensor]
@@ -46,9 +48,9 @@ class TorchEngine:
         self._decode, self._max_rows = decode, max_rows
         self._held: dict[int, tuple[tuple[str, ...], Tensor]] = {}
         self._waiting: deque[str] = deque()
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, DecodeState] = {}
         self._told: dict[str, int] = {}  # of rows that are told as they come: tokens told
-        self._lanes: dict[PrefixRef, Lane] = {}
+        self._lanes: dict[PrefixRef, DecodeBatch] = {}
         self._first_request: float | None = None
 
     def add(self, key: str, request: GenerateRequest, stream: bool = False) -> None:
@@ -71,7 +73,7 @@ class TorchEngine:
             row.reason = "cancelled"
 
     @torch.no_grad()
-    def step(self) -> Iterator[tuple[str, Came | Completion]]:
+    def step(self) -> Iterator[tuple[str, TokenChunk | Completion]]:
         for lane in self._lanes.values():
             if lane.live:
                 lane.step()
@@ -108,14 +110,14 @@ class TorchEngine:
             for lane in self._lanes.values()
             for slot in lane.slots
         )
-        groups: dict[PrefixRef, list[Row]] = {}
+        groups: dict[PrefixRef, list[DecodeState]] = {}
         while self._waiting and decoding < self._max_rows:
             row = self._rows[self._waiting.popleft()]
             if not row.reason:
                 groups.setdefault(row.request.prefix, []).append(row)
                 decoding += 1
         for ref, rows in groups.items():
-            new = Lane(self._model, [self._prefix(ref)], [rows], self._end_ids)
+            new = DecodeBatch(self._model, [self._prefix(ref)], [rows], self._end_ids)
             if ref in self._lanes and self._lanes[ref].live:
                 self._lanes[ref].merge(new)
             else:
@@ -131,7 +133,7 @@ class TorchEngine:
         names, kv = self._held[ref.version]
         return kv[names.index(name)]
 
-    def _news(self) -> Iterator[tuple[str, Came | Completion]]:
+    def _news(self) -> Iterator[tuple[str, TokenChunk | Completion]]:
         for key in [*self._told]:
             row, told = self._rows[key], self._told[key]
             if len(row.tokens) > told:

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from learning.decoding.decode_batch import Lane, Row, new_row
+from learning.decoding.decode_batch import DecodeBatch, DecodeState, new_row
 from learning.decoding.stopping import Decode
 from protocols.errors import PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef
 
-if TYPE_CHECKING:  # importing it takes seconds, which learning.model.loading leaves to who loads one
+if (
+    TYPE_CHECKING
+):  # importing it takes seconds, which learning.model.loading leaves to who loads one
     from transformers import PreTrainedModel
 
 Lookup = Callable[[PrefixRef], Tensor]
@@ -40,7 +42,7 @@ def generate(
     empty prompt.
     """
     rows = [new_row(r, decode) for r in requests]
-    groups: dict[PrefixRef, list[Row]] = {}
+    groups: dict[PrefixRef, list[DecodeState]] = {}
     for row in rows:
         groups.setdefault(row.request.prefix, []).append(row)
     if not rows:
@@ -54,8 +56,8 @@ def generate(
                 row.error = str(error)
             return None
 
-    def decoded(prefixes: Sequence[Tensor], batch: Sequence[Sequence[Row]]) -> None:
-        lane = Lane(model, prefixes, batch, end_ids)
+    def decoded(prefixes: Sequence[Tensor], batch: Sequence[Sequence[DecodeState]]) -> None:
+        lane = DecodeBatch(model, prefixes, batch, end_ids)
         while lane.live:
             lane.step()
 

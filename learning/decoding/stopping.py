@@ -1,4 +1,5 @@
-"""Responses while they are being said: their text, token by token, and where `Until` ends them.
+"""Responses while they are being said: their text, token by token, and where `StopCondition` ends
+them.
 
 token -> TokenText (whole characters alone) -> Stopper -> None: go on
                                                           Cut:  end here, keep so many tokens
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from protocols.errors import DataError
-from protocols.types import Until
+from protocols.types import StopCondition
 
 Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how tokenizers write a character that is not yet whole
@@ -57,17 +58,17 @@ class TokenText:
 
 
 @dataclass(frozen=True)
-class Cut:
+class StopMatch:
     """A response ends: how many of its tokens stay, and what ended it."""
 
     keep: int
     by: str
 
 
-class Stopper:
+class StopChecker:
     """Looks at one response after every token. Raises DataError for a pattern that is none."""
 
-    def __init__(self, until: Until, decode: Decode) -> None:
+    def __init__(self, until: StopCondition, decode: Decode) -> None:
         self._until = until
         self._said = TokenText(decode)
         self._confidence: list[float] = []
@@ -76,7 +77,7 @@ class Stopper:
         except re.error as error:
             raise DataError(f"until.patterns holds no regular expression: {error}") from error
 
-    def add(self, token: int, top: Sequence[float]) -> Cut | None:
+    def add(self, token: int, top: Sequence[float]) -> StopMatch | None:
         """`top` are the largest log-probabilities at this place, at least `until.top` of them
         where `until.window` looks at them."""
         until, new = self._until, len(self._said.text)
@@ -86,7 +87,7 @@ class Stopper:
             likeliest = top[: until.top]
             self._confidence.append(-sum(likeliest) / len(likeliest))
             if count >= until.window and self._mean() < until.floor:
-                return Cut(count, "confidence")
+                return StopMatch(count, "confidence")
         if count < until.after:
             return None
         # Before `after` tokens nothing was looked for: then the whole text is new.
@@ -107,12 +108,12 @@ class Stopper:
         window = self._until.window
         return sum(self._confidence[-window:]) / window
 
-    def _cut(self, start: int, by: str) -> Cut | None:
+    def _cut(self, start: int, by: str) -> StopMatch | None:
         """The end of the response for a match; None where too few tokens would stay."""
         if not self._until.before:
-            return Cut(len(self._said.ends), by)
+            return StopMatch(len(self._said.ends), by)
         ends = [0, *self._said.ends]
         keep = next(t for t, end in enumerate(self._said.ends) if end > start)
         while keep and ends[keep] == ends[keep - 1]:  # the bytes that its first character begins
             keep -= 1
-        return Cut(keep, by) if keep >= self._until.after else None
+        return StopMatch(keep, by) if keep >= self._until.after else None

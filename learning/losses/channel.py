@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
-from learning.teacher_logprobs import Teacher
+from learning.teacher_logprobs import TeacherDistribution
 from protocols.errors import DataError
 
 if TYPE_CHECKING:
+    from learning.losses.terms import LossTerm
     from learning.micro_batch import Item, MicroBatch
-    from learning.losses.terms import Term
-    from learning.model.chunked_logits import Projection
-    from protocols.train_batch import Lesson
+    from learning.model.chunked_logits import ChunkedLogits
     from protocols.spec.objective import LossSpec, ObjectiveSpec
+    from protocols.train_batch import TrainBatch
     from protocols.types import Sample
 
 
@@ -40,36 +40,36 @@ class LossChannel(Protocol):
         """Make the channel as it is in 0-based `step`."""
         ...
 
-    def samples(self, batch: Lesson) -> Sequence[tuple[Sample, ...]]:
+    def samples(self, batch: TrainBatch) -> Sequence[tuple[Sample, ...]]:
         """Return the whole set `reads`, in groups that no micro-batch divides."""
         ...
 
-    def items(self, batch: Lesson) -> Sequence[Item]:
+    def items(self, batch: TrainBatch) -> Sequence[Item]:
         """Return what bears the loss: groups of `samples`, with their tokens.
 
         A group that no channel has an item of is not read.
         """
         ...
 
-    def check(self, batch: Lesson, version: int) -> None:
+    def check(self, batch: TrainBatch, version: int) -> None:
         """Raise DataError for data that does not fit together, StaleTokenError for data that
         `version` cannot be trained on."""
         ...
 
-    def denominator(self, batch: Lesson) -> int:
+    def denominator(self, batch: TrainBatch) -> int:
         """Return what the total over the whole batch is divided by; 0 without data."""
         ...
 
-    def facts(self, batch: Lesson) -> Mapping[str, float]:
+    def facts(self, batch: TrainBatch) -> Mapping[str, float]:
         """Return what else metrics are told of the whole batch."""
         return {}
 
-    def term(self, logits: Projection, micro: MicroBatch) -> Term:
+    def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         """Return the term over the channel's items in one micro-batch; it has one at least."""
         ...
 
 
-def check_scores(batch: Lesson, name: str, tokens: int, *, needed: bool) -> None:
+def check_scores(batch: TrainBatch, name: str, tokens: int, *, needed: bool) -> None:
     """Raise DataError unless `batch.scores[name]` speaks of so many tokens, or may be missing."""
     given = batch.scores.get(name)
     if given is None:
@@ -79,7 +79,7 @@ def check_scores(batch: Lesson, name: str, tokens: int, *, needed: bool) -> None
                 "learning.scoring, or set the weight that asks for it to 0"
             )
         return
-    held = given.tokens if isinstance(given, Teacher) else len(given)
+    held = given.tokens if isinstance(given, TeacherDistribution) else len(given)
     if held != tokens:
         raise DataError(
             f"the batch's {name} speaks of {held} tokens and its samples have {tokens}; give one "

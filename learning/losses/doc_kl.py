@@ -27,16 +27,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learning.losses.channel import LossChannel, check_scores
-from learning.losses.terms import Term
-from learning.teacher_logprobs import Teacher
-from protocols.train_batch import Lesson
+from learning.losses.terms import LossTerm
+from learning.teacher_logprobs import TeacherDistribution
 from protocols.errors import SpecError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
+from protocols.train_batch import TrainBatch
 from protocols.types import Sample
 
 if TYPE_CHECKING:
     from learning.micro_batch import Item, MicroBatch
-    from learning.model.chunked_logits import Projection
+    from learning.model.chunked_logits import ChunkedLogits
 
 
 @dataclass(frozen=True)
@@ -55,23 +55,23 @@ class DocKL(LossChannel):
     def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> DocKL:
         return cls(objective.w_doc, loss)
 
-    def samples(self, batch: Lesson) -> list[tuple[Sample, ...]]:
+    def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
         return [(sample,) for sample in batch.doc]
 
-    def items(self, batch: Lesson) -> list[Item]:
+    def items(self, batch: TrainBatch) -> list[Item]:
         return [
             (i, [t for t, bears in enumerate(marks) if bears])
             for i, marks in enumerate(batch.doc_marks)
         ]
 
-    def check(self, batch: Lesson, version: int) -> None:
+    def check(self, batch: TrainBatch, version: int) -> None:
         check_scores(batch, "doc_teacher", sum(map(sum, batch.doc_marks)), needed=True)
 
-    def denominator(self, batch: Lesson) -> int:
+    def denominator(self, batch: TrainBatch) -> int:
         teacher = batch.scores.get("doc_teacher")
         return doc_kl_count(teacher, self.spec) if teacher else 0
 
-    def term(self, logits: Projection, micro: MicroBatch) -> Term:
+    def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         tokens = micro.tokens[self.name]
         teacher = micro.batch.scores["doc_teacher"].rows(tokens.own)
 
@@ -79,10 +79,10 @@ class DocKL(LossChannel):
             return (doc_kl_tokens(chunk, teacher.rows(of), self.spec),)
 
         (kl,) = logits.read(tokens.at, distance)
-        return Term(kl.sum(), doc_kl_count(teacher, self.spec), len(kl))
+        return LossTerm(kl.sum(), doc_kl_count(teacher, self.spec), len(kl))
 
 
-def doc_kl(student: Tensor, teacher: Teacher, spec: LossSpec) -> tuple[Tensor, int]:
+def doc_kl(student: Tensor, teacher: TeacherDistribution, spec: LossSpec) -> tuple[Tensor, int]:
     """The summed loss and its own denominator: (sum, count); the mean is sum / max(count, 1).
 
     student [N, V] logits with gradient. The denominator is tokens, or (token, k) pairs for the
@@ -91,13 +91,13 @@ def doc_kl(student: Tensor, teacher: Teacher, spec: LossSpec) -> tuple[Tensor, i
     return doc_kl_tokens(student, teacher, spec).sum(), doc_kl_count(teacher, spec)
 
 
-def doc_kl_tokens(student: Tensor, teacher: Teacher, spec: LossSpec) -> Tensor:
+def doc_kl_tokens(student: Tensor, teacher: TeacherDistribution, spec: LossSpec) -> Tensor:
     """What each token adds to the summed loss, [N]."""
     log_s, log_t = aligned(student, teacher, spec.form, spec.temperature)
     return divergence(log_s, log_t, spec)
 
 
-def doc_kl_count(teacher: Teacher, spec: LossSpec) -> int:
+def doc_kl_count(teacher: TeacherDistribution, spec: LossSpec) -> int:
     """doc_kl's denominator: known before the student has been asked."""
     if spec.form == "pairs" and teacher.logprobs is not None:
         return teacher.logprobs.numel()
@@ -105,7 +105,7 @@ def doc_kl_count(teacher: Teacher, spec: LossSpec) -> int:
 
 
 def aligned(
-    student: Tensor, teacher: Teacher, form: str, temperature: float
+    student: Tensor, teacher: TeacherDistribution, form: str, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [N, K] of student and teacher over the same K outcomes.
 

@@ -22,15 +22,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learning.losses.channel import LossChannel
-from learning.losses.terms import Term
-from protocols.train_batch import Lesson, PreferencePair, completions
+from learning.losses.terms import LossTerm
 from protocols.errors import StaleTokenError
 from protocols.spec.objective import DpoSpec, LossSpec, ObjectiveSpec
+from protocols.train_batch import PreferencePair, TrainBatch, completions
 from protocols.types import Sample
 
 if TYPE_CHECKING:
     from learning.micro_batch import Item, MicroBatch
-    from learning.model.chunked_logits import Projection
+    from learning.model.chunked_logits import ChunkedLogits
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class ReplayDPO(LossChannel):
     def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> ReplayDPO:
         return cls(objective.beta, objective.dpo)
 
-    def samples(self, batch: Lesson) -> list[tuple[Sample, ...]]:
+    def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
         sides = completions(batch.pairs)
         return list(zip(sides[0::2], sides[1::2], strict=True))
 
-    def items(self, batch: Lesson) -> list[Item]:
+    def items(self, batch: TrainBatch) -> list[Item]:
         return [
             (i, range(len(p.chosen_ids) + len(p.rejected_ids))) for i, p in enumerate(batch.pairs)
         ]
 
-    def check(self, batch: Lesson, version: int) -> None:
+    def check(self, batch: TrainBatch, version: int) -> None:
         for p in batch.pairs:
             if is_stale(p, version, self.spec.max_reference_age):
                 raise StaleTokenError(
@@ -66,10 +66,10 @@ class ReplayDPO(LossChannel):
                     "learning.scoring.with_references; nothing was trained on it"
                 )
 
-    def denominator(self, batch: Lesson) -> int:
+    def denominator(self, batch: TrainBatch) -> int:
         return len(batch.pairs)
 
-    def term(self, logits: Projection, micro: MicroBatch) -> Term:
+    def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         tokens = micro.tokens[self.name]
         pairs = [micro.batch.pairs[i] for i, _ in tokens.items]
         chosen, rejected = summed_by_pair(logits.logprobs(tokens.at, tokens.first), pairs)
@@ -78,7 +78,7 @@ class ReplayDPO(LossChannel):
 
 def replay_dpo(
     chosen: Tensor, rejected: Tensor, pairs: Sequence[PreferencePair], spec: DpoSpec
-) -> Term:
+) -> LossTerm:
     """The summed loss of M pairs; chosen, rejected [M] log-probabilities with gradient.
 
     The denominator is pairs. Facts are sums over pairs: margin m, and how often it is > 0.
@@ -90,7 +90,7 @@ def replay_dpo(
         loss_of = loss_of / loss_of.new_tensor([len(p.rejected_ids) for p in pairs])
     margin = gain - loss_of
     facts = {"margin": margin, "preferred": (margin > 0).float()}
-    return Term(
+    return LossTerm(
         total=-F.logsigmoid(spec.beta * margin).sum(),
         count=len(pairs),
         items=len(pairs),

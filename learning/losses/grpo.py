@@ -38,15 +38,15 @@ from torch import Tensor
 
 from learning.losses.advantages import group_advantages
 from learning.losses.channel import LossChannel, check_scores
-from learning.losses.terms import Term
-from protocols.train_batch import Lesson, RLSample
+from learning.losses.terms import LossTerm
 from protocols.errors import DataError, StaleTokenError
 from protocols.spec.objective import GrpoSpec, LossSpec, MismatchSpec, ObjectiveSpec
+from protocols.train_batch import PolicySample, TrainBatch
 from protocols.types import Sample
 
 if TYPE_CHECKING:
     from learning.micro_batch import ChannelTokens, Item, MicroBatch
-    from learning.model.chunked_logits import Projection
+    from learning.model.chunked_logits import ChunkedLogits
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a ratio says "wrong", not "how much"
 
@@ -80,29 +80,29 @@ class GRPO(LossChannel):
     def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> GRPO:
         return cls(objective.w_rl, PolicyGradientSpec(**dict(objective.grpo)))
 
-    def samples(self, batch: Lesson) -> list[tuple[Sample, ...]]:
+    def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
         return episodes_of(batch)
 
-    def items(self, batch: Lesson) -> list[Item]:
+    def items(self, batch: TrainBatch) -> list[Item]:
         return [
             (i, [t for t, own in enumerate(batch.rl[i].trained) if own])
             for i in self._advantages(batch)
         ]
 
-    def check(self, batch: Lesson, version: int) -> None:
+    def check(self, batch: TrainBatch, version: int) -> None:
         tokens = check_episodes(batch)
         check_scores(batch, "ref", tokens, needed=self.spec.kl > 0)
         check_scores(batch, "distill", tokens, needed=self.spec.distill > 0)
         for i in self._advantages(batch):
             check_policy(batch, batch.rl[i], version)
 
-    def denominator(self, batch: Lesson) -> int:
+    def denominator(self, batch: TrainBatch) -> int:
         return grpo_count([sum(batch.rl[i].trained) for i in self._advantages(batch)], self.spec)
 
-    def facts(self, batch: Lesson) -> dict[str, float]:
+    def facts(self, batch: TrainBatch) -> dict[str, float]:
         return {"excluded": len(batch.rl) - len(self._advantages(batch))}
 
-    def term(self, logits: Projection, micro: MicroBatch) -> Term:
+    def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         batch, tokens = micro.batch, micro.tokens[self.name]
         pi = logits.logprobs(tokens.at, tokens.first)
         old = old_logprobs(pi, batch, tokens)
@@ -123,7 +123,7 @@ class GRPO(LossChannel):
             ref=None if ref is None else ref[tokens.inside].to(pi),
         )
 
-    def _advantages(self, batch: Lesson) -> dict[int, float]:
+    def _advantages(self, batch: TrainBatch) -> dict[int, float]:
         """By index, of the episodes that can be trained on: with a reward and a token of their own.
         They are those of the whole batch, whatever the micro-batch."""
         judged = [i for i, r in enumerate(batch.rl) if r.reward is not None and any(r.trained)]
@@ -135,12 +135,12 @@ class GRPO(LossChannel):
         return {i: a for i, a in zip(judged, values, strict=True) if a is not None}
 
 
-def episodes_of(batch: Lesson) -> list[tuple[Sample, ...]]:
+def episodes_of(batch: TrainBatch) -> list[tuple[Sample, ...]]:
     """Return the set "rl": the batch's episodes."""
     return [(r.sample,) for r in batch.rl]
 
 
-def check_episodes(batch: Lesson) -> int:
+def check_episodes(batch: TrainBatch) -> int:
     """Return how many response tokens the episodes have; raise DataError for two of one id, or
     `old` that speaks of other tokens."""
     twice = [i for i, n in Counter(r.sample.id for r in batch.rl).items() if n > 1]
@@ -151,7 +151,7 @@ def check_episodes(batch: Lesson) -> int:
     return tokens
 
 
-def check_policy(batch: Lesson, r: RLSample, version: int) -> None:
+def check_policy(batch: TrainBatch, r: PolicySample, version: int) -> None:
     """Raise DataError, or StaleTokenError, for an episode whose policy's ratio is not known."""
     s, drawn = r.sample, r.sampling
     if (drawn.temperature, drawn.top_p, drawn.top_k) != (1.0, 1.0, 0):
@@ -168,7 +168,7 @@ def check_policy(batch: Lesson, r: RLSample, version: int) -> None:
         )
 
 
-def old_logprobs(pi: Tensor, batch: Lesson, tokens: ChannelTokens) -> Tensor:
+def old_logprobs(pi: Tensor, batch: TrainBatch, tokens: ChannelTokens) -> Tensor:
     """Return the log-probabilities under the policy that sampled, without gradient: with one update
     for each rollout it is the policy itself."""
     old = batch.scores.get("old")
@@ -184,7 +184,7 @@ def grpo(
     *,
     sampler: Tensor | None = None,
     ref: Tensor | None = None,
-) -> Term:
+) -> LossTerm:
     """The summed loss of B episodes of `lengths` trained tokens, laid end to end: all are [N].
 
     `pi` has gradient, `old`, `sampler` and `ref` none. `sampler` is needed for a mismatch
@@ -215,7 +215,7 @@ def grpo(
     if spec.reduction == "grpo":
         counts = torch.tensor(list(lengths), dtype=torch.long)
         loss = loss / counts.repeat_interleave(counts).to(loss)
-    return Term(
+    return LossTerm(
         total=loss.sum(),
         count=grpo_count(lengths, spec),
         items=len(pi),

@@ -34,17 +34,17 @@ from learning.losses.grpo import (
     episodes_of,
     old_logprobs,
 )
-from learning.losses.terms import Term
+from learning.losses.terms import LossTerm
 from learning.model.chunked_logits import token_logprobs
-from learning.teacher_logprobs import Teacher
-from protocols.train_batch import Lesson, hinted
+from learning.teacher_logprobs import TeacherDistribution
 from protocols.errors import SpecError
 from protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
+from protocols.train_batch import TrainBatch, hinted
 from protocols.types import Sample
 
 if TYPE_CHECKING:
     from learning.micro_batch import Item, MicroBatch
-    from learning.model.chunked_logits import Projection
+    from learning.model.chunked_logits import ChunkedLogits
 
 FACTS = {"jsd": ("clipped", "negative"), "sampled": ("difference", "ratio")}
 RATIO_CAP = 2.0
@@ -66,14 +66,14 @@ class SDPO(LossChannel):
     def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> SDPO:
         return cls(alpha_at(step, objective.alpha, objective.alpha_warmup_steps), objective.sdpo)
 
-    def samples(self, batch: Lesson) -> list[tuple[Sample, ...]]:
+    def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
         return episodes_of(batch)
 
-    def items(self, batch: Lesson) -> list[Item]:
+    def items(self, batch: TrainBatch) -> list[Item]:
         episodes = {r.sample.id: i for i, r in enumerate(batch.rl)}
         return [(episodes[turn.sample], range(turn.start, turn.stop)) for turn in batch.turns]
 
-    def check(self, batch: Lesson, version: int) -> None:
+    def check(self, batch: TrainBatch, version: int) -> None:
         check_episodes(batch)
         tokens = sum(len(s.response_ids) for s in hinted(batch.turns, batch.rl))
         check_scores(batch, "sdpo_teacher", tokens, needed=True)
@@ -81,10 +81,10 @@ class SDPO(LossChannel):
             for i in sorted({i for i, _ in self.items(batch)}):
                 check_policy(batch, batch.rl[i], version)
 
-    def denominator(self, batch: Lesson) -> int:
+    def denominator(self, batch: TrainBatch) -> int:
         return sum(turn.tokens for turn in batch.turns)
 
-    def term(self, logits: Projection, micro: MicroBatch) -> Term:
+    def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         tokens = micro.tokens[self.name]
         teacher = micro.batch.scores["sdpo_teacher"].rows(tokens.own)
         turns = logits.targets[tokens.at]
@@ -97,7 +97,7 @@ class SDPO(LossChannel):
 
 
 def sdpo_tokens(
-    student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor, spec: SdpoSpec
+    student: Tensor, teacher: TeacherDistribution, targets: Tensor, old: Tensor, spec: SdpoSpec
 ) -> tuple[Tensor, ...]:
     """Each hinted token's loss and its facts, in the order of FACTS[spec.variant]: [N] each.
 
@@ -111,11 +111,11 @@ def sdpo_tokens(
     return _jsd(student, teacher, spec)
 
 
-def sdpo_term(tokens: tuple[Tensor, ...], spec: SdpoSpec) -> Term:
+def sdpo_term(tokens: tuple[Tensor, ...], spec: SdpoSpec) -> LossTerm:
     """The sums of what `sdpo_tokens` gave."""
     loss, *values = tokens
     facts = zip(FACTS[spec.variant], values, strict=True)
-    return Term(loss.sum(), len(loss), len(loss), {k: v.detach().sum() for k, v in facts})
+    return LossTerm(loss.sum(), len(loss), len(loss), {k: v.detach().sum() for k, v in facts})
 
 
 def alpha_at(step: int, alpha: float, warmup_steps: int) -> float:
@@ -123,7 +123,7 @@ def alpha_at(step: int, alpha: float, warmup_steps: int) -> float:
     return alpha * min(1.0, step / warmup_steps) if warmup_steps else alpha
 
 
-def _jsd(student: Tensor, teacher: Teacher, spec: SdpoSpec) -> tuple[Tensor, ...]:
+def _jsd(student: Tensor, teacher: TeacherDistribution, spec: SdpoSpec) -> tuple[Tensor, ...]:
     log_s, log_t = aligned(student, teacher, "tail", spec.temperature)
     entries = jensen_shannon_entries(log_s, log_t, spec.beta)
     clipped = torch.zeros_like(entries)
@@ -134,7 +134,9 @@ def _jsd(student: Tensor, teacher: Teacher, spec: SdpoSpec) -> tuple[Tensor, ...
     return loss, clipped.mean(-1), (loss < 0).float()
 
 
-def _sampled(student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor) -> tuple[Tensor, ...]:
+def _sampled(
+    student: Tensor, teacher: TeacherDistribution, targets: Tensor, old: Tensor
+) -> tuple[Tensor, ...]:
     if teacher.logits is None:
         raise SpecError(
             "sdpo.variant sampled needs the teacher's whole distribution, for a sampled token may "

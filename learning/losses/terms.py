@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Term:
+class LossTerm:
     """One channel over one micro-batch; its value is total / max(1, count over all of them).
 
     total   scalar with graph
@@ -26,7 +26,7 @@ class Term:
     facts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Tally:
+class LossAccumulator:
     """What the micro-batches of one step add up to, for the channels that weigh something.
 
     `values[channel]` is 0 for a channel without data.
@@ -40,7 +40,7 @@ class Tally:
         self._facts: dict[str, dict[str, float]] = {name: {} for name in weights}
         self._gradients: dict[str, Tensor] = {}
 
-    def add(self, terms: Mapping[str, Term], means: Mapping[str, Tensor]) -> None:
+    def add(self, terms: Mapping[str, LossTerm], means: Mapping[str, Tensor]) -> None:
         """Add a micro-batch: its terms, and their totals over the step's denominators."""
         for name, term in terms.items():
             facts = self._facts[name]

@@ -10,7 +10,8 @@ A query sees every valid token of its prefix and, through `attention_mask`, its 
 
     scores up to SCORE_BYTES    formed at once, in float32, and kept for the backward pass; where
                                 there is none, on a CPU, up to CACHED_SCORE_BYTES
-    more, on CUDA               FlexAttention (`learning.model.flex_attention`), which never forms them
+    more, on CUDA               FlexAttention (`learning.model.flex_attention`), which never forms
+    them
     more, otherwise             formed for a chunk of queries at a time, and again in the backward
                                 pass: no more than a few times SCORE_BYTES, whatever the lengths
 

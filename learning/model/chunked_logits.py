@@ -25,7 +25,7 @@ Reader = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
-class Projection:
+class ChunkedLogits:
     """N tokens' hidden states [N, width] and the tokens [N] that they predict; `project` makes
     logits [n, V] in float32 of [n, width].
 

@@ -29,7 +29,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ProcessGroup:
     """Rank `rank` of `world`; a lone one needs no group and its collectives do nothing.
 
     `device` is where its model lies: "cpu" or "cuda".
@@ -88,12 +88,12 @@ class Ranks:
         ]
 
 
-ALONE = Ranks()
+ALONE = ProcessGroup()
 
 
 def join(
     rank: int, world: int, rendezvous: str, *, device: str = "cpu", timeout_s: float = 60.0
-) -> Ranks:
+) -> ProcessGroup:
     """Meet the other ranks; returns once all `world` of them are there.
 
     `rendezvous` is a URL of torch.distributed: "env://" for MASTER_ADDR and MASTER_PORT,
@@ -102,8 +102,8 @@ def join(
     `timeout_s` seconds fails. Raises RanksLostError when the others do not come.
     """
     if world == 1:
-        return Ranks(device=device)
-    ranks = Ranks(rank, world, device)
+        return ProcessGroup(device=device)
+    ranks = ProcessGroup(rank, world, device)
     with _losing(ranks):
         dist.init_process_group(
             BACKENDS[device],
@@ -115,14 +115,14 @@ def join(
     return ranks
 
 
-def leave(ranks: Ranks) -> None:
+def leave(ranks: ProcessGroup) -> None:
     """Close this rank's connections: another that waits for it fails at once."""
     if ranks.world > 1 and dist.is_initialized():
         dist.destroy_process_group()
 
 
 @contextmanager
-def _losing(ranks: Ranks) -> Iterator[None]:
+def _losing(ranks: ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch's DistError and gloo's own are both

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from protocols.errors import DataError
-from protocols.types import LookUps
+from protocols.types import CacheStats
 
 
 @dataclass(frozen=True)
-class Spill:
+class HostCache:
     """A second place of `max_bytes`: `out` copies a document's KV there, `back` to the device.
 
     Both return a tensor equal to what they were given, and may share no memory with it.
@@ -30,7 +30,7 @@ class Spill:
     back: Callable[[Tensor], Tensor]
 
 
-def host_spill(device: torch.device, max_bytes: int) -> Spill | None:
+def host_spill(device: torch.device, max_bytes: int) -> HostCache | None:
     """Page-locked host memory beside `device`; None on a CPU, whose own memory that would be:
     there the first bound is the only one."""
     if device.type == "cpu":
@@ -41,13 +41,14 @@ def host_spill(device: torch.device, max_bytes: int) -> Spill | None:
         return torch.empty(kv.shape, dtype=kv.dtype, pin_memory=pinned).copy_(kv)
 
     # Page-locked memory is not given to another before the copies from it have ended.
-    return Spill(max_bytes, out, lambda kv: kv.to(device, non_blocking=pinned))
+    return HostCache(max_bytes, out, lambda kv: kv.to(device, non_blocking=pinned))
 
 
-class DocumentCache:
+class DocumentKVCache:
     """Least-recently-used cache of document KV [L, 2, H_kv, T, D], bounded in bytes.
 
-    `read` computes the KV of a token sequence (`learning.model.loading.document_kv` bound to a model), on
+    `read` computes the KV of a token sequence (`learning.model.loading.document_kv` bound to a
+    model), on
     the device. A document is held on the device or in `spill`, never in both. `counts` are those
     since the start.
     """
@@ -57,7 +58,7 @@ class DocumentCache:
         read: Callable[[tuple[int, ...]], Tensor],
         documents: Mapping[str, tuple[int, ...]],
         max_bytes: int,
-        spill: Spill | None = None,
+        spill: HostCache | None = None,
     ) -> None:
         self._read = read
         self._documents = dict(documents)
@@ -77,8 +78,8 @@ class DocumentCache:
         return sum(kv.nbytes for kv in self._spilled.values())
 
     @property
-    def counts(self) -> LookUps:
-        return LookUps(self.hits, self.host_hits, self.misses, self.evictions)
+    def counts(self) -> CacheStats:
+        return CacheStats(self.hits, self.host_hits, self.misses, self.evictions)
 
     def __contains__(self, name: str) -> bool:
         return name in self._documents

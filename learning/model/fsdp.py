@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.model.distributed import Ranks
+from learning.model.distributed import ProcessGroup
 
 # torch's distributed tensors, too, are imported where they are used: a second, and who has a model
 # has them already.
-if TYPE_CHECKING:  # importing it takes seconds, which learning.model.loading leaves to who loads one
+if (
+    TYPE_CHECKING
+):  # importing it takes seconds, which learning.model.loading leaves to who loads one
     from transformers import PreTrainedModel
 
 
-def shard_base(model: PreTrainedModel, ranks: Ranks) -> None:
+def shard_base(model: PreTrainedModel, ranks: ProcessGroup) -> None:
     """Leave each rank its share of every parameter, in place. One rank alone keeps all.
 
     The model is whole on every rank before, in the memory of its host; on "cuda" its shares move

@@ -68,7 +68,7 @@ class EvalRow(TypedDict):
     forgetting: Forgetting | None
 
 
-class Pair(TypedDict):
+class PairedDifference(TypedDict):
     """What arm `b` has over arm `a`, question by question, by a paired bootstrap.
 
     `{"a": "offline", "b": "on_policy", "difference": 0.031, "ci95": [-0.01, 0.07], "share": 0.14}`:
@@ -108,7 +108,7 @@ class Evaluation(TypedDict):
     resampled: Literal["documents", "questions"]
     clusters: int
     rows: list[EvalRow]
-    pairs: list[Pair]
+    pairs: list[PairedDifference]
     contamination: Contamination
     notes: list[str]
     spec: dict[str, int | str | None]

@@ -101,7 +101,7 @@ class RolloutRow:
     composed: tuple[str, ...] = ()
 
 
-class Seconds(TypedDict):
+class StepSeconds(TypedDict):
     """Wall seconds of one step and of its parts, the field `seconds` of a "step" event.
 
     `{"time": "2026-07-26T10:15:42.120Z", "event": "step", "arm": "on_policy", "step": 12,
@@ -121,7 +121,7 @@ class Seconds(TypedDict):
     step: float
 
 
-class Populations(TypedDict):
+class PopulationMeans(TypedDict):
     """What runs of recursive self-aggregation came to: means over the questions.
 
     `{"accuracy": [0.52, 0.61, 0.66], "majority_vote": 0.7, "pass_at_n": 0.81}`: `accuracy` is the
@@ -147,7 +147,7 @@ class Agreement(TypedDict):
     tokens: int
 
 
-class Measured(TypedDict):
+class MeasuredAccuracy(TypedDict):
     """Accuracy on n held-out questions; answers that name no option count as wrong and apart.
 
     `{"accuracy": 0.88, "ci95": [0.828, 0.918], "n": 200, "parse_failures": 1}`. With `populations`
@@ -159,15 +159,15 @@ class Measured(TypedDict):
     ci95: list[float]
     n: int
     parse_failures: int
-    populations: NotRequired[Populations]
+    populations: NotRequired[PopulationMeans]
     agreement: NotRequired[Agreement]
     f1: NotRequired[float]
 
 
-class ArmResult(Measured):
+class ArmResult(MeasuredAccuracy):
     """Greedy decoding, and the same four numbers sampled (None where only greedy was run)."""
 
-    sampled: Measured | None
+    sampled: MeasuredAccuracy | None
 
 
 class KlResult(TypedDict):
@@ -199,7 +199,7 @@ class Compression(TypedDict):
     ratio: float
 
 
-class Policy(TypedDict):
+class PolicyCounts(TypedDict):
     """What was sampled for training: `{"rollouts": 4800, "tokens": 243600, "stale_tokens": 0}`."""
 
     rollouts: int
@@ -207,7 +207,7 @@ class Policy(TypedDict):
     stale_tokens: int
 
 
-class Results(TypedDict):
+class RunResults(TypedDict):
     """results.json. A run that ended early has the arms it measured and no others.
 
     `phases` is mean seconds per phase, `orchestration_share` the part of a step that is not model
@@ -218,7 +218,7 @@ class Results(TypedDict):
     arms: dict[str, ArmResult]
     kl: KlResult
     compression: Compression
-    policy: Policy
+    policy: PolicyCounts
     phases: dict[str, float]
     orchestration_share: float
     wall_seconds: float

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 
 
-class Spec(BaseModel):
+class SpecSection(BaseModel):
     """Base of every section: frozen, no unknown keys, no silent conversions."""
 
     model_config = ConfigDict(

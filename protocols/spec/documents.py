@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from protocols.spec.base import AsTuple, SpecSection, broken, unique
 from protocols.spec.teacher_replay import EndpointSpec, PriceSpec
-from protocols.spec.base import AsTuple, Spec, broken, unique
 
 StudyKind = Literal["structuring", "summarization", "question", "use_case", "creative"]
 STUDY_KINDS: tuple[StudyKind, ...] = (
@@ -16,7 +16,7 @@ STUDY_KINDS: tuple[StudyKind, ...] = (
 )  # fmt: skip
 
 
-class DocumentsSpec(Spec):
+class DocumentsSpec(SpecSection):
     """Files of data.path; each document has a cartridge of its own."""
 
     text_fields: Annotated[tuple[str, ...], AsTuple] = Field(
@@ -63,7 +63,7 @@ class ApiSpec(EndpointSpec):
     prices: PriceSpec | None = Field(default=None, description="what its tokens cost, for the plan")
 
 
-class SelfStudySpec(Spec):
+class SelfStudySpec(SpecSection):
     """What is asked about the documents: A writes the user's turn, B the answer."""
 
     rows: str | None = Field(

@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from protocols.spec.base import SpecSection, broken
 from protocols.spec.teacher_replay import open_url
-from protocols.spec.base import Spec, broken
 
 EnvironmentKind = Literal["desk", "openenv"]
 
 
-class EnvironmentSpec(Spec):
+class EnvironmentSpec(SpecSection):
     """One environment, for all actors that step it."""
 
     kind: EnvironmentKind = Field(

@@ -18,24 +18,24 @@ from pydantic_core import ErrorDetails
 from protocols.errors import SpecError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MeshSpec
-from protocols.spec.yaml_source import Key, Place, show
+from protocols.spec.yaml_source import Key, SourceLocation, show
 
 
 @dataclass(frozen=True)
-class Fault:
+class SpecProblem:
     """One broken rule. `place` orders faults; `text` is the whole line."""
 
-    place: Place
+    place: SourceLocation
     text: str
 
 
-def fault(rule: str, got: Any, place: Place, key: Key, remedy: str) -> Fault:
+def fault(rule: str, got: Any, place: SourceLocation, key: Key, remedy: str) -> SpecProblem:
     """`rule` without its subject: "must be >= 1". `got` is shown as YAML would write it."""
     text = f"{_leaf(key)} {rule}: got {show(got)} at {place} ({dotted(key)}); {remedy}"
-    return Fault(place, text)
+    return SpecProblem(place, text)
 
 
-def combined(faults: Sequence[Fault]) -> SpecError:
+def combined(faults: Sequence[SpecProblem]) -> SpecError:
     """All faults as one error, a line each, files before the command line and by line number."""
     ordered = sorted(
         dict.fromkeys(faults), key=lambda f: (f.place.line == 0, f.place.source, f.place.line)
@@ -47,13 +47,13 @@ def combined(faults: Sequence[Fault]) -> SpecError:
 
 
 def faults_of(
-    error: ValidationError, model: type[BaseModel], places: Mapping[Key, Place]
-) -> list[Fault]:
+    error: ValidationError, model: type[BaseModel], places: Mapping[Key, SourceLocation]
+) -> list[SpecProblem]:
     """Every fault of a failed validation of `model`; `places` must hold `()`."""
     return [_fault_of(e, model, places) for e in error.errors(include_url=False)]
 
 
-def place_of(key: Key, places: Mapping[Key, Place]) -> Place:
+def place_of(key: Key, places: Mapping[Key, SourceLocation]) -> SourceLocation:
     """Where a key was written; for one that was not, its nearest parent."""
     while key not in places:
         key = key[:-1]
@@ -65,19 +65,19 @@ def dotted(key: Key) -> str:
     return "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in key).lstrip(".")
 
 
-def unknown_key(key: Key, model: type[BaseModel], place: Place) -> Fault:
+def unknown_key(key: Key, model: type[BaseModel], place: SourceLocation) -> SpecProblem:
     """The fault of a key that the section `model` does not have."""
     known, leaf = list(model.model_fields), str(key[-1])
     elsewhere = [k for k in _all_keys() if k.rsplit(".", 1)[-1] == leaf]
     near = difflib.get_close_matches(leaf, known, 1) or elsewhere
     hint = f"did you mean {near[0]}? " if near else ""
-    return Fault(
+    return SpecProblem(
         place,
         f"unknown key {leaf} at {place} ({dotted(key)}); {hint}known here: {', '.join(known)}",
     )
 
 
-def unknown_override(key: Key, place: Place) -> Fault:
+def unknown_override(key: Key, place: SourceLocation) -> SpecProblem:
     """The fault of a `--set` whose first word is neither a mesh's nor a config's."""
     known = dict.fromkeys([*MeshSpec.model_fields, *LearnSpec.model_fields])
     every = _all_keys()
@@ -87,10 +87,12 @@ def unknown_override(key: Key, place: Place) -> Fault:
         or difflib.get_close_matches(str(key[0]), known, 1)
     )
     hint = f"did you mean {near[0]}? " if near else ""
-    return Fault(place, f"unknown key {key[0]} at {place}; {hint}known: {', '.join(known)}")
+    return SpecProblem(place, f"unknown key {key[0]} at {place}; {hint}known: {', '.join(known)}")
 
 
-def _fault_of(error: ErrorDetails, model: type[BaseModel], places: Mapping[Key, Place]) -> Fault:
+def _fault_of(
+    error: ErrorDetails, model: type[BaseModel], places: Mapping[Key, SourceLocation]
+) -> SpecProblem:
     key: Key = error["loc"]
     context: dict[str, Any] = error.get("ctx", {})
     kind, got = error["type"], error["input"]
@@ -107,7 +109,7 @@ def _fault_of(error: ErrorDetails, model: type[BaseModel], places: Mapping[Key, 
         leaf, parent = str(key[-1]), _section_at(model, key[:-1])
         assert parent is not None, key
         what = parent.model_fields[leaf].description
-        return Fault(
+        return SpecProblem(
             place, f"{leaf} must be given: missing at {place} ({dotted(key)}); add {leaf}: ({what})"
         )
     rule, remedy = _rule_of(kind, context, _section_at(model, key), got, error["msg"])

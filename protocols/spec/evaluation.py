@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from protocols.spec.base import Spec
+from protocols.spec.base import SpecSection
 
 
-class EvalSpec(Spec):
+class EvalSpec(SpecSection):
     """The same questions, passages and probes for every arm."""
 
     questions: int = Field(default=200, ge=1, description="most questions about the documents")

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from protocols.spec.base import AsTuple, Spec, broken
+from protocols.spec.base import AsTuple, SpecSection, broken
 
 
-class FrontierArm(Spec):
+class FrontierArm(SpecSection):
     """A strategy with its options, and at most so many tokens."""
 
     strategy: str = Field(min_length=1, description="a name of strategies.catalog")
@@ -23,7 +23,7 @@ class FrontierArm(Spec):
         return " ".join([self.strategy, *told, *([f"budget={self.budget}"] if self.budget else [])])
 
 
-class FrontierSpec(Spec):
+class FrontierSpec(SpecSection):
     """Arms that answer the same held-out questions over the same cartridges."""
 
     questions: int = Field(default=200, ge=1, description="most held-out questions")

@@ -13,13 +13,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import AsTuple, Spec, broken
+from protocols.spec.base import AsTuple, SpecSection, broken
 
 # tcp://host:port; an IPv6 host has brackets. A worker says hello on the next port, so there is one.
 ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})")
 
 
-class KubernetesSpec(Spec):
+class KubernetesSpec(SpecSection):
     """Pods of MonarchMeshes, one mesh for each role."""
 
     namespace: str | None = Field(
@@ -36,7 +36,7 @@ class KubernetesSpec(Spec):
     )
 
 
-class SlurmSpec(Spec):
+class SlurmSpec(SpecSection):
     """One Slurm job, submitted for the run and cancelled at its end."""
 
     nodes: int = Field(default=1, ge=1, description="one worker each; all roles share them")
@@ -52,7 +52,7 @@ class SlurmSpec(Spec):
     )
 
 
-class HostsSpec(Spec):
+class HostsSpec(SpecSection):
     """The machines that the roles are spread over."""
 
     kind: Literal["local", "addresses", "kubernetes", "slurm"] = Field(
@@ -90,7 +90,7 @@ class HostsSpec(Spec):
 
     @field_validator("kubernetes", "slurm")
     @classmethod
-    def _of_its_kind(cls, value: Spec | None, info: ValidationInfo) -> Spec | None:
+    def _of_its_kind(cls, value: SpecSection | None, info: ValidationInfo) -> SpecSection | None:
         kind = info.data.get("kind")
         if value is not None and kind not in (info.field_name, None):
             raise broken(

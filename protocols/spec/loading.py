@@ -19,12 +19,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from protocols.errors import SpecError
-from protocols.spec.learn import LearnSpec
-from protocols.spec.sections import ModelSpec
-from protocols.spec.serving import SERVE_KEYS, ServeSpec
-from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
 from protocols.spec.errors import (
-    Fault,
+    SpecProblem,
     combined,
     dotted,
     fault,
@@ -33,32 +29,36 @@ from protocols.spec.errors import (
     unknown_key,
     unknown_override,
 )
-from protocols.spec.yaml_source import Document, Key, Place, parse_value, read_yaml
+from protocols.spec.learn import LearnSpec
+from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
+from protocols.spec.sections import ModelSpec
+from protocols.spec.serving import SERVE_KEYS, ServeSpec
+from protocols.spec.yaml_source import Key, SourceLocation, YamlDocument, parse_value, read_yaml
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedSpec:
     """A resolved spec and where each of its keys was written."""
 
     spec: RunSpec
-    mesh_places: Mapping[Key, Place]
-    learn_places: Mapping[Key, Place]
+    mesh_places: Mapping[Key, SourceLocation]
+    learn_places: Mapping[Key, SourceLocation]
 
-    def place(self, key: str) -> Place:
+    def place(self, key: str) -> SourceLocation:
         """Where a dotted key was written, or its nearest written parent: `"train.lr"`."""
         path: Key = tuple(key.split("."))
         return place_of(path, self.mesh_places if path[0] in MESH_KEYS else self.learn_places)
 
 
-def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> Loaded:
+def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> LoadedSpec:
     """Read and check a mesh file with its config, `--config` overlays and `--set` overrides.
 
     `sets` are `key.path=value` texts; the value is YAML, and an empty one is null. Raises one
     SpecError with every fault found, a line each with rule, got, file:line, key and remedy.
     """
-    faults: list[Fault] = []
+    faults: list[SpecProblem] = []
     mesh_document = read_yaml(Path(mesh), mesh)
     mesh_values, mesh_places = dict(mesh_document.values), dict(mesh_document.places)
     mesh_sets, learn_sets = _route(sets, faults)
@@ -88,27 +88,27 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
         mesh=_with_local_files(mesh_spec, mesh_places),
         learn=_with_local_paths(learn_spec, learn_places),
     )
-    return Loaded(spec, mesh_places, learn_places)
+    return LoadedSpec(spec, mesh_places, learn_places)
 
 
 @dataclass(frozen=True)
-class LoadedServe:
+class LoadedServeSpec:
     """A resolved spec of a server and where each of its keys was written."""
 
     spec: ServeSpec
-    places: Mapping[Key, Place]
+    places: Mapping[Key, SourceLocation]
 
-    def place(self, key: str) -> Place:
+    def place(self, key: str) -> SourceLocation:
         """Where a dotted key was written, or its nearest written parent: `"http.listen"`."""
         return place_of(tuple(key.split(".")), self.places)
 
 
-def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServe:
+def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServeSpec:
     """Read and check `meshes/serve.yaml` with `--set` overrides.
 
     Raises SpecError as `load_spec` does.
     """
-    faults: list[Fault] = []
+    faults: list[SpecProblem] = []
     document = read_yaml(Path(path), path)
     values, places = dict(document.values), dict(document.places)
     for override in _overrides(sets, faults):
@@ -121,12 +121,12 @@ def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServe:
         raise combined(faults)
     model = _with_local_model(spec.model, place_of(("model", "path"), places).directory)
     library = str(_absolute(spec.library, place_of(("library",), places).directory))
-    return LoadedServe(spec.model_copy(update={"model": model, "library": library}), places)
+    return LoadedServeSpec(spec.model_copy(update={"model": model, "library": library}), places)
 
 
 def load_file(model: type[Model], path: Path) -> Model:
     """Read and check a spec that is one file. Raises SpecError as `load_spec` does."""
-    faults: list[Fault] = []
+    faults: list[SpecProblem] = []
     document = read_yaml(path, str(path))
     spec = _checked(model, document.values, document.places, faults)
     if spec is None:
@@ -143,13 +143,15 @@ def load_resolved(path: Path) -> RunSpec:
 
 
 @dataclass(frozen=True)
-class _Override:
+class SetOverride:
     key: tuple[str, ...]
     value: Any
-    place: Place
+    place: SourceLocation
 
 
-def _route(sets: Sequence[str], faults: list[Fault]) -> tuple[list[_Override], list[_Override]]:
+def _route(
+    sets: Sequence[str], faults: list[SpecProblem]
+) -> tuple[list[SetOverride], list[SetOverride]]:
     """The overrides of the mesh and of the config; what is neither becomes a fault."""
     mesh, learn = [], []
     for override in _overrides(sets, faults):
@@ -162,27 +164,32 @@ def _route(sets: Sequence[str], faults: list[Fault]) -> tuple[list[_Override], l
     return mesh, learn
 
 
-def _overrides(sets: Sequence[str], faults: list[Fault]) -> list[_Override]:
+def _overrides(sets: Sequence[str], faults: list[SpecProblem]) -> list[SetOverride]:
     """What `--set` texts say; one that says nothing becomes a fault."""
     found = []
     for text in sets:
-        place = Place(f"--set {text}", 0, Path.cwd())
+        place = SourceLocation(f"--set {text}", 0, Path.cwd())
         name, equals, value_text = text.partition("=")
         key = tuple(part.strip() for part in name.split("."))
         if not equals or not all(key):
             faults.append(
-                Fault(place, f"--set takes key.path=value: got {text!r}; write --set train.lr=0.01")
+                SpecProblem(
+                    place, f"--set takes key.path=value: got {text!r}; write --set train.lr=0.01"
+                )
             )
             continue
         try:
-            found.append(_Override(key, parse_value(value_text, place.source), place))
+            found.append(SetOverride(key, parse_value(value_text, place.source), place))
         except SpecError as error:
-            faults.append(Fault(place, str(error)))
+            faults.append(SpecProblem(place, str(error)))
     return found
 
 
 def _override(
-    values: dict[str, Any], places: dict[Key, Place], override: _Override, faults: list[Fault]
+    values: dict[str, Any],
+    places: dict[Key, SourceLocation],
+    override: SetOverride,
+    faults: list[SpecProblem],
 ) -> None:
     """Set one key, making the mappings on its way."""
     *parents, leaf = override.key
@@ -204,7 +211,7 @@ def _override(
     places[override.key] = override.place
 
 
-def _merge(values: dict[str, Any], places: dict[Key, Place], over: Document) -> None:
+def _merge(values: dict[str, Any], places: dict[Key, SourceLocation], over: YamlDocument) -> None:
     """Lay a document over the values: mappings merge, everything else is replaced."""
 
     def lay(target: dict[str, Any], source: Mapping[str, Any], key: Key) -> None:
@@ -221,7 +228,7 @@ def _merge(values: dict[str, Any], places: dict[Key, Place], over: Document) -> 
     lay(values, over.values, ())
 
 
-def _forget(places: dict[Key, Place], key: Key) -> None:
+def _forget(places: dict[Key, SourceLocation], key: Key) -> None:
     for old in [k for k in places if k[: len(key)] == key]:
         del places[old]
 
@@ -233,7 +240,10 @@ def _expand(values: dict[str, Any], section: str, key: str) -> None:
 
 
 def _checked(
-    model: type[Model], values: Mapping[str, Any], places: Mapping[Key, Place], faults: list[Fault]
+    model: type[Model],
+    values: Mapping[str, Any],
+    places: Mapping[Key, SourceLocation],
+    faults: list[SpecProblem],
 ) -> Model | None:
     try:
         return model.model_validate(values)
@@ -243,8 +253,8 @@ def _checked(
 
 
 def _config_document(
-    values: Mapping[str, Any], places: Mapping[Key, Place], faults: list[Fault]
-) -> Document | None:
+    values: Mapping[str, Any], places: Mapping[Key, SourceLocation], faults: list[SpecProblem]
+) -> YamlDocument | None:
     """The config that a mesh names; a missing file is a fault where the mesh names it."""
     name = values.get("config")
     if not isinstance(name, str) or not name:
@@ -259,11 +269,11 @@ def _config_document(
     return _read(path, _shown(path), faults)
 
 
-def _read(path: Path, source: str, faults: list[Fault]) -> Document | None:
+def _read(path: Path, source: str, faults: list[SpecProblem]) -> YamlDocument | None:
     try:
         return read_yaml(path, source)
     except SpecError as error:
-        faults.append(Fault(Place(source, 0, path.parent), str(error)))
+        faults.append(SpecProblem(SourceLocation(source, 0, path.parent), str(error)))
         return None
 
 
@@ -276,7 +286,7 @@ def _shown(path: Path) -> str:
     return os.path.relpath(text) if Path(text).is_relative_to(Path.cwd()) else text
 
 
-def _with_local_files(spec: MeshSpec, places: Mapping[Key, Place]) -> MeshSpec:
+def _with_local_files(spec: MeshSpec, places: Mapping[Key, SourceLocation]) -> MeshSpec:
     """The spec with the paths of its config and of its certificate absolute."""
     config = str(_absolute(spec.config, places[("config",)].directory))
     pems = {
@@ -288,7 +298,7 @@ def _with_local_files(spec: MeshSpec, places: Mapping[Key, Place]) -> MeshSpec:
     return spec.model_copy(update={"config": config, "control": control})
 
 
-def _with_local_paths(spec: LearnSpec, places: Mapping[Key, Place]) -> LearnSpec:
+def _with_local_paths(spec: LearnSpec, places: Mapping[Key, SourceLocation]) -> LearnSpec:
     """The spec with local paths absolute; hub ids and URLs stay as they are."""
     data, study = spec.data, spec.self_study
     model = _with_local_model(spec.model, place_of(("model", "path"), places).directory)

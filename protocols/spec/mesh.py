@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from protocols.spec.base import SpecSection, broken
 from protocols.spec.hosts import HostsSpec
 from protocols.spec.learn import LearnSpec
 from protocols.spec.services import (
@@ -23,10 +24,9 @@ from protocols.spec.services import (
     TelemetrySpec,
     WatchdogSpec,
 )
-from protocols.spec.base import Spec, broken
 
 
-class RoleSpec(Spec):
+class RoleSpec(SpecSection):
     """How many of a role there are, and what each may use."""
 
     replicas: int = Field(default=1, ge=1, description="copies that share the work")
@@ -63,7 +63,7 @@ class RoleSpec(Spec):
         return value
 
 
-class RolesSpec(Spec):
+class RolesSpec(SpecSection):
     """The roles of cartridge training. A run has those that its channels need (`RunSpec.roles`)."""
 
     generator: RoleSpec = Field(default=RoleSpec(), description="samples with the cartridge")
@@ -85,7 +85,7 @@ CARTRIDGE_READERS = ("generator", HINTED_TEACHER)  # those that read with the ca
 MODEL_ROLES = ("generator", *TEACHERS, "trainer")  # those that load the model
 
 
-class MeshSpec(Spec):
+class MeshSpec(SpecSection):
     """A mesh, `meshes/*.yaml`."""
 
     name: str = Field(description="names the run directory: lower-case letters, digits and _")
@@ -140,7 +140,7 @@ class MeshSpec(Spec):
         return value
 
 
-class RunSpec(Spec):
+class RunSpec(SpecSection):
     """One run, resolved: local paths are absolute, every default is filled in, no secrets."""
 
     mesh: MeshSpec = Field(description="where it runs")

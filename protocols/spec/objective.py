@@ -12,11 +12,11 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from protocols.spec.base import SpecSection, broken
 from protocols.spec.environment import EnvironmentSpec
-from protocols.spec.base import Spec, broken
 
 
-class LossSpec(Spec):
+class LossSpec(SpecSection):
     """doc_kl: student against teacher on the sampled tokens, nats per token."""
 
     direction: Literal["forward", "reverse", "jsd", "cross_entropy"] = Field(
@@ -44,7 +44,7 @@ class LossSpec(Spec):
         return value
 
 
-class MismatchSpec(Spec):
+class MismatchSpec(SpecSection):
     """What to do where sampler and trainer disagree on a token's probability."""
 
     level: Literal["token", "sequence"] = Field(
@@ -58,7 +58,7 @@ class MismatchSpec(Spec):
     low: float = Field(default=0.5, gt=0, le=1, description="smallest weight, of band")
 
 
-class GrpoSpec(Spec):
+class GrpoSpec(SpecSection):
     """The policy gradient over verifiable rewards."""
 
     baseline: Literal["grpo", "dr_grpo", "rloo"] = Field(
@@ -93,7 +93,7 @@ class GrpoSpec(Spec):
         return value
 
 
-class SdpoSpec(Spec):
+class SdpoSpec(SpecSection):
     """Self-distillation from the model that has read a hint."""
 
     variant: Literal["jsd", "sampled"] = Field(
@@ -113,7 +113,7 @@ class SdpoSpec(Spec):
         return value
 
 
-class DpoSpec(Spec):
+class DpoSpec(SpecSection):
     """Preferences of external teachers."""
 
     variant: Literal["dpo", "dpo_length_normalised"] = Field(
@@ -146,7 +146,7 @@ class DpoSpec(Spec):
         return value
 
 
-class ObjectiveSpec(Spec):
+class ObjectiveSpec(SpecSection):
     """Weights and forms of the channels; doc_kl's form is the section `loss` beside this one."""
 
     w_doc: float = Field(default=1.0, ge=0, description="weight of document distillation")
@@ -175,7 +175,7 @@ class ObjectiveSpec(Spec):
         return self.w_rl > 0 or self.alpha > 0 or self.beta > 0
 
 
-class EpisodesSpec(Spec):
+class EpisodesSpec(SpecSection):
     """Episodes of several turns with an environment's tools, sampled in groups."""
 
     environment: EnvironmentSpec = Field(

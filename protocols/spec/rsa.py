@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import Spec, broken
+from protocols.spec.base import SpecSection, broken
 
 ProblemKind = Literal["clinic", "sentences", "reasoning_gym", "verifiers"]
 OF_DOCUMENTS = ("clinic", "sentences")
 
 
-class ProblemsSpec(Spec):
+class ProblemsSpec(SpecSection):
     """Where problems come from, and who judges their answers."""
 
     kind: ProblemKind = Field(
@@ -64,7 +64,7 @@ class ProblemsSpec(Spec):
         return value
 
 
-class RsaSpec(Spec):
+class RsaSpec(SpecSection):
     """Recursive self-aggregation, as rollouts to train on."""
 
     M: int = Field(default=1, ge=1, description="islands, a power of two")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from protocols.rsa import shape_fault
+from protocols.spec.base import broken
 from protocols.spec.rsa import OF_DOCUMENTS, RsaSpec
 from protocols.spec.sections import LearnSections
-from protocols.spec.base import broken
 
 
 def across_sections(spec: LearnSections) -> None:

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from protocols.spec.base import AsTuple, SpecSection, broken, unique
 from protocols.spec.documents import DocumentsSpec, SelfStudySpec
 from protocols.spec.objective import EpisodesSpec, LossSpec, ObjectiveSpec
-from protocols.spec.teacher_replay import ReplaySpec
 from protocols.spec.rsa import RsaSpec
-from protocols.spec.base import AsTuple, Spec, broken, unique
+from protocols.spec.teacher_replay import ReplaySpec
 
 Arm = Literal["none", "document", "untrained", "offline", "on_policy"]
 Init = Literal[
@@ -20,7 +20,7 @@ Init = Literal[
 ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy")
 
 
-class ShapeSpec(Spec):
+class ShapeSpec(SpecSection):
     """A Llama-like model's shape, for a plan where its config.json is not at hand."""
 
     layers: int = Field(ge=1, description="transformer layers")
@@ -40,7 +40,7 @@ class ShapeSpec(Spec):
         return value
 
 
-class ModelSpec(Spec):
+class ModelSpec(SpecSection):
     """The frozen base model."""
 
     path: str = Field(
@@ -63,7 +63,7 @@ def _join_paths(value: Any) -> Any:
 JoinedPaths = BeforeValidator(_join_paths)
 
 
-class DataSpec(Spec):
+class DataSpec(SpecSection):
     """Patients, their documents and their questions."""
 
     source: Literal["clinic", "longhealth", "desk", "primer", "documents"] = Field(
@@ -133,7 +133,7 @@ class DataSpec(Spec):
         return value
 
 
-class CartridgeSpec(Spec):
+class CartridgeSpec(SpecSection):
     """The trainable KV prefix of one document."""
 
     tokens: int = Field(ge=2, description="KV positions P of a cartridge, tokens")
@@ -156,7 +156,7 @@ class CartridgeSpec(Spec):
         return value
 
 
-class RolloutSpec(Spec):
+class RolloutSpec(SpecSection):
     """The student's own sampling, on self-study prompts."""
 
     prompts: int = Field(ge=1, description="prompts a step, over all documents")
@@ -181,7 +181,7 @@ class RolloutSpec(Spec):
     _kinds_once = field_validator("kinds")(unique)
 
 
-class GeneratorSpec(Spec):
+class GeneratorSpec(SpecSection):
     """What runs the generators. All but `backend` belongs to vLLM's engine."""
 
     backend: Literal["torch", "vllm"] = Field(
@@ -207,7 +207,7 @@ class GeneratorSpec(Spec):
     )
 
 
-class TeacherSpec(Spec):
+class TeacherSpec(SpecSection):
     """The same model with the whole document in context."""
 
     top_k: int | Literal["full"] = Field(
@@ -234,7 +234,7 @@ class TeacherSpec(Spec):
         return value
 
 
-class WarmStartSpec(Spec):
+class WarmStartSpec(SpecSection):
     """The hybrid: first on text that the teacher wrote, then on policy."""
 
     steps: int = Field(ge=1, description="most steps on the teacher's text")
@@ -249,7 +249,7 @@ class WarmStartSpec(Spec):
     )
 
 
-class TrainSpec(Spec):
+class TrainSpec(SpecSection):
     """The optimiser: Adam on the cartridges alone."""
 
     steps: int = Field(ge=1, description="optimiser steps of the run")
@@ -304,7 +304,7 @@ class TrainSpec(Spec):
         return value
 
 
-class EvaluateSpec(Spec):
+class EvaluateSpec(SpecSection):
     """Held-out questions, and the arms that answer them."""
 
     arms: Annotated[tuple[Arm, ...], AsTuple] = Field(
@@ -340,7 +340,7 @@ class EvaluateSpec(Spec):
         return value
 
 
-class LearnSections(Spec):
+class LearnSections(SpecSection):
     """All sections of a learning config, without the rules between them."""
 
     model: ModelSpec = Field(description="the frozen base model")

@@ -10,14 +10,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import AsTuple, Spec, broken
+from protocols.spec.base import AsTuple, SpecSection, broken
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 SinkName = Literal["tensorboard", "wandb", "otlp"]
 RouterName = Literal["round_robin", "least_loaded", "session"]
 
 
-class HealthSpec(Spec):
+class HealthSpec(SpecSection):
     """When a silent replica is doubted, and when it is given up and replaced."""
 
     heartbeat_s: float = Field(default=0.5, gt=0, description="seconds between two heartbeats")
@@ -45,7 +45,7 @@ class HealthSpec(Spec):
         return value
 
 
-class AutoscaleSpec(Spec):
+class AutoscaleSpec(SpecSection):
     """A pool's size by its load: ongoing and waiting requests per replica."""
 
     min: int = Field(ge=1, description="fewest replicas")
@@ -70,7 +70,7 @@ class AutoscaleSpec(Spec):
         return value
 
 
-class ControlSpec(Spec):
+class ControlSpec(SpecSection):
     """The gRPC control plane. Its address is in the run directory's endpoints.json."""
 
     listen: str = Field(
@@ -106,7 +106,7 @@ class ControlSpec(Spec):
         return value
 
 
-class TelemetrySpec(Spec):
+class TelemetrySpec(SpecSection):
     """What is seen of a run beside its JSON lines, which are always there."""
 
     metrics: str | None = Field(
@@ -123,7 +123,7 @@ class TelemetrySpec(Spec):
         return None if value is None else host_and_port(value)
 
 
-class WatchdogSpec(Spec):
+class WatchdogSpec(SpecSection):
     """When a run that makes no progress is called stalled."""
 
     stall_s: float = Field(

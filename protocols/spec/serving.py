@@ -7,13 +7,13 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from protocols.spec.base import SpecSection, broken
+from protocols.spec.mesh import RoleSpec
 from protocols.spec.sections import GeneratorSpec, ModelSpec
 from protocols.spec.services import LOOPBACK, HealthSpec, host_and_port
-from protocols.spec.mesh import RoleSpec
-from protocols.spec.base import Spec, broken
 
 
-class ServeRolesSpec(Spec):
+class ServeRolesSpec(SpecSection):
     """The roles behind the door."""
 
     generator: RoleSpec = Field(
@@ -21,7 +21,7 @@ class ServeRolesSpec(Spec):
     )
 
 
-class HttpSpec(Spec):
+class HttpSpec(SpecSection):
     """The door: where it listens, who may come in, how much, how long."""
 
     listen: str = Field(
@@ -72,7 +72,7 @@ class HttpSpec(Spec):
         return value
 
 
-class ServeSpec(Spec):
+class ServeSpec(SpecSection):
     """A door with its generators, `meshes/serve.yaml`."""
 
     name: str = Field(description="names the base model on the wire: letters, digits and . _ / -")

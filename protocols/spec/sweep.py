@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from protocols.spec.base import AsTuple, Spec, broken
+from protocols.spec.base import AsTuple, SpecSection, broken
 
 Sets = dict[str, Any]  # dotted key of the mesh or the config -> value
 
 
-class VariantSpec(Spec):
+class VariantSpec(SpecSection):
     """A way to train, and which of the run's arms are shown, under which name."""
 
     set: Sets = Field(default={}, description="keys that it sets, over the sweep's own")
@@ -23,7 +23,7 @@ class VariantSpec(Spec):
     )
 
 
-class SweepSpec(Spec):
+class SweepSpec(SpecSection):
     """Every combination of the axes' values, trained in every variant, over seeds."""
 
     name: str = Field(pattern=r"^[a-z0-9_-]+$", description="names the folder of its results")

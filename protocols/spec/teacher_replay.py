@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import AsTuple, Spec, broken
+from protocols.spec.base import AsTuple, SpecSection, broken
 
 Provider = Literal["openai", "anthropic"]
 OFFICIAL_URLS: dict[Provider, str] = {
@@ -29,7 +29,7 @@ def open_url(value: str, example: str, remedy: str) -> str:
     return value.rstrip("/")
 
 
-class PriceSpec(Spec):
+class PriceSpec(SpecSection):
     """Dollars per million tokens, in steps of 0.001: `PriceSpec(input=1.25, output=10.0)`."""
 
     input: float = Field(ge=0, description="dollars per million tokens read")
@@ -46,7 +46,7 @@ class PriceSpec(Spec):
         return value
 
 
-class EndpointSpec(Spec):
+class EndpointSpec(SpecSection):
     """An external model: who serves it, where, and which variable holds the key."""
 
     provider: Provider = Field(description="which wire format its server speaks")
@@ -80,7 +80,7 @@ class EndpointSpec(Spec):
         return value
 
 
-class TeacherSpec(EndpointSpec):
+class ReplayTeacherSpec(EndpointSpec):
     """One external teacher. Limits hold over all actors that ask it."""
 
     name: str = Field(min_length=1, description="its name in votes and in the ledger")
@@ -112,7 +112,7 @@ class TeacherSpec(EndpointSpec):
     )
 
 
-class GateSpec(Spec):
+class GateSpec(SpecSection):
     """Where a vote can matter: the value of information."""
 
     everywhere: bool = Field(default=False, description="ask in every state")
@@ -122,7 +122,7 @@ class GateSpec(Spec):
     )
 
 
-class LocalSpec(Spec):
+class LocalSpec(SpecSection):
     """A provider of our own on loopback in the teachers' place, for demos and tests: it reads the
     desk's handbook. No key is needed, and its prices are paid in no money."""
 
@@ -133,10 +133,10 @@ class LocalSpec(Spec):
     seed: int = Field(default=0, ge=0, description="seed of its mistakes and failures")
 
 
-class ReplaySpec(Spec):
+class ReplaySpec(SpecSection):
     """The teachers, how their votes are counted, and what they may cost together."""
 
-    teachers: Annotated[tuple[TeacherSpec, ...], AsTuple] = Field(
+    teachers: Annotated[tuple[ReplayTeacherSpec, ...], AsTuple] = Field(
         min_length=1, description="who votes"
     )
     quorum: int = Field(default=2, ge=1, description="equal votes that make a preference")
@@ -151,7 +151,9 @@ class ReplaySpec(Spec):
 
     @field_validator("teachers")
     @classmethod
-    def _have_names_of_their_own(cls, value: tuple[TeacherSpec, ...]) -> tuple[TeacherSpec, ...]:
+    def _have_names_of_their_own(
+        cls, value: tuple[ReplayTeacherSpec, ...]
+    ) -> tuple[ReplayTeacherSpec, ...]:
         names = [teacher.name for teacher in value]
         if twice := sorted({n for n in names if names.count(n) > 1}):
             raise broken("must have names of their own", f"rename the second {twice[0]}")

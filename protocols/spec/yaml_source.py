@@ -20,8 +20,8 @@ Key = tuple[str | int, ...]  # ("evaluate", "arms", 2)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a value was written: `Place("meshes/x.yaml", 14, Path("meshes"))`.
+class SourceLocation:
+    """Where a value was written: `SourceLocation("meshes/x.yaml", 14, Path("meshes"))`.
 
     `line` counts from 1; 0 means no line (an override on the command line, a missing file).
     Relative paths in the value start at `directory`.
@@ -36,11 +36,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Document:
+class YamlDocument:
     """What a file says and where: `places` holds every key and list item; `()` is the file."""
 
     values: dict[str, Any]
-    places: Mapping[Key, Place]
+    places: Mapping[Key, SourceLocation]
 
 
 _CORE_TYPES: tuple[tuple[str, str, str], ...] = (  # (tag, pattern, first characters)
@@ -55,7 +55,7 @@ _CORE_TYPES: tuple[tuple[str, str, str], ...] = (  # (tag, pattern, first charac
 )
 
 
-class _Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own hook
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -68,7 +68,7 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-class _Dumper(yaml.SafeDumper):
+class YamlDumper(yaml.SafeDumper):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own hook
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
@@ -76,7 +76,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _tag, _pattern, _first in _CORE_TYPES:
-    for _class in (_Loader, _Dumper):
+    for _class in (YamlLoader, YamlDumper):
         _class.add_implicit_resolver(
             f"tag:yaml.org,2002:{_tag}",
             re.compile(rf"^(?:{_pattern})$"),
@@ -84,7 +84,7 @@ for _tag, _pattern, _first in _CORE_TYPES:
         )
 
 
-def read_yaml(path: Path, source: str) -> Document:
+def read_yaml(path: Path, source: str) -> YamlDocument:
     """The mapping in a YAML file; `source` is how messages name it.
 
     Raises SpecError, one line with file and line, when the file cannot be read, is not UTF-8, is
@@ -107,7 +107,7 @@ def read_yaml(path: Path, source: str) -> Document:
     return parse_document(text, source, path.parent)
 
 
-def parse_document(text: str, source: str, directory: Path) -> Document:
+def parse_document(text: str, source: str, directory: Path) -> YamlDocument:
     """The mapping in a YAML text, with places. Raises SpecError as `read_yaml` does."""
     values, places = _parse(text, source, directory)
     if values is None:
@@ -117,7 +117,7 @@ def parse_document(text: str, source: str, directory: Path) -> Document:
             f"the file must be a mapping of keys: got {show(values)} at {places[()]}; "
             "write `key: value` lines"
         )
-    return Document(values, places)
+    return YamlDocument(values, places)
 
 
 def parse_value(text: str, source: str) -> Any:
@@ -131,7 +131,7 @@ def parse_value(text: str, source: str) -> Any:
 def dump_yaml(values: Mapping[str, Any]) -> str:
     """Block-style YAML that `read_yaml` reads back as the same values."""
     # Characters beyond ASCII are escaped: PyYAML does not read all of them back as it wrote them.
-    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, default_flow_style=False)
+    return yaml.dump(dict(values), Dumper=YamlDumper, sort_keys=False, default_flow_style=False)
 
 
 def show(value: Any) -> str:
@@ -149,14 +149,14 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _parse(text: str, source: str, directory: Path) -> tuple[Any, dict[Key, Place]]:
-    places: dict[Key, Place] = {}
+def _parse(text: str, source: str, directory: Path) -> tuple[Any, dict[Key, SourceLocation]]:
+    places: dict[Key, SourceLocation] = {}
     try:
-        loader = _Loader(text)
+        loader = YamlLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None, places
-        places[()] = Place(source, node.start_mark.line + 1, directory)
+        places[()] = SourceLocation(source, node.start_mark.line + 1, directory)
         return _build(loader, node, (), places), places
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -180,7 +180,7 @@ def _syntax_message(error: yaml.MarkedYAMLError, source: str, line: int) -> str:
     return f"the text must be valid YAML: {what} at {source}:{line + 1}; {remedy}"
 
 
-def _build(loader: _Loader, node: yaml.Node, key: Key, places: dict[Key, Place]) -> Any:
+def _build(loader: YamlLoader, node: yaml.Node, key: Key, places: dict[Key, SourceLocation]) -> Any:
     """The node's value; writes the place of every key and item beneath `key`."""
     here = places[key]
     if isinstance(node, yaml.MappingNode):
@@ -199,14 +199,16 @@ def _build(loader: _Loader, node: yaml.Node, key: Key, places: dict[Key, Place])
                     "remove one",
                     problem_mark=key_node.start_mark,
                 )
-            places[child] = Place(here.source, key_node.start_mark.line + 1, here.directory)
+            places[child] = SourceLocation(
+                here.source, key_node.start_mark.line + 1, here.directory
+            )
             mapping[name] = _build(loader, value_node, child, places)
         return mapping
     if isinstance(node, yaml.SequenceNode):
         items = []
         for index, item in enumerate(node.value):
             child = (*key, index)
-            places[child] = Place(here.source, item.start_mark.line + 1, here.directory)
+            places[child] = SourceLocation(here.source, item.start_mark.line + 1, here.directory)
             items.append(_build(loader, item, child, places))
         return items
     try:

@@ -7,8 +7,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from protocols.wire import control_pb2 as pb
 from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
+from protocols.wire import control_pb2 as pb
 
 CONTROL = pb.DESCRIPTOR.services_by_name["Control"].full_name
 RUN_KEY = "forge-run"  # the metadata key in which a client names the run that it means

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from protocols.teacher_replay import Role, Tool
+from protocols.teacher_replay import AgentTool, Role
 
 MAX_SEED = 2**63 - 1
 MAX_COMPOSED = 8  # cartridges before one prompt
@@ -82,24 +82,24 @@ class HarnessRequest(BaseModel):
     stream_options: StreamOptions | None = None
 
     @property
-    def offered(self) -> tuple[Tool, ...]:
+    def offered(self) -> tuple[AgentTool, ...]:
         functions = [tool.function for tool in self.tools or ()]
-        return tuple(Tool(f.name, f.description or "", f.parameters or {}) for f in functions)
+        return tuple(AgentTool(f.name, f.description or "", f.parameters or {}) for f in functions)
 
 
 # What the server takes
 
 
-class Wire(BaseModel):
+class RequestPart(BaseModel):
     """A part of a request: no unknown fields, no silent conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class TextPart(HarnessText, Wire): ...
+class TextPart(HarnessText, RequestPart): ...
 
 
-class ChatMessage(HarnessMessage, Wire):
+class ChatMessage(HarnessMessage, RequestPart):
     content: str | list[TextPart] | None = None
     name: str | None = Field(None, description="taken and left alone")
     # What clients send back of an answer of ours; none of it may hold anything.
@@ -111,11 +111,11 @@ class ChatMessage(HarnessMessage, Wire):
     tool_call_id: str | None = None
 
 
-class ServedStreamOptions(StreamOptions, Wire):
+class ServedStreamOptions(StreamOptions, RequestPart):
     include_obfuscation: Literal[False] | None = Field(None, description="not served")
 
 
-class ForgeOptions(Wire):
+class ForgeOptions(RequestPart):
     """The extension field `forge`: which cartridges, and which strategy to answer with."""
 
     cartridge: CartridgeText | None = Field(None, description="NAME, NAME@3 or NAME@latest")
@@ -130,7 +130,7 @@ class ForgeOptions(Wire):
     budget: int | None = Field(None, ge=1, description="most tokens that the strategy may sample")
 
 
-class SamplingFields(Wire):
+class SamplingFields(RequestPart):
     """What both OpenAI endpoints take."""
 
     model: str = Field(max_length=320, description="BASE[+CARTRIDGE[@VERSION]][:STRATEGY]")
@@ -159,7 +159,7 @@ class SamplingFields(Wire):
     logit_bias: dict[str, float] | None = Field(None, max_length=0)
 
 
-class TextFormat(Wire):
+class TextFormat(RequestPart):
     type: Literal["text"]
 
 
@@ -200,14 +200,14 @@ class CompletionRequest(SamplingFields):
 # What the server answers
 
 
-class Told(BaseModel):
+class ResponsePart(BaseModel):
     """A part of an answer: what was not set is left out."""
 
     def plain(self) -> dict[str, Any]:
         return self.model_dump(exclude_unset=True)
 
 
-class Usage(Told):
+class TokenUsage(ResponsePart):
     """Tokens, as they were read and sampled. A cartridge's tokens are no prompt tokens: they were
     not sent and not read; `forge.cartridge_tokens` has them."""
 
@@ -216,21 +216,21 @@ class Usage(Told):
     total_tokens: int
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> Usage:
-    return Usage(
+def usage(prompt_tokens: int, completion_tokens: int) -> TokenUsage:
+    return TokenUsage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
     )
 
 
-class CartridgeTold(Told):
+class CartridgeInfo(ResponsePart):
     name: str
     version: int
     tokens: int = Field(description="KV positions of the cartridge")
 
 
-class StrategyTold(Told):
+class StrategyInfo(ResponsePart):
     """How a strategy came to its answer."""
 
     name: str
@@ -244,25 +244,25 @@ class StrategyTold(Told):
     details: dict[str, Any] = Field(description="votes, steps with scores, populations")
 
 
-class ForgeTold(Told):
+class ForgeExtension(ResponsePart):
     """The extension field `forge` of an answer."""
 
     seed: int = Field(description="gives this answer again")
-    cartridge: CartridgeTold | None = None
-    cartridges: list[CartridgeTold] | None = Field(None, description="several, as composed")
+    cartridge: CartridgeInfo | None = None
+    cartridges: list[CartridgeInfo] | None = Field(None, description="several, as composed")
     cartridge_tokens: int = Field(description="KV positions before each prompt, 0 for none")
-    strategy: StrategyTold | None = None
+    strategy: StrategyInfo | None = None
 
 
-class CompletionHead(Told):
+class CompletionHead(ResponsePart):
     """What both endpoints' answers and chunks have. In a stream `usage` is there with
     include_usage, null but in the last chunk, and `forge` with the reason to end."""
 
     id: str
     created: int
     model: str
-    usage: Usage | None = None
-    forge: ForgeTold | None = None
+    usage: TokenUsage | None = None
+    forge: ForgeExtension | None = None
 
 
 class TopLogprob(BaseModel):
@@ -282,7 +282,7 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
-class AnswerMessage(Told):
+class AnswerMessage(ResponsePart):
     """The message of a choice, or the delta of a chunk's."""
 
     role: Literal["assistant"] = "assistant"
@@ -290,7 +290,7 @@ class AnswerMessage(Told):
     refusal: None = None
 
 
-class ChatChoice(Told):
+class ChatChoice(ResponsePart):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
@@ -303,7 +303,7 @@ class ChatCompletion(CompletionHead):
     system_fingerprint: str | None = None
 
 
-class ChunkChoice(Told):
+class ChunkChoice(ResponsePart):
     index: int
     delta: AnswerMessage
     logprobs: ChatLogprobs | None

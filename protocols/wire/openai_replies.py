@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from protocols.teacher_replay import Usage
+from protocols.teacher_replay import TeacherUsage
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ChatReply:
     text: str
     refused: bool
     cut: bool
-    usage: Usage
+    usage: TeacherUsage
     calls: tuple[FunctionCall, ...] = ()
 
 
@@ -93,7 +93,7 @@ def _reason(reply: ChatReply) -> str:
     return "tool_calls" if reply.calls else "length" if reply.cut else "stop"
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: TeacherUsage) -> dict[str, Any]:
     read = usage.input_tokens + usage.cached_tokens
     return {
         "prompt_tokens": read,

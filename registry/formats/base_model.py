@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from registry.formats.cartridge_file import POST_ROPE, Cartridge
 from protocols.errors import DataError
+from registry.formats.cartridge_file import POST_ROPE, CartridgeFile
 
 # Of a config.json, what says how it was saved and not what the model computes.
 VOLATILE = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 
 @dataclass(frozen=True)
-class Base:
-    """A model, as far as cartridges must fit it: `Base(4, 2, 32, 4096, "9f..")`.
+class BaseModelInfo:
+    """A model, as far as cartridges must fit it: `BaseModelInfo(4, 2, 32, 4096, "9f..")`.
 
     `context` is the most positions that it was made for, `config_sha256` that of its config.json,
     `rope` its rotation, or empty where the config says none, `name` what it is called.
@@ -33,12 +33,12 @@ class Base:
     name: str = ""
 
 
-def read_base(model: Path) -> Base:
+def read_base(model: Path) -> BaseModelInfo:
     """The shape in a model's config.json. Raises DataError."""
     try:
         config = json.loads((model / "config.json").read_bytes())
         heads = config["num_attention_heads"]
-        return Base(
+        return BaseModelInfo(
             layers=config["num_hidden_layers"],
             kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
@@ -81,7 +81,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": float(theta), "rope_type": kind[0] if kind else "default", **stated}
 
 
-def misfits(cartridge: Cartridge, base: Base) -> list[str]:
+def misfits(cartridge: CartridgeFile, base: BaseModelInfo) -> list[str]:
     """Why the cartridge cannot stand before the model's prompts; empty where nothing is wrong."""
     facts, found = cartridge.facts, []
     if facts.keys != POST_ROPE:
@@ -115,14 +115,14 @@ def misfits(cartridge: Cartridge, base: Base) -> list[str]:
     return found
 
 
-def require_fit(cartridge: Cartridge, base: Base) -> None:
+def require_fit(cartridge: CartridgeFile, base: BaseModelInfo) -> None:
     """Raises DataError with every reason."""
     found = misfits(cartridge, base)
     if found:
         raise DataError("; ".join(found))
 
 
-def made_for(cartridge: Cartridge, base: Base) -> Cartridge:
+def made_for(cartridge: CartridgeFile, base: BaseModelInfo) -> CartridgeFile:
     """The cartridge with what it did not say of its model, after `require_fit`."""
     facts = cartridge.facts
     return replace(

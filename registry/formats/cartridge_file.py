@@ -62,7 +62,7 @@ _KINDS: dict[str, type] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Cartridge:
+class CartridgeFile:
     """Raises DataError where kv is no [L, 2, H_kv, P, D] of finite numbers, or F is not below P."""
 
     kv: Tensor
@@ -110,7 +110,7 @@ class Cartridge:
     def dtype(self) -> str:
         return str(self.kv.dtype).removeprefix("torch.")
 
-    def to(self, dtype: str) -> Cartridge:
+    def to(self, dtype: str) -> CartridgeFile:
         """The same in another dtype. Raises DataError where a number does not fit it."""
         return replace(self, kv=self.kv.to(DTYPES[dtype]))
 
@@ -120,13 +120,13 @@ class Cartridge:
         told = {"facts": asdict(self.facts), "frozen": self.frozen}
         return json.dumps(told | {"sha256": _sha256(told, self.kv)}, sort_keys=True)
 
-    def with_source(self, source: Mapping[str, Any]) -> Cartridge:
+    def with_source(self, source: Mapping[str, Any]) -> CartridgeFile:
         """The same, and it is known where from."""
         facts = replace(self.facts, source={**self.facts.source, **source})
         return replace(self, facts=facts)
 
 
-def labelled(kv: Tensor, label: str, frozen: int | None = None) -> Cartridge:
+def labelled(kv: Tensor, label: str, frozen: int | None = None) -> CartridgeFile:
     """A cartridge of these numbers and what its label says. `frozen` is what the file says besides.
 
     Raises DataError where they are not those that the label was written for.
@@ -141,7 +141,7 @@ def labelled(kv: Tensor, label: str, frozen: int | None = None) -> Cartridge:
         ) from error
     if stated != found or frozen not in (None, held):
         raise DataError("the cartridge does not match its checksum: it is damaged; fetch it again")
-    return Cartridge(kv, held, facts)
+    return CartridgeFile(kv, held, facts)
 
 
 def _sha256(told: Mapping[str, Any], kv: Tensor) -> str:

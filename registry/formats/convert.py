@@ -6,28 +6,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from registry.formats import forge
-from registry.formats import hazyresearch
-from registry.formats import peft
-from registry.formats import run_checkpoint
-from registry.formats import tokasaurus
-from registry.formats.cartridge_file import DTYPES, Cartridge
 from protocols.errors import DataError
+from registry.formats import forge, hazyresearch, peft, run_checkpoint, tokasaurus
+from registry.formats.cartridge_file import DTYPES, CartridgeFile
 
 
 @dataclass(frozen=True)
-class Format:
+class CartridgeFormat:
     """`read(path)` and `write(cartridge, path, force)`, both of which raise DataError."""
 
-    read: Callable[[Path], Cartridge]
-    write: Callable[[Cartridge, Path, bool], None]
+    read: Callable[[Path], CartridgeFile]
+    write: Callable[[CartridgeFile, Path, bool], None]
 
 
 FORMATS = {
-    "forge": Format(forge.read, forge.write),
-    "hazy": Format(hazyresearch.read, hazyresearch.write),
-    "peft": Format(peft.read, peft.write),
-    "tokasaurus": Format(tokasaurus.read, tokasaurus.write),
+    "forge": CartridgeFormat(forge.read, forge.write),
+    "hazy": CartridgeFormat(hazyresearch.read, hazyresearch.write),
+    "peft": CartridgeFormat(peft.read, peft.write),
+    "tokasaurus": CartridgeFormat(tokasaurus.read, tokasaurus.write),
 }
 RUN = "run"
 
@@ -54,14 +50,14 @@ def detect(path: Path) -> str:
     )
 
 
-def read(path: Path, name: str | None = None) -> Cartridge:
+def read(path: Path, name: str | None = None) -> CartridgeFile:
     """A cartridge of any format; of a run that has several, the one of that name. Raises DataError
     or CheckpointError."""
     found = detect(path)
     return run_checkpoint.read(path, name) if found == RUN else FORMATS[found].read(path)
 
 
-def losses(cartridge: Cartridge, to: str, dtype: str | None) -> list[str]:
+def losses(cartridge: CartridgeFile, to: str, dtype: str | None) -> list[str]:
     """What a conversion would change, or its reader would not take."""
     found = []
     if dtype is not None and cartridge.to(dtype).to(cartridge.dtype).kv.ne(cartridge.kv).any():
@@ -71,7 +67,7 @@ def losses(cartridge: Cartridge, to: str, dtype: str | None) -> list[str]:
 
 
 def convert(
-    cartridge: Cartridge, path: Path, to: str, *, dtype: str | None = None, force: bool = False
+    cartridge: CartridgeFile, path: Path, to: str, *, dtype: str | None = None, force: bool = False
 ) -> None:
     """Write the cartridge as a `to`, in a `dtype` if one is named. Raises DataError."""
     if to not in FORMATS:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from registry.formats.cartridge_file import Cartridge
 from protocols.errors import DataError
+from registry.formats.cartridge_file import CartridgeFile
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class LayerChange:
     values_cosine: float
 
 
-def norms(cartridge: Cartridge) -> list[LayerNorms]:
+def norms(cartridge: CartridgeFile) -> list[LayerNorms]:
     wide = (layer.double() for layer in cartridge.kv)
     return [LayerNorms(*_rms(layer), *_largest(layer)) for layer in wide]
 
 
-def changes(a: Cartridge, b: Cartridge) -> list[LayerChange]:
+def changes(a: CartridgeFile, b: CartridgeFile) -> list[LayerChange]:
     """Raises DataError for cartridges of different shapes."""
     if a.kv.shape != b.kv.shape:
         raise DataError(
@@ -52,7 +52,7 @@ def changes(a: Cartridge, b: Cartridge) -> list[LayerChange]:
     ]  # fmt: skip
 
 
-def differences(a: Cartridge, b: Cartridge) -> list[tuple[str, str, str]]:
+def differences(a: CartridgeFile, b: CartridgeFile) -> list[tuple[str, str, str]]:
     """(what, in a, in b) of shape, dtype, frozen tokens and provenance, where they differ."""
     mine, other = dict(_plain(a)), dict(_plain(b))
     keys = sorted(mine.keys() | other.keys())
@@ -60,12 +60,12 @@ def differences(a: Cartridge, b: Cartridge) -> list[tuple[str, str, str]]:
     return [row for row in told if row[1] != row[2]]
 
 
-def provenance(cartridge: Cartridge) -> list[tuple[str, str]]:
+def provenance(cartridge: CartridgeFile) -> list[tuple[str, str]]:
     """What is known of it, as texts, nested keys with dots."""
     return [(key, value) for key, value in _flat(asdict(cartridge.facts)) if value]
 
 
-def _plain(cartridge: Cartridge) -> Iterator[tuple[str, str]]:
+def _plain(cartridge: CartridgeFile) -> Iterator[tuple[str, str]]:
     yield "shape", str(list(cartridge.kv.shape))
     yield "dtype", cartridge.dtype
     yield "frozen", str(cartridge.frozen)
@@ -80,7 +80,7 @@ def _flat(plain: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]
             yield f"{above}{key}", str(value)
 
 
-def _layers(a: Cartridge, b: Cartridge) -> Iterator[tuple[Tensor, Tensor]]:
+def _layers(a: CartridgeFile, b: CartridgeFile) -> Iterator[tuple[Tensor, Tensor]]:
     for mine, other in zip(a.kv, b.kv, strict=True):
         yield mine.double(), other.double()
 

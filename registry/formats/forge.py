@@ -20,10 +20,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from registry.formats.files import whole
-from registry.formats.cartridge_file import Cartridge, Provenance, labelled
 from protocols.errors import DataError
 from protocols.files import sha256_of
+from registry.formats.cartridge_file import CartridgeFile, Provenance, labelled
+from registry.formats.files import whole
 
 FILE, MANIFEST = "cartridge.safetensors", "manifest.json"
 SCHEMA = 2
@@ -31,7 +31,7 @@ HEADER = "forge"  # of the safetensors' metadata: the cartridge's label
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CartridgeManifest:
     """What is known of a cartridge's file. `name` and `version` are a library's."""
 
     tokens: int
@@ -61,7 +61,7 @@ _OURS = {"config_sha256": "base_config_sha256", "weights_sha256": "base_weights_
          "weights_dtype": "base_weights_dtype"}  # fmt: skip
 
 
-def write(cartridge: Cartridge, path: Path, force: bool = False) -> None:
+def write(cartridge: CartridgeFile, path: Path, force: bool = False) -> None:
     """Write a cartridge's directory. Raises DataError where it cannot."""
     with whole(path, force) as folder:
         folder.mkdir()
@@ -69,7 +69,7 @@ def write(cartridge: Cartridge, path: Path, force: bool = False) -> None:
         write_manifest(folder, manifest_of(cartridge, folder / FILE))
 
 
-def read(path: Path) -> Cartridge:
+def read(path: Path) -> CartridgeFile:
     """Read and verify a cartridge's directory, or its file alone. Raises DataError."""
     if path.is_file():
         return read_file(path)
@@ -86,12 +86,12 @@ def read(path: Path) -> Cartridge:
     return cartridge
 
 
-def write_file(cartridge: Cartridge, file: Path) -> None:
+def write_file(cartridge: CartridgeFile, file: Path) -> None:
     """The safetensors file alone, neither flushed nor renamed."""
     save_file({"kv": cartridge.kv.contiguous()}, file, metadata={HEADER: cartridge.label()})
 
 
-def read_file(file: Path) -> Cartridge:
+def read_file(file: Path) -> CartridgeFile:
     """A file of one tensor "kv", of ours or anyone's. What else its header says is its source, but
     `base_config_sha256`, which is the base model's. Raises DataError."""
     try:
@@ -113,12 +113,14 @@ def read_file(file: Path) -> Cartridge:
         return labelled(kv, metadata[HEADER])
     config = metadata.pop("base_config_sha256", "")
     metadata.pop("format", None)
-    return Cartridge(kv, facts=Provenance(config_sha256=config, source=metadata))
+    return CartridgeFile(kv, facts=Provenance(config_sha256=config, source=metadata))
 
 
-def manifest_of(cartridge: Cartridge, file: Path, name: str = "", version: int = 0) -> Manifest:
+def manifest_of(
+    cartridge: CartridgeFile, file: Path, name: str = "", version: int = 0
+) -> CartridgeManifest:
     """The manifest of a file that holds the cartridge; reads it whole."""
-    return Manifest(
+    return CartridgeManifest(
         tokens=cartridge.tokens, frozen=cartridge.frozen, shape=tuple(cartridge.kv.shape),
         dtype=cartridge.dtype, bytes=file.stat().st_size, sha256=sha256_of(file),
         facts=cartridge.facts, created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -126,13 +128,13 @@ def manifest_of(cartridge: Cartridge, file: Path, name: str = "", version: int =
     )  # fmt: skip
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: CartridgeManifest) -> None:
     plain = manifest.as_dict()
     text = json.dumps(plain | {"manifest_sha256": _sha256(plain)}, indent=1)
     (folder / MANIFEST).write_text(text)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CartridgeManifest:
     """Raises DataError where there is none, or not as it was written."""
     try:
         plain = json.loads((folder / MANIFEST).read_text())
@@ -143,7 +145,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("it does not match its own checksum")
         facts = {key: plain.pop(_OURS.get(key, key)) for key in Provenance.__dataclass_fields__}
         made = {**plain, "shape": tuple(plain["shape"]), "facts": Provenance.from_plain(facts)}
-        return Manifest(**made)
+        return CartridgeManifest(**made)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{folder} has no readable {MANIFEST} ({error}); drop it and add or fetch it again"

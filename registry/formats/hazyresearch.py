@@ -26,21 +26,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
 
-from registry.formats.files import whole
-from registry.formats.cartridge_file import DTYPES, Cartridge, labelled
 from protocols.errors import DataError
+from registry.formats.cartridge_file import DTYPES, CartridgeFile, labelled
+from registry.formats.files import whole
 
 LABEL = "forge"
 SPELLINGS = ("frozen", "fixed")
 
 
-def write(cartridge: Cartridge, path: Path, force: bool = False) -> None:
+def write(cartridge: CartridgeFile, path: Path, force: bool = False) -> None:
     """Write a `.pt`. Raises DataError where it cannot."""
     with whole(path, force) as partial:
         save(cartridge, partial)
 
 
-def save(cartridge: Cartridge, file: Path) -> None:
+def save(cartridge: CartridgeFile, file: Path) -> None:
     """The file alone, neither flushed nor renamed."""
     kept, learned = (
         cartridge.kv[..., : cartridge.frozen, :],
@@ -58,7 +58,7 @@ def save(cartridge: Cartridge, file: Path) -> None:
         torch.save(state, opened)
 
 
-def read(path: Path) -> Cartridge:
+def read(path: Path) -> CartridgeFile:
     """Read a `.pt` of either spelling. Raises DataError; nothing in the file is ever executed."""
     state, size = _load(path), path.stat().st_size
     learned = {kind: _layers(state, f"trainable_{kind}", size) for kind in ("keys", "values")}
@@ -75,7 +75,7 @@ def read(path: Path) -> Cartridge:
     frozen = kept["keys"][0].shape[2]
     if LABEL in state:
         return labelled(whole_kv, state[LABEL], frozen)
-    return Cartridge(whole_kv, frozen)
+    return CartridgeFile(whole_kv, frozen)
 
 
 def _parameters(kv: Tensor, trainable: bool) -> ParameterList:

@@ -17,9 +17,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from registry.formats.files import whole
-from registry.formats.cartridge_file import Cartridge, Provenance, labelled
 from protocols.errors import DataError
+from registry.formats.cartridge_file import CartridgeFile, Provenance, labelled
+from registry.formats.files import whole
 
 CONFIG, WEIGHTS, TENSOR = "adapter_config.json", "adapter_model.safetensors", "prompt_embeddings"
 PICKLE = "adapter_model.bin"
@@ -28,7 +28,7 @@ LABEL = "forge"
 PEFT_VERSION = "0.21.2"  # whose fields these are, and which the tests load them with
 
 
-def write(cartridge: Cartridge, path: Path, force: bool = False) -> None:
+def write(cartridge: CartridgeFile, path: Path, force: bool = False) -> None:
     """Write an adapter's directory. Raises DataError where it cannot."""
     config = {
         "peft_type": KIND,
@@ -54,7 +54,7 @@ def write(cartridge: Cartridge, path: Path, force: bool = False) -> None:
         )  # fmt: skip
 
 
-def read(path: Path) -> Cartridge:
+def read(path: Path) -> CartridgeFile:
     """Read an adapter's directory. Raises DataError."""
     config = _config(path)
     layers, heads, tokens, width = (
@@ -84,7 +84,9 @@ def read(path: Path) -> Cartridge:
     frozen = _size(config, "num_frozen_tokens", least=0)
     if LABEL in metadata:
         return labelled(kv, metadata[LABEL], frozen)
-    return Cartridge(kv, frozen, Provenance(base=str(config.get("base_model_name_or_path") or "")))
+    return CartridgeFile(
+        kv, frozen, Provenance(base=str(config.get("base_model_name_or_path") or ""))
+    )
 
 
 def _config(path: Path) -> dict[str, Any]:

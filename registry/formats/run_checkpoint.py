@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from registry.formats.base_model import model_name, read_base
-from registry.formats.cartridge_file import Cartridge, Provenance
 from learning.checkpoint import MANIFEST, STATE, last_of_arms, list_checkpoints, read_checkpoint
 from protocols.errors import DataError
 from protocols.spec.loading import load_resolved
+from registry.formats.base_model import model_name, read_base
+from registry.formats.cartridge_file import CartridgeFile, Provenance
 
 
 def is_run(path: Path) -> bool:
@@ -46,7 +46,7 @@ def read_cartridges(checkpoint: Path) -> tuple[int, dict[str, Tensor]]:
     return int(facts["version"]), dict(zip(facts["names"], kv, strict=True))
 
 
-def read_all(path: Path, names: Collection[str] | None = None) -> dict[str, Cartridge]:
+def read_all(path: Path, names: Collection[str] | None = None) -> dict[str, CartridgeFile]:
     """Every cartridge of a run's newest checkpoint on policy by name, or those in `names`.
 
     Raises DataError or CheckpointError.
@@ -66,13 +66,13 @@ def read_all(path: Path, names: Collection[str] | None = None) -> dict[str, Cart
         raise DataError(f"the run has no cartridge {missing[0]}; it has {have}")
     made_for, data = _of_spec(run, facts.get("base_hash", ""))
     return {
-        name: Cartridge(part, frozen, made_for).with_source({**source, **data, "name": name})
+        name: CartridgeFile(part, frozen, made_for).with_source({**source, **data, "name": name})
         for name, part in zip(facts["names"], kv, strict=True)
         if names is None or name in names
     }
 
 
-def read(path: Path, name: str | None) -> Cartridge:
+def read(path: Path, name: str | None) -> CartridgeFile:
     """One cartridge of a run; without a name, its only one. Raises DataError or CheckpointError."""
     have = read_all(path, None if name is None else [name])
     if len(have) > 1:

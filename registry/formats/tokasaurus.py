@@ -15,17 +15,17 @@ from typing import Any
 
 import yaml
 
-from registry.formats import hazyresearch
-from registry.formats.files import whole
-from registry.formats.cartridge_file import Cartridge
 from protocols.errors import DataError
+from registry.formats import hazyresearch
+from registry.formats.cartridge_file import CartridgeFile
+from registry.formats.files import whole
 
 FILE, CONFIG = "cartridge.pt", "config.yaml"
 BLOCK = 16
 _BROKEN = (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
 
 
-class _Loader(yaml.SafeLoader):
+class TrainingConfigLoader(yaml.SafeLoader):
     """Configs that W&B wrote of the training's own have tuples; no other object is built."""
 
 
@@ -33,10 +33,10 @@ def _tuple(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> list[Any]:
     return loader.construct_sequence(node, deep=True)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:python/tuple", _tuple)
+TrainingConfigLoader.add_constructor("tag:yaml.org,2002:python/tuple", _tuple)
 
 
-def write(cartridge: Cartridge, path: Path, force: bool = False) -> None:
+def write(cartridge: CartridgeFile, path: Path, force: bool = False) -> None:
     """Write a cartridge's directory. Raises DataError where it cannot."""
     config: dict[str, Any] = {
         "kv_cache_initializer": {
@@ -52,10 +52,10 @@ def write(cartridge: Cartridge, path: Path, force: bool = False) -> None:
         (folder / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
 
 
-def read(path: Path) -> Cartridge:
+def read(path: Path) -> CartridgeFile:
     """Read a cartridge's directory. Raises DataError."""
     try:
-        config = yaml.load((path / CONFIG).read_text(), _Loader)
+        config = yaml.load((path / CONFIG).read_text(), TrainingConfigLoader)
         tokens = _stated(config, "kv_cache_initializer", "max_tokens")
         base = _stated(config, "model", "pretrained_model_name_or_path")
     except _BROKEN as error:
@@ -74,7 +74,7 @@ def read(path: Path) -> Cartridge:
     return replace(cartridge, facts=replace(facts, base=base))
 
 
-def unservable(cartridge: Cartridge) -> str | None:
+def unservable(cartridge: CartridgeFile) -> str | None:
     """Why Tokasaurus would not serve it."""
     if cartridge.tokens % BLOCK == 0:
         return None

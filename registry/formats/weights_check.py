@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from registry.formats.cartridge_file import Cartridge
 from learning.model.loading import base_hash, load_model
+from registry.formats.cartridge_file import CartridgeFile
 
 
-def other_weights(cartridge: Cartridge, model: Path) -> list[str]:
+def other_weights(cartridge: CartridgeFile, model: Path) -> list[str]:
     """Why the model's weights are not those that the cartridge was trained with; empty where they
     are, or where it does not know. Loads the model: nothing else tells two of one config apart.
 

@@ -9,17 +9,17 @@ from typing import Any
 from protocols.errors import RunError, SpecError
 from protocols.records.status import PoolStatus, RunStatus
 from services.pool.pool import Pool
-from services.telemetry.recorder import Recorder
 from services.roles import ALONE
+from services.telemetry.recorder import RunLog
 
 CHECKPOINT_SECONDS = 300.0  # until the step in progress has ended and its state is on disk
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
     """The run was asked to stop, between two steps. Not an error."""
 
 
-class Helm:
+class RunCommands:
     """The `Steering` port (protocols.ports) of one run. `between_steps` is the run's side of it."""
 
     def __init__(
@@ -27,7 +27,7 @@ class Helm:
         status: Callable[[], RunStatus],
         show: Callable[..., None],
         pools: Callable[[], Mapping[str, Pool]],
-        recorder: Recorder,
+        recorder: RunLog,
         scale: Callable[[str, int], Awaitable[None]],
     ) -> None:
         self._status, self._show, self._pools, self._recorder = status, show, pools, recorder
@@ -110,7 +110,7 @@ class Helm:
             self._show(paused=False, message="")
             self._recorder.event("resumed")
         if self._stopping:
-            raise Stopped
+            raise StopRequested
 
     def over(self) -> None:
         """Nothing more will be done: whoever waits for a checkpoint gets to know."""

@@ -27,12 +27,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from protocols.errors import DataError, ForgeError, SpecError
+from protocols.ports import RunControl
+from protocols.spec.services import ControlSpec
 from protocols.wire import control_pb2 as pb
 from protocols.wire import control_pb2_grpc
 from protocols.wire.control_messages import CONTROL, RUN_KEY, pool_message, run_message
-from protocols.errors import DataError, ForgeError, SpecError
-from protocols.ports import Steering
-from protocols.spec.services import ControlSpec
 from services.control.endpoints import read_token
 
 GRACE_SECONDS = 2.0  # what a call in flight is given when the run ends
@@ -47,23 +47,23 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class ControlPlane:
-    """Serves one run's `Steering`: `async with ControlPlane(steering, spec, run_id) as control:`.
+    """Serves one run's `RunControl`: `async with ControlPlane(steering, spec, run_id) as control:`.
 
     `address` is where it listens, with the port it was given. Raises SpecError on entry for
     certificates or a token that cannot be read, and for an address that cannot be had.
     """
 
-    def __init__(self, steering: Steering, spec: ControlSpec, run: str) -> None:
+    def __init__(self, steering: RunControl, spec: ControlSpec, run: str) -> None:
         self._spec = spec
         self._token = None if spec.token_env is None else read_token(spec.token_env)
-        self._service = _Control(steering, run)
+        self._service = ControlServicer(steering, run)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
     async def start(self) -> None:
         server = grpc.aio.server(
-            interceptors=[_Guard(self._token)],
+            interceptors=[TokenInterceptor(self._token)],
             maximum_concurrent_rpcs=MOST_CALLS,
             options=[
                 # A port that another run listens on is refused, not shared with it.
@@ -124,10 +124,10 @@ class ControlPlane:
         return f"{listen.rpartition(':')[0]}:{port}"
 
 
-class _Control(control_pb2_grpc.ControlServicer):
+class ControlServicer(control_pb2_grpc.ControlServicer):
     """The calls of control.proto. The names of its methods are those of the .proto."""
 
-    def __init__(self, steering: Steering, run: str) -> None:
+    def __init__(self, steering: RunControl, run: str) -> None:
         self._steering = steering
         self._run = run
         self.ending = asyncio.Event()
@@ -221,7 +221,7 @@ class _Control(control_pb2_grpc.ControlServicer):
             )
 
 
-class _Guard(grpc.aio.ServerInterceptor):
+class TokenInterceptor(grpc.aio.ServerInterceptor):
     """Lets through the calls that carry the token, or every call where there is none."""
 
     def __init__(self, token: str | None) -> None:

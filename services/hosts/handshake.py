@@ -29,7 +29,7 @@ ANSWER_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True)
-class Hello:
+class WorkerInfo:
     """`incarnation` is another for each start of a worker; `address` is where it is attached to."""
 
     versions: Mapping[str, str]
@@ -38,7 +38,7 @@ class Hello:
     address: str
 
 
-class Unheard(RunError):
+class WorkerUnreachable(RunError):
     """A worker did not answer: it may come up, or come back."""
 
 
@@ -65,11 +65,11 @@ def host_and_port(address: str) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
-def parse_hello(body: bytes) -> Hello:
+def parse_hello(body: bytes) -> WorkerInfo:
     """Raises ValueError for anything but a worker's answer."""
     try:
         told = json.loads(body)
-        return Hello(
+        return WorkerInfo(
             {str(k): str(v) for k, v in told["versions"].items()},
             str(told["incarnation"]),
             bool(told["draining"]),
@@ -79,7 +79,7 @@ def parse_hello(body: bytes) -> Hello:
         raise ValueError(f"not a worker's hello: {body[:80]!r}") from error
 
 
-async def ask_hello(address: str, timeout_s: float = ANSWER_SECONDS) -> Hello:
+async def ask_hello(address: str, timeout_s: float = ANSWER_SECONDS) -> WorkerInfo:
     """What the worker at that address says. Raises Unheard, with the remedy."""
     host, port = host_and_port(address)
     try:
@@ -100,7 +100,7 @@ async def ask_hello(address: str, timeout_s: float = ANSWER_SECONDS) -> Hello:
         return parse_hello(body)
     except (OSError, ValueError, TimeoutError) as error:
         why = f"{error}" or f"no answer within {timeout_s:g} s"
-        raise Unheard(
+        raise WorkerUnreachable(
             f"the worker at {address} said no hello on port {port + 1} ({why}); start it with "
             f"`forge worker --address {address}`, and let this host reach both ports there"
         ) from error
@@ -120,13 +120,14 @@ def require_same(address: str, theirs: Mapping[str, str], ours: Mapping[str, str
         )
 
 
-class HelloServer:
-    """Says hello on `host`:`port` from a thread: `with HelloServer("10.0.0.2", 26601, tell): ...`.
+class WorkerInfoServer:
+    """Says hello on `host`:`port` from a thread: `with WorkerInfoServer("10.0.0.2", 26601, tell):
+    ...`.
 
     `tell` is called for each question. Raises RunError where the port cannot be had."""
 
-    def __init__(self, host: str, port: int, tell: Callable[[], Hello]) -> None:
-        class Handler(BaseHTTPRequestHandler):
+    def __init__(self, host: str, port: int, tell: Callable[[], WorkerInfo]) -> None:
+        class WorkerInfoHandler(BaseHTTPRequestHandler):
             timeout = ANSWER_SECONDS
 
             def do_GET(self) -> None:
@@ -142,7 +143,7 @@ class HelloServer:
             def log_message(self, format: str, *args: object) -> None:
                 pass  # once a second, from every controller
 
-        class Server(ThreadingHTTPServer):
+        class WorkerInfoListener(ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             daemon_threads = True
 
@@ -152,7 +153,7 @@ class HelloServer:
                 self.server_address = self.socket.getsockname()
 
         try:
-            self._server = Server((host.strip("[]"), port), Handler)
+            self._server = WorkerInfoListener((host.strip("[]"), port), WorkerInfoHandler)
         except OSError as error:
             raise RunError(
                 f"a worker cannot say hello on {host}:{port}: {error.strerror}; is another worker "

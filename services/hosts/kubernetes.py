@@ -29,9 +29,15 @@ from deploy.manifests.sizing import model_size
 from protocols.errors import RunError
 from protocols.spec.hosts import KubernetesSpec
 from protocols.spec.mesh import RunSpec
-from services.hosts.source import Worker
-from services.hosts.kubernetes_client import Api, Exists, Expired, Object, Refused
+from services.hosts.kubernetes_client import (
+    AlreadyExists,
+    ApiRefusal,
+    KubernetesClient,
+    Object,
+    WatchExpired,
+)
 from services.hosts.kubernetes_pods import Pod, attachable, missing, pod_of, selector, workers
+from services.hosts.source import HostWorker
 
 MADE_BY = "cartridge-forge/made-by"  # annotation of a MonarchMesh: the controller that made it
 CLOSE_S = 4.0  # of close(), at most: a service gives a source 5 s
@@ -56,24 +62,24 @@ class KubernetesHosts:
         self._api = self._connect()
         self._tried: list[str] = []  # MonarchMeshes that we may have made
         self._making: asyncio.Future[None] | None = None
-        self._follower: _Follower | None = None
+        self._follower: PodWatcher | None = None
 
-    def _connect(self) -> Api:
-        return Api(self._space, self._spec.context)
+    def _connect(self) -> KubernetesClient:
+        return KubernetesClient(self._space, self._spec.context)
 
-    async def workers(self) -> AsyncGenerator[tuple[Worker, ...]]:
+    async def workers(self) -> AsyncGenerator[tuple[HostWorker, ...]]:
         """At first once every role has its replicas. Raises RunError that says what each pod lacks,
         when they have not after spawn_timeout_s."""
         limit_s = self._run.mesh.spawn_timeout_s
         end = time.monotonic() + limit_s
         if self._spec.provision:
             await self._provision(end)
-        follower = self._follower = _Follower(
+        follower = self._follower = PodWatcher(
             self._connect(), selector(instance(self._run), self._roles)
         )
         await asyncio.to_thread(follower.begin, asyncio.get_running_loop())
         lives: frozenset[tuple[str, int]] = frozenset()
-        known: tuple[Worker, ...] | None = None
+        known: tuple[HostWorker, ...] | None = None
         pods: Sequence[Pod] = ()
         trouble: RunError | None = None
         try:
@@ -88,7 +94,7 @@ class KubernetesHosts:
                     if not isinstance(news, RunError):
                         pods, trouble = news, None
                         lives = attachable(pods, lives)
-                    elif known is None and isinstance(news, Refused):
+                    elif known is None and isinstance(news, ApiRefusal):
                         raise news
                     else:
                         if str(news) != str(trouble):
@@ -196,10 +202,10 @@ class KubernetesHosts:
             try:
                 await asyncio.shield(self._making)
                 return
-            except Refused:
+            except ApiRefusal:
                 self._tried.remove(name)
                 raise
-            except Exists:
+            except AlreadyExists:
                 found = await asyncio.to_thread(self._api.mesh, name)
             if found is not None and not _is_leaving(found):
                 if self._is_ours(found):
@@ -252,11 +258,11 @@ def _is_leaving(found: Object) -> bool:
 
 
 @dataclass
-class _Follower:
+class PodWatcher:
     """All pods of a selector, into `news` whenever they change, from a thread of its own; the
     RunErrors of the API server too, after each of which it tries again."""
 
-    api: Api
+    api: KubernetesClient
     selector: str
     news: asyncio.Queue[Sequence[Pod] | RunError] = field(default_factory=asyncio.Queue)
 
@@ -314,7 +320,7 @@ class _Follower:
                     tell(tuple(pods.values()))
                 if time.monotonic() - begun > LASTING_S:
                     pause = 0.0
-            except Expired:
+            except WatchExpired:
                 version = None
             except RunError as error:
                 tell(error)

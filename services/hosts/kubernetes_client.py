@@ -33,19 +33,19 @@ AGAIN = (409, 429, 500, 502, 503, 504)
 MESHES = "monarchmeshes.monarch.pytorch.org"
 
 
-class Refused(RunError):
+class ApiRefusal(RunError):
     """What the API server refuses however often it is asked: 401, 403, no such kind."""
 
 
-class Expired(Exception):
+class WatchExpired(Exception):
     """The version to watch from is no longer kept (410): list again."""
 
 
-class Exists(Exception):
+class AlreadyExists(Exception):
     """An object of that name is there already (409)."""
 
 
-class Api:
+class KubernetesClient:
     """Pods and MonarchMeshes of one namespace. Safe to call from several threads."""
 
     def __init__(self, namespace: str, context: str | None) -> None:
@@ -106,7 +106,7 @@ class Api:
                     yield event["type"], event["raw_object"]
         except ApiException as error:
             if error.status == 410:
-                raise Expired from None
+                raise WatchExpired from None
             if not error.status:
                 raise self._unreachable(error.reason) from None
             said = error.body or error.reason
@@ -161,7 +161,7 @@ class Api:
     def _found(self, *args: Any, **kwargs: Any) -> Object | None:
         try:
             return self._asked(*args, **kwargs)
-        except _NotThere:
+        except ObjectMissing:
             return None
 
     def _asked(
@@ -189,7 +189,7 @@ class Api:
             if 0 < status < 300 and (found := _json(body)) is not None:
                 return found
             if status == 409 and verb == "create":
-                raise Exists(name)
+                raise AlreadyExists(name)
             if status == 409 and verb == "delete":  # that uid is gone already
                 return {}
             if failure is None:
@@ -215,23 +215,23 @@ class Api:
         said, details = _status(body)
         what = f"{resource}/{name}" if name else resource
         if status == 401:
-            return Refused(
+            return ApiRefusal(
                 f"the API server at {self.server} does not know our credentials (401); renew them: "
                 "`kubectl auth whoami`, or the pod's service account"
             )
         if status == 403:
-            return Refused(
+            return ApiRefusal(
                 f"may not {verb} {what} in namespace {self.namespace} (403: {said}); apply "
                 f"{_GRANTS.get((resource, verb), 'deploy/k8s/base')}, and check with `kubectl auth "
                 f"can-i {verb} {what} -n {self.namespace}`"
             )
         if status == 404 and details.get("name"):
-            return _NotThere(
+            return ObjectMissing(
                 f"cannot {verb} {what} in namespace {self.namespace} (404: {said}); apply the "
                 "manifests: `kubectl apply -k deploy/k8s/overlays/cpu`"
             )
         if status == 404:
-            return Refused(
+            return ApiRefusal(
                 f"the API server knows no {resource} (404); install the operator: "
                 "`helm install monarch-operator`, 0.2.0 or later"
             )
@@ -241,7 +241,7 @@ class Api:
         )
 
 
-class _NotThere(RunError):
+class ObjectMissing(RunError):
     """No object of that name (404)."""
 
 

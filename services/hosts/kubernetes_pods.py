@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.manifests.objects import DOMAIN, PART_OF, WORKER_PORT, dashed, mesh_name
-from services.hosts.source import Worker
+from services.hosts.source import HostWorker
 
 Life = tuple[str, int]
 
@@ -134,12 +134,14 @@ def attachable(pods: Iterable[Pod], before: frozenset[Life]) -> frozenset[Life]:
 
 def workers(
     pods: Iterable[Pod], lives: frozenset[Life], roles: Iterable[str]
-) -> tuple[Worker, ...]:
+) -> tuple[HostWorker, ...]:
     """Of `lives`: roles in their order, and within one by ordinal, as StatefulSets keep them."""
     order = {dashed(role): (place, role) for place, role in enumerate(roles)}
     found = [p for p in pods if p.life in lives and p.component in order]
     found.sort(key=lambda p: (order[p.component][0], p.ordinal, p.name))
-    return tuple(Worker(p.name, address(p.ip), order[p.component][1], capacity=1) for p in found)
+    return tuple(
+        HostWorker(p.name, address(p.ip), order[p.component][1], capacity=1) for p in found
+    )
 
 
 def address(ip: str) -> str:

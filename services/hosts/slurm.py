@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, TypeVar
 from protocols.errors import RunError, SpecError
 from protocols.spec.hosts import SlurmSpec
 from protocols.spec.mesh import RunSpec
-from services.hosts.source import LINK_ENVIRONMENT, Worker
+from services.hosts.source import LINK_ENVIRONMENT, HostWorker
 from services.hosts.worker import PORT
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A job as squeue tells of it: `Standing("4711", "PENDING", "Resources")`."""
+class QueuedJob:
+    """A job as squeue tells of it: `QueuedJob("4711", "PENDING", "Resources")`."""
 
     job: str
     state: str
@@ -64,7 +64,7 @@ class Standing:
         return f"{self.state} ({self.reason})" if self.reason not in ("", "None") else self.state
 
 
-NOBODY = Standing("", "not in the queue", "")
+NOBODY = QueuedJob("", "not in the queue", "")
 
 
 class SlurmHosts:
@@ -85,14 +85,14 @@ class SlurmHosts:
         self._job: SlurmJob | None = None
         self._submitting: asyncio.Future[None] | None = None
 
-    async def workers(self) -> AsyncGenerator[tuple[Worker, ...]]:
+    async def workers(self) -> AsyncGenerator[tuple[HostWorker, ...]]:
         try:
             job = self._job = self._make()
             self._submitting = in_thread(job.apply)
             await self._submitted(self._submitting)
             await self._started()
             meshes = await self._attached(job)
-            yield tuple(Worker(f"host{i}", "", mesh=mesh) for i, mesh in enumerate(meshes))
+            yield tuple(HostWorker(f"host{i}", "", mesh=mesh) for i, mesh in enumerate(meshes))
             await self._ended()
         except RunError as error:
             try:
@@ -248,14 +248,14 @@ class SlurmHosts:
                 raise self._end(standing)
             await asyncio.sleep(WATCH_SECONDS)
 
-    def _end(self, standing: Standing) -> RunError:
+    def _end(self, standing: QueuedJob) -> RunError:
         return RunError(
             f"the Slurm job ended: {standing}; go on with --resume, which submits a new one "
             f"(hosts.slurm.time_limit is {self._spec.time_limit or 'the default'}; what the nodes "
             f"wrote is in {self._logs})"
         )
 
-    async def _look(self) -> Standing | None:
+    async def _look(self) -> QueuedJob | None:
         """How the job stands; None when squeue does not say, as it does not when it is busy."""
         told = await ask("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r|%j")
         if told is None:
@@ -263,7 +263,7 @@ class SlurmHosts:
         for line in told.splitlines():
             job, state, reason, name = line.strip().split("|", 3)
             if name.startswith(self._name):
-                return Standing(job, state, reason)
+                return QueuedJob(job, state, reason)
         return NOBODY
 
 

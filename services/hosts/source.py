@@ -3,7 +3,8 @@
     os.environ.update(LINK_ENVIRONMENT)              # and so in the environment of every worker
     monarch.actor.enable_transport("tcp://10.0.0.1:0")   # where this host is reached
     hosts = Addresses(["tcp://10.0.0.2:26600", "tcp://10.0.0.3:26600"])
-    service = await Service.of(hosts)                    # services.pool.membership greets and attaches them
+    service = await Service.of(hosts)                    # services.pool.membership greets and
+    attaches them
 
 One mesh per worker: a mesh with a dead host among its hosts neither spawns nor shuts down.
 
@@ -35,7 +36,7 @@ LINK_ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Worker:
+class HostWorker:
     """A Monarch worker that runs, as whoever found it tells of it.
 
     name       in status and events: "generator-0"; of those there are at a time it is its alone
@@ -54,7 +55,7 @@ class Worker:
 class HostSource(Protocol):
     """Where workers come from. Its failures are RunErrors that name the remedy."""
 
-    def workers(self) -> AsyncGenerator[tuple[Worker, ...]]:
+    def workers(self) -> AsyncGenerator[tuple[HostWorker, ...]]:
         """All there are, whenever that changes, until it is closed: at first once those that were
         asked for are there. Who is missing from a later answer is to be left, or is gone. Those of
         a role are in the order in which `want` keeps them."""
@@ -70,15 +71,15 @@ class HostSource(Protocol):
         ...
 
 
-class Addresses:
+class AddressedHosts:
     """A `HostSource` of workers that somebody else starts and ends: always the same, for any role.
 
     One that is drained or lost, and is started again at its address, is used again."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        self._workers = tuple(Worker(a.removeprefix("tcp://"), a) for a in addresses)
+        self._workers = tuple(HostWorker(a.removeprefix("tcp://"), a) for a in addresses)
 
-    async def workers(self) -> AsyncGenerator[tuple[Worker, ...]]:
+    async def workers(self) -> AsyncGenerator[tuple[HostWorker, ...]]:
         yield self._workers
         await asyncio.Event().wait()  # until it is closed
 

@@ -1,11 +1,13 @@
-"""A host of a mesh: `forge worker` (`python -m services.hosts.worker`) waits for controllers that attach.
+"""A host of a mesh: `forge worker` (`python -m services.hosts.worker`) waits for controllers that
+attach.
 
     forge worker --address tcp://10.0.0.2:26600                  others call it so
     forge worker --address tcp://w2:26600@tcp://0.0.0.0:26600    and it listens there
     forge worker                                                 its name in DNS, $MONARCH_PORT
 
 It serves Monarch at the address and, for each start, at a port of its own beside it, which its
-hello tells (services.hosts.handshake, at the port after the address): a controller that was attached to a
+hello tells (services.hosts.handshake, at the port after the address): a controller that was
+attached to a
 worker cannot be attached to one that was started again at the same port (docs/adr/0009). The
 address itself is for those who know nothing of hellos, such as Kubernetes' probes.
 
@@ -29,7 +31,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from protocols.errors import RunError
-from services.hosts.handshake import Hello, HelloServer, host_and_port, versions
+from services.hosts.handshake import WorkerInfo, WorkerInfoServer, host_and_port, versions
 from services.hosts.source import LINK_ENVIRONMENT
 from services.proc_info import descendants
 
@@ -45,7 +47,7 @@ def address(name: str, port: int) -> str:
     return f"tcp://{name}:{port}@tcp://0.0.0.0:{port}"
 
 
-class Stop:
+class StopSignals:
     """SIGTERM and SIGINT, counted: the first drains, the second ends. Made in the main thread.
 
     A plain count that is looked at, and no event: a handler runs inside whatever the main thread
@@ -74,16 +76,16 @@ def work(at: str | None = None, grace_s: float = GRACE_SECONDS) -> int:
     called, _, listens = at.partition("@")
     name, port = host_and_port(called)
     interface, own = host_and_port(listens or called)
-    stop = Stop()
+    stop = StopSignals()
     _take(interface, own)
     fresh = _take(interface, 0)
     attach_at = f"tcp://{name}:{fresh}"
     incarnation = uuid.uuid4().hex
 
-    def tell() -> Hello:
-        return Hello(versions(), incarnation, stop.signals > 0, attach_at)
+    def tell() -> WorkerInfo:
+        return WorkerInfo(versions(), incarnation, stop.signals > 0, attach_at)
 
-    with HelloServer(interface, own + 1, tell):
+    with WorkerInfoServer(interface, own + 1, tell):
         addresses = (f"{called}@tcp://{interface}:{own}", f"{attach_at}@tcp://{interface}:{fresh}")
         for listened in addresses:
             loop = start_worker_loop_forever(address=listened, ca="trust_all_connections")
@@ -109,7 +111,7 @@ def end_children() -> None:
         time.sleep(0.02)
 
 
-def _watch(loop: Any, stop: Stop) -> None:
+def _watch(loop: Any, stop: StopSignals) -> None:
     """A Monarch server that ends by itself ends the worker."""
     why = ""
     try:

@@ -24,7 +24,7 @@ from urllib.parse import quote, unquote
 import torch
 
 from protocols.errors import PlaneError
-from protocols.types import Packet
+from protocols.types import TensorRef
 from services.planes.codec import check_key, layout_of, packed_bytes, packed_chunks, unpack
 
 PREFIX = "cartridge-forge-"
@@ -96,14 +96,14 @@ class SharedMemoryPlane:
             os.close(self._lock)
             self._lock = None
 
-    async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> Packet:
+    async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> TensorRef:
         """Store a snapshot of the tensors, taken before the first await: no write is ever torn.
 
         Raises PlaneError if the key exists, or if the memory file system is full.
         """
         target = self._path(key)
         temporary = self.root / f"{os.getpid()}-{next(_counter)}"
-        packet = Packet(key, layout_of(tensors))
+        packet = TensorRef(key, layout_of(tensors))
         try:
             # Written, not mapped: on a full file system a write fails where a store into a
             # mapping kills the process (SIGBUS), and it is faster for fresh pages (40 ms against
@@ -125,7 +125,7 @@ class SharedMemoryPlane:
             temporary.unlink(missing_ok=True)
         return packet
 
-    async def get(self, packet: Packet) -> dict[str, torch.Tensor]:
+    async def get(self, packet: TensorRef) -> dict[str, torch.Tensor]:
         """The tensors of the packet. PlaneError if the key is missing or the layout another's."""
         path = self._path(packet.key)
         try:

@@ -30,7 +30,7 @@ from monarch.actor import Actor, ProcMesh, endpoint, get_or_spawn_controller
 from monarch.rdma import is_ibverbs_available
 
 from protocols.errors import PlaneError
-from protocols.types import Packet
+from protocols.types import TensorRef
 from services.planes.codec import check_key, pack, unpack
 
 try:
@@ -121,7 +121,7 @@ class OneVolume(TorchStoreStrategy):
         return "0"
 
 
-class Prepare(Actor):
+class VolumeProcess(Actor):
     """Makes a process fit to hold a storage volume; importing this module is half of it."""
 
     @endpoint
@@ -143,7 +143,7 @@ def _call_libc(function: str, *arguments: int) -> None:
         found(*arguments)
 
 
-class Trimmer:
+class HeapTrimmer:
     """Returns freed heap to the system once so many bytes have passed through this process.
 
     Messages leave fragments as above: a reader grew by 110 MB in 2,400 gets of 1 MB. A trim takes
@@ -161,7 +161,7 @@ class Trimmer:
             _call_libc("malloc_trim", 0)
 
 
-_trimmer = Trimmer(64 << 20)
+_trimmer = HeapTrimmer(64 << 20)
 
 
 class TorchStorePlane:
@@ -187,7 +187,7 @@ class TorchStorePlane:
         plane = cls(f"store{uuid.uuid4().hex[:12]}", timeout_s)
 
         async def initialize() -> None:
-            await mesh.spawn("prepare", Prepare).return_freed_memory.call()
+            await mesh.spawn("prepare", VolumeProcess).return_freed_memory.call()
             # Claims the name for our controller: initialize then finds it instead of its own.
             await plane._find_controller()
             await torchstore.initialize(
@@ -202,7 +202,7 @@ class TorchStorePlane:
         """Forget every key and free its memory. Later calls, in any process, are PlaneErrors."""
         await self._bounded("stop", self.store_name, torchstore.shutdown(self.store_name))
 
-    async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> Packet:
+    async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> TensorRef:
         """Store a snapshot of the tensors, taken before the first await.
 
         Raises PlaneError if the key exists. A put that failed half-way keeps its key: it may
@@ -222,9 +222,9 @@ class TorchStorePlane:
 
         if not await self._bounded("put", key, claim_and_put()):
             raise PlaneError(f"put: key {key!r} exists; versions are never overwritten")
-        return Packet(key, layout)
+        return TensorRef(key, layout)
 
-    async def get(self, packet: Packet) -> dict[str, torch.Tensor]:
+    async def get(self, packet: TensorRef) -> dict[str, torch.Tensor]:
         """The tensors of the packet. PlaneError if the key is missing or the layout another's."""
         check_key(packet.key)
 

@@ -22,16 +22,16 @@ from protocols.spec.services import AutoscaleSpec
 
 
 @dataclass(frozen=True)
-class Loads:
+class LoadHistory:
     """What the pool's load was: (since when in seconds, requests), oldest first, no two in a row
-    alike. Each holds until the next. `Loads(((0.0, 4), (2.5, 9)))`; empty at the start."""
+    alike. Each holds until the next. `LoadHistory(((0.0, 4), (2.5, 9)))`; empty at the start."""
 
     seen: tuple[tuple[float, int], ...] = ()
 
 
 def decide(
-    loads: Loads, now_s: float, load: int, replicas: int, spec: AutoscaleSpec
-) -> tuple[Loads, int]:
+    loads: LoadHistory, now_s: float, load: int, replicas: int, spec: AutoscaleSpec
+) -> tuple[LoadHistory, int]:
     """The loads with this one, and how many replicas the pool should have from now on.
 
     `now_s` is of a clock that never goes back; `load` the pool's ongoing and waiting requests;
@@ -53,7 +53,7 @@ def decide(
         wanted = math.ceil(least / spec.target_ongoing)
     elif greatest is not None and greatest < per_size * (1 - spec.tolerance):
         wanted = math.ceil(greatest / spec.target_ongoing)
-    return Loads(seen), min(max(wanted, spec.min), spec.max)
+    return LoadHistory(seen), min(max(wanted, spec.min), spec.max)
 
 
 def _during(seen: tuple[tuple[float, int], ...], begin: float) -> Iterable[int]:

@@ -16,26 +16,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocols.errors import ForgeError, PlaneError, RunError
-from protocols.spec.services import HealthSpec
 from protocols.records.status import ReplicaState
-from services.pool.autoscale import Loads
+from protocols.spec.services import HealthSpec
+from services.pool.autoscale import LoadHistory
 from services.pool.health import IN_SERVICE, drained, refitted
 from services.pool.pool import Pool
-from services.pool.process import Process, by_rank
-from services.pool.process_manager import Processes
-from services.pool.replica import Lost, Replica, ask, last_line
+from services.pool.process import ReplicaProcess, by_rank
+from services.pool.process_manager import ProcessManager
+from services.pool.replica import Replica, ReplicaLost, ask, last_line
 
 RETRY_SECONDS = 0.5
 DRAIN_SECONDS = 120.0
 MOVE_PAUSE_SECONDS = 10.0  # after a move to another host that failed
 
 Prepare = Callable[[Replica], Awaitable[None]]
-Check = Callable[[Process], Awaitable[None]]
+Check = Callable[[ReplicaProcess], Awaitable[None]]
 Note = Callable[..., None]
 
 
 @dataclass
-class Role:
+class PoolTemplate:
     """How a pool's replicas are made, and the load that its size follows. `check` raises RunError
     for a process that the actor cannot work in."""
 
@@ -43,13 +43,13 @@ class Role:
     args: tuple[Any, ...]
     prepare: Prepare | None
     check: Check | None = None
-    loads: Loads = field(default_factory=Loads)
+    loads: LoadHistory = field(default_factory=LoadHistory)
     scaling: asyncio.Lock = field(default_factory=asyncio.Lock)
     refused: str = ""  # what the last scaling by load failed on
     wait: float = 0.0  # until when (monotonic seconds) none is tried
 
 
-class Lives:
+class ReplicaLifecycle:
     """What `services.pool.service` decides, done: it says who is lost, this one replaces it.
 
     `pools` is the service's own; `failure` gets what cannot be healed.
@@ -58,13 +58,13 @@ class Lives:
     def __init__(
         self,
         pools: Mapping[str, Pool],
-        processes: Processes,
+        processes: ProcessManager,
         health: HealthSpec,
         spawn_timeout_s: float,
         note: Note,
     ) -> None:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.roles: dict[str, Role] = {}
+        self.roles: dict[str, PoolTemplate] = {}
         # Monarch finds out who is calling by a context variable. What starts processes must run
         # in the context of who owns them, whoever's request or report set it off.
         self.context = contextvars.copy_context()
@@ -134,7 +134,11 @@ class Lives:
             )  # fmt: skip
 
     async def _start(
-        self, pool: Pool, replica: Replica, role: Role, away_from: Process | None = None
+        self,
+        pool: Pool,
+        replica: Replica,
+        role: PoolTemplate,
+        away_from: ReplicaProcess | None = None,
     ) -> None:
         """Process, actor, `prepare`, everything that it missed; then, in one turn, service."""
         spec = pool.spec
@@ -165,7 +169,7 @@ class Lives:
                     raise
                 await asyncio.sleep(RETRY_SECONDS)
         if replica.ended:
-            raise Lost(replica.ended)
+            raise ReplicaLost(replica.ended)
         replica.life = refitted(replica.life)
         pool.changed()
 
@@ -277,7 +281,7 @@ class Lives:
         if not self.failure.done():
             self.failure.set_exception(error)
 
-    def _is_well(self, replica: Replica, process: Process) -> bool:
+    def _is_well(self, replica: Replica, process: ReplicaProcess) -> bool:
         return not (process.gone() or process.given_up or self.lost_host(replica))
 
     def lost_host(self, replica: Replica) -> bool:

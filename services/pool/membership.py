@@ -20,10 +20,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocols.errors import ForgeError, RunError
-from services.hosts.handshake import Hello, Unheard, ask_hello, host_and_port, require_same
-from services.hosts.source import HostSource, Worker, attach
-from services.pool.process import Host
-from services.pool.process_manager import Processes
+from services.hosts.handshake import (
+    WorkerInfo,
+    WorkerUnreachable,
+    ask_hello,
+    host_and_port,
+    require_same,
+)
+from services.hosts.source import HostSource, HostWorker, attach
+from services.pool.process import ProcessHost
+from services.pool.process_manager import ProcessManager
 
 POLL_SECONDS = 1.0  # between two hellos of a worker
 ATTACH_SECONDS = 30.0
@@ -35,19 +41,20 @@ Begin = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
 
 @dataclass(eq=False)
-class Member:
+class HostMember:
     """A worker that the source has. `gone` is set once it has it no longer; `joined` resolves when
     it was attached for the first time, or could not be."""
 
-    worker: Worker
+    worker: HostWorker
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     joined: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
 
-class Roster:
-    """Keeps `processes` on the workers of `source` whose versions are `needed` (services.hosts.handshake).
+class HostMembership:
+    """Keeps `processes` on the workers of `source` whose versions are `needed`
+    (services.hosts.handshake).
 
     `begin` runs its work beside everything else; `silent_s` is for how long a host may say nothing
     before that is noted.
@@ -56,7 +63,7 @@ class Roster:
     def __init__(
         self,
         source: HostSource,
-        processes: Processes,
+        processes: ProcessManager,
         needed: Mapping[str, str],
         silent_s: float,
         note: Note,
@@ -64,7 +71,7 @@ class Roster:
     ) -> None:
         self._source, self._processes, self._needed = source, processes, needed
         self._silent_s, self._note, self._begin = silent_s, note, begin
-        self._members: dict[tuple[str, str], Member] = {}
+        self._members: dict[tuple[str, str], HostMember] = {}
         self._order: list[str] = []
 
     async def open(self) -> None:
@@ -92,7 +99,7 @@ class Roster:
             why = str(error) or f"not within {CLOSE_SECONDS:g} s"
             self._note("failed", error="hosts", message=f"the hosts were not given back: {why}")
 
-    async def _keep_up(self, answers: AsyncGenerator[tuple[Worker, ...]]) -> None:
+    async def _keep_up(self, answers: AsyncGenerator[tuple[HostWorker, ...]]) -> None:
         told = ""
         while True:
             try:
@@ -109,19 +116,19 @@ class Roster:
             await asyncio.sleep(POLL_SECONDS)
             answers = self._source.workers()
 
-    def _follow(self, workers: tuple[Worker, ...]) -> None:
+    def _follow(self, workers: tuple[HostWorker, ...]) -> None:
         # By its address as well: a pod that was replaced has the name of the one before.
         there = {(w.name, w.address): w for w in workers}
         for key in [key for key in self._members if key not in there]:
             self._members.pop(key).gone.set()
         for key, worker in there.items():
             if key not in self._members:
-                self._members[key] = Member(worker)
+                self._members[key] = HostMember(worker)
                 self._begin(self._attend(self._members[key]))
         self._order = [w.name for w in workers]
         self._processes.arrange(self._order)
 
-    async def _attend(self, member: Member) -> None:
+    async def _attend(self, member: HostMember) -> None:
         """One worker, for as long as the source has it: through all times that it is started."""
         worker, told = member.worker, ""
         patience = time.monotonic() + FIRST_SECONDS
@@ -129,14 +136,14 @@ class Roster:
             try:
                 hello, host = await self._join(worker)
             except RunError as error:
-                if isinstance(error, Unheard) and time.monotonic() < patience:
+                if isinstance(error, WorkerUnreachable) and time.monotonic() < patience:
                     await self._pause(member)
                     continue
                 if not member.joined.done():
                     member.joined.set_exception(error)
                     member.joined.exception()  # seen: who came later is not waited for
                 # Who is away says nothing new every second.
-                if str(error) != told and not (told and isinstance(error, Unheard)):
+                if str(error) != told and not (told and isinstance(error, WorkerUnreachable)):
                     told = str(error)
                     self._note("host_refused", host=worker.name, reason=told)
                 await self._pause(member)
@@ -153,19 +160,19 @@ class Roster:
             seconds = round(time.monotonic() - begun, 3)
             self._note(event, host=worker.name, reason=reason, seconds=seconds)
 
-    async def _join(self, worker: Worker) -> tuple[Hello | None, Host]:
+    async def _join(self, worker: HostWorker) -> tuple[WorkerInfo | None, ProcessHost]:
         if worker.mesh is not None:  # attached already, and its source tells of its end
             return None, self._processes.join(worker, worker.mesh)
         hello = await ask_hello(worker.address)
         require_same(worker.address, hello.versions, self._needed)
         if hello.draining:
-            raise Unheard(f"the worker at {worker.address} is draining; start it again")
+            raise WorkerUnreachable(f"the worker at {worker.address} is draining; start it again")
         # By the name under which it was just reached: its own may not be in DNS yet.
         reached, port = host_and_port(worker.address)[0], host_and_port(hello.address)[1]
         [mesh] = await attach([f"tcp://{reached}:{port}"], ATTACH_SECONDS)
         return hello, self._processes.join(worker, mesh)
 
-    async def _stay(self, member: Member, hello: Hello | None) -> tuple[str, str]:
+    async def _stay(self, member: HostMember, hello: WorkerInfo | None) -> tuple[str, str]:
         """Return when the worker is to be left: the event to note, and why."""
         address, name = member.worker.address, member.worker.name
         heard, silent = time.monotonic(), False
@@ -175,7 +182,7 @@ class Roster:
                 continue
             try:
                 now = await ask_hello(address)
-            except Unheard as error:
+            except WorkerUnreachable as error:
                 if not silent and time.monotonic() - heard > self._silent_s:
                     silent = True
                     self._note("host_lost", host=name, reason=str(error), seconds=0.0)
@@ -190,6 +197,6 @@ class Roster:
                 self._note("host_joined", host=name, role=member.worker.role)
         return "host_drained", "it is no longer there"
 
-    async def _pause(self, member: Member) -> None:
+    async def _pause(self, member: HostMember) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(member.gone.wait(), POLL_SECONDS)

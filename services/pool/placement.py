@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Spot:
-    """A host as placement sees it: `Spot("generator", capacity=1, busy=0)`.
+class Slot:
+    """A host as placement sees it: `Slot("generator", capacity=1, busy=0)`.
 
     `role` "" is for any, `capacity` 0 for any number, `busy` the processes there, those that start
     or end among them (the ranks of one replica are one); `well` is false while it is doubted.
@@ -34,7 +34,7 @@ class Spot:
         return not self.capacity or self.busy < self.capacity
 
 
-def choose(spots: Sequence[Spot], role: str, without: int | None = None) -> int | None:
+def choose(spots: Sequence[Slot], role: str, without: int | None = None) -> int | None:
     """The index of the host for one more process of the role; None while there is none."""
     free = [
         i
@@ -44,7 +44,7 @@ def choose(spots: Sequence[Spot], role: str, without: int | None = None) -> int 
     return min(free, key=lambda i: (spots[i].role != role, spots[i].busy), default=None)
 
 
-def lack(spots: Sequence[Spot], role: str) -> str:
+def lack(spots: Sequence[Slot], role: str) -> str:
     """Why no process of the role starts, for people: `"2 workers take generator: 1 full, 1
     silent"`."""
     fit = [spot for spot in spots if spot.fits(role)]
@@ -56,7 +56,7 @@ def lack(spots: Sequence[Spot], role: str) -> str:
     return f"{workers} {role or 'spares'}: {full} full, {silent} silent"
 
 
-def crowded(spots: Sequence[Spot], at_work: Sequence[int]) -> int | None:
+def crowded(spots: Sequence[Slot], at_work: Sequence[int]) -> int | None:
     """The index of a host that has two more at work than another of its role that has room."""
     for role in sorted({spot.role for spot in spots}):
         alike = [i for i, spot in enumerate(spots) if spot.role == role and spot.well]

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from protocols.errors import RunError
-from protocols.spec.mesh import RoleSpec
 from protocols.records.status import PoolStatus, ReplicaState
-from protocols.types import Span
-from services.pool.replica import Lost, Replica, Silent, ask
-from services.pool.routing import Seat, new_router
+from protocols.spec.mesh import RoleSpec
+from protocols.types import TraceSpan
+from services.pool.replica import Replica, ReplicaLost, ReplicaTimeout, ask
+from services.pool.routing import ReplicaLoad, new_router
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ DOUBT_SECONDS = 0.25  # how often it is looked at whether an update waits for a 
 
 
 @dataclass(frozen=True)
-class Update:
+class PoolUpdate:
     """Something that every replica is told; of one topic, higher versions come later."""
 
     topic: str
@@ -42,7 +42,7 @@ class Update:
 
 
 @dataclass
-class Request:
+class RequestStatus:
     """A request in flight, for whoever asks what is waited for. `replica` is "" while it waits."""
 
     id: str
@@ -64,14 +64,14 @@ class Pool:
         role: str,
         spec: RoleSpec,
         timeout_s: float,
-        observe: Callable[[Span], None] = lambda span: None,
+        observe: Callable[[TraceSpan], None] = lambda span: None,
     ) -> None:
         self.role = role
         self.spec = spec
         self.target = spec.replicas
         self.replicas: list[Replica] = []
-        self.in_flight: dict[str, Request] = {}
-        self.updates: dict[str, list[Update]] = {}
+        self.in_flight: dict[str, RequestStatus] = {}
+        self.updates: dict[str, list[PoolUpdate]] = {}
         self.served = False  # whether any replica ever came into service
         self.closed = ""  # why no replica comes any more
         self.requests = self.failures = self.retries = self.restarts = 0
@@ -100,7 +100,7 @@ class Pool:
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
-        request = Request(f"{self.role}/{next(self._ids)}", method, time.monotonic())
+        request = RequestStatus(f"{self.role}/{next(self._ids)}", method, time.monotonic())
         self.in_flight[request.id] = request
         try:
             answer = await self._attempts(request, args, session, deadline, limit)
@@ -127,7 +127,7 @@ class Pool:
         async def one(replica: Replica) -> Any:
             try:
                 return await self._tell(replica, method, args)
-            except Lost as loss:
+            except ReplicaLost as loss:
                 raise RunError(f"{replica.name}.{method} failed: {loss.reason}") from loss
 
         return await gather(one(r) for r in self.replicas if r.state is ReplicaState.HEALTHY)
@@ -160,11 +160,11 @@ class Pool:
         Who is silent or dies meanwhile is told when it, or its successor, comes into service.
         """
         kept = [u for u in self.updates.get(topic, []) if u.version != version]
-        kept.append(Update(topic, version, method, args))
+        kept.append(PoolUpdate(topic, version, method, args))
         self.remember(topic, sorted(kept, key=lambda u: u.version)[-keep:])
         await self.tell()
 
-    def remember(self, topic: str, updates: Sequence[Update]) -> None:
+    def remember(self, topic: str, updates: Sequence[PoolUpdate]) -> None:
         """All that those who come, or are told next, are told of the topic."""
         # The topic that changed last is told last: what it names may need what came before.
         self.updates.pop(topic, None)
@@ -241,7 +241,7 @@ class Pool:
 
     async def _attempts(
         self,
-        request: Request,
+        request: RequestStatus,
         args: tuple[Any, ...],
         session: str | None,
         deadline: float,
@@ -260,11 +260,11 @@ class Pool:
                 answer = await ask(replica, request.method, args, deadline)
                 outcome = "ok"
                 return answer
-            except Lost as loss:
+            except ReplicaLost as loss:
                 why, outcome = loss.reason, "lost"
                 self.report_death(replica, why)
                 self.retries += attempt < self.spec.attempts
-            except Silent as error:
+            except ReplicaTimeout as error:
                 outcome = "timeout"
                 raise RunError(self._silence(request, limit, "did not answer")) from error
             finally:
@@ -275,7 +275,7 @@ class Pool:
                     "request": request.id, "attempt": attempt, "outcome": outcome,
                     "waited": round(begun - asked, 6), "version": replica.version,
                 }  # fmt: skip
-                self._observe(Span(replica.name, request.method, begun, time.time(), facts))
+                self._observe(TraceSpan(replica.name, request.method, begun, time.time(), facts))
         raise RunError(
             f"{self.role}.{request.method} was lost {self.spec.attempts} times with the replica "
             f"that worked on it, last: {why}; if the replicas are well, raise "
@@ -283,14 +283,16 @@ class Pool:
         )
 
     async def _seat(
-        self, session: str | None, deadline: float, request: Request, limit: float
+        self, session: str | None, deadline: float, request: RequestStatus, limit: float
     ) -> Replica:
         """A replica that may take a request, waited for until the deadline."""
         while True:
             most = self.spec.max_ongoing
             free = [r for r in self.replicas if r.life.takes_requests and r.ongoing < most]
             if free:
-                chosen = self._router.choose([Seat(r.slot, r.ongoing) for r in free], session)
+                chosen = self._router.choose(
+                    [ReplicaLoad(r.slot, r.ongoing) for r in free], session
+                )
                 return next(r for r in free if r.slot == chosen)
             if self.closed:
                 raise RunError(f"{request.method} found no {self.role}: {self.closed}")
@@ -305,7 +307,7 @@ class Pool:
             update = missed[0]
             try:
                 await self._tell(replica, update.method, update.args)
-            except Lost:
+            except ReplicaLost:
                 return
             replica.told[update.topic] = update.version
 
@@ -317,20 +319,20 @@ class Pool:
             answer = await ask(replica, method, args, time.monotonic() + self._timeout_s)
             outcome = "ok"
             return answer
-        except Lost as loss:
+        except ReplicaLost as loss:
             outcome = "lost"
             self.report_death(replica, loss.reason)
             raise
-        except Silent as error:
+        except ReplicaTimeout as error:
             outcome = "timeout"
             raise RunError(
                 f"{replica.name}.{method} did not answer within {self._timeout_s:g} s; raise "
                 "call_timeout_s in the mesh file if the work is really that long"
             ) from error
         finally:
-            self._observe(Span(replica.name, method, begun, time.time(), {"outcome": outcome}))
+            self._observe(TraceSpan(replica.name, method, begun, time.time(), {"outcome": outcome}))
 
-    def _missed(self, replica: Replica) -> list[Update]:
+    def _missed(self, replica: Replica) -> list[PoolUpdate]:
         return [
             u
             for updates in self.updates.values()
@@ -344,7 +346,7 @@ class Pool:
     async def _change(self) -> None:
         await self._changed.wait()
 
-    def _silence(self, request: Request, limit: float, what: str) -> str:
+    def _silence(self, request: RequestStatus, limit: float, what: str) -> str:
         who = request.replica or self.role
         states = ", ".join(f"{r.name} {r.state}" for r in self.replicas) or "none"
         return (

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from monarch.actor import HostMesh, ProcMesh
 
-from actors.heartbeat import Beat
+from actors.heartbeat import Heartbeat
 from protocols.errors import RunError
-from services.hosts.source import Worker
-from services.pool.placement import Spot
+from services.hosts.source import HostWorker
+from services.pool.placement import Slot
 from services.proc_info import has_ended
 
 STOP_SECONDS = 3.0  # an idle process stops in 0.5 s, one in a computation not before its end
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Process:
+class ReplicaProcess:
     """One, or `ranks` of one host that live and end together: it is heard when all of them were,
     and gone with any. `pids` are theirs, none until all answered; `heard` is when they last did
     (monotonic seconds); `given_up` once Monarch reports it lost, as it does of one that only stood
@@ -60,7 +60,9 @@ class Process:
 
     async def beat(self) -> int:
         """Resident memory in bytes, of all of them."""
-        beats: list[Beat] = await asyncio.gather(*(finish(p.beat.call_one()) for p in self.pulses))
+        beats: list[Heartbeat] = await asyncio.gather(
+            *(finish(p.beat.call_one()) for p in self.pulses)
+        )
         self.pids, self.heard = tuple(beat.pid for beat in beats), time.monotonic()
         return sum(beat.memory_bytes for beat in beats)
 
@@ -81,15 +83,15 @@ class Process:
 
 
 @dataclass(eq=False)
-class Host:
+class ProcessHost:
     """A machine that processes are started on. `trial` runs while it is doubted, and ends once a
     process has started there again; `gates` are what to resolve when it is doubted or left.
     Processes of a `local` one can be killed, and their ends seen."""
 
-    worker: Worker
+    worker: HostWorker
     mesh: HostMesh
     local: bool
-    living: list[Process] = field(default_factory=list)
+    living: list[ReplicaProcess] = field(default_factory=list)
     gates: set[asyncio.Future[None]] = field(default_factory=set)
     trial: asyncio.Task[None] | None = None
 
@@ -98,9 +100,9 @@ class Host:
         return self.worker.name
 
     @property
-    def spot(self) -> Spot:
+    def spot(self) -> Slot:
         role, capacity = self.worker.role, self.worker.capacity
-        return Spot(role, capacity, len(self.living), self.trial is None)
+        return Slot(role, capacity, len(self.living), self.trial is None)
 
     def open_gates(self) -> None:
         """Whoever waits for something there gives it up."""

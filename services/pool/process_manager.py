@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 
 from monarch.actor import HostMesh
 
-from actors.heartbeat import PulseActor
 from actors.base import bootstrap, gpus_here
+from actors.heartbeat import HeartbeatActor
 from protocols.errors import RunError
 from protocols.spec.services import HealthSpec
-from services.hosts.source import Worker
+from services.hosts.source import HostWorker
 from services.pool.placement import choose, crowded, lack
-from services.pool.process import Host, Process, by_rank, finish
+from services.pool.process import ProcessHost, ReplicaProcess, by_rank, finish
 
 SPARE_SECONDS = 1.0  # an idle process answers in a millisecond
 RETRY_SECONDS = 1.0  # between two trials of a host that fails them at once
@@ -34,7 +34,7 @@ ALONE = 2.0  # times dead_after_s without a question: by then its owner has give
 T = TypeVar("T")
 
 
-class Processes:
+class ProcessManager:
     """Starts processes over the hosts that joined, and keeps `spares` warm ones of each number
     of threads.
 
@@ -51,11 +51,11 @@ class Processes:
         warm: Callable[[], None] | None = None,
         timeout_s: float = 120.0,
     ) -> None:
-        self._hosts: list[Host] = []
-        self._left: list[Host] = []  # nothing starts there any more
+        self._hosts: list[ProcessHost] = []
+        self._left: list[ProcessHost] = []  # nothing starts there any more
         self._health = health
         self._spares: dict[
-            asyncio.Task[Process], int
+            asyncio.Task[ReplicaProcess], int
         ] = {}  # to the threads that it was started for
         self._threads: set[int] = set()  # that replicas were started with
         self._wanted_spares = spares
@@ -72,10 +72,10 @@ class Processes:
         name: str,
         threads: int,
         gpus: Sequence[int] = (),
-        away_from: Process | None = None,
+        away_from: ReplicaProcess | None = None,
         role: str = "any",
         ranks: int = 1,
-    ) -> Process:
+    ) -> ReplicaProcess:
         """A process, or several `ranks`, for a replica: a spare, warm or still warming, where one
         process without a device is asked for and no worker is the role's own, or a new one on a
         host that takes the role, other than that of `away_from`. It waits for such a host as long
@@ -132,7 +132,7 @@ class Processes:
         for count in threads:
             self._spares[self._begin(self._start_spare(count))] = count
 
-    async def discard(self, process: Process) -> None:
+    async def discard(self, process: ReplicaProcess) -> None:
         """Throw a process away, dead or alive; once more does no harm."""
         process.kill()
         await process.end()
@@ -150,7 +150,7 @@ class Processes:
         for host in hosts:
             host.living.clear()
 
-    def lost(self, process: Process) -> None:
+    def lost(self, process: ReplicaProcess) -> None:
         """Its host may be what was lost."""
         host = self._host_of(process)
         if host is not None and not process.gone():
@@ -171,9 +171,9 @@ class Processes:
 
     # -- hosts that come and go -----------------------------------------------------------------
 
-    def join(self, worker: Worker, mesh: HostMesh, *, local: bool = False) -> Host:
+    def join(self, worker: HostWorker, mesh: HostMesh, *, local: bool = False) -> ProcessHost:
         """From now on processes start there too."""
-        host = Host(worker, mesh, local)
+        host = ProcessHost(worker, mesh, local)
         self._hosts.append(host)
         self._change()
         if self._keeping:
@@ -185,7 +185,7 @@ class Processes:
         place = {name: i for i, name in enumerate(workers)}
         self._hosts.sort(key=lambda host: place.get(host.label, -1))
 
-    def leave(self, host: Host) -> None:
+    def leave(self, host: ProcessHost) -> None:
         """Start nothing there any more. Who owns replicas there moves them (`leaving`); spares
         and whatever starts there end now."""
         if host not in self._hosts:
@@ -205,17 +205,17 @@ class Processes:
             self.keep_spares()
         self._change()
 
-    async def left(self, host: Host) -> None:
+    async def left(self, host: ProcessHost) -> None:
         """Return once no process is there, and forget the host."""
         while host.living:
             await self._changed.wait()
         self._left.remove(host)
 
-    def leaving(self) -> Sequence[Process]:
+    def leaving(self) -> Sequence[ReplicaProcess]:
         """Processes at work on hosts that are being left."""
         return [p for host in self._left for p in host.living if p.taken]
 
-    def rank(self, process: Process) -> int:
+    def rank(self, process: ReplicaProcess) -> int:
         """Where its host comes among the workers of one role; 0 where they are for any."""
         host = self._host_of(process)
         in_order = host in self._hosts and host is not None and host.worker.role
@@ -225,7 +225,7 @@ class Processes:
         """Why a process of the role is waited for, for people."""
         return lack([host.spot for host in self._hosts], role)
 
-    def crowded(self) -> Sequence[Process]:
+    def crowded(self) -> Sequence[ReplicaProcess]:
         """The processes at work on a host that has two more than another of its role, which could
         take one."""
         idle = self._warm_spares().values()
@@ -233,13 +233,13 @@ class Processes:
         most = crowded([host.spot for host in self._hosts], [len(there) for there in at_work])
         return () if most is None else at_work[most]
 
-    def _warm_spares(self) -> dict[asyncio.Task[Process], Process]:
+    def _warm_spares(self) -> dict[asyncio.Task[ReplicaProcess], ReplicaProcess]:
         done = (t for t in self._spares if t.done() and not t.cancelled())
         return {t: t.result() for t in done if t.exception() is None}
 
     # -- starts ---------------------------------------------------------------------------------
 
-    async def _start_spare(self, threads: int) -> Process:
+    async def _start_spare(self, threads: int) -> ReplicaProcess:
         host, process = await self._start("spare", "", threads, gpus=())
         if self._warm is not None:
             try:
@@ -256,9 +256,9 @@ class Processes:
         role: str,
         threads: int,
         gpus: Sequence[int],
-        without: Host | None = None,
+        without: ProcessHost | None = None,
         ranks: int = 1,
-    ) -> tuple[Host, Process]:
+    ) -> tuple[ProcessHost, ReplicaProcess]:
         """Where one host fails, or turns out to be lost, on another."""
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -282,8 +282,8 @@ class Processes:
                 self._doubt(host)
 
     def _spawn_on(
-        self, host: Host, name: str, threads: int, gpus: Sequence[int], ranks: int = 1
-    ) -> Process:
+        self, host: ProcessHost, name: str, threads: int, gpus: Sequence[int], ranks: int = 1
+    ) -> ReplicaProcess:
         """A process that is being started. It counts at once, for whoever chooses next."""
         used = Counter(device for process in host.living for device in process.gpus)
         devices = tuple(d for d in range(len(used) + len(gpus)) if d not in used)[: len(gpus)]
@@ -295,14 +295,14 @@ class Processes:
                 per_host={"procs": ranks}, name=name, bootstrap=bootstrap(threads, devices, ranks)
             )
             alone_s = None if host.local else ALONE * self._health.dead_after_s
-            pulses = by_rank(procs.spawn(f"{name}pulse", PulseActor, alone_s), ranks)
+            pulses = by_rank(procs.spawn(f"{name}pulse", HeartbeatActor, alone_s), ranks)
         except Exception as error:
             raise RunError(f"{host.label} started no process {name}: {error!r}") from error
-        process = Process(name, host.label, procs, pulses, host.local, devices)
+        process = ReplicaProcess(name, host.label, procs, pulses, host.local, devices)
         host.living.append(process)
         return process
 
-    async def _started(self, process: Process, limit: float | None) -> Process:
+    async def _started(self, process: ReplicaProcess, limit: float | None) -> ReplicaProcess:
         """The process, once it has answered."""
         try:
             await asyncio.wait_for(process.beat(), limit)
@@ -314,7 +314,7 @@ class Processes:
             ) from error
         return process
 
-    async def _choose(self, role: str, deadline: float, without: Host | None) -> Host:
+    async def _choose(self, role: str, deadline: float, without: ProcessHost | None) -> ProcessHost:
         """The host for a process of the role, waited for until `deadline`."""
         while True:
             spots = [host.spot for host in self._hosts]
@@ -334,21 +334,21 @@ class Processes:
                     "workers that are missing"
                 ) from None
 
-    def _is_one_of_several(self, host: Host) -> bool:
+    def _is_one_of_several(self, host: ProcessHost) -> bool:
         """Whether another takes what this one does. This host's own is never doubted: what ends
         here is seen."""
         role = host.worker.role
         others = (h for h in self._hosts if h is not host and h.worker.role in ("", role))
         return not host.local and any(others)
 
-    def _doubt(self, host: Host) -> None:
+    def _doubt(self, host: ProcessHost) -> None:
         several = self._is_one_of_several(host)
         if not several or host.trial is not None or self._closed or host in self._left:
             return
         host.trial = self._begin(self._try(host))
         host.open_gates()
 
-    async def _try(self, host: Host) -> None:
+    async def _try(self, host: ProcessHost) -> None:
         """Return once a process starts there. One start waits for the link as long as Monarch
         lets it: every one that was given up could still come up when the link returns."""
         while True:
@@ -363,12 +363,12 @@ class Processes:
             self._change()
             return
 
-    async def _end_late(self, start: asyncio.Task[Process]) -> None:
+    async def _end_late(self, start: asyncio.Task[ReplicaProcess]) -> None:
         """End a process that comes up when nobody waits for it any more."""
         with contextlib.suppress(RunError):
             await self.discard(await start)
 
-    async def _hear(self, process: Process) -> None:
+    async def _hear(self, process: ReplicaProcess) -> None:
         with contextlib.suppress(Exception):  # its silence is judged by the clock
             await asyncio.wait_for(process.beat(), self._health.dead_after_s)
 
@@ -384,10 +384,10 @@ class Processes:
         if not task.cancelled():
             task.exception()  # seen: who gave it up does not ask
 
-    def _host_of(self, process: Process) -> Host | None:
+    def _host_of(self, process: ReplicaProcess) -> ProcessHost | None:
         return next((h for h in (*self._hosts, *self._left) if process in h.living), None)
 
-    def _forget(self, process: Process) -> None:
+    def _forget(self, process: ReplicaProcess) -> None:
         host = self._host_of(process)
         if host is not None:
             host.living.remove(process)

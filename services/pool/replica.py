@@ -17,11 +17,11 @@ from monarch.actor import ActorError
 
 from protocols.errors import RanksLostError
 from protocols.records.status import ReplicaState, ReplicaStatus
-from services.pool.health import Life, lost
-from services.pool.process import Process
+from services.pool.health import HealthState, lost
+from services.pool.process import ReplicaProcess
 
 
-class Lost(Exception):
+class ReplicaLost(Exception):
     """The replica that worked on a call is gone."""
 
     def __init__(self, reason: str) -> None:
@@ -29,7 +29,7 @@ class Lost(Exception):
         self.reason = reason
 
 
-class Silent(Exception):
+class ReplicaTimeout(Exception):
     """No answer by the deadline. Not a TimeoutError: that is what an actor may raise itself."""
 
 
@@ -46,8 +46,8 @@ class Replica:
     role: str
     slot: int
     generation: int = 0
-    life: Life = field(default_factory=Life)
-    process: Process | None = None
+    life: HealthState = field(default_factory=HealthState)
+    process: ReplicaProcess | None = None
     actor: Any = None
     others: Sequence[Any] = ()
     actor_name: str = ""
@@ -94,15 +94,15 @@ async def ask(replica: Replica, method: str, args: tuple[Any, ...], deadline: fl
     Raises Lost when it dies, Silent, or what its actor raised.
     """
     if replica.ended:
-        raise Lost(replica.ended)
+        raise ReplicaLost(replica.ended)
     call = asyncio.ensure_future(_call(replica, method, args))
     replica.calls.add(call)
     try:
         await asyncio.wait({call}, timeout=max(0.0, deadline - time.monotonic()))
         if not call.done():
-            raise Silent(f"{replica.name}.{method} did not answer in time")
+            raise ReplicaTimeout(f"{replica.name}.{method} did not answer in time")
         if call.cancelled():
-            raise Lost(replica.ended)
+            raise ReplicaLost(replica.ended)
         return call.result()
     finally:
         replica.calls.discard(call)
@@ -120,27 +120,29 @@ async def _call(replica: Replica, method: str, args: tuple[Any, ...]) -> Any:
     outcomes = await asyncio.gather(*calls)
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if errors:
-        raise next((e for e in errors if not isinstance(e, RanksLostError)), Lost(str(errors[0])))
+        raise next(
+            (e for e in errors if not isinstance(e, RanksLostError)), ReplicaLost(str(errors[0]))
+        )
     return outcomes[0].answer
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """What came of a rank's call."""
 
     answer: Any = None
     error: Exception | None = None
 
 
-async def _settled(call: Awaitable[Any]) -> Outcome:
+async def _settled(call: Awaitable[Any]) -> CallOutcome:
     """What comes of it. Raises Lost alone: who waits for the other ranks of one that is gone may
     wait for ever."""
     try:
-        return Outcome(await call)
-    except Lost:
+        return CallOutcome(await call)
+    except ReplicaLost:
         raise
     except Exception as error:
-        return Outcome(error=error)
+        return CallOutcome(error=error)
 
 
 async def _call_rank(name: str, handle: Any, method: str, args: tuple[Any, ...]) -> Any:
@@ -154,7 +156,7 @@ async def _call_rank(name: str, handle: Any, method: str, args: tuple[Any, ...])
         cause.add_note(f"raised by {name}.{method}")
         raise cause from error
     except SupervisionError as error:  # Monarch's word that its process or its host is gone
-        raise Lost(last_line(error)) from error
+        raise ReplicaLost(last_line(error)) from error
 
 
 def last_line(error: BaseException) -> str:

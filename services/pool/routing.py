@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from protocols.spec.services import RouterName
 
 
-class Seat(NamedTuple):
+class ReplicaLoad(NamedTuple):
     """A replica that may take a request: its slot in the pool, and the requests it works on. One
     is made for each replica at each request, and a tuple is made fastest."""
 
@@ -27,7 +27,7 @@ class Router(Protocol):
     `session` names requests that are better served by one and the same replica.
     """
 
-    def choose(self, seats: Sequence[Seat], session: str | None) -> int: ...
+    def choose(self, seats: Sequence[ReplicaLoad], session: str | None) -> int: ...
 
 
 class RoundRobin:
@@ -36,7 +36,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = -1
 
-    def choose(self, seats: Sequence[Seat], session: str | None = None) -> int:
+    def choose(self, seats: Sequence[ReplicaLoad], session: str | None = None) -> int:
         # By slot, not by place in `seats`: a replica that leaves or returns shifts nobody's turn.
         slots = [seat.slot for seat in seats]
         self._last = min((i for i in slots if i > self._last), default=min(slots))
@@ -49,12 +49,12 @@ class LeastLoaded:
     def __init__(self) -> None:
         self._turns = RoundRobin()
 
-    def choose(self, seats: Sequence[Seat], session: str | None = None) -> int:
+    def choose(self, seats: Sequence[ReplicaLoad], session: str | None = None) -> int:
         fewest = min(seat.ongoing for seat in seats)
         return self._turns.choose([seat for seat in seats if seat.ongoing == fewest])
 
 
-class Session:
+class SessionAffinity:
     """The same replica for the same session; the least loaded one for a request without any.
 
     Rendezvous hashing: each session ranks all replicas, and takes the first of its ranking that is
@@ -65,7 +65,7 @@ class Session:
     def __init__(self) -> None:
         self._others = LeastLoaded()
 
-    def choose(self, seats: Sequence[Seat], session: str | None) -> int:
+    def choose(self, seats: Sequence[ReplicaLoad], session: str | None) -> int:
         if session is None:
             return self._others.choose(seats)
         return max(seats, key=lambda seat: (_rank(session, seat.slot), seat.slot)).slot
@@ -76,10 +76,10 @@ def _rank(session: str, index: int) -> bytes:
     return blake2b(f"{index}/{session}".encode(), digest_size=8).digest()
 
 
-ROUTERS: dict[RouterName, type[RoundRobin] | type[LeastLoaded] | type[Session]] = {
+ROUTERS: dict[RouterName, type[RoundRobin] | type[LeastLoaded] | type[SessionAffinity]] = {
     "round_robin": RoundRobin,
     "least_loaded": LeastLoaded,
-    "session": Session,
+    "session": SessionAffinity,
 }
 
 

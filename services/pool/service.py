@@ -26,19 +26,26 @@ import monarch.actor
 from monarch.actor import HostMesh, MeshFailure
 
 from protocols.errors import ForgeError, PlaneError, RunError
-from protocols.spec.services import HealthSpec
-from protocols.spec.mesh import RoleSpec
 from protocols.records.status import ReplicaState
-from protocols.types import Span
+from protocols.spec.mesh import RoleSpec
+from protocols.spec.services import HealthSpec
+from protocols.types import TraceSpan
+from services.hosts.source import HostSource, HostWorker
 from services.pool.autoscale import decide
-from services.pool.health import IN_SERVICE, Life, silent
-from services.hosts.source import HostSource, Worker
-from services.pool.lifecycle import DRAIN_SECONDS, Check, Lives, Note, Prepare, Role
+from services.pool.health import IN_SERVICE, HealthState, silent
+from services.pool.lifecycle import (
+    DRAIN_SECONDS,
+    Check,
+    Note,
+    PoolTemplate,
+    Prepare,
+    ReplicaLifecycle,
+)
+from services.pool.membership import HostMembership
 from services.pool.pool import Pool
-from services.pool.process import Process
-from services.pool.process_manager import Processes
+from services.pool.process import ReplicaProcess
+from services.pool.process_manager import ProcessManager
 from services.pool.replica import Replica, last_line
-from services.pool.membership import Roster
 
 # What Monarch says of any actor whose process did not answer it, in place of the actor's own error.
 UNHEARD = "timeout waiting for message from proc mesh agent"
@@ -52,22 +59,22 @@ class Service:
 
     def __init__(
         self,
-        processes: Processes,
+        processes: ProcessManager,
         health: HealthSpec,
         call_timeout_s: float,
         spawn_timeout_s: float,
         note: Note,
-        observe: Callable[[Span], None],
+        observe: Callable[[TraceSpan], None],
     ) -> None:
         self.pools: dict[str, Pool] = {}
-        self._lives = Lives(self.pools, processes, health, spawn_timeout_s, note)
+        self._lives = ReplicaLifecycle(self.pools, processes, health, spawn_timeout_s, note)
         self._processes = processes
         self._health = health
         self._call_timeout_s, self._spawn_timeout_s = call_timeout_s, spawn_timeout_s
         self._note, self._observe = note, observe
         self._loop = asyncio.get_running_loop()
         self._source: HostSource | None = None
-        self._roster: Roster | None = None
+        self._roster: HostMembership | None = None
         self._lives.begin(self._keep_watch())
 
     @classmethod
@@ -81,7 +88,7 @@ class Service:
         call_timeout_s: float = 120.0,
         spawn_timeout_s: float = 120.0,
         note: Note = lambda event, **facts: None,
-        observe: Callable[[Span], None] = lambda span: None,
+        observe: Callable[[TraceSpan], None] = lambda span: None,
         local: bool = True,
         here: Mapping[str, HostMesh] | None = None,
         needed: Mapping[str, str] | None = None,
@@ -90,25 +97,25 @@ class Service:
         those of others see services.hosts.source).
 
         Over a source of hosts it follows whoever comes and goes there: workers have the `needed`
-        versions (services.hosts.handshake), and the roles in `here` run on this host, by its mesh. Raises
-        RunError for workers that cannot be used at first.
+        versions (services.hosts.handshake), and the roles in `here` run on this host, by its mesh.
+        Raises RunError for workers that cannot be used at first.
 
         In the root client Monarch would end the process for a death that nobody handles: this
         takes the hook for that. An actor passes what its `__supervise__` gets to `noticed`.
         """
         health, name = health or HealthSpec(), socket.gethostname()
-        processes = Processes(health, spares=spares, warm=warm, timeout_s=spawn_timeout_s)
+        processes = ProcessManager(health, spares=spares, warm=warm, timeout_s=spawn_timeout_s)
         for role, mesh in (here or {}).items():
-            processes.join(Worker(name, "", role), mesh, local=True)
+            processes.join(HostWorker(name, "", role), mesh, local=True)
         service = cls(processes, health, call_timeout_s, spawn_timeout_s, note, observe)
         if str(monarch.actor.context().actor_instance) == "<root>":
             monarch.actor.unhandled_fault_hook = service.noticed
         if isinstance(hosts, HostMesh | Sequence):
             for i, mesh in enumerate([hosts] if isinstance(hosts, HostMesh) else hosts):
-                processes.join(Worker(name if local else f"host{i}", ""), mesh, local=local)
+                processes.join(HostWorker(name if local else f"host{i}", ""), mesh, local=local)
             return service
         service._source = hosts
-        service._roster = Roster(
+        service._roster = HostMembership(
             hosts, processes, needed or {}, health.dead_after_s, note, service._lives.begin
         )
         try:
@@ -149,7 +156,7 @@ class Service:
         pool = Pool(name, spec, self._call_timeout_s, self._observe)
         pool.resize = self._lives.resize
         pool.report_death = self._lives.lost
-        self._lives.roles[name] = Role(actor, args, prepare, check)
+        self._lives.roles[name] = PoolTemplate(actor, args, prepare, check)
         self.pools[name] = pool
         self._lives.resize(pool)
         return pool
@@ -267,7 +274,7 @@ class Service:
         else:
             replica.life = life
 
-    async def _hear(self, replica: Replica, process: Process) -> None:
+    async def _hear(self, replica: Replica, process: ReplicaProcess) -> None:
         try:
             async with asyncio.timeout(self._health.dead_after_s):
                 memory_bytes = await process.beat()
@@ -276,7 +283,7 @@ class Service:
         replica.beaten = time.monotonic()
         replica.memory_bytes = memory_bytes
 
-    async def _trust_again(self, replica: Replica, life: Life) -> None:
+    async def _trust_again(self, replica: Replica, life: HealthState) -> None:
         """It was silent and answers again: in service once it was told what it missed."""
         pool = self.pools[replica.role]
         try:
@@ -314,7 +321,7 @@ class Service:
         if wanted != pool.target and not role.scaling.locked() and time.monotonic() >= role.wait:
             self._lives.begin(self._follow_load(role, pool, wanted))
 
-    async def _follow_load(self, role: Role, pool: Pool, wanted: int) -> None:
+    async def _follow_load(self, role: PoolTemplate, pool: Pool, wanted: int) -> None:
         before = pool.target
         try:
             await self.scale(pool.role, wanted)

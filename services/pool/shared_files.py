@@ -8,13 +8,13 @@ from pathlib import Path
 
 from actors.heartbeat import digest
 from protocols.errors import RunError
-from services.pool.process import Process
+from services.pool.process import ReplicaProcess
 
 LOOK_SECONDS = 30.0  # a shared file system may wake up first
 
 
 async def same_files(
-    process: Process, *, role: str, read: Sequence[str], written: Sequence[str]
+    process: ReplicaProcess, *, role: str, read: Sequence[str], written: Sequence[str]
 ) -> None:
     """Raise RunError unless the process sees these files as this one does, and may write beside
     those in `written`: otherwise a run fails on it an hour later, at its first checkpoint."""

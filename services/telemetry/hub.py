@@ -1,4 +1,4 @@
-"""Everything that watches a run, behind one `Sink`.
+"""Everything that watches a run, behind one `TelemetrySink`.
 
 A sink that fails is told of once and left out from then on: watching never ends a run.
 """
@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 from protocols.errors import SpecError
-from protocols.ports import Sink
+from protocols.ports import TelemetrySink
 from protocols.records.run_files import MetricRow
-from protocols.spec.mesh import RunSpec
 from protocols.records.status import RunStatus
-from protocols.types import Span
+from protocols.spec.mesh import RunSpec
+from protocols.types import TraceSpan
 from services.run_directory import RunDirectory
 
 CLOSE_SECONDS = 5.0
@@ -31,12 +31,13 @@ SINK_MODULES: Mapping[str, tuple[str, ...]] = {
 
 
 class Telemetry:
-    """A `Sink` over named sinks. `report(sink, message)` is called once for a sink that failed,
+    """A `TelemetrySink` over named sinks. `report(sink, message)` is called once for a sink that
+    failed,
     in the thread that met the failure. `metrics_url` is None where metrics are not served."""
 
     def __init__(
         self,
-        sinks: Sequence[tuple[str, Sink]],
+        sinks: Sequence[tuple[str, TelemetrySink]],
         report: Callable[[str, str], None],
         metrics_url: str | None = None,
     ) -> None:
@@ -50,7 +51,7 @@ class Telemetry:
     def metric(self, row: MetricRow) -> None:
         self._tell(lambda sink: sink.metric(row))
 
-    def span(self, span: Span) -> None:
+    def span(self, span: TraceSpan) -> None:
         self._tell(lambda sink: sink.span(span))
 
     def status(self, status: RunStatus) -> None:
@@ -66,7 +67,7 @@ class Telemetry:
             if error is not None:
                 self._report(name, _message(error))
 
-    def _tell(self, tell: Callable[[Sink], None]) -> None:
+    def _tell(self, tell: Callable[[TelemetrySink], None]) -> None:
         for name, sink in list(self._sinks.items()):
             try:
                 tell(sink)
@@ -95,7 +96,7 @@ def open_sinks(
     had, and leaves nothing open then."""
     require_sinks(spec)
     wanted, run, mesh = spec.mesh.telemetry, directory.id, spec.mesh.name
-    sinks: dict[str, Sink] = {}
+    sinks: dict[str, TelemetrySink] = {}
     url = None
     try:
         if wanted.metrics is not None:
@@ -115,7 +116,7 @@ def open_sinks(
     return Telemetry(list(sinks.items()), report, url)
 
 
-def _open(name: str, spec: RunSpec, directory: RunDirectory) -> Sink:
+def _open(name: str, spec: RunSpec, directory: RunDirectory) -> TelemetrySink:
     # Imported here: each costs tenths of a second and an optional package.
     run, mesh = directory.id, spec.mesh.name
     if name == "tensorboard":
@@ -139,7 +140,7 @@ def _missing(module: str) -> bool:
         return True
 
 
-def _close_all(sinks: Mapping[str, Sink], seconds: float) -> dict[str, Exception | None]:
+def _close_all(sinks: Mapping[str, TelemetrySink], seconds: float) -> dict[str, Exception | None]:
     """name -> what its `close` raised, or None; without those that were not done in time."""
     done: dict[str, Exception | None] = {}
     threads = [
@@ -154,7 +155,7 @@ def _close_all(sinks: Mapping[str, Sink], seconds: float) -> dict[str, Exception
     return dict(done)
 
 
-def _close(sink: Sink, done: dict[str, Exception | None], name: str) -> None:
+def _close(sink: TelemetrySink, done: dict[str, Exception | None], name: str) -> None:
     try:
         sink.close()
         done[name] = None

@@ -29,7 +29,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCod
 from protocols.errors import SpecError
 from protocols.records.run_files import MetricRow
 from protocols.records.status import RunStatus
-from protocols.types import Span
+from protocols.types import TraceSpan
 from services.telemetry.values import epoch_seconds, losses, role_of
 
 SERVICE = "cartridge-forge"
@@ -116,7 +116,7 @@ class OtlpSink:
             probe = {"questions": "probe", "decoding": "greedy"}
             self._accuracy.set(row.accuracy, {**facts, **probe})
 
-    def span(self, span: Span) -> None:
+    def span(self, span: TraceSpan) -> None:
         facts = span.facts
         parent = trace.INVALID_SPAN
         if "arm" in facts and "step" in facts:

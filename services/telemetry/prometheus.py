@@ -24,7 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from protocols.errors import SpecError
 from protocols.records.run_files import TRAINED_ARMS, MetricRow
 from protocols.records.status import ReplicaState, RunStatus
-from protocols.types import Span
+from protocols.types import TraceSpan
 from services.telemetry.prometheus_channels import ChannelMetrics, TeachersCollector
 from services.telemetry.values import losses, role_of
 
@@ -213,7 +213,7 @@ class PrometheusSink:
         if row.accuracy is not None:
             self._accuracy.labels(row.arm, "probe", "greedy").set(row.accuracy)
 
-    def span(self, span: Span) -> None:
+    def span(self, span: TraceSpan) -> None:
         self._progress_at.set_to_current_time()
         if "request" not in span.facts:
             return  # a phase: its "step" event says the same

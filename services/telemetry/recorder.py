@@ -14,24 +14,24 @@ from dataclasses import replace
 from typing import Any
 
 from protocols.files import read_rows
-from protocols.ports import Sink
+from protocols.ports import TelemetrySink
 from protocols.records.run_files import EventName, MetricRow
 from protocols.records.status import RunStatus
-from protocols.types import Span
+from protocols.types import TraceSpan
 from services.run_directory import RunDirectory
 
 HELD_EVENTS = 1000  # of a follower that does not keep up; the oldest are dropped
 
 
-class Recorder:
+class RunLog:
     """Writes the run's record; a follower that is slow loses events, the run no time."""
 
-    def __init__(self, directory: RunDirectory, sink: Sink) -> None:
+    def __init__(self, directory: RunDirectory, sink: TelemetrySink) -> None:
         self._directory = directory
         self._sink = sink
         self._followers: set[asyncio.Queue[Mapping[str, Any] | None]] = set()
         self.moved = 0  # how often anything was told that is progress
-        self._phase: Span | None = None
+        self._phase: TraceSpan | None = None
 
     def event(self, name: EventName, **facts: Any) -> None:
         record = self._directory.append_event(name, **facts)
@@ -46,7 +46,7 @@ class Recorder:
         self._directory.append_metric(row)
         self._sink.metric(row)
 
-    def span(self, span: Span) -> None:
+    def span(self, span: TraceSpan) -> None:
         """A request as a replica served it, or a phase; the request's phase says where it was."""
         if self._phase is not None and span.lane != self._phase.lane:
             where = {k: v for k, v in self._phase.facts.items() if k in ("arm", "step")}
@@ -59,7 +59,7 @@ class Recorder:
         now = time.time()
         if self._phase is not None:
             self.span(replace(self._phase, end=now))
-        self._phase = Span("controller", name, now, now, facts) if name else None
+        self._phase = TraceSpan("controller", name, now, now, facts) if name else None
 
     def status(self, status: RunStatus) -> None:
         self._sink.status(status)

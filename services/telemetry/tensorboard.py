@@ -23,7 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from protocols.records.run_files import MetricRow
 from protocols.records.status import RunStatus
-from protocols.types import Span
+from protocols.types import TraceSpan
 from services.telemetry.values import evaluated_values, row_values, step_values
 
 FOLDER = "tensorboard"
@@ -49,7 +49,7 @@ class TensorBoardSink:
     def metric(self, row: MetricRow) -> None:
         self._write(row.arm, row.step, row_values(row))
 
-    def span(self, span: Span) -> None:
+    def span(self, span: TraceSpan) -> None:
         """No scalar."""
 
     def status(self, status: RunStatus) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from protocols.records.run_files import MetricRow
 from protocols.records.status import RunStatus
-from protocols.types import Span
+from protocols.types import TraceSpan
 from services.telemetry.values import epoch_seconds, role_of
 
 NAME = "trace.json"
@@ -90,7 +90,7 @@ class TraceSink:
             }
         )  # fmt: skip
 
-    def span(self, span: Span) -> None:
+    def span(self, span: TraceSpan) -> None:
         begin, end = round(span.begin * 1e6), round(max(span.begin, span.end) * 1e6)
         lane = self._free_lane(span.lane, begin)
         self._ends[lane] = end

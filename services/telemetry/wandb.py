@@ -17,7 +17,7 @@ from wandb.errors import Error as WandbError
 from protocols.errors import SpecError
 from protocols.records.run_files import MetricRow
 from protocols.records.status import RunStatus
-from protocols.types import Span
+from protocols.types import TraceSpan
 from services.telemetry.values import evaluated_values, row_values, step_values
 
 PROJECT = "cartridge-forge"
@@ -65,7 +65,7 @@ class WandbSink:
     def metric(self, row: MetricRow) -> None:
         self._log(row.arm, {"step": row.step, "version": row.version, **row_values(row)})
 
-    def span(self, span: Span) -> None:
+    def span(self, span: TraceSpan) -> None:
         """No scalar."""
 
     def status(self, status: RunStatus) -> None:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from protocols.spec.services import WatchdogSpec
 from protocols.records.status import ReplicaState, RunStatus
+from protocols.spec.services import WatchdogSpec
 from services.pool.pool import Pool
-from services.telemetry.recorder import Recorder
+from services.telemetry.recorder import RunLog
 
 LOOK_SECONDS = 1.0  # between two looks at the run as a whole: sinks, watchdog
 STACK_SECONDS = 10.0  # for the stacks of every process of a run that stands still
@@ -41,14 +41,14 @@ PERMISSION = (
 async def watch(
     status_now: Callable[[], RunStatus],
     show: Callable[..., None],
-    recorder: Recorder,
+    recorder: RunLog,
     pools: Mapping[str, Pool],
     spec: WatchdogSpec,
     directory: Path,
 ) -> None:
     """Once a second: show the sinks where the run stands, and tell when it does not move."""
     now = time.monotonic()
-    progress, moved, phase, stalled = Progress(now), recorder.moved, ("", ""), False
+    progress, moved, phase, stalled = ProgressClock(now), recorder.moved, ("", ""), False
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         status = status_now()
@@ -102,7 +102,7 @@ def local_processes(pools: Mapping[str, Pool]) -> dict[str, int]:
     }
 
 
-class Progress:
+class ProgressClock:
     """When a run last moved, in seconds of one clock that never goes back. Paused time is not
     counted."""
 

@@ -85,7 +85,7 @@ def _judged(a: str, b: str) -> bool:
     return bool(_judge.ask(a, b))
 
 
-class _Judge:
+class MathJudge:
     """The process that runs math-verify: started at the first question, again after it died."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
     return process.stdout.readline().strip() if poll.poll(seconds * 1000) else b""
 
 
-_judge = _Judge()
+_judge = MathJudge()
 
 
 def end_judge() -> None:

@@ -17,7 +17,7 @@ from strategies.answers.extract import Form, clustered
 
 
 @dataclass(frozen=True)
-class Vote:
+class AnswerVote:
     """One answer, as its first trace wrote it, with the traces that gave it."""
 
     answer: str
@@ -30,7 +30,7 @@ class Vote:
 
 async def tally(
     answers: Sequence[str | None], form: Form, weights: Sequence[float] | None = None
-) -> list[Vote]:
+) -> list[AnswerVote]:
     """Votes of equivalent answers, heaviest first, of equals the earliest; without `weights` each
     trace weighs 1."""
     given = [1.0] * len(answers) if weights is None else weights
@@ -38,7 +38,7 @@ async def tally(
     for members in await clustered(answers, form):
         answer = answers[members[0]]
         assert answer is not None
-        votes.append(Vote(answer, math.fsum(given[i] for i in members), tuple(members)))
+        votes.append(AnswerVote(answer, math.fsum(given[i] for i in members), tuple(members)))
     return sorted(votes, key=lambda v: (-v.weight, v.traces[0]))
 
 

@@ -1,6 +1,6 @@
 """Recursive self-aggregation: populations of answers that are aggregated into better ones."""
 
-from strategies.rsa.engine import RSAEngine, RSAResult, Run
-from strategies.rsa.islands import Shape
+from strategies.rsa.engine import RSAEngine, RSAResult, RSARun
+from strategies.rsa.islands import RSAShape
 
-__all__ = ["RSAEngine", "RSAResult", "Run", "Shape"]
+__all__ = ["RSAEngine", "RSAResult", "RSARun", "RSAShape"]

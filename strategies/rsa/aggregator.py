@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from protocols.errors import DataError
-from protocols.rsa import Candidate, Judged, Problem, Standing
+from protocols.rsa import AggregationInput, JudgedCandidate, JudgedPopulation, RSAProblem
 from strategies.answers.extract import Form
-from strategies.rsa.islands import Shape
-from strategies.rsa.populations import ask, chosen_of
 from strategies.answers.votes import tally
+from strategies.rsa.islands import RSAShape
+from strategies.rsa.populations import ask, chosen_of
 
-Judge = Callable[[Problem, Sequence[str]], Awaitable[Sequence[Candidate]]]
+Judge = Callable[[RSAProblem, Sequence[str]], Awaitable[Sequence[JudgedCandidate]]]
 
 
-async def aggregate(standing: Standing, shape: Shape, task: Form, judge: Judge) -> Judged:
+async def aggregate(
+    standing: AggregationInput, shape: RSAShape, task: Form, judge: Judge
+) -> JudgedPopulation:
     """What became of the last population, and what the next is asked; nothing after the last of T.
 
     The same Standing gives the same, in any process. Raises DataError for one that is none of this
@@ -30,11 +32,11 @@ async def aggregate(standing: Standing, shape: Shape, task: Form, judge: Judge) 
             f"rsa: {standing.name} stands before population {step} with {len(texts)} texts; there "
             f"are {shape.T} populations of {shape.slots}, and none before the first"
         )
-    candidates, chosen = tuple[Candidate, ...](), None
+    candidates, chosen = tuple[JudgedCandidate, ...](), None
     if step:
         candidates = tuple(await judge(problem, texts))
         chosen = chosen_of(await tally([c.answer for c in candidates], task))
     if step == shape.T:
-        return Judged(candidates, chosen)
+        return JudgedPopulation(candidates, chosen)
     prompts, parents = ask(problem.question, texts, shape, step, task, standing.stream)
-    return Judged(candidates, chosen, prompts, parents)
+    return JudgedPopulation(candidates, chosen, prompts, parents)

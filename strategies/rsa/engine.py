@@ -18,22 +18,22 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from protocols.errors import DataError
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 from strategies.answers.extract import extract
-from strategies.samplers.token_budget import BudgetSpent, Meter, Spent
-from strategies.samplers.sampler import Answer, Ask, Sampler
-from strategies.problem import Question
-from strategies.rsa.islands import Parents, Shape
-from strategies.rsa.populations import METRICS, Population, ask, chosen_of, measure
+from strategies.answers.votes import AnswerVote, tally
+from strategies.problem import StrategyProblem
+from strategies.rsa.islands import Parents, RSAShape
+from strategies.rsa.populations import METRICS, RSAPopulation, ask, chosen_of, measure
 from strategies.rsa.prompts import as_task
-from strategies.answers.votes import Vote, tally
+from strategies.samplers.sampler import Sampler, SampleRequest, SampleResult
+from strategies.samplers.token_budget import BudgetSpent, TokenBudget, TokenSpend
 
 Score = Callable[[str, str], float]  # question, text -> 1 or more where it is right
 
 
 @dataclass(frozen=True)
-class Run:
+class RSARun:
     """What became of one question: `populations` in order, and the votes of the last.
 
     `chosen` is the slot that speaks for most of it (None: nobody gave an answer). `metrics` is
@@ -42,8 +42,8 @@ class Run:
     """
 
     question: str
-    populations: tuple[Population, ...]
-    votes: tuple[Vote, ...] = ()
+    populations: tuple[RSAPopulation, ...]
+    votes: tuple[AnswerVote, ...] = ()
     metrics: Mapping[str, float] | None = None
     finish_reason: str = ""
 
@@ -60,9 +60,9 @@ class Run:
 class RSAResult:
     """The runs in the order of the questions, the means of their metrics, and what all cost."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[RSARun, ...]
     metrics: Mapping[str, float]
-    spent: Spent
+    spent: TokenSpend
 
 
 class RSAEngine:
@@ -88,7 +88,7 @@ class RSAEngine:
         scorer: Score | None = None,
     ) -> None:
         self._generate = generate
-        self._shape, self._task = Shape(M, N, K, T), as_task(task)
+        self._shape, self._task = RSAShape(M, N, K, T), as_task(task)
         self._max_tokens, self._seed, self._budget = max_tokens, seed, budget
         self._scorer = scorer
 
@@ -102,10 +102,10 @@ class RSAEngine:
             raise DataError("rsa: questions must be a list of them: got one text; put it in [...]")
         sampling = Sampling(temperature=temperature, max_tokens=self._max_tokens)
         asked = [
-            Question((Message("user", text),), self._task, self._seed, sampling, str(i))
+            StrategyProblem((AgentMessage("user", text),), self._task, self._seed, sampling, str(i))
             for i, text in enumerate(questions)
         ]
-        meter = Meter(self._generate, self._budget)
+        meter = TokenBudget(self._generate, self._budget)
         runs = await evolve(meter, asked, self._shape, self._scorer)
         scored = [run.metrics for run in runs if run.metrics]
         means = {name: fmean(m[name] for m in scored) for name in METRICS} if scored else {}
@@ -113,13 +113,16 @@ class RSAEngine:
 
 
 async def evolve(
-    meter: Meter, questions: Sequence[Question], shape: Shape, scorer: Score | None = None
-) -> list[Run]:
+    meter: TokenBudget,
+    questions: Sequence[StrategyProblem],
+    shape: RSAShape,
+    scorer: Score | None = None,
+) -> list[RSARun]:
     """A run of each question, the last of whose messages is aggregated; the others stay before it.
 
     Ends early, with the populations there are, where the meter's budget is spent.
     """
-    populations: list[list[Population]] = [[] for _ in questions]
+    populations: list[list[RSAPopulation]] = [[] for _ in questions]
     ended = ""
     for step in range(shape.T):
         told = [_ask(*of_one, shape, step) for of_one in zip(questions, populations, strict=True)]
@@ -138,8 +141,8 @@ async def evolve(
 
 
 def _ask(
-    question: Question, before: Sequence[Population], shape: Shape, step: int
-) -> tuple[list[Ask], Parents]:
+    question: StrategyProblem, before: Sequence[RSAPopulation], shape: RSAShape, step: int
+) -> tuple[list[SampleRequest], Parents]:
     """The asks of population `step`, and the parents of each."""
     previous = before[-1].texts if before else ()
     *earlier, last = question.messages
@@ -156,16 +159,16 @@ def _ask(
 
 
 def _population(
-    question: Question,
-    shape: Shape,
+    question: StrategyProblem,
+    shape: RSAShape,
     step: int,
-    asks: Sequence[Ask],
+    asks: Sequence[SampleRequest],
     parents: Parents,
-    answers: Sequence[Answer],
+    answers: Sequence[SampleResult],
     scorer: Score | None,
-) -> Population:
+) -> RSAPopulation:
     text = question.messages[-1].content
-    return Population(
+    return RSAPopulation(
         step=step,
         islands=shape.schedule[step],
         ids=tuple(a.id for a in asks),
@@ -179,11 +182,13 @@ def _population(
     )
 
 
-async def _ended(question: Question, populations: Sequence[Population], ended: str) -> Run:
+async def _ended(
+    question: StrategyProblem, populations: Sequence[RSAPopulation], ended: str
+) -> RSARun:
     text = question.messages[-1].content
     if not populations:
-        return Run(text, (), finish_reason=ended)
+        return RSARun(text, (), finish_reason=ended)
     last = populations[-1]
     votes = tuple(await tally(last.answers, question.form))
     metrics = measure(last.scores, chosen_of(votes)) if last.scores else None
-    return Run(text, tuple(populations), votes, metrics, ended)
+    return RSARun(text, tuple(populations), votes, metrics, ended)

@@ -24,7 +24,7 @@ Parents = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Shape:
+class RSAShape:
     """M islands (a power of two), N candidates in each, K parents of an aggregation, T populations
     with the first. Raises DataError for numbers that do not go together."""
 
@@ -62,7 +62,7 @@ class Shape:
         return range(first, first + size)
 
 
-def draw_parents(shape: Shape, step: int, stream: str) -> Parents:
+def draw_parents(shape: RSAShape, step: int, stream: str) -> Parents:
     """For every slot of population `step` the K slots of the one before that it is shown, in the
     order that it is shown them; nothing for step 0.
 

@@ -14,15 +14,15 @@ from statistics import fmean
 from typing import Any
 
 from strategies.answers.extract import Form
-from strategies.rsa.islands import Parents, Shape, draw_parents
+from strategies.answers.votes import AnswerVote
+from strategies.rsa.islands import Parents, RSAShape, draw_parents
 from strategies.rsa.prompts import aggregation_prompt, opening_prompt
-from strategies.answers.votes import Vote
 
 METRICS = ("mean_accuracy", "majority_vote", "pass_at_n")
 
 
 @dataclass(frozen=True)
-class Population:
+class RSAPopulation:
     """One step of one run; every field but `step` and `islands` has an entry for each slot.
 
     `parents` are slots of the population before. `answers` are as extracted, None where a text
@@ -57,7 +57,7 @@ class Population:
 
 
 def ask(
-    question: str, previous: Sequence[str], shape: Shape, step: int, task: Form, stream: str
+    question: str, previous: Sequence[str], shape: RSAShape, step: int, task: Form, stream: str
 ) -> tuple[tuple[str, ...], Parents]:
     """The prompts of population `step`, and each one's parents among `previous`, the texts of the
     population before (none at step 0). `stream` names the draw of the parents."""
@@ -68,7 +68,7 @@ def ask(
     return tuple(prompts), parents
 
 
-def chosen_of(votes: Sequence[Vote]) -> int | None:
+def chosen_of(votes: Sequence[AnswerVote]) -> int | None:
     """The slot that speaks for most, the earliest of them; None where nobody voted."""
     return votes[0].traces[0] if votes else None
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from protocols.spec.base import Spec
-from strategies.samplers.token_budget import BudgetSpent, Meter
-from strategies.problem import Question
-from strategies.result import Result
+from protocols.spec.base import SpecSection
+from strategies.problem import StrategyProblem
+from strategies.result import StrategyResult
 from strategies.rsa.engine import evolve
-from strategies.rsa.islands import Shape
+from strategies.rsa.islands import RSAShape
+from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 
 
-class RecursiveSelfAggregation(Spec):
+class RecursiveSelfAggregation(SpecSection):
     """M islands of N candidates, each made of K, over T populations; the last one votes."""
 
     M: int = Field(default=1, ge=1, description="islands, a power of two")
@@ -20,9 +20,9 @@ class RecursiveSelfAggregation(Spec):
     K: int = Field(default=2, ge=1, description="candidates that are aggregated into one")
     T: int = Field(default=3, ge=1, description="populations, the first included")
 
-    async def solve(self, meter: Meter, question: Question) -> Result:
+    async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         """Raises DataError for numbers that do not go together."""
-        shape = Shape(self.M, self.N, self.K, self.T)
+        shape = RSAShape(self.M, self.N, self.K, self.T)
         (run,) = await evolve(meter, [question], shape)
         if not run.populations:
             raise BudgetSpent("no token is left for a first population")
@@ -32,6 +32,6 @@ class RecursiveSelfAggregation(Spec):
             "votes": [vote.plain() for vote in run.votes],
         }
         reason = run.finish_reason or last.finish_reasons[slot]
-        return Result(
+        return StrategyResult(
             last.texts[slot], run.answer, meter.spent, reason, last.token_ids[slot], details
         )

@@ -25,12 +25,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from protocols.errors import DataError, RunError
-from protocols.teacher_replay import Usage
 from protocols.spec.teacher_replay import KEY_NAMES, OFFICIAL_URLS, Provider, open_url
+from protocols.teacher_replay import TeacherUsage
+from strategies.samplers.sampler import Ability, SampleRequest, SampleResult
 from teachers.budget import ANSWERED
 from teachers.clients import ApiClient, read_key
-from teachers.prompts import Reply
-from strategies.samplers.sampler import Ability, Answer, Ask
+from teachers.prompts import TeacherReply
 
 LONGEST_BACKOFF_S = 30.0
 MOST_TOP_LOGPROBS = 20  # of chat completions
@@ -43,8 +43,8 @@ KEY_HOSTS = {
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """One model: `Endpoint("openai", "gemini-2.5-flash", key_env="GEMINI_API_KEY",
+class ApiEndpoint:
+    """One model: `ApiEndpoint("openai", "gemini-2.5-flash", key_env="GEMINI_API_KEY",
     base_url="https://generativelanguage.googleapis.com/v1beta/openai")`.
 
     Without `base_url` the provider's own server, without `key_env` its usual variable. `logprobs`
@@ -70,7 +70,7 @@ class ApiSampler:
     provider's words, which may hold the key. Tokens of attempts that failed are in no count.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: ApiEndpoint) -> None:
         url, key = _checked(endpoint)
         self._endpoint = endpoint
         self._turns = asyncio.Semaphore(endpoint.concurrency)
@@ -88,7 +88,7 @@ class ApiSampler:
     def abilities(self) -> frozenset[Ability]:
         return frozenset({"logprobs", "top_logprobs"} if self._endpoint.logprobs else ())
 
-    async def __call__(self, asks: Sequence[Ask]) -> list[Answer]:
+    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
         for ask in asks:
             self._check(ask)
         calls = [asyncio.create_task(self._answer(ask)) for ask in asks]
@@ -99,7 +99,7 @@ class ApiSampler:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
 
-    def _check(self, ask: Ask) -> None:
+    def _check(self, ask: SampleRequest) -> None:
         endpoint, sampling = self._endpoint, ask.sampling
         most = MOST_TOP_LOGPROBS if endpoint.logprobs else 0
         faults = {
@@ -119,7 +119,7 @@ class ApiSampler:
             if there:
                 raise DataError(f"ask {ask.id} to {endpoint.model} {fault}; use another backend")
 
-    async def _answer(self, ask: Ask) -> Answer:
+    async def _answer(self, ask: SampleRequest) -> SampleResult:
         endpoint = self._endpoint
         body = _body(ask, endpoint)
         attempt = 0
@@ -140,13 +140,13 @@ class ApiSampler:
             backoff = min(endpoint.backoff_s * 2 ** (attempt - 1), LONGEST_BACKOFF_S)
             await asyncio.sleep(max(backoff, reply.retry_after_s))
 
-    def _read(self, ask: Ask, reply: Reply, usage: Usage) -> Answer:
+    def _read(self, ask: SampleRequest, reply: TeacherReply, usage: TeacherUsage) -> SampleResult:
         if self._endpoint.logprobs and usage.output_tokens and not reply.logprobs:
             raise DataError(
                 f"endpoint {self._endpoint.model}: it told no log-probabilities; set logprobs to "
                 "false, and use strategies that need none"
             )
-        return Answer(
+        return SampleResult(
             reply.raw,
             usage.output_tokens,
             usage.input_tokens + usage.cached_tokens,
@@ -156,7 +156,7 @@ class ApiSampler:
         )
 
 
-def _checked(endpoint: Endpoint) -> tuple[str, str]:
+def _checked(endpoint: ApiEndpoint) -> tuple[str, str]:
     """The URL and the key that goes there."""
     who = f"endpoint {endpoint.model}"
     if endpoint.provider not in OFFICIAL_URLS:
@@ -180,7 +180,7 @@ def _checked(endpoint: Endpoint) -> tuple[str, str]:
     return url, read_key(who, key_env)
 
 
-def _body(ask: Ask, endpoint: Endpoint) -> dict[str, Any]:
+def _body(ask: SampleRequest, endpoint: ApiEndpoint) -> dict[str, Any]:
     """The provider's own fields. What is its default, 1, is not sent: some models refuse even
     that."""
     sampling = ask.sampling

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from protocols.errors import DataError
-from protocols.teacher_replay import Message
-from protocols.types import Sampling, Until
+from protocols.teacher_replay import AgentMessage
+from protocols.types import Sampling, StopCondition
 
 Ability = Literal["logprobs", "top_logprobs", "continue", "until", "confidence", "seed"]
 ABILITIES: frozenset[Ability] = frozenset(
@@ -21,7 +21,7 @@ ABILITIES: frozenset[Ability] = frozenset(
 
 
 @dataclass(frozen=True)
-class Begun:
+class PartialResponse:
     """What of a response is said already, to be gone on with: text and, where known, its ids."""
 
     text: str = ""
@@ -29,26 +29,26 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Ask:
+class SampleRequest:
     """One response to sample, or to go on with.
 
-    `Ask("q1/0", (Message("user", "what is 2 + 2?"),), Sampling(max_tokens=64), seed=7)`.
+    `SampleRequest("q1/0", (Message("user", "what is 2 + 2?"),), Sampling(max_tokens=64), seed=7)`.
     The same `seed` gives the same tokens where the sampler has the ability "seed". `until` ends it
     early, `top_logprobs` asks for so many of the likeliest tokens at every place.
     """
 
     id: str
-    messages: tuple[Message, ...]
+    messages: tuple[AgentMessage, ...]
     sampling: Sampling
     seed: int
-    begun: Begun = Begun()
-    until: Until | None = None
+    begun: PartialResponse = PartialResponse()
+    until: StopCondition | None = None
     top_logprobs: int = 0
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What was said to one `Ask`, without what had begun it.
+class SampleResult:
+    """What was said to one `SampleRequest`, without what had begun it.
 
     `tokens` and `prompt_tokens` are what the backend counts. `token_ids`, `logprobs` and
     `top_logprobs` (per token the likeliest, as (text, log-probability), likeliest first) are empty
@@ -78,7 +78,7 @@ class Sampler(Protocol):
     @property
     def abilities(self) -> frozenset[Ability]: ...
 
-    async def __call__(self, asks: Sequence[Ask]) -> list[Answer]: ...
+    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]: ...
 
 
 def require(sampler: Sampler, strategy: str, *needed: Ability) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from strategies.samplers.sampler import Ability, Answer, Ask, Sampler
+from strategies.samplers.sampler import Ability, Sampler, SampleRequest, SampleResult
 
 
 class BudgetSpent(Exception):
@@ -14,7 +14,7 @@ class BudgetSpent(Exception):
 
 
 @dataclass(frozen=True)
-class Spent:
+class TokenSpend:
     """`tokens` sampled, `prompt_tokens` read, batched `calls` of `asks` in all, wall seconds."""
 
     tokens: int = 0
@@ -25,13 +25,13 @@ class Spent:
 
 
 @dataclass
-class _Account:
+class SpendCounter:
     budget: int | None
-    spent: Spent = Spent()
+    spent: TokenSpend = TokenSpend()
     begun: float = field(default_factory=time.perf_counter)
 
 
-class Meter:
+class TokenBudget:
     """A `Sampler` that counts, and never lets more than `budget` tokens be sampled in all.
 
     The asks of a call share what is left: where it does not reach, the longest allowances are cut
@@ -41,11 +41,11 @@ class Meter:
 
     def __init__(self, sampler: Sampler, budget: int | None = None) -> None:
         self._sampler = sampler
-        self._account = _Account(budget)
+        self._account = SpendCounter(budget)
 
-    def beside(self, sampler: Sampler) -> Meter:
+    def beside(self, sampler: Sampler) -> TokenBudget:
         """A meter over another sampler (a judge), on the same account."""
-        other = Meter(sampler)
+        other = TokenBudget(sampler)
         other._account = self._account
         return other
 
@@ -54,7 +54,7 @@ class Meter:
         return self._sampler.abilities
 
     @property
-    def spent(self) -> Spent:
+    def spent(self) -> TokenSpend:
         account = self._account
         return replace(account.spent, seconds=time.perf_counter() - account.begun)
 
@@ -64,13 +64,13 @@ class Meter:
         account = self._account
         return None if account.budget is None else account.budget - account.spent.tokens
 
-    async def __call__(self, asks: Sequence[Ask]) -> list[Answer]:
+    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
         if not asks:
             return []
         allowed = self._within(asks)
         answers = await self._sampler(allowed)
         spent = self._account.spent
-        self._account.spent = Spent(
+        self._account.spent = TokenSpend(
             spent.tokens + sum(a.tokens for a in answers),
             spent.prompt_tokens + sum(a.prompt_tokens for a in answers),
             spent.calls + 1,
@@ -83,7 +83,7 @@ class Meter:
             for asked, given, answer in zip(asks, allowed, answers, strict=True)
         ]
 
-    def _within(self, asks: Sequence[Ask]) -> list[Ask]:
+    def _within(self, asks: Sequence[SampleRequest]) -> list[SampleRequest]:
         left = self.left
         if left is None:
             return list(asks)

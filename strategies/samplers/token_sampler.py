@@ -10,10 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from environments.renderer import Conversation
+from environments.renderer import ChatRenderer
 from protocols.errors import DataError, PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef
-from strategies.samplers.sampler import ABILITIES, Ability, Answer, Ask, Begun
+from strategies.samplers.sampler import (
+    ABILITIES,
+    Ability,
+    PartialResponse,
+    SampleRequest,
+    SampleResult,
+)
 
 Generating = Callable[[Sequence[GenerateRequest]], Awaitable[Sequence[Completion]]]
 
@@ -26,14 +32,14 @@ class TokenSampler:
     def __init__(
         self,
         generate: Generating,
-        conversation: Conversation,
+        conversation: ChatRenderer,
         document: str | None,
         prefix: PrefixRef,
     ) -> None:
         self._generate, self._conversation = generate, conversation
         self._document, self._prefix = document, prefix
 
-    async def __call__(self, asks: Sequence[Ask]) -> list[Answer]:
+    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
         """Raises DataError for an ask that cannot be served, PublishError for a prefix that no
         generator holds."""
         begun = [self._begun(ask.begun) for ask in asks]
@@ -55,7 +61,7 @@ class TokenSampler:
             self._answer(r, ids, c) for r, ids, c in zip(requests, begun, completions, strict=True)
         ]
 
-    def _begun(self, begun: Begun) -> tuple[int, ...]:
+    def _begun(self, begun: PartialResponse) -> tuple[int, ...]:
         """The ids, and those of the words that the text has beyond them."""
         said = self._conversation.decode(begun.token_ids) if begun.token_ids else ""
         if not begun.text.startswith(said):
@@ -67,12 +73,12 @@ class TokenSampler:
 
     def _answer(
         self, request: GenerateRequest, begun: tuple[int, ...], completion: Completion
-    ) -> Answer:
+    ) -> SampleResult:
         if completion.error:
             raise PublishError(f"{completion.request_id}: {completion.error}")
         decode = self._conversation.decode
         before = decode(begun)
-        return Answer(
+        return SampleResult(
             text=decode((*begun, *completion.token_ids))[len(before) :],
             tokens=len(completion.token_ids) + completion.dropped,
             prompt_tokens=len(request.prompt_ids),

@@ -29,10 +29,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import request_response
 
+from protocols.spec.teacher_replay import PriceSpec
+from protocols.teacher_replay import TeacherUsage
 from protocols.wire import openai_replies
 from protocols.wire.openai_replies import ChatReply
-from protocols.teacher_replay import Usage
-from protocols.spec.teacher_replay import PriceSpec
 from teachers.fake_provider.server import LoopbackServer
 from teachers.pricing import cost
 from teachers.prompts import ATTEMPT_HEADER
@@ -64,7 +64,7 @@ Rule = Callable[[ProviderRequest], str]
 
 
 @dataclass(frozen=True)
-class Faults:
+class FaultRates:
     """How often each fault comes, as shares of all calls; they exclude one another.
 
     Charged like an answer: `cut_off` (the connection ends in the middle of the body), `malformed`
@@ -94,7 +94,7 @@ class Faults:
         return ""
 
 
-_RATES = tuple(f.name for f in fields(Faults) if not f.name.endswith(("_s", "seed")))
+_RATES = tuple(f.name for f in fields(FaultRates) if not f.name.endswith(("_s", "seed")))
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class ServedCall:
     wire: Wire
     model: str
     fault: str
-    usage: Usage
+    usage: TeacherUsage
     nanodollars: int
     prompt: str
 
@@ -134,11 +134,11 @@ class FakeProvider(LoopbackServer):
         self,
         rule: Rule,
         prices: Mapping[str, PriceSpec],
-        faults: Faults | None = None,
+        faults: FaultRates | None = None,
         key: str | None = None,
     ) -> None:
         """`prices` by model. With `key`, any other API key is answered 401."""
-        self.rule, self.faults = rule, faults or Faults()
+        self.rule, self.faults = rule, faults or FaultRates()
         self.served: list[ServedCall] = []
         self._prices, self._key = dict(prices), key
         self._times: Counter[str] = Counter()
@@ -172,7 +172,7 @@ class FakeProvider(LoopbackServer):
         fault = faults.drawn(f"{self._times[request.prompt]}/{request.prompt}")
         await asyncio.sleep(faults.latency_s)
         reply = self._reply(request, max_tokens, fault)
-        usage = Usage(0, 0) if fault in FREE else reply.usage
+        usage = TeacherUsage(0, 0) if fault in FREE else reply.usage
         self.served.append(
             ServedCall(
                 headers.get(ATTEMPT_HEADER, ""), wire, request.model, fault, usage,
@@ -209,7 +209,7 @@ class FakeProvider(LoopbackServer):
         cached = _tokens(request.system.encode()) if system in self._cached else 0
         self._cached.add(system)
         read = _tokens(f"{request.system}{request.user}".encode())
-        usage = Usage(read - cached, _tokens(words), cached)
+        usage = TeacherUsage(read - cached, _tokens(words), cached)
         return ChatReply(words.decode("utf-8", "ignore"), fault == "refuse", cut, usage)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from actors.vllm.draws import DrawnRow, leave_drawn
+from actors.vllm.draws import SeededRow, leave_drawn
 from learning.decoding.sampling import draw, uniforms
 from protocols.types import Sampling
 
@@ -15,9 +15,9 @@ def test_greedy_choice_after_it_is_the_draw() -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3))
     streams = {i: uniforms(100 + i, 6) for i in (0, 2, 3)}
     rows = {
-        0: DrawnRow(PLAIN, streams[0], []),
-        2: DrawnRow(CUT, streams[2], [9, 9, 9]),
-        3: DrawnRow(PLAIN, streams[3], [7]),
+        0: SeededRow(PLAIN, streams[0], []),
+        2: SeededRow(CUT, streams[2], [9, 9, 9]),
+        3: SeededRow(PLAIN, streams[3], [7]),
     }
     expected = [
         draw(logits[:1], streams[0][:1], PLAIN).item(),
@@ -36,7 +36,7 @@ def test_the_tokens_so_far_say_which_draw_is_next() -> None:
     logits = torch.zeros(1, 10)  # uniform: the draw is the tenth that the number falls into
     numbers = torch.tensor([0.05, 0.95, 0.55], dtype=torch.float64)
     tokens: list[int] = []
-    row = DrawnRow(PLAIN, numbers, tokens)
+    row = SeededRow(PLAIN, numbers, tokens)
     for expected in (0, 9, 5):
         # An unfinished chunk of a prompt is sampled too, and thrown away: twice is as once.
         for _ in range(2):

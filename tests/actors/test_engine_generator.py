@@ -21,7 +21,7 @@ from actors.base import missing_vllm
 from learning.decoding.generate import generate
 from learning.model.loading import text_of
 from protocols.errors import DataError, PublishError
-from protocols.types import Came, Completion, GenerateRequest, Until
+from protocols.types import Completion, GenerateRequest, StopCondition, TokenChunk
 from services.pool.replica import ask
 
 BACKENDS = [
@@ -40,14 +40,14 @@ def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         yield one
 
 
-def streamed(engine: Replica, *requests: GenerateRequest) -> tuple[list[Came], Any]:
-    async def both() -> tuple[list[Came], Any]:
+def streamed(engine: Replica, *requests: GenerateRequest) -> tuple[list[TokenChunk], Any]:
+    async def both() -> tuple[list[TokenChunk], Any]:
         port, receiver = Channel.open()
         call = asyncio.ensure_future(
             ask(engine.member, "generate", (requests, port), time.monotonic() + 60)
         )
         done = (await call).completions
-        came: list[Came] = []
+        came: list[TokenChunk] = []
         while sum(len(c.token_ids) for c in came) < sum(len(c.token_ids) for c in done):
             came += await asyncio.wait_for(receiver.recv(), 20)
         return came, done
@@ -91,12 +91,12 @@ def test_responses_end_by_text_and_by_confidence(engine: Replica) -> None:
     free = engine.embedded(*asked(6, temperature=1.0))
     words = [text(c.token_ids[4:5]).strip() for c in free]
     untils = [
-        Until(strings=(words[0],)),
-        Until(patterns=(rf"\b{words[1]}\b",), after=3),
-        Until(strings=(words[2],), before=True),
-        Until(window=3, floor=1e9, top=5),
-        Until(window=3, floor=-1e9),
-        Until(strings=("never said",)),
+        StopCondition(strings=(words[0],)),
+        StopCondition(patterns=(rf"\b{words[1]}\b",), after=3),
+        StopCondition(strings=(words[2],), before=True),
+        StopCondition(window=3, floor=1e9, top=5),
+        StopCondition(window=3, floor=-1e9),
+        StopCondition(strings=("never said",)),
     ]
     requests = [replace(r, until=u) for r, u in zip(asked(6, temperature=1.0), untils, strict=True)]
     done = engine.generate(*requests)
@@ -154,7 +154,7 @@ def test_a_cartridge_of_a_file_is_served_until_it_is_dropped(
 
 
 def test_a_bad_pattern_is_the_caller_s_mistake_and_no_crash(engine: Replica) -> None:
-    bad = replace(asked(1)[0], until=Until(patterns=("(",)))
+    bad = replace(asked(1)[0], until=StopCondition(patterns=("(",)))
     with pytest.raises(DataError, match="no regular expression"):
         engine.generate(bad)
     assert engine.generate(asked(2)[0])[0].finish_reason == "length"

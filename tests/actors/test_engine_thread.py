@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.engine_thread import EngineDied, EngineThread
 from protocols.errors import DataError, PublishError
-from protocols.types import Came, Completion, GenerateRequest, PrefixRef, Sampling
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TokenChunk
 
 KV = torch.zeros(1, 1, 2, 1, 1, 1)
 SOON = 5.0
@@ -50,14 +50,14 @@ class Fake:
         self._note("cancel", self.left[key][0].id)
         self.left[key] = (self.left[key][0], 0)
 
-    def step(self) -> Iterable[tuple[str, Came | Completion]]:
+    def step(self) -> Iterable[tuple[str, TokenChunk | Completion]]:
         assert self.turns.acquire(timeout=SOON), "the test let no step through"
         self._note("step", *sorted(r.id for r, _ in self.left.values()))
         for key, (request, left) in list(self.left.items()):
             if request.id == "poison":
                 raise MemoryError("no block left")
             if key in self.streams and left:
-                yield key, Came(request.id, request.sampling.max_tokens - left, (5,), (0.0,))
+                yield key, TokenChunk(request.id, request.sampling.max_tokens - left, (5,), (0.0,))
             if left > 1:
                 self.left[key] = (request, left - 1)
             else:
@@ -262,13 +262,13 @@ def test_nobody_can_cancel_the_engine_s_work(start: Start) -> None:
 
 def test_a_stream_is_told_token_by_token_and_before_its_completion(start: Start) -> None:
     thread, fake = start()
-    came: list[Came] = []
+    came: list[TokenChunk] = []
     future = thread.submit(request("s", -1, steps=3), came.append)
     plain = thread.submit(request("p", -1, steps=3))
     future.add_done_callback(lambda done: came.append(done.result()))
     fake.turns.release(3)
     plain.result(SOON)
-    assert [type(c) for c in came] == [Came, Came, Came, Completion]
+    assert [type(c) for c in came] == [TokenChunk, TokenChunk, TokenChunk, Completion]
     assert [c.first for c in came[:3]] == [0, 1, 2]
 
 

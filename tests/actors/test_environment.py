@@ -13,8 +13,8 @@ from desk_tasks import a_task, expected_after, solution
 from monarch.actor import this_host
 
 from actors.environment import EnvironmentActor
+from protocols.episodes import EnvironmentRequest, Observation
 from protocols.spec.environment import EnvironmentSpec
-from protocols.episodes import Move, Observation
 from protocols.spec.mesh import RoleSpec
 from services.pool.pool import Pool
 from services.pool.service import Service
@@ -38,18 +38,21 @@ async def pool_of(spec: EnvironmentSpec, n: int) -> AsyncIterator[Pool]:
         await service.stop()
 
 
-def moves_after(played: int) -> list[Move]:
-    return [Move(task, episode[:played]) for task, episode in zip(TASKS, EPISODES, strict=True)]
+def moves_after(played: int) -> list[EnvironmentRequest]:
+    return [
+        EnvironmentRequest(task, episode[:played])
+        for task, episode in zip(TASKS, EPISODES, strict=True)
+    ]
 
 
-def wanted(moves: Sequence[Move]) -> list[Observation]:
+def wanted(moves: Sequence[EnvironmentRequest]) -> list[Observation]:
     return [expected_after(move.task, move.actions) for move in moves]
 
 
 def test_episodes_outlive_the_replica_that_played_them() -> None:
     """32 episodes, a few to a call, on two replicas, of which one is killed half way."""
 
-    async def ask(pool: Pool, moves: list[Move]) -> list[Observation]:
+    async def ask(pool: Pool, moves: list[EnvironmentRequest]) -> list[Observation]:
         calls = [pool.route("move", moves[i : i + 8]) for i in range(0, len(moves), 8)]
         return [seen for said in await asyncio.gather(*calls) for seen in said]
 

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 from vllm_replica import require_vllm
 
-from actors.in_process import local_sampler
 from actors.base import missing_vllm
+from actors.in_process import local_sampler
 from environments.clinic.longhealth import parse_patients
 from environments.clinic.patients import generate_clinic
 from environments.clinic.prompts import option_prompt
-from environments.renderer import Conversation
+from environments.renderer import ChatRenderer
 from learning.model.loading import document_kv, load_model, load_tokenizer
 from protocols.errors import PublishError
 from strategies.rsa import RSAEngine
@@ -28,7 +28,7 @@ QUESTIONS = [option_prompt(q.text, q.options) for q in PATIENT.questions[:2]]
 
 @pytest.mark.slow
 def test_a_document_and_all_of_it_as_a_cartridge_answer_alike(tmp_path: Path) -> None:
-    head = Conversation(load_tokenizer(MODEL), {"p": PATIENT.document}).head("p")
+    head = ChatRenderer(load_tokenizer(MODEL), {"p": PATIENT.document}).head("p")
     file = tmp_path / "p.safetensors"
     save_file({"kv": document_kv(load_model(MODEL), head)}, file)
     told = []

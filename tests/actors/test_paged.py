@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.vllm.kv_layout import (
-    Part,
-    Piece,
+    CartridgeSlice,
+    PromptCartridge,
     cache_salt,
     cartridges_of,
     check_shape,
@@ -41,18 +41,18 @@ def test_slots_are_the_rows_of_the_blocks_laid_end_to_end(
 
 
 def test_pieces_by_hand() -> None:
-    a, b = Part("a", 7, 50), Part("b", 8, 30)
-    assert pieces((a,), 0, 50) == [Piece(a, 0, 0, 50)]
-    assert pieces((a, b), 0, 80) == [Piece(a, 0, 0, 50), Piece(b, 50, 0, 30)]
-    assert pieces((a, b), 32, 80) == [Piece(a, 0, 32, 50), Piece(b, 50, 0, 30)]
-    assert pieces((a, b), 64, 80) == [Piece(b, 50, 14, 30)]
-    assert pieces((b, a), 30, 80) == [Piece(a, 30, 0, 50)]
+    a, b = PromptCartridge("a", 7, 50), PromptCartridge("b", 8, 30)
+    assert pieces((a,), 0, 50) == [CartridgeSlice(a, 0, 0, 50)]
+    assert pieces((a, b), 0, 80) == [CartridgeSlice(a, 0, 0, 50), CartridgeSlice(b, 50, 0, 30)]
+    assert pieces((a, b), 32, 80) == [CartridgeSlice(a, 0, 32, 50), CartridgeSlice(b, 50, 0, 30)]
+    assert pieces((a, b), 64, 80) == [CartridgeSlice(b, 50, 14, 30)]
+    assert pieces((b, a), 30, 80) == [CartridgeSlice(a, 30, 0, 50)]
     assert pieces((a, b), 80, 80) == []
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5), data=st.data())
 def test_pieces_are_a_slice_of_all_laid_end_to_end(lengths: list[int], data: st.DataObject) -> None:
-    parts = [Part(str(i), 0, tokens) for i, tokens in enumerate(lengths)]
+    parts = [PromptCartridge(str(i), 0, tokens) for i, tokens in enumerate(lengths)]
     laid = [(p.name, token) for p in parts for token in range(p.tokens)]
     first = data.draw(st.integers(0, len(laid)))
     stop = data.draw(st.integers(first, len(laid)))
@@ -63,14 +63,14 @@ def test_pieces_are_a_slice_of_all_laid_end_to_end(lengths: list[int], data: st.
 
 def test_salts_are_apart_by_names_versions_order_and_request() -> None:
     names = ("a", "a@1", "b", "a@1,b", "b#1")
-    singles = [Part(name, version, 9) for name in names for version in (0, 1, 11)]
+    singles = [PromptCartridge(name, version, 9) for name in names for version in (0, 1, 11)]
     salts = [
         cache_salt(parts, private)
         for parts in [(p,) for p in singles] + [(p, q) for p in singles for q in singles]
         for private in ("", "1", "2")
     ]
     assert len(set(salts)) == len(salts)
-    assert cache_salt([Part("a", 7, 9), Part("b", 8, 9)]) == "a@7,b@8"
+    assert cache_salt([PromptCartridge("a", 7, 9), PromptCartridge("b", 8, 9)]) == "a@7,b@8"
 
 
 def asked(*names: str) -> GenerateRequest:
@@ -81,8 +81,8 @@ def asked(*names: str) -> GenerateRequest:
 def test_the_cartridges_of_a_request() -> None:
     tokens = {0: 50, 1: 30}
     assert cartridges_of(asked("document/d"), tokens) == ()
-    assert cartridges_of(asked("cartridge/a"), tokens) == (Part("a", 0, 50),)
-    both = (Part("a", 0, 50), Part("b/c", 1, 30))
+    assert cartridges_of(asked("cartridge/a"), tokens) == (PromptCartridge("a", 0, 50),)
+    both = (PromptCartridge("a", 0, 50), PromptCartridge("b/c", 1, 30))
     assert cartridges_of(asked("cartridge/a", "cartridge/b/c"), tokens) == both
 
 

@@ -13,10 +13,10 @@ from monarch.actor import this_host
 
 from actors.rsa_aggregator import RSAAggregatorActor
 from protocols.errors import DataError
-from protocols.rsa import Judged, Problem, Standing
-from protocols.spec.rsa import ProblemsSpec, RsaSpec
+from protocols.rsa import AggregationInput, JudgedPopulation, RSAProblem
 from protocols.seeds import stream_seed
 from protocols.spec.mesh import RoleSpec
+from protocols.spec.rsa import ProblemsSpec, RsaSpec
 from services.pool.pool import Pool, gather
 from services.pool.service import Service
 
@@ -54,13 +54,13 @@ def say(prompt: str, name: str) -> str:
     return SAID[stream_seed(f"{name}/{prompt}") % len(SAID)]
 
 
-async def play(pool: Pool, problems: list[Problem], kill: bool) -> list[list[Judged]]:
+async def play(pool: Pool, problems: list[RSAProblem], kill: bool) -> list[list[JudgedPopulation]]:
     """Runs of every problem, two to a call; one replica is killed under the second turn."""
     texts: list[tuple[str, ...]] = [()] * len(problems)
-    found: list[list[Judged]] = [[] for _ in problems]
+    found: list[list[JudgedPopulation]] = [[] for _ in problems]
     for step in range(SPEC.T + 1):
         standings = [
-            Standing(p.id, f"rsa/{p.id}", p, step, said)
+            AggregationInput(p.id, f"rsa/{p.id}", p, step, said)
             for p, said in zip(problems, texts, strict=True)
         ]
         calls = [pool.route("turn", standings[i : i + 2]) for i in range(0, len(standings), 2)]
@@ -81,14 +81,16 @@ async def play(pool: Pool, problems: list[Problem], kill: bool) -> list[list[Jud
 
 
 def test_runs_outlive_the_aggregator_that_judged_them() -> None:
-    async def both() -> tuple[list[Problem], list[list[Judged]], list[list[Judged]]]:
+    async def both() -> tuple[
+        list[RSAProblem], list[list[JudgedPopulation]], list[list[JudgedPopulation]]
+    ]:
         async with pool_of(2) as pool:
             problems = await pool.route("problems", range(4), "primer")
             calm = await play(pool, problems, kill=False)
             struck = await play(pool, problems, kill=True)
             assert pool.restarts == 1
             with pytest.raises(DataError, match="stands before population 3"):
-                await pool.route("turn", [Standing("r", "r", problems[0], 3)])
+                await pool.route("turn", [AggregationInput("r", "r", problems[0], 3)])
             return problems, calm, struck
 
     problems, calm, struck = asyncio.run(both())

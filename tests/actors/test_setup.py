@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.base import PLACE, Place, bootstrap, share
+from actors.base import PLACE, RankPlace, bootstrap, share
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +43,12 @@ def test_ranks_share_the_devices_of_all_in_order() -> None:
 def test_a_rank_finds_its_place_and_one_that_is_alone_needs_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert Place.here() == Place(0, 1, "")
-    Place.here().left()
+    assert RankPlace.here() == RankPlace(0, 1, "")
+    RankPlace.here().left()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     os.environ[PLACE] = "2/3/meet-7"
-    place = Place.here()
-    assert place == Place(2, 3, f"file://{tmp_path}/meet-7")
+    place = RankPlace.here()
+    assert place == RankPlace(2, 3, f"file://{tmp_path}/meet-7")
     (tmp_path / "meet-7").write_text("they met")
     place.left()
     assert not list(tmp_path.iterdir())

@@ -28,12 +28,12 @@ from replay_house import (
 
 from actors.teacher_replay import TeacherReplayActor
 from protocols.errors import DataError, ForgeError, SpecError
-from protocols.teacher_replay import NANO, ReplayState, Verdict
-from protocols.spec.teacher_replay import PriceSpec, ReplaySpec
 from protocols.spec.mesh import RoleSpec
-from teachers.fake_provider.app import FakeProvider, Faults, sometimes_right
+from protocols.spec.teacher_replay import PriceSpec, ReplaySpec
+from protocols.teacher_replay import NANO, PanelVerdict, ReplayState
 from services.pool.pool import Pool
 from services.pool.service import Service
+from teachers.fake_provider.app import FakeProvider, FaultRates, sometimes_right
 
 pytestmark = pytest.mark.mesh
 
@@ -64,23 +64,25 @@ async def pool_of(
         await service.stop()
 
 
-async def ask_all(pool: Pool, states: Sequence[ReplayState]) -> list[Verdict]:
+async def ask_all(pool: Pool, states: Sequence[ReplayState]) -> list[PanelVerdict]:
     return list(await asyncio.gather(*(pool.route("vote", state) for state in states)))
 
 
 # A fifth of all calls. The bill of the first mix is always known; of the second it is lost with
 # some answers, and counts in full.
-BILLED = Faults(
+BILLED = FaultRates(
     rate_limit=0.06, server_error=0.06, refuse=0.04, garbage=0.04, latency_s=0.2, seed=5
 )  # fmt: skip
-UNBILLED = Faults(
+UNBILLED = FaultRates(
     rate_limit=0.05, server_error=0.05, cut_off=0.02, malformed=0.02, refuse=0.03, garbage=0.02,
     stall=0.01, latency_s=0.2, stall_s=5.0, seed=5,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("faults", "dear"), [(BILLED, 3), (UNBILLED, 1)])
-def test_eight_actors_never_spend_more_than_a_dollar(path: Path, faults: Faults, dear: int) -> None:
+def test_eight_actors_never_spend_more_than_a_dollar(
+    path: Path, faults: FaultRates, dear: int
+) -> None:
     """A provider that answers slowly and errs 20% of the time; more states than a dollar pays."""
     price = PriceSpec(input=12.0 * dear, output=60.0 * dear, cached=1.2 * dear)
     rule = sometimes_right(right, wrong, 0.8, seed=5)
@@ -92,7 +94,7 @@ def test_eight_actors_never_spend_more_than_a_dollar(path: Path, faults: Faults,
             cap=1.0,
         )
 
-        async def hammer() -> tuple[list[Verdict], Any]:
+        async def hammer() -> tuple[list[PanelVerdict], Any]:
             role = RoleSpec(max_ongoing=4)
             async with pool_of(spec, path, 8, role=role) as pool:
                 verdicts = await ask_all(pool, [a_state(i) for i in range(240)])
@@ -168,9 +170,9 @@ def test_eight_actors_do_seven_times_the_work_of_one(path: Path) -> None:
 
         async def throughput(n: int, asked: Sequence[ReplayState]) -> float:
             async with pool_of(spec, path, n) as pool:
-                provider.faults = Faults()
+                provider.faults = FaultRates()
                 await ask_all(pool, [a_state(10_000 * n + i) for i in range(4 * n)])
-                provider.faults = Faults(latency_s=0.2)
+                provider.faults = FaultRates(latency_s=0.2)
                 begun = time.perf_counter()
                 verdicts = await ask_all(pool, asked)
                 seconds = time.perf_counter() - begun
@@ -187,10 +189,10 @@ def test_eight_actors_do_seven_times_the_work_of_one(path: Path) -> None:
 
 def test_a_killed_actor_s_votes_are_asked_again_and_its_money_counted(path: Path) -> None:
     models = prices(a_spec(a_teacher("a", "http://127.0.0.1:1")))
-    with FakeProvider(right, models, Faults(latency_s=0.3)) as provider:
+    with FakeProvider(right, models, FaultRates(latency_s=0.3)) as provider:
         spec = a_spec(a_teacher("a", provider.openai_url), quorum=1)
 
-        async def kill_one() -> list[Verdict]:
+        async def kill_one() -> list[PanelVerdict]:
             async with pool_of(spec, path, 2) as pool:
                 asking = asyncio.create_task(ask_all(pool, [a_state(i) for i in range(12)]))
                 await asyncio.sleep(0.9)
@@ -221,10 +223,10 @@ def test_a_pool_that_is_wholly_down_abstains_and_offline_replay_agrees(
             deadline_s=20.0,
         )
 
-        async def up_and_down() -> tuple[list[Verdict], list[Verdict]]:
+        async def up_and_down() -> tuple[list[PanelVerdict], list[PanelVerdict]]:
             async with pool_of(spec, path, 2) as pool:
                 up = await ask_all(pool, states)
-                provider.faults = Faults(server_error=1.0)
+                provider.faults = FaultRates(server_error=1.0)
                 return up, await ask_all(pool, [a_state(i) for i in range(100, 120)])
 
         up, down = asyncio.run(up_and_down())
@@ -236,7 +238,7 @@ def test_a_pool_that_is_wholly_down_abstains_and_offline_replay_agrees(
 
     monkeypatch.delenv(KEY_ENV)  # the provider is gone too
 
-    async def offline() -> list[Verdict]:
+    async def offline() -> list[PanelVerdict]:
         async with pool_of(spec, path, 1, offline=True) as pool:
             return await ask_all(pool, states)
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from actors.base import ModelSource
 from actors.engine_generator import EngineGeneratorActor
-from actors.base import BaseModel
 from protocols.errors import RunError
 from protocols.spec.sections import GeneratorSpec
 
@@ -25,7 +25,8 @@ sys.meta_path.insert(0, Hidden())
 @pytest.mark.slow
 def test_everything_else_imports_without_it() -> None:
     code = HIDE + (
-        "import actors.vllm.draws, actors.engine_thread, actors.vllm.kv_layout, actors.engine_generator\n"
+        "import actors.vllm.draws, actors.engine_thread, actors.vllm.kv_layout\n"
+        "import actors.engine_generator\n"
         "import forge_run.cli, forge_run.launch, training.controller\n"
         "import services.mesh, training.training_run\n"
         "assert 'vllm' not in sys.modules"
@@ -36,7 +37,7 @@ def test_everything_else_imports_without_it() -> None:
 def test_the_actor_says_which_command_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.engine_generator.missing_vllm", lambda: True)
     monkeypatch.setattr("actors.engine_generator.environment", lambda base: {})
-    base = BaseModel("m", "float32", 1, {}, 1, None)  # type: ignore[arg-type]  # no plane
+    base = ModelSource("m", "float32", 1, {}, 1, None)  # type: ignore[arg-type]  # no plane
     actor = EngineGeneratorActor(base, frozenset(), 2, GeneratorSpec(backend="vllm"))
     with pytest.raises(RunError, match="not installed: run `make install-vllm`"):
         actor._engine.started.result(5)  # what its `ready` awaits

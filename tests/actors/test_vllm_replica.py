@@ -15,7 +15,7 @@ from vllm_replica import END, Replica, Tiny, over, over_all, replica, require_vl
 from actors.engine_generator import EngineGeneratorActor
 from learning.decoding.generate import generate
 from protocols.errors import RunError
-from services.pool.replica import Lost
+from services.pool.replica import ReplicaLost
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -110,7 +110,7 @@ def test_a_shutdown_reports_and_a_killed_process_is_seen(model: Tiny) -> None:
             r.generate(over("cartridge/a", version, (5, 6)))
         begun = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(Lost):
+        with pytest.raises(ReplicaLost):
             r.call("ready")
         assert time.monotonic() - begun < 30
         assert not Path(f"/proc/{pid}/fd/0").exists()

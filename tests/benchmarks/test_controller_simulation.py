@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from benchmarks.controller_simulation import (
     LATENCIES,
-    Costs,
-    Events,
-    Message,
-    Scale,
-    Server,
+    EventQueue,
+    MeasuredCosts,
+    MeshScale,
+    MessageCost,
+    SerialServer,
     Task,
     breaks_at,
     checks,
@@ -30,31 +30,31 @@ from benchmarks.controller_simulation import (
 )
 from protocols.spec.loading import load_spec
 
-FREE = Message(0.0, 0.0)
-NOTHING = Costs(
+FREE = MessageCost(0.0, 0.0)
+NOTHING = MeasuredCosts(
     beat=FREE, request=FREE, update=FREE, tick=0.0, look=0.0, seat=0.0, status=0.0, event=0.0,
     span=0.0, wire=0.0, trip=0.0, start=0.0, start_host=0.0, store_fixed=0.0, store_byte=0.0,
 )  # fmt: skip
-IDLE = Scale(hosts=1, replicas=1, rollout=10.0, score=0.0, train=0.0, published=0)
+IDLE = MeshScale(hosts=1, replicas=1, rollout=10.0, score=0.0, train=0.0, published=0)
 
 
 def test_one_server_takes_as_much_of_the_time_as_rate_times_cost() -> None:
     # 8 replicas, a beat of 2 + 1 ms each every 0.5 s: the loop works 24 ms of every 516: a pass
     # begins 0.5 s after the one before has sent its beats.
-    costs = replace(NOTHING, beat=Message(0.002, 0.001))
+    costs = replace(NOTHING, beat=MessageCost(0.002, 0.001))
     outcome = simulate(replace(IDLE, replicas=8, rollout=100.0), costs)
     assert outcome.loop_share == pytest.approx(8 * 0.003 / 0.5, rel=0.05)
     assert outcome.late_passes == 0
 
 
 def test_a_fan_out_of_n_messages_of_cost_c_ends_after_n_c_and_the_way() -> None:
-    costs = replace(NOTHING, request=Message(0.01, 0.0), trip=0.3)
+    costs = replace(NOTHING, request=MessageCost(0.01, 0.0), trip=0.3)
     still = replace(IDLE, rollout=0.0, heartbeat_s=1e9)
     for replicas in (1, 5, 16):
         outcome = simulate(replace(still, replicas=replicas), costs)
         assert outcome.dispatch == pytest.approx(replicas * 0.01 + 0.3)
     # The last answer alone is waited for, while all are sent before the first comes back.
-    heard = replace(costs, request=Message(0.01, 0.01))
+    heard = replace(costs, request=MessageCost(0.01, 0.01))
     assert simulate(replace(still, replicas=5), heard).dispatch == pytest.approx(5 * 0.01 + 0.31)
     # The loop hears no answer before it has sent what was there to be sent.
     assert simulate(replace(still, replicas=64), heard).dispatch == pytest.approx(0.64 + 0.64)
@@ -68,7 +68,7 @@ def test_a_seat_is_looked_for_among_all() -> None:
 
 
 def test_a_server_does_one_thing_at_a_time_in_the_order_of_arrival() -> None:
-    events, server, ends = Events(), Server(), {}
+    events, server, ends = EventQueue(), SerialServer(), {}
 
     def task(name: str, after: float, seconds: float) -> Task:
         yield events.now + after
@@ -86,7 +86,7 @@ def test_a_server_does_one_thing_at_a_time_in_the_order_of_arrival() -> None:
 def test_what_a_publish_moves_by_hand() -> None:
     # 2 hosts x 3 readers; a get takes 1 s + 10 bytes x 0.1 s.
     costs = replace(NOTHING, store_fixed=1.0, store_byte=0.1)
-    scale = Scale(2, 3, rollout=1.0, score=0, train=0, published=10)
+    scale = MeshScale(2, 3, rollout=1.0, score=0, train=0, published=10)
     assert (spreading(scale, costs), reading(scale, costs)) == (2.0, 12.0)
     assert simulate(scale, costs).publish == pytest.approx(14.0)
     once = replace(scale, get_per_host=True)
@@ -105,7 +105,7 @@ def test_an_answer_that_is_long_on_its_way_is_silence() -> None:
 
 
 def test_a_loop_that_is_behind_judges_nobody() -> None:
-    costs = replace(NOTHING, beat=Message(0.001, 0.001))
+    costs = replace(NOTHING, beat=MessageCost(0.001, 0.001))
     assert simulate(replace(IDLE, replicas=100), costs).late_passes == 0
     behind = simulate(replace(IDLE, replicas=3000, rollout=60.0), costs)
     assert behind.late_passes > 0.5
@@ -127,7 +127,7 @@ def test_the_same_every_time_and_never_better_with_more_hosts(
     hosts: int, more: int, replicas: int
 ) -> None:
     costs = costs_from(json.loads(LATENCIES.read_bytes()))
-    few = Scale(hosts, replicas, rollout=2.0, score=0.4, train=0.6, published=10_000_000)
+    few = MeshScale(hosts, replicas, rollout=2.0, score=0.4, train=0.6, published=10_000_000)
     many = replace(few, hosts=hosts + more)
     first, second = simulate(few, costs), simulate(many, costs)
     assert first == simulate(few, costs)

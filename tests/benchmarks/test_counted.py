@@ -1,6 +1,7 @@
 """The analysis of a step against what its code really does: FLOPs counted, bytes of real tensors.
 
-The formulas with EXPLICIT attention are those of learning.model.attention. In the student's backward the
+The formulas with EXPLICIT attention are those of learning.model.attention. In the student's
+backward the
 first layer needs no gradient of its input, which the formula does not know; what a further layer
 costs is exact.
 """
@@ -11,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.step_gpu import SETTINGS, Setting, Step, bounds, counted
+from benchmarks.step_gpu import SETTINGS, PhaseStep, Setting, bounds, counted
 from deploy.manifests.sizing import kv_values_per_token, matmul_parameters
 from forge_run.plan import roofline
 from forge_run.plan.roofline import CHUNKED, EXPLICIT, FUSED, Workload
@@ -26,8 +27,8 @@ TINY = SETTINGS["tiny"]
 
 
 @pytest.fixture(scope="module")
-def step() -> Step:
-    return Step(TINY, CPU)
+def step() -> PhaseStep:
+    return PhaseStep(TINY, CPU)
 
 
 def with_layers(layers: int) -> Setting:
@@ -38,7 +39,7 @@ def with_layers(layers: int) -> Setting:
     return Setting(shape, work, "float32")
 
 
-def test_teacher_and_student(step: Step) -> None:
+def test_teacher_and_student(step: PhaseStep) -> None:
     analysis, counts = bounds(TINY, EXPLICIT), step.counts()
     assert counts["teacher"].flops == pytest.approx(analysis["teacher"].flops, rel=1e-6)
     assert counts["student"].flops == pytest.approx(analysis["student"].flops, rel=0.05)
@@ -48,7 +49,10 @@ def test_teacher_and_student(step: Step) -> None:
 def test_every_further_layer_of_the_student() -> None:
     """Forward, and a backward without weight gradients: with them it would be half as much more."""
     two, six = with_layers(2), with_layers(6)
-    more = Step(six, CPU).counts()["student"].flops - Step(two, CPU).counts()["student"].flops
+    more = (
+        PhaseStep(six, CPU).counts()["student"].flops
+        - PhaseStep(two, CPU).counts()["student"].flops
+    )
     formula = bounds(six, EXPLICIT)["student"].flops - bounds(two, EXPLICIT)["student"].flops
     assert more == formula
 
@@ -57,9 +61,9 @@ def test_attention_in_chunks_costs_a_forward_more_and_keeps_no_scores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     setting = with_layers(6)
-    whole = Step(setting, CPU).counts()["student"]
+    whole = PhaseStep(setting, CPU).counts()["student"]
     monkeypatch.setattr(attention, "SCORE_BYTES", 4 * 3 * 4 * (16 + 12) * 5)  # 5 queries of 12
-    chunked = Step(setting, CPU).counts()["student"]
+    chunked = PhaseStep(setting, CPU).counts()["student"]
     least, more = (bounds(setting, kernel)["student"].flops for kernel in (EXPLICIT, CHUNKED))
     # But for the last product, weights over the row's own values, which nothing asks for again.
     last = 3 * 2 * 6 * 4 * 8 * 12 * 12
@@ -68,7 +72,7 @@ def test_attention_in_chunks_costs_a_forward_more_and_keeps_no_scores(
     assert whole.saved - chunked.saved > 0.8 * scores
 
 
-def test_decoding_one_token(step: Step) -> None:
+def test_decoding_one_token(step: PhaseStep) -> None:
     work, shape = TINY.work, TINY.shape
     filled = 30
     decode = step.decoding(filled)
@@ -81,14 +85,14 @@ def test_decoding_one_token(step: Step) -> None:
 
 def test_a_whole_rollout() -> None:
     setting = with_layers(2)
-    analysis, step = bounds(setting, EXPLICIT)["rollout"], Step(setting, CPU)
+    analysis, step = bounds(setting, EXPLICIT)["rollout"], PhaseStep(setting, CPU)
     with counted() as count:
         step.rollout()
     # The formula's decoding sees half a token less than the steps do.
     assert count.flops == pytest.approx(analysis.flops, rel=0.005)
 
 
-def test_reading_a_document(step: Step) -> None:
+def test_reading_a_document(step: PhaseStep) -> None:
     tokens, shape = TINY.work.document, TINY.shape
     with counted() as count:
         document_kv(step.model, tuple(range(tokens)))
@@ -102,7 +106,7 @@ def test_reading_a_document(step: Step) -> None:
     assert roofline.reading(shape, tokens, 4).flops < count.flops
 
 
-def test_bytes_of_real_tensors(step: Step) -> None:
+def test_bytes_of_real_tensors(step: PhaseStep) -> None:
     shape, work = TINY.shape, TINY.work
     matrices = [p for p in step.model.parameters() if p.ndim == 2]  # the head is the embedding
     weights = matmul_parameters(shape)
@@ -130,7 +134,7 @@ def test_the_seed_s_size_in_shape_alone() -> None:
     size = (2, 2, seed.shape.kv_heads, seed.work.document, seed.shape.head_dim)
     with FakeTensorMode(allow_non_fake_inputs=True):
         document = torch.empty(size, dtype=torch.bfloat16)
-        counts = Step(few, CPU, document=document).counts()
+        counts = PhaseStep(few, CPU, document=document).counts()
     analysis = bounds(few, EXPLICIT)
     assert counts["teacher"].flops == pytest.approx(analysis["teacher"].flops, rel=1e-6)
     assert counts["student"].flops == pytest.approx(analysis["student"].flops, rel=0.03)

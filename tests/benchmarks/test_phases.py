@@ -10,15 +10,15 @@ from torch import Tensor
 from benchmarks.step_gpu import (
     PHASES,
     SETTINGS,
+    PhaseStep,
     Setting,
-    Step,
     measure,
     measured,
     published_bound,
 )
-from forge_run.plan.roofline import Device, Workload
+from forge_run.plan.roofline import DevicePeaks, Workload
 from protocols.spec.sections import ShapeSpec
-from protocols.types import Packet
+from protocols.types import TensorRef
 from services.planes.codec import pack, unpack
 
 CPU = torch.device("cpu")
@@ -35,11 +35,11 @@ class OneProcess:
     def __init__(self) -> None:
         self.held: dict[str, Tensor] = {}
 
-    async def put(self, key: str, tensors: Mapping[str, Tensor]) -> Packet:
+    async def put(self, key: str, tensors: Mapping[str, Tensor]) -> TensorRef:
         self.held[key], layout = pack(tensors)
-        return Packet(key, layout)
+        return TensorRef(key, layout)
 
-    async def get(self, packet: Packet) -> dict[str, Tensor]:
+    async def get(self, packet: TensorRef) -> dict[str, Tensor]:
         return unpack(self.held[packet.key], packet.layout)
 
     async def delete(self, key: str) -> None:
@@ -51,7 +51,7 @@ class OneProcess:
 
 def test_a_step_trains_what_it_sampled_and_publishes_it() -> None:
     plane = OneProcess()
-    step = Step(SMALL, CPU, plane)
+    step = PhaseStep(SMALL, CPU, plane)
     before, drawn = step.bank.trainable.detach().clone(), step.samples
     step.run()
     assert not step.failures
@@ -69,13 +69,13 @@ def test_a_step_trains_what_it_sampled_and_publishes_it() -> None:
 def test_a_phase_that_fails_is_named_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    step = Step(SMALL, CPU, OneProcess())
+    step = PhaseStep(SMALL, CPU, OneProcess())
 
     def broken() -> None:
         raise RuntimeError("tensors on two devices")
 
     monkeypatch.setattr(step, "rollout", broken)
-    rows = {row.phase: row for row in measure(step, Device("toy", 1e9, 1e9, 1e9), repeats=1)}
+    rows = {row.phase: row for row in measure(step, DevicePeaks("toy", 1e9, 1e9, 1e9), repeats=1)}
     assert "test_phases.py" in step.failures["rollout"]
     assert "RuntimeError" in step.failures["rollout"]
     assert rows["rollout"].seconds is None

@@ -19,13 +19,13 @@ from environments.clinic.pretrain.clerk_tasks import (
     GUESSING,
     INFORMED,
     LADDER,
-    Slips,
+    ErrorRates,
     draw_episode,
     draw_row,
     rows,
 )
 from environments.clinic.pretrain.measure import measure_clerk
-from environments.clinic.pretrain.reader_tasks import Said
+from environments.clinic.pretrain.reader_tasks import TaughtMessage
 from environments.clinic.pretrain.train import encode, hire
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
@@ -39,7 +39,7 @@ def clerk() -> Parts:
     return model, PreTrainedTokenizerFast.from_pretrained(CLERK)
 
 
-def episodes(name: str, known: bool, hinted: bool, count: int) -> list[list[Said]]:
+def episodes(name: str, known: bool, hinted: bool, count: int) -> list[list[TaughtMessage]]:
     rng = random.Random(name)
     drawn = []
     for _ in range(count):
@@ -88,7 +88,7 @@ def test_what_is_trained_is_the_conversation_of_the_template(clerk: Parts) -> No
         assert kinds == []
 
 
-def counted(drawn: list[list[Said]]) -> tuple[Counter[str], int, int]:
+def counted(drawn: list[list[TaughtMessage]]) -> tuple[Counter[str], int, int]:
     """Mistakes by kind; the calls at which any could happen; those before the note was read.
 
     None can right after a mistake, or in a call that is not taught.
@@ -109,7 +109,7 @@ def counted(drawn: list[list[Said]]) -> tuple[Counter[str], int, int]:
 
 
 @pytest.mark.parametrize(("known", "rates"), [(False, GUESSING), (True, INFORMED)])
-def test_mistakes_come_at_their_rates(known: bool, rates: Slips) -> None:
+def test_mistakes_come_at_their_rates(known: bool, rates: ErrorRates) -> None:
     found, free, unread = counted(episodes(f"rates/{known}", known, False, 3000))
     for name, rate in vars(rates).items():
         chances = unread if name in ("blind_answer", "wrong_note") else free

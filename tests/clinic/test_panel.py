@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from environments.clinic.longhealth import Question
+from environments.clinic.longhealth import PatientQuestion
 from environments.clinic.panel import aggregation_prompt
 from environments.clinic.pretrain.measure import draw_asked, share_right
 from environments.clinic.pretrain.panel_tasks import (
@@ -28,7 +28,7 @@ from environments.clinic.pretrain.panel_tasks import (
     reviewed_turn,
     rows,
 )
-from environments.clinic.pretrain.reader_tasks import Difficulty, Turn
+from environments.clinic.pretrain.reader_tasks import CorpusTurn, Difficulty
 from environments.clinic.pretrain.train import encode
 from environments.clinic.prompts import claims, option_prompt, parse_answer
 from protocols.errors import DataError
@@ -37,7 +37,7 @@ MODELS = Path(__file__).resolve().parents[2] / "models"
 PANEL = MODELS / "clinic-panel"
 Parts = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
 
-SODIUM = Question(
+SODIUM = PatientQuestion(
     "q", "p", "what is the sodium?", ("41 mmol", "15 mmol", "62 mmol", "90 mmol", "77 mmol"),
     "62 mmol",
 )  # fmt: skip
@@ -105,7 +105,7 @@ def near(count: int, total: int, rate: float) -> bool:
     return abs(count - total * rate) <= 4 * (total * rate * (1 - rate)) ** 0.5
 
 
-def answer(turn: Turn) -> str:
+def answer(turn: CorpusTurn) -> str:
     return turn.response.split("the answer is ")[1].removesuffix(".")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from environments.clinic.patients import LETTERS, Note, generate_clinic
+from environments.clinic.patients import LETTERS, ClinicalNote, generate_clinic
 from environments.clinic.vocabulary import CATEGORY_OF, FIELDS, LAB_UNITS
 from protocols.errors import DataError
 
@@ -62,7 +62,7 @@ def test_seeds_and_patients_differ() -> None:
 
 
 def test_a_note_reads_like_this() -> None:
-    note = Note(
+    note = ClinicalNote(
         department="cardiology",
         date="14 march",
         facts=(("sodium", "41"), ("surgeon", "weber")),

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from environments.clinic.pretrain.train import Climber, draw_rung, set_rates
+from environments.clinic.pretrain.train import Curriculum, draw_rung, set_rates
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_one_step_in_five_is_from_any_rung_so_far() -> None:
 
 
 def test_the_curriculum_climbs_at_its_mark_and_stops_at_the_top() -> None:
-    climber = Climber(0, top=1)
+    climber = Curriculum(0, top=1)
     steps = 0
     while climber.rung == 0:
         climber.update(1.0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from environments.clinic.longhealth import Patient, Question, parse_patients
+from environments.clinic.longhealth import Patient, PatientQuestion, parse_patients
 from environments.clinic.patients import generate_clinic
 from environments.clinic.prompts import (
     cued_sentences,
@@ -25,8 +25,8 @@ from environments.clinic.prompts import (
 KINDS = ("recite", "structure", "summarise", "question", "choice")
 
 
-def asks(*options: str) -> Question:
-    return Question("patient_01/0", "patient_01", "which?", options, options[0])
+def asks(*options: str) -> PatientQuestion:
+    return PatientQuestion("patient_01/0", "patient_01", "which?", options, options[0])
 
 
 FINDINGS = asks("stenosis", "fracture", "cyst", "ulcer", "normal")
@@ -118,7 +118,9 @@ LETTERS_AS_TEXT = asks("b", "c", "d", "e", "a")
         ("the answer isn't b", FINDINGS, None),
     ],
 )
-def test_what_a_response_chose(response: str, question: Question, letter: str | None) -> None:
+def test_what_a_response_chose(
+    response: str, question: PatientQuestion, letter: str | None
+) -> None:
     assert parse_answer(response, question) == letter
 
 
@@ -226,7 +228,7 @@ def patient() -> Patient:
 
 
 def drawn(
-    patient: Patient, questions: list[Question], kinds: tuple[str, ...], count: int = 300
+    patient: Patient, questions: list[PatientQuestion], kinds: tuple[str, ...], count: int = 300
 ) -> list[tuple[str, str]]:
     return [
         self_study_prompt(patient, questions, kinds, random.Random(f"test/{i}"))

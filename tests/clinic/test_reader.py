@@ -17,8 +17,8 @@ from environments.clinic.patients import generate_clinic
 from environments.clinic.pretrain.reader_tasks import Difficulty, draw_conversation
 from environments.clinic.prompts import option_prompt, parse_answer
 from learning.decoding.generate import generate
+from learning.model.document_kv import DocumentKVCache
 from learning.model.loading import document_kv, load_model, load_tokenizer
-from learning.model.document_kv import DocumentCache
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 
 READER = Path(__file__).resolve().parents[2] / "models" / "clinic-reader"
@@ -42,7 +42,7 @@ def ask() -> Ask:
     def run(document: str, name: str, prompts: list[str]) -> list[str]:
         system = document or None
         head = ids(system, None) if system else ids(None, "x")[:1]
-        cache = DocumentCache(partial(document_kv, model), {name: tuple(head)}, 1 << 30)
+        cache = DocumentKVCache(partial(document_kv, model), {name: tuple(head)}, 1 << 30)
         requests = [
             GenerateRequest(
                 str(i), tuple(ids(system, p)[len(head) :]), PrefixRef(name, 0), Sampling(0.0), 0

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from environments.clinic.longhealth import Question, is_held_out, parse_patients
+from environments.clinic.longhealth import PatientQuestion, is_held_out, parse_patients
 from environments.clinic.patients import generate_clinic
 
 
-def question(patient: str, text: str, number: int = 0) -> Question:
-    return Question(f"{patient}/{number}", patient, text, ("1", "2", "3", "4", "5"), "1")
+def question(patient: str, text: str, number: int = 0) -> PatientQuestion:
+    return PatientQuestion(f"{patient}/{number}", patient, text, ("1", "2", "3", "4", "5"), "1")
 
 
 # The first 16 hex digits of `printf 'patient_01\nwhat is the sodium?' | sha256sum`, and so on.
@@ -51,7 +51,7 @@ def test_only_patient_and_words_decide() -> None:
     asked = [q for p in patients for q in p.questions]
     side = {(q.patient, q.text): is_held_out(q, 0.5) for q in asked}
     for i, q in enumerate(reversed(asked)):
-        moved = Question(f"{q.patient}/{i}", q.patient, q.text, q.options[::-1], q.correct)
+        moved = PatientQuestion(f"{q.patient}/{i}", q.patient, q.text, q.options[::-1], q.correct)
         assert is_held_out(moved, 0.5) == side[q.patient, q.text]
 
 

@@ -17,8 +17,8 @@ from deploy.manifests.sizing import ModelSize, pod_resources
 from forge_run.cli import forge
 from forge_run.commands.k8s import MONITORING, render
 from protocols.errors import SpecError
-from protocols.spec.sections import ShapeSpec
 from protocols.spec.loading import load_serve, load_spec
+from protocols.spec.sections import ShapeSpec
 from services.hosts.worker import address
 from serving.metrics import ServingMetrics
 

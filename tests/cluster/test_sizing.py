@@ -14,7 +14,7 @@ from deploy.manifests.objects import Resources
 from deploy.manifests.sizing import (
     SCORE_BYTES,
     ModelSize,
-    Rows,
+    PackedShape,
     activation_bytes,
     checkpoint_bytes,
     document_bytes,
@@ -30,14 +30,14 @@ from deploy.manifests.sizing import (
 )
 from forge_run.cli import forge
 from forge_run.commands.k8s import model_size
-from learning.model import attention
-from learning.packing import pack, response_logits
 from learning.cartridge.bank import first_tokens
+from learning.model import attention
 from learning.model.loading import document_kv, load_model
+from learning.packing import pack, response_logits
 from learning.step import new_optimizer
 from learning.teacher_logprobs import top_k
-from protocols.spec.sections import ShapeSpec
 from protocols.spec.loading import load_spec
+from protocols.spec.sections import ShapeSpec
 from protocols.types import Sample
 
 REPOSITORY = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def test_the_published_setting_by_hand() -> None:
     # master and two moments, and one frozen token each
     assert checkpoint_bytes(learn, LLAMA_3B) == 20 * 57_344 * (2047 * 12 + 4)
     # 8 prompts of 200 + 512 tokens about 8 documents: a row each
-    assert step_rows(learn) == Rows(8, 712, 8 * 512)
+    assert step_rows(learn) == PackedShape(8, 712, 8 * 512)
     assert scores_bytes(learn, LLAMA_3B, step_rows(learn)) == 4096 * 20 * 8
     needs = dict(role_needs(spec, "trainer", LLAMA_3B).items)
     assert needs["cartridges, gradient, Adam"] == 20 * 2047 * 57_344 * 16
@@ -67,7 +67,7 @@ def test_the_published_setting_by_hand() -> None:
     assert needs["logits"] == 3 * 4096 * 128_256 * 4
     # 24 heads, 8 x 712 tokens that see 2048 + 712 each: 1.5 GB a layer, so a chunk at a time
     assert needs["attention scores"] == 6 * 256 * 2**20
-    one = Rows(1, 712, 512)  # of one sample 189 MB a layer: kept, float32 and bfloat16
+    one = PackedShape(1, 712, 512)  # of one sample 189 MB a layer: kept, float32 and bfloat16
     assert held_score_bytes(LLAMA_3B, one, 2048) == 28 * 24 * 712 * (2048 + 712) * 6
     assert SCORE_BYTES == attention.SCORE_BYTES
     # gate, its activation, up; queries and what they read, keys, values; both norms in float32
@@ -84,13 +84,13 @@ def test_the_published_setting_by_hand() -> None:
 def test_rows_of_a_step_by_hand() -> None:
     mesh = str(REPOSITORY / "meshes/longhealth_3b.yaml")
 
-    def rows(*sets: str) -> Rows:
+    def rows(*sets: str) -> PackedShape:
         return step_rows(load_spec(mesh, sets=sets).spec.learn)
 
     # One document: two samples of 712 in a row of 2048.
-    assert rows("data.patients=1") == Rows(4, 1424, 4096)
-    assert rows("objective.micro_tokens=2048") == Rows(2, 712, 1024)
-    assert rows("data.prompt_tokens=null") == Rows(8, 2048, 4096)
+    assert rows("data.patients=1") == PackedShape(4, 1424, 4096)
+    assert rows("objective.micro_tokens=2048") == PackedShape(2, 712, 1024)
+    assert rows("data.prompt_tokens=null") == PackedShape(8, 2048, 4096)
     episodes = load_spec(str(REPOSITORY / "meshes/three_channels.yaml")).spec.learn
     assert samples_of(episodes) == 64
     runs = load_spec(str(REPOSITORY / "meshes/rsagent.yaml")).spec.learn
@@ -158,7 +158,7 @@ def test_kv_cartridges_optimizer_and_scores_are_as_large_as_they_are_said_to_be(
         checkpoint_bytes(learn, size), rel=0.01
     )
     indices, logprobs = top_k(torch.zeros(7, 100), learn.teacher.top_k)
-    assert size_of(indices) + size_of(logprobs) == scores_bytes(learn, size, Rows(1, 7, 7))
+    assert size_of(indices) + size_of(logprobs) == scores_bytes(learn, size, PackedShape(1, 7, 7))
     tied = sum(p.numel() for p in reader.parameters() if p.ndim > 1) * 4
     assert size.weights == tied
 
@@ -188,7 +188,7 @@ def test_what_a_forward_keeps_is_as_the_formula_says(
     for parameter in reader.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     measured = sum(t.untyped_storage().nbytes() for t in kept.values())
-    shaped = Rows(rows, width, rows * half)
+    shaped = PackedShape(rows, width, rows * half)
     formula = activation_bytes(size, shaped) + score_bytes(size, shaped, prefix)
     formula += shaped.responses * size.shape.vocab * 4
     assert measured == pytest.approx(formula, rel=0.2)  # -14%, -4%, -2% of these

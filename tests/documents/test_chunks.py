@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from documents.chunks import Tokenised, pieces, random_chunk
+from documents.chunks import TokenizedText, pieces, random_chunk
 
 TEXT = "One two three. Four five.\n\nSix seven eight nine. Ten!\nEleven twelve"
 
 
-def by_word(text: str) -> Tokenised:
-    return Tokenised(text, [m.span() for m in re.finditer(r"\w+|[^\w\s]", text)])
+def by_word(text: str) -> TokenizedText:
+    return TokenizedText(text, [m.span() for m in re.finditer(r"\w+|[^\w\s]", text)])
 
 
-def by_byte(text: str) -> Tokenised:
+def by_byte(text: str) -> TokenizedText:
     """As a byte-level tokenizer: a token a byte, spaces too."""
-    return Tokenised(text, [(i, i + 1) for i, c in enumerate(text) for _ in c.encode()])
+    return TokenizedText(text, [(i, i + 1) for i, c in enumerate(text) for _ in c.encode()])
 
 
 def test_cuts_are_at_paragraphs_then_sentences_then_words() -> None:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from documents.near_duplicates import Overlap, Placed, overlaps
 from documents.filters import jaccard, normalised, shingles
+from documents.near_duplicates import LocatedText, PromptOverlap, overlaps
 
-JUNE = Placed("salt", "How many days did a pond take to dry in June?", "q.json: a")
+JUNE = LocatedText("salt", "How many days did a pond take to dry in June?", "q.json: a")
 
 
-def about(text: str, document: str = "salt", place: str = "rollouts.jsonl: 1") -> Placed:
-    return Placed(document, text, place)
+def about(text: str, document: str = "salt", place: str = "rollouts.jsonl: 1") -> LocatedText:
+    return LocatedText(document, text, place)
 
 
 def test_case_marks_and_spaces_do_not_hide_a_double() -> None:
@@ -43,7 +43,7 @@ def test_the_same_words_about_another_document_are_another_question() -> None:
 
 def test_what_comes_again_is_told_once_and_empty_texts_are_nothing() -> None:
     texts = [about(JUNE.text, place="first"), about(JUNE.text + "?", place="second"), about("?!")]
-    (found,) = overlaps(texts, [JUNE, Placed("salt", "...", "q.json: b")], 0.8)
+    (found,) = overlaps(texts, [JUNE, LocatedText("salt", "...", "q.json: b")], 0.8)
     assert found.training.place == "first"
     assert overlaps([], [JUNE], 0.8) == overlaps(texts, [], 0.8) == []
 
@@ -86,5 +86,5 @@ def test_ten_thousand_prompts_against_a_thousand_questions_take_seconds() -> Non
     found = overlaps(texts, questions, 0.8)
     assert time.perf_counter() - begun < 20  # 1.0 s on a quiet core
     assert [(type(f), f.training.place, f.question.place) for f in found] == [
-        (Overlap, "leak", "q5")
+        (PromptOverlap, "leak", "q5")
     ]

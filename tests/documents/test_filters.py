@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from documents.filters import Bounds, Doubles, fault, jaccard, normalised, shingles
+from documents.filters import DuplicateFilter, TextBounds, fault, jaccard, normalised, shingles
 
 PASSAGE = (
     "The kestrels of the old mill breed nine days earlier than they did when the notebooks began."
@@ -27,7 +27,7 @@ PASSAGE = (
     ],
 )
 def test_faults(text: str, ended: bool, expected: str | None) -> None:
-    assert fault(text, PASSAGE, ended, Bounds(least_words=3, most_words=40)) == expected
+    assert fault(text, PASSAGE, ended, TextBounds(least_words=3, most_words=40)) == expected
 
 
 def test_likeness_by_hand() -> None:
@@ -39,7 +39,7 @@ def test_likeness_by_hand() -> None:
 
 
 def test_doubles_and_near_doubles() -> None:
-    seen = Doubles(alike=0.8)
+    seen = DuplicateFilter(alike=0.8)
     words = [f"w{i}" for i in range(30)]
     assert seen.found("Where do kestrels breed?") is None
     assert seen.found("where do KESTRELS breed") == "double"
@@ -54,7 +54,7 @@ def test_doubles_and_near_doubles() -> None:
 
 @given(st.lists(st.text("abc ", min_size=1, max_size=30), max_size=25))
 def test_doubles_are_found_as_by_comparing_all(texts: list[str]) -> None:
-    seen, kept = Doubles(alike=0.8), []
+    seen, kept = DuplicateFilter(alike=0.8), []
     for text in texts:
         like = any(
             normalised(text) == normalised(k) or jaccard(shingles(text), shingles(k)) >= 0.8

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pdfs import pdf
 
-from documents.formats import Format, decode, read_json, read_jsonl, read_pdf, read_text
+from documents.formats import ReadOptions, decode, read_json, read_jsonl, read_pdf, read_text
 from protocols.errors import DataError
 
 WORDS = "Größe: 3 µm, naïve café \U0001f600\n"
@@ -59,7 +59,7 @@ def test_line_ends_are_one_kind() -> None:
 @pytest.mark.parametrize("data", [b"\x7fELF\x00\x01", b"\x89PNG\r\n\x1a\n\x00\x00", b"ab\x00cd"])
 def test_binary_files_are_refused(data: bytes) -> None:
     with pytest.raises(DataError, match="is binary, no text; convert it"):
-        read_text(data, Format())
+        read_text(data, ReadOptions())
 
 
 def test_a_few_control_codes_are_text() -> None:
@@ -67,31 +67,31 @@ def test_a_few_control_codes_are_text() -> None:
 
 
 def test_a_pdf_is_read_page_by_page() -> None:
-    (text,) = read_pdf(pdf(["The first page.", "The second."]), Format())
+    (text,) = read_pdf(pdf(["The first page.", "The second."]), ReadOptions())
     assert (text.text, text.encoding) == ("The first page.\n\nThe second.", "pdf")
 
 
 def test_pdfs_that_cannot_be_read() -> None:
     with pytest.raises(DataError, match="without a text layer; run character recognition"):
-        read_pdf(pdf([""]), Format())
+        read_pdf(pdf([""]), ReadOptions())
     with pytest.raises(DataError, match="is no readable PDF"):
-        read_pdf(b"%PDF-1.4\nnothing more", Format())
+        read_pdf(b"%PDF-1.4\nnothing more", ReadOptions())
     with pytest.raises(DataError, match="is no readable PDF"):
-        read_pdf(pdf(["words"])[:120], Format())
+        read_pdf(pdf(["words"])[:120], ReadOptions())
 
 
 def test_json_of_every_shape() -> None:
     one = {"title": "t", "content": "words"}
-    assert [t.text for t in read_json(json.dumps(one).encode(), Format())] == ["words"]
+    assert [t.text for t in read_json(json.dumps(one).encode(), ReadOptions())] == ["words"]
     several = [{"text": "a", "body": "not this"}, "b"]
-    found = read_json(json.dumps(several).encode(), Format())
+    found = read_json(json.dumps(several).encode(), ReadOptions())
     assert [(t.text, t.record) for t in found] == [("a", 1), ("b", 2)]
-    assert read_json(b"[]", Format()) == []
+    assert read_json(b"[]", ReadOptions()) == []
 
 
 def test_json_lines() -> None:
     data = b'{"text": "a\\u2028b"}\n\n"c"\r\n{"wiki": "d"}\n'
-    found = read_jsonl(data, Format(text_fields=("text", "wiki")))
+    found = read_jsonl(data, ReadOptions(text_fields=("text", "wiki")))
     assert [(t.text, t.record) for t in found] == [("a\u2028b", 1), ("c", 3), ("d", 4)]
 
 
@@ -107,9 +107,9 @@ def test_json_lines() -> None:
 )  # fmt: skip
 def test_json_lines_that_cannot_be_read(data: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read_jsonl(data, Format())
+        read_jsonl(data, ReadOptions())
 
 
 def test_json_nested_without_end_is_refused() -> None:
     with pytest.raises(DataError, match="is not JSON"):
-        read_json(b"[" * 100_000, Format())
+        read_json(b"[" * 100_000, ReadOptions())

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pdfs import pdf
 
-from documents.formats import Format
-from documents.reading import Limits, read_documents
+from documents.formats import ReadOptions
+from documents.reading import ReadLimits, read_documents
 from protocols.errors import DataError
 
 
@@ -46,7 +46,7 @@ def test_what_cannot_be_used_of_a_folder_is_left_out_by_name(folder: Path) -> No
     (folder / "old.txt").write_bytes("Grüße".encode("latin-1"))
     (folder / "twice.txt").write_text("the second")
     (folder / "big.txt").write_text("x" * 101)
-    found = read_documents([str(folder)], limits=Limits(file=1000))
+    found = read_documents([str(folder)], limits=ReadLimits(file=1000))
     assert len(found.documents) == 7
     assert [str(n) for n in found.notes] == ["old.txt is not UTF-8: read as cp1252"]
     assert {x.source: x.why.partition(";")[0] for x in found.left_out} == {
@@ -60,13 +60,13 @@ def test_what_cannot_be_used_of_a_folder_is_left_out_by_name(folder: Path) -> No
 
 def test_bounds(folder: Path) -> None:
     (folder / "big.txt").write_text("x" * 1001)
-    found = read_documents([str(folder)], limits=Limits(file=1000))
+    found = read_documents([str(folder)], limits=ReadLimits(file=1000))
     assert [str(x) for x in found.left_out] == [
         "big.txt has 1,001 bytes, over documents.max_file_bytes (1,000); raise it, or cut the "
         "file up"
     ]
     with pytest.raises(DataError, match=r"more than documents.max_total_bytes \(20\) in all"):
-        read_documents([str(folder)], limits=Limits(total=20))
+        read_documents([str(folder)], limits=ReadLimits(total=20))
 
 
 @pytest.mark.parametrize(
@@ -136,5 +136,5 @@ def test_half_a_character_of_json_is_refused(tmp_path: Path) -> None:
 def test_fields_and_encoding_are_the_users(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"article": "words"}')
     (tmp_path / "b.txt").write_bytes("слово".encode("koi8-r"))
-    found = read_documents([str(tmp_path)], Format(("article",), "koi8-r"))
+    found = read_documents([str(tmp_path)], ReadOptions(("article",), "koi8-r"))
     assert [d.text for d in found.documents] == ["words", "слово"]

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 from episode_house import HANDBOOK, LOST, RIGHT, TEMPLATES, conversation, episode_of, tokenizer
 
+from environments.action_parsing import DESK
 from environments.clinic.desk_hints import HINTS
+from environments.hints import Hints
 from environments.training_signals import (
     hinted_turns,
     replay_states,
@@ -16,12 +18,10 @@ from environments.training_signals import (
     training_pair,
     turn_samples,
 )
-from environments.action_parsing import DESK
-from environments.hints import Hints
 from protocols import teacher_replay
-from protocols.train_batch import HintedTurn, PreferencePair, hinted
 from protocols.episodes import Episode
-from protocols.teacher_replay import Message, ToolCall
+from protocols.teacher_replay import AgentMessage, ToolAction
+from protocols.train_batch import HintedTurn, PreferencePair, hinted
 from teachers.actions import canonical
 from teachers.prompts import state_hash
 
@@ -133,7 +133,7 @@ def test_turns_without_a_hint_are_counted() -> None:
 def test_an_item_of_a_later_branch_points_to_its_sample() -> None:
     episode = episode_of(LOST)
     one, two, _ = episode.turns
-    context = conversation().opening("desk_01", (Message("user", "anew."),))
+    context = conversation().opening("desk_01", (AgentMessage("user", "anew."),))
     forked = replace(episode, turns=(one, replace(two, branch=1, context_ids=context)))
     items, _ = items_of([forked], "shipped", HINTS)
     spans = [(i.sample, i.start, i.stop) for i in items]
@@ -157,7 +157,7 @@ def test_a_state_is_what_the_agent_saw() -> None:
         ("tool", "no surgeon in urology."),
     ]
     assert state.tools == episode.opening.tools
-    assert state.student_action == ToolCall("look", {"words": "note 17"})
+    assert state.student_action == ToolAction("look", {"words": "note 17"})
     assert (state.trace_id, state.turn, state.error_kind) == ("desk/12/0/1", 1, "unknown_tool")
     assert (context, response) == (episode.turns[1].context_ids, episode.turns[1].response_ids)
     assert HANDBOOK not in str(state.messages)
@@ -179,9 +179,9 @@ def test_confidence_is_the_geometric_mean() -> None:
     assert state.confidence is None
 
 
-def preferred(chosen: str, state: teacher_replay.ReplayState) -> teacher_replay.PreferencePair:
+def preferred(chosen: str, state: teacher_replay.ReplayState) -> teacher_replay.PreferenceActions:
     rejected = canonical(state.student_action, state)
-    return teacher_replay.PreferencePair(
+    return teacher_replay.PreferenceActions(
         state_hash(state), state.trace_id, state.turn, chosen, rejected, 2, 3
     )
 
@@ -189,7 +189,7 @@ def preferred(chosen: str, state: teacher_replay.ReplayState) -> teacher_replay.
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_pair_is_said_in_the_students_tokens(name: str) -> None:
     state, context, response = replay_states([episode_of(LOST, name)], DESK)[0]
-    better = canonical(ToolCall("find", {"field": "surgeon", "department": "cardiology"}), state)
+    better = canonical(ToolAction("find", {"field": "surgeon", "department": "cardiology"}), state)
 
     def pair(chosen: str) -> PreferencePair | None:
         return training_pair(

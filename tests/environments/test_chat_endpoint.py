@@ -8,17 +8,17 @@ import httpx2
 import openai
 import pytest
 
-from environments.verifiers.chat_endpoint import ChatEndpoint, Refused
+from environments.verifiers.chat_endpoint import BadChatRequest, ChatEndpoint
+from protocols.teacher_replay import TeacherUsage
 from protocols.wire.openai_chat import HarnessRequest
 from protocols.wire.openai_replies import ChatReply, FunctionCall
-from protocols.teacher_replay import Usage
 
-WORDS = ChatReply("let me see note 17.", False, False, Usage(7, 5))
+WORDS = ChatReply("let me see note 17.", False, False, TeacherUsage(7, 5))
 CALLS = ChatReply(
-    "find", False, False, Usage(7, 5),
+    "find", False, False, TeacherUsage(7, 5),
     (FunctionCall("call_1", "find", '{"a":1}'), FunctionCall("call_2", "read", "{}")),
 )  # fmt: skip
-CUT = ChatReply("let me", False, True, Usage(7, 2))
+CUT = ChatReply("let me", False, True, TeacherUsage(7, 2))
 Use = Callable[[openai.AsyncOpenAI, str], Awaitable[Any]]
 
 
@@ -110,7 +110,7 @@ def test_only_the_key_and_the_address_open_an_episode(endpoint: ChatEndpoint) ->
 
 def test_refusals_and_failures_are_told_apart(endpoint: ChatEndpoint) -> None:
     async def refuses(_: HarnessRequest) -> ChatReply:
-        raise Refused("the episode is over: context_full")
+        raise BadChatRequest("the episode is over: context_full")
 
     async def fails(_: HarnessRequest) -> ChatReply:
         raise OSError("secrets of the host")

@@ -8,12 +8,12 @@ import pytest
 from episode_house import conversation
 from pydantic import ValidationError
 
-from environments.verifiers.chat_recording import ChatRecord
 from environments.action_parsing import JSON
+from environments.verifiers.chat_recording import ChatRecord
 from protocols.episodes import Observation, Turn
-from protocols.wire.openai_chat import HarnessRequest
-from protocols.teacher_replay import Message, Tool
+from protocols.teacher_replay import AgentMessage, AgentTool
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from protocols.wire.openai_chat import HarnessRequest
 
 TALK = conversation()
 FIND = {"name": "find", "description": "Find it.", "parameters": {"type": "object"}}
@@ -40,7 +40,7 @@ def ask(
     return record.add(request, branch, Completion("e/0", response, (-0.5,) * n, (3,) * n, "stop"))
 
 
-def opened(*messages: Message) -> tuple[int, ...]:
+def opened(*messages: AgentMessage) -> tuple[int, ...]:
     return TALK.opening("desk_01", messages)
 
 
@@ -48,12 +48,12 @@ def test_what_is_new_follows_what_was_sampled() -> None:
     record = ChatRecord(TALK, "desk_01")
     first = ask(record, [user("where?")], "find surgeon.")
     second = ask(record, [user("where?"), said(first), user("and now?")], "read note 17.")
-    assert first.context_ids == opened(Message("user", "where?"))
+    assert first.context_ids == opened(AgentMessage("user", "where?"))
     whole = (*first.context_ids, *first.response_ids)
     assert second.context_ids[: len(whole)] == whole
     assert (first.branch, second.branch) == (0, 0)
-    assert record.opening == Observation((Message("user", "where?"),))
-    assert record.turns[0].observation == Observation((Message("user", "and now?"),))
+    assert record.opening == Observation((AgentMessage("user", "where?"),))
+    assert record.turns[0].observation == Observation((AgentMessage("user", "and now?"),))
     assert record.turns[1] == second
 
 
@@ -61,7 +61,7 @@ def test_a_conversation_that_was_rewritten_is_a_branch() -> None:
     record = ChatRecord(TALK, "desk_01")
     first = ask(record, [user("where?")], "find surgeon.")
     other = ask(record, [user("so far: nothing. where?")], "read note 17.")
-    assert other.context_ids == opened(Message("user", "so far: nothing. where?"))
+    assert other.context_ids == opened(AgentMessage("user", "so far: nothing. where?"))
     assert record.turns[0].observation == Observation()
     # The new branch is continued token by token; the old one is a branch again.
     more = [user("so far: nothing. where?"), said(other), user("and?")]
@@ -70,7 +70,9 @@ def test_a_conversation_that_was_rewritten_is_a_branch() -> None:
     assert third.context_ids[: len(whole)] == whole
     fourth = ask(record, [user("where?"), said(first), user("and?")], "answer weber.")
     assert fourth.context_ids == opened(
-        Message("user", "where?"), Message("assistant", first.text), Message("user", "and?")
+        AgentMessage("user", "where?"),
+        AgentMessage("assistant", first.text),
+        AgentMessage("user", "and?"),
     )
     assert [t.branch for t in record.turns] == [0, 1, 1, 2]
 
@@ -85,7 +87,7 @@ def test_other_tools_are_another_conversation() -> None:
     record = ChatRecord(TALK, None)
     first = ask(record, [user("where?")], "find surgeon.", TOOLS)
     second = ask(record, [user("where?"), said(first), user("and?")], "read note 17.")
-    assert record.opening.tools == (Tool("find", "Find it.", {"type": "object"}),)
+    assert record.opening.tools == (AgentTool("find", "Find it.", {"type": "object"}),)
     assert second.branch == 1
 
 
@@ -101,7 +103,7 @@ def test_calls_come_back_as_the_words_they_were_made_with() -> None:
     second = ask(record, [user("where?"), told, seen], "17", TOOLS)
     whole = (*first.context_ids, *first.response_ids)
     assert second.context_ids[: len(whole)] == whole
-    assert record.turns[0].observation == Observation((Message("tool", "note 17"),))
+    assert record.turns[0].observation == Observation((AgentMessage("tool", "note 17"),))
     assert record.calls(second) == ()
     # A call with other arguments is not what the student said.
     mine["function"] = {"name": "find", "arguments": '{"a":2}'}

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from environments.clinic.desk import TOOLS
-from environments.renderer import Conversation, messages_so_far
+from environments.renderer import ChatRenderer, messages_so_far
 from protocols.episodes import Observation, Turn
 from protocols.errors import DataError
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
 
-QUESTION = Message("user", "what is the surgeon?")
+QUESTION = AgentMessage("user", "what is the surgeon?")
 ASKED = Observation((QUESTION,))
 BOS, END, USER, ASSISTANT = 1, 2, 4, 5
 
@@ -22,7 +22,7 @@ def ids_of(text: str, name: str = "shipped") -> tuple[int, ...]:
     return tuple(tokenizer(name)(text, add_special_tokens=False).input_ids)
 
 
-def turn(ids: tuple[int, ...], context: tuple[int, ...], *said: Message, name: str) -> Turn:
+def turn(ids: tuple[int, ...], context: tuple[int, ...], *said: AgentMessage, name: str) -> Turn:
     n = len(ids)
     text = conversation(name).decode(ids)
     return Turn(context, ids, (-0.5,) * n, (3,) * n, text, Observation(said))
@@ -53,12 +53,12 @@ def test_a_turn_by_hand() -> None:
 
     said = (*ids_of("find surgeon in urology."), END)
     note = ids_of("note 17.")
-    one = turn(said, context, Message("tool", "note 17."), name="with_tool_token")
+    one = turn(said, context, AgentMessage("tool", "note 17."), name="with_tool_token")
     assert talk.context("desk_01", ASKED, (one,)) == (
         (*context, *said, tool, *note, END, ASSISTANT),
         0,
     )
-    cut = turn(said[:-2], context, Message("tool", "note 17."), name="with_tool_token")
+    cut = turn(said[:-2], context, AgentMessage("tool", "note 17."), name="with_tool_token")
     assert talk.context("desk_01", ASKED, (cut,)) == (
         (*context, *said[:-2], END, tool, *note, END, ASSISTANT),
         0,
@@ -84,13 +84,13 @@ def test_what_was_sampled_is_never_tokenised_again(name: str) -> None:
     assert talk.decode(letters).strip() == "weber"
     assert letters != ids_of("weber", name)
     context, _ = talk.context("desk_01", ASKED, ())
-    one = turn(letters, context, Message("tool", "note 17."), name=name)
+    one = turn(letters, context, AgentMessage("tool", "note 17."), name=name)
     after, branch = talk.context("desk_01", ASKED, (one,))
     assert branch == 0
     assert after[: len(context) + len(letters)] == (*context, *letters)
 
 
-def thinking(name: str, *said: Message) -> tuple[Conversation, Turn]:
+def thinking(name: str, *said: AgentMessage) -> tuple[ChatRenderer, Turn]:
     talk = conversation(name)
     context, _ = talk.context("desk_01", ASKED, ())
     ids = ids_of("<think>urology</think>find surgeon in urology.", name)
@@ -98,20 +98,20 @@ def thinking(name: str, *said: Message) -> tuple[Conversation, Turn]:
 
 
 def test_a_template_that_forgets_thoughts_branches() -> None:
-    talk, one = thinking("forgets", Message("tool", "note 17."))
+    talk, one = thinking("forgets", AgentMessage("tool", "note 17."))
     assert "think" in one.text
     after, branch = talk.context("desk_01", ASKED, (one,))
     assert branch == 1
-    answered = (QUESTION, Message("assistant", "find surgeon in urology."))
-    assert after == talk.opening("desk_01", (*answered, Message("tool", "note 17.")))
+    answered = (QUESTION, AgentMessage("assistant", "find surgeon in urology."))
+    assert after == talk.opening("desk_01", (*answered, AgentMessage("tool", "note 17.")))
 
 
 def test_thoughts_that_are_kept_do_not_branch_until_the_user_speaks() -> None:
-    talk, one = thinking("keeps_some", Message("tool", "note 17."))
+    talk, one = thinking("keeps_some", AgentMessage("tool", "note 17."))
     after, branch = talk.context("desk_01", ASKED, (one,))
     assert branch == 0
     assert after == talk.opening("desk_01", messages_so_far(ASKED, (one,)))
-    talk, one = thinking("keeps_some", Message("user", "go on."))
+    talk, one = thinking("keeps_some", AgentMessage("user", "go on."))
     after, branch = talk.context("desk_01", ASKED, (one,))
     assert branch == 1
     assert "think" not in tokenizer("keeps_some").decode(after)
@@ -130,7 +130,7 @@ def test_a_context_begins_with_the_turn_before_or_branches(name: str, data: Any)
             assert branch == turns[-1].branch + (context[: len(stood)] != stood)
         ids = tuple(data.draw(st.lists(pieces, max_size=12)))
         role = data.draw(st.sampled_from(["tool", "user"]))
-        made = turn(ids, context, Message(role, data.draw(st.text(max_size=8))), name=name)
+        made = turn(ids, context, AgentMessage(role, data.draw(st.text(max_size=8))), name=name)
         turns.append(Turn(**{**vars(made), "branch": branch}))
 
 
@@ -138,7 +138,7 @@ def test_a_context_begins_with_the_turn_before_or_branches(name: str, data: Any)
 def test_a_hint_is_a_users_message_before_the_generation_prompt(name: str) -> None:
     talk = conversation(name)
     opening = talk.opening("desk_01", (QUESTION,))
-    hint = Message("user", "find surgeon first.")
+    hint = AgentMessage("user", "find surgeon first.")
     assert talk.with_hint(opening, hint.content) == talk.opening("desk_01", (QUESTION, hint))
 
 
@@ -164,10 +164,10 @@ def test_what_is_said_is_a_response_with_its_end() -> None:
         assert conversation(name).saying("answer weber.") == (*ids_of("answer weber.", name), end)
 
 
-def with_template(template: str) -> Conversation:
+def with_template(template: str) -> ChatRenderer:
     found = tokenizer().__class__.from_pretrained(tokenizer().name_or_path)
     found.chat_template = template
-    return Conversation(found, {"desk_01": HANDBOOK})
+    return ChatRenderer(found, {"desk_01": HANDBOOK})
 
 
 def test_a_space_that_was_sampled_is_no_closing_token() -> None:
@@ -178,7 +178,7 @@ def test_a_space_that_was_sampled_is_no_closing_token() -> None:
     context, _ = talk.context("desk_01", ASKED, ())
     said, rest = ids_of("read "), ids_of(" \ntool: note 17. \nassistant: ")
     assert said[-1] == rest[0]
-    one = turn(said, context, Message("tool", "note 17."), name="shipped")
+    one = turn(said, context, AgentMessage("tool", "note 17."), name="shipped")
     assert talk.context("desk_01", ASKED, (one,)) == ((*context, *said, *rest), 0)
 
 
@@ -190,7 +190,7 @@ def test_templates_that_cannot_do_it_say_so() -> None:
         "{% endif %}{{ m.content }}{% endfor %}"
     )
     with pytest.raises(DataError, match=r"refuses a conversation of system, tool: no tools; use"):
-        strict.opening("desk_01", (Message("tool", "x"),))
+        strict.opening("desk_01", (AgentMessage("tool", "x"),))
     counts = with_template(
         "{% for m in messages %}{{ messages|length }}{{ m.content }}{% endfor %}"
     )

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from environments.action_parsing import DESK, JSON
 from protocols.errors import DataError
-from protocols.teacher_replay import Action, Choice, Text, ToolCall
+from protocols.teacher_replay import Action, OptionAction, TextAction, ToolAction
 
-FIND = ToolCall("find", {"field": "surgeon", "department": "cardiology"})
+FIND = ToolAction("find", {"field": "surgeon", "department": "cardiology"})
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text(max_size=5)
     | st.floats(allow_nan=False, allow_infinity=False),
@@ -23,12 +23,12 @@ def test_the_desks_words() -> None:
     assert DESK.say(FIND) == "find surgeon in cardiology."
     assert DESK.say(DESK.parse(" read  note 17")) == "read note 17."
     with pytest.raises(DataError, match="only a tool's call"):
-        DESK.say(Choice("B"))
+        DESK.say(OptionAction("B"))
 
 
 @given(tool=st.text(max_size=8), arguments=st.dictionaries(st.text(max_size=5), plain, max_size=3))
 def test_json_calls_come_back_equal(tool: str, arguments: dict[str, object]) -> None:
-    call = ToolCall(tool, arguments)
+    call = ToolAction(tool, arguments)
     assert JSON.parse(JSON.say(call)) == call
     assert JSON.parse(f"<think>{{}}</think>I call {JSON.say(call)} now.") == call
 
@@ -36,9 +36,9 @@ def test_json_calls_come_back_equal(tool: str, arguments: dict[str, object]) -> 
 @pytest.mark.parametrize(
     ("text", "action"),
     [
-        ('{"tool": "find", "arguments": {}}', ToolCall("find", {})),
-        ('{"x": 1} {"tool": "a", "arguments": {"n": 2}}', ToolCall("a", {"n": 2})),
-        ('<think>{"tool": "a", "arguments": {}}</think> weber ', Text("weber")),
+        ('{"tool": "find", "arguments": {}}', ToolAction("find", {})),
+        ('{"x": 1} {"tool": "a", "arguments": {"n": 2}}', ToolAction("a", {"n": 2})),
+        ('<think>{"tool": "a", "arguments": {}}</think> weber ', TextAction("weber")),
     ],
 )
 def test_what_json_calls(text: str, action: Action) -> None:
@@ -57,18 +57,18 @@ def test_what_json_calls(text: str, action: Action) -> None:
     ],
 )
 def test_what_is_no_call_is_text(text: str) -> None:
-    assert JSON.parse(text) == Text(text)
+    assert JSON.parse(text) == TextAction(text)
 
 
 @given(st.text())
 def test_any_words_are_some_action(text: str) -> None:
-    assert isinstance(JSON.parse(text), ToolCall | Text)
-    assert isinstance(DESK.parse(text), ToolCall)
+    assert isinstance(JSON.parse(text), ToolAction | TextAction)
+    assert isinstance(DESK.parse(text), ToolAction)
 
 
 def test_deep_nesting_is_no_call() -> None:
-    assert isinstance(JSON.parse('{"a":' + "[" * 100_000), Text)
+    assert isinstance(JSON.parse('{"a":' + "[" * 100_000), TextAction)
 
 
 def test_choices_and_texts_are_said_as_they_are() -> None:
-    assert (JSON.say(Choice("B")), JSON.say(Text("weber"))) == ("B", "weber")
+    assert (JSON.say(OptionAction("B")), JSON.say(TextAction("weber"))) == ("B", "weber")

@@ -14,10 +14,10 @@ from environments.clinic.desk import reply_to
 from environments.clinic.desk_hints import HINTS
 from environments.hints import Hints, Writer, holds, leaks, words
 from protocols.episodes import Observation
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
 
 LOST = seen_at_desk(("find surgeon in urology.",))
-ASKED = (Message("user", "what is the surgeon?"), *LOST.messages)
+ASKED = (AgentMessage("user", "what is the surgeon?"), *LOST.messages)
 
 
 def hint(hints: Hints, seen: Observation = LOST, expected: str | None = "weber") -> tuple[str, str]:
@@ -25,7 +25,7 @@ def hint(hints: Hints, seen: Observation = LOST, expected: str | None = "weber")
 
 
 def says(text: str) -> Writer:
-    async def write(seen: Observation, messages: Sequence[Message]) -> str:
+    async def write(seen: Observation, messages: Sequence[AgentMessage]) -> str:
         assert (seen, messages) == (LOST, ASKED)
         return text
 
@@ -70,10 +70,10 @@ def test_a_hint_with_the_answer_is_refused() -> None:
 
 
 def test_a_writer_that_fails_or_hangs_costs_a_hint_alone() -> None:
-    async def fails(seen: Observation, messages: Sequence[Message]) -> str:
+    async def fails(seen: Observation, messages: Sequence[AgentMessage]) -> str:
         raise RuntimeError("no network")
 
-    async def hangs(seen: Observation, messages: Sequence[Message]) -> str:
+    async def hangs(seen: Observation, messages: Sequence[AgentMessage]) -> str:
         await asyncio.sleep(3600)
         return ""
 

@@ -11,8 +11,8 @@ from desk_tasks import replayed
 from environments.clinic.desk import TOOLS, call_text, draw_case, draw_desk
 from environments.clinic.fake_teachers import KEY_ENV, at, local_provider, next_call
 from protocols.errors import DataError
-from protocols.teacher_replay import Message, ReplayState, ToolCall
-from protocols.spec.teacher_replay import LocalSpec, PriceSpec, ReplaySpec, TeacherSpec
+from protocols.spec.teacher_replay import LocalSpec, PriceSpec, ReplaySpec, ReplayTeacherSpec
+from protocols.teacher_replay import AgentMessage, ReplayState, ToolAction
 from teachers.actions import canonical
 from teachers.fake_provider.app import ProviderRequest
 from teachers.prompts import read_answer, render
@@ -20,19 +20,21 @@ from teachers.prompts import read_answer, render
 PRICES = PriceSpec(input=1.0, output=1.0)
 SPEC = ReplaySpec(
     teachers=(
-        TeacherSpec(name="a", provider="anthropic", model="big", prices=PRICES),
-        TeacherSpec(name="b", provider="openai", model="small", prices=PRICES),
+        ReplayTeacherSpec(name="a", provider="anthropic", model="big", prices=PRICES),
+        ReplayTeacherSpec(name="b", provider="openai", model="small", prices=PRICES),
     ),
     cap=1.0,
     local=LocalSpec(right=1.0),
 )
 
 
-def seen(handbook: str, question: str, *said: tuple[str, str]) -> tuple[Message, ...]:
+def seen(handbook: str, question: str, *said: tuple[str, str]) -> tuple[AgentMessage, ...]:
     turns = [
-        m for call, reply in said for m in (Message("assistant", call), Message("tool", reply))
+        m
+        for call, reply in said
+        for m in (AgentMessage("assistant", call), AgentMessage("tool", reply))
     ]
-    return (Message("system", handbook), Message("user", question), *turns)
+    return (AgentMessage("system", handbook), AgentMessage("user", question), *turns)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -60,13 +62,13 @@ def test_what_is_no_case_of_a_desk_is_refused() -> None:
 def test_it_answers_what_a_teacher_is_shown(right: float, agrees: bool) -> None:
     state = ReplayState(
         "e/0", 1, seen("surgeon cardiology. sodium urology.", "what is the sodium?", ("x", "y")),
-        TOOLS, ToolCall("x", {"words": ""}),
+        TOOLS, ToolAction("x", {"words": ""}),
     )  # fmt: skip
     prompt = render(state)
     with local_provider(SPEC, LocalSpec(right=right)) as provider:
         said = provider.rule(ProviderRequest("small", prompt.system, prompt.user))
     found, why = read_answer(said, state)
-    best = canonical(ToolCall("find", {"field": "sodium", "department": "urology"}), state)
+    best = canonical(ToolAction("find", {"field": "sodium", "department": "urology"}), state)
     assert (found == best, why) == (agrees, "")
     assert json.loads(said)["kind"] == "tool"
 

@@ -9,7 +9,7 @@ from episode_house import LOST, RIGHT, episode_of, seen_at_desk
 from environments.action_parsing import DESK, JSON
 from environments.monitors import claimed, count_flags, flagged
 from protocols.episodes import Episode, Observation
-from protocols.teacher_replay import Choice, Message, Text, ToolCall
+from protocols.teacher_replay import AgentMessage, OptionAction, TextAction, ToolAction
 
 See = Callable[[Sequence[str]], Observation]
 
@@ -98,9 +98,9 @@ def test_unjudged_episodes_are_looked_at_for_their_words_alone() -> None:
 
 
 def test_what_is_claimed() -> None:
-    assert claimed(ToolCall("answer", {"value": "41", "unit": "gram"})) == "41 gram"
-    assert claimed(Choice("B")) == "B"
-    assert claimed(Text("weber")) == "weber"
+    assert claimed(ToolAction("answer", {"value": "41", "unit": "gram"})) == "41 gram"
+    assert claimed(OptionAction("B")) == "B"
+    assert claimed(TextAction("weber")) == "weber"
 
 
 def test_flags_are_counted() -> None:
@@ -112,7 +112,7 @@ def test_flags_are_counted() -> None:
 def test_free_text_is_an_answer_too() -> None:
     def see(actions: Sequence[str]) -> Observation:
         if not actions:
-            return Observation((Message("user", "what is the surgeon?"),))
+            return Observation((AgentMessage("user", "what is the surgeon?"),))
         return Observation(done=True, reward=1.0, expected="weber")
 
     assert flagged(episode_of(("weber.",), see=see), JSON).flags == ("answer_not_through_tools",)

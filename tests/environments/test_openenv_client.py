@@ -19,8 +19,8 @@ from websockets.asyncio.server import ServerConnection, serve
 from environments.openenv import client
 from environments.openenv.client import OpenEnvClient
 from environments.openenv.server import LocalEnvironment
-from protocols.episodes import Move, Observation, Task
-from protocols.teacher_replay import Message
+from protocols.episodes import EnvironmentRequest, Observation, Task
+from protocols.teacher_replay import AgentMessage
 from teachers.fake_provider.server import LoopbackServer
 
 TASK = a_task()
@@ -46,7 +46,9 @@ async def client_of(
 
 async def walk(client: OpenEnvClient, task: Task, actions: tuple[str, ...]) -> list[Observation]:
     """What the client sees after 0, 1, .. of the actions."""
-    return [await client.move(Move(task, actions[:n])) for n in range(len(actions) + 1)]
+    return [
+        await client.move(EnvironmentRequest(task, actions[:n])) for n in range(len(actions) + 1)
+    ]
 
 
 def wanted(task: Task, actions: tuple[str, ...]) -> list[Observation]:
@@ -95,7 +97,7 @@ def test_a_lost_connection_does_not_end_the_episode(server: LocalEnvironment) ->
         seen = []
         async with client_of(server.url) as client:
             for n in range(len(STRAY) + 1):
-                seen.append(await client.move(Move(TASK, STRAY[:n])))
+                seen.append(await client.move(EnvironmentRequest(TASK, STRAY[:n])))
                 for connection in client._waiting:
                     connection.transport.abort()
         return seen
@@ -107,7 +109,7 @@ def test_another_client_goes_on_with_the_episode(server: LocalEnvironment) -> No
     async def play() -> Observation:
         async with client_of(server.url) as first, client_of(server.url) as second:
             await walk(first, TASK, STRAY[:2])
-            return await second.move(Move(TASK, STRAY[:4]))
+            return await second.move(EnvironmentRequest(TASK, STRAY[:4]))
 
     assert asyncio.run(play()) == expected_after(TASK, STRAY[:4])
 
@@ -121,16 +123,16 @@ def test_sessions_that_wait_are_bounded(
     async def play() -> list[Observation]:
         async with client_of(server.url) as client:
             for task in tasks:
-                await client.move(Move(task))
+                await client.move(EnvironmentRequest(task))
             assert len(client._waiting) == 2
-            return [await client.move(Move(t, solution(t)[:1])) for t in tasks]
+            return [await client.move(EnvironmentRequest(t, solution(t)[:1])) for t in tasks]
 
     assert asyncio.run(play()) == [expected_after(t, solution(t)[:1]) for t in tasks]
 
 
 def test_what_the_environment_refuses_is_its_own_error(server: LocalEnvironment) -> None:
     task = Task("x", "x", dict(TASK.arguments) | {"fields": 0})
-    seen = asyncio.run(OpenEnvClient(server.url).move(Move(task)))
+    seen = asyncio.run(OpenEnvClient(server.url).move(EnvironmentRequest(task)))
     assert seen.done
     assert seen.reward is None
     assert seen.error.startswith("environment_refused: a handbook has 1 to")
@@ -141,9 +143,11 @@ def test_a_server_that_is_gone_is_an_observation() -> None:
         server = LocalEnvironment()
         await asyncio.to_thread(server.__enter__)
         async with client_of(server.url, timeout_s=10.0) as client:
-            await client.move(Move(TASK))
+            await client.move(EnvironmentRequest(TASK))
             await asyncio.to_thread(server.__exit__, None, None, None)
-            return await client.move(Move(TASK, STRAY[:1])), await client.move(Move(TASK))
+            return await client.move(EnvironmentRequest(TASK, STRAY[:1])), await client.move(
+                EnvironmentRequest(TASK)
+            )
 
     begun = time.monotonic()
     for seen in asyncio.run(play()):
@@ -156,7 +160,7 @@ def test_a_silent_server_is_waited_for_no_longer_than_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         client = OpenEnvClient(f"http://127.0.0.1:{deaf.getsockname()[1]}", timeout_s=0.3)
         begun = time.monotonic()
-        seen = asyncio.run(client.move(Move(TASK)))
+        seen = asyncio.run(client.move(EnvironmentRequest(TASK)))
     assert seen.error == "environment_died: no answer within 0.3 s"
     assert time.monotonic() - begun < 5.0
 
@@ -176,11 +180,11 @@ def test_an_environment_that_does_not_repeat_itself_is_found_out() -> None:
                 seen = await walk(client, TASK, STRAY[:1])
                 for connection in client._waiting:
                     connection.transport.abort()
-                return [*seen, await client.move(Move(TASK, STRAY[:2]))]
+                return [*seen, await client.move(EnvironmentRequest(TASK, STRAY[:2]))]
 
     opening, first, again = asyncio.run(play())
     assert (opening.messages, first.messages) == (
-        (Message("user", "said 0"),), (Message("tool", "said 1"),),
+        (AgentMessage("user", "said 0"),), (AgentMessage("tool", "said 1"),),
     )  # fmt: skip
     assert again.done
     assert again.error.startswith("environment_diverged: after 0 actions")
@@ -195,7 +199,9 @@ def test_words_that_are_no_reply_end_the_episode(body: str) -> None:
     async def play() -> Observation:
         async with serve(answer, "127.0.0.1", 0) as running:
             port = next(iter(running.sockets)).getsockname()[1]
-            return await OpenEnvClient(f"http://127.0.0.1:{port}", 10.0).move(Move(TASK))
+            return await OpenEnvClient(f"http://127.0.0.1:{port}", 10.0).move(
+                EnvironmentRequest(TASK)
+            )
 
     assert asyncio.run(play()).error.startswith("environment_died: ")
 
@@ -244,7 +250,7 @@ def test_a_foreign_environment_is_understood() -> None:
     with server:
         seen = asyncio.run(play())
     assert seen == [
-        Observation((Message("user", "2 tries"),)),
-        Observation((Message("tool", "AB"),)),
-        Observation((Message("tool", "C"),), done=True, reward=0.5),
+        Observation((AgentMessage("user", "2 tries"),)),
+        Observation((AgentMessage("tool", "AB"),)),
+        Observation((AgentMessage("tool", "C"),), done=True, reward=0.5),
     ]

@@ -5,35 +5,35 @@ from typing import Any
 import pytest
 
 from environments.openenv.wire import observed
-from protocols.teacher_replay import Message, Tool
+from protocols.teacher_replay import AgentMessage, AgentTool
 
 
 @pytest.mark.parametrize(
     ("observation", "messages"),
     [
         ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
-         (Message("system", "s"), Message("user", "u"))),
+         (AgentMessage("system", "s"), AgentMessage("user", "u"))),
         ({"messages": ["a", {"role": "narrator", "content": "b"}]},
-         (Message("tool", "a"), Message("tool", "b"))),
+         (AgentMessage("tool", "a"), AgentMessage("tool", "b"))),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"image": 1},
                                                     {"type": "text", "text": "y"}]}]},
-         (Message("user", "xy"),)),
+         (AgentMessage("user", "xy"),)),
         ({"messages": [], "text": "t"}, ()),
-        ({"text": "t", "content": "c"}, (Message("tool", "t"),)),
-        ({"content": "c", "other": "o"}, (Message("tool", "c"),)),
-        ({"board": "x.o", "score": 3, "metadata": {}}, (Message("tool", "x.o"),)),
-        ({"b": "2", "a": "1"}, (Message("tool", '{"a": "1", "b": "2"}'),)),
-        ("plain words", (Message("tool", "plain words"),)),
-        ([1, 2], (Message("tool", "[1, 2]"),)),
+        ({"text": "t", "content": "c"}, (AgentMessage("tool", "t"),)),
+        ({"content": "c", "other": "o"}, (AgentMessage("tool", "c"),)),
+        ({"board": "x.o", "score": 3, "metadata": {}}, (AgentMessage("tool", "x.o"),)),
+        ({"b": "2", "a": "1"}, (AgentMessage("tool", '{"a": "1", "b": "2"}'),)),
+        ("plain words", (AgentMessage("tool", "plain words"),)),
+        ([1, 2], (AgentMessage("tool", "[1, 2]"),)),
     ],
 )  # fmt: skip
-def test_messages_are_found(observation: Any, messages: tuple[Message, ...]) -> None:
+def test_messages_are_found(observation: Any, messages: tuple[AgentMessage, ...]) -> None:
     assert observed({"observation": observation}, opening=False).messages == messages
 
 
 def test_the_opening_is_the_user_s() -> None:
     assert observed({"observation": {"text": "t"}}, opening=True).messages == (
-        Message("user", "t"),
+        AgentMessage("user", "t"),
     )
 
 
@@ -69,4 +69,4 @@ def test_tools_are_read_in_both_forms() -> None:
         "no tool",
     ]
     seen = observed({"observation": {"text": "t", "tools": tools}}, opening=True)
-    assert seen.tools == (Tool("a", "A.", schema), Tool("b", "", schema))
+    assert seen.tools == (AgentTool("a", "A.", schema), AgentTool("b", "", schema))

@@ -10,15 +10,15 @@ from typing import TypeVar
 
 import pytest
 
-from environments.clinic.longhealth import Question
-from environments.problems import Problems, clinic_problem, open_problems
+from environments.clinic.longhealth import PatientQuestion
+from environments.problems import ProblemSet, clinic_problem, open_problems
 from environments.verifiers.worker_process import PYTHON
 from protocols.errors import DataError
-from protocols.rsa import Candidate, Problem
+from protocols.rsa import JudgedCandidate, RSAProblem
 from protocols.spec.rsa import ProblemsSpec
 
 TASKSETS = Path(__file__).resolve().parents[1] / "tasksets"
-QUESTION = Question(
+QUESTION = PatientQuestion(
     "patient_01/7", "patient_01", "what is the ecg?",
     ("ulcer", "edema", "cyst", "polyp", "murmur"), "cyst",
 )  # fmt: skip
@@ -29,7 +29,7 @@ def tagged(text: str) -> str | None:
     return text.removeprefix("answer ") if text.startswith("answer ") else None
 
 
-def over(spec: ProblemsSpec, use: Callable[[Problems], Awaitable[T]]) -> T:
+def over(spec: ProblemsSpec, use: Callable[[ProblemSet], Awaitable[T]]) -> T:
     async def bounded() -> T:
         problems = open_problems(spec, tagged)
         try:
@@ -46,14 +46,14 @@ def test_a_letter_and_its_options_text_are_one_answer() -> None:
     texts = ["the answer is cyst.", "the answer is c.", "the answer is edema.", "hm"]
     judged = over(ProblemsSpec(), lambda p: p.judge(problem, texts))
     assert judged == [
-        Candidate("cyst", 1.0), Candidate("cyst", 1.0), Candidate("edema", 0.0),
-        Candidate(None, 0.0),
+        JudgedCandidate("cyst", 1.0), JudgedCandidate("cyst", 1.0), JudgedCandidate("edema", 0.0),
+        JudgedCandidate(None, 0.0),
     ]  # fmt: skip
 
 
 async def gym(
-    problems: Problems, numbers: Sequence[int], texts: Sequence[str]
-) -> tuple[list[Problem], list[Candidate]]:
+    problems: ProblemSet, numbers: Sequence[int], texts: Sequence[str]
+) -> tuple[list[RSAProblem], list[JudgedCandidate]]:
     drawn = await problems.draw(numbers, "primer")
     return drawn, await problems.judge(drawn[0], texts)
 
@@ -94,7 +94,7 @@ def taskset(name: str) -> ProblemsSpec:
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason="make install-verifiers")
 def test_verifiers_rewards_each_text_as_an_episode_of_one_turn() -> None:
-    async def use(problems: Problems) -> tuple[list[Problem], list[Candidate]]:
+    async def use(problems: ProblemSet) -> tuple[list[RSAProblem], list[JudgedCandidate]]:
         drawn = await problems.draw([1, 2], "primer")
         with pytest.raises(DataError, match="has 3 problems: got number 3; lower"):
             await problems.draw([3], "primer")
@@ -102,7 +102,11 @@ def test_verifiers_rewards_each_text_as_an_episode_of_one_turn() -> None:
 
     drawn, judged = over(taskset("forge_sums"), use)
     assert [p.question for p in drawn] == ["after 7?", "after 11?"]
-    assert judged == [Candidate("8", 1.0), Candidate(None, 0.0), Candidate("9", 0.0)]
+    assert judged == [
+        JudgedCandidate("8", 1.0),
+        JudgedCandidate(None, 0.0),
+        JudgedCandidate("9", 0.0),
+    ]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from episode_house import (
 )
 
 from environments.rollout import BARE, over_cartridge, run_episodes
-from protocols.episodes import Episode, Move, Observation, Task
+from protocols.episodes import EnvironmentRequest, Episode, Observation, Task
 from protocols.errors import PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, refused
 
@@ -50,7 +50,7 @@ def test_one_call_of_each_port_a_turn() -> None:
     right, lost, *others = run(desk, students, tasks)
     assert [len(batch) for batch in students.batches] == [4, 4, 4]
     assert [len(batch) for batch in desk.batches] == [4, 4, 4, 4]
-    assert desk.batches[0][1] == Move(replace(tasks[0], id="desk/12/0/1"))
+    assert desk.batches[0][1] == EnvironmentRequest(replace(tasks[0], id="desk/12/0/1"))
     assert [a.strip() for a in desk.batches[2][1].actions] == list(LOST[:2])
     request = students.batches[1][2]
     assert request.id == "desk/12/1/0/1"

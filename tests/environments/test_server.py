@@ -12,7 +12,7 @@ from desk_tasks import a_task, expected_after, solution
 
 from environments.openenv.client import OpenEnvClient
 from environments.openenv.server import LocalEnvironment
-from protocols.episodes import Move
+from protocols.episodes import EnvironmentRequest
 
 TASK = a_task()
 
@@ -20,7 +20,7 @@ TASK = a_task()
 def test_the_thread_ends_though_sessions_are_open() -> None:
     async def play() -> None:
         client = OpenEnvClient(server.url)
-        await client.move(Move(TASK))
+        await client.move(EnvironmentRequest(TASK))
         await asyncio.to_thread(server.__exit__, None, None, None)
         await client.close()
 
@@ -44,7 +44,7 @@ def test_a_server_that_is_killed_mid_episode_and_comes_back_is_played_again(
 
     async def until_up(client: OpenEnvClient) -> None:
         for _ in range(600):
-            if not (await client.move(Move(TASK))).error:
+            if not (await client.move(EnvironmentRequest(TASK))).error:
                 return
             await asyncio.sleep(0.1)
         raise AssertionError("the server did not come up in a minute")
@@ -55,14 +55,18 @@ def test_a_server_that_is_killed_mid_episode_and_comes_back_is_played_again(
         try:
             await until_up(client)
             actions = solution(TASK)
-            assert await client.move(Move(TASK, actions[:1])) == expected_after(TASK, actions[:1])
+            assert await client.move(EnvironmentRequest(TASK, actions[:1])) == expected_after(
+                TASK, actions[:1]
+            )
             process.kill()
             process.wait()
-            died = await client.move(Move(TASK, actions[:2]))
+            died = await client.move(EnvironmentRequest(TASK, actions[:2]))
             assert died.error.startswith("environment_died: ")
             process = serve()
             await until_up(client)
-            assert await client.move(Move(TASK, actions)) == expected_after(TASK, actions)
+            assert await client.move(EnvironmentRequest(TASK, actions)) == expected_after(
+                TASK, actions
+            )
             await client.close()
         finally:
             process.kill()

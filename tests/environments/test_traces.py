@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from environments.episode_files import from_row, to_row
 from protocols.episodes import Episode, Observation, Turn
 from protocols.errors import DataError
-from protocols.teacher_replay import Message, Tool
+from protocols.teacher_replay import AgentMessage, AgentTool
 from protocols.types import Sampling
 
 ids = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 texts = st.text(max_size=6)
 observations = st.builds(
     Observation,
-    messages=st.lists(st.builds(Message, st.sampled_from(["user", "tool"]), texts)).map(tuple),
-    tools=st.lists(st.builds(Tool, texts, texts, st.dictionaries(texts, texts))).map(tuple),
+    messages=st.lists(st.builds(AgentMessage, st.sampled_from(["user", "tool"]), texts)).map(tuple),
+    tools=st.lists(st.builds(AgentTool, texts, texts, st.dictionaries(texts, texts))).map(tuple),
     done=st.booleans(),
     reward=st.none() | st.floats(-2, 2),
     error_kind=texts,
@@ -70,7 +70,7 @@ def test_episodes_at_the_desk_too(name: str, said: tuple[str, ...]) -> None:
 
 def test_a_row_by_hand() -> None:
     seen = Observation(
-        (Message("tool", "note 17."),), error_kind="missing_record", hint_key="where"
+        (AgentMessage("tool", "note 17."),), error_kind="missing_record", hint_key="where"
     )
     turns = (
         Turn((4, 5), (7, 2), (-0.1, -0.7), (3, 3), "find", seen),

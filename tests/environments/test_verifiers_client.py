@@ -11,27 +11,29 @@ import openai
 import pytest
 from episode_house import LOST, RIGHT, Desk, Students, conversation, seen_at_desk, task
 
+from environments.action_parsing import JSON
+from environments.episode_files import from_row, to_row
+from environments.rollout import BARE, over_cartridge, run_episodes
 from environments.training_signals import rl_samples
 from environments.verifiers.chat_endpoint import ChatEndpoint
-from environments.action_parsing import JSON
-from environments.rollout import BARE, over_cartridge, run_episodes
-from environments.episode_files import from_row, to_row
-from environments.verifiers.episodes import _Batches, verifiers_episodes
-from environments.verifiers.worker_process import Outcome
+from environments.verifiers.episodes import RequestBatcher, verifiers_episodes
+from environments.verifiers.worker_process import VerifiersOutcome
 from protocols.episodes import Episode, Task
 from protocols.errors import DataError, PublishError
-from protocols.teacher_replay import Message, Tool
+from protocols.teacher_replay import AgentMessage, AgentTool
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, refused
 
 TALK = conversation()
 Say = Callable[[Sequence[dict[str, Any]]], Awaitable[Any]]
-Lead = Callable[[Task, Say], Awaitable[Outcome]]
+Lead = Callable[[Task, Say], Awaitable[VerifiersOutcome]]
 
 
 class Player:
     """Plays tasks as verifiers would: by a harness that talks to the endpoint."""
 
-    def __init__(self, endpoint: ChatEndpoint, lead: Lead, tools: Sequence[Tool], stream: bool):
+    def __init__(
+        self, endpoint: ChatEndpoint, lead: Lead, tools: Sequence[AgentTool], stream: bool
+    ):
         self.endpoint = endpoint
         self._lead, self._stream = lead, stream
         self._tools: Any = [
@@ -46,7 +48,7 @@ class Player:
             for t in tools
         ] or openai.NOT_GIVEN
 
-    async def play(self, task: Task, url: str) -> Outcome:
+    async def play(self, task: Task, url: str) -> VerifiersOutcome:
         async with openai.AsyncOpenAI(
             base_url=url, api_key=self.endpoint.key, max_retries=0, timeout=20
         ) as client:
@@ -61,7 +63,7 @@ class Player:
             try:
                 return await self._lead(task, say)
             except openai.APIStatusError as error:
-                return Outcome(None, error=f"environment_refused: {error.status_code}")
+                return VerifiersOutcome(None, error=f"environment_refused: {error.status_code}")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def script(member: int, turn: int) -> str:
     return (RIGHT, LOST)[member % 2][turn]
 
 
-async def at_desk(task: Task, say: Say) -> Outcome:
+async def at_desk(task: Task, say: Say) -> VerifiersOutcome:
     """The desk of `seen_at_desk`, led from outside."""
     messages = [{"role": "user", "content": seen_at_desk(()).messages[0].content}]
     actions: list[str] = []
@@ -87,7 +89,7 @@ async def at_desk(task: Task, say: Say) -> Outcome:
         actions.append(said.content)
         seen = seen_at_desk(actions)
         if seen.done:
-            return Outcome(seen.reward)
+            return VerifiersOutcome(seen.reward)
         messages.append({"role": "assistant", "content": said.content})
         messages += [{"role": m.role, "content": m.content} for m in seen.messages]
 
@@ -100,7 +102,7 @@ USUAL: dict[str, Any] = {
 
 def run(
     endpoint: ChatEndpoint, lead: Lead, generate: Any, tasks: Sequence[Task] = (task(),),
-    tools: Sequence[Tool] = (), stream: bool = False, **settings: Any,
+    tools: Sequence[AgentTool] = (), stream: bool = False, **settings: Any,
 ) -> list[Episode]:  # fmt: skip
     player = Player(endpoint, lead, tools, stream)
     wanted = verifiers_episodes(player, tasks, generate, TALK, **USUAL | settings)
@@ -131,32 +133,32 @@ def test_the_turns_are_those_of_run_episodes(endpoint: ChatEndpoint, stream: boo
 
 
 def test_what_is_rewritten_is_a_second_sample(endpoint: ChatEndpoint) -> None:
-    async def forgets(_: Task, say: Say) -> Outcome:
+    async def forgets(_: Task, say: Say) -> VerifiersOutcome:
         await say([{"role": "user", "content": "where?"}])
         await say([{"role": "user", "content": "in short: where?"}])
-        return Outcome(0.5)
+        return VerifiersOutcome(0.5)
 
     (episode,) = run(endpoint, forgets, Students(TALK, script), group_size=1)
     first, second = rl_samples([episode])
     assert (first.sample.id, second.sample.id) == ("desk/12/0/0", "desk/12/0/0/branch1")
     assert second.sample.prompt_ids == TALK.opening(
-        "desk_01", (Message("user", "in short: where?"),)
+        "desk_01", (AgentMessage("user", "in short: where?"),)
     )
     assert (first.reward, second.reward) == (0.5, 0.5)
     assert from_row(to_row(episode, "arm", 1)) == episode
 
 
 def test_calls_are_told_and_taken_back(endpoint: ChatEndpoint) -> None:
-    find = Tool("find", "Find it.", {"type": "object", "properties": {}})
+    find = AgentTool("find", "Find it.", {"type": "object", "properties": {}})
     words = ('{"arguments":{"a":1},"tool":"find"}', "17")
 
-    async def calls(_: Task, say: Say) -> Outcome:
+    async def calls(_: Task, say: Say) -> VerifiersOutcome:
         asked = {"role": "user", "content": "where?"}
         said = await say([asked])
         (call,) = said.tool_calls
         told = {"role": "tool", "tool_call_id": call.id, "content": call.function.arguments}
         said = await say([asked, said.model_dump(exclude_none=True), told])
-        return Outcome(float(said.content.strip()))
+        return VerifiersOutcome(float(said.content.strip()))
 
     (episode,) = run(
         endpoint, calls, Students(TALK, lambda m, t: words[t]), tools=(find,), group_size=1,
@@ -165,7 +167,7 @@ def test_calls_are_told_and_taken_back(endpoint: ChatEndpoint) -> None:
     assert episode.reward == 17.0
     assert episode.opening.tools == (find,)
     assert [t.branch for t in episode.turns] == [0, 0]
-    assert episode.turns[0].observation.messages == (Message("tool", '{"a":1}'),)
+    assert episode.turns[0].observation.messages == (AgentMessage("tool", '{"a":1}'),)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +176,11 @@ def test_calls_are_told_and_taken_back(endpoint: ChatEndpoint) -> None:
 def test_our_own_ends_go_before_the_outcome(
     endpoint: ChatEndpoint, settings: dict[str, Any], kind: str
 ) -> None:
-    async def never_minds(task: Task, say: Say) -> Outcome:
+    async def never_minds(task: Task, say: Say) -> VerifiersOutcome:
         try:
             return await at_desk(task, say)
         except openai.BadRequestError:
-            return Outcome(1.0)
+            return VerifiersOutcome(1.0)
 
     students = Students(TALK, script)
     led = run(endpoint, never_minds, students, tools=seen_at_desk(()).tools, **settings)
@@ -191,12 +193,12 @@ def test_our_own_ends_go_before_the_outcome(
 
 def test_outcomes_without_a_reward(endpoint: ChatEndpoint) -> None:
     outcomes = {
-        "a": Outcome(None, error="environment_died: it ended with -9"),
-        "b": Outcome(None, error="environment_refused: no such taskset"),
-        "c": Outcome(None),
+        "a": VerifiersOutcome(None, error="environment_died: it ended with -9"),
+        "b": VerifiersOutcome(None, error="environment_refused: no such taskset"),
+        "c": VerifiersOutcome(None),
     }
 
-    async def silent(task: Task, _: Say) -> Outcome:
+    async def silent(task: Task, _: Say) -> VerifiersOutcome:
         return outcomes[task.id.partition("/")[0]]
 
     episodes = run(
@@ -227,7 +229,7 @@ async def loses(requests: Sequence[GenerateRequest]) -> list[Completion]:
 def test_what_the_generator_refuses_ends_all(
     endpoint: ChatEndpoint, generate: Any, error: type[Exception]
 ) -> None:
-    async def hangs_on(task: Task, say: Say) -> Outcome:
+    async def hangs_on(task: Task, say: Say) -> VerifiersOutcome:
         if task.id.endswith("/1"):
             await asyncio.sleep(math.inf)
         return await at_desk(task, say)
@@ -245,11 +247,11 @@ def test_a_generator_that_never_answers_keeps_nobody(endpoint: ChatEndpoint) -> 
             await asyncio.sleep(math.inf)
             return []
 
-        async def late(task: Task, say: Say) -> Outcome:
+        async def late(task: Task, say: Say) -> VerifiersOutcome:
             waiting = asyncio.create_task(at_desk(task, say))
             await asked.wait()
             waiting.cancel()
-            return Outcome(None, error="environment_died: no end within 1 s")
+            return VerifiersOutcome(None, error="environment_died: no end within 1 s")
 
         player = Player(endpoint, late, seen_at_desk(()).tools, stream=False)
         settings = {**USUAL, "group_size": 1}
@@ -275,7 +277,7 @@ def test_who_asks_while_a_batch_is_sampled_goes_with_the_next() -> None:
             return [Completion(r.id, (), (), (), "stop") for r in requests]
 
         later: list[asyncio.Future[Completion]] = []
-        batches = _Batches(generate)
+        batches = RequestBatcher(generate)
         running = asyncio.create_task(batches.run())
         (first,) = requests_of("a")
         assert (await batches.ask(first)).request_id == "a"

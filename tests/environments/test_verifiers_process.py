@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import pytest
 from episode_house import Students, conversation
 
-from environments.training_signals import rl_samples
 from environments.action_parsing import JSON
 from environments.rollout import over_cartridge
+from environments.training_signals import rl_samples
 from environments.verifiers.episodes import verifiers_episodes
 from environments.verifiers.worker_process import PYTHON, VerifiersWorker
 from protocols.episodes import Episode, Task
 from protocols.errors import DataError, RunError
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 
 TASKSETS = Path(__file__).resolve().parents[1] / "tasksets"
@@ -106,8 +106,8 @@ def test_rewards_of_two_turns(verifiers: Verifiers) -> None:
     assert [t.id for t in tasks] == ["forge_numbers/0", "forge_numbers/1"]
     right, wrong, *others = verifiers.episodes(tasks)
     assert [e.reward for e in (right, wrong, *others)] == [1.0, 0.0, 0.0, 0.0]
-    assert right.opening.messages == (Message("user", "after 4?"),)
-    assert right.turns[0].observation.messages == (Message("user", "and after that?"),)
+    assert right.opening.messages == (AgentMessage("user", "after 4?"),)
+    assert right.turns[0].observation.messages == (AgentMessage("user", "and after that?"),)
     assert [t.text.strip() for t in right.turns] == ["5", "6"]
     assert [t.text.strip() for t in wrong.turns] == ["5", "7"]
     assert [s.reward for s in rl_samples([right, wrong])] == [1.0, 0.0]
@@ -119,7 +119,7 @@ def test_calls_reach_the_taskset_s_tools(verifiers: Verifiers) -> None:
     tasks = verifiers.tasks({"task": {"tools": True}})
     (episode,) = verifiers.episodes(tasks, lambda member, turn: CALLS[turn], group=1)
     assert [t.name for t in episode.opening.tools] == ["successor"]
-    assert episode.turns[0].observation.messages == (Message("tool", "5"),)
+    assert episode.turns[0].observation.messages == (AgentMessage("tool", "5"),)
     assert (episode.reward, [t.branch for t in episode.turns]) == (1.0, [0, 0, 0])
 
 

@@ -13,15 +13,15 @@ from environments.episode_files import to_row
 from forge_run.experiments.ablation import ablate, planned, summarise
 from forge_run.experiments.child_run import ChildRun
 from forge_run.experiments.trials import Trial
-from forge_run.formatting import Section
+from forge_run.formatting import TableSection
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.errors import ForgeError, RunError, SpecError
-from protocols.records.run_files import ArmResult, MetricRow, Results, RunOutcome
-from protocols.teacher_replay import NANO, Message
-from protocols.types import Sampling
+from protocols.records.run_files import ArmResult, MetricRow, RunOutcome, RunResults
 from protocols.spec.yaml_source import dump_yaml
-from teachers.budget import ANSWERED
+from protocols.teacher_replay import NANO, AgentMessage
+from protocols.types import Sampling
 from services.run_directory import RunDirectory
+from teachers.budget import ANSWERED
 
 REPOSITORY = Path(__file__).parents[2]
 MESH = str(REPOSITORY / "meshes/three_channels.yaml")
@@ -34,7 +34,7 @@ BASE = (
 EPISODE = Episode(
     Task("desk_01/0/0", "desk_01", {"desk": 1}),
     "desk/0/0",
-    Observation((Message("user", "who operated?"),)),
+    Observation((AgentMessage("user", "who operated?"),)),
     (Turn((1, 2), (3, 4), (-0.1, -0.2), (0, 0), "answer weber.", Observation(done=True)),),
     Sampling(),
     1.0,
@@ -103,7 +103,7 @@ class Written:
                     ledger.write(f"{json.dumps(reserved)}\n{json.dumps(settled)}\n")
         measured = {"untrained": arm_result(0.2), "on_policy": arm_result(level)}
         directory.write_results(
-            Results(
+            RunResults(
                 arms={arm: measured[arm] for arm in trial.spec.learn.evaluate.arms},
                 kl={"first": 0.0, "last": 0.0},
                 compression={"document_tokens": 75.0, "cartridge_tokens": 28, "ratio": 2.7},
@@ -123,7 +123,7 @@ class Ablation:
         self.runs = Written(root)
         self.said: list[str] = []
 
-    def __call__(self, plan: Sequence[Trial]) -> tuple[Section, ...]:
+    def __call__(self, plan: Sequence[Trial]) -> tuple[TableSection, ...]:
         self.runs.names, self.said = [], []
         self.runs.trials = {trial.title: trial for trial in plan}
         return ablate(plan, self.root, self.runs, self.said.append)
@@ -243,7 +243,7 @@ def test_the_table_against_values_worked_by_hand(ablation: Ablation) -> None:
     """grpo ends at 0.3, 0.4, 0.5: mean 0.4, deviation 0.1, so 0.4 -+ 4.3027 * 0.1 / sqrt(3), which
     is 0.2484. Every run begins at 0.25, and asks teachers for $0.002 if it has them."""
     table, notes = ablation(plan_of(seeds=3))
-    assert table == Section(
+    assert table == TableSection(
         "ablation of three_channels, 3 seeds",
         (
             "arm", "reward", "gain", "95% CI", "over grpo", "95% CI", "accuracy", "95% CI",

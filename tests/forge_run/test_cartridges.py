@@ -13,9 +13,9 @@ from format_house import cartridge, same
 from logits_scene import READER, trained
 
 from forge_run.cli import forge
+from learning.checkpoint import Checkpoint, write_checkpoint
 from registry.formats import forge as ours
 from registry.formats.convert import FORMATS, read
-from learning.checkpoint import Checkpoint, write_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
 MESH = str(REPOSITORY / "meshes/serve.yaml")

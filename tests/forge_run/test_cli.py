@@ -12,8 +12,8 @@ import pytest
 from forge_run.cli import forge, forge_run
 from forge_run.preflight import require_runnable
 from protocols.errors import RunError, SpecError
-from protocols.spec.mesh import RunSpec
 from protocols.spec.loading import load_spec
+from protocols.spec.mesh import RunSpec
 
 REPOSITORY = Path(__file__).parents[2]
 MESH = str(REPOSITORY / "meshes/longhealth.yaml")

@@ -24,14 +24,14 @@ from rich.console import Console
 
 from forge_run.cli import forge
 from forge_run.commands import control_client
-from forge_run.commands.control_client import ControlClient, Target
+from forge_run.commands.control_client import ControlClient, ControlTarget
 from forge_run.commands.status_view import status_view
-from protocols.wire.control_messages import run_message, run_status
 from protocols.errors import ControlError, RunError
-from protocols.spec.services import ControlSpec
-from protocols.spec.loading import load_spec
 from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus, RunStatus
+from protocols.spec.loading import load_spec
+from protocols.spec.services import ControlSpec
 from protocols.spec.yaml_source import dump_yaml
+from protocols.wire.control_messages import run_message, run_status
 from services.control.endpoints import (
     Endpoints,
     find_run,
@@ -487,7 +487,7 @@ def test_a_server_that_never_answers_is_given_up(
     assert control_client.CONNECT_SECONDS == 5.0
     begun = time.monotonic()
     with (
-        ControlClient(Target(silent), connect_seconds=0.3) as client,
+        ControlClient(ControlTarget(silent), connect_seconds=0.3) as client,
         pytest.raises(ControlError, match="cannot reach a control plane at 127"),
     ):
         ask(client)

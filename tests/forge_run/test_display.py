@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from forge_run.console import (
-    Display,
+    ConsoleDisplay,
     arms_table,
     duration,
     interval,
@@ -87,7 +87,7 @@ def frames(console: Console) -> str:
 
 def test_off_a_terminal_a_status_is_one_plain_line() -> None:
     console, clock = plain_console(), Clock()
-    with Display("longhealth", console, clock=clock) as display:
+    with ConsoleDisplay("longhealth", console, clock=clock) as display:
         clock.now += 65
         display.update(STATUS)
         display.update(replace(STATUS, stage="probing", reward=0.4375))
@@ -101,14 +101,14 @@ def test_off_a_terminal_a_status_is_one_plain_line() -> None:
 
 def test_a_stage_without_numbers_shows_none() -> None:
     console = plain_console()
-    with Display("longhealth", console, clock=Clock()) as display:
+    with ConsoleDisplay("longhealth", console, clock=Clock()) as display:
         display.update(RunStatus(stage="evaluating document"))
     assert text_of(console) == "[0s]  evaluating document\n"
 
 
 def test_lines_come_every_n_seconds_or_when_stage_or_accuracy_change() -> None:
     console, clock = plain_console(), Clock()
-    with Display("longhealth", console, every_seconds=10, clock=clock) as display:
+    with ConsoleDisplay("longhealth", console, every_seconds=10, clock=clock) as display:
 
         def lines(status: RunStatus, later: float) -> int:
             clock.now += later
@@ -127,7 +127,7 @@ def test_lines_come_every_n_seconds_or_when_stage_or_accuracy_change() -> None:
 
 def test_off_a_terminal_no_control_code_passes_whoever_wrote_it() -> None:
     console = plain_console()
-    with Display("longhealth", console, clock=Clock()) as display:
+    with ConsoleDisplay("longhealth", console, clock=Clock()) as display:
         display.update(replace(STATUS, message="\x1b[31mred\x1b[0m\rback\x07 [bold]kept[/bold]"))
         display.line("one\nline \x1b]0;title\x07")
     print_results(console, RESULTS, Path("nowhere"))
@@ -139,7 +139,7 @@ def test_off_a_terminal_no_control_code_passes_whoever_wrote_it() -> None:
 
 def test_a_terminal_shows_every_number() -> None:
     console, clock = terminal(), Clock()
-    with Display("longhealth", console, clock=clock) as display:
+    with ConsoleDisplay("longhealth", console, clock=clock) as display:
         clock.now += 42
         for step, kl in ((10, 1.0), (11, 0.7), (12, 0.4312)):
             display.update(replace(STATUS, step=step, kl=kl))
@@ -164,7 +164,7 @@ def test_a_terminal_shows_every_number() -> None:
 
 def test_the_sparkline_starts_again_with_another_arm() -> None:
     console = terminal()
-    with Display("longhealth", console, clock=Clock()) as display:
+    with ConsoleDisplay("longhealth", console, clock=Clock()) as display:
         display.update(replace(STATUS, step=1, kl=2.0))
         display.update(replace(STATUS, step=2, kl=1.0))
         display.update(replace(STATUS, step=2, kl=1.0))  # polled twice: still one step
@@ -177,7 +177,7 @@ def test_the_sparkline_starts_again_with_another_arm() -> None:
 @pytest.mark.parametrize("width", [24, 40, 100])
 def test_the_panel_fits_its_terminal_before_anything_is_known(width: int) -> None:
     console = terminal(width)
-    with Display("longhealth", console, clock=Clock()) as display:
+    with ConsoleDisplay("longhealth", console, clock=Clock()) as display:
         display.update(RunStatus())
         display.update(replace(STATUS, done=True, error="[/] \x1b[2J broke"))
     lines = frames(console).splitlines()
@@ -187,7 +187,7 @@ def test_the_panel_fits_its_terminal_before_anything_is_known(width: int) -> Non
 
 def test_a_line_stands_above_the_panel() -> None:
     console = terminal()
-    with Display("longhealth", console, clock=Clock()) as display:
+    with ConsoleDisplay("longhealth", console, clock=Clock()) as display:
         display.update(STATUS)
         display.line("checkpoint at step 12")
     assert "checkpoint at step 12" in console.export_text()
@@ -196,7 +196,10 @@ def test_a_line_stands_above_the_panel() -> None:
 def test_the_panel_leaves_the_terminal_as_it_was_after_an_error() -> None:
     console = terminal()
 
-    with suppress(KeyboardInterrupt), Display("longhealth", console, clock=Clock()) as display:
+    with (
+        suppress(KeyboardInterrupt),
+        ConsoleDisplay("longhealth", console, clock=Clock()) as display,
+    ):
         display.update(STATUS)
         raise KeyboardInterrupt
     codes = text_of(console)
@@ -207,7 +210,7 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
     console = Console(
         file=io.StringIO(), force_terminal=True, color_system=None, _environ={"TERM": "dumb"}
     )
-    with Display("longhealth", console, clock=Clock()) as display:
+    with ConsoleDisplay("longhealth", console, clock=Clock()) as display:
         display.update(RunStatus(stage="evaluating none"))
     assert text_of(console) == "[0s]  evaluating none\n"
 

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from deploy.manifests.sizing import kv_values_per_token, matmul_parameters
-from forge_run.formatting import Section, bytes_text, count_text, render, seconds_text
+from forge_run.formatting import TableSection, bytes_text, count_text, render, seconds_text
 from forge_run.plan import roofline
 from forge_run.plan.documents import require_documents
 from forge_run.plan.plan import plan, step_phases
-from forge_run.plan.roofline import A100, EXPLICIT, H200, Device, Phase, Workload
+from forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost, Workload
 from forge_run.preflight import require_runnable
 from protocols.errors import DataError, SpecError
-from protocols.spec.sections import ModelSpec, ShapeSpec
-from protocols.spec.model_shape import model_shape
 from protocols.spec.loading import load_spec
+from protocols.spec.model_shape import model_shape
+from protocols.spec.sections import ModelSpec, ShapeSpec
 
 REPOSITORY = Path(__file__).parents[2]
 ARTICLES = REPOSITORY / "tests" / "documents" / "articles"
@@ -60,12 +60,12 @@ def test_flops_by_hand() -> None:
 
 
 def test_a_phase_takes_the_longer_of_compute_and_traffic() -> None:
-    device = Device("toy", flops=100.0, bandwidth=10.0, link=2.0)
-    assert Phase("compute", 1000.0, 10.0).seconds(device) == 20.0  # at half of peak
-    measured = Device("measured", flops=100.0, bandwidth=10.0, mfu=1.0)
-    assert Phase("compute", 1000.0, 10.0).seconds(measured) == 10.0
-    assert Phase("memory", 10.0, 1000.0).seconds(device) == 100.0
-    assert Phase("link", 0.0, 10.0, over_link=True).seconds(device) == 5.0
+    device = DevicePeaks("toy", flops=100.0, bandwidth=10.0, link=2.0)
+    assert PhaseCost("compute", 1000.0, 10.0).seconds(device) == 20.0  # at half of peak
+    measured = DevicePeaks("measured", flops=100.0, bandwidth=10.0, mfu=1.0)
+    assert PhaseCost("compute", 1000.0, 10.0).seconds(measured) == 10.0
+    assert PhaseCost("memory", 10.0, 1000.0).seconds(device) == 100.0
+    assert PhaseCost("link", 0.0, 10.0, over_link=True).seconds(device) == 5.0
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_a_phase_takes_the_longer_of_compute_and_traffic() -> None:
         (roofline.rollout(LLAMA_3B, STEP), 1.8, 0.76),
         (roofline.publish(LLAMA_3B, 1, 2048, 2), 0.0094, 0.0094),
     ],
-    ids=lambda value: value.name if isinstance(value, Phase) else "",
+    ids=lambda value: value.name if isinstance(value, PhaseCost) else "",
 )
-def test_the_roofline_of_the_published_setting(phase: Phase, a100: float, h200: float) -> None:
+def test_the_roofline_of_the_published_setting(phase: PhaseCost, a100: float, h200: float) -> None:
     assert phase.seconds(A100) == pytest.approx(a100, rel=0.04)
     assert phase.seconds(H200) == pytest.approx(h200, rel=0.04)
 
@@ -97,12 +97,12 @@ def test_a_step_of_the_published_setting() -> None:
         assert total == pytest.approx(most, rel=0.03)
 
 
-def planned(mesh: str, *sets: str) -> tuple[Section, ...]:
+def planned(mesh: str, *sets: str) -> tuple[TableSection, ...]:
     loaded = load_spec(str(REPOSITORY / "meshes" / mesh), sets=sets)
     return plan(loaded.spec, loaded.place)
 
 
-def rows(sections: tuple[Section, ...], title: str) -> dict[str, tuple[str, ...]]:
+def rows(sections: tuple[TableSection, ...], title: str) -> dict[str, tuple[str, ...]]:
     (section,) = [s for s in sections if s.title.startswith(title)]
     return {row[0]: row[1:] for row in section.rows}
 
@@ -281,7 +281,7 @@ def test_a_damaged_config_is_one_message(tmp_path: Path, text: str, why: str) ->
 
 
 def test_plain_lines_and_terminal_tables_hold_the_same() -> None:
-    sections = (Section("roles", ("role", "n"), (("generator", "2"), ("kinds[1]", "10"))),)
+    sections = (TableSection("roles", ("role", "n"), (("generator", "2"), ("kinds[1]", "10"))),)
     assert render(sections, terminal=False) == (
         "roles\n  role       n\n  generator  2\n  kinds[1]   10\n"
     )

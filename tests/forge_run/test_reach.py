@@ -2,8 +2,8 @@
 
 import pytest
 
-from forge_run.reachable_address import reached_at
 from forge_run.launch import monarch_environment
+from forge_run.reachable_address import reached_at
 from protocols.errors import SpecError
 from protocols.spec.hosts import HostsSpec
 from protocols.spec.loading import load_spec

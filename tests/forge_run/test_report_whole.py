@@ -29,17 +29,25 @@ from forge_run.report.frontier import best
 from forge_run.report.page import write_report
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.records.run_files import MetricRow
-from protocols.teacher_replay import Message, ReplayState, ToolCall, Usage, Verdict, VerdictReason, Vote
+from protocols.teacher_replay import (
+    AgentMessage,
+    PanelVerdict,
+    ReplayState,
+    TeacherUsage,
+    TeacherVote,
+    ToolAction,
+    VerdictReason,
+)
 from protocols.types import Sampling
-from teachers.budget import Call, Go, Limits, Settled
-from teachers.ledger import Ledger
+from services.run_directory import EVALUATION, FRONTIER, RunDirectory
+from teachers.budget import CallNow, SettledCall, SpendLimits, TeacherCall
+from teachers.ledger import SpendLedger
 from teachers.prompts import state_hash
 from teachers.vote_records import to_row
 from training.evaluation.strategies import ArmRow
-from services.run_directory import EVALUATION, FRONTIER, RunDirectory
 
 X, Y, Z = '{"choice":"X"}', '{"choice":"Y"}', '{"choice":"Z"}'
-NO_LIMITS = Limits(10**12, 10**12, 8, None, 5, 30.0)
+NO_LIMITS = SpendLimits(10**12, 10**12, 8, None, 5, 30.0)
 
 
 def metric(step: int, **facts: object) -> MetricRow:
@@ -56,7 +64,7 @@ def turn(text: str, said: Observation) -> Turn:
 def episode(
     name: str, reward: float | None, *flags: str, turns: Sequence[Turn] = (), kind: str = ""
 ) -> Episode:
-    opening = Observation((Message("user", f"what is the mri? {HOSTILE}"),))
+    opening = Observation((AgentMessage("user", f"what is the mri? {HOSTILE}"),))
     task = Task(f"on_policy/{name} {HOSTILE}", "desk_01", {})
     return Episode(task, "g", opening, tuple(turns), Sampling(), reward, kind, flags)
 
@@ -65,9 +73,10 @@ EPISODES = (
     episode(
         "0", 1.0, "answer_not_through_tools", "verifier_disagrees",
         turns=[
-            turn(f"find {HOSTILE}", Observation((Message("tool", f"no {HOSTILE}"),),
+            turn(f"find {HOSTILE}", Observation((AgentMessage("tool", f"no {HOSTILE}"),),
                  error_kind=f"bad {HOSTILE}")),
-            turn("answer edema.", Observation((Message("tool", "right."),), done=True, reward=1.0,
+            turn("answer edema.", Observation((AgentMessage("tool", "right."),), done=True,
+                 reward=1.0,
                  expected=f"fibrosis {HOSTILE}")),
         ],
     ),
@@ -78,22 +87,22 @@ EPISODES = (
 
 
 def state(turn: int) -> ReplayState:
-    seen = tuple(Message("tool", f"seen {i} {HOSTILE}") for i in range(6))
-    return ReplayState(f"trace {HOSTILE}", turn, seen, (), ToolCall("find", {}))
+    seen = tuple(AgentMessage("tool", f"seen {i} {HOSTILE}") for i in range(6))
+    return ReplayState(f"trace {HOSTILE}", turn, seen, (), ToolAction("find", {}))
 
 
-def vote(at: ReplayState, teacher: str, action: str | None, error: str = "") -> Vote:
+def vote(at: ReplayState, teacher: str, action: str | None, error: str = "") -> TeacherVote:
     key = f"{teacher}/{at.turn}"
-    usage = Usage(8, 4)
-    return Vote(state_hash(at), teacher, key, HOSTILE, action, usage, 0, 0.5, 1, error)
+    usage = TeacherUsage(8, 4)
+    return TeacherVote(state_hash(at), teacher, key, HOSTILE, action, usage, 0, 0.5, 1, error)
 
 
 def verdict(
-    turn: int, reason: VerdictReason, counts: tuple[tuple[str, int], ...], *votes: Vote
-) -> Verdict:
+    turn: int, reason: VerdictReason, counts: tuple[tuple[str, int], ...], *votes: TeacherVote
+) -> PanelVerdict:
     chosen = X if reason == "pair" else None
     at = state(turn)
-    return Verdict(
+    return PanelVerdict(
         state_hash(at), at.trace_id, turn, reason, chosen, Y, counts, votes, "error_turn"
     )
 
@@ -116,10 +125,10 @@ VERDICTS = (
 )  # fmt: skip
 
 
-def pay(ledger: Ledger, teacher: str, key: str, nanodollars: int, outcome: str) -> None:
-    admission = ledger.admit(Call(key, teacher, "run", 10**9))
-    assert isinstance(admission, Go)
-    settled = Settled(
+def pay(ledger: SpendLedger, teacher: str, key: str, nanodollars: int, outcome: str) -> None:
+    admission = ledger.admit(TeacherCall(key, teacher, "run", 10**9))
+    assert isinstance(admission, CallNow)
+    settled = SettledCall(
         admission.attempt, key, teacher, "run", outcome, nanodollars, None, HOSTILE, False, True,
         0.5, 1, 0.0, 1.0,
     )  # fmt: skip
@@ -193,7 +202,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     for told in VERDICTS:
         rows = [to_row(state(told.turn)), to_row(told)]
         run.append_votes({"arm": "on_policy", "step": 2, **row} for row in rows)
-    ledger = Ledger(run.ledger, {"a": NO_LIMITS, "b": NO_LIMITS})
+    ledger = SpendLedger(run.ledger, {"a": NO_LIMITS, "b": NO_LIMITS})
     pay(ledger, "a", "1", 1_250_000, "answered")
     pay(ledger, "a", "2", 250_000, "http_500")
     pay(ledger, "b", "3", 0, "rate_limited")

@@ -8,8 +8,8 @@ import pytest
 
 from forge_run.launch import UNFINISHED, open_directory
 from protocols.errors import CheckpointError
-from protocols.spec.mesh import RunSpec
 from protocols.spec.loading import load_spec
+from protocols.spec.mesh import RunSpec
 
 MESH = "meshes/longhealth.yaml"
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from documents.synthesis import read_rows
 from forge_run.commands.selfstudy import command
 from protocols.errors import SpecError
-from protocols.spec.teacher_replay import PriceSpec
 from protocols.spec.loading import load_spec
+from protocols.spec.teacher_replay import PriceSpec
 from teachers.fake_provider.app import FakeProvider, ProviderRequest
-from documents.synthesis import read_rows
 
 ROOT = Path(__file__).parents[2]
 SALT = ROOT / "tests" / "documents" / "articles" / "salt.txt"

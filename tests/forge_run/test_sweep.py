@@ -15,7 +15,7 @@ from forge_run.experiments.sweep import at_once, planned, sweep
 from forge_run.experiments.table import plots, positions, table
 from forge_run.experiments.trials import Trial
 from protocols.errors import RunError, SpecError
-from protocols.records.run_files import ArmResult, Results
+from protocols.records.run_files import ArmResult, RunResults
 from protocols.spec.loading import load_file
 from protocols.spec.sweep import SweepSpec
 from protocols.spec.yaml_source import dump_yaml
@@ -81,7 +81,7 @@ class Written:
             for arm in learn.evaluate.arms
         }  # fmt: skip
         directory.write_results(
-            Results(
+            RunResults(
                 arms=arms, kl={"first": 1.0, "last": 0.5},
                 compression={
                     "document_tokens": DOCUMENT, "cartridge_tokens": tokens,

@@ -11,15 +11,22 @@ import torch
 from format_house import ROPE, cartridge, write
 from logits_scene import READER, trained
 
-from registry.formats.base_model import Base, made_for, misfits, model_name, require_fit, rope_of
-from registry.formats.diff import changes, differences, norms
-from registry.formats.convert import read
-from registry.formats.cartridge_file import Cartridge, Provenance
-from registry.formats.weights_check import other_weights
 from learning.model.loading import base_hash, load_model
 from protocols.errors import DataError
+from registry.formats.base_model import (
+    BaseModelInfo,
+    made_for,
+    misfits,
+    model_name,
+    require_fit,
+    rope_of,
+)
+from registry.formats.cartridge_file import CartridgeFile, Provenance
+from registry.formats.convert import read
+from registry.formats.diff import changes, differences, norms
+from registry.formats.weights_check import other_weights
 
-BASE = Base(2, 2, 4, 64, "c" * 64, ROPE, "models/some")
+BASE = BaseModelInfo(2, 2, 4, 64, "c" * 64, ROPE, "models/some")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +67,7 @@ def test_a_cartridge_fits_its_base() -> None:
         (cartridge(facts=Provenance(keys="pre-rope")), "are pre-rope, and they are read as post"),
     ],
 )  # fmt: skip
-def test_another_base_is_refused_with_the_reason(made: Cartridge, said: str) -> None:
+def test_another_base_is_refused_with_the_reason(made: CartridgeFile, said: str) -> None:
     with pytest.raises(DataError, match=said):
         require_fit(made, BASE)
 
@@ -99,16 +106,16 @@ def test_norms_and_changes_by_hand() -> None:
     kv = torch.zeros(1, 2, 1, 2, 2)
     kv[0, 0, 0] = torch.tensor([[3.0, 0.0], [0.0, -4.0]])
     kv[0, 1] = 2.0
-    (layer,) = norms(Cartridge(kv))
+    (layer,) = norms(CartridgeFile(kv))
     assert (layer.keys, layer.values) == (2.5, 2.0)  # sqrt(25 / 4)
     assert (layer.largest_key, layer.largest_value) == (4.0, 2.0)
     other = kv.clone()
     other[0, 0, 0, 1, 1] = 4.0  # 8 away from -4, of a norm of 5
-    (change,) = changes(Cartridge(kv), Cartridge(other))
+    (change,) = changes(CartridgeFile(kv), CartridgeFile(other))
     assert (change.keys, change.values, change.values_cosine) == (1.6, 0.0, 1.0)
     assert change.keys_cosine == pytest.approx((9 - 16) / 25)
     with pytest.raises(DataError, match="cannot be compared"):
-        changes(Cartridge(kv), cartridge())
+        changes(CartridgeFile(kv), cartridge())
 
 
 def test_differences_are_those_of_what_is_known() -> None:

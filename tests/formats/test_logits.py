@@ -17,17 +17,17 @@ from torch.nn import ParameterList
 from transformers import DynamicCache
 
 from registry.formats.base_model import config_hash, misfits, read_base
+from registry.formats.cartridge_file import CartridgeFile
 from registry.formats.convert import FORMATS, read
-from registry.formats.cartridge_file import Cartridge
 
 
 @pytest.fixture(scope="module")
-def made() -> Cartridge:
+def made() -> CartridgeFile:
     return trained()
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_same_logits_from_every_format(made: Cartridge, name: str, tmp_path: Path) -> None:
+def test_the_same_logits_from_every_format(made: CartridgeFile, name: str, tmp_path: Path) -> None:
     again = read(write(made, tmp_path, name))
     assert misfits(again, read_base(READER)) == []
     assert torch.equal(our_logits(again), our_logits(made))
@@ -35,7 +35,7 @@ def test_the_same_logits_from_every_format(made: Cartridge, name: str, tmp_path:
 
 @torch.no_grad()
 def test_hazyresearchs_lists_as_a_cache_of_plain_transformers(
-    made: Cartridge, tmp_path: Path
+    made: CartridgeFile, tmp_path: Path
 ) -> None:
     """Their own attention puts [frozen, trainable] before the prompt's keys, and no more."""
     with torch.serialization.safe_globals([ParameterList]):
@@ -52,7 +52,7 @@ def test_hazyresearchs_lists_as_a_cache_of_plain_transformers(
     torch.testing.assert_close(logits, our_logits(made), rtol=1e-4, atol=1e-4)
 
 
-def test_a_base_is_recognised(made: Cartridge) -> None:
+def test_a_base_is_recognised(made: CartridgeFile) -> None:
     config = json.loads((READER / "config.json").read_bytes())
     assert made.facts.config_sha256 == config_hash(config)
     assert made.facts.rope == {"rope_theta": 500000.0, "rope_type": "default"}

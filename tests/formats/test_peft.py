@@ -13,8 +13,8 @@ import torch
 from format_house import write
 from logits_scene import PROMPT, READER, TOKENS, our_logits, trained
 
+from registry.formats.cartridge_file import CartridgeFile
 from registry.formats.convert import read
-from registry.formats.cartridge_file import Cartridge
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ Told = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def made() -> Cartridge:
+def made() -> CartridgeFile:
     return trained()
 
 
@@ -60,7 +60,7 @@ print(json.dumps(told))
 
 
 @pytest.fixture(scope="module")
-def told(made: Cartridge, tmp_path_factory: pytest.TempPathFactory) -> tuple[Told, Path]:
+def told(made: CartridgeFile, tmp_path_factory: pytest.TempPathFactory) -> tuple[Told, Path]:
     """What PEFT says of our export, in its own process; and an adapter that it saved itself."""
     folder = tmp_path_factory.mktemp("peft")
     exported, saved = write(made, folder, "peft"), folder / "saved"
@@ -76,7 +76,7 @@ def told(made: Cartridge, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tol
 
 
 @pytest.mark.parametrize("way", ["from_pretrained", "get_peft_model"])
-def test_peft_gives_our_logits(made: Cartridge, told: tuple[Told, Path], way: str) -> None:
+def test_peft_gives_our_logits(made: CartridgeFile, told: tuple[Told, Path], way: str) -> None:
     logits = torch.tensor(told[0][way])
     torch.testing.assert_close(logits, our_logits(made), rtol=1e-4, atol=1e-4)
 
@@ -85,12 +85,12 @@ def test_peft_trains_all_but_the_frozen_tokens(told: tuple[Told, Path]) -> None:
     assert told[0]["trainable"] == [TOKENS - 1]
 
 
-def test_peft_goes_on_where_we_would(made: Cartridge, told: tuple[Told, Path]) -> None:
+def test_peft_goes_on_where_we_would(made: CartridgeFile, told: tuple[Told, Path]) -> None:
     first = int(our_logits(made)[0, -1].argmax())
     assert told[0]["continued"][: PROMPT.shape[1] + 1] == [*PROMPT[0].tolist(), first]
 
 
-def test_an_adapter_that_peft_saved_is_read(made: Cartridge, told: tuple[Told, Path]) -> None:
+def test_an_adapter_that_peft_saved_is_read(made: CartridgeFile, told: tuple[Told, Path]) -> None:
     again = read(told[1])
     assert again.frozen == 2
     assert again.facts.base == str(READER)

@@ -19,9 +19,9 @@ from format_house import cartridge, files_of, same, write
 from safetensors.torch import save_file
 from torch.nn import Parameter, ParameterList
 
-from registry.formats.convert import FORMATS, detect, read
-from registry.formats.cartridge_file import Cartridge, Provenance
 from protocols.errors import DataError
+from registry.formats.cartridge_file import CartridgeFile, Provenance
+from registry.formats.convert import FORMATS, detect, read
 
 SMALL = cartridge(1, 1, 16, 2, dtype="bfloat16")
 TEXTS = (".json", ".yaml")
@@ -100,7 +100,7 @@ def lists(part: torch.Tensor) -> ParameterList:
     return ParameterList([Parameter(p[None].clone()) for p in part])
 
 
-def state(made: Cartridge, **more: Any) -> dict[str, Any]:
+def state(made: CartridgeFile, **more: Any) -> dict[str, Any]:
     f = made.frozen
     return {
         "trainable_keys": lists(made.kv[:, 0, :, f:]),
@@ -196,7 +196,7 @@ def test_a_zip_that_swells_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "huge.pt")
 
 
-def swapped(made: Cartridge, *keys: str) -> dict[str, Any]:
+def swapped(made: CartridgeFile, *keys: str) -> dict[str, Any]:
     whole = state(made)
     for key in keys or tuple(whole):
         whole[key] = [tensor.detach().transpose(1, 2).clone() for tensor in whole[key]]
@@ -285,7 +285,7 @@ def test_a_swapped_file_does_not_match_its_manifest(tmp_path: Path) -> None:
 )
 def test_no_cartridge_is_made_of_less(kv: torch.Tensor, frozen: int, said: str) -> None:
     with pytest.raises(DataError, match=said):
-        Cartridge(kv, frozen)
+        CartridgeFile(kv, frozen)
 
 
 def test_what_is_no_cartridge_is_told(tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import ParameterList
 
-from convert.formats import convert
-from convert.formats.convert import FORMATS, convert, detect, losses, read
-from convert.formats.cartridge_file import Cartridge, Provenance
 from protocols.errors import DataError
+from registry.formats import convert as conversion
+from registry.formats.cartridge_file import CartridgeFile, Provenance
+from registry.formats.convert import FORMATS, convert, detect, losses, read
 
 
 @settings(max_examples=25, deadline=None)
 @given(made=cartridges())
-def test_every_format_gives_it_back(made: Cartridge) -> None:
+def test_every_format_gives_it_back(made: CartridgeFile) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in FORMATS:
             path = write(made, Path(folder), name)
@@ -32,7 +32,7 @@ def test_every_format_gives_it_back(made: Cartridge) -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(made=cartridges(), order=st.permutations(sorted(FORMATS)))
-def test_a_chain_of_conversions_loses_nothing(made: Cartridge, order: list[str]) -> None:
+def test_a_chain_of_conversions_loses_nothing(made: CartridgeFile, order: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         last = made
         for name in order:
@@ -44,7 +44,7 @@ def test_a_chain_of_conversions_loses_nothing(made: Cartridge, order: list[str])
 def test_hazyresearchs_layout_by_hand(tmp_path: Path) -> None:
     """Layer 1, head 0 of 2 positions, the first frozen, as their code reads it."""
     kv = torch.arange(2 * 2 * 1 * 2 * 3.0).view(2, 2, 1, 2, 3)
-    write(Cartridge(kv, 1), tmp_path, "hazy")
+    write(CartridgeFile(kv, 1), tmp_path, "hazy")
     with torch.serialization.safe_globals([ParameterList]):
         state = torch.load(tmp_path / "hazy.pt", weights_only=True)
     for frozen in ("frozen", "fixed"):  # whichever of their readers
@@ -77,7 +77,7 @@ def test_hazyresearchs_own_files_are_read(tmp_path: Path, spelling: str, frozen:
 def test_pefts_layout_by_hand(tmp_path: Path) -> None:
     """Row 1 is position 1: layer 0's key, its value, layer 1's both; heads side by side."""
     kv = torch.arange(2 * 2 * 2 * 2 * 1.0).view(2, 2, 2, 2, 1)
-    rows = load_file(write(Cartridge(kv), tmp_path, "peft") / "adapter_model.safetensors")
+    rows = load_file(write(CartridgeFile(kv), tmp_path, "peft") / "adapter_model.safetensors")
     assert rows["prompt_embeddings"][1].tolist() == [1, 3, 5, 7, 9, 11, 13, 15]
 
 
@@ -133,7 +133,7 @@ def test_what_would_be_lost_is_told() -> None:
 
 
 def test_what_does_not_fit_a_dtype_is_refused(tmp_path: Path) -> None:
-    made = Cartridge(torch.full((1, 2, 1, 1, 1), 1e30))
+    made = CartridgeFile(torch.full((1, 2, 1, 1, 1), 1e30))
     with pytest.raises(DataError, match=r"layer 0 .* not finite"):
         convert(made, tmp_path / "c.pt", "hazy", dtype="float16")
     with pytest.raises(DataError, match="float32, bfloat16, float16: got int8"):
@@ -145,4 +145,4 @@ def test_what_does_not_fit_a_dtype_is_refused(tmp_path: Path) -> None:
 
 def test_every_format_has_its_name() -> None:
     assert set(FORMATS) == {"forge", "hazy", "peft", "tokasaurus"}
-    assert convert.RUN not in FORMATS
+    assert conversion.RUN not in FORMATS

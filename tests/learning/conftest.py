@@ -21,8 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from learning.model.document_kv import DocumentKVCache
 from learning.model.loading import document_kv, load_model
-from learning.model.document_kv import DocumentCache
 from protocols.types import Sample
 
 VOCAB = 97
@@ -76,8 +76,8 @@ class Twin:
         logits = self.logits(sample.prompt_ids + sample.response_ids, kv)
         return logits[len(sample.prompt_ids) - 1 : -1]
 
-    def cached(self, max_bytes: int = 1 << 30) -> DocumentCache:
-        return DocumentCache(partial(document_kv, self.model), self.documents, max_bytes)
+    def cached(self, max_bytes: int = 1 << 30) -> DocumentKVCache:
+        return DocumentKVCache(partial(document_kv, self.model), self.documents, max_bytes)
 
 
 def build(family: str, path: Path) -> Twin:

@@ -14,17 +14,17 @@ from channel_scene import loss_form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.packing import Packed, pack, response_logits, stack_prefixes
 from learning.cartridge.bank import CartridgeBank
 from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
+from learning.model.document_kv import DocumentKVCache
 from learning.model.loading import document_kv
-from learning.model.document_kv import DocumentCache
+from learning.packing import PackedRows, pack, response_logits, stack_prefixes
 from learning.scoring import score
 from learning.step import new_optimizer, train_step
-from learning.teacher_logprobs import Teacher, top_k
-from protocols.train_batch import Lesson
+from learning.teacher_logprobs import TeacherDistribution, top_k
 from protocols.spec.objective import LossSpec, ObjectiveSpec
+from protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 ZERO = 1e-5  # nats per token: float32 rounding
 
 
-def packed_of(twin: Twin, samples: Sequence[Sample], row_tokens: int) -> Packed:
+def packed_of(twin: Twin, samples: Sequence[Sample], row_tokens: int) -> PackedRows:
     return pack(samples, {name: len(ids) for name, ids in twin.documents.items()}, row_tokens)
 
 
-def student(twin: Twin, packed: Packed) -> Tensor:
+def student(twin: Twin, packed: PackedRows) -> Tensor:
     """Logits with every document's whole KV standing in as its cartridge."""
     cartridges = [document_kv(twin.model, twin.documents[name]) for name in packed.names]
     return response_logits(twin.model, packed, *stack_prefixes(cartridges))
 
 
-def per_token(logits: Tensor, teacher: Teacher, spec: LossSpec | None = None) -> float:
+def per_token(logits: Tensor, teacher: TeacherDistribution, spec: LossSpec | None = None) -> float:
     total, count = doc_kl(logits, teacher, spec or loss_form())
     assert count == len(logits)
     return (total / count).item()
@@ -60,7 +60,7 @@ def test_doc_kl_is_zero_at_every_response_length(
     twin: Twin, make_samples: MakeSamples, length: int
 ) -> None:
     samples = make_samples(("a", 5, length), ("c", 3, 12), ("a", 2, 1))
-    teacher = Teacher(logits=score(twin.model, samples, twin.cached(), 17))
+    teacher = TeacherDistribution(logits=score(twin.model, samples, twin.cached(), 17))
     assert abs(per_token(student(twin, packed_of(twin, samples, 40)), teacher)) < ZERO
 
 
@@ -78,7 +78,11 @@ def test_doc_kl_is_zero_in_every_order_and_packing(
     scored = score(llama.model, samples, llama.cached(), data.draw(rows))
     direction = data.draw(st.sampled_from(["forward", "reverse", "jsd"]))
     k = data.draw(st.sampled_from([0, 1, 5, 97]))
-    teacher = Teacher(logits=scored) if k == 0 else Teacher(None, *top_k(scored, k))
+    teacher = (
+        TeacherDistribution(logits=scored)
+        if k == 0
+        else TeacherDistribution(None, *top_k(scored, k))
+    )
     for form in ("tail", "renormalised"):
         assert abs(per_token(logits, teacher, loss_form(direction, form=form))) < ZERO
 
@@ -88,15 +92,15 @@ def test_a_training_step_on_the_whole_document_has_nothing_to_learn(
 ) -> None:
     """Through train_step itself. A bank's cartridges are equally long: here 24 tokens of each."""
     documents = {name: llama.documents[name][:24] for name in "ac"}
-    cache = DocumentCache(lambda ids: document_kv(llama.model, ids), documents, 1 << 30)
+    cache = DocumentKVCache(lambda ids: document_kv(llama.model, ids), documents, 1 << 30)
     bank = CartridgeBank("ac", torch.stack([cache.get(name) for name in "ac"]), frozen=23)
     samples = make_samples(("c", 4, 7), ("a", 2, 1), ("a", 6, 9))
-    teacher = Teacher(logits=score(llama.model, samples, cache, 15))
+    teacher = TeacherDistribution(logits=score(llama.model, samples, cache, 15))
     result = train_step(
         llama.model,
         bank,
         new_optimizer(bank),
-        Lesson(doc=samples, scores={"doc_teacher": teacher}),
+        TrainBatch(doc=samples, scores={"doc_teacher": teacher}),
         active_channels(ObjectiveSpec()),
         lr=0.0,
         clip=1.0,
@@ -126,25 +130,25 @@ def test_the_teacher_is_the_model_reading_document_prompt_and_response(
 # Each is a mistake that was or could be made, done on purpose; the test must not let it pass.
 
 
-def shifted_teacher(twin: Twin, samples: list[Sample], packed: Packed) -> tuple[Tensor, Tensor]:
+def shifted_teacher(twin: Twin, samples: list[Sample], packed: PackedRows) -> tuple[Tensor, Tensor]:
     return student(twin, packed), score(twin.model, samples, twin.cached(), 40).roll(1, dims=0)
 
 
-def late_columns(twin: Twin, samples: list[Sample], packed: Packed) -> tuple[Tensor, Tensor]:
+def late_columns(twin: Twin, samples: list[Sample], packed: PackedRows) -> tuple[Tensor, Tensor]:
     late = replace(packed, column=packed.column + 1)
     return student(twin, late), score(twin.model, samples, twin.cached(), 40)
 
 
-def late_positions(twin: Twin, samples: list[Sample], packed: Packed) -> tuple[Tensor, Tensor]:
+def late_positions(twin: Twin, samples: list[Sample], packed: PackedRows) -> tuple[Tensor, Tensor]:
     late = replace(packed, positions=packed.positions + 1)
     return student(twin, late), score(twin.model, samples, twin.cached(), 40)
 
 
-def other_order(twin: Twin, samples: list[Sample], packed: Packed) -> tuple[Tensor, Tensor]:
+def other_order(twin: Twin, samples: list[Sample], packed: PackedRows) -> tuple[Tensor, Tensor]:
     return student(twin, packed), score(twin.model, samples[::-1], twin.cached(), 40)
 
 
-def second_start(twin: Twin, samples: list[Sample], packed: Packed) -> tuple[Tensor, Tensor]:
+def second_start(twin: Twin, samples: list[Sample], packed: PackedRows) -> tuple[Tensor, Tensor]:
     """A beginning-of-sequence token in the middle of the teacher's context."""
     started = [replace(s, prompt_ids=(1, *s.prompt_ids)) for s in samples]
     return student(twin, packed), score(twin.model, started, twin.cached(), 40)
@@ -156,8 +160,8 @@ def second_start(twin: Twin, samples: list[Sample], packed: Packed) -> tuple[Ten
 def test_a_misalignment_shows(
     twin: Twin,
     make_samples: MakeSamples,
-    mistake: Callable[[Twin, list[Sample], Packed], tuple[Tensor, Tensor]],
+    mistake: Callable[[Twin, list[Sample], PackedRows], tuple[Tensor, Tensor]],
 ) -> None:
     samples = make_samples(("a", 5, 4), ("c", 3, 6), ("a", 2, 1))
     logits, scored = mistake(twin, samples, packed_of(twin, samples, 20))
-    assert per_token(logits, Teacher(logits=scored)) > 0.01
+    assert per_token(logits, TeacherDistribution(logits=scored)) > 0.01

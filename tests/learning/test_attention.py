@@ -14,8 +14,8 @@ from torch import Tensor
 
 from learning.model import loading as learning_model
 from learning.model.attention import DecodeCache, PrefixContext, cartridge_attention
-from learning.packing import pack, response_logits, stack_prefixes
 from learning.model.loading import document_kv, hidden_states, kv_shape
+from learning.packing import pack, response_logits, stack_prefixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

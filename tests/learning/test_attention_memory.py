@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from learning.model import attention
-from learning.model import flex_attention
+from learning.losses.objective import active_channels
+from learning.model import attention, flex_attention
 from learning.model.attention import PrefixContext, cartridge_attention, query_chunk
 from learning.model.flex_attention import TOKENS, bucket
-from learning.losses.objective import active_channels
 from learning.model.loading import load_model
 from learning.step import new_optimizer, train_step
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learning.batch import Member, PreparedBatch, prepare
+from learning.losses.objective import active_channels
 from learning.micro_batch import MicroBatch
 from learning.packing import pack
-from learning.losses.objective import active_channels
-from learning.teacher_logprobs import Teacher
-from protocols.train_batch import HintedTurn, Lesson, PreferencePair, RLSample
+from learning.teacher_logprobs import TeacherDistribution
 from protocols.spec.objective import ObjectiveSpec
+from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch
 from protocols.types import Sample, Sampling
 
 
@@ -24,28 +24,30 @@ def sample(name: str, prompt: int, response: int) -> Sample:
     return Sample(name, "a", (1,) * prompt, (2,) * response, (0.0,) * response, (0,) * response)
 
 
-def episode(name: str, prompt: int, marks: str) -> RLSample:
+def episode(name: str, prompt: int, marks: str) -> PolicySample:
     """`marks` has an o for each token of the student's own and an x for a tool's."""
     own = tuple(m == "o" for m in marks)
-    return RLSample(sample(name, prompt, len(marks)), own, Sampling(), "g", 1.0)
+    return PolicySample(sample(name, prompt, len(marks)), own, Sampling(), "g", 1.0)
 
 
 # Two documents' samples of 2 and 1 tokens, two episodes of 4 and 3, a pair of 2 and 1.
-BATCH = Lesson(
+BATCH = TrainBatch(
     doc=[sample("d0", 3, 2), sample("d1", 1, 1)],
     rl=[episode("e0", 2, "oxoo"), episode("e1", 1, "oxo")],
     turns=[HintedTurn("e1", 2, 3, (1,)), HintedTurn("e0", 2, 4, (1,))],
     pairs=[PreferencePair("p", "a", (1, 1), (2, 2), (2,), 0.0, 0.0, 0)],
     scores={
-        "doc_teacher": Teacher(None, torch.arange(3)[:, None], torch.arange(3.0)[:, None]),
+        "doc_teacher": TeacherDistribution(
+            None, torch.arange(3)[:, None], torch.arange(3.0)[:, None]
+        ),
         "old": torch.arange(7.0),
-        "sdpo_teacher": Teacher(logits=torch.tensor([[12.0], [2.0], [3.0]])),
+        "sdpo_teacher": TeacherDistribution(logits=torch.tensor([[12.0], [2.0], [3.0]])),
     },
 )
 CHANNELS = active_channels(ObjectiveSpec(w_rl=1.0, alpha=1.0, beta=1.0))
 
 
-def prepared(batch: Lesson) -> PreparedBatch:
+def prepared(batch: TrainBatch) -> PreparedBatch:
     return prepare(batch, CHANNELS, 0)
 
 
@@ -96,7 +98,7 @@ def test_what_no_channel_has_an_item_of_is_not_read() -> None:
 
 
 def test_documents_alone() -> None:
-    which = prepare(Lesson(doc=BATCH.doc, scores=BATCH.scores), CHANNELS[:1], 0)
+    which = prepare(TrainBatch(doc=BATCH.doc, scores=BATCH.scores), CHANNELS[:1], 0)
     micro = laid_out(which, which.split(None)[0])
     assert list(micro.tokens) == ["doc_kl"]
     assert micro.tokens["doc_kl"].at == micro.tokens["doc_kl"].own == slice(0, 3)
@@ -116,7 +118,7 @@ def test_what_belongs_to_a_sample_goes_with_it() -> None:
     assert len(nothing.packed.targets) == 0
 
 
-def split(batch: Lesson, *given: Any, **more: Any) -> list[list[str]]:
+def split(batch: TrainBatch, *given: Any, **more: Any) -> list[list[str]]:
     """The micro-batches by the names of what is in them."""
     which = prepared(batch)
     held = {"doc": [s.id for s in batch.doc], "rl": [r.sample.id for r in batch.rl], "pairs": ["p"]}
@@ -132,15 +134,17 @@ def test_micro_batches_by_hand() -> None:
     assert split(BATCH, 23) == [["d0", "d1", "e0", "e1"], ["p"]]
     assert split(BATCH, 7) == [["d0", "d1"], ["e0"], ["e1"], ["p"]]
     assert split(BATCH, 1) == [["d0"], ["d1"], ["e0"], ["e1"], ["p"]]
-    assert split(Lesson(), None) == split(Lesson(), 5) == []
+    assert split(TrainBatch(), None) == split(TrainBatch(), 5) == []
 
 
 def test_the_same_text_is_in_one_micro_batch() -> None:
     """An episode and the document's sample of the same tokens; of two such episodes the last."""
     twin = BATCH.rl[1].sample
     again = replace(BATCH.rl[1], sample=replace(twin, id="e2"))
-    batch = Lesson(
-        doc=[twin], rl=[*BATCH.rl, again], scores={"doc_teacher": Teacher(torch.zeros(3, 9))}
+    batch = TrainBatch(
+        doc=[twin],
+        rl=[*BATCH.rl, again],
+        scores={"doc_teacher": TeacherDistribution(torch.zeros(3, 9))},
     )
     assert split(batch, 1) == [["e1", "e2"], ["e0"], ["e1"]]
 
@@ -156,7 +160,7 @@ def test_ranks_by_hand() -> None:
     assert split(BATCH, None, 5, 6, even=True) == [[]]
     evened = [split(BATCH, 11, rank, 2, even=True) for rank in range(2)]
     assert evened == [[["d1", "e1"], ["p"]], [["d0", "e0"], []]]
-    assert split(Lesson(), None, 1, 2, even=True) == []
+    assert split(TrainBatch(), None, 1, 2, even=True) == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -170,9 +174,9 @@ def test_ranks_divide_a_batch_evenly_and_lose_nothing(
 ) -> None:
     """As evenly as any unit's length allows: what the fullest rank holds more than the emptiest is
     no more than its shortest unit, for that one went to the then emptiest."""
-    batch = Lesson(
+    batch = TrainBatch(
         doc=[sample(f"d{i}", *shape) for i, shape in enumerate(shapes)],
-        scores={"doc_teacher": Teacher(torch.zeros(sum(n for _, n in shapes), 9))},
+        scores={"doc_teacher": TeacherDistribution(torch.zeros(sum(n for _, n in shapes), 9))},
     )
     shares = [split(batch, micro_tokens, rank, world) for rank in range(world)]
     held = [name for parts in shares for part in parts for name in part]

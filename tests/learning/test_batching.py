@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.packing import Packed, pack, response_logits, stack_prefixes
+from learning.packing import PackedRows, pack, response_logits, stack_prefixes
 from protocols.errors import DataError
 from protocols.types import Sample
 
@@ -137,7 +137,7 @@ def test_an_empty_prompt_or_response_is_refused(
         pack([sample("s7", "d", prompt, response)], {"d": 1}, row_tokens=4)
 
 
-def read_back(packed: Packed, prefix_tokens: dict[str, int]) -> Counter[tuple[str, str]]:
+def read_back(packed: PackedRows, prefix_tokens: dict[str, int]) -> Counter[tuple[str, str]]:
     """(document, tokens) of every segment, read from the rows; positions are checked on the way."""
     per = len(packed.ids) // len(packed.names)
     found: Counter[tuple[str, str]] = Counter()

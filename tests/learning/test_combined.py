@@ -19,7 +19,6 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.packing import pack, response_logits
 from learning.losses.advantages import group_advantages
 from learning.losses.doc_kl import doc_kl, jensen_shannon
 from learning.losses.grpo import PolicyGradientSpec
@@ -31,12 +30,13 @@ from learning.model.loading import (
     load_model,
     load_tokenizer,
 )
+from learning.packing import pack, response_logits
 from learning.scoring import response_logprobs, score, score_over
 from learning.step import new_optimizer
-from learning.teacher_logprobs import Teacher
-from protocols.train_batch import HintedTurn, Lesson, RLSample, hinted
+from learning.teacher_logprobs import TeacherDistribution
 from protocols.errors import DataError, ForgeError, RunError, StaleTokenError
 from protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
+from protocols.train_batch import HintedTurn, PolicySample, TrainBatch, hinted
 from protocols.types import Sample, Sampling
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def only(*channels: str, like: ObjectiveSpec = ALL) -> ObjectiveSpec:
     return changed(like, **{w: 0.0 for w in WEIGHTS if w not in channels})
 
 
-def with_sampler(batch: Lesson, offset: float = 0.0) -> Lesson:
+def with_sampler(batch: TrainBatch, offset: float = 0.0) -> TrainBatch:
     """Every sampler log-probability lowered: exp(offset) is then the mismatch weight's factor."""
     rl = [
         replace(r, sample=replace(r.sample, sampler_logprobs=tuple(
@@ -65,7 +65,7 @@ def with_sampler(batch: Lesson, offset: float = 0.0) -> Lesson:
 
 
 def by_transformers(
-    twin: Twin, bank: CartridgeBank, batch: Lesson, o: ObjectiveSpec
+    twin: Twin, bank: CartridgeBank, batch: TrainBatch, o: ObjectiveSpec
 ) -> tuple[dict[str, float], Tensor]:
     """The four values and the gradient of their weighted sum, one sample at a time through plain
     transformers, as the formulas are written: no packing, no micro-batches."""
@@ -178,7 +178,7 @@ def test_doc_kl_alone_is_bit_for_bit_the_step_written_out(llama: Twin) -> None:
         assert done.result.tokens == count
 
 
-def plain_grpo(twin: Twin, bank: CartridgeBank, rl: list[RLSample]) -> Tensor:
+def plain_grpo(twin: Twin, bank: CartridgeBank, rl: list[PolicySample]) -> Tensor:
     """A GRPO step and nothing else: the loss of rewarded episodes, their own tokens, dapo."""
     rl = [r for r in rl if r.reward is not None]
     advantages = group_advantages([r.reward for r in rl], [r.group for r in rl])
@@ -270,7 +270,11 @@ def test_with_nothing_at_all_the_cartridge_stays(llama: Twin, batch: str) -> Non
     full = scene(llama, bank)
     do(llama, full, ALL, bank=bank, optimizer=optimizer)
     before = bank.trainable.detach().clone()
-    none = Lesson() if batch == "nothing" else Lesson(rl=[r for r in full.rl if r.reward is None])
+    none = (
+        TrainBatch()
+        if batch == "nothing"
+        else TrainBatch(rl=[r for r in full.rl if r.reward is None])
+    )
     done = do(llama, none, ALL, bank=bank, optimizer=optimizer)
     assert torch.equal(bank.trainable, before)
     assert [t["value"] for t in done.result.terms.values()] == [0.0] * 4
@@ -296,7 +300,9 @@ def test_a_hinted_turn_of_an_errored_episode_is_learnt_from(llama: Twin) -> None
     batch = scene(llama, bank)
     errored = batch.rl[3].sample
     item = HintedTurn(errored.id, 0, 2, (*errored.prompt_ids, 50, 51))
-    teacher = Teacher(logits=score_over(llama.model, hinted([item], batch.rl), prefixes(bank), 64))
+    teacher = TeacherDistribution(
+        logits=score_over(llama.model, hinted([item], batch.rl), prefixes(bank), 64)
+    )
     both = replace(scored(batch, sdpo_teacher=teacher), turns=[item])
     done = do(llama, both, only("w_rl", "alpha"))
     assert done.result.terms["sdpo"]["count"] == 2
@@ -353,7 +359,7 @@ def test_the_order_of_samples_changes_no_term(llama: Twin, data: st.DataObject) 
         scores={
             "doc_teacher": batch.scores["doc_teacher"].rows(rows["doc_teacher"]),
             "ref": batch.scores["ref"][rows["ref"]],
-            "sdpo_teacher": Teacher(logits=torch.cat([pieces[i] for i in items])),
+            "sdpo_teacher": TeacherDistribution(logits=torch.cat([pieces[i] for i in items])),
         },
     )
     done = do(llama, shuffled, objective)
@@ -370,7 +376,7 @@ def test_sdpo_touches_the_turn_s_tokens_alone(llama: Twin) -> None:
     item = batch.turns[2]  # the second turn of e5, tokens 3 to 6 of 7
     batch = replace(batch, turns=[replace(item, stop=5)])
     teacher = score_over(llama.model, hinted(batch.turns, batch.rl), prefixes(bank_of(llama)), 64)
-    batch = scored(batch, sdpo_teacher=Teacher(logits=teacher))
+    batch = scored(batch, sdpo_teacher=TeacherDistribution(logits=teacher))
     clean = do(llama, batch, only("alpha"))
     assert clean.result.tokens == 2
 
@@ -406,7 +412,9 @@ def test_without_a_hint_there_is_nothing_to_learn(twin: Twin, spec: SdpoSpec) ->
         for i in batch.turns
     ]
     taught = do(twin, batch, changed(only("alpha"), sdpo=spec))
-    given = Teacher(logits=score_over(twin.model, hinted(items, batch.rl), prefixes(bank), 17))
+    given = TeacherDistribution(
+        logits=score_over(twin.model, hinted(items, batch.rl), prefixes(bank), 17)
+    )
     empty = replace(scored(batch, sdpo_teacher=given), turns=items)
     done = do(twin, empty, changed(only("alpha"), sdpo=spec))
     assert abs(done.result.terms["sdpo"]["value"]) < 1e-5
@@ -451,14 +459,14 @@ def test_without_a_hint_the_reader_agrees_with_itself() -> None:
     question, hint = ids("What does the patient take?"), ids("The patient takes codeine.")
     answer = ids("The patient takes aspirin.")
     sample = Sample("e", "p", question, answer, (0.0,) * len(answer), (0,) * len(answer))
-    rl = [RLSample(sample, (True,) * len(answer), Sampling(), "g", 1.0)]
+    rl = [PolicySample(sample, (True,) * len(answer), Sampling(), "g", 1.0)]
     kv = {"p": document_kv(model, (tokenizer.bos_token_id, *chart))[:, :, :, :24]}
 
     def divergence(start: int, given: tuple[int, ...]) -> float:
         item = HintedTurn("e", start, len(answer), given + question + answer[:start])
         teacher = score_over(model, hinted([item], rl), kv, 256)
         student = score_over(model, [sample], kv, 256)[start:]
-        total, count = doc_kl(student, Teacher(logits=teacher), loss_form("jsd"))
+        total, count = doc_kl(student, TeacherDistribution(logits=teacher), loss_form("jsd"))
         return (total / count).item()
 
     for start in (0, len(answer) // 2):
@@ -577,7 +585,7 @@ def test_alpha_follows_its_schedule() -> None:
     assert found[0] == {"doc_kl": 0.7, "grpo": 1.3, "replay_dpo": 0.9}
 
 
-def spoil(batch: Lesson, what: str) -> Lesson:
+def spoil(batch: TrainBatch, what: str) -> TrainBatch:
     first = batch.rl[0]
     if what == "drawn colder":
         colder = replace(first, sampling=Sampling(temperature=0.7))
@@ -686,12 +694,16 @@ def test_an_episode_in_one_piece_is_distilled_as_its_turns_one_by_one(
                     )
                 )  # fmt: skip
     teacher = score(llama.model, whole, llama.cached(), 64)
-    in_one = Lesson(
-        doc=whole, doc_trained=marks, scores={"doc_teacher": Teacher(logits=teacher).rows(own)}
+    in_one = TrainBatch(
+        doc=whole,
+        doc_trained=marks,
+        scores={"doc_teacher": TeacherDistribution(logits=teacher).rows(own)},
     )
-    apart = Lesson(
+    apart = TrainBatch(
         doc=turns,
-        scores={"doc_teacher": Teacher(logits=score(llama.model, turns, llama.cached(), 64))},
+        scores={
+            "doc_teacher": TeacherDistribution(logits=score(llama.model, turns, llama.cached(), 64))
+        },
     )
     found = do(llama, in_one, ObjectiveSpec(), micro_tokens=micro_tokens)
     expected = do(llama, apart, ObjectiveSpec())
@@ -717,8 +729,8 @@ def test_channels_over_the_same_episodes_share_their_forward(
     rl = [r for r in scene(llama, bank_of(llama)).rl if r.reward is not None]
     doc, marks = [r.sample for r in rl], [r.trained for r in rl]
     own = torch.tensor([m for trained in marks for m in trained]).nonzero().flatten()
-    teacher = Teacher(logits=score(llama.model, doc, llama.cached(), 64)).rows(own)
-    both = Lesson(doc=doc, doc_trained=marks, scores={"doc_teacher": teacher}, rl=rl)
+    teacher = TeacherDistribution(logits=score(llama.model, doc, llama.cached(), 64)).rows(own)
+    both = TrainBatch(doc=doc, doc_trained=marks, scores={"doc_teacher": teacher}, rl=rl)
     monkeypatch.setattr("learning.packing.hidden_states", counted)
     found = []
     for weights in (("w_doc",), ("w_rl",), ("w_doc", "w_rl")):

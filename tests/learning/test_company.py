@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from learning.packing import pack, response_logits, stack_prefixes
 from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.cartridge.composition import prefix_lengths, prefix_name, student_kv
 from learning.losses.objective import active_channels
 from learning.model.rope import composed
+from learning.packing import pack, response_logits, stack_prefixes
 from learning.scoring import score
 from learning.step import new_optimizer, train_step
-from learning.teacher_logprobs import Teacher
-from protocols.train_batch import Lesson
+from learning.teacher_logprobs import TeacherDistribution
 from protocols.spec.objective import ObjectiveSpec
+from protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,11 +53,11 @@ def test_the_student_reads_what_was_sampled_over(twin: Twin, make_samples: MakeS
 
 def test_only_the_document_s_own_cartridge_learns(llama: Twin, make_samples: MakeSamples) -> None:
     samples, bank = in_company(make_samples)[1:2], bank_of(llama)
-    teacher = Teacher(logits=score(llama.model, samples, llama.cached(), 40))
+    teacher = TeacherDistribution(logits=score(llama.model, samples, llama.cached(), 40))
     before = bank.trainable.detach().clone()
     result = train_step(
         llama.model, bank, new_optimizer(bank),
-        Lesson(doc=samples, scores={"doc_teacher": teacher}),
+        TrainBatch(doc=samples, scores={"doc_teacher": teacher}),
         active_channels(ObjectiveSpec()), lr=0.1, clip=1.0, row_tokens=40, version=0, staleness=0,
     )  # fmt: skip
     moved = (bank.trainable.detach() - before).flatten(1).abs().amax(1) > 0

@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.decoding import generate
+from learning.cartridge.versions import CartridgeVersions
 from learning.decoding import decode_batch
 from learning.decoding.generate import generate
 from learning.decoding.sampling import draw
-from learning.cartridge.versions import CartridgeVersions
 from protocols.errors import DataError
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 
@@ -135,12 +134,12 @@ def test_very_uneven_groups_are_decoded_apart_with_the_same_result(
     requests += [request("b", B, 4, 5, temperature=0), request("c", C, 2, 5, temperature=0)]
     batches: list[list[int]] = []
 
-    class Recorded(decode_batch.Lane):
+    class Recorded(decode_batch.DecodeBatch):
         def __init__(self, model: object, prefixes: object, groups: list[list], *rest: object):
             batches.append([len(group) for group in groups])
             super().__init__(model, prefixes, groups, *rest)
 
-    monkeypatch.setattr(generate, "Lane", Recorded)
+    monkeypatch.setattr("learning.decoding.generate.DecodeBatch", Recorded)
     done = generate(twin.model, requests, lookup(twin), NO_END)
     assert batches == [[6], [1], [1]]  # 3 groups of 6 would have been 18 rows for 8 requests
     assert [c.token_ids for c in done] == [by_transformers(twin, r, NO_END) for r in requests]

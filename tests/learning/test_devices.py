@@ -16,17 +16,17 @@ from elsewhere import Elsewhere, elsewhere
 
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import read_checkpoint
+from learning.decoding.engine import TorchEngine
 from learning.decoding.generate import generate
 from learning.model.device import claim_device
-from learning.decoding.engine import TorchEngine
 from learning.model.loading import base_hash, document_kv
 from learning.scoring import score_kept, with_references
-from learning.teacher_logprobs import Teacher
+from learning.teacher_logprobs import TeacherDistribution
 from learning.trainer import CartridgeTrainer
-from protocols.train_batch import Lesson
 from protocols.errors import SpecError
 from protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from protocols.spec.sections import TrainSpec
+from protocols.train_batch import TrainBatch
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TrainStepOutput
 from services.planes.codec import pack, unpack
 
@@ -194,7 +194,9 @@ def test_a_top_k_teacher_off_the_host(llama: Twin, there: Twin) -> None:
         doc = scene(llama, trainer_of(llama).bank).doc
         scores = score_kept(llama.model, doc, llama.kv, 24, 5)
         results.append(
-            trainer.step_on(Lesson(doc=doc, scores={"doc_teacher": Teacher(**scores)}), 0)
+            trainer.step_on(
+                TrainBatch(doc=doc, scores={"doc_teacher": TeacherDistribution(**scores)}), 0
+            )
         )
     same(*results)
 

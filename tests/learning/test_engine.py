@@ -11,17 +11,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from learning.decoding.generate import generate
 from learning.decoding.engine import TorchEngine
+from learning.decoding.generate import generate
 from learning.model.rope import composed
 from protocols.errors import DataError, PublishError
 from protocols.types import (
-    Came,
     Completion,
     GenerateRequest,
     PrefixRef,
     Sampling,
-    Until,
+    StopCondition,
+    TokenChunk,
     composed_ref,
 )
 
@@ -68,7 +68,7 @@ ASKED = [
     request("c", "a", 9, 3),
     request("d", "a", 1, 25, 0.7),
     request("e", "c", 4, 8),
-    request("f", "a", 3, 20, until=Until(strings=("e",))),
+    request("f", "a", 3, 20, until=StopCondition(strings=("e",))),
     request("g", "b", 6, 9, top_logprobs=3),
 ]
 
@@ -99,13 +99,13 @@ def test_what_is_streamed_adds_up(twin: Twin) -> None:
     served.add("s", r, stream=True)
     served.add("b", other)
     news = [(key, what) for _ in range(40) for key, what in served.step()]
-    pieces = [what for key, what in news if isinstance(what, Came)]
+    pieces = [what for key, what in news if isinstance(what, TokenChunk)]
     done = next(what for key, what in news if key == "s" and isinstance(what, Completion))
     assert [p.first for p in pieces] == list(range(len(pieces)))
     assert tuple(t for p in pieces for t in p.token_ids) == done.token_ids
     assert tuple(t for p in pieces for t in p.top_logprobs) == done.top_logprobs
     assert all(len(top) == 2 and top[0][1] >= top[1][1] for top in done.top_logprobs)
-    assert {key for key, what in news if isinstance(what, Came)} == {"s"}
+    assert {key for key, what in news if isinstance(what, TokenChunk)} == {"s"}
 
 
 def test_a_cancelled_request_ends_and_makes_room(twin: Twin) -> None:
@@ -152,7 +152,7 @@ def test_confidence_and_top_logprobs_are_the_model_s_own(twin: Twin) -> None:
     floor = sorted(pairs)[1]  # one window alone is below
     first = pairs.index(min(pairs)) + 2
     stopped = alone(twin, request("t", "b", 6, 6, 0.0,
-                                  until=Until(window=2, floor=floor, top=4)))  # fmt: skip
+                                  until=StopCondition(window=2, floor=floor, top=4)))  # fmt: skip
     assert (stopped.finish_reason, stopped.ended_by) == ("until", "confidence")
     assert stopped.token_ids == free.token_ids[:first]
 
@@ -180,13 +180,15 @@ def test_bad_requests_are_refused_at_once(twin: Twin) -> None:
     with pytest.raises(DataError, match="no document 'z'"):
         served.add("z", request("z", "z", 2, 3))
     with pytest.raises(DataError, match="no tokenizer is here"):
-        generate(twin.model, [request("u", "a", 2, 3, until=Until())], twin.kv.__getitem__, END)
+        generate(
+            twin.model, [request("u", "a", 2, 3, until=StopCondition())], twin.kv.__getitem__, END
+        )
 
 
 def test_tokens_that_a_response_ended_before_are_counted(twin: Twin) -> None:
     free = alone(twin, request("d", "a", 4, 12))
     word = decode(free.token_ids[4:7])
-    until = Until(strings=(word,), before=True)
+    until = StopCondition(strings=(word,), before=True)
     cut = alone(twin, request("d", "a", 4, 12, until=until))
     kept = decode(free.token_ids).index(word)
     assert cut.token_ids == free.token_ids[:kept]

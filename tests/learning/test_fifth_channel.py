@@ -11,28 +11,28 @@ from channel_scene import ALL, bank_of, do, scene
 from pydantic import Field
 from torch import Tensor
 
-from learning.micro_batch import Item, MicroBatch
 from learning.losses.channel import LossChannel
 from learning.losses.objective import CHANNELS
-from learning.losses.terms import Term
-from learning.model.chunked_logits import Projection
+from learning.losses.terms import LossTerm
+from learning.micro_batch import Item, MicroBatch
+from learning.model.chunked_logits import ChunkedLogits
 from learning.trainer import CartridgeTrainer
-from protocols.train_batch import Lesson
 from protocols.errors import DataError
+from protocols.spec.base import SpecSection
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
-from protocols.spec.base import Spec
+from protocols.train_batch import TrainBatch
 from protocols.types import Sample
 
 if TYPE_CHECKING:
     from tests.learning.conftest import Twin
 
 
-class ImitationSpec(Spec):
+class ImitationSpec(SpecSection):
     weight: float = Field(default=0.0, ge=0)
 
 
-class EntropySpec(Spec):
+class EntropySpec(SpecSection):
     weight: float = Field(default=0.0, ge=0)
 
 
@@ -55,23 +55,23 @@ class Imitation(LossChannel):
         assert isinstance(objective, WiderSpec)
         return cls(objective.imitation.weight)
 
-    def samples(self, batch: Lesson) -> list[tuple[Sample, ...]]:
+    def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
         return [(s,) for s in batch.extra.get(self.name, ())]
 
-    def items(self, batch: Lesson) -> list[Item]:
+    def items(self, batch: TrainBatch) -> list[Item]:
         return [(i, range(len(s.response_ids))) for i, (s,) in enumerate(self.samples(batch))]
 
-    def check(self, batch: Lesson, version: int) -> None:
+    def check(self, batch: TrainBatch, version: int) -> None:
         if any(s.document == "c" for (s,) in self.samples(batch)):
             raise DataError("nobody demonstrates document c")
 
-    def denominator(self, batch: Lesson) -> int:
+    def denominator(self, batch: TrainBatch) -> int:
         return sum(len(s.response_ids) for (s,) in self.samples(batch))
 
-    def term(self, logits: Projection, micro: MicroBatch) -> Term:
+    def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         tokens = micro.tokens[self.name]
         loss = -logits.logprobs(tokens.at, tokens.first)
-        return Term(loss.sum(), len(loss), len(loss), {"perplexity": loss.detach().exp().sum()})
+        return LossTerm(loss.sum(), len(loss), len(loss), {"perplexity": loss.detach().exp().sum()})
 
 
 @dataclass(frozen=True)
@@ -87,25 +87,25 @@ class Entropy(LossChannel):
         assert isinstance(objective, WiderSpec)
         return cls(objective.entropy.weight)
 
-    def samples(self, batch: Lesson) -> list[tuple[Sample, ...]]:
+    def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
         return [(r.sample,) for r in batch.rl]
 
-    def items(self, batch: Lesson) -> list[Item]:
+    def items(self, batch: TrainBatch) -> list[Item]:
         return [(i, (0,)) for i in range(len(batch.rl))]
 
-    def check(self, batch: Lesson, version: int) -> None:
+    def check(self, batch: TrainBatch, version: int) -> None:
         pass
 
-    def denominator(self, batch: Lesson) -> int:
+    def denominator(self, batch: TrainBatch) -> int:
         return len(batch.rl)
 
-    def term(self, logits: Projection, micro: MicroBatch) -> Term:
+    def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         def negative(chunk: Tensor, of: slice) -> tuple[Tensor, ...]:
             logs = chunk.log_softmax(-1)
             return ((logs.exp() * logs).sum(-1),)
 
         (values,) = logits.read(micro.tokens[self.name].at, negative)
-        return Term(values.sum(), len(values), len(values))
+        return LossTerm(values.sum(), len(values), len(values))
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +122,7 @@ def wide(**weights: float) -> WiderSpec:
     )
 
 
-def shown(twin: Twin) -> Lesson:
+def shown(twin: Twin) -> TrainBatch:
     """The scene, and two demonstrations: of 3 tokens over a, of 2 over b."""
     texts = [
         Sample("shown/0", "a", (4, 9), (11, 12, 13), (), ()),
@@ -131,7 +131,7 @@ def shown(twin: Twin) -> Lesson:
     return replace(scene(twin, bank_of(twin)), extra={"imitation": texts})
 
 
-def by_transformers(twin: Twin, batch: Lesson) -> tuple[list[float], list[Tensor]]:
+def by_transformers(twin: Twin, batch: TrainBatch) -> tuple[list[float], list[Tensor]]:
     """Values and gradients of both channels, a sample at a time through plain transformers."""
     bank = bank_of(twin)
     trainable = bank.trainable.detach().clone().requires_grad_()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from learning.cartridge.initialization import INITS, Source, Start, chunks, initial_bank
 from learning.cartridge.attention_matching import attention_matched
+from learning.cartridge.initialization import INITS, CartridgeInit, InitSource, chunks, initial_bank
 from learning.model.loading import text_ids
 from protocols.errors import DataError
 from protocols.spec.sections import CartridgeSpec
@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 TEXT = range(50, 60)
 
 
-def sources(twin: Twin, names: str = "ac") -> list[Source]:
-    return [Source(n, twin.documents[n], twin.kv[n], lambda: TEXT) for n in names]
+def sources(twin: Twin, names: str = "ac") -> list[InitSource]:
+    return [InitSource(n, twin.documents[n], twin.kv[n], lambda: TEXT) for n in names]
 
 
 def made(twin: Twin, init: str, seed: int = 0) -> torch.Tensor:
-    return initial_bank(twin.model, sources(twin, "ca"), Start(init, 12, 2, seed)).kv().detach()
+    return (
+        initial_bank(twin.model, sources(twin, "ca"), CartridgeInit(init, 12, 2, seed))
+        .kv()
+        .detach()
+    )
 
 
 def read_back(twin: Twin, kv: torch.Tensor) -> list[int]:
@@ -98,8 +102,8 @@ def test_chunks_do_not_overlap_and_every_place_is_met() -> None:
 def test_random_vectors_have_the_document_s_mean_and_spread(llama: Twin) -> None:
     """Means of 4,000 draws lie within five standard errors of the document's."""
     kv = llama.kv["a"].repeat(1, 1, 1, 200, 1)
-    source = Source("a", llama.documents["a"] * 200, kv, lambda: TEXT)
-    drawn = initial_bank(llama.model, [source], Start("random_vectors", 4001, 1)).kv()[
+    source = InitSource("a", llama.documents["a"] * 200, kv, lambda: TEXT)
+    drawn = initial_bank(llama.model, [source], CartridgeInit("random_vectors", 4001, 1)).kv()[
         0, ..., 1:, :
     ]
     real = kv[..., 1:, :]
@@ -110,7 +114,7 @@ def test_random_vectors_have_the_document_s_mean_and_spread(llama: Twin) -> None
 
 def test_a_document_no_longer_than_the_cartridge_is_refused(llama: Twin) -> None:
     with pytest.raises(DataError, match="document a has 24 tokens, no more than the cartridge's"):
-        initial_bank(llama.model, sources(llama), Start("random_text", 31, 1))
+        initial_bank(llama.model, sources(llama), CartridgeInit("random_text", 31, 1))
 
 
 def test_special_tokens_are_no_text() -> None:

@@ -19,7 +19,7 @@ from learning.losses.doc_kl import (
     jensen_shannon,
     log_tail,
 )
-from learning.teacher_logprobs import Teacher, joined, top_k
+from learning.teacher_logprobs import TeacherDistribution, joined, top_k
 from protocols.errors import SpecError
 from protocols.spec.objective import LossSpec
 
@@ -44,7 +44,11 @@ def logits(*rows: Probs) -> Tensor:
 def value(pair: tuple[Probs, Probs], spec: LossSpec, k: int | None = None) -> float:
     """doc_kl of one token."""
     teacher = logits(pair[1])
-    given = Teacher(logits=teacher) if k is None else Teacher(None, *top_k(teacher, k))
+    given = (
+        TeacherDistribution(logits=teacher)
+        if k is None
+        else TeacherDistribution(None, *top_k(teacher, k))
+    )
     total, count = doc_kl(logits(pair[0]), given, spec)
     assert count == (k if spec.form == "pairs" and k else 1)
     return total.item()
@@ -56,7 +60,9 @@ def random_pair(seed: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:
     return student.requires_grad_(), torch.randn(tokens, vocab, generator=random)
 
 
-def loss_and_gradient(student: Tensor, teacher: Teacher, spec: LossSpec) -> tuple[float, Tensor]:
+def loss_and_gradient(
+    student: Tensor, teacher: TeacherDistribution, spec: LossSpec
+) -> tuple[float, Tensor]:
     total, _ = doc_kl(student, teacher, spec)
     (gradient,) = torch.autograd.grad(total, student)
     return total.item(), gradient
@@ -133,7 +139,7 @@ def test_gradients_worked_by_hand() -> None:
     ]:
         student = logits(THREE[0]).requires_grad_()
         _, gradient = loss_and_gradient(
-            student, Teacher(logits=logits(THREE[1])), loss_form(direction)
+            student, TeacherDistribution(logits=logits(THREE[1])), loss_form(direction)
         )
         assert gradient[0].tolist() == pytest.approx(expected, abs=1e-6)
 
@@ -142,7 +148,7 @@ def test_gradient_under_temperature() -> None:
     """d forward/dz = (S' - T') / temperature, S' and T' at that temperature."""
     student = logits(TWO[0]).requires_grad_()
     _, gradient = loss_and_gradient(
-        student, Teacher(logits=logits(TWO[1])), loss_form(temperature=2.0)
+        student, TeacherDistribution(logits=logits(TWO[1])), loss_form(temperature=2.0)
     )
     assert gradient[0].tolist() == pytest.approx([-0.125, 0.125], abs=1e-6)  # T' = (.75, .25)
 
@@ -150,8 +156,8 @@ def test_gradient_under_temperature() -> None:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.direction}-{s.form}")
 def test_top_k_of_the_whole_vocabulary_equals_full_logits(spec: LossSpec) -> None:
     student, teacher = random_pair(5, 7, 23)
-    full = loss_and_gradient(student, Teacher(logits=teacher), spec)
-    whole = loss_and_gradient(student, Teacher(None, *top_k(teacher, 23)), spec)
+    full = loss_and_gradient(student, TeacherDistribution(logits=teacher), spec)
+    whole = loss_and_gradient(student, TeacherDistribution(None, *top_k(teacher, 23)), spec)
     assert whole[0] == pytest.approx(full[0], rel=1e-6)
     torch.testing.assert_close(whole[1], full[1], rtol=0, atol=1e-6)
 
@@ -161,8 +167,8 @@ def test_the_last_step_from_tail_to_whole_is_no_step(direction: str) -> None:
     """k = V - 1 leaves one token in the tail: the same distribution, so the same loss."""
     student, teacher = random_pair(6, 7, 23)
     spec = loss_form(direction)
-    nearly = loss_and_gradient(student, Teacher(None, *top_k(teacher, 22)), spec)
-    full = loss_and_gradient(student, Teacher(logits=teacher), spec)
+    nearly = loss_and_gradient(student, TeacherDistribution(None, *top_k(teacher, 22)), spec)
+    full = loss_and_gradient(student, TeacherDistribution(logits=teacher), spec)
     # The tail is 1 - the rest in float32, so a tail of 1e-3 has four digits left.
     assert nearly[0] == pytest.approx(full[0], abs=1e-4)
     torch.testing.assert_close(nearly[1], full[1], rtol=0, atol=1e-4)
@@ -178,7 +184,7 @@ def test_the_tail_loss_grows_with_k_by_what_one_token_tells(seed: int, vocab: in
     order = t.argsort(descending=True)
     s, t = s[order], t[order]
     losses = [
-        doc_kl(student, Teacher(None, *top_k(teacher, k)), loss_form())[0].item()
+        doc_kl(student, TeacherDistribution(None, *top_k(teacher, k)), loss_form())[0].item()
         for k in range(1, vocab + 1)
     ]
     for k in range(1, vocab):
@@ -196,7 +202,9 @@ def test_the_tail_loss_grows_with_k_by_what_one_token_tells(seed: int, vocab: in
 def test_a_coarser_view_never_shows_more_divergence(seed: int, direction: str) -> None:
     student, teacher = random_pair(seed, 5, 12)
     losses = [
-        doc_kl(student, Teacher(None, *top_k(teacher, k)), loss_form(direction))[0].item()
+        doc_kl(student, TeacherDistribution(None, *top_k(teacher, k)), loss_form(direction))[
+            0
+        ].item()
         for k in range(1, 13)
     ]
     assert losses[0] > -1e-6
@@ -206,12 +214,14 @@ def test_a_coarser_view_never_shows_more_divergence(seed: int, direction: str) -
 def test_the_sum_and_the_denominators() -> None:
     """Tokens add up; (token, k) pairs are counted by the form "pairs" alone."""
     student, teacher = random_pair(8, 4, 9)
-    given = Teacher(None, *top_k(teacher, 3))
+    given = TeacherDistribution(None, *top_k(teacher, 3))
     for spec in SPECS:
         total, count = doc_kl(student, given, spec)
         assert count == (12 if spec.form == "pairs" else 4)
         parts = [
-            doc_kl(student[n : n + 1], Teacher(None, *top_k(teacher[n : n + 1], 3)), spec)[0]
+            doc_kl(
+                student[n : n + 1], TeacherDistribution(None, *top_k(teacher[n : n + 1], 3)), spec
+            )[0]
             for n in range(4)
         ]
         assert total.item() == pytest.approx(sum(p.item() for p in parts), rel=1e-5)
@@ -221,7 +231,10 @@ def test_the_sum_and_the_denominators() -> None:
 def test_no_tokens_give_zero_and_no_gradient(spec: LossSpec) -> None:
     student = torch.empty(0, 9, requires_grad=True)
     none = torch.empty(0, 4)
-    for teacher in (Teacher(logits=torch.empty(0, 9)), Teacher(None, none.int(), none)):
+    for teacher in (
+        TeacherDistribution(logits=torch.empty(0, 9)),
+        TeacherDistribution(None, none.int(), none),
+    ):
         total, count = doc_kl(student, teacher, spec)
         assert (total.item(), count) == (0.0, 0)
         (total / max(count, 1)).backward()
@@ -231,7 +244,7 @@ def test_no_tokens_give_zero_and_no_gradient(spec: LossSpec) -> None:
 
 def test_a_channel_without_tokens_leaves_others_gradients_alone() -> None:
     student = torch.randn(3, 9, requires_grad=True)
-    total, _ = doc_kl(student[:0], Teacher(logits=torch.empty(0, 9)), loss_form())
+    total, _ = doc_kl(student[:0], TeacherDistribution(logits=torch.empty(0, 9)), loss_form())
     total.backward()
     assert student.grad is not None
     assert torch.equal(student.grad, torch.zeros(3, 9))
@@ -241,7 +254,7 @@ def test_a_channel_without_tokens_leaves_others_gradients_alone() -> None:
 def test_another_number_of_tokens_is_our_own_bug(tokens: int) -> None:
     student, _ = random_pair(1, 3, 9)
     other = torch.zeros(tokens, 9)
-    for teacher in (Teacher(logits=other), Teacher(None, *top_k(other, 2))):
+    for teacher in (TeacherDistribution(logits=other), TeacherDistribution(None, *top_k(other, 2))):
         with pytest.raises(AssertionError, match=f"has 3 response tokens and teacher {tokens}"):
             doc_kl(student, teacher, loss_form())
 
@@ -264,7 +277,11 @@ def test_certain_and_opposed(
 ) -> None:
     student = torch.tensor([[FAR, -FAR]], requires_grad=True)
     teacher = torch.tensor([[-FAR, FAR]])
-    given = Teacher(logits=teacher) if k is None else Teacher(None, *top_k(teacher, k))
+    given = (
+        TeacherDistribution(logits=teacher)
+        if k is None
+        else TeacherDistribution(None, *top_k(teacher, k))
+    )
     total, gradient = loss_and_gradient(student, given, loss_form(direction))
     if k == 1:  # a tail of at least 1e-7 on both sides: log 1e-7 where it was -20000
         assert total == pytest.approx(
@@ -282,7 +299,9 @@ def test_certain_and_agreed(spec: LossSpec) -> None:
     both = torch.tensor([[FAR, -FAR, 0.0]])
     for k in (1, 2, 3):
         student = both.clone().requires_grad_()
-        total, gradient = loss_and_gradient(student, Teacher(None, *top_k(both, k)), spec)
+        total, gradient = loss_and_gradient(
+            student, TeacherDistribution(None, *top_k(both, k)), spec
+        )
         assert total == pytest.approx(0.0, abs=2e-6)  # cross entropy of the 1e-7 tail: 1.6e-6
         assert gradient.abs().max() < 1e-6
 
@@ -320,13 +339,15 @@ def test_temperature_needs_the_whole_distribution() -> None:
     """A temperature moves mass between the top k and a tail that only the teacher could split."""
     student, teacher = random_pair(1, 2, 9)
     with pytest.raises(SpecError, match=r"set teacher\.top_k: full"):
-        doc_kl(student, Teacher(None, *top_k(teacher, 3)), loss_form(temperature=2.0))
+        doc_kl(student, TeacherDistribution(None, *top_k(teacher, 3)), loss_form(temperature=2.0))
 
 
 def test_parts_are_joined_in_the_order_of_the_samples() -> None:
     """Samples of 2, 0, 1 and 3 tokens, scored as (3, 0) and (2, 1)."""
-    first = Teacher(indices=torch.tensor([[30], [31], [32], [0], [1]]), logprobs=torch.rand(5, 1))
-    second = Teacher(indices=torch.tensor([[20]]), logprobs=torch.rand(1, 1))
+    first = TeacherDistribution(
+        indices=torch.tensor([[30], [31], [32], [0], [1]]), logprobs=torch.rand(5, 1)
+    )
+    second = TeacherDistribution(indices=torch.tensor([[20]]), logprobs=torch.rand(1, 1))
     whole = joined([((3, 0), first), ((2, 1), second)], [2, 0, 1, 3])
     assert whole.indices is not None
     assert whole.indices.flatten().tolist() == [0, 1, 20, 30, 31, 32]
@@ -335,6 +356,12 @@ def test_parts_are_joined_in_the_order_of_the_samples() -> None:
     assert torch.equal(whole.logprobs[3:], first.logprobs[:3])
     assert whole.logits is None
     assert joined([((0, 1), first)], [2, 3]) is first
-    full = joined([((1,), Teacher(torch.ones(1, 4))), ((0,), Teacher(torch.zeros(2, 4)))], [2, 1])
+    full = joined(
+        [
+            ((1,), TeacherDistribution(torch.ones(1, 4))),
+            ((0,), TeacherDistribution(torch.zeros(2, 4))),
+        ],
+        [2, 1],
+    )
     assert full.logits is not None
     assert full.logits.tolist() == [[0.0] * 4, [0.0] * 4, [1.0] * 4]

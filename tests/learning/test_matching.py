@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from learning.model.attention import PrefixContext
-from learning.packing import pack, response_logits, stack_prefixes
 from learning.cartridge.attention_matching import (
     MOST_ROWS,
     ROW,
-    Observed,
+    ObservedAttention,
     attention_matched,
     compacted,
     observe,
     reference_rows,
 )
+from learning.model.attention import PrefixContext
 from learning.model.loading import hidden_states
 from learning.model.rope import frequencies, shifted
+from learning.packing import pack, response_logits, stack_prefixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ def test_a_request_sees_the_kept_keys_as_if_it_stood_behind_the_document(twin: T
     assert not torch.allclose(hidden(kv, 10), hidden(kv, 24), atol=1e-2)
 
 
-def outputs(kv: Tensor, row: Observed, head: int) -> Tensor:
+def outputs(kv: Tensor, row: ObservedAttention, head: int) -> Tensor:
     """What two query heads that share a KV head read [2, t, D], written the plain way."""
     keys, values = torch.cat([kv[:, head], row.own[:, head]], dim=1)
     t, prefix = row.queries.shape[1], kv.shape[2]
@@ -101,7 +101,7 @@ def test_two_tokens_in_one_by_hand() -> None:
     1/7, 2/7, 2/7, and 2/7 for itself, at log 2. One is dropped: 1/5, 2/5, 2/5. Values 0, 7, 14,
     own 0: the output is 2 + 4 = 6, so the kept value is 6 * 5/2 = 15."""
     kv = torch.tensor([[[[0.0], [1.0], [1.0]]], [[[0.0], [7.0], [14.0]]]]).double()
-    row = Observed(
+    row = ObservedAttention(
         torch.full((1, 1, 1), math.log(2)).double(), torch.tensor([[[[1.0]]], [[[0.0]]]])
     )
     made = compacted(kv, [row], 2, 1)

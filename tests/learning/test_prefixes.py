@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learning.model.document_kv import DocumentCache, Spill, host_spill
+from learning.model.document_kv import DocumentKVCache, HostCache, host_spill
 from protocols.errors import DataError
-from protocols.types import LookUps
+from protocols.types import CacheStats
 
 
 class Reader:
@@ -27,9 +27,9 @@ class Reader:
 DOCUMENTS = {"a": (1,), "b": (2,), "c": (3, 3), "d": (4,) * 5}  # 8, 8, 16, 40 bytes
 
 
-def cache_of(max_bytes: int) -> tuple[DocumentCache, Reader]:
+def cache_of(max_bytes: int) -> tuple[DocumentKVCache, Reader]:
     reader = Reader()
-    return DocumentCache(reader, DOCUMENTS, max_bytes), reader
+    return DocumentKVCache(reader, DOCUMENTS, max_bytes), reader
 
 
 def test_a_document_is_read_once() -> None:
@@ -114,7 +114,7 @@ class Host:
 
     def __init__(self, max_bytes: int) -> None:
         self.moved: list[tuple[str, int]] = []
-        self.spill = Spill(max_bytes, self.out, self.back)
+        self.spill = HostCache(max_bytes, self.out, self.back)
 
     def out(self, kv: Tensor) -> Tensor:
         self.moved.append(("out", kv.nbytes))
@@ -125,9 +125,9 @@ class Host:
         return kv - 1000
 
 
-def spilling(max_bytes: int, host_bytes: int) -> tuple[DocumentCache, Reader, Host]:
+def spilling(max_bytes: int, host_bytes: int) -> tuple[DocumentKVCache, Reader, Host]:
     reader, host = Reader(), Host(host_bytes)
-    return DocumentCache(reader, DOCUMENTS, max_bytes, host.spill), reader, host
+    return DocumentKVCache(reader, DOCUMENTS, max_bytes, host.spill), reader, host
 
 
 def test_what_leaves_the_device_comes_back_by_a_copy() -> None:
@@ -140,7 +140,7 @@ def test_what_leaves_the_device_comes_back_by_a_copy() -> None:
     assert host.moved == [("out", 8), ("back", 8)]
     assert reader.read == [(1,), (3, 3)]
     cache.get("a")
-    assert cache.counts == LookUps(hits=1, host_hits=1, misses=2, evictions=2)
+    assert cache.counts == CacheStats(hits=1, host_hits=1, misses=2, evictions=2)
 
 
 def test_the_host_drops_what_left_the_device_first() -> None:
@@ -154,7 +154,7 @@ def test_the_host_drops_what_left_the_device_first() -> None:
     assert reader.read == [(1,), (2,), (3, 3), (1,)]
     # b, pushed out by a, took the place of c.
     assert host.moved[2:] == [("back", 16), ("out", 8)]
-    assert cache.counts == LookUps(hits=0, host_hits=1, misses=4, evictions=2)
+    assert cache.counts == CacheStats(hits=0, host_hits=1, misses=4, evictions=2)
 
 
 def test_a_cpu_has_no_second_place() -> None:
@@ -197,6 +197,6 @@ def test_both_bounds_hold_and_values_do_not_depend_on_them(
 
 
 def test_what_was_looked_up_since() -> None:
-    before, after = LookUps(1, 2, 3, 4), LookUps(5, 5, 5, 5)
-    assert after.since(before) == LookUps(4, 3, 2, 1)
+    before, after = CacheStats(1, 2, 3, 4), CacheStats(5, 5, 5, 5)
+    assert after.since(before) == CacheStats(4, 3, 2, 1)
     assert before + after.since(before) == after

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.losses import Live, losses, once
+from benchmarks.losses import LiveTensors, losses, once
 from benchmarks.losses import scene as benchmark_scene
-from learning.packing import pack, response_tokens
 from learning.losses.grpo import PolicyGradientSpec
+from learning.model.chunked_logits import LOGIT_BYTES, ChunkedLogits, chunk_tokens
 from learning.model.loading import document_kv, load_model
-from learning.model.chunked_logits import LOGIT_BYTES, Projection, chunk_tokens
-from learning.teacher_logprobs import Teacher, top_k
+from learning.packing import pack, response_tokens
+from learning.teacher_logprobs import TeacherDistribution, top_k
 from protocols.spec.objective import LossSpec, SdpoSpec
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ def test_a_chunk_holds_what_fits_and_one_token_at_least() -> None:
     assert chunk_tokens(128_256, None) is None
 
 
-def top_5(teacher: Teacher) -> Teacher:
+def top_5(teacher: TeacherDistribution) -> TeacherDistribution:
     assert teacher.logits is not None
-    return Teacher(None, *top_k(teacher.logits, 5))
+    return TeacherDistribution(None, *top_k(teacher.logits, 5))
 
 
 OBJECTIVES = {
@@ -114,7 +114,9 @@ def test_a_reader_sees_every_token_asked_about_once_and_in_order(
         data.draw(st.lists(st.integers(0, 8), min_size=tokens, max_size=tokens)), dtype=torch.long
     )
     hidden = torch.arange(9.0)[:, None].requires_grad_()
-    projection = Projection(hidden, torch.zeros(9), lambda h: h * torch.tensor([1.0, 10.0]), chunk)
+    projection = ChunkedLogits(
+        hidden, torch.zeros(9), lambda h: h * torch.tensor([1.0, 10.0]), chunk
+    )
     numbers = torch.arange(100.0, 100 + tokens)
     first, second = projection.read(
         rows, lambda logits, of: (logits[:, 1], logits[:, 0] * numbers[of])
@@ -135,7 +137,7 @@ def test_the_logits_never_exist_whole(wide: Twin) -> None:
     batch = scored(batch, **teachers)
     found = {}
     for tokens in (4, None):
-        with Live(wide.model.lm_head.weight) as live:
+        with LiveTensors(wide.model.lm_head.weight) as live:
             done = do(wide, batch, ALL, logit_bytes=tokens and tokens * 4096 * LOGIT_BYTES)
         assert done.result.tokens == 44
         found[tokens] = live.largest
@@ -150,7 +152,7 @@ def test_memory_in_chunks_does_not_grow_with_tokens(name: str) -> None:
     for tokens in (16, 64):
         given = benchmark_scene(tokens, width=8, vocabulary=2048)
         for chunk, found in peaks.items():
-            with Live(given.weight, given.full.logits) as live:
+            with LiveTensors(given.weight, given.full.logits) as live:
                 once(given, losses(given)[name], chunk)
             found.append(live.peak)
     assert peaks[None][1] - peaks[None][0] > 48 * 2048 * LOGIT_BYTES

@@ -10,7 +10,7 @@ import torch
 
 from learning.cartridge.bank import first_tokens
 from learning.scoring import score
-from learning.teacher_logprobs import Teacher
+from learning.teacher_logprobs import TeacherDistribution
 from learning.trainer import CartridgeTrainer
 from protocols.errors import PublishError
 from protocols.spec.sections import TrainSpec
@@ -32,7 +32,7 @@ def test_a_successor_publishes_what_rollouts_under_way_are_sampled_with(
     for version in range(3):
         published[version] = killed.snapshot(version)[1].clone()
         samples = make_samples(("a", 4, 5), ("b", 2, 3), seed=version, version=version)
-        teacher = Teacher(logits=score(llama.model, samples, llama.cached(), 64))
+        teacher = TeacherDistribution(logits=score(llama.model, samples, llama.cached(), 64))
         killed.step(samples, teacher, version)
     current = killed.snapshot(3)[1]
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from learning.losses.dpo import is_stale, replay_dpo, summed_by_pair
-from protocols.train_batch import PreferencePair
 from protocols.spec.objective import DpoSpec
+from protocols.train_batch import PreferencePair
 
 PAIR = PreferencePair("p", "a", (3,), (4, 5), (6, 7, 8, 9), -2.0, -3.0, 7)
 

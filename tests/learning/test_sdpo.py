@@ -12,8 +12,8 @@ from torch import Tensor
 
 from learning.losses.doc_kl import doc_kl
 from learning.losses.sdpo import alpha_at, sdpo_term, sdpo_tokens
-from learning.losses.terms import Term
-from learning.teacher_logprobs import Teacher, top_k
+from learning.losses.terms import LossTerm
+from learning.teacher_logprobs import TeacherDistribution, top_k
 from protocols.errors import SpecError
 from protocols.spec.objective import SdpoSpec
 
@@ -25,13 +25,17 @@ def logits(*rows: tuple[float, ...]) -> Tensor:
     return torch.tensor(rows).log() + torch.arange(1.0, len(rows) + 1)[:, None]
 
 
-def sdpo(student: Tensor, teacher: Teacher, targets: Tensor, old: Tensor, spec: SdpoSpec) -> Term:
+def sdpo(
+    student: Tensor, teacher: TeacherDistribution, targets: Tensor, old: Tensor, spec: SdpoSpec
+) -> LossTerm:
     return sdpo_term(sdpo_tokens(student, teacher, targets, old, spec), spec)
 
 
-def term_of(spec: SdpoSpec, student: Tensor | None = None, teacher: Tensor | None = None) -> Term:
+def term_of(
+    spec: SdpoSpec, student: Tensor | None = None, teacher: Tensor | None = None
+) -> LossTerm:
     student = logits(S) if student is None else student
-    given = Teacher(logits=logits(T) if teacher is None else teacher)
+    given = TeacherDistribution(logits=logits(T) if teacher is None else teacher)
     targets = torch.zeros(len(student), dtype=torch.long)
     return sdpo(student, given, targets, torch.zeros(len(student)), spec)
 
@@ -69,9 +73,9 @@ def test_j_over_beta_tends_to_the_forward_kl() -> None:
 def test_unclamped_it_is_the_jsd_of_doc_kl(beta: float) -> None:
     draws = torch.Generator().manual_seed(3)
     student = torch.randn(6, 11, generator=draws).requires_grad_()
-    teacher = Teacher(logits=torch.randn(6, 11, generator=draws))
+    teacher = TeacherDistribution(logits=torch.randn(6, 11, generator=draws))
     assert teacher.logits is not None
-    for given in (teacher, Teacher(None, *top_k(teacher.logits, 4))):
+    for given in (teacher, TeacherDistribution(None, *top_k(teacher.logits, 4))):
         spec = SdpoSpec(beta=beta, token_clip=None)
         term = sdpo(student, given, torch.zeros(6).long(), torch.zeros(6), spec)
         reference, count = doc_kl(student, given, loss_form("jsd", beta=beta))
@@ -93,7 +97,9 @@ def test_the_sampled_variant_by_hand() -> None:
     student = logits(S).requires_grad_()
     old = torch.tensor([0.5]).log()
     zero = torch.tensor([0])
-    term = sdpo(student, Teacher(logits=logits(T)), zero, old, SdpoSpec(variant="sampled"))
+    term = sdpo(
+        student, TeacherDistribution(logits=logits(T)), zero, old, SdpoSpec(variant="sampled")
+    )
     assert term.total.item() == pytest.approx(0.407423, abs=1e-6)
     (gradient,) = torch.autograd.grad(term.total, student)
     assert gradient[0].tolist() == pytest.approx([-0.293893, 0.293893], abs=1e-6)
@@ -104,7 +110,9 @@ def test_the_sampled_variant_by_hand() -> None:
 def test_the_sampled_variant_weighs_an_older_sample(old: float, ratio: float) -> None:
     at = torch.tensor([old]).log()
     zero = torch.tensor([0])
-    term = sdpo(logits(S), Teacher(logits=logits(T)), zero, at, SdpoSpec(variant="sampled"))
+    term = sdpo(
+        logits(S), TeacherDistribution(logits=logits(T)), zero, at, SdpoSpec(variant="sampled")
+    )
     assert term.facts["ratio"].item() == pytest.approx(ratio, abs=1e-5)
     assert term.total.item() == pytest.approx(ratio * 0.407423, abs=1e-5)
 
@@ -113,7 +121,7 @@ def test_the_sampled_gradient_is_the_reverse_kl_s_on_average() -> None:
     """Weighed with S over every token of the vocabulary, exactly."""
     draws = torch.Generator().manual_seed(5)
     student = torch.randn(1, 7, generator=draws).requires_grad_()
-    teacher = Teacher(logits=torch.randn(1, 7, generator=draws))
+    teacher = TeacherDistribution(logits=torch.randn(1, 7, generator=draws))
     probs = student.detach().softmax(-1)[0]
     mean = torch.zeros(1, 7)
     for token in range(7):
@@ -154,7 +162,7 @@ def test_alpha_warms_up_from_zero_and_stays() -> None:
 
 
 def test_the_sampled_variant_needs_the_sampled_token_s_probability() -> None:
-    teacher = Teacher(None, *top_k(logits(T), 1))
+    teacher = TeacherDistribution(None, *top_k(logits(T), 1))
     with pytest.raises(SpecError, match=r"needs the teacher's whole distribution.*top_k: full"):
         sdpo(logits(S), teacher, torch.tensor([1]), torch.zeros(1), SdpoSpec(variant="sampled"))
 

@@ -20,15 +20,15 @@ from learning.model.loading import base_hash
 from learning.scoring import score
 from learning.step import (
     OFFLINE_VERSION,
-    Schedule,
+    LearningRateSchedule,
     check_fresh,
     new_optimizer,
     train_step,
 )
-from learning.teacher_logprobs import Teacher, top_k
-from protocols.train_batch import Lesson
+from learning.teacher_logprobs import TeacherDistribution, top_k
 from protocols.errors import RunError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
+from protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,8 +46,8 @@ def bank_of(twin: Twin, names: str = "ab", tokens: int = 8) -> CartridgeBank:
     return first_tokens({name: twin.kv[name] for name in names}, tokens, frozen=1)
 
 
-def teacher_of(twin: Twin, samples: list[Sample]) -> Teacher:
-    return Teacher(logits=score(twin.model, samples, twin.cached(), 64))
+def teacher_of(twin: Twin, samples: list[Sample]) -> TeacherDistribution:
+    return TeacherDistribution(logits=score(twin.model, samples, twin.cached(), 64))
 
 
 def step(
@@ -56,7 +56,7 @@ def step(
     samples: list[Sample],
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    teacher: Teacher | None = None,
+    teacher: TeacherDistribution | None = None,
     loss: LossSpec | None = None,
     lr: float = 0.01,
     clip: float = NO_CLIP,
@@ -67,7 +67,7 @@ def step(
         twin.model,
         bank,
         optimizer or new_optimizer(bank),
-        Lesson(doc=samples, scores={"doc_teacher": teacher or teacher_of(twin, samples)}),
+        TrainBatch(doc=samples, scores={"doc_teacher": teacher or teacher_of(twin, samples)}),
         active_channels(ObjectiveSpec(), loss),
         lr=lr,
         clip=clip,
@@ -113,7 +113,7 @@ def test_loss_and_gradient_equal_transformers_autograd(
 def test_the_gradient_is_the_slope_of_the_loss(llama: Twin, make_samples: MakeSamples) -> None:
     """Along a random direction d: (loss(x + h d) - loss(x - h d)) / 2h = gradient . d."""
     samples, bank = make_samples(*SHAPES), bank_of(llama)
-    teacher = Teacher(None, *top_k(teacher_of(llama, samples).logits, 5))
+    teacher = TeacherDistribution(None, *top_k(teacher_of(llama, samples).logits, 5))
     spec = loss_form("jsd", beta=0.3)
     start = bank.trainable.detach().clone()
     direction = torch.randn(start.shape, generator=torch.Generator().manual_seed(0))
@@ -174,13 +174,18 @@ def test_the_gradient_is_clipped_to_the_norm_and_reported_before(
     ],
 )
 def test_the_schedule_by_hand(step_index: int, rate: float) -> None:
-    assert Schedule(lr=0.02, warmup_steps=4, steps=12).at(step_index) == pytest.approx(0.02 * rate)
+    assert LearningRateSchedule(lr=0.02, warmup_steps=4, steps=12).at(step_index) == pytest.approx(
+        0.02 * rate
+    )
 
 
 def test_a_schedule_without_warm_up_or_without_anything_else() -> None:
-    assert Schedule(lr=2.0, warmup_steps=0, steps=10).at(0) == 2.0
-    assert Schedule(lr=2.0, warmup_steps=0, steps=10).at(5) == pytest.approx(1.1)
-    assert [Schedule(lr=2.0, warmup_steps=2, steps=2).at(i) for i in range(2)] == [1.0, 2.0]
+    assert LearningRateSchedule(lr=2.0, warmup_steps=0, steps=10).at(0) == 2.0
+    assert LearningRateSchedule(lr=2.0, warmup_steps=0, steps=10).at(5) == pytest.approx(1.1)
+    assert [LearningRateSchedule(lr=2.0, warmup_steps=2, steps=2).at(i) for i in range(2)] == [
+        1.0,
+        2.0,
+    ]
 
 
 def test_only_the_trainable_cartridge_tokens_change(twin: Twin, make_samples: MakeSamples) -> None:
@@ -246,7 +251,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_the_update(
             llama,
             bank,
             make_samples(*SHAPES, version=6),
-            teacher=Teacher(scored),
+            teacher=TeacherDistribution(scored),
             lr=0.5,
             version=6,
         )

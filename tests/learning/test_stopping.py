@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learning.decoding.stopping import UNFINISHED, Cut, Stopper, TokenText
+from learning.decoding.stopping import UNFINISHED, StopChecker, StopMatch, TokenText
 from protocols.errors import DataError
-from protocols.types import Until
+from protocols.types import StopCondition
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -18,8 +18,8 @@ def decode(ids: Sequence[int]) -> str:
     return bytes(ids).decode("utf-8", errors="replace")
 
 
-def fed(until: Until, text: str, top: Sequence[float] = (-1.0,)) -> Cut | None:
-    stopper = Stopper(until, decode)
+def fed(until: StopCondition, text: str, top: Sequence[float] = (-1.0,)) -> StopMatch | None:
+    stopper = StopChecker(until, decode)
     for token in text.encode():
         if cut := stopper.add(token, top):
             return cut
@@ -47,32 +47,40 @@ def test_half_a_character_is_held_back_until_the_end() -> None:
 @pytest.mark.parametrize(
     ("until", "text", "cut"),
     [
-        (Until(strings=("\n\n",)), "one\n\ntwo", Cut(5, "\n\n")),
-        (Until(strings=("zz", "wo")), "one two", Cut(7, "wo")),
-        (Until(strings=("x",)), "one", None),
+        (StopCondition(strings=("\n\n",)), "one\n\ntwo", StopMatch(5, "\n\n")),
+        (StopCondition(strings=("zz", "wo")), "one two", StopMatch(7, "wo")),
+        (StopCondition(strings=("x",)), "one", None),
         # Nothing is looked at before `after` tokens; what stood there then counts at once.
-        (Until(strings=(".",), after=6), "a. b. c", Cut(6, ".")),
-        (Until(patterns=(r"answer: \d+ ",)), "the answer: 42 or", Cut(15, r"answer: \d+ ")),
+        (StopCondition(strings=(".",), after=6), "a. b. c", StopMatch(6, ".")),
+        (
+            StopCondition(patterns=(r"answer: \d+ ",)),
+            "the answer: 42 or",
+            StopMatch(15, r"answer: \d+ "),
+        ),
         # Before a match: its first token goes too, and so does all behind.
-        (Until(patterns=("wait",), before=True), "so. wait, no", Cut(4, "wait")),
-        (Until(strings=("wait",), before=True, after=5), "so. wait, no wait", Cut(13, "wait")),
+        (StopCondition(patterns=("wait",), before=True), "so. wait, no", StopMatch(4, "wait")),
+        (
+            StopCondition(strings=("wait",), before=True, after=5),
+            "so. wait, no wait",
+            StopMatch(13, "wait"),
+        ),
         # What would leave nothing is passed over.
-        (Until(strings=("wait",), before=True), "wait. ok", None),
-        (Until(strings=("é",), before=True), "aéb", Cut(1, "é")),
+        (StopCondition(strings=("wait",), before=True), "wait. ok", None),
+        (StopCondition(strings=("é",), before=True), "aéb", StopMatch(1, "é")),
     ],
 )
-def test_ends_by_hand(until: Until, text: str, cut: Cut | None) -> None:
+def test_ends_by_hand(until: StopCondition, text: str, cut: StopMatch | None) -> None:
     assert fed(until, text) == cut
 
 
 def test_confidence_ends_at_the_first_full_window_below_the_floor() -> None:
     """Means of 2: 4, 2, 1, .5: the floor of 2 is not below 2."""
-    stopper = Stopper(Until(window=2, floor=2.0, top=2), decode)
+    stopper = StopChecker(StopCondition(window=2, floor=2.0, top=2), decode)
     confidences = [4.0, 4.0, 0.0, 2.0, 9.0]
     cuts = [stopper.add(97, (-c + 0.5, -c - 0.5, -99.0)) for c in confidences]
-    assert cuts == [None, None, None, Cut(4, "confidence"), None]
+    assert cuts == [None, None, None, StopMatch(4, "confidence"), None]
 
 
 def test_a_wrong_pattern_is_named() -> None:
     with pytest.raises(DataError, match=r"until\.patterns holds no regular expression"):
-        Stopper(Until(patterns=("(",)), decode)
+        StopChecker(StopCondition(patterns=("(",)), decode)

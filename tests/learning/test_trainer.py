@@ -16,7 +16,7 @@ from learning.cartridge.bank import first_tokens
 from learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
 from learning.model.loading import base_hash, load_model
 from learning.scoring import score
-from learning.teacher_logprobs import Teacher
+from learning.teacher_logprobs import TeacherDistribution
 from learning.trainer import CartridgeTrainer
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.spec.sections import TrainSpec
@@ -45,10 +45,12 @@ def trainer_of(
     return CartridgeTrainer(twin.model, bank, config, last_state, **more)
 
 
-def batch(twin: Twin, make_samples: MakeSamples, version: int) -> tuple[list[Sample], Teacher]:
+def batch(
+    twin: Twin, make_samples: MakeSamples, version: int
+) -> tuple[list[Sample], TeacherDistribution]:
     """Samples and scores that depend on the version alone."""
     samples = make_samples(("a", 4, 5), ("b", 2, 3), ("a", 3, 2), seed=version, version=version)
-    return samples, Teacher(logits=score(twin.model, samples, twin.cached(), 64))
+    return samples, TeacherDistribution(logits=score(twin.model, samples, twin.cached(), 64))
 
 
 def advance(
@@ -173,7 +175,7 @@ def test_a_step_on_another_version_is_refused(
         StaleTokenError,
         match=f"asked to train version {version}, and the trainer stands at 2: a step was lost",
     ):
-        trainer.step(make_samples(("a", 4, 5), version=version), Teacher(), version)
+        trainer.step(make_samples(("a", 4, 5), version=version), TeacherDistribution(), version)
     assert torch.equal(trainer.bank.trainable, before)
     assert trainer.version == 2
 
@@ -183,7 +185,7 @@ def test_a_refused_batch_makes_no_version(llama: Twin, make_samples: MakeSamples
     trainer.begin("on_policy", 5)
     advance(trainer, llama, make_samples, 3)
     samples = make_samples(("a", 4, 5), version=1)
-    teacher = Teacher(logits=score(llama.model, samples, llama.cached(), 64))
+    teacher = TeacherDistribution(logits=score(llama.model, samples, llama.cached(), 64))
     with pytest.raises(StaleTokenError, match=r"train\.staleness 1"):
         trainer.step(samples, teacher, 3)
     assert trainer.version == 3
@@ -304,7 +306,7 @@ def test_a_step_asked_again_answers_the_same_and_trains_nothing(
     assert first != second
     before = copied(trainer)
     # Whatever it is asked with: the answer is of what was trained.
-    assert trainer.step(make_samples(("b", 1, 1), version=1), Teacher(), 1) == second
+    assert trainer.step(make_samples(("b", 1, 1), version=1), TeacherDistribution(), 1) == second
     assert trainer.version == 2
     same(copied(trainer), before)
     # The step before the last is past, and so are those of another arm.
@@ -425,7 +427,9 @@ def test_a_restored_checkpoint_replaces_a_later_last_state(
     successor = trainer_of(llama, last_state=path)
     assert successor.recover() == 1
     same(copied(successor), there)
-    assert successor.step([], Teacher(), 0) == first, "a checkpoint knows its last answer too"
+    assert successor.step([], TeacherDistribution(), 0) == first, (
+        "a checkpoint knows its last answer too"
+    )
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

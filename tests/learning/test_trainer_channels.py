@@ -13,11 +13,11 @@ from learning.cartridge.bank import first_tokens
 from learning.losses.objective import active_channels
 from learning.scoring import score
 from learning.step import train_step
-from learning.teacher_logprobs import Teacher
+from learning.teacher_logprobs import TeacherDistribution
 from learning.trainer import CartridgeTrainer
-from protocols.train_batch import Lesson
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
+from protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,11 +75,11 @@ def test_documents_alone_are_the_step_of_samples_and_teacher(
 ) -> None:
     ours, theirs = (trainer_of(llama, ObjectiveSpec()) for _ in range(2))
     samples = make_samples(("a", 4, 5), ("b", 2, 3))
-    teacher = Teacher(logits=score(llama.model, samples, llama.cached(), 64))
+    teacher = TeacherDistribution(logits=score(llama.model, samples, llama.cached(), 64))
     for trainer in (ours, theirs):
         trainer.begin("on_policy", 2)
     done = ours.step(samples, teacher, 0)
-    assert done == theirs.step_on(Lesson(doc=samples, scores={"doc_teacher": teacher}), 0)
+    assert done == theirs.step_on(TrainBatch(doc=samples, scores={"doc_teacher": teacher}), 0)
     assert done.terms["doc_kl"]["value"] == done.kl > 0
     assert torch.equal(ours.bank.trainable, theirs.bank.trainable)
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
+from protocols.errors import DataError
 from protocols.train_batch import (
     HintedTurn,
+    PolicySample,
+    PrecomputedScores,
     PreferencePair,
-    RLSample,
-    StoredScores,
     completions,
     hinted,
 )
-from protocols.errors import DataError
 from protocols.types import Sample, Sampling
 
-EPISODE = RLSample(
+EPISODE = PolicySample(
     Sample(
         "e", "p1", (4, 91, 2), (7, 8, 40, 41, 9), (-0.1, -0.7, 0.0, 0.0, -0.2), (3, 3, -1, -1, 3)
     ),
@@ -95,7 +95,7 @@ def test_an_item_that_points_nowhere(item: HintedTurn, message: str) -> None:
 )
 def test_stored_scores_have_as_many_at_every_token(ids: Any, logprobs: Any) -> None:
     with pytest.raises(DataError, match="as many at every token"):
-        StoredScores(0, ids, logprobs)
+        PrecomputedScores(0, ids, logprobs)
 
 
 @pytest.mark.parametrize("side", ["context_ids", "chosen_ids", "rejected_ids"])

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from protocols.errors import SpecError
-from protocols.spec.mesh import RunSpec
 from protocols.spec.loading import load_spec
+from protocols.spec.mesh import RunSpec
 
 ROOT = Path(__file__).parents[2]
 MESH = str(ROOT / "meshes" / "documents.yaml")

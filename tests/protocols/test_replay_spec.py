@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from protocols.spec.teacher_replay import PriceSpec, ReplaySpec, TeacherSpec
+from protocols.spec.teacher_replay import PriceSpec, ReplaySpec, ReplayTeacherSpec
 
 GOOD: dict[str, Any] = {
     "name": "a",
@@ -16,11 +16,11 @@ GOOD: dict[str, Any] = {
 
 
 def test_official_servers_and_keys_are_known() -> None:
-    spec = TeacherSpec(**GOOD)
+    spec = ReplayTeacherSpec(**GOOD)
     assert (spec.base_url, spec.key_env) == ("https://api.openai.com/v1", "OPENAI_API_KEY")
-    other = TeacherSpec(**GOOD | {"provider": "anthropic"})
+    other = ReplayTeacherSpec(**GOOD | {"provider": "anthropic"})
     assert (other.base_url, other.key_env) == ("https://api.anthropic.com", "ANTHROPIC_API_KEY")
-    router = TeacherSpec(**GOOD | {"base_url": "https://openrouter.ai/api/v1/"})
+    router = ReplayTeacherSpec(**GOOD | {"base_url": "https://openrouter.ai/api/v1/"})
     assert router.base_url == "https://openrouter.ai/api/v1"
 
 
@@ -37,11 +37,11 @@ def test_official_servers_and_keys_are_known() -> None:
 )
 def test_a_broken_rule_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        TeacherSpec(**GOOD | change)
+        ReplayTeacherSpec(**GOOD | change)
 
 
 def test_teachers_have_names_and_quorums_can_be_met() -> None:
-    a = TeacherSpec(**GOOD)
+    a = ReplayTeacherSpec(**GOOD)
     with pytest.raises(ValidationError, match="rename the second a"):
         ReplaySpec(teachers=(a, a), cap=1.0)
     with pytest.raises(ValidationError, match="the number of teachers"):

@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from protocols.errors import SpecError
-from protocols.spec.rsa import ProblemsSpec, RsaSpec
-from protocols.spec.mesh import RunSpec
 from protocols.spec.loading import load_spec
+from protocols.spec.mesh import RunSpec
+from protocols.spec.rsa import ProblemsSpec, RsaSpec
 
 MESH = str(Path(__file__).parents[2] / "meshes" / "rsagent.yaml")
 PRIMER = 'data={"source": "primer", "patients": 1, "held_out": 1.0}'

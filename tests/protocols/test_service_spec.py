@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from protocols.errors import SpecError
+from protocols.spec.loading import load_spec
+from protocols.spec.mesh import MeshSpec
 from protocols.spec.services import (
     AutoscaleSpec,
     ControlSpec,
@@ -12,8 +14,6 @@ from protocols.spec.services import (
     TelemetrySpec,
     WatchdogSpec,
 )
-from protocols.spec.mesh import MeshSpec
-from protocols.spec.loading import load_spec
 
 MESH = """\
 name: tiny

@@ -6,9 +6,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from protocols.spec.learn import LearnSpec
+from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RolesSpec, RunSpec
 from protocols.spec.objective import LossSpec
 from protocols.spec.sections import EvaluateSpec, TeacherSpec
-from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RolesSpec, RunSpec
 
 
 def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:

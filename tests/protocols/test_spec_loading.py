@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.errors import SpecError
+from protocols.spec.loading import LoadedSpec, load_resolved, load_spec
 from protocols.spec.mesh import RunSpec
-from protocols.spec.loading import Loaded, load_resolved, load_spec
 from protocols.spec.yaml_source import dump_yaml, parse_document, parse_value
 
 REPOSITORY = Path(__file__).parents[2]
@@ -461,5 +461,5 @@ def test_a_resolved_spec_is_read_back_from_a_run_directory(house: Path) -> None:
 
 
 def test_place_of_a_key_that_nobody_wrote_is_the_file(house: Path) -> None:
-    loaded: Loaded = load_spec(M)
+    loaded: LoadedSpec = load_spec(M)
     assert str(loaded.place("evaluate.arms")) == f"{C}:1"

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from replay_house import READ, a_state
 
 from protocols.errors import DataError
-from protocols.teacher_replay import Action, Choice, Text, Tool, ToolCall
+from protocols.teacher_replay import Action, AgentTool, OptionAction, TextAction, ToolAction
 from teachers.actions import action_of, canonical, fault, letter
 
 STATE = a_state()
 OPTIONS = ("insulin", "Metformin", "a fever")
 CHOOSING = a_state(options=OPTIONS, tools=())
 FREE = a_state(tools=())
-ANY = Tool("any", "Takes anything.", {"type": "object"})
-TYPED = Tool(
+ANY = AgentTool("any", "Takes anything.", {"type": "object"})
+TYPED = AgentTool(
     "typed",
     "One argument of each type.",
     {
@@ -50,7 +50,7 @@ TYPED = Tool(
 )
 def test_arguments_as_they_come(arguments: dict[str, Any], expected: str) -> None:
     state = a_state(tools=(ANY,))
-    said = canonical(ToolCall(" any ", arguments), state)
+    said = canonical(ToolAction(" any ", arguments), state)
     assert said == f'{{"arguments":{expected},"tool":"any"}}'
 
 
@@ -77,16 +77,16 @@ def test_scalars_take_the_declared_type(arguments: dict[str, Any], expected: str
     if arguments.get("n") == "1e400":
         # An infinite number has no JSON: the call is no action at all.
         with pytest.raises(DataError, match="JSON"):
-            canonical(ToolCall("typed", arguments), a_state(tools=(TYPED,)))
+            canonical(ToolAction("typed", arguments), a_state(tools=(TYPED,)))
         return
-    said = canonical(ToolCall("typed", arguments), a_state(tools=(TYPED,)))
+    said = canonical(ToolAction("typed", arguments), a_state(tools=(TYPED,)))
     assert said == f'{{"arguments":{expected},"tool":"typed"}}'
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, 2}])
 def test_what_is_no_json_is_no_action(value: object) -> None:
     with pytest.raises(DataError, match="JSON"):
-        canonical(ToolCall("any", {"x": value}), a_state(tools=(ANY,)))
+        canonical(ToolAction("any", {"x": value}), a_state(tools=(ANY,)))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_what_is_no_json_is_no_action(value: object) -> None:
 def test_options(said: str, expected: str | None) -> None:
     assert letter(said, OPTIONS) == expected
     # The student's own words stand as they are where they name no option.
-    assert json.loads(canonical(Choice(said), CHOOSING)) == {
+    assert json.loads(canonical(OptionAction(said), CHOOSING)) == {
         "choice": expected or " ".join(said.split())
     }
 
@@ -122,22 +122,22 @@ def test_options_that_read_alike_are_told_apart_by_their_letters_alone() -> None
 @pytest.mark.parametrize(
     ("action", "state", "expected"),
     [
-        (ToolCall("read_value", {"note": 1, "name": "x"}), STATE, ""),
-        (ToolCall("reed_value", {}), STATE, "unknown tool"),
-        (ToolCall("read_value", {"note": 1}), STATE, "missing argument name"),
-        (ToolCall("read_value", {"note": 1, "name": None}), STATE, "missing argument name"),
+        (ToolAction("read_value", {"note": 1, "name": "x"}), STATE, ""),
+        (ToolAction("reed_value", {}), STATE, "unknown tool"),
+        (ToolAction("read_value", {"note": 1}), STATE, "missing argument name"),
+        (ToolAction("read_value", {"note": 1, "name": None}), STATE, "missing argument name"),
         (
-            ToolCall("read_value", {"note": 1, "name": "x", "by": 2}),
+            ToolAction("read_value", {"note": 1, "name": "x", "by": 2}),
             STATE,
             "unknown argument by",
         ),
-        (ToolCall("any", {"whatever": 1}), a_state(tools=(ANY,)), ""),
-        (Choice("B"), CHOOSING, ""),
-        (Choice("E"), CHOOSING, "not one of the options"),
-        (Choice("B"), STATE, "not one of the options"),
-        (Text("B"), CHOOSING, "free text where an option is asked for"),
-        (Text("halve it"), FREE, ""),
-        (Text("  "), FREE, "empty text"),
+        (ToolAction("any", {"whatever": 1}), a_state(tools=(ANY,)), ""),
+        (OptionAction("B"), CHOOSING, ""),
+        (OptionAction("E"), CHOOSING, "not one of the options"),
+        (OptionAction("B"), STATE, "not one of the options"),
+        (TextAction("B"), CHOOSING, "free text where an option is asked for"),
+        (TextAction("halve it"), FREE, ""),
+        (TextAction("  "), FREE, "empty text"),
     ],
 )
 def test_what_cannot_be_done(action: Action, state: Any, expected: str) -> None:
@@ -145,8 +145,10 @@ def test_what_cannot_be_done(action: Action, state: Any, expected: str) -> None:
 
 
 def test_free_text_is_folded_and_keeps_its_case() -> None:
-    assert canonical(Text(" Halve\tthe  dose\n"), FREE) == '{"text":"Halve the dose"}'
-    assert canonical(Text("halve the dose"), FREE) != canonical(Text("Halve the dose"), FREE)
+    assert canonical(TextAction(" Halve\tthe  dose\n"), FREE) == '{"text":"Halve the dose"}'
+    assert canonical(TextAction("halve the dose"), FREE) != canonical(
+        TextAction("Halve the dose"), FREE
+    )
 
 
 JSON = st.recursive(
@@ -156,7 +158,7 @@ JSON = st.recursive(
     max_leaves=8,
 )  # fmt: skip
 ARGUMENTS = st.dictionaries(st.sampled_from(["i", "n", "s", "b", "l", "o", "x"]), JSON)
-ACTIONS = st.builds(ToolCall, st.just("typed"), ARGUMENTS) | st.builds(Text, st.text())
+ACTIONS = st.builds(ToolAction, st.just("typed"), ARGUMENTS) | st.builds(TextAction, st.text())
 TYPED_STATE = a_state(tools=(TYPED, READ))
 
 
@@ -174,7 +176,7 @@ def test_the_order_of_keys_and_the_space_around_words_do_not_matter(
 ) -> None:
     shuffled = dict(data.draw(st.permutations(list(arguments.items()))))
     padded = {k: f"\t {v}  " if isinstance(v, str) else v for k, v in shuffled.items()}
-    said = [canonical(ToolCall("typed", a), TYPED_STATE) for a in (arguments, padded)]
+    said = [canonical(ToolAction("typed", a), TYPED_STATE) for a in (arguments, padded)]
     assert said[0] == said[1]
 
 
@@ -182,5 +184,5 @@ def test_the_order_of_keys_and_the_space_around_words_do_not_matter(
 @given(number=st.integers(-(2**53), 2**53))
 def test_a_number_is_one_number_however_it_is_written(number: int) -> None:
     written = [number, float(number), str(number), f"{number}.0"]
-    said = {canonical(ToolCall("typed", {"i": n}), TYPED_STATE) for n in written}
+    said = {canonical(ToolAction("typed", {"i": n}), TYPED_STATE) for n in written}
     assert said == {f'{{"arguments":{{"i":{number}}},"tool":"typed"}}'}

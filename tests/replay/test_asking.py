@@ -26,14 +26,21 @@ from replay_house import (
 )
 
 from protocols.errors import SpecError
-from protocols.teacher_replay import NANO, ReplayState, ToolCall, Usage, Verdict, Vote
-from protocols.spec.teacher_replay import ReplaySpec, TeacherSpec
-from teachers.panel import Desk, ask_teachers, limits_of, worst
-from teachers.budget import ANSWERED, Totals
+from protocols.spec.teacher_replay import ReplaySpec, ReplayTeacherSpec
+from protocols.teacher_replay import (
+    NANO,
+    PanelVerdict,
+    ReplayState,
+    TeacherUsage,
+    TeacherVote,
+    ToolAction,
+)
+from teachers.budget import ANSWERED, SpendTotals
 from teachers.clients import connect
-from teachers.fake_provider.app import FakeProvider, Faults, ProviderRequest, sometimes_right
-from teachers.ledger import Ledger
-from teachers.prompts import Client, Reply, render
+from teachers.fake_provider.app import FakeProvider, FaultRates, ProviderRequest, sometimes_right
+from teachers.ledger import SpendLedger
+from teachers.panel import TeacherPanel, ask_teachers, limits_of, worst
+from teachers.prompts import TeacherClient, TeacherReply, render
 
 MODELS = prices(a_spec(*(a_teacher(name, "http://127.0.0.1:1") for name in "abcde")))
 
@@ -54,7 +61,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ledger.jsonl"
 
 
-def both(provider: FakeProvider, **other: Any) -> tuple[TeacherSpec, TeacherSpec]:
+def both(provider: FakeProvider, **other: Any) -> tuple[ReplayTeacherSpec, ReplayTeacherSpec]:
     return (
         a_teacher("a", provider.openai_url, **other),
         a_teacher("b", provider.url, "anthropic", **other),
@@ -63,13 +70,13 @@ def both(provider: FakeProvider, **other: Any) -> tuple[TeacherSpec, TeacherSpec
 
 def judge(
     path: Path, spec: ReplaySpec, *states: ReplayState, online: bool = True, run: str = "run"
-) -> list[Verdict]:
+) -> list[PanelVerdict]:
     """The verdicts, asked for one after the other by one desk."""
 
-    async def ask_all() -> list[Verdict]:
-        ledger = Ledger(path, limits_of(spec))
+    async def ask_all() -> list[PanelVerdict]:
+        ledger = SpendLedger(path, limits_of(spec))
         clients = {t.name: connect(t) for t in spec.teachers} if online else {}
-        desk = Desk(spec, ledger, run, clients)
+        desk = TeacherPanel(spec, ledger, run, clients)
         try:
             return [await ask_teachers(desk, state) for state in states]
         finally:
@@ -84,8 +91,8 @@ def wait_for_a_call(provider: FakeProvider) -> None:
         time.sleep(0.01)
 
 
-def totals(path: Path, spec: ReplaySpec, run: str = "run") -> Totals:
-    ledger = Ledger(path, limits_of(spec))
+def totals(path: Path, spec: ReplaySpec, run: str = "run") -> SpendTotals:
+    ledger = SpendLedger(path, limits_of(spec))
     try:
         return ledger.totals(run)
     finally:
@@ -107,7 +114,7 @@ def test_two_wires_one_vote(provider: FakeProvider, path: Path) -> None:
             assert row["usage"] == served.usage.__dict__
     assert not by_attempt
     assert sum(v.nanodollars for v in verdict.votes) == provider.money()
-    assert totals(path, spec) == Totals(spent=provider.money(), calls=2, answered=2)
+    assert totals(path, spec) == SpendTotals(spent=provider.money(), calls=2, answered=2)
 
 
 def test_the_third_is_paid_only_when_two_cheaper_ones_disagree(
@@ -148,13 +155,15 @@ def test_the_second_time_nobody_is_asked(provider: FakeProvider, path: Path) -> 
     assert len(provider.served) == asked == 6
 
 
-def right_action(note: int) -> ToolCall:
-    return ToolCall("read_value", {"note": note, "name": "hemoglobin"})
+def right_action(note: int) -> ToolAction:
+    return ToolAction("read_value", {"note": note, "name": "hemoglobin"})
 
 
 def test_offline_the_ledger_gives_the_same_votes(path: Path, monkeypatch: Any) -> None:
     rule = sometimes_right(right, wrong, 0.7, seed=2)
-    faults = Faults(rate_limit=0.1, server_error=0.1, garbage=0.1, refuse=0.1, cut_off=0.1, seed=1)
+    faults = FaultRates(
+        rate_limit=0.1, server_error=0.1, garbage=0.1, refuse=0.1, cut_off=0.1, seed=1
+    )
     with FakeProvider(rule, MODELS, faults) as provider:
         spec = a_spec(*both(provider, attempts=2), a_teacher("c", provider.openai_url, attempts=2))
         states = [a_state(i) for i in range(25)]
@@ -190,7 +199,7 @@ def test_offline_the_ledger_gives_the_same_votes(path: Path, monkeypatch: Any) -
 def test_a_teacher_that_fails_abstains(
     provider: FakeProvider, path: Path, fault: str, error: str, attempts: int, presumed: bool
 ) -> None:
-    provider.faults = Faults(**{fault: 1.0})
+    provider.faults = FaultRates(**{fault: 1.0})
     spec = a_spec(*both(provider, timeout_s=0.5))
     begun = time.monotonic()
     (verdict,) = judge(path, spec, a_state())
@@ -212,7 +221,7 @@ def test_what_fails_once_is_asked_again(provider: FakeProvider, path: Path) -> N
     spec = a_spec(a_teacher("a", provider.openai_url), quorum=1)
     prompt = "model-a/" + render(a_state()).system + "/" + render(a_state()).user
     for seed in range(1000):
-        faults = Faults(rate_limit=0.5, seed=seed, retry_after_s=0.3)
+        faults = FaultRates(rate_limit=0.5, seed=seed, retry_after_s=0.3)
         if [bool(faults.drawn(f"{n}/{prompt}")) for n in (1, 2, 3)] == [True, True, False]:
             break
     provider.faults = faults
@@ -220,7 +229,7 @@ def test_what_fails_once_is_asked_again(provider: FakeProvider, path: Path) -> N
     (verdict,) = judge(path, spec, a_state())
     assert time.monotonic() - begun >= 0.6  # Retry-After, twice
     assert (verdict.reason, verdict.votes[0].attempts) == ("pair", 3)
-    assert totals(path, spec) == Totals(spent=provider.money(), calls=3, answered=1)
+    assert totals(path, spec) == SpendTotals(spent=provider.money(), calls=3, answered=1)
 
 
 def test_a_provider_that_is_not_there(path: Path) -> None:
@@ -230,13 +239,13 @@ def test_a_provider_that_is_not_there(path: Path) -> None:
         spec = a_spec(a_teacher("a", url), a_teacher("b", url, "anthropic"))
         (verdict,) = judge(path, spec, a_state())
     assert [vote.error for vote in verdict.votes] == ["unreachable"] * 2
-    assert totals(path, spec) == Totals(calls=6)  # nothing was sent, nothing is owed
+    assert totals(path, spec) == SpendTotals(calls=6)  # nothing was sent, nothing is owed
 
 
 def test_a_stalling_teacher_cannot_hold_a_verdict_past_its_deadline(
     provider: FakeProvider, path: Path
 ) -> None:
-    provider.faults = Faults(stall=1.0)
+    provider.faults = FaultRates(stall=1.0)
     spec = a_spec(*both(provider, timeout_s=60.0), deadline_s=1.0)
     begun = time.monotonic()
     (verdict,) = judge(path, spec, a_state())
@@ -247,12 +256,12 @@ def test_a_stalling_teacher_cannot_hold_a_verdict_past_its_deadline(
 def test_a_vote_that_is_cancelled_leaves_its_money_settled(
     provider: FakeProvider, path: Path
 ) -> None:
-    provider.faults = Faults(stall=1.0)
+    provider.faults = FaultRates(stall=1.0)
     spec = a_spec(a_teacher("a", provider.openai_url), quorum=1)
 
     async def ask_and_cancel() -> None:
-        ledger = Ledger(path, limits_of(spec))
-        desk = Desk(spec, ledger, "run", {"a": connect(spec.teachers[0])})
+        ledger = SpendLedger(path, limits_of(spec))
+        desk = TeacherPanel(spec, ledger, "run", {"a": connect(spec.teachers[0])})
         asking = asyncio.create_task(ask_teachers(desk, a_state()))
         await asyncio.to_thread(wait_for_a_call, provider)
         asking.cancel()
@@ -262,7 +271,7 @@ def test_a_vote_that_is_cancelled_leaves_its_money_settled(
 
     asyncio.run(ask_and_cancel())
     whole = worst(spec.teachers[0], render(a_state()))
-    assert totals(path, spec) == Totals(spent=whole, presumed=whole, calls=1)
+    assert totals(path, spec) == SpendTotals(spent=whole, presumed=whole, calls=1)
 
 
 def test_a_vote_that_is_cancelled_before_its_call_owes_nothing(
@@ -271,8 +280,8 @@ def test_a_vote_that_is_cancelled_before_its_call_owes_nothing(
     spec = a_spec(a_teacher("a", provider.openai_url), quorum=1)
 
     async def cancel_while_the_ledger_is_locked() -> None:
-        ledger, other = Ledger(path, limits_of(spec)), Ledger(path, limits_of(spec))
-        desk = Desk(spec, ledger, "run", {"a": connect(spec.teachers[0])})
+        ledger, other = SpendLedger(path, limits_of(spec)), SpendLedger(path, limits_of(spec))
+        desk = TeacherPanel(spec, ledger, "run", {"a": connect(spec.teachers[0])})
         with other._locked():
             asking = asyncio.create_task(ask_teachers(desk, a_state()))
             await asyncio.sleep(0.1)
@@ -280,7 +289,7 @@ def test_a_vote_that_is_cancelled_before_its_call_owes_nothing(
             with pytest.raises(asyncio.CancelledError):
                 await asking
         async with asyncio.timeout(10):
-            while other.totals("run") != Totals(calls=1):  # noqa: ASYNC110  # in another thread
+            while other.totals("run") != SpendTotals(calls=1):  # noqa: ASYNC110  # in another thread
                 await asyncio.sleep(0.02)
         assert (await ask_teachers(desk, a_state())).reason == "pair"
         await desk.close()
@@ -291,7 +300,7 @@ def test_a_vote_that_is_cancelled_before_its_call_owes_nothing(
 
 
 def test_the_breaker_opens_leaves_alone_and_tries_again(provider: FakeProvider, path: Path) -> None:
-    provider.faults = Faults(server_error=1.0)
+    provider.faults = FaultRates(server_error=1.0)
     teacher = a_teacher(
         "a", provider.openai_url, attempts=1, breaker_failures=3, breaker_cooldown_s=1.0
     )
@@ -302,7 +311,7 @@ def test_the_breaker_opens_leaves_alone_and_tries_again(provider: FakeProvider, 
     time.sleep(1.05)
     still = judge(path, spec, a_state(10), a_state(11))  # half open: one probe, and open again
     assert [v.votes[0].error for v in still] == ["http_500", "circuit_open"]
-    provider.faults = Faults()
+    provider.faults = FaultRates()
     time.sleep(1.05)
     back = judge(path, spec, a_state(20), a_state(21))
     assert [v.reason for v in back] == ["pair", "pair"]
@@ -324,7 +333,7 @@ def test_the_purse_is_spent_to_the_last_call_that_fits(provider: FakeProvider, p
     # Another run has a purse of its own, and what is known is free for it.
     again = judge(path, spec, *(a_state(i) for i in range(10, 10 + bought)), run="another")
     assert [v.reason for v in again] == ["pair"] * bought
-    assert totals(path, spec, "another") == Totals()
+    assert totals(path, spec, "another") == SpendTotals()
 
 
 def test_a_rate_limit_is_kept(provider: FakeProvider, path: Path) -> None:
@@ -338,14 +347,14 @@ def test_a_rate_limit_is_kept(provider: FakeProvider, path: Path) -> None:
 def test_one_question_asked_by_many_at_once_is_paid_once(
     provider: FakeProvider, path: Path
 ) -> None:
-    provider.faults = Faults(latency_s=0.2)
+    provider.faults = FaultRates(latency_s=0.2)
     spec = a_spec(a_teacher("a", provider.openai_url), quorum=1)
 
-    async def ask_at_once() -> list[Verdict]:
+    async def ask_at_once() -> list[PanelVerdict]:
         desks = []
         for _ in range(3):
-            ledger = Ledger(path, limits_of(spec))
-            desks.append(Desk(spec, ledger, "run", {"a": connect(spec.teachers[0])}))
+            ledger = SpendLedger(path, limits_of(spec))
+            desks.append(TeacherPanel(spec, ledger, "run", {"a": connect(spec.teachers[0])}))
         asked = [ask_teachers(desk, a_state()) for desk in desks for _ in range(2)]
         verdicts = await asyncio.gather(*asked)
         for desk in desks:
@@ -363,15 +372,15 @@ def test_what_the_provider_says_that_it_cost_is_believed(path: Path) -> None:
     async def nothing() -> None:
         pass
 
-    async def client(*_: Any) -> Reply:
-        return Reply(ANSWERED, answer(0), False, Usage(1, 1), charges.pop(0))
+    async def client(*_: Any) -> TeacherReply:
+        return TeacherReply(ANSWERED, answer(0), False, TeacherUsage(1, 1), charges.pop(0))
 
     charges = [777, 10**12]
     spec = a_spec(a_teacher("a", "http://127.0.0.1:1"), quorum=1)
-    ledger = Ledger(path, limits_of(spec))
-    desk = Desk(spec, ledger, "run", {"a": Client(client, nothing)})
+    ledger = SpendLedger(path, limits_of(spec))
+    desk = TeacherPanel(spec, ledger, "run", {"a": TeacherClient(client, nothing)})
 
-    async def ask() -> list[Vote]:
+    async def ask() -> list[TeacherVote]:
         return [(await ask_teachers(desk, a_state(i))).votes[0] for i in range(3)]
 
     first, second, third = asyncio.run(ask())

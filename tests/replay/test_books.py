@@ -4,35 +4,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.teacher_replay import Usage
+from protocols.teacher_replay import TeacherUsage
 from teachers.budget import (
     ANSWERED,
     INTERRUPTED,
-    Books,
-    Call,
-    Go,
-    Have,
-    Limits,
-    Refuse,
-    Reserved,
-    Settled,
-    Totals,
-    Wait,
+    AlreadyAnswered,
+    Budget,
+    CallLater,
+    CallNow,
+    CallRefused,
+    ReservedCall,
+    SettledCall,
+    SpendLimits,
+    SpendTotals,
+    TeacherCall,
 )
 
-LIMITS = Limits(
+LIMITS = SpendLimits(
     run_cap=100, teacher_cap=60, concurrency=3, requests_per_minute=None, breaker_failures=3,
     breaker_cooldown_s=10.0,
 )  # fmt: skip
 
 
-def books(**other: object) -> Books:
-    limits = Limits(**{**LIMITS.__dict__, **other})
-    return Books({"a": limits, "b": limits})
+def books(**other: object) -> Budget:
+    limits = SpendLimits(**{**LIMITS.__dict__, **other})
+    return Budget({"a": limits, "b": limits})
 
 
-def call(key: str = "k", nano: int = 10, teacher: str = "a", run: str = "r") -> Call:
-    return Call(key, teacher, run, nano)
+def call(key: str = "k", nano: int = 10, teacher: str = "a", run: str = "r") -> TeacherCall:
+    return TeacherCall(key, teacher, run, nano)
 
 
 def reserved(
@@ -42,8 +42,8 @@ def reserved(
     teacher: str = "a",
     key: str = "",
     run: str = "r",
-) -> Reserved:
-    return Reserved(attempt, key or f"key {attempt}", teacher, run, "owner", nano, time)
+) -> ReservedCall:
+    return ReservedCall(attempt, key or f"key {attempt}", teacher, run, "owner", nano, time)
 
 
 def settled(
@@ -56,10 +56,10 @@ def settled(
     run: str = "r",
     retry_after_s: float = 0.0,
     usable: bool | None = None,
-) -> Settled:
+) -> SettledCall:
     answered = outcome == ANSWERED
-    usage = Usage(1, 1) if answered else None
-    return Settled(
+    usage = TeacherUsage(1, 1) if answered else None
+    return SettledCall(
         attempt, key or f"key {attempt}", teacher, run, outcome, nano, usage, "", False,
         answered if usable is None else usable, 0.1, 1, retry_after_s, time,
     )  # fmt: skip
@@ -68,96 +68,96 @@ def settled(
 def test_a_reservation_holds_its_worst_case_until_it_is_settled() -> None:
     b = books()
     b.add(reserved("1", 30))
-    assert b.totals("r") == b.totals("r", "a") == Totals(held=30, calls=1)
+    assert b.totals("r") == b.totals("r", "a") == SpendTotals(held=30, calls=1)
     b.add(settled("1", 12))
-    assert b.totals("r") == Totals(spent=12, calls=1, answered=1)
+    assert b.totals("r") == SpendTotals(spent=12, calls=1, answered=1)
     b.add(reserved("2", 30))
     b.add(settled("2", 30, outcome="timeout"))  # nobody said what it cost
-    assert b.totals("r") == Totals(spent=42, presumed=30, calls=2, answered=1)
+    assert b.totals("r") == SpendTotals(spent=42, presumed=30, calls=2, answered=1)
     b.add(reserved("3", 30))
     b.add(settled("3", 0, outcome="rate_limited"))
-    assert b.totals("r") == Totals(spent=42, presumed=30, calls=3, answered=1)
+    assert b.totals("r") == SpendTotals(spent=42, presumed=30, calls=3, answered=1)
     b.add(settled("3", 20))  # settled twice: the first counts
     assert b.totals("r").spent == 42
-    assert b.totals("other") == Totals()
+    assert b.totals("other") == SpendTotals()
 
 
 def test_the_last_nanodollar_can_be_spent_and_not_one_more() -> None:
     b = books(teacher_cap=100)
     b.add(reserved("1", 90))
     b.add(settled("1", 90))
-    assert b.admit(call(nano=10), 0.0) == Go("")
-    assert b.admit(call(nano=11), 0.0) == Refuse("budget_run")
-    assert b.admit(call(nano=11, run="another"), 0.0) == Go("")
+    assert b.admit(call(nano=10), 0.0) == CallNow("")
+    assert b.admit(call(nano=11), 0.0) == CallRefused("budget_run")
+    assert b.admit(call(nano=11, run="another"), 0.0) == CallNow("")
 
 
 def test_who_might_still_be_paid_back_is_waited_for() -> None:
     b = books(teacher_cap=100)
     b.add(reserved("1", 95))
-    assert b.admit(call(nano=10), 0.0) == Wait(0.1, "budget_run")
+    assert b.admit(call(nano=10), 0.0) == CallLater(0.1, "budget_run")
     b.add(settled("1", 5))
-    assert b.admit(call(nano=10), 0.0) == Go("")
+    assert b.admit(call(nano=10), 0.0) == CallNow("")
 
 
 def test_each_teacher_has_its_own_cap_within_the_run_s() -> None:
     b = books()
     b.add(reserved("1", 55))
     b.add(settled("1", 55))
-    assert b.admit(call(nano=6), 0.0) == Refuse("budget_teacher")
-    assert b.admit(call(nano=6, teacher="b"), 0.0) == Go("")
+    assert b.admit(call(nano=6), 0.0) == CallRefused("budget_teacher")
+    assert b.admit(call(nano=6, teacher="b"), 0.0) == CallNow("")
     b.add(reserved("2", 41, teacher="b"))
     b.add(settled("2", 41, teacher="b"))
-    assert b.admit(call(nano=5, teacher="b"), 0.0) == Refuse("budget_run")
+    assert b.admit(call(nano=5, teacher="b"), 0.0) == CallRefused("budget_run")
 
 
 def test_an_answer_is_never_bought_again_and_a_failure_is() -> None:
     b = books()
     b.add(reserved("1", key="k"))
-    assert b.admit(call("k"), 0.0) == Wait(0.05, "deadline")  # somebody is asking just that
+    assert b.admit(call("k"), 0.0) == CallLater(0.05, "deadline")  # somebody is asking just that
     b.add(failed := settled("1", 0, outcome="http_500", key="k"))
-    assert b.admit(call("k"), 0.0) == Go("")
+    assert b.admit(call("k"), 0.0) == CallNow("")
     assert b.last["k"] == failed
     b.add(reserved("2", key="k"))
     b.add(answer := settled("2", key="k"))
-    assert b.admit(call("k"), 0.0) == Have(answer)
+    assert b.admit(call("k"), 0.0) == AlreadyAnswered(answer)
     b.add(reserved("3", 1000))
-    assert b.admit(call("k", 10**9), 0.0) == Have(answer)  # whatever the purse holds
+    assert b.admit(call("k", 10**9), 0.0) == AlreadyAnswered(answer)  # whatever the purse holds
 
 
 def test_who_costs_more_than_the_worst_case_is_not_asked_again() -> None:
     b = books()
     b.add(reserved("1", 10))
     b.add(settled("1", 11))
-    assert b.admit(call(), 0.0) == Refuse("price_exceeded")
-    assert b.admit(call(teacher="b"), 0.0) == Go("")
+    assert b.admit(call(), 0.0) == CallRefused("price_exceeded")
+    assert b.admit(call(teacher="b"), 0.0) == CallNow("")
 
 
 def test_concurrency_is_over_everybody() -> None:
     b = books()
     for attempt in "123":
         b.add(reserved(attempt))
-    assert b.admit(call(), 0.0) == Wait(0.02, "deadline")
-    assert b.admit(call(teacher="b"), 0.0) == Go("")
+    assert b.admit(call(), 0.0) == CallLater(0.02, "deadline")
+    assert b.admit(call(teacher="b"), 0.0) == CallNow("")
     b.add(settled("2"))
-    assert b.admit(call(), 0.0) == Go("")
+    assert b.admit(call(), 0.0) == CallNow("")
 
 
 def test_calls_begun_in_any_minute() -> None:
     b = books(requests_per_minute=2, concurrency=99)
     b.add(reserved("1", time=100.0))
     b.add(reserved("2", time=130.0))
-    assert b.admit(call(), 140.0) == Wait(20.0, "rate_limited")
-    assert b.admit(call(), 160.0) == Go("")
+    assert b.admit(call(), 140.0) == CallLater(20.0, "rate_limited")
+    assert b.admit(call(), 160.0) == CallNow("")
     b.add(reserved("3", time=160.0))
-    assert b.admit(call(), 161.0) == Wait(29.0, "rate_limited")
+    assert b.admit(call(), 161.0) == CallLater(29.0, "rate_limited")
 
 
 def test_retry_after_holds_for_everybody() -> None:
     b = books()
     b.add(reserved("1"))
     b.add(settled("1", 0, time=50.0, outcome="rate_limited", retry_after_s=7.0))
-    assert b.admit(call(), 51.0) == Wait(6.0, "rate_limited")
-    assert b.admit(call(), 57.0) == Go("")
+    assert b.admit(call(), 51.0) == CallLater(6.0, "rate_limited")
+    assert b.admit(call(), 57.0) == CallNow("")
 
 
 def test_the_breaker_opens_and_half_opens_and_closes() -> None:
@@ -169,25 +169,25 @@ def test_the_breaker_opens_and_half_opens_and_closes() -> None:
 
     fails("1", 1.0)
     fails("2", 2.0)
-    assert b.admit(call(), 2.0) == Go("")
+    assert b.admit(call(), 2.0) == CallNow("")
     b.add(reserved("ok", 1, 2.5))
     b.add(settled("ok", 1, 2.5))  # one good answer and the count begins anew
     fails("3", 3.0)
     fails("4", 4.0)
     b.add(reserved("late", 1, 4.0))
     fails("5", 5.0)
-    assert b.admit(call(), 5.0) == Refuse("circuit_open")
-    assert b.admit(call(teacher="b"), 5.0) == Go("")
+    assert b.admit(call(), 5.0) == CallRefused("circuit_open")
+    assert b.admit(call(teacher="b"), 5.0) == CallNow("")
     b.add(settled("late", 0, 9.0, "http_500"))  # begun before it opened: it changes nothing
-    assert b.admit(call(), 14.9) == Refuse("circuit_open")
-    assert b.admit(call(), 15.0) == Go("")  # half open: one probe
+    assert b.admit(call(), 14.9) == CallRefused("circuit_open")
+    assert b.admit(call(), 15.0) == CallNow("")  # half open: one probe
     b.add(reserved("probe", 1, 15.0))
-    assert b.admit(call(), 15.1) == Refuse("circuit_open")
+    assert b.admit(call(), 15.1) == CallRefused("circuit_open")
     b.add(settled("probe", 0, 16.0, "timeout"))
-    assert b.admit(call(), 25.9) == Refuse("circuit_open")
+    assert b.admit(call(), 25.9) == CallRefused("circuit_open")
     b.add(reserved("probe 2", 1, 26.0))
     b.add(settled("probe 2", 1, 26.5))
-    assert b.admit(call(), 26.5) == Go("")
+    assert b.admit(call(), 26.5) == CallNow("")
 
 
 def test_answers_that_are_no_votes_open_the_breaker_too() -> None:
@@ -195,7 +195,7 @@ def test_answers_that_are_no_votes_open_the_breaker_too() -> None:
     for attempt in "123":
         b.add(reserved(attempt, 1))
         b.add(settled(attempt, 1, usable=False))
-    assert b.admit(call(), 1.0) == Refuse("circuit_open")
+    assert b.admit(call(), 1.0) == CallRefused("circuit_open")
 
 
 def test_our_own_death_does_not_count_against_the_teacher() -> None:
@@ -203,13 +203,13 @@ def test_our_own_death_does_not_count_against_the_teacher() -> None:
     for attempt in "1234":
         b.add(reserved(attempt, 1))
         b.add(settled(attempt, 1, outcome=INTERRUPTED))
-    assert b.admit(call(), 0.0) == Go("")
+    assert b.admit(call(), 0.0) == CallNow("")
     for attempt in "567":
         b.add(reserved(attempt, 1, 1.0))
         b.add(settled(attempt, 0, 1.0, "cut_off"))
     b.add(reserved("probe", 1, 12.0))
     b.add(settled("probe", 1, 13.0, INTERRUPTED))
-    assert b.admit(call(), 13.0) == Go("")  # another may probe at once
+    assert b.admit(call(), 13.0) == CallNow("")  # another may probe at once
 
 
 @settings(max_examples=200, deadline=None)
@@ -229,9 +229,9 @@ def test_whatever_is_asked_the_caps_hold(
     steps: list[tuple[str, int, float, str, int]],
 ) -> None:
     b = books(concurrency=10**6, breaker_failures=10**6)
-    open_calls: list[tuple[int, Settled]] = []
+    open_calls: list[tuple[int, SettledCall]] = []
     for i, (teacher, worst, share, outcome, delay) in enumerate(steps):
-        if b.admit(call(str(i), worst, teacher), 0.0) == Go(""):
+        if b.admit(call(str(i), worst, teacher), 0.0) == CallNow(""):
             b.add(reserved(str(i), worst, teacher=teacher))
             paid = worst if outcome in ("timeout", INTERRUPTED) else int(worst * share)
             open_calls.append((i + delay, settled(str(i), paid, outcome=outcome, teacher=teacher)))

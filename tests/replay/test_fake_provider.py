@@ -11,9 +11,15 @@ import openai
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from protocols.teacher_replay import Usage
 from protocols.spec.teacher_replay import PriceSpec
-from teachers.fake_provider.app import FakeProvider, Faults, ProviderRequest, sometimes_right, uniform
+from protocols.teacher_replay import TeacherUsage
+from teachers.fake_provider.app import (
+    FakeProvider,
+    FaultRates,
+    ProviderRequest,
+    sometimes_right,
+    uniform,
+)
 from teachers.prompts import ATTEMPT_HEADER
 
 PRICES = {"tiny": PriceSpec(input=1.0, output=2.0, cached=0.5)}
@@ -64,7 +70,7 @@ def test_chat_completions_parse_and_charge(provider: FakeProvider) -> None:
 
     asyncio.run(ask())
     first, second = provider.served
-    assert (first.usage, second.usage) == (Usage(4, 4, 0), Usage(2, 4, 2))
+    assert (first.usage, second.usage) == (TeacherUsage(4, 4, 0), TeacherUsage(2, 4, 2))
     # 1000, 2000 and 500 nanodollars a token.
     assert (first.nanodollars, second.nanodollars) == (12_000, 11_000)
     assert provider.money() == 23_000
@@ -157,7 +163,7 @@ def test_an_answer_is_cut_at_max_tokens(provider: FakeProvider) -> None:
 def test_a_fault_is_what_the_sdk_calls_it(
     provider: FakeProvider, fault: str, raised: type[Exception], charged: bool
 ) -> None:
-    provider.faults = Faults(**{fault: 1.0})
+    provider.faults = FaultRates(**{fault: 1.0})
 
     async def ask() -> Exception:
         async with openai_client(provider) as client:
@@ -180,7 +186,7 @@ def test_a_fault_is_what_the_sdk_calls_it(
 
 
 def test_a_refusal_has_each_wire_s_form(provider: FakeProvider) -> None:
-    provider.faults = Faults(refuse=1.0)
+    provider.faults = FaultRates(refuse=1.0)
 
     async def ask() -> None:
         async with openai_client(provider) as client:
@@ -199,7 +205,7 @@ def test_a_refusal_has_each_wire_s_form(provider: FakeProvider) -> None:
 
 
 def test_a_stream_is_cut_off_in_the_middle(provider: FakeProvider) -> None:
-    provider.faults = Faults(cut_off=1.0)
+    provider.faults = FaultRates(cut_off=1.0)
 
     async def ask() -> None:
         async with anthropic_client(provider) as client:
@@ -238,14 +244,14 @@ def test_a_wrong_key_is_refused_and_repeated_as_real_providers_do() -> None:
 
 
 def test_rates_are_met_and_do_not_depend_on_order() -> None:
-    faults = Faults(rate_limit=0.1, stall=0.05, cut_off=0.05, refuse=0.2, seed=3)
+    faults = FaultRates(rate_limit=0.1, stall=0.05, cut_off=0.05, refuse=0.2, seed=3)
     drawn = [faults.drawn(str(i)) for i in range(20_000)]
     shares = {name: n / len(drawn) for name, n in Counter(drawn).items()}
     # Five standard deviations of a share of 20,000 are at most 0.018.
     expected = {"": 0.6, "rate_limit": 0.1, "stall": 0.05, "cut_off": 0.05, "refuse": 0.2}
     assert shares == pytest.approx(expected, abs=0.018)
     assert drawn[:50] == [faults.drawn(str(i)) for i in range(50)]
-    assert drawn[:50] != [Faults(refuse=0.2, seed=4).drawn(str(i)) for i in range(50)]
+    assert drawn[:50] != [FaultRates(refuse=0.2, seed=4).drawn(str(i)) for i in range(50)]
 
 
 def test_a_rule_that_is_right_at_a_set_rate() -> None:

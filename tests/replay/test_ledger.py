@@ -16,13 +16,20 @@ from replay_house import a_spec, a_teacher, ledger_rows, prices, right
 from replay_worker import RACE_PAID, RACE_WORST, a_settlement
 
 from protocols.errors import DataError, RunError
+from teachers.budget import (
+    INTERRUPTED,
+    AlreadyAnswered,
+    CallLater,
+    CallNow,
+    SpendTotals,
+    TeacherCall,
+)
+from teachers.fake_provider.app import FakeProvider, FaultRates
+from teachers.ledger import SpendLedger
 from teachers.panel import limits_of
-from teachers.budget import INTERRUPTED, Call, Go, Have, Totals, Wait
-from teachers.fake_provider.app import FakeProvider, Faults
-from teachers.ledger import Ledger
 
 SPEC = a_spec(a_teacher("a", "http://127.0.0.1:1"))
-CALL = Call("k", "a", "run", 5_000)
+CALL = TeacherCall("k", "a", "run", 5_000)
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -48,30 +55,30 @@ def start() -> Iterator[Start]:
         worker.communicate()
 
 
-def opened(path: Path) -> Ledger:
-    return Ledger(path, limits_of(SPEC), lock_timeout_s=5.0)
+def opened(path: Path) -> SpendLedger:
+    return SpendLedger(path, limits_of(SPEC), lock_timeout_s=5.0)
 
 
-def admitted(ledger: Ledger, call: Call = CALL) -> str:
+def admitted(ledger: SpendLedger, call: TeacherCall = CALL) -> str:
     admission = ledger.admit(call)
-    assert isinstance(admission, Go)
+    assert isinstance(admission, CallNow)
     return admission.attempt
 
 
 def test_what_was_settled_is_known_to_all_and_after_a_restart(path: Path) -> None:
     first, second = opened(path), opened(path)
     attempt = admitted(first)
-    assert isinstance(second.admit(CALL), Wait)
-    assert second.totals("run") == Totals(held=5_000, calls=1)
+    assert isinstance(second.admit(CALL), CallLater)
+    assert second.totals("run") == SpendTotals(held=5_000, calls=1)
     row = a_settlement(CALL, attempt, 1_234)
     first.settle(row)
-    assert second.admit(CALL) == Have(row)
-    assert second.totals("run") == Totals(spent=1_234, calls=1, answered=1)
+    assert second.admit(CALL) == AlreadyAnswered(row)
+    assert second.totals("run") == SpendTotals(spent=1_234, calls=1, answered=1)
     first.close()
     second.close()
     third = opened(path)
     assert third.found("k") == row
-    assert third.totals("run", "a") == Totals(spent=1_234, calls=1, answered=1)
+    assert third.totals("run", "a") == SpendTotals(spent=1_234, calls=1, answered=1)
     third.close()
     assert [r["kind"] for r in ledger_rows(path)] == ["reserved", "settled"]
     assert path.stat().st_mode & 0o777 == 0o600
@@ -87,8 +94,8 @@ def test_a_torn_last_line_is_cut_off(path: Path, keep: int) -> None:
     path.write_bytes(whole + lines[1][: keep or None] * (keep != 0))
     again = opened(path)
     # The settlement is lost and its owner gone: the call may have cost all that was reserved.
-    assert again.totals("run") == Totals(spent=5_000, presumed=5_000, calls=1)
-    assert isinstance(again.admit(CALL), Go)
+    assert again.totals("run") == SpendTotals(spent=5_000, presumed=5_000, calls=1)
+    assert isinstance(again.admit(CALL), CallNow)
     again.close()
     rows = ledger_rows(path)
     assert [r.get("outcome") for r in rows] == [None, INTERRUPTED, None]
@@ -133,26 +140,26 @@ def test_a_dead_owner_s_call_counts_in_full_and_may_be_made_again(path: Path, st
     assert worker.stdout is not None
     assert worker.stdout.readline() == "Go\n"
     ledger = opened(path)
-    assert isinstance(ledger.admit(CALL), Wait)  # it lives, and asks just that
+    assert isinstance(ledger.admit(CALL), CallLater)  # it lives, and asks just that
     worker.send_signal(signal.SIGSTOP)
-    assert isinstance(ledger.admit(CALL), Wait)  # silent is not dead
+    assert isinstance(ledger.admit(CALL), CallLater)  # silent is not dead
     worker.kill()
     worker.wait()
-    assert isinstance(ledger.admit(CALL), Go)
-    assert ledger.totals("run") == Totals(spent=5_000, presumed=5_000, held=5_000, calls=2)
+    assert isinstance(ledger.admit(CALL), CallNow)
+    assert ledger.totals("run") == SpendTotals(spent=5_000, presumed=5_000, held=5_000, calls=2)
     ledger.close()
     opened(path).close()
     assert list(path.with_name("ledger.jsonl.owners").iterdir()) == []
 
 
 def test_a_file_that_stays_locked_is_not_waited_for_without_end(path: Path) -> None:
-    ledger = Ledger(path, limits_of(SPEC), lock_timeout_s=0.2)
+    ledger = SpendLedger(path, limits_of(SPEC), lock_timeout_s=0.2)
     other = opened(path)
     begun = time.monotonic()
     with other._locked(), pytest.raises(RunError, match=r"stayed locked for 0\.2 s"):
         ledger.admit(CALL)
     assert time.monotonic() - begun < 2
-    assert isinstance(ledger.admit(CALL), Go)
+    assert isinstance(ledger.admit(CALL), CallNow)
     ledger.close()
     other.close()
 
@@ -179,8 +186,8 @@ def test_a_full_disk_makes_no_call(path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(RunError, match="cannot be written"):
         ledger.admit(CALL)
     monkeypatch.undo()
-    assert ledger.totals("run") == Totals()
-    assert isinstance(ledger.admit(CALL), Go)
+    assert ledger.totals("run") == SpendTotals()
+    assert isinstance(ledger.admit(CALL), CallNow)
     ledger.close()
     assert len(ledger_rows(path)) == 1
 
@@ -218,7 +225,7 @@ def test_kill_9_in_the_middle_and_nothing_is_paid_twice(path: Path, start: Start
     """Killed four times at different moments, the work is finished at last, and every answer that
     was on disk before a kill was bought once."""
     spec = a_spec(a_teacher("a", "http://127.0.0.1:1/v1"))
-    with FakeProvider(right, prices(spec), Faults(latency_s=0.05)) as provider:
+    with FakeProvider(right, prices(spec), FaultRates(latency_s=0.05)) as provider:
         kills = 0
         for moment in (1, 3, 4, 8):  # states done before the kill
             worker = start("ask", path, provider.openai_url, COUNT)

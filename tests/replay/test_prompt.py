@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from replay_house import a_state, a_teacher, answer, canonical_read
 
-from protocols.teacher_replay import Message, ToolCall, Usage
 from protocols.spec.teacher_replay import PriceSpec
+from protocols.teacher_replay import AgentMessage, TeacherUsage, ToolAction
 from teachers.pricing import OVERHEAD_TOKENS, cost, nanodollars, reported, worst_case
 from teachers.prompts import ANSWER_SCHEMA, TeacherAnswer, call_key, read_answer, render, state_hash
 
@@ -21,13 +21,13 @@ def test_a_teacher_sees_the_state_and_not_what_the_student_did() -> None:
     assert '"name":"read_value"' in prompt.system
     assert "A) insulin\nB) metformin" in prompt.system
     assert "99" not in prompt.system
-    other = a_state(7, student_action=ToolCall("read_value", {"note": 1, "name": "x"}))
+    other = a_state(7, student_action=ToolAction("read_value", {"note": 1, "name": "x"}))
     assert render(other) == render(a_state(7))
     assert state_hash(other) == state_hash(a_state(7))
 
 
 def test_half_a_character_is_replaced() -> None:
-    state = a_state(messages=(Message("user", "x\ud800y"),))
+    state = a_state(messages=(AgentMessage("user", "x\ud800y"),))
     assert "x?y" in render(state).user
     assert len(state_hash(state)) == 64
 
@@ -119,8 +119,8 @@ def test_the_schema_is_the_model_s_own() -> None:
 def test_money_by_hand() -> None:
     prices = PriceSpec(input=1.25, output=10.0, cached=0.125)
     # 100 * 1250 + 40 * 125 + 7 * 10000
-    assert cost(Usage(100, 7, 40), prices) == 200_000
-    assert cost(Usage(100, 7, 40), PriceSpec(input=1.25, output=10.0)) == 245_000
+    assert cost(TeacherUsage(100, 7, 40), prices) == 200_000
+    assert cost(TeacherUsage(100, 7, 40), PriceSpec(input=1.25, output=10.0)) == 245_000
     assert worst_case(500, 64, prices) == (500 + OVERHEAD_TOKENS) * 1250 + 64 * 10_000
     assert nanodollars(1.0) == 1_000_000_000
     assert nanodollars(0.1) == 100_000_000

@@ -7,15 +7,26 @@ import pytest
 from replay_house import a_state, canonical_read
 
 from protocols.errors import DataError
-from protocols.teacher_replay import Choice, Text, Usage, Vote
+from protocols.teacher_replay import OptionAction, TeacherUsage, TeacherVote, TextAction
 from teachers.prompts import state_hash
 from teachers.vote_records import Record, from_row, to_row
 from teachers.voting import decide, pair_of
 
 VOTES = [
-    Vote("h", "a", "k1", "raw \u2603 \ud800", canonical_read(1), Usage(5, 6, 7), 123, 0.25, 2, ""),
-    Vote("h", "b", "k2", "", canonical_read(1), None, 0, 0.5, 1, ""),
-    Vote("h", "c", "k3", "", None, None, 10**15, 0.5, 3, "timeout"),
+    TeacherVote(
+        "h",
+        "a",
+        "k1",
+        "raw \u2603 \ud800",
+        canonical_read(1),
+        TeacherUsage(5, 6, 7),
+        123,
+        0.25,
+        2,
+        "",
+    ),
+    TeacherVote("h", "b", "k2", "", canonical_read(1), None, 0, 0.5, 1, ""),
+    TeacherVote("h", "c", "k3", "", None, None, 10**15, 0.5, 3, "timeout"),
 ]
 VERDICT = decide(a_state(), VOTES, 2, "error_turn")
 PAIR = pair_of(VERDICT)
@@ -25,8 +36,8 @@ PAIR = pair_of(VERDICT)
     "record",
     [
         a_state(),
-        a_state(student_action=Choice("B"), options=("x", "y"), tools=(), confidence=0.25),
-        a_state(student_action=Text("halve it"), tools=()),
+        a_state(student_action=OptionAction("B"), options=("x", "y"), tools=(), confidence=0.25),
+        a_state(student_action=TextAction("halve it"), tools=()),
         VOTES[1],
         VERDICT,
         PAIR,

@@ -6,17 +6,19 @@ from hypothesis import strategies as st
 from replay_house import a_state, canonical_read
 
 from protocols.errors import DataError
-from protocols.teacher_replay import ReplayState, ToolCall, Vote
 from protocols.spec.teacher_replay import GateSpec
+from protocols.teacher_replay import ReplayState, TeacherVote, ToolAction
 from teachers.voting import decide, next_to_ask, pair_of, worth_asking
 
 STATE = a_state()  # the student reads note 99
 
 
-def votes(*notes: int | None) -> list[Vote]:
+def votes(*notes: int | None) -> list[TeacherVote]:
     """Teachers t0, t1, ... read these notes; None abstains."""
     return [
-        Vote("h", f"t{i}", "k", "", None if n is None else canonical_read(n), None, 0, 0.0, 1, "")
+        TeacherVote(
+            "h", f"t{i}", "k", "", None if n is None else canonical_read(n), None, 0, 0.0, 1, ""
+        )
         for i, n in enumerate(notes)
     ]
 
@@ -66,7 +68,7 @@ def test_a_pair_says_how_many_agreed() -> None:
 
 
 def test_a_student_whose_action_cannot_be_done_is_still_rejected() -> None:
-    state = a_state(student_action=ToolCall("reed_value", {"x": 1}))
+    state = a_state(student_action=ToolAction("reed_value", {"x": 1}))
     verdict = decide(state, votes(1, 1), 2)
     assert verdict.rejected == '{"arguments":{"x":1},"tool":"reed_value"}'
     assert verdict.reason == "pair"
@@ -133,7 +135,7 @@ def test_asking_in_stages_ends_and_misses_no_quorum(
     quorum = data.draw(st.integers(1, len(notes)))
     everyone = votes(*notes)
     names = [vote.teacher for vote in everyone]
-    cast: list[Vote] = []
+    cast: list[TeacherVote] = []
     while names_now := next_to_ask(names, cast, quorum):
         cast += [vote for vote in everyone if vote.teacher in names_now]
     tally = [sum(v.canonical == canonical_read(n) for v in cast) for n in (1, 2)]

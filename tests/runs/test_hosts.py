@@ -13,7 +13,7 @@ import pytest
 from namespaces import ALONE, cannot_make
 from small_run import command, latest, rows, run_to_end, running, same_outcome
 
-from services.hosts.handshake import Hello, HelloServer, versions
+from services.hosts.handshake import WorkerInfo, WorkerInfoServer, versions
 
 SCENARIO = Path(__file__).parent.parent / "mesh_scenario.py"
 GRACE = 25.0
@@ -94,7 +94,7 @@ def test_idle_workers_end_at_once(report: dict[str, Any]) -> None:
 
 def test_a_worker_of_another_version_ends_the_run_at_its_start(tmp_path: Path) -> None:
     other = {**versions(), "torchmonarch": "0.6.9"}
-    with HelloServer("127.0.0.1", 0, lambda: Hello(other, "a", False, "")) as server:
+    with WorkerInfoServer("127.0.0.1", 0, lambda: WorkerInfo(other, "a", False, "")) as server:
         address = f"tcp://127.0.0.1:{server.port - 1}"
         done = run_to_end(command(tmp_path, hosts={"kind": "addresses", "addresses": [address]}))
     assert done.returncode == 1

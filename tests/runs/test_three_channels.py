@@ -18,7 +18,7 @@ from small_run import ROOT, Finished, run_to_end, running
 from environments.episode_files import from_row
 from learning.losses.objective import CHANNELS
 from protocols.files import read_rows
-from protocols.teacher_replay import NANO, Verdict
+from protocols.teacher_replay import NANO, PanelVerdict
 from teachers.vote_records import from_row as record_from
 
 pytestmark = pytest.mark.run
@@ -100,7 +100,7 @@ def test_traces_read_back_as_what_was_sampled(done: Finished) -> None:
 
 def test_every_vote_is_there_and_paid_for_once(done: Finished) -> None:
     said = [record_from(row) for row in read_rows(done.path / "votes.jsonl")]
-    verdicts = [v for v in said if isinstance(v, Verdict)]
+    verdicts = [v for v in said if isinstance(v, PanelVerdict)]
     assert verdicts
     assert "pair" in {v.reason for v in verdicts}
     spent = sum(vote.nanodollars for v in verdicts for vote in v.votes)
@@ -175,7 +175,7 @@ def test_teachers_that_are_all_down_are_done_without(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["channels"]["grpo"]["count"] for row in rows)
     verdicts = [record_from(row) for row in read_rows(path / "votes.jsonl")]
-    verdicts = [v for v in verdicts if isinstance(v, Verdict)]
+    verdicts = [v for v in verdicts if isinstance(v, PanelVerdict)]
     assert {v.reason for v in verdicts} <= {"too_few_votes", "not_worth_asking"}
     errors = {vote.error for v in verdicts for vote in v.votes}
     assert errors <= {"http_500", "circuit_open", "deadline", ""}

@@ -11,7 +11,7 @@ from small_run import SMALL, Finished, rows
 
 from learning.model.loading import load_tokenizer
 from protocols.spec.loading import load_resolved
-from training.recipes.longhealth_prompts import Tasks, read_patients
+from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
 
 pytestmark = pytest.mark.run
 
@@ -79,7 +79,7 @@ def test_every_step_is_recorded_once_with_its_version(finished: Finished) -> Non
 def test_no_training_prompt_is_an_evaluation_prompt(finished: Finished) -> None:
     """Over the run's own tokens, not by trusting the split."""
     learn = load_resolved(finished.path / "spec.yaml").learn
-    tasks = Tasks(learn, read_patients(learn.data), load_tokenizer(learn.model.path))
+    tasks = LongHealthPrompts(learn, read_patients(learn.data), load_tokenizer(learn.model.path))
     exams = {e.prompt_ids for e in tasks.exams}
     words = {tasks.decode(e.prompt_ids).split("?")[0] for e in tasks.exams}
     asked = {tuple(r["prompt_ids"]) for r in rows(finished.path / "rollouts.jsonl")}

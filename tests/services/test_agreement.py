@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from protocols.types import Completion
-from training.recipes.agreement import Exam, Studied, agreement, split
+from training.recipes.agreement import HeldOutQuestion, StudyQuestion, agreement, split
 
 
-def studied(document: str, text: str) -> Studied:
-    return Studied(f"{document}/{text}", document, "question", text, (1,), ())
+def studied(document: str, text: str) -> StudyQuestion:
+    return StudyQuestion(f"{document}/{text}", document, "question", text, (1,), ())
 
 
 def test_a_question_stays_on_its_side_whatever_is_beside_it() -> None:
@@ -26,8 +26,8 @@ def test_a_question_stays_on_its_side_whatever_is_beside_it() -> None:
 
 def test_agreement_by_hand() -> None:
     exams = [
-        Exam(studied("a", "x"), (), (5, 6), (-0.1, -0.2), (5, 6)),
-        Exam(studied("a", "y"), (), (7,), (-1.0,), (3,)),
+        HeldOutQuestion(studied("a", "x"), (), (5, 6), (-0.1, -0.2), (5, 6)),
+        HeldOutQuestion(studied("a", "y"), (), (7,), (-1.0,), (3,)),
     ]
     read_by = Completion("x", (1,), (0.0,), (0,), "length")
     read = [

@@ -13,17 +13,17 @@ from small_run import MESH, SMALL
 
 from actors.generator import GeneratorActor
 from protocols.errors import PublishError, StaleTokenError
-from protocols.spec.mesh import RunSpec
-from protocols.spec.loading import load_spec
 from protocols.records.status import RunStatus
-from protocols.types import Generated, GenerateRequest, PrefixRef, Snapshot
+from protocols.spec.loading import load_spec
+from protocols.spec.mesh import RunSpec
+from protocols.types import CartridgeSnapshot, GenerateOutput, GenerateRequest, PrefixRef
 from services import roles
-from training.recipes.registry import open_course
-from services.control.commands import Helm
+from services.control.commands import RunCommands
 from services.mesh import open_mesh, spawn_roles
-from services.telemetry.recorder import Recorder
 from services.run_directory import RunDirectory
 from services.telemetry.hub import open_sinks
+from services.telemetry.recorder import RunLog
+from training.recipes.registry import open_course
 from training.training_run import TrainingRun
 
 pytestmark = pytest.mark.mesh
@@ -33,7 +33,7 @@ class Deaf(GeneratorActor):
     """Acknowledges every publish after the first without taking it: the seed system's defect."""
 
     @endpoint
-    async def load(self, snapshot: Snapshot) -> int:
+    async def load(self, snapshot: CartridgeSnapshot) -> int:
         if snapshot.version == 0:
             tensors = await self._plane.get(snapshot.packet)
             self._cartridges.add(0, snapshot.names, tensors["kv"])
@@ -44,7 +44,7 @@ class Lying(Deaf):
     """Deaf, and answers requests for newer versions with the old one, saying which it used."""
 
     @endpoint
-    async def generate(self, requests: Sequence[GenerateRequest]) -> Generated:
+    async def generate(self, requests: Sequence[GenerateRequest]) -> GenerateOutput:
         from learning.decoding.generate import generate
 
         old = [
@@ -56,7 +56,7 @@ class Lying(Deaf):
             for r in requests
         ]
         done = generate(self._model, old, self._lookup, self._end_ids)
-        return Generated(0.0, tuple(done))
+        return GenerateOutput(0.0, tuple(done))
 
 
 def small_spec() -> RunSpec:
@@ -68,9 +68,11 @@ def small_spec() -> RunSpec:
 async def run_with(spec: RunSpec, directory: RunDirectory) -> TrainingRun:
     """A run driven from this process, without a controller."""
     hub = open_sinks(spec, directory, lambda sink, message: None)
-    recorder = Recorder(directory, hub)
+    recorder = RunLog(directory, hub)
     mesh = await open_mesh(spec, recorder.event, recorder.span)
-    helm = Helm(RunStatus, lambda **_: None, lambda: mesh.pools, recorder, mesh.service.scale)
+    helm = RunCommands(
+        RunStatus, lambda **_: None, lambda: mesh.pools, recorder, mesh.service.scale
+    )
     try:
         course = open_course(spec, mesh)
         await spawn_roles(spec, course.documents, course.end_ids, mesh, directory)

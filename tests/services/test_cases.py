@@ -14,14 +14,14 @@ from desk_tasks import replayed
 from environments.clinic.desk import TOOLS, call_text, draw_case, draw_desk
 from environments.clinic.fake_teachers import next_call
 from learning.model.loading import load_tokenizer
-from protocols.train_batch import hinted
-from protocols.episodes import Move, Observation
+from protocols.episodes import EnvironmentRequest, Observation
 from protocols.errors import RunError
 from protocols.spec.learn import LearnSpec
-from protocols.teacher_replay import Message
 from protocols.spec.loading import load_spec
+from protocols.teacher_replay import AgentMessage
+from protocols.train_batch import hinted
 from protocols.types import Completion, GenerateRequest, TrainStepOutput
-from training.recipes.tool_episodes import Cases
+from training.recipes.tool_episodes import ToolEpisodesRecipe
 from training.types import Rollout, StepRecord, StepTimes
 
 MESH = Path(__file__).resolve().parents[2] / "meshes" / "three_channels.yaml"
@@ -35,15 +35,15 @@ def spec(*sets: str) -> LearnSpec:
     return load_spec(str(MESH), sets=(*QUIET, *sets)).spec.learn
 
 
-def said(move: Move) -> Observation:
+def said(move: EnvironmentRequest) -> Observation:
     """What a desk says, by the pure world."""
     given = move.task.arguments
     case = draw_case(draw_desk(given["desk_seed"], given["desk"], given["fields"]), given["seed"])
     reply = replayed(case, move.actions, given["max_turns"])[-1].reply
     if reply is None:
-        return Observation((Message("user", case.question),), TOOLS)
+        return Observation((AgentMessage("user", case.question),), TOOLS)
     return Observation(
-        (Message("tool", reply.text),), TOOLS, reply.done, reply.reward, reply.error_kind,
+        (AgentMessage("tool", reply.text),), TOOLS, reply.done, reply.reward, reply.error_kind,
         reply.hint_key, reply.hint_facts, expected=case.value if reply.done else None,
     )  # fmt: skip
 
@@ -58,7 +58,7 @@ class Environment:
         answers: list[Any] = await work(items)
         return answers
 
-    async def route(self, method: str, moves: Sequence[Move]) -> list[Observation]:
+    async def route(self, method: str, moves: Sequence[EnvironmentRequest]) -> list[Observation]:
         self.calls += 1
         if self.calls > self._until:
             raise RunError("environment.move was lost 5 times with the replica that worked on it")
@@ -86,26 +86,26 @@ class Clerk:
         if self.able:
             desk = request.prefix.name.partition("/")[2]
             parts = self.tokenizer.decode(list(request.prompt_ids)).split("<|end|>")
-            messages = [Message("system", self.desks[desk])]
+            messages = [AgentMessage("system", self.desks[desk])]
             for part in parts[:-1]:
                 role, _, words = part.strip().removeprefix("<|").partition("|>")
-                messages.append(Message(role, words.strip()))  # type: ignore[arg-type]
+                messages.append(AgentMessage(role, words.strip()))  # type: ignore[arg-type]
             text = call_text(next_call(messages))
         ids = (*self.tokenizer(text).input_ids, self.tokenizer.eos_token_id)
         version = request.prefix.version
         return Completion(request.id, ids, (-0.1,) * len(ids), (version,) * len(ids), "stop")
 
 
-def course(learn: LearnSpec, environment: Environment | None = None) -> Cases:
+def course(learn: LearnSpec, environment: Environment | None = None) -> ToolEpisodesRecipe:
     mesh = SimpleNamespace(pools={"environment": environment or Environment()})
-    return Cases(learn, load_tokenizer(learn.model.path), mesh)  # type: ignore[arg-type]
+    return ToolEpisodesRecipe(learn, load_tokenizer(learn.model.path), mesh)  # type: ignore[arg-type]
 
 
-def sample(cases: Cases, clerk: Clerk, step: int = 0, version: int = 7) -> Rollout:
+def sample(cases: ToolEpisodesRecipe, clerk: Clerk, step: int = 0, version: int = 7) -> Rollout:
     return asyncio.run(cases.sample(step, version, clerk))
 
 
-def facts(cases: Cases, rollout: Rollout) -> dict[str, float]:
+def facts(cases: ToolEpisodesRecipe, rollout: Rollout) -> dict[str, float]:
     record = StepRecord(rollout, TrainStepOutput(0.0, terms={"grpo": {"value": 1.0}}), TIMES)
     found: dict[str, float] = dict(cases.facts(record)["episodes"])
     return found

@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from documents.near_duplicates import Overlap, Placed
+from documents.near_duplicates import LocatedText, PromptOverlap
 from protocols.errors import DataError
 from training.recipes.contamination import clean
 
 FOUND = [
-    Overlap("exact", 1.0, Placed("d", f"text {i}", f"rows: {i}"), Placed("d", "text", f"q: {i}"))
+    PromptOverlap(
+        "exact",
+        1.0,
+        LocatedText("d", f"text {i}", f"rows: {i}"),
+        LocatedText("d", "text", f"q: {i}"),
+    )
     for i in range(7)
 ]
 

@@ -20,9 +20,6 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from protocols.wire import control_pb2 as pb
-from protocols.wire.control_messages import CONTROL, pool_status, run_status
-from protocols.wire.control_pb2_grpc import ControlStub
 from protocols.errors import (
     CheckpointError,
     DataError,
@@ -34,6 +31,9 @@ from protocols.errors import (
     StaleTokenError,
 )
 from protocols.spec.services import ControlSpec
+from protocols.wire import control_pb2 as pb
+from protocols.wire.control_messages import CONTROL, pool_status, run_status
+from protocols.wire.control_pb2_grpc import ControlStub
 from services.control import server
 from services.control.server import ControlPlane
 

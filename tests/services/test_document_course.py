@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
+from documents.corpus import read_parts
+from documents.synthesis import read_rows
 from learning.decoding.generate import generate
+from learning.model.document_kv import DocumentKVCache
 from learning.model.loading import document_kv, load_model, load_tokenizer
-from learning.model.document_kv import DocumentCache
 from protocols.errors import CheckpointError, DataError
+from protocols.records.run_files import MeasuredAccuracy
 from protocols.spec.learn import LearnSpec
-from protocols.records.run_files import Measured
 from protocols.spec.loading import load_spec
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from services.clients import Replied
-from training.recipes.documents import DocumentCourse
-from documents.corpus import read_parts
-from training.rollouts import rollout_from
 from services.run_directory import RunDirectory
-from documents.synthesis import read_rows
+from training.recipes.documents import DocumentsRecipe
+from training.rollouts import rollout_from
 
 ROOT = Path(__file__).resolve().parents[2]
 ARTICLES = ROOT / "tests" / "documents" / "articles"
@@ -44,11 +44,13 @@ class House:
             str(ROOT / "meshes" / "documents.yaml"), sets=[f"data.path={path}", *SMALL, *sets]
         ).spec.learn
         self.directory = RunDirectory(folder)
-        self.course = DocumentCourse(
+        self.course = DocumentsRecipe(
             self.spec, read_parts(self.spec, TOKENIZER), TOKENIZER, self.directory
         )
         self.requests: list[GenerateRequest] = []
-        self._documents = DocumentCache(partial(document_kv, MODEL), self.course.documents, 1 << 30)
+        self._documents = DocumentKVCache(
+            partial(document_kv, MODEL), self.course.documents, 1 << 30
+        )
 
     async def generate(
         self, requests: Sequence[GenerateRequest], came: Replied = None, /
@@ -64,7 +66,7 @@ class House:
         kv = self._documents.get(name)
         return kv[:, :, :, : self.spec.cartridge.tokens] if kind == "cartridge" else kv
 
-    def measure(self, prefix: str, most: int | None = None) -> Measured:
+    def measure(self, prefix: str, most: int | None = None) -> MeasuredAccuracy:
         return asyncio.run(
             self.course.measure(prefix, prefix, 0, most=most, sampled=False, generate=self.generate)
         )

@@ -4,17 +4,17 @@ from math import sqrt
 
 import pytest
 
-from environments.clinic.longhealth import Question
+from environments.clinic.longhealth import PatientQuestion
 from training.recipes.accuracy import measure
-from training.recipes.longhealth_prompts import Exam
+from training.recipes.longhealth_prompts import LongHealthQuestion
 
 Z = 1.959963984540054
 
 
-def exam(correct: str, *options: str) -> Exam:
+def exam(correct: str, *options: str) -> LongHealthQuestion:
     options = options or ("stenosis", "fracture", "cyst", "ulcer", "normal")
-    question = Question("patient_01/0", "patient_01", "which?", options, correct)
-    return Exam(question, "what?", (4, 5), (4, 5))
+    question = PatientQuestion("patient_01/0", "patient_01", "which?", options, correct)
+    return LongHealthQuestion(question, "what?", (4, 5), (4, 5))
 
 
 def test_right_wrong_and_unreadable() -> None:

@@ -16,19 +16,19 @@ from transformers import AutoModelForCausalLM
 from environments.renderer import NO_DOCUMENT
 from protocols.errors import DataError, PublishError
 from protocols.types import Completion, PrefixRef
-from training.evaluation.arms import Arm, Sat, pairs, sit
-from training.evaluation.questions import Paper, first_tokens_of
+from training.evaluation.arms import ArmAnswers, EvalArm, pairs, sit
+from training.evaluation.questions import EvalSuite, first_tokens_of
 
 P = 16
 
 
 @pytest.fixture(scope="module")
-def exam() -> Paper:
+def exam() -> EvalSuite:
     return paper()
 
 
 @pytest.fixture(scope="module")
-def sat(exam: Paper) -> dict[str, Sat]:
+def sat(exam: EvalSuite) -> dict[str, ArmAnswers]:
     names = [name for name in exam.heads if name != NO_DOCUMENT]
     cut = first_tokens_of(exam, P, tokenizer())
     documents = {
@@ -38,17 +38,19 @@ def sat(exam: Paper) -> dict[str, Sat]:
     }
     cartridges = {i: (n, kv_of(exam.heads[n][:P])) for i, n in enumerate(names)}
     kinds = {"document": "", "truncated": "cut/", "untrained": "first/"}
-    arms = [Arm("none", "none", None, 1.0)]
+    arms = [EvalArm("none", "none", None, 1.0)]
     for kind, folder in kinds.items():
         prefixes = {n: PrefixRef(f"document/{folder}{n}", 0) for n in names}
-        arms.append(Arm(kind, kind, prefixes, 16.0, P))
+        arms.append(EvalArm(kind, kind, prefixes, 16.0, P))
     trained = {n: PrefixRef(f"cartridge/{n}", v) for v, (n, _) in cartridges.items()}
-    arms.append(Arm("on_policy", "on_policy", trained, 16.0, P, "r", "m", 5, 100))
+    arms.append(EvalArm("on_policy", "on_policy", trained, 16.0, P, "r", "m", 5, 100))
     told = asyncio.run(sit(exam, arms, EVAL, 20, Reader(documents, cartridges)))
     return {arm.name: one for arm, one in zip(arms, told, strict=True)}
 
 
-def test_the_teacher_agrees_with_itself_and_no_prefix_forgets_nothing(sat: dict[str, Sat]) -> None:
+def test_the_teacher_agrees_with_itself_and_no_prefix_forgets_nothing(
+    sat: dict[str, ArmAnswers],
+) -> None:
     teacher = sat["document"].row["teacher"]
     assert (teacher["kl"], teacher["top1"]) == (pytest.approx(0.0, abs=1e-5), 1.0)
     bare = sat["none"].row["forgetting"]
@@ -60,7 +62,7 @@ def test_the_teacher_agrees_with_itself_and_no_prefix_forgets_nothing(sat: dict[
     assert sat["on_policy"].row["teacher"]["kl"] > 0.01
 
 
-def test_a_cartridge_of_the_first_tokens_is_the_untrained_arm(sat: dict[str, Sat]) -> None:
+def test_a_cartridge_of_the_first_tokens_is_the_untrained_arm(sat: dict[str, ArmAnswers]) -> None:
     one, other = sat["untrained"], sat["on_policy"]
     assert one.scores == other.scores
     assert [a["answer"] for a in one.answers] == [a["answer"] for a in other.answers]
@@ -84,7 +86,7 @@ def numbers(told: Any, place: str = "") -> dict[str, float]:
 
 
 def test_perplexity_is_that_of_the_model_on_the_whole_text(
-    exam: Paper, sat: dict[str, Sat]
+    exam: EvalSuite, sat: dict[str, ArmAnswers]
 ) -> None:
     plain = AutoModelForCausalLM.from_pretrained(spec().learn.model.path, dtype=torch.float32)
     lost, tokens = 0.0, 0
@@ -107,7 +109,9 @@ def test_perplexity_is_that_of_the_model_on_the_whole_text(
     assert passages["document"]["value"] < passages["none"]["value"]  # type: ignore[index]
 
 
-def test_accuracy_is_counted_over_all_questions(exam: Paper, sat: dict[str, Sat]) -> None:
+def test_accuracy_is_counted_over_all_questions(
+    exam: EvalSuite, sat: dict[str, ArmAnswers]
+) -> None:
     for one in sat.values():
         right = [a["right"] for a in one.answers]
         assert one.row["accuracy"] == sum(right) / len(exam.items)
@@ -116,7 +120,7 @@ def test_accuracy_is_counted_over_all_questions(exam: Paper, sat: dict[str, Sat]
     assert sat["document"].row["accuracy"] == sat["document"].row["exact"] == 1.0
 
 
-def test_a_cut_document_is_a_whole_prompt_within_the_budget(exam: Paper) -> None:
+def test_a_cut_document_is_a_whole_prompt_within_the_budget(exam: EvalSuite) -> None:
     for budget in (10, 16, 40):
         for name, ids in first_tokens_of(exam, budget, tokenizer()).items():
             whole = exam.heads[name]
@@ -131,7 +135,7 @@ def test_a_cut_document_is_a_whole_prompt_within_the_budget(exam: Paper) -> None
     }
 
 
-def test_pairs_are_of_the_same_questions(sat: dict[str, Sat]) -> None:
+def test_pairs_are_of_the_same_questions(sat: dict[str, ArmAnswers]) -> None:
     a = replace(sat["none"], scores=(0.0, 0.0, 1.0, 0.0))
     b = replace(sat["document"], scores=(1.0, 1.0, 1.0, 1.0))
     (found,) = pairs([a, b], ["p", "q", "p", "q"], EVAL)
@@ -141,7 +145,7 @@ def test_pairs_are_of_the_same_questions(sat: dict[str, Sat]) -> None:
     assert found["share"] == 0.0
 
 
-def test_a_request_that_is_refused_ends_the_exam(exam: Paper) -> None:
+def test_a_request_that_is_refused_ends_the_exam(exam: EvalSuite) -> None:
     async def refusing(requests: Any) -> list[Completion]:
         return [Completion(r.id, (), (), (), "error", error="no such cartridge") for r in requests]
 
@@ -149,7 +153,7 @@ def test_a_request_that_is_refused_ends_the_exam(exam: Paper) -> None:
         asyncio.run(sit(exam, [], EVAL, 4, refusing))
 
 
-def test_questions_are_those_that_the_run_held_out(exam: Paper) -> None:
+def test_questions_are_those_that_the_run_held_out(exam: EvalSuite) -> None:
     learn = spec().learn
     assert {i.asked.document for i in exam.items} == {"patient_01", "patient_02"}
     everything = paper(chosen=EVAL.model_copy(update={"questions": 1000, "probes": 500}))
@@ -165,7 +169,7 @@ def test_questions_are_those_that_the_run_held_out(exam: Paper) -> None:
     assert exam.placed[0].place == f"held-out questions: {exam.items[0].asked.id}"
 
 
-def test_passages_are_the_documents_own_words_from_a_sentence_on(exam: Paper) -> None:
+def test_passages_are_the_documents_own_words_from_a_sentence_on(exam: EvalSuite) -> None:
     everything = paper(chosen=EVAL.model_copy(update={"passages": 50, "passage_tokens": 9}))
     assert len({r.id for r in everything.passages}) == len(everything.passages) > 10
     for reading in everything.passages:

@@ -14,9 +14,9 @@ from torch import Tensor
 from forge_run.commands.evaluate import SPEC, evaluate
 from protocols.errors import CheckpointError, DataError, SpecError
 from protocols.spec.evaluation import EvalSpec
-from protocols.teacher_replay import Message
 from protocols.spec.loading import load_file, load_spec
-from training.recipes.question_files import read_questions
+from protocols.teacher_replay import AgentMessage
+from services.run_directory import RunDirectory
 from training.evaluation.questions import GENERAL, set_paper
 from training.evaluation.runs import (
     KINDS,
@@ -26,7 +26,7 @@ from training.evaluation.runs import (
     require_documents,
     trained_on,
 )
-from services.run_directory import RunDirectory
+from training.recipes.question_files import read_questions
 
 
 def cartridges(tokens: int = 16, names: tuple[str, ...] = ("patient_01", "patient_02")) -> Any:
@@ -35,7 +35,7 @@ def cartridges(tokens: int = 16, names: tuple[str, ...] = ("patient_01", "patien
 
 
 def prompt(text: str, kind: str = "question", document: str = "patient_01") -> dict[str, Any]:
-    ids = paper().conversation.opening(document, (Message("user", text),))
+    ids = paper().conversation.opening(document, (AgentMessage("user", text),))
     return {"arm": "on_policy", "id": "1/0", "document": document, "kind": kind,
             "prompt_ids": ids}  # fmt: skip
 

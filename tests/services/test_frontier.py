@@ -8,15 +8,15 @@ from math import sqrt
 
 import pytest
 
-from environments.clinic.longhealth import Question
+from environments.clinic.longhealth import PatientQuestion
 from protocols.errors import DataError, SpecError
-from protocols.spec.frontier import FrontierArm, FrontierSpec
 from protocols.records.intervals import student_t95, wilson_interval
+from protocols.spec.frontier import FrontierArm, FrontierSpec
 from protocols.spec.loading import load_file
-from training.evaluation.strategies import ArmRow, compare
-from training.recipes.longhealth_prompts import Exam
 from strategies.catalog import parse
-from strategies.samplers.sampler import ABILITIES, Answer, Ask
+from strategies.samplers.sampler import ABILITIES, SampleRequest, SampleResult
+from training.evaluation.strategies import ArmRow, compare
+from training.recipes.longhealth_prompts import LongHealthQuestion
 
 OPTIONS = ("cyst", "ulcer", "normal", "edema", "murmur")
 # What the samples 0, 1, 2 say of each question; all are asked with the right answer "cyst".
@@ -36,19 +36,21 @@ class Scripted:
     def __init__(self, document: str, calls: list[tuple[str, list[str]]]) -> None:
         self.document, self.calls = document, calls
 
-    async def __call__(self, asks: Sequence[Ask]) -> list[Answer]:
+    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
         self.calls.append((self.document, [a.id for a in asks]))
         found = []
         for ask in asks:
             question, _, sample = ask.id.rpartition("/")
             word = SAYS[question][int(sample)]
             text = f"the answer is {word}." if word else "no idea"
-            found.append(Answer(text, len(text.split()), 7, "stop"))
+            found.append(SampleResult(text, len(text.split()), 7, "stop"))
         return found
 
 
 EXAMS = [
-    Exam(Question(name, f"p{i % 2}", "which?", OPTIONS, "cyst"), "which? options", (4,), (5,))
+    LongHealthQuestion(
+        PatientQuestion(name, f"p{i % 2}", "which?", OPTIONS, "cyst"), "which? options", (4,), (5,)
+    )
     for i, name in enumerate(SAYS)
 ]
 

@@ -11,9 +11,9 @@ import pytest
 
 from protocols.errors import RunError
 from services.hosts.handshake import (
-    Hello,
-    HelloServer,
-    Unheard,
+    WorkerInfo,
+    WorkerInfoServer,
+    WorkerUnreachable,
     ask_hello,
     host_and_port,
     parse_hello,
@@ -21,20 +21,22 @@ from services.hosts.handshake import (
     versions,
 )
 
-TOLD = Hello({"torchmonarch": "0.7.0", "python": "3.11"}, "5b1f", False, "tcp://10.0.0.2:41235")
+TOLD = WorkerInfo(
+    {"torchmonarch": "0.7.0", "python": "3.11"}, "5b1f", False, "tcp://10.0.0.2:41235"
+)
 
 
 @pytest.fixture
-def server() -> Iterator[HelloServer]:
-    with HelloServer("127.0.0.1", 0, lambda: TOLD) as server:
+def server() -> Iterator[WorkerInfoServer]:
+    with WorkerInfoServer("127.0.0.1", 0, lambda: TOLD) as server:
         yield server
 
 
-def test_what_a_worker_says_is_heard(server: HelloServer) -> None:
+def test_what_a_worker_says_is_heard(server: WorkerInfoServer) -> None:
     assert asyncio.run(ask_hello(f"tcp://127.0.0.1:{server.port - 1}")) == TOLD
 
 
-def test_there_is_nothing_else_to_ask(server: HelloServer) -> None:
+def test_there_is_nothing_else_to_ask(server: WorkerInfoServer) -> None:
     with pytest.raises(urllib.error.HTTPError, match="404") as error:
         urllib.request.urlopen(f"http://127.0.0.1:{server.port}/")
     error.value.close()
@@ -45,7 +47,7 @@ def test_one_that_does_not_run_is_named_with_the_remedy() -> None:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         port = taken.getsockname()[1]
         address = f"tcp://127.0.0.1:{port - 1}"
-        with pytest.raises(Unheard) as error:
+        with pytest.raises(WorkerUnreachable) as error:
             asyncio.run(ask_hello(address))
     said = str(error.value)
     assert said.startswith(f"the worker at {address} said no hello on port {port} (")
@@ -57,7 +59,7 @@ def test_one_that_never_answers_is_given_up() -> None:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
         address = f"tcp://127.0.0.1:{mute.getsockname()[1] - 1}"
-        with pytest.raises(Unheard, match=r"no answer within 0\.05 s"):
+        with pytest.raises(WorkerUnreachable, match=r"no answer within 0\.05 s"):
             asyncio.run(ask_hello(address, timeout_s=0.05))
 
 
@@ -99,15 +101,15 @@ def test_addresses() -> None:
             host_and_port(wrong)
 
 
-def test_a_taken_port_is_refused_with_the_remedy(server: HelloServer) -> None:
+def test_a_taken_port_is_refused_with_the_remedy(server: WorkerInfoServer) -> None:
     with (
         pytest.raises(RunError, match=r"cannot say hello .* Choose another address"),
-        HelloServer("127.0.0.1", server.port, lambda: TOLD),
+        WorkerInfoServer("127.0.0.1", server.port, lambda: TOLD),
     ):
         pass
 
 
-def test_the_answer_is_plain_json(server: HelloServer) -> None:
+def test_the_answer_is_plain_json(server: WorkerInfoServer) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/hello") as answer:
         assert json.loads(answer.read()) == {
             "versions": {"torchmonarch": "0.7.0", "python": "3.11"}, "incarnation": "5b1f",

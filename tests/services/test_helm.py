@@ -14,20 +14,20 @@ from fake_mesh import pool_of, run
 from protocols.errors import RunError, SpecError
 from protocols.files import read_rows
 from protocols.records.run_files import MetricRow
-from protocols.spec.services import AutoscaleSpec
 from protocols.records.status import RunStatus
-from protocols.types import Span
+from protocols.spec.services import AutoscaleSpec
+from protocols.types import TraceSpan
 from services.control import commands as helm_module
-from services.control.commands import Helm, Stopped
+from services.control.commands import RunCommands, StopRequested
 from services.pool.pool import Pool
-from services.telemetry.recorder import Recorder
 from services.run_directory import RunDirectory
+from services.telemetry.recorder import RunLog
 
 
 class NoSink:
     def event(self, event: Any) -> None: ...
     def metric(self, row: MetricRow) -> None: ...
-    def span(self, span: Span) -> None: ...
+    def span(self, span: TraceSpan) -> None: ...
     def status(self, status: RunStatus) -> None: ...
     def close(self) -> None: ...
 
@@ -42,9 +42,11 @@ class Steps:
         self.done = 0
         self.written: list[int] = []
         self.name = name
-        self.recorder = Recorder(self.directory, NoSink())
+        self.recorder = RunLog(self.directory, NoSink())
         self.pools = pools or {}
-        self.helm = Helm(lambda: self.now, self.show, lambda: self.pools, self.recorder, self.scale)
+        self.helm = RunCommands(
+            lambda: self.now, self.show, lambda: self.pools, self.recorder, self.scale
+        )
 
     async def scale(self, role: str, replicas: int) -> None:
         self.pools[role].scale(replicas)
@@ -64,7 +66,7 @@ class Steps:
                 await asyncio.sleep(1.0)
                 self.done += 1
             return "finished"
-        except Stopped:
+        except StopRequested:
             return "stopped"
         finally:
             self.show(done=True, stage="over")

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.errors import DataError, PlaneError, RunError
-from protocols.spec.services import AutoscaleSpec
 from protocols.spec.mesh import RoleSpec
+from protocols.spec.services import AutoscaleSpec
 from services.pool.health import IN_SERVICE
 from services.pool.pool import Pool
 from services.pool.replica import Replica

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_house import House, delays, drive, run, sampled_versions, turns_of
 
-from protocols.train_batch import Lesson
 from protocols.errors import RunError
+from protocols.train_batch import TrainBatch
 from protocols.types import TrainStepOutput
 from training.types import Rollout, ScoringCost, StepRecord
 
@@ -60,10 +60,10 @@ def test_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
             made = await super().sample(step, version)
             return Rollout(step, (), (), made.samples, 3.9, 3.5)
 
-        async def score(self, rollout: Rollout) -> tuple[Lesson, ScoringCost]:
-            return Lesson(), ScoringCost(0.75)
+        async def score(self, rollout: Rollout) -> tuple[TrainBatch, ScoringCost]:
+            return TrainBatch(), ScoringCost(0.75)
 
-        async def train(self, batch: Lesson, version: int) -> TrainStepOutput:
+        async def train(self, batch: TrainBatch, version: int) -> TrainStepOutput:
             return TrainStepOutput(2.0, version=version + 1)
 
     monkeypatch.setattr("training.timing.time", clock)

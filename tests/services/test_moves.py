@@ -11,10 +11,10 @@ import pytest
 from fake_mesh import House, house, run
 
 from protocols.errors import RunError
-from protocols.spec.services import AutoscaleSpec
-from protocols.spec.mesh import RoleSpec
 from protocols.records.status import ReplicaState
-from services.hosts.source import Worker
+from protocols.spec.mesh import RoleSpec
+from protocols.spec.services import AutoscaleSpec
+from services.hosts.source import HostWorker
 from services.pool.pool import Pool
 from services.pool.replica import Replica
 
@@ -35,7 +35,7 @@ class Source:
         self.refuses = refuses
         self.wanted: list[tuple[str, int]] = []
 
-    async def workers(self) -> AsyncGenerator[tuple[Worker, ...]]:
+    async def workers(self) -> AsyncGenerator[tuple[HostWorker, ...]]:
         yield ()
 
     async def want(self, role: str, replicas: int) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from documents.corpus import TEMPLATE_TOKENS, longest, read_parts
 from learning.model.loading import load_tokenizer
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
-from documents.corpus import TEMPLATE_TOKENS, longest, read_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 MESH = str(ROOT / "meshes" / "documents.yaml")

@@ -22,7 +22,7 @@ from monarch.actor import Actor, ProcMesh, endpoint, this_host
 
 from protocols.errors import PlaneError, SpecError
 from protocols.ports import TensorPlane
-from protocols.types import Packet, TensorLayout
+from protocols.types import TensorLayout, TensorRef
 from services.planes.open import OwnedPlane, open_plane
 from services.planes.shared_memory import SharedMemoryPlane
 
@@ -54,7 +54,7 @@ class Peer(Actor):
         return os.getpid()
 
     @endpoint
-    async def digest(self, plane: TensorPlane, packet: Packet) -> Any:
+    async def digest(self, plane: TensorPlane, packet: TensorRef) -> Any:
         return digest(await plane.get(packet))
 
     @endpoint
@@ -75,7 +75,7 @@ class Peer(Actor):
         fourth is read.
         """
         source = {"x": torch.zeros(MB // 4)}
-        packets: list[Packet] = []
+        packets: list[TensorRef] = []
         for version in range(versions):
             work: list[Any] = [plane.put(f"{prefix}@{version}", source)]
             if version >= 2:
@@ -118,7 +118,7 @@ async def read_until_done(plane: TensorPlane) -> tuple[int, list[str]]:
         keys = await plane.keys("live@")
         for key in sorted(keys, key=lambda key: int(key.split("@")[1]))[-1:]:
             try:
-                held[key] = (await plane.get(Packet(key, layout)))["x"]
+                held[key] = (await plane.get(TensorRef(key, layout)))["x"]
             except PlaneError:  # evicted since it was listed
                 continue
             reads += 1
@@ -203,7 +203,7 @@ def test_of_two_writers_of_one_key_exactly_one_wins(plane: OwnedPlane, peer: Any
         assert sorted(won + lost) == sorted(keys)
         layout = TensorLayout((("x", (4,), "float32"),))
         for key in keys:
-            value = (await plane.get(Packet(key, layout)))["x"].tolist()
+            value = (await plane.get(TensorRef(key, layout)))["x"].tolist()
             assert value == [1.0 if key in won else 2.0] * 4
             await plane.delete(key)
 
@@ -213,7 +213,7 @@ def test_of_two_writers_of_one_key_exactly_one_wins(plane: OwnedPlane, peer: Any
 @pytest.mark.mesh
 def test_a_missing_key_is_named(plane: OwnedPlane) -> None:
     with pytest.raises(PlaneError, match=r"get: no key 'never/put'"):
-        asyncio.run(plane.get(Packet("never/put", TensorLayout(()))))
+        asyncio.run(plane.get(TensorRef("never/put", TensorLayout(()))))
     with pytest.raises(PlaneError, match=r"delete: no key 'never/put'"):
         asyncio.run(plane.delete("never/put"))
 
@@ -241,7 +241,7 @@ def test_a_layout_of_another_packet_is_refused(plane: OwnedPlane) -> None:
     async def run() -> None:
         await plane.put("sized", {"x": torch.zeros(128)})
         with pytest.raises(PlaneError, match=r"layout .* needs a contiguous uint8 buffer of 448"):
-            await plane.get(Packet("sized", TensorLayout((("x", (112,), "float32"),))))
+            await plane.get(TensorRef("sized", TensorLayout((("x", (112,), "float32"),))))
         await plane.delete("sized")
 
     asyncio.run(run())

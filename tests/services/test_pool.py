@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from protocols.errors import ForgeError, PlaneError, PublishError, RunError, StaleTokenError
 from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus
-from protocols.types import Span
+from protocols.types import TraceSpan
 from services.pool.health import silent
 from services.pool.pool import Pool, gather
 from services.pool.replica import Replica
@@ -231,7 +231,7 @@ def test_what_an_actor_raises_is_the_callers_alone(error: Exception) -> None:
 
 def test_a_request_survives_the_replica_that_worked_on_it() -> None:
     async def scenario() -> None:
-        spans: list[Span] = []
+        spans: list[TraceSpan] = []
         actors = [Actor(n) for n in "abc"]
         pool = pool_of(*actors, observe=spans.append)
         pool.replicas[1].told["cartridge"] = 7
@@ -561,7 +561,7 @@ def test_the_status_counts() -> None:
 def test_a_span_says_how_it_ended_and_how_long_it_waited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spans: list[Span] = []
+    spans: list[TraceSpan] = []
 
     async def scenario() -> None:
         monkeypatch.setattr(time, "time", time.monotonic)

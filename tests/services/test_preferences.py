@@ -11,45 +11,53 @@ from typing import Any
 import pytest
 from episode_house import HANDBOOK, LOST, conversation, episode_of
 
-from environments.training_signals import replay_states
 from environments.action_parsing import DESK
-from protocols.train_batch import PreferencePair
+from environments.training_signals import replay_states
 from protocols.errors import RunError
 from protocols.spec.objective import DpoSpec
-from protocols.teacher_replay import Message, ReplayState, ToolCall, Verdict, Vote
-from protocols.spec.teacher_replay import GateSpec, PriceSpec, ReplaySpec, TeacherSpec
+from protocols.spec.teacher_replay import GateSpec, PriceSpec, ReplaySpec, ReplayTeacherSpec
+from protocols.teacher_replay import (
+    AgentMessage,
+    PanelVerdict,
+    ReplayState,
+    TeacherVote,
+    ToolAction,
+)
+from protocols.train_batch import PreferencePair
 from teachers.actions import canonical
 from teachers.prompts import state_hash
 from teachers.voting import decide
-from training.recipes.preferences import Preferences, Question
+from training.recipes.preferences import AskedState, PreferenceQueue
 
-BETTER = ToolCall("find", {"field": "surgeon", "department": "cardiology"})
+BETTER = ToolAction("find", {"field": "surgeon", "department": "cardiology"})
 SPEC = ReplaySpec(
     teachers=tuple(
-        TeacherSpec(name=n, provider="openai", model=n, prices=PriceSpec(input=1, output=1))
+        ReplayTeacherSpec(name=n, provider="openai", model=n, prices=PriceSpec(input=1, output=1))
         for n in ("a", "b")
     ),
     gate=GateSpec(everywhere=True),
     cap=1.0,
 )
 
-Answer = Callable[[ReplayState], Coroutine[Any, Any, Verdict]]
+Answer = Callable[[ReplayState], Coroutine[Any, Any, PanelVerdict]]
 
 
-def vote(state: ReplayState, teacher: str) -> Vote:
-    return Vote(state_hash(state), teacher, "k", "", canonical(BETTER, state), None, 0, 0.0, 1, "")
+def vote(state: ReplayState, teacher: str) -> TeacherVote:
+    return TeacherVote(
+        state_hash(state), teacher, "k", "", canonical(BETTER, state), None, 0, 0.0, 1, ""
+    )
 
 
-async def agreed(state: ReplayState) -> Verdict:
+async def agreed(state: ReplayState) -> PanelVerdict:
     return decide(state, [vote(state, "a"), vote(state, "b")], 2)
 
 
-async def silent(state: ReplayState) -> Verdict:
+async def silent(state: ReplayState) -> PanelVerdict:
     await asyncio.Event().wait()
     raise AssertionError
 
 
-async def lost(state: ReplayState) -> Verdict:
+async def lost(state: ReplayState) -> PanelVerdict:
     raise RunError("teacher_replay.vote was lost 5 times")
 
 
@@ -73,16 +81,16 @@ class Pools:
         return [replace(p, ref_chosen=-2.0, ref_rejected=-3.0, ref_version=args[1]) for p in pairs]
 
 
-def preferences(pools: Pools, **dpo: int) -> Preferences:
-    return Preferences(pools, SPEC, DpoSpec(**dpo), conversation(), DESK)  # type: ignore[arg-type]
+def preferences(pools: Pools, **dpo: int) -> PreferenceQueue:
+    return PreferenceQueue(pools, SPEC, DpoSpec(**dpo), conversation(), DESK)  # type: ignore[arg-type]
 
 
-def questions(step: int) -> list[Question]:
+def questions(step: int) -> list[AskedState]:
     """The first state of an episode that went wrong; of each step another one."""
     state, context, response = replay_states([episode_of(LOST)], DESK)[0]
-    messages = (Message("system", f"{HANDBOOK} {step}."), *state.messages)
+    messages = (AgentMessage("system", f"{HANDBOOK} {step}."), *state.messages)
     shown = replace(state, trace_id=f"{step}", messages=messages)
-    return [Question(step, "desk_01", shown, context, response)]
+    return [AskedState(step, "desk_01", shown, context, response)]
 
 
 async def soon() -> None:

@@ -9,22 +9,24 @@ import pytest
 from fake_mesh import HEALTH, FakeHost, run
 
 from protocols.errors import RunError
-from services.hosts.source import Worker
-from services.pool.process import Host, Process
-from services.pool.process_manager import Processes
+from services.hosts.source import HostWorker
+from services.pool.process import ProcessHost, ReplicaProcess
+from services.pool.process_manager import ProcessManager
 
 
-def of(*workers: tuple[str, str, int], spares: int = 0) -> tuple[Processes, dict[str, Host]]:
+def of(
+    *workers: tuple[str, str, int], spares: int = 0
+) -> tuple[ProcessManager, dict[str, ProcessHost]]:
     """Processes over workers, each (name, role, capacity)."""
-    processes = Processes(HEALTH, spares=spares, timeout_s=20.0)
+    processes = ProcessManager(HEALTH, spares=spares, timeout_s=20.0)
     return processes, {w[0]: join(processes, *w) for w in workers}
 
 
-def join(processes: Processes, name: str, role: str = "", capacity: int = 0) -> Host:
-    return processes.join(Worker(name, "tcp://w:1", role, capacity), FakeHost())  # type: ignore[arg-type]
+def join(processes: ProcessManager, name: str, role: str = "", capacity: int = 0) -> ProcessHost:
+    return processes.join(HostWorker(name, "tcp://w:1", role, capacity), FakeHost())  # type: ignore[arg-type]
 
 
-async def hosts_of(processes: Processes, role: str, count: int) -> list[str]:
+async def hosts_of(processes: ProcessManager, role: str, count: int) -> list[str]:
     return [(await processes.take(role, 1, role=role)).host for _ in range(count)]
 
 
@@ -162,7 +164,7 @@ def test_devices_are_those_that_are_free_on_the_host() -> None:
     async def scenario() -> None:
         processes, hosts = of(("a", "", 0))
 
-        async def take(slot: int) -> Process:
+        async def take(slot: int) -> ReplicaProcess:
             devices = range(slot * 2, slot * 2 + 2)
             return await processes.take("generator", 1, devices, role="generator")
 
@@ -180,8 +182,8 @@ def test_roles_of_one_machine_share_its_devices_evenly(monkeypatch: pytest.Monke
     monkeypatch.setattr("services.pool.process_manager.gpus_here", lambda: 3)
 
     async def scenario() -> None:
-        processes = Processes(HEALTH, spares=0, timeout_s=20.0)
-        host = processes.join(Worker("a", "tcp://w:1", "", 0), FakeHost(), local=True)  # type: ignore[arg-type]
+        processes = ProcessManager(HEALTH, spares=0, timeout_s=20.0)
+        host = processes.join(HostWorker("a", "tcp://w:1", "", 0), FakeHost(), local=True)  # type: ignore[arg-type]
         # Each role counts its own replicas from 0.
         devices = [
             processes._spawn_on(host, name, 1, range(asked)).gpus

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from fake_mesh import House, house, run
 
-from actors.heartbeat import Beat
+from actors.heartbeat import Heartbeat
 from protocols.errors import PlaneError, RanksLostError, RunError
 from protocols.spec.mesh import RoleSpec
 from services.pool import process as process_module
 from services.pool.pool import Pool
-from services.pool.process import Process
+from services.pool.process import ReplicaProcess
 
 
 class Rank:
@@ -193,13 +193,13 @@ def test_a_process_of_several_beats_for_all_and_ends_with_any(
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
 
     def pulse(pid: int) -> Any:
-        async def beat() -> Beat:
-            return Beat(pid, 100 * pid)
+        async def beat() -> Heartbeat:
+            return Heartbeat(pid, 100 * pid)
 
         return SimpleNamespace(beat=SimpleNamespace(call_one=beat))
 
     procs: Any = SimpleNamespace()
-    process = Process("trainer0x1", "here", procs, [pulse(7), pulse(8)], local=True)
+    process = ReplicaProcess("trainer0x1", "here", procs, [pulse(7), pulse(8)], local=True)
     assert (process.pid, process.gone()) == (0, 0)
     assert asyncio.run(process.beat()) == 1500
     assert (process.pid, process.pids, process.gone()) == (7, (7, 8), 0)

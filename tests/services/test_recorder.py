@@ -15,9 +15,9 @@ from fake_mesh import run
 from protocols.files import read_rows
 from protocols.records.run_files import MetricRow
 from protocols.records.status import RunStatus
-from protocols.types import Span
-from services.telemetry.recorder import HELD_EVENTS, Recorder
+from protocols.types import TraceSpan
 from services.run_directory import RunDirectory
+from services.telemetry.recorder import HELD_EVENTS, RunLog
 
 ROW = MetricRow(
     arm="on_policy", step=1, version=1, kl=0.5, grad_norm=0.1, lr=0.02, tokens=9, stale_tokens=0
@@ -41,7 +41,7 @@ class ListSink:
         assert read_rows(self.directory.metrics)[-1]["step"] == row.step
         self.told.append(("metric", row.step))
 
-    def span(self, span: Span) -> None:
+    def span(self, span: TraceSpan) -> None:
         self.told.append(("span", span.name))
 
     def status(self, status: RunStatus) -> None:
@@ -51,17 +51,17 @@ class ListSink:
         self.told.append(("close", None))
 
 
-def recorder_in(path: Path) -> tuple[Recorder, ListSink]:
+def recorder_in(path: Path) -> tuple[RunLog, ListSink]:
     directory = RunDirectory.create(path, "tiny", "spec")
     sink = ListSink(directory)
-    return Recorder(directory, sink), sink
+    return RunLog(directory, sink), sink
 
 
 def test_all_that_is_told_goes_to_the_files_and_then_to_the_sinks(tmp_path: Path) -> None:
     recorder, sink = recorder_in(tmp_path)
     recorder.event("run_started", resumed=False)
     recorder.metric(ROW)
-    recorder.span(Span("generator[0]", "generate", 1.0, 2.0, {"outcome": "ok"}))
+    recorder.span(TraceSpan("generator[0]", "generate", 1.0, 2.0, {"outcome": "ok"}))
     recorder.status(RunStatus(stage="here"))
     recorder.close()
     assert sink.told == [
@@ -73,9 +73,9 @@ def test_all_that_is_told_goes_to_the_files_and_then_to_the_sinks(tmp_path: Path
 def test_progress_is_what_happened_and_what_ended_well(tmp_path: Path) -> None:
     recorder, _ = recorder_in(tmp_path)
     for outcome, moved in (("lost", 0), ("ok", 1), ("timeout", 1), ("failed", 1)):
-        recorder.span(Span("generator[0]", "generate", 1.0, 2.0, {"outcome": outcome}))
+        recorder.span(TraceSpan("generator[0]", "generate", 1.0, 2.0, {"outcome": outcome}))
         assert recorder.moved == moved
-    recorder.span(Span("controller", "score", 1.0, 2.0, {"step": 3}))
+    recorder.span(TraceSpan("controller", "score", 1.0, 2.0, {"step": 3}))
     recorder.event("paused")
     recorder.status(RunStatus())
     assert recorder.moved == 3
@@ -86,10 +86,10 @@ def test_a_request_says_in_which_phase_it_was(
 ) -> None:
     now = iter([10.0, 13.0, 14.5, 15.0])
     monkeypatch.setattr(time, "time", lambda: next(now))
-    spans: list[Span] = []
+    spans: list[TraceSpan] = []
     recorder, sink = recorder_in(tmp_path)
     sink.span = spans.append  # type: ignore[method-assign]
-    request = Span("generator[0]", "generate", 11.0, 12.0, {"outcome": "ok", "version": 3})
+    request = TraceSpan("generator[0]", "generate", 11.0, 12.0, {"outcome": "ok", "version": 3})
     recorder.span(request)
     recorder.phase("rollout", arm="on_policy", step=4, version=3)
     recorder.span(request)
@@ -99,10 +99,10 @@ def test_a_request_says_in_which_phase_it_was(
     facts = {"arm": "on_policy", "step": 4, "version": 3}
     assert spans == [
         request,
-        Span("generator[0]", "generate", 11.0, 12.0,
+        TraceSpan("generator[0]", "generate", 11.0, 12.0,
              {"arm": "on_policy", "step": 4, "outcome": "ok", "version": 3}),
-        Span("controller", "rollout", 10.0, 13.0, facts),
-        Span("controller", "score", 13.0, 14.5, facts),
+        TraceSpan("controller", "rollout", 10.0, 13.0, facts),
+        TraceSpan("controller", "score", 13.0, 14.5, facts),
     ]  # fmt: skip
 
 

@@ -13,11 +13,11 @@ import pytest
 from fake_mesh import HEALTH, FakeHost
 
 from protocols.errors import RunError
+from services.hosts.handshake import WorkerInfo, WorkerInfoServer
+from services.hosts.source import AddressedHosts, HostWorker
 from services.pool import membership as roster_module
-from services.hosts.handshake import Hello, HelloServer
-from services.hosts.source import Addresses, Worker
-from services.pool.process_manager import Processes
-from services.pool.membership import Roster
+from services.pool.membership import HostMembership
+from services.pool.process_manager import ProcessManager
 
 NEEDED = {"torchmonarch": "0.7.0"}
 PATIENCE = 10.0
@@ -27,20 +27,20 @@ class Guest:
     """A worker's hello, which can be changed."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self.says = Hello(NEEDED, "first", False, "tcp://127.0.0.1:1")
-        server = stack.enter_context(HelloServer("127.0.0.1", 0, lambda: self.says))
+        self.says = WorkerInfo(NEEDED, "first", False, "tcp://127.0.0.1:1")
+        server = stack.enter_context(WorkerInfoServer("127.0.0.1", 0, lambda: self.says))
         self.address = f"tcp://127.0.0.1:{server.port - 1}"
 
 
 class Source:
     """Tells of whoever is put into `answers`."""
 
-    def __init__(self, *first: Worker) -> None:
-        self.answers: asyncio.Queue[tuple[Worker, ...] | Exception] = asyncio.Queue()
+    def __init__(self, *first: HostWorker) -> None:
+        self.answers: asyncio.Queue[tuple[HostWorker, ...] | Exception] = asyncio.Queue()
         self.answers.put_nowait(first)
         self.closed = False
 
-    async def workers(self) -> AsyncGenerator[tuple[Worker, ...]]:
+    async def workers(self) -> AsyncGenerator[tuple[HostWorker, ...]]:
         while True:
             answer = await self.answers.get()
             if isinstance(answer, Exception):
@@ -60,8 +60,8 @@ class Duty:
         self.notes: list[tuple[str, str]] = []
         self.said: list[dict[str, Any]] = []
         self.tasks: list[asyncio.Task[Any]] = []
-        self.processes = Processes(HEALTH, timeout_s=5.0)
-        self.roster = Roster(source, self.processes, NEEDED, 0.2, self._note, self._begin)
+        self.processes = ProcessManager(HEALTH, timeout_s=5.0)
+        self.roster = HostMembership(source, self.processes, NEEDED, 0.2, self._note, self._begin)
 
     def _note(self, event: str, **facts: Any) -> None:
         self.notes.append((event, facts.get("host", "")))
@@ -106,7 +106,7 @@ def test_a_worker_that_drains_is_left_and_used_again_once_started_again(
 ) -> None:
     async def scenario() -> None:
         guest = guests()
-        duty = Duty(Addresses([guest.address]))
+        duty = Duty(AddressedHosts([guest.address]))
         await duty.roster.open()
         name = guest.address.removeprefix("tcp://")
         process = await duty.processes.take("generator", 1, role="generator")
@@ -125,7 +125,7 @@ def test_a_worker_that_drains_is_left_and_used_again_once_started_again(
 def test_one_that_was_started_again_is_another_host(guests: Callable[[], Guest]) -> None:
     async def scenario() -> None:
         guest = guests()
-        duty = Duty(Addresses([guest.address]))
+        duty = Duty(AddressedHosts([guest.address]))
         await duty.roster.open()
         name = guest.address.removeprefix("tcp://")
         guest.says = replace(guest.says, incarnation="second")
@@ -141,13 +141,13 @@ def test_hosts_follow_the_source_and_a_new_address_is_a_new_host(
 ) -> None:
     async def scenario() -> None:
         first, second, third = guests(), guests(), guests()
-        source = Source(Worker("g0", first.address, "generator", 1))
+        source = Source(HostWorker("g0", first.address, "generator", 1))
         duty = Duty(source)
         await duty.roster.open()
         assert (await duty.processes.take("g", 1, role="generator")).host == "g0"
         both = (
-            Worker("g0", second.address, "generator", 1),
-            Worker("g1", third.address, "generator", 1),
+            HostWorker("g0", second.address, "generator", 1),
+            HostWorker("g1", third.address, "generator", 1),
         )
         source.answers.put_nowait(both)
         taken = [await duty.processes.take("g", 1, role="generator") for _ in range(2)]
@@ -164,15 +164,17 @@ def test_another_version_is_refused_at_first_and_later(guests: Callable[[], Gues
     async def scenario() -> None:
         good, bad = guests(), guests()
         bad.says = replace(bad.says, versions={"torchmonarch": "0.6.9"})
-        duty = Duty(Addresses([good.address, bad.address]))
+        duty = Duty(AddressedHosts([good.address, bad.address]))
         with pytest.raises(RunError, match=f"{bad.address} has torchmonarch 0.6.9"):
             await duty.roster.open()
         await duty.end()
 
-        source = Source(Worker("good", good.address))
+        source = Source(HostWorker("good", good.address))
         duty = Duty(source)
         await duty.roster.open()
-        source.answers.put_nowait((Worker("good", good.address), Worker("bad", bad.address)))
+        source.answers.put_nowait(
+            (HostWorker("good", good.address), HostWorker("bad", bad.address))
+        )
         await duty.noted(("host_joined", "good"), ("host_refused", "bad"))
         await asyncio.sleep(0.2)
         assert len(duty.notes) == 2, "said once"
@@ -185,7 +187,7 @@ def test_another_version_is_refused_at_first_and_later(guests: Callable[[], Gues
 
 def test_one_that_does_not_answer_at_first_is_an_error() -> None:
     async def scenario() -> None:
-        duty = Duty(Addresses(["tcp://127.0.0.1:1"]))
+        duty = Duty(AddressedHosts(["tcp://127.0.0.1:1"]))
         with pytest.raises(RunError, match="said no hello on port 2"):
             await duty.roster.open()
         await duty.end()
@@ -199,12 +201,12 @@ def test_one_that_does_not_answer_at_first_is_an_error() -> None:
 def test_a_source_that_fails_is_noted_once_and_asked_again(guests: Callable[[], Guest]) -> None:
     async def scenario() -> None:
         guest, later = guests(), guests()
-        source = Source(Worker("a", guest.address))
+        source = Source(HostWorker("a", guest.address))
         duty = Duty(source)
         await duty.roster.open()
         for _ in range(3):
             source.answers.put_nowait(RunError("no rights to list pods; grant them"))
-        source.answers.put_nowait((Worker("a", guest.address), Worker("b", later.address)))
+        source.answers.put_nowait((HostWorker("a", guest.address), HostWorker("b", later.address)))
         await duty.noted(("host_joined", "a"), ("failed", ""), ("host_joined", "b"))
         await duty.roster.close()
         assert source.closed

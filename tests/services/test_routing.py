@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.spec.services import RouterName
-from services.pool.routing import Seat, new_router
+from services.pool.routing import ReplicaLoad, new_router
 
 indices = st.sets(st.integers(0, 40), min_size=1, max_size=8).map(sorted)
 names = st.text(max_size=12)
 
 
-def idle(*at: int) -> list[Seat]:
-    return [Seat(i, 0) for i in at]
+def idle(*at: int) -> list[ReplicaLoad]:
+    return [ReplicaLoad(i, 0) for i in at]
 
 
 # -- round robin ------------------------------------------------------------------------------
@@ -49,14 +49,14 @@ def test_round_robin_gives_each_its_share(at: list[int], rounds: int, extra: int
 
 def test_least_loaded_by_hand() -> None:
     router = new_router("least_loaded")
-    seats = [Seat(0, 3), Seat(1, 1), Seat(2, 1), Seat(3, 2)]
+    seats = [ReplicaLoad(0, 3), ReplicaLoad(1, 1), ReplicaLoad(2, 1), ReplicaLoad(3, 2)]
     assert [router.choose(seats, None) for _ in range(3)] == [1, 2, 1]
-    assert router.choose([Seat(0, 0), *seats[1:]], None) == 0
+    assert router.choose([ReplicaLoad(0, 0), *seats[1:]], None) == 0
 
 
 @given(loads=st.lists(st.integers(0, 5), min_size=1, max_size=8))
 def test_the_choice_has_the_fewest(loads: list[int]) -> None:
-    seats = [Seat(i, n) for i, n in enumerate(loads)]
+    seats = [ReplicaLoad(i, n) for i, n in enumerate(loads)]
     assert loads[new_router("least_loaded").choose(seats, None)] == min(loads)
 
 
@@ -67,7 +67,7 @@ def test_idle_replicas_share_and_so_do_busy_ones(at: list[int], calls: int) -> N
     answered = Counter(router.choose(idle(*at), None) for _ in range(calls))
     open_ = dict.fromkeys(at, 0)
     for _ in range(calls):
-        open_[router.choose([Seat(i, n) for i, n in open_.items()], None)] += 1
+        open_[router.choose([ReplicaLoad(i, n) for i, n in open_.items()], None)] += 1
     for counts in (answered, open_):
         assert max(counts.values()) <= math.ceil(calls / len(at))
         assert sum(counts.values()) == calls
@@ -81,7 +81,7 @@ def test_a_session_stays_whatever_the_order_and_the_load(
     at: list[int], session: str, data: st.DataObject
 ) -> None:
     chosen = new_router("session").choose(idle(*at), session)
-    busy = [Seat(i, data.draw(st.integers(0, 9))) for i in data.draw(st.permutations(at))]
+    busy = [ReplicaLoad(i, data.draw(st.integers(0, 9))) for i in data.draw(st.permutations(at))]
     router = new_router("session")
     router.choose(busy, None)
     assert router.choose(busy, session) == chosen
@@ -120,7 +120,7 @@ def test_sessions_spread_evenly_and_so_do_those_of_a_replica_that_goes() -> None
 
 def test_a_request_without_a_session_goes_to_the_least_loaded() -> None:
     router = new_router("session")
-    assert router.choose([Seat(0, 2), Seat(1, 1), Seat(2, 2)], None) == 1
+    assert router.choose([ReplicaLoad(0, 2), ReplicaLoad(1, 1), ReplicaLoad(2, 2)], None) == 1
     assert [router.choose(idle(0, 1, 2), None) for _ in range(3)] == [2, 0, 1]
 
 
@@ -166,7 +166,7 @@ def test_the_choice_is_there_and_history_alone_decides_it(
     """Seats come, go and fill at random; two routers of one history agree on every choice."""
     router, twin = new_router(name), new_router(name)
     for at, loads, session in calls:
-        seats = [Seat(i, n) for i, n in zip(at, loads + [0] * len(at), strict=False)]
+        seats = [ReplicaLoad(i, n) for i, n in zip(at, loads + [0] * len(at), strict=False)]
         chosen = router.choose(seats, session)
         assert chosen in at
         assert twin.choose(list(reversed(seats)), session) == chosen

@@ -15,17 +15,17 @@ from environments.problems import ClinicProblems
 from learning.losses.advantages import group_advantages
 from learning.model.loading import load_tokenizer
 from protocols.errors import DataError
+from protocols.rsa import AggregationInput, JudgedCandidate, RSAProblem
 from protocols.spec.learn import LearnSpec
-from protocols.rsa import Candidate, Problem, Standing
 from protocols.spec.loading import load_spec
 from protocols.types import Completion, GenerateRequest, TrainStepOutput
-from training.recipes.registry import open_course
+from strategies.rsa.aggregator import aggregate
+from strategies.rsa.islands import RSAShape
 from training.recipes.accuracy import aggregation_gain
-from training.recipes.rsa import RsaCourse, RsaRollout
+from training.recipes.registry import open_course
+from training.recipes.rsa import RSARecipe, RSARollout
 from training.recipes.rsa_problems import ByNumber, OfPatients
 from training.types import StepRecord, StepTimes
-from strategies.rsa.aggregator import aggregate
-from strategies.rsa.islands import Shape
 
 MESH = Path(__file__).resolve().parents[2] / "meshes" / "rsagent.yaml"
 SMALL = (
@@ -35,7 +35,7 @@ SMALL = (
 )  # fmt: skip
 TIMES = StepTimes(0, 0, 0, 0, 0, 0)
 EACH = 4 * 4  # candidates of a run
-Script = Callable[[str, Problem], str]  # a request's name, its problem -> what is said
+Script = Callable[[str, RSAProblem], str]  # a request's name, its problem -> what is said
 
 
 def spec(*sets: str) -> LearnSpec:
@@ -48,8 +48,8 @@ class Aggregators:
     def __init__(self, learn: LearnSpec, broken: str = "") -> None:
         assert learn.rsa is not None
         rsa = learn.rsa
-        self.calls: list[tuple[Standing, ...]] = []
-        self._shape, self._task = Shape(rsa.M, rsa.N, rsa.K, rsa.T), rsa.task
+        self.calls: list[tuple[AggregationInput, ...]] = []
+        self._shape, self._task = RSAShape(rsa.M, rsa.N, rsa.K, rsa.T), rsa.task
         self._broken = broken
 
     async def split(self, items: Sequence[Any], work: Callable[[Any], Any]) -> list[Any]:
@@ -59,12 +59,12 @@ class Aggregators:
     async def route(self, method: str, *given: Any) -> list[Any]:
         if method == "problems":
             numbers, document = given
-            return [Problem(f"sum/{n}", document, f"{n} + 1?", {"number": n}) for n in numbers]
+            return [RSAProblem(f"sum/{n}", document, f"{n} + 1?", {"number": n}) for n in numbers]
         (standings,) = given
         self.calls.append(standings)
         return [await aggregate(s, self._shape, self._task, self._judge) for s in standings]
 
-    async def _judge(self, problem: Problem, texts: Sequence[str]) -> list[Candidate]:
+    async def _judge(self, problem: RSAProblem, texts: Sequence[str]) -> list[JudgedCandidate]:
         judged = await ClinicProblems().judge(problem, texts)
         return [
             replace(c, score=None, error="environment_died: gone")
@@ -78,7 +78,7 @@ class Student:
     """Says what the script tells it, in tokens."""
 
     def __init__(
-        self, learn: LearnSpec, script: Script, problems: Callable[[str], Problem]
+        self, learn: LearnSpec, script: Script, problems: Callable[[str], RSAProblem]
     ) -> None:
         self.batches: list[list[GenerateRequest]] = []
         self._tokenizer = load_tokenizer(learn.model.path)
@@ -103,22 +103,22 @@ class Scene:
         self.learn = spec(*sets)
         self.aggregators = Aggregators(self.learn, broken)
         mesh: Any = SimpleNamespace(pools={"rsa_aggregator": self.aggregators})
-        self.course = RsaCourse(self.learn, load_tokenizer(self.learn.model.path), mesh)
+        self.course = RSARecipe(self.learn, load_tokenizer(self.learn.model.path), mesh)
 
-        def said(name: str, problem: Problem) -> str:
+        def said(name: str, problem: RSAProblem) -> str:
             facts = problem.facts
             wrong = next(o for o in facts["options"] if o != facts["correct"])
             return f"the answer is {facts['correct'] if right(name) else wrong}."
 
         self.student = Student(self.learn, said, self._problem)
 
-    def _problem(self, run: str) -> Problem:
+    def _problem(self, run: str) -> RSAProblem:
         return next(s.problem for s in self.aggregators.calls[-1] if s.name == run)
 
-    def sample(self, step: int = 0, version: int = 7) -> RsaRollout:
+    def sample(self, step: int = 0, version: int = 7) -> RSARollout:
         return asyncio.run(self.course.sample(step, version, self.student))
 
-    def facts(self, rollout: RsaRollout) -> dict[str, float]:
+    def facts(self, rollout: RSARollout) -> dict[str, float]:
         record = StepRecord(rollout, TrainStepOutput(0.0, terms={"grpo": {"value": 1.0}}), TIMES)
         found: dict[str, float] = dict(self.course.facts(record)["episodes"])
         return found
@@ -289,7 +289,7 @@ def test_problems_by_number_are_held_out_first_and_go_round() -> None:
     ).spec.learn  # fmt: skip
     mesh: Any = SimpleNamespace(pools={"rsa_aggregator": Aggregators(learn)})
     course = open_course(SimpleNamespace(learn=learn), mesh)  # type: ignore[arg-type]
-    assert isinstance(course, RsaCourse)
+    assert isinstance(course, RSARecipe)
     assert sorted(course.documents) == ["none", "primer"]
     source = ByNumber(learn, course._aggregators.problems)
     numbers = [[p.facts["number"] for p in asyncio.run(source.training(s))] for s in range(3)]

@@ -15,7 +15,7 @@ import pytest
 
 from protocols.errors import CheckpointError, RunError
 from protocols.files import iter_rows, read_rows
-from protocols.records.run_files import MetricRow, Results, RolloutRow
+from protocols.records.run_files import MetricRow, RolloutRow, RunResults
 from services.run_directory import RunDirectory, outcome, phase_means
 
 START = datetime(2026, 7, 26, 10, 15, 30, 120_000, tzinfo=UTC)
@@ -56,7 +56,7 @@ def rollout(arm: str, step: int, text: str = "metformin") -> RolloutRow:
     )
 
 
-def results() -> Results:
+def results() -> RunResults:
     return {
         "arms": {},
         "kl": {"first": 2.31, "last": None},

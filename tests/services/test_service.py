@@ -20,8 +20,8 @@ from monarch.actor import Actor, concurrent_endpoint, this_host
 
 from actors.heartbeat import resident_bytes
 from protocols.errors import RunError
-from protocols.spec.services import AutoscaleSpec, HealthSpec
 from protocols.spec.mesh import RoleSpec
+from protocols.spec.services import AutoscaleSpec, HealthSpec
 from services.pool.pool import Pool
 from services.pool.service import Service
 from services.proc_info import has_ended

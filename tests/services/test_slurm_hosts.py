@@ -15,11 +15,11 @@ import pytest
 from fake_slurm import JOB, Cluster, cluster, options
 
 from protocols.errors import RunError, SpecError
-from protocols.spec.mesh import RunSpec
 from protocols.spec.loading import load_spec
-from services.hosts import slurm
-from services.hosts.source import LINK_ENVIRONMENT
+from protocols.spec.mesh import RunSpec
+from services.hosts import slurm as slurm_hosts
 from services.hosts.slurm import SlurmHosts
+from services.hosts.source import LINK_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 SCENARIO = ROOT / "tests/slurm_scenario.py"
@@ -33,8 +33,8 @@ def spec_of(*sets: str) -> RunSpec:
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slurm, "QUEUE_SECONDS", 0.5)
-    monkeypatch.setattr(slurm, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(slurm_hosts, "QUEUE_SECONDS", 0.5)
+    monkeypatch.setattr(slurm_hosts, "WATCH_SECONDS", 0.05)
     with cluster(tmp_path / "slurm", monkeypatch) as made:
         yield made
 
@@ -123,7 +123,7 @@ def test_what_sbatch_made_is_cancelled_though_it_did_not_say_so(slurm: Cluster) 
 def test_a_job_that_ends_in_the_queue(
     slurm: Cluster, monkeypatch: pytest.MonkeyPatch, state: str, reason: str, said: str
 ) -> None:
-    monkeypatch.setattr(slurm, "LIST_SECONDS", 0.2)
+    monkeypatch.setattr(slurm_hosts, "LIST_SECONDS", 0.2)
     slurm.set(state=state, reason=reason, silent=0 if state == "gone" else 1)
     assert said in failure(SlurmHosts(spec_of()))
 
@@ -143,7 +143,7 @@ def test_a_job_whose_workers_do_not_start(slurm: Cluster, tmp_path: Path) -> Non
 
 
 def test_a_job_that_cannot_be_cancelled(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "CANCEL_SECONDS", 0.5)
+    monkeypatch.setattr(slurm_hosts, "CANCEL_SECONDS", 0.5)
     slurm.set(state="PENDING", reason="Priority", stuck=True)
     said = failure(SlurmHosts(spec_of("hosts.slurm.start_timeout_s=0.2")))
     assert "PENDING (Priority)" in said

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from teachers.budget import ANSWERED, Call, Go, Limits, Settled
-from teachers.ledger import Ledger
-from teachers.spending import Spending
+from teachers.budget import ANSWERED, CallNow, SettledCall, SpendLimits, TeacherCall
+from teachers.ledger import SpendLedger
+from teachers.spending import RunSpending
 
-NO_LIMITS = Limits(10**12, 10**12, 8, None, 5, 30.0)
+NO_LIMITS = SpendLimits(10**12, 10**12, 8, None, 5, 30.0)
 
 
-def reserve(ledger: Ledger, teacher: str, key: str) -> str:
-    admission = ledger.admit(Call(key, teacher, "run", 10**6))
-    assert isinstance(admission, Go)
+def reserve(ledger: SpendLedger, teacher: str, key: str) -> str:
+    admission = ledger.admit(TeacherCall(key, teacher, "run", 10**6))
+    assert isinstance(admission, CallNow)
     return admission.attempt
 
 
-def settled(attempt: str, teacher: str, nanodollars: int, outcome: str, usable: bool) -> Settled:
-    return Settled(
+def settled(
+    attempt: str, teacher: str, nanodollars: int, outcome: str, usable: bool
+) -> SettledCall:
+    return SettledCall(
         attempt, "k", teacher, "run", outcome, nanodollars, None, "", False, usable, 0.1, 1, 0.0,
         1.0,
     )  # fmt: skip
@@ -26,9 +28,9 @@ def settled(attempt: str, teacher: str, nanodollars: int, outcome: str, usable: 
 
 def test_the_ledger_is_followed_as_it_grows(tmp_path: Path) -> None:
     path = tmp_path / "teachers.jsonl"
-    spending = Spending(path)
+    spending = RunSpending(path)
     assert spending.total() == {"calls": {}, "dollars": {}}
-    ledger = Ledger(path, dict.fromkeys(("gpt", "opus"), NO_LIMITS))
+    ledger = SpendLedger(path, dict.fromkeys(("gpt", "opus"), NO_LIMITS))
     first, second = reserve(ledger, "opus", "1"), reserve(ledger, "opus", "2")
     assert spending.total() == {"calls": {}, "dollars": {}}  # nothing has ended yet
     ledger.settle(settled(first, "opus", 250_000_000, ANSWERED, True))
@@ -43,18 +45,18 @@ def test_the_ledger_is_followed_as_it_grows(tmp_path: Path) -> None:
         "dollars": {"gpt": 0.125, "opus": 0.25},
     }
     assert spending.total() == expected
-    assert Spending(path).total() == expected  # as after a resume
+    assert RunSpending(path).total() == expected  # as after a resume
 
 
 def test_a_row_that_is_still_being_written_waits(tmp_path: Path) -> None:
     path = tmp_path / "teachers.jsonl"
-    ledger = Ledger(path, {"opus": NO_LIMITS})
+    ledger = SpendLedger(path, {"opus": NO_LIMITS})
     attempt = reserve(ledger, "opus", "1")
     ledger.settle(settled(attempt, "opus", 500_000_000, ANSWERED, True))
     ledger.close()
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
-    spending = Spending(path)
+    spending = RunSpending(path)
     assert spending.total() == {"calls": {}, "dollars": {}}
     path.write_bytes(whole)
     assert spending.total()["dollars"] == {"opus": 0.5}

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from loop_house import House, delays, drive, run, sampled_versions, turns_of
 
 from learning.cartridge.versions import VersionLedger
-from protocols.train_batch import Lesson
 from protocols.errors import PublishError, StaleTokenError
+from protocols.train_batch import TrainBatch
 from protocols.types import Sample, TrainStepOutput
 from training.types import Rollout, ScoringCost
 
@@ -79,7 +79,7 @@ def test_rollouts_really_run_beside_training(b: int) -> None:
             ended[step].set()
             return rollout
 
-        async def train(self, batch: Lesson, version: int) -> TrainStepOutput:
+        async def train(self, batch: TrainBatch, version: int) -> TrainStepOutput:
             for later in ended[version : version + b + 1]:
                 await later.wait()
             return await super().train(batch, version)
@@ -168,11 +168,11 @@ class Fleet(House):
             await self.work(phase, step)
         await self.work("queue", step)
 
-    async def score(self, rollout: Rollout) -> tuple[Lesson, ScoringCost]:
+    async def score(self, rollout: Rollout) -> tuple[TrainBatch, ScoringCost]:
         await self.lose("score", rollout.step)
         return await super().score(rollout)
 
-    async def train(self, batch: Lesson, version: int) -> TrainStepOutput:
+    async def train(self, batch: TrainBatch, version: int) -> TrainStepOutput:
         await self.lose("train", version)
         return await super().train(batch, version)
 

@@ -18,20 +18,20 @@ from actors.base import missing_vllm
 from environments.clinic.longhealth import parse_patients
 from environments.clinic.patients import generate_clinic
 from environments.clinic.prompts import option_prompt
-from environments.renderer import NO_DOCUMENT, Conversation
+from environments.renderer import NO_DOCUMENT, ChatRenderer
 from learning.decoding.generate import generate
 from learning.model.loading import document_kv, load_model, load_tokenizer
-from protocols.teacher_replay import Message
+from protocols.spec.mesh import RoleSpec
 from protocols.spec.sections import GeneratorSpec, ModelSpec
 from protocols.spec.services import HealthSpec
-from protocols.spec.mesh import RoleSpec
+from protocols.teacher_replay import AgentMessage
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from services.mesh import open_generators
 from serving.pool_backend import PoolBackend
 from strategies.catalog import STRATEGIES, parse, run
-from strategies.samplers.token_sampler import TokenSampler
+from strategies.result import StrategyResult
 from strategies.samplers.sampler import Sampler
-from strategies.result import Result
+from strategies.samplers.token_sampler import TokenSampler
 
 MODEL = Path(__file__).parents[2] / "models" / "clinic-reader"
 TOKENS = 40  # of a chart's 90 or so; what is asked stands behind them, so draws and scores matter
@@ -48,22 +48,22 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def scene() -> tuple[Conversation, torch.Tensor, list[str], frozenset[int]]:
+def scene() -> tuple[ChatRenderer, torch.Tensor, list[str], frozenset[int]]:
     tokenizer = load_tokenizer(str(MODEL))
     (patient,) = parse_patients(generate_clinic(3, 1, 12, 2), "the test")
-    conversation = Conversation(tokenizer, {"p": patient.document})
+    conversation = ChatRenderer(tokenizer, {"p": patient.document})
     kv = document_kv(load_model(str(MODEL)), conversation.head("p"))[:, :, :, :TOKENS]
     asked = [option_prompt(q.text, q.options) for q in patient.questions[-3:]]
     return conversation, kv, asked, frozenset({int(tokenizer.eos_token_id)})
 
 
-async def solved(sampler: Sampler, asked: Sequence[str]) -> dict[str, list[Result]]:
+async def solved(sampler: Sampler, asked: Sequence[str]) -> dict[str, list[StrategyResult]]:
     """By strategy, the questions side by side."""
     found = {}
     for name in STRATEGIES:
         solving = [
             run(
-                parse(name, SMALL.get(name)), sampler, (Message("user", text),), form="clinic",
+                parse(name, SMALL.get(name)), sampler, (AgentMessage("user", text),), form="clinic",
                 seed=1, max_tokens=24, budget=BUDGET, name=f"q{i}",
             )
             for i, text in enumerate(asked)
@@ -89,7 +89,7 @@ def test_strategies_say_over_a_pool_what_they_say_here(backend: Any, tmp_path: P
     async def here(requests: Sequence[GenerateRequest]) -> list[Completion]:
         return generate(model, requests, lambda ref: kv, end_ids, conversation.decode)
 
-    async def over_the_pool() -> dict[str, list[Result]]:
+    async def over_the_pool() -> dict[str, list[StrategyResult]]:
         service, pool = await open_generators(
             ModelSpec(path=str(MODEL)), GeneratorSpec(backend=backend, kv_gib=0.2),
             RoleSpec(replicas=1 if backend == "vllm" else 2, max_ongoing=64),

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from documents.reading import Document
+from documents.corpus import CorpusDocument, tokenised
+from documents.reading import UserDocument
+from documents.synthesis import BATCH, SynthesisPlan, items, model_name, read_rows, write_study
 from documents.synthesis_rows import StudyRow, counts, from_dict, write_parquet
 from learning.model.loading import load_tokenizer
-from protocols.spec.documents import SelfStudySpec
 from protocols.errors import DataError
-from documents.corpus import Part, tokenised
-from documents.synthesis import BATCH, Plan, items, model_name, read_rows, write_study
-from strategies.samplers.sampler import Ability, Answer, Ask
+from protocols.spec.documents import SelfStudySpec
+from strategies.samplers.sampler import Ability, SampleRequest, SampleResult
 
 ROOT = Path(__file__).resolve().parents[2]
 READER = str(ROOT / "models" / "clinic-reader")
@@ -28,17 +28,17 @@ class Scribe:
     abilities: frozenset[Ability] = frozenset({"top_logprobs"})
 
     def __init__(self, fails_at: int = 10**9) -> None:
-        self.asks: list[Ask] = []
+        self.asks: list[SampleRequest] = []
         self._calls, self._fails_at = 0, fails_at
 
-    async def __call__(self, asks: Sequence[Ask]) -> list[Answer]:
+    async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
         self._calls += 1
         if self._calls == self._fails_at:
             raise TimeoutError
         self.asks += asks
         return [self._answer(ask) for ask in asks]
 
-    def _answer(self, ask: Ask) -> Answer:
+    def _answer(self, ask: SampleRequest) -> SampleResult:
         number = int(ask.id.split("/")[1])
         text, reason = f"What about number {number} of {ask.id}, {ask.seed % 1000}?", "stop"
         if ask.id.endswith("question"):
@@ -53,27 +53,31 @@ class Scribe:
         elif number == 5:
             text = ""
         top = (((" a", -0.1), (" b", -2.5)),) * 2 if ask.top_logprobs else ()
-        return Answer(text, 2, 9, reason, "", (7, 8), (-0.1, -0.1), top, ((7, 9),) * len(top))
+        return SampleResult(text, 2, 9, reason, "", (7, 8), (-0.1, -0.1), top, ((7, 9),) * len(top))
 
 
 @pytest.fixture(scope="module")
-def parts() -> list[Part]:
+def parts() -> list[CorpusDocument]:
     tokenizer = load_tokenizer(READER)
     found = []
     for name in ("kestrel.md", "salt.txt"):
         text = (ROOT / "tests" / "documents" / "articles" / name).read_text()
-        document = Document(Path(name).stem, name, text, f"hash of {name}", "utf-8")
+        document = UserDocument(Path(name).stem, name, text, f"hash of {name}", "utf-8")
         tokens = tokenised(tokenizer, text)
-        found.append(Part(document.name, document, tokens.chunk(0, len(tokens)), text, tokens))
+        found.append(
+            CorpusDocument(document.name, document, tokens.chunk(0, len(tokens)), text, tokens)
+        )
     return found
 
 
-def plan(**changes: object) -> Plan:
+def plan(**changes: object) -> SynthesisPlan:
     study = STUDY.model_copy(update=changes)
-    return Plan(study, "model@1", seed=3, answers=True)
+    return SynthesisPlan(study, "model@1", seed=3, answers=True)
 
 
-def write(path: Path, parts: list[Part], scribe: Scribe, how: Plan) -> list[StudyRow]:
+def write(
+    path: Path, parts: list[CorpusDocument], scribe: Scribe, how: SynthesisPlan
+) -> list[StudyRow]:
     return asyncio.run(write_study(path, parts, how, scribe))
 
 
@@ -81,7 +85,7 @@ def timeless(rows: Sequence[StudyRow]) -> list[StudyRow]:
     return [replace(row, time="") for row in rows]
 
 
-def test_every_row_has_its_provenance(tmp_path: Path, parts: list[Part]) -> None:
+def test_every_row_has_its_provenance(tmp_path: Path, parts: list[CorpusDocument]) -> None:
     path, scribe = tmp_path / "rows.jsonl", Scribe()
     rows = write(path, parts, scribe, plan())
     assert read_rows(path) == rows
@@ -111,7 +115,9 @@ def test_every_row_has_its_provenance(tmp_path: Path, parts: list[Part]) -> None
     assert first.config == plan().config != plan(alike=0.7).config
 
 
-def test_what_cannot_be_used_is_told_by_its_reason(tmp_path: Path, parts: list[Part]) -> None:
+def test_what_cannot_be_used_is_told_by_its_reason(
+    tmp_path: Path, parts: list[CorpusDocument]
+) -> None:
     rows = write(tmp_path / "a.jsonl", parts, Scribe(), plan())
     told = {row.key: (row.asker, row.tried, row.refused) for row in rows}
     for name in ("kestrel", "salt"):
@@ -127,7 +133,7 @@ def test_what_cannot_be_used_is_told_by_its_reason(tmp_path: Path, parts: list[P
     }  # fmt: skip
 
 
-def test_without_plain_turns_a_row_is_refused(tmp_path: Path, parts: list[Part]) -> None:
+def test_without_plain_turns_a_row_is_refused(tmp_path: Path, parts: list[CorpusDocument]) -> None:
     rows = write(tmp_path / "a.jsonl", parts, Scribe(), plan(plain=False))
     assert [r.refused for r in rows if r.document == "salt"][:5] == [
         "", "too_short", "echo", "no_end", "double",
@@ -135,7 +141,9 @@ def test_without_plain_turns_a_row_is_refused(tmp_path: Path, parts: list[Part])
 
 
 @pytest.mark.parametrize("torn", [False, True])
-def test_what_was_begun_is_gone_on_with(tmp_path: Path, parts: list[Part], torn: bool) -> None:
+def test_what_was_begun_is_gone_on_with(
+    tmp_path: Path, parts: list[CorpusDocument], torn: bool
+) -> None:
     whole = write(tmp_path / "whole.jsonl", parts, Scribe(), plan())
     path = tmp_path / "rows.jsonl"
     with pytest.raises(TimeoutError):
@@ -153,7 +161,9 @@ def test_what_was_begun_is_gone_on_with(tmp_path: Path, parts: list[Part], torn:
     assert not scribe.asks
 
 
-def test_rows_of_another_plan_are_not_gone_on_with(tmp_path: Path, parts: list[Part]) -> None:
+def test_rows_of_another_plan_are_not_gone_on_with(
+    tmp_path: Path, parts: list[CorpusDocument]
+) -> None:
     path = tmp_path / "rows.jsonl"
     write(path, parts, Scribe(), plan())
     for other in (plan(min_chunk=41), replace(plan(), seed=4), replace(plan(), model="b")):
@@ -164,7 +174,7 @@ def test_rows_of_another_plan_are_not_gone_on_with(tmp_path: Path, parts: list[P
         write(path, [changed, parts[1]], Scribe(), plan())
 
 
-def test_rows_are_checked_when_they_are_read(tmp_path: Path, parts: list[Part]) -> None:
+def test_rows_are_checked_when_they_are_read(tmp_path: Path, parts: list[CorpusDocument]) -> None:
     rows = write(tmp_path / "a.jsonl", parts, Scribe(), plan())
     good = json.loads(json.dumps(rows[0].as_dict()))
     assert from_dict(good, "x") == rows[0]
@@ -176,7 +186,7 @@ def test_rows_are_checked_when_they_are_read(tmp_path: Path, parts: list[Part]) 
         from_dict({k: v for k, v in good.items() if k != "key"}, "x")
 
 
-def test_parquet_has_what_the_rows_have(tmp_path: Path, parts: list[Part]) -> None:
+def test_parquet_has_what_the_rows_have(tmp_path: Path, parts: list[CorpusDocument]) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = write(tmp_path / "a.jsonl", parts, Scribe(), plan())
     write_parquet(rows, tmp_path / "rows.parquet")

@@ -21,8 +21,14 @@ from environments.clinic.prompts import option_prompt, sentence_ends
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
+from training.recipes.longhealth_prompts import (
+    LongHealthPrompts,
+    StudyPrompt,
+    in_company,
+    read_patients,
+    stream_seed,
+)
 from training.rollouts import as_rollout, rollout_from
-from training.recipes.longhealth_prompts import Prompt, Tasks, in_company, read_patients, stream_seed
 
 ROOT = Path(__file__).resolve().parents[2]
 BOS, END, USER, ASSISTANT = 1, 2, 4, 5
@@ -62,8 +68,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
 
 
-def tasks(tokenizer: Any, spec: LearnSpec) -> Tasks:
-    return Tasks(spec, read_patients(spec.data), tokenizer)
+def tasks(tokenizer: Any, spec: LearnSpec) -> LongHealthPrompts:
+    return LongHealthPrompts(spec, read_patients(spec.data), tokenizer)
 
 
 def whole(tokenizer: Any, document: str | None, user: str) -> list[int]:
@@ -190,7 +196,7 @@ def test_without_a_held_out_question_there_is_no_exam(tokenizer: PreTrainedToken
 # -- draws ------------------------------------------------------------------------------------
 
 
-def digest(run: Tasks, step: int) -> str:
+def digest(run: LongHealthPrompts, step: int) -> str:
     return hashlib.sha256(repr([*run.rollout(step, 3), *run.offline(step)]).encode()).hexdigest()
 
 
@@ -346,13 +352,15 @@ def hand_made() -> list[Patient]:
 
 
 def test_any_tokenizer_with_a_chat_template_will_do() -> None:
-    run = Tasks(learn(patients=1, kinds=("structure",)), hand_made(), Characters(counts=False))
+    run = LongHealthPrompts(
+        learn(patients=1, kinds=("structure",)), hand_made(), Characters(counts=False)
+    )
     (prompt, *_) = run.rollout(0, 0)
     assert "".join(map(chr, prompt.request.prompt_ids)) == "[u]list the findings of note 1.[a]"
 
 
 def test_a_template_that_breaks_the_prefix_is_refused() -> None:
-    run = Tasks(learn(patients=1), hand_made(), Characters(counts=True))
+    run = LongHealthPrompts(learn(patients=1), hand_made(), Characters(counts=True))
     with pytest.raises(DataError) as caught:
         run.rollout(0, 0)
     assert str(caught.value) == (
@@ -393,7 +401,7 @@ def test_near_doubles_of_held_out_questions_are_not_asked_in_training(
         for i, month in enumerate(months)
     ]
     other = replace(patient, questions=(*patient.questions, *alike))
-    tasks = Tasks(spec, [other], tokenizer)
+    tasks = LongHealthPrompts(spec, [other], tokenizer)
     held_out = {e.question.id for e in tasks.exams}
     assert 0 < len(held_out & {q.id for q in alike}) < len(alike)
     training = {q.id for q in tasks._training[patient.id]}
@@ -401,10 +409,10 @@ def test_near_doubles_of_held_out_questions_are_not_asked_in_training(
     assert training == {q.id for q in patient.questions} - held_out
 
 
-def some_prompts(count: int) -> list[Prompt]:
+def some_prompts(count: int) -> list[StudyPrompt]:
     bare = PrefixRef("document/none", 0)
     return [
-        Prompt(name, "recite", GenerateRequest(f"on_policy/1/{i}", (4,), bare, Sampling(), i))
+        StudyPrompt(name, "recite", GenerateRequest(f"on_policy/1/{i}", (4,), bare, Sampling(), i))
         for i, name in enumerate(["a", "b", "c"] * (count // 3))
     ]
 

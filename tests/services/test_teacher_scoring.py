@@ -13,9 +13,17 @@ from fake_mesh import House, house, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols.train_batch import HintedTurn, Lesson, RLSample, StoredScores
 from protocols.errors import PlaneError, RunError
-from protocols.types import LookUps, Packet, Sample, Sampling, Scored, TensorLayout, TrainStepOutput
+from protocols.train_batch import HintedTurn, PolicySample, PrecomputedScores, TrainBatch
+from protocols.types import (
+    CacheStats,
+    Sample,
+    Sampling,
+    ScoreOutput,
+    TensorLayout,
+    TensorRef,
+    TrainStepOutput,
+)
 from services.clients import TrainerClient
 from training.teacher_scoring import TeacherScoring, train_scored
 from training.types import ScoringCost
@@ -35,12 +43,12 @@ class Plane:
     def __init__(self) -> None:
         self.life, self.held = 0, dict[str, Any]()
 
-    def put(self, key: str, value: Any) -> Packet:
+    def put(self, key: str, value: Any) -> TensorRef:
         key = f"{key}/{len(self.held)}/{self.life}"
         self.held[key] = value
-        return Packet(key, LAYOUT)
+        return TensorRef(key, LAYOUT)
 
-    def get(self, packet: Packet) -> Any:
+    def get(self, packet: TensorRef) -> Any:
         if packet.key not in self.held:
             raise PlaneError(f"no tensor {packet.key}")
         return self.held[packet.key]
@@ -66,7 +74,7 @@ class Teacher:
     async def ready(self) -> int:
         return 1
 
-    async def score(self, stem: str, samples: Sequence[Sample], *version: int) -> Scored:
+    async def score(self, stem: str, samples: Sequence[Sample], *version: int) -> ScoreOutput:
         life, seconds = self.plane.life, self.seconds.get(samples[0].id, 0.25)
         await asyncio.sleep(seconds)
         if life != self.plane.life:
@@ -74,7 +82,7 @@ class Teacher:
         batch = tuple(s.id for s in samples)
         packet = self.plane.put(stem, [(s.id, batch, version) for s in samples])
         tokens = sum(len(s.response_ids) for s in samples) - self.short
-        return Scored(seconds, packet, tokens, LookUps(hits=1))
+        return ScoreOutput(seconds, packet, tokens, CacheStats(hits=1))
 
 
 class Trainer:
@@ -85,7 +93,7 @@ class Trainer:
     async def ready(self) -> int:
         return 1
 
-    async def step(self, lesson: Lesson, version: int) -> TrainStepOutput:
+    async def step(self, lesson: TrainBatch, version: int) -> TrainStepOutput:
         """Reads the scores into their samples' places."""
         rows: list[Any] = []
         for role, texts in lesson.read_by.items():
@@ -130,11 +138,11 @@ class World:
         for part in parts:
             self.teachers.begin(STEM, 3, "doc_teacher", [sample(i) for i in part])
 
-    async def score(self, batch: Lesson, parts: Sequence[tuple[str, ...]] = ()) -> Lesson:
+    async def score(self, batch: TrainBatch, parts: Sequence[tuple[str, ...]] = ()) -> TrainBatch:
         scored, _ = await self.teachers.score(STEM, batch, 3, parts)
         return scored
 
-    async def train(self, batch: Lesson) -> TrainStepOutput:
+    async def train(self, batch: TrainBatch) -> TrainStepOutput:
         return await train_scored(TrainerClient(self.mesh.pools), self.teachers, STEM, batch, 3)
 
 
@@ -145,8 +153,8 @@ async def world(seconds: dict[str, float] | None = None) -> World:
     return w
 
 
-def lesson(samples: int) -> Lesson:
-    return Lesson(doc=tuple(sample(i) for i in range(samples)))
+def lesson(samples: int) -> TrainBatch:
+    return TrainBatch(doc=tuple(sample(i) for i in range(samples)))
 
 
 PARTS = ((0, 2, 4), (1, 3))  # of six samples: the last is in none
@@ -219,9 +227,9 @@ def test_scores_that_are_lost_before_the_trainer_reads_them_are_made_again_in_th
 
 
 def test_what_was_stored_with_the_text_is_not_scored_again() -> None:
-    async def scenario() -> tuple[Any, Lesson, Lesson, ScoringCost]:
+    async def scenario() -> tuple[Any, TrainBatch, TrainBatch, ScoringCost]:
         w = await world()
-        told = StoredScores(1, ((7, 2), (7, 3)), ((-0.1, -3.0), (-0.2, -2.0)))
+        told = PrecomputedScores(1, ((7, 2), (7, 3)), ((-0.1, -3.0), (-0.2, -2.0)))
         some = await w.score(replace(lesson(3), doc_stored=(told,)))
         both = tuple(replace(told, sample=i) for i in range(2))
         every, cost = await w.teachers.score(STEM, replace(lesson(2), doc_stored=both), 3)
@@ -239,9 +247,9 @@ def test_what_was_stored_with_the_text_is_not_scored_again() -> None:
 def test_both_teachers_and_the_version_of_the_hinted_one() -> None:
     async def scenario() -> World:
         w = await world()
-        rl = RLSample(sample(0, 4), (True,) * 4, Sampling(), "g", 1.0)
+        rl = PolicySample(sample(0, 4), (True,) * 4, Sampling(), "g", 1.0)
         items = (HintedTurn(rl.sample.id, 0, 2, (5, 6)), HintedTurn(rl.sample.id, 2, 4, (5, 6, 7)))
-        whole = Lesson(doc=(rl.sample,), rl=(rl,), turns=items)
+        whole = TrainBatch(doc=(rl.sample,), rl=(rl,), turns=items)
         await w.train(await w.score(whole))
         await w.h.service.stop()
         return w
@@ -273,7 +281,7 @@ def test_seconds_beside_the_rollout_are_told_apart(monkeypatch: pytest.MonkeyPat
     assert cost.moved_bytes == 2 * 2 * 64
     assert cost.compute_seconds == pytest.approx(0.5)
     assert cost.hidden_seconds == pytest.approx(1.5)
-    assert cost.documents == LookUps(hits=2)
+    assert cost.documents == CacheStats(hits=2)
 
 
 def test_a_teacher_that_scores_too_few_tokens_ends_the_step() -> None:

@@ -14,7 +14,7 @@ from learning.cartridge.bank import first_tokens
 from learning.decoding.generate import generate
 from learning.model.loading import document_kv, load_model, load_tokenizer
 from protocols.spec.loading import load_resolved
-from training.recipes.longhealth_prompts import Tasks, read_patients
+from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
 
 require_vllm()
 pytestmark = [pytest.mark.run, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -44,7 +44,7 @@ def test_the_run_trains_on_what_vllm_sampled_which_is_what_torch_samples(tmp_pat
     # The first step's cartridges are the first tokens of each document: sampled again by torch,
     # in this process, they give the very tokens that were trained on.
     learn = load_resolved(run / "spec.yaml").learn
-    tasks = Tasks(learn, read_patients(learn.data), load_tokenizer(learn.model.path))
+    tasks = LongHealthPrompts(learn, read_patients(learn.data), load_tokenizer(learn.model.path))
     model = load_model(learn.model.path)
     kv = {n: document_kv(model, ids) for n, ids in tasks.documents.items() if n != NO_DOCUMENT}
     bank = first_tokens(kv, learn.cartridge.tokens, learn.cartridge.frozen)

@@ -18,7 +18,7 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint, this_host
 from protocols.spec.services import WatchdogSpec
 from services.telemetry.watchdog import (
     InFlight,
-    Progress,
+    ProgressClock,
     StackFile,
     find_py_spy,
     who_waits,
@@ -33,7 +33,7 @@ SECONDS = 20.0  # for a dump, which takes 0.02 s on a quiet machine
 
 
 def test_a_stall_is_told_once_and_again_after_progress() -> None:
-    progress = Progress(100.0)
+    progress = ProgressClock(100.0)
     assert [progress.stalled(t, MINUTE) for t in (100.0, 159.9)] == [False, False]
     assert [progress.stalled(t, MINUTE) for t in (160.0, 161.0, 999.0)] == [True, False, False]
     progress.made(1000.0)
@@ -41,7 +41,7 @@ def test_a_stall_is_told_once_and_again_after_progress() -> None:
 
 
 def test_paused_time_does_not_count() -> None:
-    progress = Progress(0.0)
+    progress = ProgressClock(0.0)
     progress.pause(50.0)
     progress.pause(55.0)
     assert progress.silent_s(5000.0) == 50.0
@@ -53,7 +53,7 @@ def test_paused_time_does_not_count() -> None:
 
 
 def test_what_ends_during_a_pause_is_progress() -> None:
-    progress = Progress(0.0)
+    progress = ProgressClock(0.0)
     progress.pause(50.0)
     progress.made(70.0)
     progress.resume(100.0)
@@ -61,7 +61,7 @@ def test_what_ends_during_a_pause_is_progress() -> None:
 
 
 def test_a_run_that_stands_still_while_paused_is_not_stalled() -> None:
-    progress = Progress(0.0)
+    progress = ProgressClock(0.0)
     progress.pause(61.0)  # it had been silent for longer, and nobody had looked
     assert not progress.stalled(90.0, MINUTE)
     progress.resume(100.0)
@@ -76,7 +76,7 @@ def test_silence_is_the_running_time_since_the_last_progress(
     happened: list[tuple[str, int]],
 ) -> None:
     """Counted again second by second."""
-    progress, now, running, silent, told = Progress(0), 0, True, 0, 0
+    progress, now, running, silent, told = ProgressClock(0), 0, True, 0, 0
     for move, wait in happened:
         silent += wait if running else 0
         now += wait

@@ -13,7 +13,7 @@ from fake_mesh import FakeProcess, House, house, run
 
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.spec.mesh import RoleSpec
-from protocols.types import Packet, Snapshot, TensorLayout
+from protocols.types import CartridgeSnapshot, TensorLayout, TensorRef
 from services import mesh as mesh_module
 from services.mesh import Mesh
 from training.weight_sync import WeightSync
@@ -28,12 +28,12 @@ class FakePlane:
         self.process = process
         self.held: dict[str, int] = {}
 
-    async def put(self, key: str, value: int) -> Packet:
+    async def put(self, key: str, value: int) -> TensorRef:
         await self._reach()
         self.held[key] = value
-        return Packet(key, LAYOUT)
+        return TensorRef(key, LAYOUT)
 
-    async def get(self, packet: Packet) -> int:
+    async def get(self, packet: TensorRef) -> int:
         await self._reach()
         if packet.key not in self.held:
             raise PlaneError(f"no tensor {packet.key}")
@@ -79,13 +79,13 @@ class Trainer:
     async def use_plane(self, plane: Any) -> None:
         self.plane = plane
 
-    async def publish(self, version: int) -> Snapshot:
+    async def publish(self, version: int) -> CartridgeSnapshot:
         await asyncio.sleep(self.seconds)
         if version not in self.kept:
             raise PublishError(f"version {version} cannot be published")
         key = f"cartridges/{version}/{next(self.count)}"
         packet = await self.plane.put(key, version)
-        return Snapshot(version + self.off_by, ("a",), packet)
+        return CartridgeSnapshot(version + self.off_by, ("a",), packet)
 
 
 class Generator:
@@ -100,7 +100,7 @@ class Generator:
     async def use_plane(self, plane: Any) -> None:
         self.plane = plane
 
-    async def load(self, snapshot: Snapshot) -> None:
+    async def load(self, snapshot: CartridgeSnapshot) -> None:
         await asyncio.sleep(self.seconds)
         assert await self.plane.get(snapshot.packet) == snapshot.version
         self.loaded.append(snapshot.version)
@@ -313,7 +313,7 @@ def test_an_error_of_a_plane_that_is_well_means_what_it_says(
     async def scenario() -> None:
         w = await world(monkeypatch, store=store)
 
-        async def full(version: int) -> Snapshot:
+        async def full(version: int) -> CartridgeSnapshot:
             raise PlaneError("no space left")
 
         w.actor("trainer").publish = full

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from namespaces import FORGE
 
-from services.hosts.handshake import Hello, Unheard, ask_hello, versions
+from services.hosts.handshake import WorkerInfo, WorkerUnreachable, ask_hello, versions
 from services.proc_info import descendants, has_ended
 
 pytestmark = pytest.mark.mesh
@@ -40,12 +40,12 @@ def worker(address: str, *words: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def hello(address: str) -> Hello:
+def hello(address: str) -> WorkerInfo:
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
             return asyncio.run(ask_hello(address))
-        except Unheard:
+        except WorkerUnreachable:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 

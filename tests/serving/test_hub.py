@@ -13,18 +13,18 @@ from format_house import ROPE, cartridge, files_of, write
 from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars
 
-from registry.formats import forge
-from registry.formats.base_model import Base
-from registry.formats.cartridge_file import Cartridge
 from protocols.errors import DataError
+from registry.formats import forge
+from registry.formats.base_model import BaseModelInfo
+from registry.formats.cartridge_file import CartridgeFile
 from registry.hub import pull, push
 from registry.importing import add_cartridge
-from registry.store import Library
+from registry.store import CartridgeStore
 
 # The client's own upload of a file is of a kind that its HTTP library wants spelled otherwise.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
-BASE = Base(2, 2, 4, 64, "c" * 64, ROPE, "models/some")
+BASE = BaseModelInfo(2, 2, 4, 64, "c" * 64, ROPE, "models/some")
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def api(hub: FakeHub) -> HfApi:
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Library:
-    return Library(tmp_path / "library", BASE)
+def library(tmp_path: Path) -> CartridgeStore:
+    return CartridgeStore(tmp_path / "library", BASE)
 
 
 def held(hub: FakeHub, repo: str, path: Path) -> None:
@@ -60,7 +60,7 @@ def held(hub: FakeHub, repo: str, path: Path) -> None:
 
 
 def test_what_is_pushed_is_pulled(
-    hub: FakeHub, api: HfApi, library: Library, tmp_path: Path
+    hub: FakeHub, api: HfApi, library: CartridgeStore, tmp_path: Path
 ) -> None:
     made = cartridge(seed=5)
     first = add_cartridge(library, "ward", made, {"by": "test"})
@@ -71,7 +71,7 @@ def test_what_is_pushed_is_pulled(
     assert any(asked.startswith("PUT /lfs/") for asked in hub.asked)  # weights went by LFS
     assert sorted(hub.repos["me/ward"].commits[0][1]) == [forge.FILE, forge.MANIFEST]
 
-    elsewhere = Library(tmp_path / "elsewhere", BASE)
+    elsewhere = CartridgeStore(tmp_path / "elsewhere", BASE)
     entry = pull(elsewhere, "me/ward", "ward", api=api)
     assert entry.key == ("ward", 1)
     assert torch.equal(forge.read(entry.path.parent).kv, made.kv)
@@ -84,7 +84,9 @@ def test_what_is_pushed_is_pulled(
     )
 
 
-def test_a_second_push_is_a_second_commit(hub: FakeHub, api: HfApi, library: Library) -> None:
+def test_a_second_push_is_a_second_commit(
+    hub: FakeHub, api: HfApi, library: CartridgeStore
+) -> None:
     for seed in (1, 2):
         push(add_cartridge(library, "ward", cartridge(seed=seed), {}), "me/ward", api=api)
     old, new = (commit[0] for commit in hub.repos["me/ward"].commits)
@@ -98,7 +100,7 @@ def test_a_second_push_is_a_second_commit(hub: FakeHub, api: HfApi, library: Lib
 
 @pytest.mark.parametrize("name", ["hazy", "peft", "tokasaurus"])
 def test_other_formats_are_pulled(
-    hub: FakeHub, api: HfApi, library: Library, tmp_path: Path, name: str
+    hub: FakeHub, api: HfApi, library: CartridgeStore, tmp_path: Path, name: str
 ) -> None:
     held(hub, "lab/c", write(cartridge(), tmp_path, name))
     if name == "tokasaurus":  # published under other names than its server's
@@ -120,7 +122,7 @@ class Harm:
 
 
 def test_a_malicious_pickle_of_the_hub_is_not_run(
-    hub: FakeHub, api: HfApi, library: Library, tmp_path: Path
+    hub: FakeHub, api: HfApi, library: CartridgeStore, tmp_path: Path
 ) -> None:
     torch.save({"trainable_keys": Harm(tmp_path / "harmed")}, tmp_path / "c.pt")
     held(hub, "them/c", tmp_path / "c.pt")
@@ -130,7 +132,9 @@ def test_a_malicious_pickle_of_the_hub_is_not_run(
     assert library.names() == []
 
 
-def test_what_came_damaged_does_not_enter(hub: FakeHub, api: HfApi, library: Library) -> None:
+def test_what_came_damaged_does_not_enter(
+    hub: FakeHub, api: HfApi, library: CartridgeStore
+) -> None:
     push(add_cartridge(library, "ward", cartridge(), {}), "me/ward", api=api)
     files = hub.repos["me/ward"].commits[0][1]
     whole = files[forge.FILE]
@@ -144,18 +148,20 @@ def test_what_came_damaged_does_not_enter(hub: FakeHub, api: HfApi, library: Lib
 
 
 def test_what_is_for_another_model_does_not_enter(
-    hub: FakeHub, api: HfApi, library: Library, tmp_path: Path
+    hub: FakeHub, api: HfApi, library: CartridgeStore, tmp_path: Path
 ) -> None:
     held(hub, "lab/c", write(cartridge(3), tmp_path, "peft"))
     with pytest.raises(DataError, match=r"has the shape \[2, 2, 2, P, 4\]: got \[3, 2, 2, 16, 4\]"):
         pull(library, "lab/c", "c", api=api)
-    other = Library(tmp_path / "other", Base(2, 2, 4, 64, "c" * 64, {**ROPE, "factor": 32.0}))
+    other = CartridgeStore(
+        tmp_path / "other", BaseModelInfo(2, 2, 4, 64, "c" * 64, {**ROPE, "factor": 32.0})
+    )
     held(hub, "lab/d", write(cartridge(), tmp_path, "hazy"))
     with pytest.raises(DataError, match=r"keys are rotated by factor 8.0"):
         pull(other, "lab/d", "d", api=api)
 
 
-def test_a_damaged_version_is_not_pushed(hub: FakeHub, api: HfApi, library: Library) -> None:
+def test_a_damaged_version_is_not_pushed(hub: FakeHub, api: HfApi, library: CartridgeStore) -> None:
     entry = add_cartridge(library, "ward", cartridge(), {})
     entry.path.write_bytes(entry.path.read_bytes()[:-1])
     with pytest.raises(DataError, match="does not match its checksum"):
@@ -163,8 +169,8 @@ def test_a_damaged_version_is_not_pushed(hub: FakeHub, api: HfApi, library: Libr
     assert hub.asked == []
 
 
-def test_a_hub_that_refuses_says_why(hub: FakeHub, api: HfApi, library: Library) -> None:
-    entry = add_cartridge(library, "ward", Cartridge(cartridge().kv), {})
+def test_a_hub_that_refuses_says_why(hub: FakeHub, api: HfApi, library: CartridgeStore) -> None:
+    entry = add_cartridge(library, "ward", CartridgeFile(cartridge().kv), {})
     nobody = HfApi(endpoint=hub.url, token="hf_wrong")
     with pytest.raises(DataError, match=r"the hub refuses me/ward: .*401.*; set HF_TOKEN") as told:
         push(entry, "me/ward", api=nobody)

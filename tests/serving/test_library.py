@@ -11,34 +11,34 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from registry.formats.base_model import Base, config_hash
-from registry.formats.forge import FILE, MANIFEST
 from learning.checkpoint import Checkpoint, write_checkpoint
 from protocols.errors import DataError
 from protocols.files import sha256_of
+from registry.formats.base_model import BaseModelInfo, config_hash
+from registry.formats.forge import FILE, MANIFEST
 from registry.importing import add_from_run
-from registry.store import INCOMING, Library
 from registry.names import CartridgeName
+from registry.store import INCOMING, CartridgeStore
 
-BASE = Base(layers=2, kv_heads=1, head_dim=4, context=64, config_sha256="c" * 64)
+BASE = BaseModelInfo(layers=2, kv_heads=1, head_dim=4, context=64, config_sha256="c" * 64)
 
 
 def kv(tokens: int = 3, value: float = 0.5) -> torch.Tensor:
     return torch.full((2, 2, 1, tokens, 4), value)
 
 
-def add(library: Library, name: str = "p1", tensors: Any = None, **metadata: str) -> Any:
+def add(library: CartridgeStore, name: str = "p1", tensors: Any = None, **metadata: str) -> Any:
     with library.incoming() as file:
         save_file({"kv": kv()} if tensors is None else tensors, file, metadata=metadata or None)
         return library.add(name, file, {"by": "test"})
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Library:
-    return Library(tmp_path / "library", BASE)
+def library(tmp_path: Path) -> CartridgeStore:
+    return CartridgeStore(tmp_path / "library", BASE)
 
 
-def test_a_version_is_added_found_and_whole(library: Library) -> None:
+def test_a_version_is_added_found_and_whole(library: CartridgeStore) -> None:
     first, second = add(library), add(library, tensors={"kv": kv(5)})
     assert [e.key for e in (first, second)] == [("p1", 1), ("p1", 2)]
     assert library.get(CartridgeName("p1")).key == ("p1", 2)
@@ -51,7 +51,7 @@ def test_a_version_is_added_found_and_whole(library: Library) -> None:
     assert not any((library.directory / INCOMING).iterdir())
 
 
-def test_a_number_is_never_used_again(library: Library) -> None:
+def test_a_number_is_never_used_again(library: CartridgeStore) -> None:
     add(library)
     add(library)
     assert library.drop("p1", 2) == [2]
@@ -60,11 +60,11 @@ def test_a_number_is_never_used_again(library: Library) -> None:
     assert library.drop("p1") == [1, 3]
     assert library.names() == []
     assert add(library).key == ("p1", 4)
-    again = Library(library.directory, BASE)  # another process
+    again = CartridgeStore(library.directory, BASE)  # another process
     assert add(again).key == ("p1", 5)
 
 
-def test_two_who_add_at_once_get_two_numbers(library: Library) -> None:
+def test_two_who_add_at_once_get_two_numbers(library: CartridgeStore) -> None:
     added: list[int] = []
     threads = [
         threading.Thread(target=lambda: added.append(add(library).manifest.version))
@@ -91,7 +91,7 @@ def test_two_who_add_at_once_get_two_numbers(library: Library) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(
-    library: Library, tensors: Any, said: str
+    library: CartridgeStore, tensors: Any, said: str
 ) -> None:
     with pytest.raises(DataError, match=said):
         add(library, tensors=tensors)
@@ -99,13 +99,13 @@ def test_what_does_not_fit_is_refused_with_the_reason(
     assert not any((library.directory / INCOMING).iterdir())
 
 
-def test_another_base_is_refused(library: Library) -> None:
+def test_another_base_is_refused(library: CartridgeStore) -> None:
     with pytest.raises(DataError, match="trained for another base model"):
         add(library, base_config_sha256="d" * 64)
     assert add(library, base_config_sha256="c" * 64).key == ("p1", 1)
 
 
-def test_a_pickle_is_never_loaded(library: Library, tmp_path: Path) -> None:
+def test_a_pickle_is_never_loaded(library: CartridgeStore, tmp_path: Path) -> None:
     with library.incoming() as file:
         torch.save({"kv": kv()}, file)
         with pytest.raises(DataError, match="no safetensors file"):
@@ -117,12 +117,12 @@ def test_a_pickle_is_never_loaded(library: Library, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../p1", ".p1", "", "a/b", "p" * 65, "p\0"])
-def test_no_name_leads_out_of_the_library(library: Library, name: str) -> None:
+def test_no_name_leads_out_of_the_library(library: CartridgeStore, name: str) -> None:
     with pytest.raises(DataError, match="is no cartridge's name"):
         add(library, name)
 
 
-def test_by_path_within_the_library_alone(library: Library) -> None:
+def test_by_path_within_the_library_alone(library: CartridgeStore) -> None:
     add(library)
     inside = ("p1", "p1@1", "p1@latest", "p1/1", f"p1/1/{FILE}", str(library.directory / "p1/1"))
     for text in inside:
@@ -133,7 +133,7 @@ def test_by_path_within_the_library_alone(library: Library) -> None:
             library.by_path(text)
 
 
-def test_a_damaged_manifest_is_named(library: Library) -> None:
+def test_a_damaged_manifest_is_named(library: CartridgeStore) -> None:
     entry = add(library)
     (entry.path.parent / MANIFEST).write_text("{")
     with pytest.raises(DataError, match=r"p1@1 is damaged: .* no readable manifest\.json"):
@@ -159,7 +159,7 @@ def checkpoint(run: Path, version: int, arm: str = "on_policy") -> None:
 
 
 def test_the_newest_checkpoint_on_policy_of_a_run_is_added(
-    library: Library, tmp_path: Path
+    library: CartridgeStore, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs/longhealth/r1"
     checkpoint(run, 1)
@@ -176,7 +176,7 @@ def test_the_newest_checkpoint_on_policy_of_a_run_is_added(
     assert library.names() == ["p1", "p2", "ward"]
 
 
-def test_a_run_without_what_is_asked_for(library: Library, tmp_path: Path) -> None:
+def test_a_run_without_what_is_asked_for(library: CartridgeStore, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no checkpoint in"):
         add_from_run(library, tmp_path)
     checkpoint(tmp_path / "r", 1)
@@ -184,7 +184,7 @@ def test_a_run_without_what_is_asked_for(library: Library, tmp_path: Path) -> No
         add_from_run(library, tmp_path / "r", {"p9": "p9"})
 
 
-def test_the_manifest_is_plain_json(library: Library) -> None:
+def test_the_manifest_is_plain_json(library: CartridgeStore) -> None:
     entry = add(library)
     plain = json.loads((entry.path.parent / MANIFEST).read_text())
     assert len(plain.pop("manifest_sha256")) == 64

@@ -23,11 +23,11 @@ from safetensors.torch import save
 from serving_house import END, MODEL, QUESTION, add_cartridge, cartridge, new_house
 
 from protocols.spec.loading import load_serve
-from protocols.types import Span
+from protocols.types import TraceSpan
 from services.mesh import open_generators
 from services.pool.pool import Pool
 from services.pool.service import Service
-from serving.app import Door, create_door
+from serving.app import Server, create_door
 from serving.pool_backend import PoolBackend
 
 pytestmark = pytest.mark.mesh
@@ -43,7 +43,7 @@ class Live:
     runner: asyncio.Runner
     url: str
     pool: Pool
-    door: Door
+    door: Server
     notes: list[tuple[str, Any]]
 
     def client(self) -> AsyncOpenAI:
@@ -58,7 +58,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     spec = load_serve(SERVE, sets=[f"library={directory / 'library'}"]).spec
     notes: list[tuple[str, Any]] = []
 
-    async def start() -> tuple[Service, Pool, Door, uvicorn.Server, asyncio.Task[None], str]:
+    async def start() -> tuple[Service, Pool, Server, uvicorn.Server, asyncio.Task[None], str]:
         def note(event: str, **facts: Any) -> None:
             notes.append((event, facts))
 
@@ -166,7 +166,7 @@ def test_who_leaves_ends_the_decoding_in_the_replica(
             await stream.close()
         await until(lambda: not live.door.admission.pending and not live.pool.in_flight)
 
-    spans: list[Span] = []
+    spans: list[TraceSpan] = []
     monkeypatch.setattr(live.pool, "_observe", spans.append)
     live.runner.run(leave())
     ended = [(s.name, s.facts["outcome"]) for s in spans if s.name == "cancel"]

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving_house import MODEL, InProcess, new_house
 
-from serving.app import Door, create_door
+from serving.app import Server, create_door
 from serving.errors import ErrorAnswer
-from serving.request_parsing import Limits
+from serving.request_parsing import RequestLimits
 
 ROUTES = (
     "/v1/chat/completions",
@@ -36,10 +36,10 @@ CHAT = {**PLAIN, "messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     backend = InProcess()
     directory = tmp_path_factory.mktemp("schema")
-    limits = Limits(max_tokens=4, context=256, max_choices=4)
+    limits = RequestLimits(max_tokens=4, context=256, max_choices=4)
     yield create_door(new_house(directory, backend, max_body_bytes=4096, limits=limits))
     backend.close()
 
@@ -80,7 +80,7 @@ def drawn(schema: dict[str, Any], parts: dict[str, Any]) -> st.SearchStrategy[An
     return ANYTHING
 
 
-def bodies(door: Door, route: str) -> st.SearchStrategy[bytes]:
+def bodies(door: Server, route: str) -> st.SearchStrategy[bytes]:
     schema = door.api.openapi()
     parts = schema["components"]["schemas"]
     content = schema["paths"][route]["post"]["requestBody"]["content"]
@@ -94,7 +94,7 @@ def bodies(door: Door, route: str) -> st.SearchStrategy[bytes]:
     return plain.map(lambda b: json.dumps(b).encode()) | st.binary(max_size=40)
 
 
-async def ask(door: Door, route: str, body: bytes) -> tuple[int, bytes]:
+async def ask(door: Server, route: str, body: bytes) -> tuple[int, bytes]:
     """One request straight into the application."""
     sent: list[Any] = []
     waiting = [{"type": "http.request", "body": body, "more_body": False}]
@@ -119,7 +119,7 @@ async def ask(door: Door, route: str, body: bytes) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_no_body_is_the_servers_own_error(door: Door, route: str) -> None:
+def test_no_body_is_the_servers_own_error(door: Server, route: str) -> None:
     seen: set[int] = set()
 
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -135,7 +135,7 @@ def test_no_body_is_the_servers_own_error(door: Door, route: str) -> None:
     assert seen >= {200, 400}
 
 
-def test_the_schema_names_every_route(door: Door) -> None:
+def test_the_schema_names_every_route(door: Server) -> None:
     paths = door.api.openapi()["paths"]
     assert set(ROUTES) < set(paths)
     assert {"/v1/models", "/health", "/ready", "/metrics", "/admin/cartridges/{name}"} < set(paths)

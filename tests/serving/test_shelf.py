@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from registry.formats.base_model import Base
 from learning.checkpoint import sha256_of
 from protocols.errors import PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef
+from registry.formats.base_model import BaseModelInfo
+from registry.store import CartridgeStore, CartridgeVersion
 from serving.errors import ApiError
-from registry.store import Entry, Library
-from serving.resident_cartridges import Shelf
+from serving.resident_cartridges import ResidentCartridges
 
 
 class Recorder:
@@ -52,8 +52,8 @@ class Recorder:
 
 
 @pytest.fixture
-def entries(tmp_path: Path) -> dict[str, Entry]:
-    library = Library(tmp_path, Base(1, 1, 2, 16, "c"))
+def entries(tmp_path: Path) -> dict[str, CartridgeVersion]:
+    library = CartridgeStore(tmp_path, BaseModelInfo(1, 1, 2, 16, "c"))
     added = {}
     for name in "abc":
         with library.incoming() as file:
@@ -62,10 +62,10 @@ def entries(tmp_path: Path) -> dict[str, Entry]:
     return added
 
 
-def test_the_least_recently_used_goes_first(entries: dict[str, Entry]) -> None:
+def test_the_least_recently_used_goes_first(entries: dict[str, CartridgeVersion]) -> None:
     async def use() -> list[tuple[str, int]]:
         backend = Recorder()
-        shelf = Shelf(backend, 2)
+        shelf = ResidentCartridges(backend, 2)
         for name in "abacb":
             async with shelf.using(entries[name]) as prefix:
                 assert prefix.name == f"cartridge/{name}"
@@ -78,11 +78,11 @@ def test_the_least_recently_used_goes_first(entries: dict[str, Entry]) -> None:
 
 
 def test_many_who_ask_at_once_load_once_and_one_who_leaves_takes_nothing(
-    entries: dict[str, Entry],
+    entries: dict[str, CartridgeVersion],
 ) -> None:
     async def use() -> tuple[list[Any], list[tuple[str, int]]]:
         backend = Recorder()
-        shelf = Shelf(backend, 2)
+        shelf = ResidentCartridges(backend, 2)
 
         async def one() -> PrefixRef:
             async with shelf.using(entries["a"]) as prefix:
@@ -100,7 +100,7 @@ def test_many_who_ask_at_once_load_once_and_one_who_leaves_takes_nothing(
 
 
 def test_versions_reach_the_generators_in_their_order(
-    entries: dict[str, Entry], monkeypatch: pytest.MonkeyPatch
+    entries: dict[str, CartridgeVersion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slowly_first(path: Path) -> str:
         time.sleep(0.2 if path == entries["a"].path else 0.0)
@@ -110,7 +110,7 @@ def test_versions_reach_the_generators_in_their_order(
 
     async def use() -> list[tuple[str, int]]:
         backend = Recorder()
-        shelf = Shelf(backend, 2)
+        shelf = ResidentCartridges(backend, 2)
 
         async def one(name: str) -> None:
             async with shelf.using(entries[name]):
@@ -122,10 +122,10 @@ def test_versions_reach_the_generators_in_their_order(
     assert asyncio.run(use()) == [("load b", 1), ("load a", 2)]
 
 
-def test_nothing_goes_while_it_is_read(entries: dict[str, Entry]) -> None:
+def test_nothing_goes_while_it_is_read(entries: dict[str, CartridgeVersion]) -> None:
     async def use() -> list[list[tuple[str, int]]]:
         backend, seen = Recorder(), []
-        shelf = Shelf(backend, 1)
+        shelf = ResidentCartridges(backend, 1)
         async with AsyncExitStack() as reading:
             await reading.enter_async_context(shelf.using(entries["a"]))
             await reading.enter_async_context(shelf.using(entries["b"]))
@@ -141,12 +141,12 @@ def test_nothing_goes_while_it_is_read(entries: dict[str, Entry]) -> None:
 
 
 def test_what_failed_to_load_is_tried_again_under_another_number(
-    entries: dict[str, Entry],
+    entries: dict[str, CartridgeVersion],
 ) -> None:
     async def use() -> list[tuple[str, int]]:
         backend = Recorder()
         backend.fails = 1
-        shelf = Shelf(backend, 2)
+        shelf = ResidentCartridges(backend, 2)
         with pytest.raises(PublishError):
             async with shelf.using(entries["a"]):
                 pass
@@ -157,13 +157,13 @@ def test_what_failed_to_load_is_tried_again_under_another_number(
     assert asyncio.run(use()) == [("load a", 2)]
 
 
-def test_a_damaged_file_is_never_loaded(entries: dict[str, Entry]) -> None:
+def test_a_damaged_file_is_never_loaded(entries: dict[str, CartridgeVersion]) -> None:
     entries["a"].path.write_bytes(entries["b"].path.read_bytes()[:-1])
 
     async def use() -> None:
         backend = Recorder()
         with pytest.raises(ApiError, match="a@1 is damaged"):
-            async with Shelf(backend, 2).using(entries["a"]):
+            async with ResidentCartridges(backend, 2).using(entries["a"]):
                 pass
         assert backend.told == []
 

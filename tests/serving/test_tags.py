@@ -9,25 +9,25 @@ from format_house import ROPE, cartridge
 from openai import NotFoundError, OpenAI
 from serving_house import CHAT, MODEL, Served
 
-from registry.formats.base_model import Base
 from protocols.errors import DataError
+from registry.formats.base_model import BaseModelInfo
 from registry.importing import add_cartridge
-from registry.store import Library
 from registry.names import CartridgeName, parse_cartridge, parse_model
+from registry.store import CartridgeStore
 
-BASE = Base(2, 2, 4, 64, "c" * 64, ROPE)
+BASE = BaseModelInfo(2, 2, 4, 64, "c" * 64, ROPE)
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Library:
+def library(tmp_path: Path) -> CartridgeStore:
     """Five versions of `ward`, one of `desk`."""
-    made = Library(tmp_path, BASE)
+    made = CartridgeStore(tmp_path, BASE)
     for name, seed in (*(("ward", seed) for seed in range(5)), ("desk", 9)):
         add_cartridge(made, name, cartridge(seed=seed), {})
     return made
 
 
-def test_a_tag_is_a_version_until_it_is_another(library: Library) -> None:
+def test_a_tag_is_a_version_until_it_is_another(library: CartridgeStore) -> None:
     library.tag(CartridgeName("ward", 2), "best")
     library.tag(CartridgeName("ward"), "candidate")
     assert library.tags("ward") == {"best": 2, "candidate": 5}
@@ -42,7 +42,7 @@ def test_a_tag_is_a_version_until_it_is_another(library: Library) -> None:
     assert library.tags("desk") == library.tags("nobody") == library.tags("../x") == {}
 
 
-def test_a_tag_goes_with_its_version(library: Library) -> None:
+def test_a_tag_goes_with_its_version(library: CartridgeStore) -> None:
     library.tag(CartridgeName("ward", 2), "best")
     library.drop("ward", 2)
     assert library.tags("ward") == {}
@@ -51,7 +51,7 @@ def test_a_tag_goes_with_its_version(library: Library) -> None:
 
 
 @pytest.mark.parametrize("tag", ["latest", "7", "", "a/b", "../x", "é", "t" * 33, ".x"])
-def test_what_is_no_tag_is_refused(library: Library, tag: str) -> None:
+def test_what_is_no_tag_is_refused(library: CartridgeStore, tag: str) -> None:
     with pytest.raises(DataError, match="is no tag"):
         library.tag(CartridgeName("ward"), tag)
 
@@ -66,7 +66,7 @@ def test_names_with_tags_parse_to_themselves() -> None:
             parse_cartridge(text)
 
 
-def test_the_newest_and_the_tagged_are_kept(library: Library) -> None:
+def test_the_newest_and_the_tagged_are_kept(library: CartridgeStore) -> None:
     library.tag(CartridgeName("ward", 1), "best")
     assert library.prunable("ward", 2) == [2, 3]
     assert library.prunable("ward", 5) == []

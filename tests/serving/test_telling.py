@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.types import Came, Completion
-from serving.detokenizer import Piece, StopFilter, Teller
+from protocols.types import Completion, TokenChunk
+from serving.detokenizer import Detokenizer, StopFilter, TextPiece
 
 END = 256
 
@@ -21,20 +21,20 @@ def decode(ids: Sequence[int]) -> str:
 
 def tell(
     text: str | bytes, stops: Sequence[str] = (), size: int = 1, end: bool = True
-) -> list[Piece]:
+) -> list[TextPiece]:
     data = text.encode() if isinstance(text, str) else text
     ids = (*data, END) if end else tuple(data)
     logprobs = tuple(-float(i) for i in range(len(ids)))
-    teller = Teller(decode, stops, frozenset({END}))
+    teller = Detokenizer(decode, stops, frozenset({END}))
     pieces = [
-        teller.feed(Came("r", i, ids[i : i + size], logprobs[i : i + size]))
+        teller.feed(TokenChunk("r", i, ids[i : i + size], logprobs[i : i + size]))
         for i in range(0, len(ids), size)
     ]
     done = Completion("r", ids, logprobs, (0,) * len(ids), "stop" if end else "length")
     return [*pieces, teller.finish(done)]
 
 
-def said(pieces: Sequence[Piece]) -> str:
+def said(pieces: Sequence[TextPiece]) -> str:
     return "".join(p.text for p in pieces)
 
 
@@ -111,10 +111,10 @@ def test_tokens_of_a_split_character_share_its_place_and_the_end_token_is_none()
 
 @pytest.mark.parametrize("again", [0, 1, 3])
 def test_tokens_that_come_again_are_told_once(again: int) -> None:
-    teller = Teller(decode, (), frozenset({END}))
-    first = teller.feed(Came("r", 0, (97, 98, 99), (0.0, 0.0, 0.0)))
-    second = teller.feed(Came("r", again, (97, 98, 99, 100)[again:], (0.0,) * (4 - again)))
+    teller = Detokenizer(decode, (), frozenset({END}))
+    first = teller.feed(TokenChunk("r", 0, (97, 98, 99), (0.0, 0.0, 0.0)))
+    second = teller.feed(TokenChunk("r", again, (97, 98, 99, 100)[again:], (0.0,) * (4 - again)))
     assert (first.text, second.text) == ("abc", "d")
-    assert teller.feed(Came("r", 9, (120,), (0.0,))).text == ""  # a gap: the end has it all
+    assert teller.feed(TokenChunk("r", 9, (120,), (0.0,))).text == ""  # a gap: the end has it all
     ids = (97, 98, 99, 100, 101)
     assert teller.finish(Completion("r", ids, (0.0,) * 5, (0,) * 5, "length")).text == "e"

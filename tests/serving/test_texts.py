@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from serving_house import READER
 
 from learning.model.loading import load_tokenizer
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
 from serving.errors import ApiError
-from serving.tokenization import Texts
+from serving.tokenization import Tokenization
 
 
 @cache
-def texts() -> Texts:
-    return Texts(load_tokenizer(str(READER)))
+def texts() -> Tokenization:
+    return Tokenization(load_tokenizer(str(READER)))
 
 
 def test_a_chat_without_a_cartridge_stands_behind_the_first_token() -> None:
-    messages = (Message("user", "Who?"),)
+    messages = (AgentMessage("user", "Who?"),)
     bare, over = texts().chat(messages, False), texts().chat(messages, True)
     assert texts().first == (1,)  # <|bos|>, which the generators read as their prefix
     assert bare.ids == over.ids
@@ -47,7 +47,7 @@ def test_ids_that_cannot_be_read(ids: list[int]) -> None:
 def test_half_a_surrogate_pair_is_no_character() -> None:
     for read in (
         lambda: texts().prompt("\ud800", False, "prompt"),
-        lambda: texts().chat((Message("user", "\ud800"),), False),
+        lambda: texts().chat((AgentMessage("user", "\ud800"),), False),
     ):
         with pytest.raises(ApiError, match="half of a surrogate pair"):
             read()

@@ -6,13 +6,13 @@ from math import exp
 import pytest
 from scripted_sampler import Scripted, Word, by_name, words
 
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
 from strategies.adaptive import AdaptiveScaling, Momentum
 from strategies.catalog import parse, run
-from strategies.samplers.sampler import Ask
-from strategies.result import Result
+from strategies.result import StrategyResult
+from strategies.samplers.sampler import SampleRequest
 
-ASKED = (Message("user", "what is it?"),)
+ASKED = (AgentMessage("user", "what is it?"),)
 
 
 def scaled(uncertainties: list[float], *, corrected: bool = False) -> list[int]:
@@ -41,7 +41,7 @@ def test_momentum_is_a_running_mean() -> None:
     assert momentum.steps == 2
 
 
-def steps(ask: Ask) -> list[Word]:
+def steps(ask: SampleRequest) -> list[Word]:
     """Probes of uncertainty 0.3, and of other candidates the second is the best."""
     kind, t, _, c = ask.id.split("/")[1:]
     if kind == "probe":
@@ -49,7 +49,7 @@ def steps(ask: Ask) -> list[Word]:
     return words(f"more{t}\n\nx", -0.2 if c == "1" else -0.4)
 
 
-def solve(strategy: AdaptiveScaling, sampler: Scripted) -> Result:
+def solve(strategy: AdaptiveScaling, sampler: Scripted) -> StrategyResult:
     return asyncio.run(run(strategy, sampler, ASKED, form="rg", seed=7, max_tokens=60))
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocols.errors import DataError, RunError
-from strategies.answers.extract import FORMS, Form, clusters, extract, same
 from strategies.answers.equivalence import end_judge, need_judge
+from strategies.answers.extract import FORMS, Form, clusters, extract, same
 
 
 @pytest.mark.parametrize(

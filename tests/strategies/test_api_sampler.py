@@ -12,21 +12,21 @@ from starlette.responses import Response
 from starlette.routing import request_response
 
 from protocols.errors import DataError, RunError, SpecError
-from protocols.teacher_replay import Message
 from protocols.spec.teacher_replay import PriceSpec
-from protocols.types import Sampling, Until
-from teachers.fake_provider.app import FakeProvider, Faults, ProviderRequest
-from teachers.fake_provider.server import LoopbackServer
-from strategies.samplers.api_sampler import ApiSampler, Endpoint
+from protocols.teacher_replay import AgentMessage
+from protocols.types import Sampling, StopCondition
 from strategies.catalog import parse, run
-from strategies.samplers.sampler import Answer, Ask, Begun
+from strategies.samplers.api_sampler import ApiEndpoint, ApiSampler
+from strategies.samplers.sampler import PartialResponse, SampleRequest, SampleResult
+from teachers.fake_provider.app import FakeProvider, FaultRates, ProviderRequest
+from teachers.fake_provider.server import LoopbackServer
 
 KEY = "local-key-1234"
 TALK = (
-    Message("system", "be brief"),
-    Message("user", "what is it?"),
-    Message("assistant", "what?"),
-    Message("tool", "it is 4"),
+    AgentMessage("system", "be brief"),
+    AgentMessage("user", "what is it?"),
+    AgentMessage("assistant", "what?"),
+    AgentMessage("tool", "it is 4"),
 )
 
 
@@ -103,21 +103,24 @@ LOGPROBS = {
 }  # fmt: skip
 
 
-def asks(count: int = 1, **changes: Any) -> list[Ask]:
+def asks(count: int = 1, **changes: Any) -> list[SampleRequest]:
     sampling = Sampling(temperature=0.7, max_tokens=50)
-    return [replace(Ask(f"q/{i}", TALK, sampling, seed=2**40 + i), **changes) for i in range(count)]
+    return [
+        replace(SampleRequest(f"q/{i}", TALK, sampling, seed=2**40 + i), **changes)
+        for i in range(count)
+    ]
 
 
-def say(endpoint: Endpoint, asked: Sequence[Ask]) -> list[Answer]:
-    async def go() -> list[Answer]:
+def say(endpoint: ApiEndpoint, asked: Sequence[SampleRequest]) -> list[SampleResult]:
+    async def go() -> list[SampleResult]:
         async with ApiSampler(endpoint) as sampler:
             return await sampler(asked)
 
     return asyncio.run(go())
 
 
-def openai_at(url: str, **changes: Any) -> Endpoint:
-    return Endpoint(
+def openai_at(url: str, **changes: Any) -> ApiEndpoint:
+    return ApiEndpoint(
         "openai",
         "tiny",
         f"{url}/v1",
@@ -126,7 +129,7 @@ def openai_at(url: str, **changes: Any) -> Endpoint:
     )
 
 
-def anthropic_at(url: str, **changes: Any) -> Endpoint:
+def anthropic_at(url: str, **changes: Any) -> ApiEndpoint:
     return replace(openai_at(url, **changes), provider="anthropic", base_url=url)
 
 
@@ -136,7 +139,7 @@ def test_a_strategy_runs_over_either_wire(at: Any, provider: FakeProvider) -> No
         async with ApiSampler(at(provider.url)) as sampler:
             assert sampler.abilities == frozenset()
             strategy = parse("self_consistency", {"samples": 5})
-            messages = (Message("user", "it is 7"),)
+            messages = (AgentMessage("user", "it is 7"),)
             result = await run(strategy, sampler, messages, form="math", seed=1, max_tokens=64)
         assert (result.answer, result.finish_reason) == ("7", "stop")
         # Nine bytes are three tokens, and seven two of this provider's.
@@ -150,7 +153,7 @@ def test_what_chat_completions_are_sent(recorder: tuple[Recorder, str]) -> None:
     records, url = recorder
     records.body = chat()
     (answer,) = say(openai_at(url), asks())
-    assert answer == Answer("so 4", 2, 9, "stop")
+    assert answer == SampleResult("so 4", 2, 9, "stop")
     assert records.paths == ["/v1/chat/completions"]
     assert records.heads[0]["authorization"] == f"Bearer {KEY}"
     assert records.sent == [
@@ -183,7 +186,7 @@ def test_what_messages_are_sent(recorder: tuple[Recorder, str]) -> None:
     }  # fmt: skip
     sampling = Sampling(temperature=0.5, top_k=7, max_tokens=50)
     (answer,) = say(anthropic_at(url), asks(sampling=sampling))
-    assert answer == Answer("so 4", 50, 12, "length")
+    assert answer == SampleResult("so 4", 50, 12, "length")
     assert records.paths == ["/v1/messages"]
     assert [v for v in records.heads[0].values() if KEY in v] == [f"Bearer {KEY}"]
     assert records.sent == [
@@ -219,8 +222,8 @@ def test_log_probabilities_where_the_model_tells_them(recorder: tuple[Recorder, 
 @pytest.mark.parametrize(
     ("at", "changes", "words_of_it"),
     [
-        (openai_at, {"begun": Begun("so ")}, "q/0 to tiny goes on with a response"),
-        (anthropic_at, {"until": Until(strings=("x",))}, "ends by `until`"),
+        (openai_at, {"begun": PartialResponse("so ")}, "q/0 to tiny goes on with a response"),
+        (anthropic_at, {"until": StopCondition(strings=("x",))}, "ends by `until`"),
         (openai_at, {"top_logprobs": 1}, "wants 1 top log-probabilities, and 0 are told"),
         (openai_at, {"sampling": Sampling(top_k=2)}, "has top_k"),
         (anthropic_at, {"sampling": Sampling(temperature=1.5)}, "temperature over 1"),
@@ -244,28 +247,28 @@ def test_calls_are_bounded(recorder: tuple[Recorder, str]) -> None:
 
 @pytest.mark.parametrize("at", [openai_at, anthropic_at])
 def test_what_may_fare_better_is_tried_again(at: Any, provider: FakeProvider) -> None:
-    provider.faults = Faults(
+    provider.faults = FaultRates(
         rate_limit=0.2, server_error=0.1, malformed=0.1, cut_off=0.1, retry_after_s=0.01
     )
     try:
         before = len(provider.served)
-        talks = [(Message("user", f"{at.__name__}{i}"),) for i in range(10)]
+        talks = [(AgentMessage("user", f"{at.__name__}{i}"),) for i in range(10)]
         asked = [replace(a, messages=m) for a, m in zip(asks(10), talks, strict=True)]
         answers = say(at(provider.url, attempts=30, backoff_s=0.0), asked)
         assert [a.text for a in answers] == [f"\\boxed{{{i}}}" for i in range(10)]
         assert len(provider.served) - before > 10
     finally:
-        provider.faults = Faults()
+        provider.faults = FaultRates()
 
 
 @pytest.mark.parametrize("at", [openai_at, anthropic_at])
 def test_what_never_answers_ends_in_time(at: Any, provider: FakeProvider) -> None:
-    provider.faults = Faults(stall=1.0)
+    provider.faults = FaultRates(stall=1.0)
     try:
         with pytest.raises(RunError, match="q/0 to tiny: timeout at attempt 2 of 2"):
             say(at(provider.url, timeout_s=0.3, attempts=2), asks())
     finally:
-        provider.faults = Faults()
+        provider.faults = FaultRates()
 
 
 @pytest.mark.parametrize("at", [openai_at, anthropic_at])
@@ -332,11 +335,11 @@ def test_a_key_goes_to_no_other_host(
         with pytest.raises(
             DataError, match=r"_API_KEY is for https://.*; name the variable"
         ) as told:
-            ApiSampler(Endpoint(provider_name, "tiny", url, name))
+            ApiSampler(ApiEndpoint(provider_name, "tiny", url, name))
         assert "sk-secret" not in str(told.value)
     # Nor in the clear to its own.
     with pytest.raises(DataError, match=r"OPENAI_API_KEY is for https://api.openai.com"):
-        ApiSampler(Endpoint("openai", "tiny", "http://api.openai.com/v1"))
+        ApiSampler(ApiEndpoint("openai", "tiny", "http://api.openai.com/v1"))
 
 
 def test_keys_go_to_their_own_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,9 +349,9 @@ def test_keys_go_to_their_own_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def go() -> None:
         for endpoint in (
-            Endpoint("openai", "tiny", logprobs=True),
-            Endpoint("anthropic", "tiny"),
-            Endpoint("openai", "gemini-2.5-flash", gemini, "GEMINI_API_KEY"),
+            ApiEndpoint("openai", "tiny", logprobs=True),
+            ApiEndpoint("anthropic", "tiny"),
+            ApiEndpoint("openai", "gemini-2.5-flash", gemini, "GEMINI_API_KEY"),
         ):
             async with ApiSampler(endpoint) as sampler:
                 told = {"logprobs", "top_logprobs"} if endpoint.logprobs else set()

@@ -17,8 +17,8 @@ from strategy_house import ASKED, VARIANTS, digest, solve
 from protocols.errors import DataError
 from protocols.types import Sampling
 from strategies.catalog import parse, run
-from strategies.samplers.token_budget import BudgetSpent, Meter
-from strategies.samplers.sampler import Ask
+from strategies.samplers.sampler import SampleRequest
+from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 
 ROOT = Path(__file__).resolve().parents[2]
 IDS = [f"{name}-{i}" for i, (name, _) in enumerate(VARIANTS)]
@@ -71,13 +71,13 @@ def test_every_process_solves_the_same_way() -> None:
     assert said == [digest()] * 2
 
 
-def asked(*most: int) -> list[Ask]:
-    return [Ask(f"q/{i}", ASKED, Sampling(max_tokens=m), i) for i, m in enumerate(most)]
+def asked(*most: int) -> list[SampleRequest]:
+    return [SampleRequest(f"q/{i}", ASKED, Sampling(max_tokens=m), i) for i, m in enumerate(most)]
 
 
 def test_the_meter_shares_what_is_left() -> None:
     sampler = Scripted(lambda ask: words("a " * 99))
-    meter = Meter(sampler, 20)
+    meter = TokenBudget(sampler, 20)
     answers = asyncio.run(meter(asked(3, 50, 60)))
     # 3 stay 3, and the others share 17.
     assert [a.tokens for a in answers] == [3, 8, 8]
@@ -92,7 +92,7 @@ def test_the_meter_shares_what_is_left() -> None:
 
 
 def test_no_ask_is_no_call() -> None:
-    meter = Meter(Babbler(), 5)
+    meter = TokenBudget(Babbler(), 5)
     assert asyncio.run(meter([])) == []
     assert meter.spent.calls == 0
 

@@ -6,21 +6,21 @@ import pytest
 from scripted_sampler import Scripted, words
 
 from protocols.errors import DataError
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 from strategies.answers.extract import Form
 from strategies.catalog import parse
 from strategies.detectors import Detector
-from strategies.samplers.token_budget import Meter
-from strategies.problem import Question
-from strategies.steps import Path, Stepper
+from strategies.problem import StrategyProblem
+from strategies.samplers.token_budget import TokenBudget
+from strategies.steps import StepPath, StepSampler
 
-ASKED = (Message("user", "why?"),)
+ASKED = (AgentMessage("user", "why?"),)
 
 
 def steps_of(
     text: str, detector: Detector, *, form: Form = "general", most: int = 100
-) -> list[Path]:
+) -> list[StepPath]:
     """The paths that sampling step by step comes to, on a model that says this text."""
     said = words(text)
 
@@ -29,9 +29,9 @@ def steps_of(
         assert tuple(w.id for w in said[: len(done)]) == done
         return said[len(done) :]  # type: ignore[return-value]
 
-    question = Question(ASKED, form, 1, Sampling(max_tokens=most))
-    stepper = Stepper(Meter(Scripted(goes_on)), question, detector)  # type: ignore[arg-type]
-    paths = [Path()]
+    question = StrategyProblem(ASKED, form, 1, Sampling(max_tokens=most))
+    stepper = StepSampler(TokenBudget(Scripted(goes_on)), question, detector)  # type: ignore[arg-type]
+    paths = [StepPath()]
     while paths[-1].state == "on":
         ((longer,),) = asyncio.run(stepper.candidates([paths[-1]], 1, "step"))
         paths.append(longer)
@@ -40,7 +40,7 @@ def steps_of(
     return paths[1:]
 
 
-def said(paths: list[Path]) -> list[str]:
+def said(paths: list[StepPath]) -> list[str]:
     return [p.steps[-1].text for p in paths]
 
 

@@ -8,19 +8,19 @@ import pytest
 from scripted_sampler import Babbler, Scripted, Word, at, by_name, words
 
 from protocols.errors import DataError
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
 from strategies.answers.extract import Form
 from strategies.catalog import Strategy, run
 from strategies.confidence import group_confidences, token_confidences
 from strategies.deepconf import DeepConf
 from strategies.offline import ChainOfThought, SelfConsistency
+from strategies.result import StrategyResult
 from strategies.samplers.sampler import ABILITIES, Sampler
-from strategies.result import Result
 
-ASKED = (Message("user", "what is it?"),)
+ASKED = (AgentMessage("user", "what is it?"),)
 
 
-def solve(strategy: Strategy, sampler: Sampler, form: Form = "math") -> Result:
+def solve(strategy: Strategy, sampler: Sampler, form: Form = "math") -> StrategyResult:
     result = asyncio.run(run(strategy, sampler, ASKED, form=form, seed=7, max_tokens=100))
     assert json.loads(json.dumps(result.details, allow_nan=False)) == result.details
     return result

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from environments.renderer import Conversation
+from environments.renderer import ChatRenderer
 from learning.model.loading import load_tokenizer
 from protocols.errors import DataError, PublishError
-from protocols.teacher_replay import Message
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, Until, refused
+from protocols.teacher_replay import AgentMessage
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, StopCondition, refused
+from strategies.samplers.sampler import ABILITIES, PartialResponse, SampleRequest
 from strategies.samplers.token_sampler import TokenSampler
-from strategies.samplers.sampler import ABILITIES, Ask, Begun
 
 MODEL = Path(__file__).parents[2] / "models" / "clinic-reader"
 PREFIX = PrefixRef("cartridge/p", 3)
@@ -22,12 +22,12 @@ DOCUMENT = "chart of anna weber. note 1: surgery, 14 march. sodium 41 mmol."
 
 
 @pytest.fixture(scope="module")
-def conversation() -> Conversation:
-    return Conversation(load_tokenizer(str(MODEL)), {"p": DOCUMENT})
+def conversation() -> ChatRenderer:
+    return ChatRenderer(load_tokenizer(str(MODEL)), {"p": DOCUMENT})
 
 
 class Scripted:
-    def __init__(self, conversation: Conversation, *says: str) -> None:
+    def __init__(self, conversation: ChatRenderer, *says: str) -> None:
         self.says, self.conversation = says, conversation
         self.requests: list[GenerateRequest] = []
 
@@ -44,21 +44,21 @@ class Scripted:
         return found
 
 
-def ask(*begun: Begun) -> Ask:
-    return Ask(
-        "q/0", (Message("user", "what is the sodium?"),), Sampling(max_tokens=9), 5,
-        *(begun or (Begun(),)), Until(strings=(".",)), 2,
+def ask(*begun: PartialResponse) -> SampleRequest:
+    return SampleRequest(
+        "q/0", (AgentMessage("user", "what is the sodium?"),), Sampling(max_tokens=9), 5,
+        *(begun or (PartialResponse(),)), StopCondition(strings=(".",)), 2,
     )  # fmt: skip
 
 
-def test_an_ask_is_the_opening_after_the_document_s_head(conversation: Conversation) -> None:
+def test_an_ask_is_the_opening_after_the_document_s_head(conversation: ChatRenderer) -> None:
     generate = Scripted(conversation, "the chart says sodium 41 mmol.")
     sampler = TokenSampler(generate, conversation, "p", PREFIX)
     (answer,) = asyncio.run(sampler([ask()]))
     (r,) = generate.requests
     assert r == GenerateRequest(
-        "q/0", conversation.opening("p", (Message("user", "what is the sodium?"),)), PREFIX,
-        Sampling(max_tokens=9), 5, top_logprobs=2, until=Until(strings=(".",)),
+        "q/0", conversation.opening("p", (AgentMessage("user", "what is the sodium?"),)), PREFIX,
+        Sampling(max_tokens=9), 5, top_logprobs=2, until=StopCondition(strings=(".",)),
     )  # fmt: skip
     assert answer.text == conversation.decode(answer.token_ids)
     assert answer.text.strip() == "the chart says sodium 41 mmol."
@@ -68,26 +68,28 @@ def test_an_ask_is_the_opening_after_the_document_s_head(conversation: Conversat
 
 
 def test_a_response_goes_on_from_its_own_ids_and_words_after_them(
-    conversation: Conversation,
+    conversation: ChatRenderer,
 ) -> None:
     first = conversation.ids_of("the chart says")
     text = conversation.decode(first)
     generate = Scripted(conversation, " 41 mmol.")
     sampler = TokenSampler(generate, conversation, "p", PREFIX)
-    asyncio.run(sampler([ask(Begun(f"{text} sodium", first))]))
+    asyncio.run(sampler([ask(PartialResponse(f"{text} sodium", first))]))
     (r,) = generate.requests
-    opening = conversation.opening("p", (Message("user", "what is the sodium?"),))
+    opening = conversation.opening("p", (AgentMessage("user", "what is the sodium?"),))
     assert r.prompt_ids == (*opening, *first, *conversation.ids_of(" sodium"))
     assert r.first_draw == len(first) + 1
 
 
-def test_words_that_are_not_the_ids_are_refused(conversation: Conversation) -> None:
+def test_words_that_are_not_the_ids_are_refused(conversation: ChatRenderer) -> None:
     sampler = TokenSampler(Scripted(conversation, "x"), conversation, "p", PREFIX)
     with pytest.raises(DataError, match="give the text of the ids"):
-        asyncio.run(sampler([ask(Begun("another", conversation.ids_of("the chart says")))]))
+        asyncio.run(
+            sampler([ask(PartialResponse("another", conversation.ids_of("the chart says")))])
+        )
 
 
-def test_a_prefix_that_nobody_holds_is_told(conversation: Conversation) -> None:
+def test_a_prefix_that_nobody_holds_is_told(conversation: ChatRenderer) -> None:
     async def none(requests: Sequence[GenerateRequest]) -> list[Completion]:
         return [refused(r, "cartridge p version 3 is not held here") for r in requests]
 

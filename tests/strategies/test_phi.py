@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 from scripted_sampler import Scripted, Word, by_name, words
 
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
+from strategies.answers.text_clusters import text_clusters, tf_idf
 from strategies.catalog import parse, run
 from strategies.phi import PhiDecoding, sample, weigh, width
-from strategies.result import Result
-from strategies.answers.text_clusters import text_clusters, tf_idf
+from strategies.result import StrategyResult
 
-ASKED = (Message("user", "what is it?"),)
+ASKED = (AgentMessage("user", "what is it?"),)
 
 
-def solve(strategy: PhiDecoding, script: Mapping[str, Sequence[Word]]) -> tuple[Result, Scripted]:
+def solve(
+    strategy: PhiDecoding, script: Mapping[str, Sequence[Word]]
+) -> tuple[StrategyResult, Scripted]:
     sampler = Scripted(by_name(script))
     result = asyncio.run(run(strategy, sampler, ASKED, form="rg", seed=7, max_tokens=60))
     return result, sampler

@@ -8,30 +8,32 @@ from collections.abc import Sequence
 import pytest
 
 from protocols.errors import DataError
-from protocols.rsa import Candidate, Judged, Problem, Standing
+from protocols.rsa import AggregationInput, JudgedCandidate, JudgedPopulation, RSAProblem
 from strategies.answers.extract import extract
 from strategies.rsa.aggregator import aggregate
-from strategies.rsa.islands import Shape, draw_parents
+from strategies.rsa.islands import RSAShape, draw_parents
 from strategies.rsa.prompts import aggregation_prompt, opening_prompt
 
-SHAPE = Shape(M=1, N=3, K=2, T=2)
-PROBLEM = Problem("sum/1", "primer", "1/4 + 1/4?")
+SHAPE = RSAShape(M=1, N=3, K=2, T=2)
+PROBLEM = RSAProblem("sum/1", "primer", "1/4 + 1/4?")
 TEXTS = (r"it is \boxed{3}", r"it is \boxed{0.5}", r"\boxed{\frac{1}{2}}")
 
 
-async def judge(problem: Problem, texts: Sequence[str]) -> list[Candidate]:
+async def judge(problem: RSAProblem, texts: Sequence[str]) -> list[JudgedCandidate]:
     assert problem == PROBLEM
-    return [Candidate(extract(text, "math"), float("3" not in text)) for text in texts]
+    return [JudgedCandidate(extract(text, "math"), float("3" not in text)) for text in texts]
 
 
-def step(number: int, texts: tuple[str, ...] = ()) -> Judged:
-    standing = Standing("run/0", "rsa/7", PROBLEM, number, texts)
+def step(number: int, texts: tuple[str, ...] = ()) -> JudgedPopulation:
+    standing = AggregationInput("run/0", "rsa/7", PROBLEM, number, texts)
     return asyncio.run(aggregate(standing, SHAPE, "math", judge))
 
 
 def test_a_run_from_its_first_prompts_to_its_last_judgement() -> None:
     first = step(0)
-    assert first == Judged((), None, (opening_prompt(PROBLEM.question, "math"),) * 3, ((),) * 3)
+    assert first == JudgedPopulation(
+        (), None, (opening_prompt(PROBLEM.question, "math"),) * 3, ((),) * 3
+    )
     second = step(1, TEXTS)
     assert [c.answer for c in second.candidates] == ["3", "0.5", r"\frac{1}{2}"]
     assert [c.score for c in second.candidates] == [0.0, 1.0, 1.0]

@@ -11,13 +11,13 @@ from rsa_house import Scripted, place
 
 from protocols.errors import DataError
 from protocols.records.intervals import wilson_interval
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
+from strategies.answers.votes import AnswerVote
 from strategies.catalog import parse, run
-from strategies.samplers.sampler import Ask
-from strategies.result import Result
+from strategies.result import StrategyResult
 from strategies.rsa import RSAEngine
 from strategies.rsa.populations import chosen_of, measure, reward
-from strategies.answers.votes import Vote
+from strategies.samplers.sampler import SampleRequest
 
 RIGHT, WRONG = r"so \boxed{1}", r"so \boxed{0}"
 
@@ -26,7 +26,7 @@ def scored(question: str, text: str) -> float:
     return float(RIGHT in text)
 
 
-def begun(ask: Ask, right: int) -> str:
+def begun(ask: SampleRequest, right: int) -> str:
     """Step 0: the first `right` slots know it."""
     return RIGHT if place(ask)[2] < right else WRONG
 
@@ -34,7 +34,7 @@ def begun(ask: Ask, right: int) -> str:
 def oracle(right: int) -> Scripted:
     """An aggregator that is right where any of its candidates is."""
 
-    def say(ask: Ask, shown: list[str]) -> str:
+    def say(ask: SampleRequest, shown: list[str]) -> str:
         return (RIGHT if RIGHT in shown else WRONG) if shown else begun(ask, right)
 
     return Scripted(say)
@@ -43,7 +43,7 @@ def oracle(right: int) -> Scripted:
 def majority_copier(right: int) -> Scripted:
     """An aggregator that says what most of its candidates say."""
 
-    def say(ask: Ask, shown: list[str]) -> str:
+    def say(ask: SampleRequest, shown: list[str]) -> str:
         return max(shown, key=shown.count) if shown else begun(ask, right)
 
     return Scripted(say)
@@ -138,7 +138,7 @@ def test_equivalent_answers_vote_together_and_missing_ones_not_at_all() -> None:
 
 
 def test_metrics_and_reward_by_hand() -> None:
-    assert chosen_of([Vote("a", 2.0, (3, 4)), Vote("b", 1.0, (0,))]) == 3
+    assert chosen_of([AnswerVote("a", 2.0, (3, 4)), AnswerVote("b", 1.0, (0,))]) == 3
     assert chosen_of([]) is None
     scores = [1.0, 0.5, 0.0, 2.0]
     found = measure(scores, 1)
@@ -166,7 +166,7 @@ def test_a_budget_ends_a_run_with_the_populations_it_has() -> None:
 
 
 def test_metrics_are_means_over_questions() -> None:
-    def knows_a(ask: Ask, shown: list[str]) -> str:
+    def knows_a(ask: SampleRequest, shown: list[str]) -> str:
         return RIGHT if place(ask)[0] == 0 else WRONG
 
     engine = RSAEngine(Scripted(knows_a), T=2, scorer=scored)
@@ -180,11 +180,11 @@ def test_metrics_are_means_over_questions() -> None:
 
 def test_the_strategy_keeps_what_stood_before_its_question_and_tells_how_it_came() -> None:
     sampler = oracle(2)
-    before = Message("system", "you are terse")
-    messages = (before, Message("user", "2 + 2?"))
+    before = AgentMessage("system", "you are terse")
+    messages = (before, AgentMessage("user", "2 + 2?"))
     strategy = parse("rsa", {"N": 4, "K": 3, "T": 2})
 
-    def solve(budget: int | None) -> Result:
+    def solve(budget: int | None) -> StrategyResult:
         return asyncio.run(
             run(
                 strategy,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rsa_house import Scripted, place
 
 from protocols.errors import DataError
-from strategies.samplers.sampler import Ask
-from strategies.rsa import RSAEngine, Shape
+from strategies.rsa import RSAEngine, RSAShape
 from strategies.rsa.islands import draw_parents
+from strategies.samplers.sampler import SampleRequest
 
 PRINTS = """
 import asyncio, json
@@ -41,11 +41,11 @@ print(json.dumps(asks))
     ],
 )
 def test_the_schedule_by_hand(m: int, t: int, schedule: tuple[int, ...]) -> None:
-    assert Shape(m, 4, 2, t).schedule == schedule
+    assert RSAShape(m, 4, 2, t).schedule == schedule
 
 
 def test_blocks_are_neighbours_and_a_merge_makes_one_of_two() -> None:
-    shape = Shape(M=4, N=2, K=2, T=6)
+    shape = RSAShape(M=4, N=2, K=2, T=6)
     assert [list(shape.block(5, t)) for t in range(6)] == [
         [4, 5], [4, 5], [4, 5, 6, 7], [4, 5, 6, 7], [*range(8)], [*range(8)]
     ]  # fmt: skip
@@ -74,7 +74,7 @@ def test_numbers_that_do_not_go_together(numbers: dict[str, int], told: str) -> 
 def test_parents_are_k_others_of_the_block_that_the_slot_is_in(
     m: int, n: int, rounds: int, data: st.DataObject
 ) -> None:
-    shape = Shape(m, n, data.draw(st.integers(1, n)), rounds * m.bit_length())
+    shape = RSAShape(m, n, data.draw(st.integers(1, n)), rounds * m.bit_length())
     for t in range(1, shape.T):
         for slot, own in enumerate(draw_parents(shape, t, f"rsa/{n}/0")):
             assert len(set(own)) == len(own) == shape.K
@@ -84,7 +84,7 @@ def test_parents_are_k_others_of_the_block_that_the_slot_is_in(
 
 def test_at_a_merge_a_slot_draws_from_its_new_block() -> None:
     """With K = N, a slot of two just merged islands must meet the other in some of 64 draws."""
-    shape = Shape(M=2, N=4, K=4, T=2)
+    shape = RSAShape(M=2, N=4, K=4, T=2)
     drawn = [draw_parents(shape, 1, f"rsa/0/{q}")[0] for q in range(64)]
     assert {p for own in drawn for p in own} == set(range(8))
 
@@ -93,14 +93,14 @@ def test_at_a_merge_a_slot_draws_from_its_new_block() -> None:
 def test_ancestry_is_exactly_that_of_the_parents_and_inside_the_block(m: int, t: int) -> None:
     """Every text names the slots of population 0 that it comes from."""
 
-    def origins(ask: Ask, shown: list[str]) -> str:
+    def origins(ask: SampleRequest, shown: list[str]) -> str:
         if not shown:
             return f"from {place(ask)[2]}"
         return f"from {' '.join(sorted({o for text in shown for o in text.split()[1:]}, key=int))}"
 
     engine = RSAEngine(Scripted(origins), M=m, N=3, K=2, T=t, task="general", seed=5)
     (run,) = engine.run(["who?"]).runs
-    shape = Shape(m, 3, 2, t)
+    shape = RSAShape(m, 3, 2, t)
     expected = [{slot} for slot in range(shape.slots)]
     for step, population in enumerate(run.populations):
         if step:

@@ -8,11 +8,11 @@ import pytest
 from scripted_sampler import Scripted, Word
 
 from protocols.errors import DataError, RunError
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 from strategies.catalog import parse, run
-from strategies.samplers.sampler import ABILITIES, Answer
-from strategies.problem import Judge, Question
+from strategies.problem import Judge, StrategyProblem
+from strategies.samplers.sampler import ABILITIES, SampleResult
 from strategies.scorers import (
     NOTHING,
     ScorerName,
@@ -23,24 +23,24 @@ from strategies.scorers import (
     sequence_logprob,
     token_judge,
 )
-from strategies.steps import Path
+from strategies.steps import StepPath
 
-ASKED = (Message("system", "be brief"), Message("user", "what is it?"))
+ASKED = (AgentMessage("system", "be brief"), AgentMessage("user", "what is it?"))
 
 
-def step(*places: Sequence[float], text: str = "a b") -> Answer:
+def step(*places: Sequence[float], text: str = "a b") -> SampleResult:
     """A step whose places have these likeliest probabilities, the first of each drawn."""
     tops = tuple(tuple((str(i), log(p)) for i, p in enumerate(place)) for place in places)
-    return Answer(
+    return SampleResult(
         text, len(places), 0, "until", logprobs=tuple(t[0][1] for t in tops), top_logprobs=tops
     )
 
 
-def question(judge: Judge | None = None) -> Question:
-    return Question(ASKED, "general", 1, Sampling(), judge=judge)
+def question(judge: Judge | None = None) -> StrategyProblem:
+    return StrategyProblem(ASKED, "general", 1, Sampling(), judge=judge)
 
 
-def scores(name: ScorerName, *paths: Path, judge: Judge | None = None) -> list[float]:
+def scores(name: ScorerName, *paths: StepPath, judge: Judge | None = None) -> list[float]:
     async def score() -> list[float]:
         return await scorer(name, question(judge)).score(paths)
 
@@ -64,29 +64,29 @@ def test_each_measure_ranks_in_its_own_way() -> None:
     long = step((0.9, 0.05), (0.9, 0.05), (0.9, 0.05))
     short = step((0.75, 0.25))
     torn = step((0.7,))  # the rest is spread over tokens that are not told
-    paths = [Path((long,)), Path((short,)), Path((torn,))]
+    paths = [StepPath((long,)), StepPath((short,)), StepPath((torn,))]
     assert [
         max(range(3), key=scores(name, *paths).__getitem__)
         for name in ("sequence_logprob", "perplexity", "gap")
     ] == [1, 0, 0]
     assert scores("entropy", *paths)[0] > scores("entropy", *paths)[1]
     # Sure of what it is not: the drawn token is the unlikely one.
-    odd = Answer("a", 1, 0, "until", logprobs=(log(0.1),), top_logprobs=((("b", log(0.9)),),))
-    assert scores("gap", Path((odd,))) == pytest.approx([0.9])
-    assert scores("sequence_logprob", Path((odd,))) == [log(0.1)]
+    odd = SampleResult("a", 1, 0, "until", logprobs=(log(0.1),), top_logprobs=((("b", log(0.9)),),))
+    assert scores("gap", StepPath((odd,))) == pytest.approx([0.9])
+    assert scores("sequence_logprob", StepPath((odd,))) == [log(0.1)]
 
 
 def test_a_step_without_tokens_is_worse_than_any() -> None:
-    nothing = Path((Answer("", 0, 0, "until"),))
+    nothing = StepPath((SampleResult("", 0, 0, "until"),))
     names: tuple[ScorerName, ...] = ("sequence_logprob", "perplexity", "entropy", "gap")
     assert [scores(n, nothing) for n in names] == [[NOTHING]] * 4
-    silent = Path((Answer("a", 1, 0, "until"),))
+    silent = StepPath((SampleResult("a", 1, 0, "until"),))
     for name in names:
         with pytest.raises(RunError, match=f"scorer {name}: the backend .* told none"):
             scores(name, silent)
     # So long as probabilities are floats, perplexity is no worse.
-    hopeless = Answer("a", 1, 0, "until", logprobs=(-5000.0,))
-    assert scores("perplexity", Path((hopeless,))) == [pytest.approx(NOTHING)]
+    hopeless = SampleResult("a", 1, 0, "until", logprobs=(-5000.0,))
+    assert scores("perplexity", StepPath((hopeless,))) == [pytest.approx(NOTHING)]
 
 
 def test_a_process_reward_model_reads_the_question_and_the_steps() -> None:
@@ -97,7 +97,7 @@ def test_a_process_reward_model_reads_the_question_and_the_steps() -> None:
         return [0.25, 0.75]
 
     first = step((0.5,), text="one\n\n")
-    paths = [Path((first, step((0.5,), text="two "))), Path((first,))]
+    paths = [StepPath((first, step((0.5,), text="two "))), StepPath((first,))]
     assert scores("process_reward", *paths, judge=judge) == [0.25, 0.75]
     assert read == ["what is it?\n\none\n\ntwo\n\n", "what is it?\n\none\n\n"]
 

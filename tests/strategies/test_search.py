@@ -8,19 +8,19 @@ import pytest
 from scripted_sampler import Babbler, Scripted, Word, by_name, words
 
 from protocols.errors import DataError
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
 from strategies.catalog import Strategy, parse, run
-from strategies.samplers.sampler import ABILITIES, Ask, Sampler
 from strategies.problem import Judge
-from strategies.result import Result
+from strategies.result import StrategyResult
+from strategies.samplers.sampler import ABILITIES, Sampler, SampleRequest
 from strategies.search import BeamSearch, BestOfN
 
-ASKED = (Message("user", "what is it?"),)
+ASKED = (AgentMessage("user", "what is it?"),)
 
 
 def solve(
     strategy: Strategy, sampler: Sampler, judge: Judge | None = None, budget: int | None = None
-) -> Result:
+) -> StrategyResult:
     solving = run(
         strategy, sampler, ASKED, form="rg", seed=7, max_tokens=60, judge=judge, budget=budget
     )
@@ -41,7 +41,7 @@ def rewards(scores: Mapping[str, float]) -> Judge:
 def by_path(script: Mapping[str, Sequence[str]]) -> Scripted:
     """Candidates by the first words of the steps before: "a/b" after "a ..\\n\\nb ..\\n\\n"."""
 
-    def find(ask: Ask) -> list[Word]:
+    def find(ask: SampleRequest) -> list[Word]:
         place = "/".join(s.split()[0] for s in ask.begun.text.split("\n\n") if s)
         return words(script[place][int(ask.id.rpartition("/")[2])])
 

@@ -19,8 +19,7 @@ from typing import Any
 from environments.renderer import NO_DOCUMENT
 from environments.rollout import BARE
 from protocols.errors import PublishError
-from protocols.records.evaluation import EvalRow, Forgetting, Pair, Perplexity
-from protocols.spec.evaluation import EvalSpec
+from protocols.records.evaluation import EvalRow, Forgetting, PairedDifference, Perplexity
 from protocols.records.intervals import (
     mean_interval,
     paired_difference,
@@ -30,16 +29,17 @@ from protocols.records.intervals import (
 )
 from protocols.records.run_files import Agreement
 from protocols.seeds import stream_seed
+from protocols.spec.evaluation import EvalSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from training.recipes.agreement import Exam, Studied, compared
-from training.evaluation.questions import Item, Paper, Reading
+from training.evaluation.questions import EvalQuestion, EvalSuite, QuestionReading
+from training.recipes.agreement import HeldOutQuestion, StudyQuestion, compared
 
 Generating = Callable[[Sequence[GenerateRequest]], Awaitable[Sequence[Completion]]]
 AT_ONCE = 64  # requests of a call: more would wait in the engines until it times out
 
 
 @dataclass(frozen=True)
-class Arm:
+class EvalArm:
     """What stands before the questions. `prefixes` has that of each document, None: no document
     at all; `tokens` is its mean length."""
 
@@ -55,7 +55,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Sat:
+class ArmAnswers:
     """What an arm came to: its row, what pairs of arms are compared by, question by question, and
     what it answered."""
 
@@ -65,15 +65,15 @@ class Sat:
 
 
 async def sit(
-    paper: Paper,
-    arms: Sequence[Arm],
+    paper: EvalSuite,
+    arms: Sequence[EvalArm],
     spec: EvalSpec,
     max_tokens: int,
     generate: Generating,
     show: Callable[[EvalRow], None] = lambda row: None,
-) -> list[Sat]:
+) -> list[ArmAnswers]:
     """Every arm on the whole paper, in order. Raises PublishError for a request that is refused."""
-    room = _Room(paper, spec, max_tokens, generate)
+    room = RequestWindow(paper, spec, max_tokens, generate)
     await room.prepare()
     found = []
     for arm in arms:
@@ -82,7 +82,9 @@ async def sit(
     return found
 
 
-def pairs(sat: Sequence[Sat], documents: Sequence[str], spec: EvalSpec) -> list[Pair]:
+def pairs(
+    sat: Sequence[ArmAnswers], documents: Sequence[str], spec: EvalSpec
+) -> list[PairedDifference]:
     """Every arm against every arm before it, over the same resamples. `documents[i]` is question
     i's."""
     drawn = resamples(documents, spec.resamples, spec.seed)
@@ -91,7 +93,7 @@ def pairs(sat: Sequence[Sat], documents: Sequence[str], spec: EvalSpec) -> list[
     for (i, a), (j, b) in combinations(enumerate(sat), 2):
         told = paired_difference(a.scores, b.scores, means[i], means[j])
         found.append(
-            Pair(
+            PairedDifference(
                 a=a.row["arm"], b=b.row["arm"], difference=told.mean, ci95=list(told.ci95),
                 share=told.share,
             )
@@ -99,25 +101,27 @@ def pairs(sat: Sequence[Sat], documents: Sequence[str], spec: EvalSpec) -> list[
     return found
 
 
-class _Room:
-    def __init__(self, paper: Paper, spec: EvalSpec, max_tokens: int, generate: Generating) -> None:
+class RequestWindow:
+    def __init__(
+        self, paper: EvalSuite, spec: EvalSpec, max_tokens: int, generate: Generating
+    ) -> None:
         self._paper, self._spec, self._max_tokens = paper, spec, max_tokens
         self._generate = generate
-        self._taught: list[Exam] = []
-        self._general: list[Exam] = []
+        self._taught: list[HeldOutQuestion] = []
+        self._general: list[HeldOutQuestion] = []
         self._bare_accuracy = 0.0
 
     async def prepare(self) -> None:
         """What arms are held against."""
         names = [name for name in self._paper.heads if name != NO_DOCUMENT]
-        whole = Arm("document", "", {n: PrefixRef(f"document/{n}", 0) for n in names}, 0.0)
-        bare = Arm("none", "", None, 0.0)
+        whole = EvalArm("document", "", {n: PrefixRef(f"document/{n}", 0) for n in names}, 0.0)
+        bare = EvalArm("none", "", None, 0.0)
         self._taught = await self._exams(whole, self._paper.items)
         self._general = await self._exams(bare, self._paper.probes)
         if self._paper.probes:
             self._bare_accuracy = fmean(await self._right(bare, self._paper.probes))
 
-    async def sit(self, arm: Arm) -> Sat:
+    async def sit(self, arm: EvalArm) -> ArmAnswers:
         items = self._paper.items
         said = await self._answers(arm, items, "asked")
         both = list(zip(items, said, strict=True))
@@ -154,9 +158,9 @@ class _Room:
                 items, said, judged, words, kl, same, strict=True
             )
         )  # fmt: skip
-        return Sat(row, tuple(right if known else same), answers)
+        return ArmAnswers(row, tuple(right if known else same), answers)
 
-    async def _forgetting(self, arm: Arm) -> Forgetting:
+    async def _forgetting(self, arm: EvalArm) -> Forgetting:
         kl, same = compared(self._general, await self._read(arm, _readings(self._general)))
         mean = fmean(kl)
         return Forgetting(
@@ -169,11 +173,11 @@ class _Room:
             n=len(self._general),
         )
 
-    async def _right(self, arm: Arm, items: Sequence[Item]) -> list[float]:
+    async def _right(self, arm: EvalArm, items: Sequence[EvalQuestion]) -> list[float]:
         said = await self._answers(arm, items, "probe")
         return [i.asked.scores(a)[0] for i, a in zip(items, said, strict=True)]
 
-    async def _perplexity(self, arm: Arm, readings: Sequence[Reading]) -> Perplexity:
+    async def _perplexity(self, arm: EvalArm, readings: Sequence[QuestionReading]) -> Perplexity:
         read = await self._read(arm, readings)
         tokens = sum(len(r.answer_ids) for r in readings)
         lost = -math.fsum(
@@ -184,7 +188,7 @@ class _Room:
         # A prefix that came apart may make any token all but impossible: a float holds no more.
         return Perplexity(value=math.exp(min(lost / tokens, 700.0)), tokens=tokens)
 
-    async def _exams(self, arm: Arm, items: Sequence[Item]) -> list[Exam]:
+    async def _exams(self, arm: EvalArm, items: Sequence[EvalQuestion]) -> list[HeldOutQuestion]:
         """Answers that an arm samples, untruncated and at temperature 1, for only then is the mean
         of log T - log S an estimate of KL(T || S); and how it reads them itself."""
         sampling = Sampling(max_tokens=self._max_tokens)
@@ -196,26 +200,26 @@ class _Room:
             ]
         )  # fmt: skip
         readings = [
-            Reading(i.asked.id, i.asked.document, i.prompt_ids, i.bare_ids, c.token_ids)
+            QuestionReading(i.asked.id, i.asked.document, i.prompt_ids, i.bare_ids, c.token_ids)
             for i, c in zip(items, made, strict=True)
         ]
         read = await self._read(arm, readings)
         return [
-            Exam(
-                Studied(r.id, r.document, "", "", r.prompt_ids, ()), r.bare_ids, r.answer_ids,
+            HeldOutQuestion(
+                StudyQuestion(r.id, r.document, "", "", r.prompt_ids, ()), r.bare_ids, r.answer_ids,
                 c.prompt_logprobs[-len(r.answer_ids) :], c.prompt_likeliest[-len(r.answer_ids) :],
             )
             for r, c in zip(readings, read, strict=True)
         ]  # fmt: skip
 
-    async def _answers(self, arm: Arm, items: Sequence[Item], what: str) -> list[str]:
+    async def _answers(self, arm: EvalArm, items: Sequence[EvalQuestion], what: str) -> list[str]:
         sampling = Sampling(temperature=0.0, max_tokens=self._max_tokens)
         made = await self._all(
             [self._request(arm, f"{arm.name}/{what}/{i.asked.id}", i, sampling, 0) for i in items]
         )
         return [self._paper.conversation.decode(c.token_ids).strip() for c in made]
 
-    async def _read(self, arm: Arm, readings: Sequence[Reading]) -> list[Completion]:
+    async def _read(self, arm: EvalArm, readings: Sequence[QuestionReading]) -> list[Completion]:
         sampling = Sampling(temperature=0.0, max_tokens=1)
         return await self._all(
             [
@@ -225,11 +229,12 @@ class _Room:
         )
 
     def _request(
-        self, arm: Arm, name: str, of: Item | Reading, sampling: Sampling, seed: int,
+        self, arm: EvalArm, name: str, of: EvalQuestion | QuestionReading, sampling: Sampling,
+        seed: int,
         answer: tuple[int, ...] = (),
     ) -> GenerateRequest:  # fmt: skip
         """`answer` at the end of the prompt, so that its log-probabilities are told."""
-        document = of.asked.document if isinstance(of, Item) else of.document
+        document = of.asked.document if isinstance(of, EvalQuestion) else of.document
         bare = arm.prefixes is None
         ids = of.bare_ids if bare else of.prompt_ids
         prefix = BARE if arm.prefixes is None else arm.prefixes[document]
@@ -247,16 +252,18 @@ class _Room:
         return found
 
 
-def _readings(exams: Sequence[Exam]) -> list[Reading]:
+def _readings(exams: Sequence[HeldOutQuestion]) -> list[QuestionReading]:
     return [
-        Reading(
+        QuestionReading(
             e.studied.key, e.studied.document, e.studied.prompt_ids, e.bare_ids, e.answer_ids
         )
         for e in exams
     ]  # fmt: skip
 
 
-def _agreement(kl: Sequence[float], same: Sequence[float], exams: Sequence[Exam]) -> Agreement:
+def _agreement(
+    kl: Sequence[float], same: Sequence[float], exams: Sequence[HeldOutQuestion]
+) -> Agreement:
     mean = fmean(kl)
     return Agreement(
         kl=mean,

@@ -18,24 +18,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from documents.corpus import read_parts, tokenised
+from documents.near_duplicates import LocatedText
+from documents.seed_prompts import PLAIN, SENTENCE
+from documents.synthesis import read_rows
 from environments.clinic.longhealth import Patient, is_held_out, load_patients
 from environments.clinic.prompts import claims, option_prompt, recite_prompt, sentences, unique_cue
 from environments.clinic.vocabulary import FIELDS
-from documents.near_duplicates import Placed
-from documents.seed_prompts import PLAIN, SENTENCE
-from environments.renderer import NO_DOCUMENT, Conversation
+from environments.renderer import NO_DOCUMENT, ChatRenderer
 from protocols.errors import DataError
-from protocols.spec.evaluation import EvalSpec
 from protocols.files import REPOSITORY
+from protocols.spec.evaluation import EvalSpec
 from protocols.spec.learn import LearnSpec
-from protocols.teacher_replay import Message
+from protocols.teacher_replay import AgentMessage
+from services.run_directory import RunDirectory
 from training.recipes.agreement import split
 from training.recipes.documents import of_parts, studied_of
-from training.recipes.question_files import Asked, read_questions
-from documents.corpus import read_parts, tokenised
-from services.run_directory import RunDirectory
-from documents.synthesis import read_rows
 from training.recipes.longhealth_prompts import in_turns, read_patients
+from training.recipes.question_files import UserQuestion, read_questions
 
 GENERAL = REPOSITORY / "configs" / "forgetting.json"
 LEAD = "answer:"  # as LongHealth's instruction asks for it
@@ -44,7 +44,7 @@ WORD_START = re.compile(r"\S")
 
 
 @dataclass(frozen=True)
-class Reading:
+class QuestionReading:
     """`answer_ids` after a prompt, over the prefix of `document` and without any."""
 
     id: str
@@ -55,47 +55,47 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Item:
+class EvalQuestion:
     """A question as the model reads it; `right` is the right answer to be read, None where nobody
     knows it. `known` says whether a response can be judged."""
 
-    asked: Asked
+    asked: UserQuestion
     prompt_ids: tuple[int, ...]
     bare_ids: tuple[int, ...]
-    right: Reading | None
+    right: QuestionReading | None
     known: bool = True
 
 
 @dataclass(frozen=True)
-class Paper:
+class EvalSuite:
     """The whole exam; `heads` are the documents' ids by name, `texts` their words. `user_file`
     tells whether the questions come from a file and not from here."""
 
     source: str
     user_file: bool
-    conversation: Conversation
+    conversation: ChatRenderer
     texts: Mapping[str, str]
     heads: Mapping[str, tuple[int, ...]]
     end_ids: frozenset[int]
-    items: tuple[Item, ...]
-    passages: tuple[Reading, ...]
-    probes: tuple[Item, ...]
+    items: tuple[EvalQuestion, ...]
+    passages: tuple[QuestionReading, ...]
+    probes: tuple[EvalQuestion, ...]
 
     @property
-    def placed(self) -> list[Placed]:
+    def placed(self) -> list[LocatedText]:
         """The questions as contamination is looked for: without their options, and each once."""
-        found: dict[tuple[str, str], Placed] = {}
+        found: dict[tuple[str, str], LocatedText] = {}
         for item in self.items:
             q = item.asked
             text = q.choice.text if q.choice else q.text
             place = f"{self.source}: {q.id}"
-            found.setdefault((q.document, text), Placed(q.document, text, place))
+            found.setdefault((q.document, text), LocatedText(q.document, text, place))
         return list(found.values())
 
 
 def set_paper(
     spec: EvalSpec, learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
-) -> Paper:
+) -> EvalSuite:
     """The exam of a run; `asked` is a file of questions in place of its own.
 
     Raises DataError for data that is not as the run saw it, or without any question.
@@ -109,7 +109,7 @@ def set_paper(
             f"run {directory.id} has no questions about documents (data.source "
             f"{learn.data.source}); forge eval is for clinic, longhealth and documents"
         )
-    conversation = Conversation(tokenizer, texts)
+    conversation = ChatRenderer(tokenizer, texts)
     source, file = "held-out questions", asked or learn.data.questions
     known = own is None or bool(own and (own[0].answers or own[0].choice))
     if file is not None:
@@ -121,7 +121,7 @@ def set_paper(
             "with --asked"
         )
     items = tuple(_item(q, conversation, known) for q in own[: spec.questions])
-    return Paper(
+    return EvalSuite(
         source=source,
         user_file=file is not None or (learn.data.path is not None and not learn.self_study),
         conversation=conversation,
@@ -137,7 +137,7 @@ def set_paper(
     )
 
 
-def first_tokens_of(paper: Paper, tokens: int, tokenizer: Any) -> dict[str, tuple[int, ...]]:
+def first_tokens_of(paper: EvalSuite, tokens: int, tokenizer: Any) -> dict[str, tuple[int, ...]]:
     """Each document cut so that its whole head, the template's words included, has at most
     `tokens`: what fits into a prompt of a cartridge's budget.
 
@@ -161,19 +161,19 @@ def first_tokens_of(paper: Paper, tokens: int, tokenizer: Any) -> dict[str, tupl
 
 
 def _head(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return Conversation(tokenizer, {"cut": text}).head("cut")
+    return ChatRenderer(tokenizer, {"cut": text}).head("cut")
 
 
-def _item(asked: Asked, conversation: Conversation, known: bool = True) -> Item:
+def _item(asked: UserQuestion, conversation: ChatRenderer, known: bool = True) -> EvalQuestion:
     ids, bare = (_opening(conversation, d, asked.text) for d in (asked.document, None))
     words = _right(asked)
     if not words:
-        return Item(asked, ids, bare, None, known)
-    right = Reading(asked.id, asked.document, ids, bare, conversation.saying(words))
-    return Item(asked, ids, bare, right, known)
+        return EvalQuestion(asked, ids, bare, None, known)
+    right = QuestionReading(asked.id, asked.document, ids, bare, conversation.saying(words))
+    return EvalQuestion(asked, ids, bare, right, known)
 
 
-def _right(asked: Asked) -> str:
+def _right(asked: UserQuestion) -> str:
     """The right answer as the model would say it; "" where there is none."""
     if asked.choice is None:
         return asked.answers[0] if asked.answers else ""
@@ -184,18 +184,20 @@ def _right(asked: Asked) -> str:
     return f"{LEAD} {asked.choice.correct}"
 
 
-def _opening(conversation: Conversation, document: str | None, text: str) -> tuple[int, ...]:
-    return conversation.opening(document, (Message("user", text),))
+def _opening(conversation: ChatRenderer, document: str | None, text: str) -> tuple[int, ...]:
+    return conversation.opening(document, (AgentMessage("user", text),))
 
 
-def _by_document(asked: Sequence[Asked], texts: Mapping[str, str]) -> list[list[Asked]]:
+def _by_document(
+    asked: Sequence[UserQuestion], texts: Mapping[str, str]
+) -> list[list[UserQuestion]]:
     return [[q for q in asked if q.document == name] for name in texts]
 
 
 # -- the run's own questions ------------------------------------------------------------------
 
 
-def _of_patients(learn: LearnSpec) -> tuple[dict[str, str], list[Asked]]:
+def _of_patients(learn: LearnSpec) -> tuple[dict[str, str], list[UserQuestion]]:
     patients = read_patients(learn.data)
     # All that were held out, not the first few that the run itself measured.
     every = [
@@ -205,14 +207,14 @@ def _of_patients(learn: LearnSpec) -> tuple[dict[str, str], list[Asked]]:
     return {p.id: p.document for p in patients}, in_turns(every)
 
 
-def _choice(question: Any, learn: LearnSpec) -> Asked:
+def _choice(question: Any, learn: LearnSpec) -> UserQuestion:
     text = option_prompt(question.text, question.options, learn.data.instruction)
-    return Asked(question.id, question.patient, text, choice=question)
+    return UserQuestion(question.id, question.patient, text, choice=question)
 
 
 def _of_documents(
     learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
-) -> tuple[dict[str, str], list[Asked] | None]:
+) -> tuple[dict[str, str], list[UserQuestion] | None]:
     """The documents, as the run read them, and the questions of self-study that it held out."""
     parts = read_parts(learn, tokenizer)
     require_same_documents(parts.as_dict()["documents"], directory)
@@ -220,11 +222,11 @@ def _of_documents(
         return parts.texts, None
     assert learn.self_study is not None
     file = Path(learn.self_study.rows or directory.selfstudy)
-    conversation = Conversation(tokenizer, parts.texts)
+    conversation = ChatRenderer(tokenizer, parts.texts)
     rows = of_parts(read_rows(file), parts, str(file))
     studied = [s for r in rows if r.kept and (s := studied_of(r, learn, conversation)) is not None]
     _, held_out = split(studied, learn.data.held_out)
-    return parts.texts, [Asked(s.key, s.document, s.text) for s in held_out]
+    return parts.texts, [UserQuestion(s.key, s.document, s.text) for s in held_out]
 
 
 def require_same_documents(now: Sequence[Mapping[str, Any]], directory: RunDirectory) -> None:
@@ -244,9 +246,9 @@ def _passages(
     spec: EvalSpec,
     learn: LearnSpec,
     texts: Mapping[str, str],
-    conversation: Conversation,
+    conversation: ChatRenderer,
     tokenizer: Any,
-) -> list[Reading]:
+) -> list[QuestionReading]:
     """Windows of each document that begin with a word, drawn by its name, as an answer to a turn
     that quotes their first words."""
     found = []
@@ -264,7 +266,7 @@ def _passages(
             if learn.data.source != "documents":
                 turn = recite_prompt(cue)
             found.append(
-                Reading(
+                QuestionReading(
                     f"{name}/passage/{number}", name, _opening(conversation, name, turn),
                     # Without its end token, for the document goes on.
                     _opening(conversation, None, turn), conversation.saying(words)[:-1],
@@ -282,8 +284,8 @@ def _sentence_starts(text: str, places: Sequence[int]) -> list[int]:
 
 
 def _probes(
-    spec: EvalSpec, learn: LearnSpec, names: Sequence[str], conversation: Conversation
-) -> list[Item]:
+    spec: EvalSpec, learn: LearnSpec, names: Sequence[str], conversation: ChatRenderer
+) -> list[EvalQuestion]:
     """Each is asked over the cartridge of one document, which take turns."""
     if not spec.probes:
         return []

@@ -15,27 +15,27 @@ from typing import Any
 
 from torch import Tensor
 
-from documents.near_duplicates import Placed
-from environments.renderer import NO_DOCUMENT, Conversation
-from registry.formats.run_checkpoint import read_all
+from documents.near_duplicates import LocatedText
+from environments.renderer import NO_DOCUMENT, ChatRenderer
 from learning.checkpoint import last_of_arms
 from protocols.errors import CheckpointError, DataError, SpecError
 from protocols.files import iter_rows
 from protocols.spec.learn import LearnSpec
-from protocols.teacher_replay import Message
-from protocols.spec.mesh import RunSpec
 from protocols.spec.loading import load_resolved
+from protocols.spec.mesh import RunSpec
+from protocols.teacher_replay import AgentMessage
 from protocols.types import PrefixRef
-from training.evaluation.arms import Arm
-from training.evaluation.questions import Paper, first_tokens_of
+from registry.formats.run_checkpoint import read_all
 from services.run_directory import RunDirectory
+from training.evaluation.arms import EvalArm
+from training.evaluation.questions import EvalSuite, first_tokens_of
 
 KINDS = ("none", "document", "truncated", "untrained", "offline", "hybrid", "on_policy")
 TRAINED = ("offline", "on_policy")  # as checkpoints name them; a hybrid is on_policy's
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedArm:
     """What one arm of a run came to."""
 
     kind: str
@@ -51,7 +51,7 @@ class FinishedRun:
 
     directory: RunDirectory
     spec: RunSpec
-    trained: tuple[Trained, ...]
+    trained: tuple[TrainedArm, ...]
     notes: tuple[str, ...]
 
     @property
@@ -87,7 +87,7 @@ def read_run(path: Path) -> FinishedRun:
         kind = "hybrid" if arm == "on_policy" and results.get("warm_steps") else arm
         cartridges = {name: c.kv for name, c in held.items()}
         found.append(
-            Trained(kind, int(source.source["step"]), tokens, cartridges, source.weights_sha256)
+            TrainedArm(kind, int(source.source["step"]), tokens, cartridges, source.weights_sha256)
         )
     if not found:
         raise CheckpointError(
@@ -119,7 +119,7 @@ def require_comparable(runs: Sequence[FinishedRun]) -> None:
             )
 
 
-def require_documents(run: FinishedRun, paper: Paper) -> None:
+def require_documents(run: FinishedRun, paper: EvalSuite) -> None:
     """Raise DataError where a run's cartridges stand in for other documents than the paper's."""
     names = set(paper.heads) - {NO_DOCUMENT}
     for trained in run.trained:
@@ -131,27 +131,29 @@ def require_documents(run: FinishedRun, paper: Paper) -> None:
 
 
 @dataclass(frozen=True)
-class Entry:
+class EvaluatedRun:
     """Arms with what generators must hold for them: ids to be read, cartridges by version."""
 
-    arms: tuple[Arm, ...]
+    arms: tuple[EvalArm, ...]
     documents: Mapping[str, tuple[int, ...]]
     cartridges: Mapping[int, tuple[str, Tensor]]
 
 
-def enter(runs: Sequence[FinishedRun], paper: Paper, kinds: Sequence[str], tokenizer: Any) -> Entry:
+def enter(
+    runs: Sequence[FinishedRun], paper: EvalSuite, kinds: Sequence[str], tokenizer: Any
+) -> EvaluatedRun:
     """The arms of these kinds, in the order of KINDS. Raises SpecError for a kind there is not."""
     unknown = sorted(set(kinds) - set(KINDS))
     if unknown:
         raise SpecError(f"--arms: there is no arm {unknown[0]}; name some of {', '.join(KINDS)}")
     names = [name for name in paper.heads if name != NO_DOCUMENT]
     documents = dict(paper.heads)
-    found: list[Arm] = []
+    found: list[EvalArm] = []
     if "none" in kinds:
-        found.append(Arm("none", "none", None, float(len(paper.heads[NO_DOCUMENT]))))
+        found.append(EvalArm("none", "none", None, float(len(paper.heads[NO_DOCUMENT]))))
     if "document" in kinds:
         whole = {n: PrefixRef(f"document/{n}", 0) for n in names}
-        found.append(Arm("document", "document", whole, _mean(paper.heads, names)))
+        found.append(EvalArm("document", "document", whole, _mean(paper.heads, names)))
     budgets = sorted({run.learn.cartridge.tokens for run in runs})
     for kind in ("truncated", "untrained"):
         if kind not in kinds:
@@ -167,7 +169,7 @@ def enter(runs: Sequence[FinishedRun], paper: Paper, kinds: Sequence[str], token
             documents |= {f"{kind}/{budget}/{n}": ids for n, ids in cut.items()}
             prefixes = {n: PrefixRef(f"document/{kind}/{budget}/{n}", 0) for n in names}
             name = kind if len(budgets) == 1 else f"{kind} P={budget}"
-            found.append(Arm(name, kind, prefixes, _mean(cut, names), budget))
+            found.append(EvalArm(name, kind, prefixes, _mean(cut, names), budget))
     cartridges: dict[int, tuple[str, Tensor]] = {}
     trained = [(run, t) for run in runs for t in run.trained if t.kind in kinds]
     for run, t in sorted(trained, key=lambda pair: KINDS.index(pair[1].kind)):
@@ -178,21 +180,21 @@ def enter(runs: Sequence[FinishedRun], paper: Paper, kinds: Sequence[str], token
             prefixes[name] = PrefixRef(f"cartridge/{name}", version)
         budget = run.learn.cartridge.tokens
         found.append(
-            Arm(
+            EvalArm(
                 t.kind if len(runs) == 1 else f"{t.kind} {run.directory.id}", t.kind, prefixes,
                 float(budget), budget, run.directory.id, run.spec.mesh.name, t.step, t.tokens,
             )
         )  # fmt: skip
     if not found:
         raise SpecError(f"none of the runs trained an arm of {', '.join(kinds)}; name others")
-    return Entry(tuple(found), documents, cartridges)
+    return EvaluatedRun(tuple(found), documents, cartridges)
 
 
 def _mean(ids: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> float:
     return fmean(len(ids[name]) for name in names)
 
 
-def trained_on(run: FinishedRun, conversation: Conversation) -> Iterator[Placed]:
+def trained_on(run: FinishedRun, conversation: ChatRenderer) -> Iterator[LocatedText]:
     """What the user said in every prompt that the run trained on, options left out, each once."""
     wraps: dict[str, tuple[int, int]] = {}
     seen: set[tuple[str, tuple[int, ...]]] = set()
@@ -207,13 +209,14 @@ def trained_on(run: FinishedRun, conversation: Conversation) -> Iterator[Placed]
         text = conversation.decode(ids[before : len(ids) - after]).strip()
         if row["kind"] == "choice":
             text = text.partition(" options: ")[0]
-        yield Placed(document, text, f"run {run.directory.id}, rollouts.jsonl {row['id']}")
+        yield LocatedText(document, text, f"run {run.directory.id}, rollouts.jsonl {row['id']}")
 
 
-def _wrap(conversation: Conversation, document: str) -> tuple[int, int]:
+def _wrap(conversation: ChatRenderer, document: str) -> tuple[int, int]:
     """How many ids the template puts before a user's words and after them."""
     one, two = (
-        conversation.opening(document, (Message("user", words),)) for words in ("cat", "why dog")
+        conversation.opening(document, (AgentMessage("user", words),))
+        for words in ("cat", "why dog")
     )
     before = next(i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
     pairs = zip(reversed(one[before:]), reversed(two[before:]), strict=False)

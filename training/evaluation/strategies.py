@@ -15,13 +15,13 @@ from statistics import fmean
 from typing import Any
 
 from environments.clinic.prompts import parse_answer
-from protocols.spec.frontier import FrontierArm, FrontierSpec
 from protocols.records.intervals import mean_interval, wilson_interval
-from protocols.teacher_replay import Message
-from training.recipes.longhealth_prompts import Exam
+from protocols.spec.frontier import FrontierArm, FrontierSpec
+from protocols.teacher_replay import AgentMessage
 from strategies.catalog import Strategy, parse, run
+from strategies.result import StrategyResult
 from strategies.samplers.sampler import Sampler
-from strategies.result import Result
+from training.recipes.longhealth_prompts import LongHealthQuestion
 
 AT_ONCE = 32  # questions: more would wait in the engines until their calls time out
 
@@ -54,7 +54,7 @@ class ArmRow:
 
 async def compare(
     spec: FrontierSpec,
-    exams: Sequence[Exam],
+    exams: Sequence[LongHealthQuestion],
     sampler_of: Callable[[str], Sampler],
     show: Callable[[ArmRow], None] = lambda row: None,
 ) -> list[ArmRow]:
@@ -87,15 +87,15 @@ async def _solve(
     strategy: Strategy,
     arm: FrontierArm,
     spec: FrontierSpec,
-    exam: Exam,
+    exam: LongHealthQuestion,
     sampler_of: Callable[[str], Sampler],
     places: asyncio.Semaphore,
-) -> Result:
+) -> StrategyResult:
     async with places:
         return await run(
             strategy,
             sampler_of(exam.question.patient),
-            (Message("user", exam.text),),
+            (AgentMessage("user", exam.text),),
             form="clinic",
             seed=spec.seed,
             max_tokens=spec.max_tokens,
@@ -108,7 +108,7 @@ async def _solve(
 
 def _row(
     arm: FrontierArm,
-    results: Sequence[Result],
+    results: Sequence[StrategyResult],
     right: Sequence[bool],
     unparsed: int,
     seconds: float,

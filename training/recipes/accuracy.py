@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from environments.clinic.prompts import parse_answer
 from protocols.records.intervals import wilson_interval
-from protocols.records.run_files import AggregationGain, ArmResult, Measured
-from training.recipes.longhealth_prompts import Exam
+from protocols.records.run_files import AggregationGain, ArmResult, MeasuredAccuracy
+from training.recipes.longhealth_prompts import LongHealthQuestion
 
 
-def measure(exams: Sequence[Exam], answers: Sequence[str]) -> Measured:
+def measure(exams: Sequence[LongHealthQuestion], answers: Sequence[str]) -> MeasuredAccuracy:
     """Accuracy over all questions with its 95% Wilson interval; unparsed answers count as wrong."""
     letters = [parse_answer(a, e.question) for e, a in zip(exams, answers, strict=True)]
     right = sum(
@@ -18,7 +18,7 @@ def measure(exams: Sequence[Exam], answers: Sequence[str]) -> Measured:
         for e, letter in zip(exams, letters, strict=True)
     )
     low, high = wilson_interval(right, len(exams))
-    return Measured(
+    return MeasuredAccuracy(
         accuracy=right / len(exams),
         ci95=[low, high],
         n=len(exams),

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from protocols.records.intervals import mean_interval, wilson_interval
-from protocols.records.run_files import Agreement, Measured
+from protocols.records.run_files import Agreement, MeasuredAccuracy
 from protocols.types import Completion
-from training.recipes.question_files import Asked
 from training.recipes.longhealth_prompts import in_turns
+from training.recipes.question_files import UserQuestion
 
 
 @dataclass(frozen=True)
-class Studied:
+class StudyQuestion:
     """A question of self-study as the student reads it; `answer_ids` are what B said, if it did,
     and `teacher_ids`, `teacher_logprobs` its likeliest tokens there, if they are known."""
 
@@ -32,11 +32,11 @@ class Studied:
 
 
 @dataclass(frozen=True)
-class Exam:
+class HeldOutQuestion:
     """A held-out question with the teacher's answer: `logprobs` and `likeliest` are the teacher's
     at each of its tokens."""
 
-    studied: Studied
+    studied: StudyQuestion
     bare_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -44,14 +44,14 @@ class Exam:
 
 
 def split(
-    studied: Iterable[Studied], share: float
-) -> tuple[dict[str, list[Studied]], list[Studied]]:
+    studied: Iterable[StudyQuestion], share: float
+) -> tuple[dict[str, list[StudyQuestion]], list[StudyQuestion]]:
     """(training questions by document, held-out ones with the documents in turn): of every document
     the `share` whose words hash lowest, one at least, is held out, and one at least is not.
 
     So neither the order of rows nor other documents move a question across.
     """
-    by_document: dict[str, list[Studied]] = {}
+    by_document: dict[str, list[StudyQuestion]] = {}
     for s in studied:
         by_document.setdefault(s.document, []).append(s)
     training, held_out = {}, []
@@ -65,7 +65,7 @@ def split(
 
 
 def compared(
-    exams: Sequence[Exam], completions: Sequence[Completion]
+    exams: Sequence[HeldOutQuestion], completions: Sequence[Completion]
 ) -> tuple[list[float], list[float]]:
     """Of each question KL(T || S), nats a token, and the share of tokens at which both hold the
     same token likeliest."""
@@ -78,7 +78,9 @@ def compared(
     return kl, same
 
 
-def agreement(exams: Sequence[Exam], completions: Sequence[Completion]) -> Measured:
+def agreement(
+    exams: Sequence[HeldOutQuestion], completions: Sequence[Completion]
+) -> MeasuredAccuracy:
     """Mean KL(T || S), nats a token, and the share of tokens at which both hold the same token
     likeliest; intervals are those of the mean over questions, by Student's t."""
     kl, same = compared(exams, completions)
@@ -86,7 +88,7 @@ def agreement(exams: Sequence[Exam], completions: Sequence[Completion]) -> Measu
     top1, of_kl = fmean(same), fmean(kl)
     low, high = mean_interval(same) or (0.0, 1.0)
     kl_low, kl_high = mean_interval(kl) or (of_kl, of_kl)
-    return Measured(
+    return MeasuredAccuracy(
         accuracy=top1,
         ci95=[max(0.0, low), min(1.0, high)],
         n=len(exams),
@@ -95,13 +97,13 @@ def agreement(exams: Sequence[Exam], completions: Sequence[Completion]) -> Measu
     )
 
 
-def answered(asked: Sequence[Asked], responses: Sequence[str]) -> Measured:
+def answered(asked: Sequence[UserQuestion], responses: Sequence[str]) -> MeasuredAccuracy:
     """The share of questions that are answered rightly (an option, or SQuAD's exact match) with its
     Wilson interval, and the mean F1."""
     scores = [q.scores(r) for q, r in zip(asked, responses, strict=True)]
     right = sum(exact == 1.0 for exact, _, _ in scores)
     low, high = wilson_interval(right, len(scores))
-    return Measured(
+    return MeasuredAccuracy(
         accuracy=right / len(scores),
         ci95=[low, high],
         n=len(scores),

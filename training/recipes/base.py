@@ -12,13 +12,13 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from protocols.train_batch import Lesson
-from protocols.records.run_files import Measured
+from protocols.records.run_files import MeasuredAccuracy
+from protocols.train_batch import TrainBatch
 from services.run_directory import RunDirectory
 from training.types import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
 
 
-class Course(Protocol):
+class Recipe(Protocol):
     """`documents` maps each name to its token ids from position 0; `end_ids` end a response.
 
     A course inherits what it has no need of: nothing is prepared, saved or told.
@@ -40,7 +40,7 @@ class Course(Protocol):
         what was said alone, never on who was faster."""
 
     @abstractmethod
-    async def lesson(self, rollout: Rollout, version: int) -> Lesson:
+    async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
         """What `version` learns of a rollout, still without the teachers' scores."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Course(Protocol):
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: TimedGenerate,
-    ) -> Measured:  # fmt: skip
+    ) -> MeasuredAccuracy:  # fmt: skip
         """One arm on the first `most` held-out questions (None: all), greedily or by sampling;
         prefix "cartridge", "document" or "none"."""
 

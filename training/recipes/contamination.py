@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from documents.near_duplicates import Overlap
+from documents.near_duplicates import PromptOverlap
 from protocols.errors import DataError
 from protocols.files import json_lines, write_atomically
 
@@ -14,7 +14,7 @@ Rule = Literal["fail", "warn"]
 TOLD = 5  # in an error's message; the file has them all
 
 
-def clean(found: Sequence[Overlap], rule: Rule, file: Path) -> None:
+def clean(found: Sequence[PromptOverlap], rule: Rule, file: Path) -> None:
     """Write the doubles to `file`, one JSON object a line, or remove it where there are none.
 
     Raises DataError that names the first few where the rule is "fail".

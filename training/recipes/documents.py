@@ -1,6 +1,7 @@
-"""DocumentCourse: a user's own documents, with no questions but those of self-study.
+"""DocumentsRecipe: a user's own documents, with no questions but those of self-study.
 
-    questions   A asks about passages (documents.synthesis), some held out by the hash of their words
+    questions   A asks about passages (documents.synthesis), some held out by the hash of their
+                words
     step        questions that are not held out -> answers on policy -> doc_kl of the teacher
     measure     held-out questions: the teacher's own sampled answers, read by each arm
 
@@ -19,47 +20,47 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from documents.near_duplicates import Placed, overlaps
+from documents.corpus import Corpus
+from documents.near_duplicates import LocatedText, overlaps
+from documents.synthesis import SynthesisPlan, model_name, read_rows, write_study
 from documents.synthesis_rows import StudyRow
-from environments.renderer import NO_DOCUMENT, Conversation
+from environments.renderer import NO_DOCUMENT, ChatRenderer
 from environments.rollout import BARE
-from protocols.train_batch import Lesson, StoredScores
 from protocols.errors import CheckpointError, DataError
 from protocols.files import write_atomically
-from protocols.spec.learn import LearnSpec
-from protocols.records.run_files import Measured
-from protocols.teacher_replay import Message
+from protocols.records.run_files import MeasuredAccuracy
 from protocols.seeds import stream_seed
+from protocols.spec.learn import LearnSpec
+from protocols.teacher_replay import AgentMessage
+from protocols.train_batch import PrecomputedScores, TrainBatch
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from training.recipes.agreement import Exam, Studied, agreement, answered, split
-from training.recipes.contamination import clean
-from training.recipes.base import Course
-from training.recipes.question_files import Asked, read_questions
-from documents.corpus import Parts
-from training.rollouts import as_rollout, as_rows, handed_over, is_offline
 from services.run_directory import RunDirectory
-from documents.synthesis import Plan, model_name, read_rows, write_study
+from strategies.samplers.token_sampler import TokenSampler
+from training.recipes.agreement import HeldOutQuestion, StudyQuestion, agreement, answered, split
+from training.recipes.base import Recipe
+from training.recipes.contamination import clean
 from training.recipes.longhealth_prompts import in_company, in_turns
+from training.recipes.question_files import UserQuestion, read_questions
+from training.rollouts import as_rollout, as_rows, handed_over, is_offline
 from training.types import (
-    Prompt,
     Rollout,
     ScoreGroup,
+    StudyPrompt,
     TimedGenerate,
     unheard,
 )
-from strategies.samplers.token_sampler import TokenSampler
 
 
-class DocumentCourse(Course):
+class DocumentsRecipe(Recipe):
     """Over the documents of the spec; writes its questions into the run's directory."""
 
     def __init__(
-        self, spec: LearnSpec, parts: Parts, tokenizer: Any, directory: RunDirectory
+        self, spec: LearnSpec, parts: Corpus, tokenizer: Any, directory: RunDirectory
     ) -> None:
         assert spec.self_study is not None
         self._spec, self._study, self._parts = spec, spec.self_study, parts
         self._directory, self._model = directory, model_name(spec.model.path)
-        self._conversation = Conversation(tokenizer, parts.texts)
+        self._conversation = ChatRenderer(tokenizer, parts.texts)
         self.documents: Mapping[str, tuple[int, ...]] = {
             **{name: self._conversation.head(name) for name in parts.parts},
             NO_DOCUMENT: self._conversation.head(None),
@@ -67,9 +68,9 @@ class DocumentCourse(Course):
         self.end_ids = frozenset({tokenizer.eos_token_id})
         self._asked = self._read_asked()
         self._getting_ready = asyncio.Lock()
-        self._training: dict[str, list[Studied]] = {}
-        self._held_out: list[Studied] = []
-        self._exams: list[Exam] = []
+        self._training: dict[str, list[StudyQuestion]] = {}
+        self._held_out: list[StudyQuestion] = []
+        self._exams: list[HeldOutQuestion] = []
         note_documents(parts, directory)
 
     # -- questions ------------------------------------------------------------------------------
@@ -99,19 +100,21 @@ class DocumentCourse(Course):
             self._training = training
 
     def _require_clean(
-        self, training: Mapping[str, Sequence[Studied]], held_out: Sequence[Studied]
+        self, training: Mapping[str, Sequence[StudyQuestion]], held_out: Sequence[StudyQuestion]
     ) -> None:
         """Before anything is trained. Raises DataError as `clean` does."""
         evaluate = self._spec.evaluate
         trained = [
-            Placed(s.document, s.text, f"self-study: {s.key}")
+            LocatedText(s.document, s.text, f"self-study: {s.key}")
             for pool in training.values()
             for s in pool
         ]
         asked = [
-            Placed(q.document, q.choice.text if q.choice else q.text, f"data.questions: {q.id}")
+            LocatedText(
+                q.document, q.choice.text if q.choice else q.text, f"data.questions: {q.id}"
+            )
             for q in self._asked
-        ] or [Placed(s.document, s.text, f"held out: {s.key}") for s in held_out]
+        ] or [LocatedText(s.document, s.text, f"held out: {s.key}") for s in held_out]
         clean(
             overlaps(trained, asked, evaluate.alike),
             evaluate.contamination or ("fail" if self._asked else "warn"),
@@ -124,15 +127,15 @@ class DocumentCourse(Course):
             return completions
 
         sampler = TokenSampler(sampled, self._conversation, None, BARE)
-        plan = Plan(self._study, self._model, self._spec.train.seed, answers=False)
+        plan = SynthesisPlan(self._study, self._model, self._spec.train.seed, answers=False)
         return await write_study(
             self._directory.selfstudy, list(self._parts.parts.values()), plan, sampler
         )
 
     def _prompt_ids(self, document: str | None, text: str) -> tuple[int, ...]:
-        return self._conversation.opening(document, (Message("user", text),))
+        return self._conversation.opening(document, (AgentMessage("user", text),))
 
-    def _prompts(self, arm: str, step: int) -> list[tuple[Studied, Prompt]]:
+    def _prompts(self, arm: str, step: int) -> list[tuple[StudyQuestion, StudyPrompt]]:
         """Documents take turns; each goes through its questions in an order drawn anew for every
         round."""
         rollout, seed = self._spec.rollout, self._spec.train.seed
@@ -155,7 +158,7 @@ class DocumentCourse(Course):
                 ),
                 seed=stream_seed(f"sample/{seed}/{name}"),
             )
-            found.append((studied, Prompt(studied.document, studied.kind, request)))
+            found.append((studied, StudyPrompt(studied.document, studied.kind, request)))
         return found
 
     # -- rollouts -------------------------------------------------------------------------------
@@ -187,21 +190,21 @@ class DocumentCourse(Course):
         seconds = time.perf_counter() - begun
         return [as_rollout(first, asked, completions, seconds, compute, True)]
 
-    async def lesson(self, rollout: Rollout, version: int) -> Lesson:
-        stored: tuple[StoredScores, ...] = ()
+    async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
+        stored: tuple[PrecomputedScores, ...] = ()
         if self._study.scores == "stored" and is_offline(rollout):
             asked = enumerate(self._prompts("offline", rollout.step))
             stored = tuple(
-                StoredScores(i, s.teacher_ids, s.teacher_logprobs) for i, (s, _) in asked
+                PrecomputedScores(i, s.teacher_ids, s.teacher_logprobs) for i, (s, _) in asked
             )
-        return Lesson(doc=tuple(rollout.samples), doc_stored=stored)
+        return TrainBatch(doc=tuple(rollout.samples), doc_stored=stored)
 
     # -- measures -------------------------------------------------------------------------------
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: TimedGenerate,
-    ) -> Measured:  # fmt: skip
+    ) -> MeasuredAccuracy:  # fmt: skip
         """Agreement with the teacher on held-out questions; where the user gave questions, their
         answers decide the accuracy."""
         await self._ready(generate)
@@ -249,14 +252,14 @@ class DocumentCourse(Course):
                 ]
             )  # fmt: skip
             exams = [
-                Exam(s, self._prompt_ids(None, s.text), c.token_ids, (), ())
+                HeldOutQuestion(s, self._prompt_ids(None, s.text), c.token_ids, (), ())
                 for s, c in zip(self._held_out, answers, strict=True)
             ]
             read, _ = await generate(
                 [self._reading(e, "teacher/read", "document", 0) for e in exams]
             )
             self._exams = [
-                Exam(
+                HeldOutQuestion(
                     e.studied, e.bare_ids, e.answer_ids,
                     c.prompt_logprobs[-len(e.answer_ids) :],
                     c.prompt_likeliest[-len(e.answer_ids) :],
@@ -264,7 +267,9 @@ class DocumentCourse(Course):
                 for e, c in zip(exams, read, strict=True)
             ]  # fmt: skip
 
-    def _reading(self, exam: Exam, name: str, prefix: str, version: int) -> GenerateRequest:
+    def _reading(
+        self, exam: HeldOutQuestion, name: str, prefix: str, version: int
+    ) -> GenerateRequest:
         """The teacher's answer as the end of a prompt, so that its log-probabilities are told."""
         bare = prefix == NO_DOCUMENT
         ids = exam.bare_ids if bare else exam.studied.prompt_ids
@@ -274,7 +279,7 @@ class DocumentCourse(Course):
             Sampling(temperature=0.0, max_tokens=1), 0, prompt_logprobs=True,
         )  # fmt: skip
 
-    def _read_asked(self) -> list[Asked]:
+    def _read_asked(self) -> list[UserQuestion]:
         path = self._spec.data.questions
         if path is None:
             return []
@@ -291,9 +296,9 @@ class DocumentCourse(Course):
         directory.append_rollouts(as_rows(rollout, arm, step, self._decode))
 
 
-def studied_of(row: StudyRow, spec: LearnSpec, conversation: Conversation) -> Studied | None:
+def studied_of(row: StudyRow, spec: LearnSpec, conversation: ChatRenderer) -> StudyQuestion | None:
     """None for a question that no row of the trainer holds with its answer."""
-    ids = conversation.opening(row.document, (Message("user", row.question),))
+    ids = conversation.opening(row.document, (AgentMessage("user", row.question),))
     if len(ids) + spec.rollout.max_tokens > spec.train.row_tokens:
         return None
     room = spec.train.row_tokens - len(ids)
@@ -304,13 +309,13 @@ def studied_of(row: StudyRow, spec: LearnSpec, conversation: Conversation) -> St
         answer = conversation.saying(row.answer)
     kept = min(len(answer), room) if own and len(row.teacher_ids) == len(answer) else 0
     known = all(id >= 0 for at in row.teacher_ids[:kept] for id in at)
-    return Studied(
+    return StudyQuestion(
         row.key, row.document, row.kind, row.question, ids, answer[:room],
         row.teacher_ids[:kept] if known else (), row.teacher_logprobs[:kept] if known else (),
     )  # fmt: skip
 
 
-def require_scores(studied: Sequence[Studied], where: str | None) -> None:
+def require_scores(studied: Sequence[StudyQuestion], where: str | None) -> None:
     """Raises DataError unless every answer has as many of its teacher's tokens at every place."""
     lacking = [s.key for s in studied if not s.teacher_ids]
     if lacking:
@@ -327,7 +332,7 @@ def require_scores(studied: Sequence[Studied], where: str | None) -> None:
         )
 
 
-def note_documents(parts: Parts, directory: RunDirectory) -> None:
+def note_documents(parts: Corpus, directory: RunDirectory) -> None:
     """Write which documents a run reads; a run that goes on must read the same."""
     told = parts.as_dict()
     if directory.documents.exists():
@@ -341,7 +346,7 @@ def note_documents(parts: Parts, directory: RunDirectory) -> None:
     write_atomically(directory.documents, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
 
 
-def of_parts(rows: Sequence[StudyRow], parts: Parts, where: str) -> list[StudyRow]:
+def of_parts(rows: Sequence[StudyRow], parts: Corpus, where: str) -> list[StudyRow]:
     """The rows, which must be about these very texts."""
     for row in rows:
         part = parts.parts.get(row.document)
@@ -353,7 +358,7 @@ def of_parts(rows: Sequence[StudyRow], parts: Parts, where: str) -> list[StudyRo
     return list(rows)
 
 
-def said(studied: Studied, prompt: Prompt) -> Completion:
+def said(studied: StudyQuestion, prompt: StudyPrompt) -> Completion:
     """What B said, as if it were sampled; nobody knows its log-probabilities under this model."""
     ids = studied.answer_ids
     return Completion(prompt.request.id, ids, (0.0,) * len(ids), (0,) * len(ids), "stop")

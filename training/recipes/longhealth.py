@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from protocols.train_batch import Lesson
-from protocols.records.run_files import Measured
-from training.recipes.base import Course
-from training.recipes.accuracy import measure
-from training.rollouts import as_rollout, as_rows, handed_over
+from protocols.records.run_files import MeasuredAccuracy
+from protocols.train_batch import TrainBatch
 from services.run_directory import RunDirectory
-from training.recipes.longhealth_prompts import Tasks
+from training.recipes.accuracy import measure
+from training.recipes.base import Recipe
+from training.recipes.longhealth_prompts import LongHealthPrompts
+from training.rollouts import as_rollout, as_rows, handed_over
 from training.types import Rollout, ScoreGroup, TimedGenerate, unheard
 
 OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call
 
 
-class SelfStudy(Course):
+class LongHealthRecipe(Recipe):
     """Knows what the document teacher itself would write."""
 
-    def __init__(self, tasks: Tasks, *, measured: bool) -> None:
+    def __init__(self, tasks: LongHealthPrompts, *, measured: bool) -> None:
         """Without `measured` no held-out question is needed."""
         self._tasks = tasks
         self._exams = tasks.exams if measured else []
@@ -61,14 +61,14 @@ class SelfStudy(Course):
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: TimedGenerate,
-    ) -> Measured:  # fmt: skip
+    ) -> MeasuredAccuracy:  # fmt: skip
         exams = self._exams[:most]
         requests = self._tasks.exam_requests(exams, arm, prefix, version, sampled)
         completions, _ = await generate(requests)
         return measure(exams, [self._tasks.decode(c.token_ids) for c in completions])
 
-    async def lesson(self, rollout: Rollout, version: int) -> Lesson:
-        return Lesson(doc=tuple(rollout.samples))
+    async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
+        return TrainBatch(doc=tuple(rollout.samples))
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_rollouts(as_rows(rollout, arm, step, self._tasks.decode))

@@ -16,28 +16,34 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from environments.clinic.longhealth import Patient, Question, is_held_out, load_patients, parse_patients
+from documents.near_duplicates import LocatedText, overlaps
+from environments.clinic.longhealth import (
+    Patient,
+    PatientQuestion,
+    is_held_out,
+    load_patients,
+    parse_patients,
+)
 from environments.clinic.patients import generate_clinic
 from environments.clinic.prompts import option_prompt, self_study_prompt, sentence_ends
-from documents.near_duplicates import Placed, overlaps
-from environments.renderer import NO_DOCUMENT, Conversation
+from environments.renderer import NO_DOCUMENT, ChatRenderer
 from protocols.errors import DataError
-from protocols.spec.learn import LearnSpec
-from protocols.teacher_replay import Message
-from protocols.spec.sections import DataSpec
 from protocols.seeds import stream_seed
+from protocols.spec.learn import LearnSpec
+from protocols.spec.sections import DataSpec
+from protocols.teacher_replay import AgentMessage
 from protocols.types import GenerateRequest, PrefixRef, Sampling, composed_ref
-from training.types import Prompt
+from training.types import StudyPrompt
 
 Turn = TypeVar("Turn")
 
 
 @dataclass(frozen=True)
-class Exam:
+class LongHealthQuestion:
     """A held-out question ready to be answered, over a prefix and without any document; `text` is
     what is asked."""
 
-    question: Question
+    question: PatientQuestion
     text: str
     prompt_ids: tuple[int, ...]
     bare_ids: tuple[int, ...]
@@ -61,14 +67,14 @@ def read_patients(data: DataSpec) -> list[Patient]:
     return patients[: data.patients]
 
 
-class Tasks:
+class LongHealthPrompts:
     """Every prompt of a run, by step. Each draw has a generator named by seed, step and index."""
 
     def __init__(self, spec: LearnSpec, patients: Sequence[Patient], tokenizer: Any) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
         self.patients = {p.id: p for p in patients}
-        self.conversation = Conversation(tokenizer, {p.id: p.document for p in patients})
+        self.conversation = ChatRenderer(tokenizer, {p.id: p.document for p in patients})
         held_out = {
             p.id: [q for q in p.questions if is_held_out(q, spec.data.held_out)] for p in patients
         }
@@ -78,7 +84,7 @@ class Tasks:
             for p in patients
         }
         self._held_out = held_out
-        self._prepared: dict[int, list[Prompt]] = {}
+        self._prepared: dict[int, list[StudyPrompt]] = {}
         self._ends = sorted({end for p in patients for end in sentence_ends(p)})
         self.documents = {p.id: self.conversation.head(p.id) for p in patients}
         self.documents[NO_DOCUMENT] = self.conversation.head(None)
@@ -93,7 +99,7 @@ class Tasks:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text.strip()
 
-    def rollout(self, step: int, version: int) -> list[Prompt]:
+    def rollout(self, step: int, version: int) -> list[StudyPrompt]:
         """The on-policy prompts of 0-based `step`, over cartridge `version`."""
         prompts = self._prepared.pop(step, None) or self._prompts("on_policy", step)
         train = self._spec.train
@@ -103,11 +109,11 @@ class Tasks:
         """Make the on-policy prompts of `step` beforehand, while the models work."""
         self._prepared = {step: self._prompts("on_policy", step)}
 
-    def offline(self, step: int) -> list[Prompt]:
+    def offline(self, step: int) -> list[StudyPrompt]:
         """The same prompts, to be answered by the document teacher itself."""
         return self._prompts("offline", step)
 
-    def _prompts(self, arm: str, step: int) -> list[Prompt]:
+    def _prompts(self, arm: str, step: int) -> list[StudyPrompt]:
         """Prompts of one step over the documents themselves, which take turns, so that every
         cartridge trains in every step that has at least as many prompts as there are documents."""
         rollout, seed = self._spec.rollout, self._spec.train.seed
@@ -130,11 +136,11 @@ class Tasks:
                 ),
                 seed=stream_seed(f"sample/{seed}/{name}"),
             )
-            prompts.append(Prompt(document, kind, request))
+            prompts.append(StudyPrompt(document, kind, request))
         return prompts
 
     @cached_property
-    def exams(self) -> list[Exam]:
+    def exams(self) -> list[LongHealthQuestion]:
         """The held-out questions to evaluate on, patients in turn, at most `evaluate.questions`."""
         by_patient = [list(self._held_out[p]) for p in sorted(self._held_out)]
         chosen = in_turns(by_patient)[: self._spec.evaluate.questions]
@@ -147,11 +153,16 @@ class Tasks:
         for q in chosen:
             text = option_prompt(q.text, q.options, self._spec.data.instruction)
             over, bare = self._prompt_ids(q.patient, text), self._prompt_ids(None, text)
-            exams.append(Exam(q, text, over, bare))
+            exams.append(LongHealthQuestion(q, text, over, bare))
         return exams
 
     def exam_requests(
-        self, exams: Sequence[Exam], arm: str, prefix: str, version: int, sampled: bool
+        self,
+        exams: Sequence[LongHealthQuestion],
+        arm: str,
+        prefix: str,
+        version: int,
+        sampled: bool,
     ) -> list[GenerateRequest]:
         """Requests for one arm: prefix "cartridge", "document" or "none" (no document at all)."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
@@ -174,23 +185,23 @@ class Tasks:
         return requests
 
     def _prompt_ids(self, document: str | None, text: str) -> tuple[int, ...]:
-        return self.conversation.opening(document, (Message("user", text),))
+        return self.conversation.opening(document, (AgentMessage("user", text),))
 
 
 def _doubles(
-    patients: Sequence[Patient], held_out: Mapping[str, Sequence[Question]], alike: float
+    patients: Sequence[Patient], held_out: Mapping[str, Sequence[PatientQuestion]], alike: float
 ) -> set[str]:
     """Questions that are nearly the words of a held-out one about the same patient: training on
     them would be training on it."""
-    asked = [Placed(p, q.text, q.id) for p, some in held_out.items() for q in some]
-    every = [Placed(p.id, q.text, q.id) for p in patients for q in p.questions]
+    asked = [LocatedText(p, q.text, q.id) for p, some in held_out.items() for q in some]
+    every = [LocatedText(p.id, q.text, q.id) for p in patients for q in p.questions]
     near = {(x.training.document, x.training.text) for x in overlaps(every, asked, alike)}
     return {q.place for q in every if (q.document, q.text) in near}
 
 
 def in_company(
-    prompts: Sequence[Prompt], version: int, names: Sequence[str], share: float, seed: int
-) -> list[Prompt]:
+    prompts: Sequence[StudyPrompt], version: int, names: Sequence[str], share: float, seed: int
+) -> list[StudyPrompt]:
     """The prompts over their documents' cartridges of `version`; about `share` of them with the
     cartridge of another of `names` before or behind it."""
     found = []
@@ -205,7 +216,7 @@ def in_company(
     return found
 
 
-def over(prompt: Prompt, prefix: PrefixRef) -> Prompt:
+def over(prompt: StudyPrompt, prefix: PrefixRef) -> StudyPrompt:
     """The same prompt with another prefix before it."""
     return replace(prompt, request=replace(prompt.request, prefix=prefix))
 

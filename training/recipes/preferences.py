@@ -15,26 +15,26 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from environments.action_parsing import ActionFormat
+from environments.renderer import ChatRenderer
 from environments.training_signals import training_pair
-from environments.renderer import Conversation
-from environments.action_parsing import Dialect
 from protocols import teacher_replay
-from protocols.train_batch import PreferencePair
 from protocols.errors import DataError, RunError
 from protocols.spec.objective import DpoSpec
-from protocols.teacher_replay import ReplayState, Verdict
 from protocols.spec.teacher_replay import ReplaySpec
+from protocols.teacher_replay import PanelVerdict, ReplayState
+from protocols.train_batch import PreferencePair
+from services.clients import HintedTeacherClient, TeacherReplayClient
+from services.pool.pool import Pool
 from teachers.prompts import state_hash
 from teachers.vote_records import from_row, to_row
 from teachers.voting import pair_of, worth_asking
-from services.clients import HintedTeacherClient, TeacherReplayClient
-from services.pool.pool import Pool
 
 UNKNOWN = -1  # the version of a reference that is yet to be made
 
 
 @dataclass(frozen=True)
-class Question:
+class AskedState:
     """A state of step `step`, with the student's exact tokens in it."""
 
     step: int
@@ -45,7 +45,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldPair:
     """A pair of step `begun`, and in how many steps it was trained on."""
 
     begun: int
@@ -53,15 +53,15 @@ class Held:
     used: int = 0
 
 
-_HELD = TypeAdapter(Held)
+_HELD = TypeAdapter(HeldPair)
 
 
-class Preferences:
+class PreferenceQueue:
     """Asks, keeps and hands out. `counts` is what became of states since they were last told."""
 
     def __init__(
         self, pools: Mapping[str, Pool], spec: ReplaySpec, dpo: DpoSpec,
-        conversation: Conversation, dialect: Dialect,
+        conversation: ChatRenderer, dialect: ActionFormat,
     ) -> None:  # fmt: skip
         self._hinted_teacher, self._teacher_replay = (
             HintedTeacherClient(pools),
@@ -69,12 +69,12 @@ class Preferences:
         )
         self._gate, self._dpo = spec.gate, dpo
         self._conversation, self._dialect = conversation, dialect
-        self._asked: list[tuple[Question, asyncio.Future[Verdict]]] = []
+        self._asked: list[tuple[AskedState, asyncio.Future[PanelVerdict]]] = []
         self._told: list[dict[str, Any]] = []
-        self._held: list[Held] = []
+        self._held: list[HeldPair] = []
         self.counts: Counter[str] = Counter()
 
-    def ask(self, questions: Sequence[Question]) -> None:
+    def ask(self, questions: Sequence[AskedState]) -> None:
         """Begin to ask about those that are most worth it, each state once; returns at once."""
         worth = [q for q in questions if worth_asking(q.state, self._gate)]
         worth.sort(key=lambda q: 1.0 if q.state.confidence is None else q.state.confidence)
@@ -140,7 +140,7 @@ class Preferences:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
 
-    def _begin(self, question: Question) -> None:
+    def _begin(self, question: AskedState) -> None:
         vote = self._teacher_replay.vote(question.state)
         self._asked.append((question, asyncio.ensure_future(vote)))
 
@@ -167,9 +167,11 @@ class Preferences:
                 self._told.append(to_row(preferred))
             pair = None if preferred is None else self._pair(question, preferred)
             if pair is not None:
-                self._held.append(Held(question.step, pair))
+                self._held.append(HeldPair(question.step, pair))
 
-    def _pair(self, question: Question, preferred: teacher_replay.PreferencePair) -> PreferencePair | None:
+    def _pair(
+        self, question: AskedState, preferred: teacher_replay.PreferenceActions
+    ) -> PreferencePair | None:
         pair = training_pair(
             preferred, question.context_ids, question.response_ids, self._conversation,
             self._dialect, question.document, 0.0, 0.0, UNKNOWN,
@@ -178,15 +180,15 @@ class Preferences:
         return pair
 
 
-def _as_json(question: Question) -> dict[str, Any]:
+def _as_json(question: AskedState) -> dict[str, Any]:
     return {**asdict(question), "state": to_row(question.state)}
 
 
-def _from_json(saved: Mapping[str, Any]) -> Question:
+def _from_json(saved: Mapping[str, Any]) -> AskedState:
     state = from_row(saved["state"])
     if not isinstance(state, ReplayState):
         raise DataError(f"a state of the teacher replay was expected: got {type(state).__name__}")
-    return Question(
+    return AskedState(
         saved["step"], saved["document"], state, tuple(saved["context_ids"]),
         tuple(saved["response_ids"]),
     )  # fmt: skip

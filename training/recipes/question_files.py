@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from environments.clinic.longhealth import LETTERS, Question, parse_patients
+from environments.clinic.longhealth import LETTERS, PatientQuestion, parse_patients
 from environments.clinic.prompts import option_prompt, parse_answer, said_answer
 from protocols.errors import DataError
 
@@ -36,7 +36,7 @@ _DECLINES = re.compile(
 
 
 @dataclass(frozen=True)
-class Asked:
+class UserQuestion:
     """A question about a document: with options (`choice`), with answers that are right, or, with
     neither, one that the document does not answer."""
 
@@ -44,7 +44,7 @@ class Asked:
     document: str
     text: str
     answers: tuple[str, ...] = ()
-    choice: Question | None = None
+    choice: PatientQuestion | None = None
 
     def scores(self, response: str) -> tuple[float, float, bool]:
         """(right: 0 or 1, F1, whether it gave an answer at all) of a response."""
@@ -90,7 +90,7 @@ def f1(said: str, answer: str) -> float:
 
 def read_questions(
     path: str, texts: Mapping[str, str], instruction: str, *, unanswerable: bool = False
-) -> list[Asked]:
+) -> list[UserQuestion]:
     """The questions of a file about the documents of these texts, by name; those that SQuAD calls
     impossible where `unanswerable` asks for them.
 
@@ -116,7 +116,7 @@ def read_questions(
 
 def _squad(
     path: str, articles: Sequence[Any], texts: Mapping[str, str], unanswerable: bool
-) -> list[Asked]:
+) -> list[UserQuestion]:
     plain = {name: _spaced(text) for name, text in texts.items()}
     found = []
     for a, article in enumerate(articles):
@@ -131,7 +131,7 @@ def _squad(
                         answers = ()
                     if answers or unanswerable:
                         key = str(qa.get("id", f"{a}/{p}/{q}"))
-                        found.append(Asked(key, name, str(qa["question"]), answers))
+                        found.append(UserQuestion(key, name, str(qa["question"]), answers))
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path}: data[{a}] is no article of SQuAD ({error}): it has paragraphs, each "
@@ -154,7 +154,9 @@ def _of_context(where: str, title: str, context: str, plain: Mapping[str, str]) 
     )
 
 
-def _longhealth(path: str, content: Any, texts: Mapping[str, str], instruction: str) -> list[Asked]:
+def _longhealth(
+    path: str, content: Any, texts: Mapping[str, str], instruction: str
+) -> list[UserQuestion]:
     found = []
     for patient in parse_patients(content, path):
         name = patient.id if patient.id in texts else None
@@ -167,7 +169,7 @@ def _longhealth(path: str, content: Any, texts: Mapping[str, str], instruction: 
             )
         for q in patient.questions:
             text = option_prompt(q.text, q.options, instruction)
-            found.append(Asked(q.id, name, text, choice=q))
+            found.append(UserQuestion(q.id, name, text, choice=q))
     return found
 
 

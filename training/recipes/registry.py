@@ -7,36 +7,36 @@ from contextlib import contextmanager
 
 from learning.model.loading import load_tokenizer
 from protocols.spec.mesh import RunSpec
-from training.recipes.base import Course
 from services.mesh import Mesh
 from services.run_directory import RunDirectory
+from training.recipes.base import Recipe
 
 
-def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None) -> Course:
+def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None) -> Recipe:
     """The course of a spec, over pools that are yet to be spawned into `mesh`. One on a user's
     documents writes its questions into the run's `directory`."""
     learn = spec.learn
     tokenizer = load_tokenizer(learn.model.path)
     if learn.episodes is not None:
-        from training.recipes.tool_episodes import Cases
+        from training.recipes.tool_episodes import ToolEpisodesRecipe
 
-        return Cases(learn, tokenizer, mesh)
+        return ToolEpisodesRecipe(learn, tokenizer, mesh)
     if learn.rsa is not None:
-        from training.recipes.rsa import RsaCourse
+        from training.recipes.rsa import RSARecipe
 
-        return RsaCourse(learn, tokenizer, mesh)
+        return RSARecipe(learn, tokenizer, mesh)
     if learn.self_study is not None:
-        from training.recipes.documents import DocumentCourse
         from documents.corpus import read_parts
+        from training.recipes.documents import DocumentsRecipe
 
         assert directory is not None
         parts = read_parts(learn, tokenizer)
-        return DocumentCourse(learn, parts, tokenizer, directory)
-    from training.recipes.longhealth import SelfStudy
-    from training.recipes.longhealth_prompts import Tasks, read_patients
+        return DocumentsRecipe(learn, parts, tokenizer, directory)
+    from training.recipes.longhealth import LongHealthRecipe
+    from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
 
-    tasks = Tasks(learn, read_patients(learn.data), tokenizer)
-    return SelfStudy(tasks, measured=bool(learn.evaluate.arms))
+    tasks = LongHealthPrompts(learn, read_patients(learn.data), tokenizer)
+    return LongHealthRecipe(tasks, measured=bool(learn.evaluate.arms))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""RsaCourse: runs of recursive self-aggregation are the rollouts, their candidates the samples.
+"""RSARecipe: runs of recursive self-aggregation are the rollouts, their candidates the samples.
 
     step  problems -> runs (generators and aggregators, population by population) -> rewards
           -> Lesson: every candidate, with its run's reward (grpo) or its own score
@@ -14,26 +14,27 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from environments.training_signals import rl_samples, turn_samples
-from environments.renderer import NO_DOCUMENT, Conversation
-from environments.rollout import BARE
 from environments.episode_files import to_row
-from protocols.train_batch import Lesson
+from environments.renderer import NO_DOCUMENT, ChatRenderer
+from environments.rollout import BARE
+from environments.training_signals import rl_samples, turn_samples
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.errors import DataError, RunError
 from protocols.records.intervals import mean_interval
+from protocols.records.run_files import MeasuredAccuracy, PopulationMeans
+from protocols.rsa import RSAProblem
 from protocols.spec.learn import LearnSpec
-from protocols.records.run_files import Measured, Populations
-from protocols.teacher_replay import Message
-from protocols.rsa import Problem
+from protocols.teacher_replay import AgentMessage
+from protocols.train_batch import TrainBatch
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.clients import RSAAggregatorClient
-from training.recipes.base import Course
 from services.mesh import Mesh
-from training.rollouts import as_sample
-from training.recipes.rsa_problems import Source, open_source
-from training.recipes.rsa_rollouts import Generation, Played, Start, play
 from services.run_directory import RunDirectory
+from strategies.rsa.populations import reward
+from training.recipes.base import Recipe
+from training.recipes.rsa_problems import ProblemSource, open_source
+from training.recipes.rsa_rollouts import CandidateRecord, PlayedRun, RSAStart, play
+from training.rollouts import as_sample
 from training.types import (
     Replied,
     Rollout,
@@ -42,25 +43,24 @@ from training.types import (
     TimedGenerate,
     unheard,
 )
-from strategies.rsa.populations import reward
 
 
 @dataclass(frozen=True)
-class RsaRollout(Rollout):
+class RSARollout(Rollout):
     """A rollout whose episodes are the candidates of `runs`, in order."""
 
-    runs: Sequence[Played] = ()
+    runs: Sequence[PlayedRun] = ()
 
 
-class RsaCourse(Course):
+class RSARecipe(Recipe):
     """Over the pools of a mesh."""
 
     def __init__(self, spec: LearnSpec, tokenizer: Any, mesh: Mesh) -> None:
         assert spec.rsa is not None
         self._spec, self._rsa = spec, spec.rsa
         self._aggregators = RSAAggregatorClient(mesh.pools)
-        self._source: Source = open_source(spec, self._aggregators.problems)
-        self._conversation = Conversation(tokenizer, self._source.documents)
+        self._source: ProblemSource = open_source(spec, self._aggregators.problems)
+        self._conversation = ChatRenderer(tokenizer, self._source.documents)
         names = [*self._source.documents, None]
         self.documents: Mapping[str, tuple[int, ...]] = {
             name or NO_DOCUMENT: self._conversation.head(name) for name in names
@@ -71,7 +71,7 @@ class RsaCourse(Course):
 
     async def sample(
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
-    ) -> RsaRollout:
+    ) -> RSARollout:
         """A population is scored while the next is sampled."""
         begun = time.perf_counter()
         starts = []
@@ -79,7 +79,7 @@ class RsaCourse(Course):
             group = f"on_policy/{step + 1}/{i}"
             for r in range(self._rsa.rollouts_per_example):
                 stream = f"rsa/{self._spec.train.seed}/{step}/{i}/{r}"
-                starts.append(Start(f"{group}/{r}", stream, group, problem))
+                starts.append(RSAStart(f"{group}/{r}", stream, group, problem))
         sampling = Sampling(max_tokens=self._spec.rollout.max_tokens)
 
         async def heard(
@@ -99,18 +99,18 @@ class RsaCourse(Course):
         episodes = [e for run in runs for e in self._episodes(run, sampling)]
         samples = turn_samples(episodes)
         seconds = time.perf_counter() - begun
-        return RsaRollout(step, (), (), samples, seconds, compute, episodes, runs=runs)
+        return RSARollout(step, (), (), samples, seconds, compute, episodes, runs=runs)
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: TimedGenerate,
-    ) -> Measured:  # fmt: skip
+    ) -> MeasuredAccuracy:  # fmt: skip
         """Mean accuracy of the last population of one run a question, always sampled."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
         bare = prefix == NO_DOCUMENT
         # The draws do not depend on the arm, so that arms differ by their prefix alone.
         starts = [
-            Start(f"evaluate/{arm}/{p.id}", f"exam/{seed}/{p.id}", "", p)
+            RSAStart(f"evaluate/{arm}/{p.id}", f"exam/{seed}/{p.id}", "", p)
             for p in await self._source.held_out(most)
         ]
         runs, _ = await play(
@@ -122,9 +122,9 @@ class RsaCourse(Course):
         return measured(runs)
 
     def _ids(self, document: str | None, prompt: str) -> tuple[int, ...]:
-        return self._conversation.opening(document, (Message("user", prompt),))
+        return self._conversation.opening(document, (AgentMessage("user", prompt),))
 
-    def _fitting(self, problem: Problem, prompt: str) -> tuple[int, ...]:
+    def _fitting(self, problem: RSAProblem, prompt: str) -> tuple[int, ...]:
         """A prompt to train on. Raises DataError where no row holds it with its response."""
         ids = self._ids(problem.document, prompt)
         needed = len(ids) + self._spec.rollout.max_tokens
@@ -139,10 +139,10 @@ class RsaCourse(Course):
 
     # -- lessons --------------------------------------------------------------------------------
 
-    async def lesson(self, rollout: Rollout, version: int) -> Lesson:
+    async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
         rl = rl_samples(rollout.episodes)
         doc = rl if self._spec.objective.w_doc else []
-        return Lesson(
+        return TrainBatch(
             doc=tuple(r.sample for r in doc),
             doc_trained=tuple(r.trained for r in doc),
             rl=tuple(rl),
@@ -151,7 +151,7 @@ class RsaCourse(Course):
     async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
         raise RunError("no teacher writes populations: remove offline from evaluate.arms")
 
-    def reward(self, run: Played) -> float | None:
+    def reward(self, run: PlayedRun) -> float | None:
         """What a run was worth; None where a candidate of it could not be judged."""
         if run.error:
             return None
@@ -159,7 +159,7 @@ class RsaCourse(Course):
         metric, weight = rsa.final_reward_metric, rsa.greedy_reward_weight
         return reward(run.metrics(-1), metric, run.scores, weight)
 
-    def _episodes(self, run: Played, sampling: Sampling) -> list[Episode]:
+    def _episodes(self, run: PlayedRun, sampling: Sampling) -> list[Episode]:
         """Each candidate as an episode of one turn, with the reward that it is trained on."""
         own = self._rsa.advantage == "population"
         whole, why = self.reward(run), run.error.partition(":")[0]
@@ -179,7 +179,7 @@ class RsaCourse(Course):
 
     def facts(self, record: StepRecord) -> Mapping[str, Any]:
         rollout, output = record.rollout, record.output
-        assert isinstance(rollout, RsaRollout)
+        assert isinstance(rollout, RSARollout)
         runs = rollout.runs
         rewards = [r for run in runs if (r := self.reward(run)) is not None]
         candidates = [g.candidate for run in runs for p in run.populations for g in p]
@@ -202,21 +202,21 @@ def _document(request: GenerateRequest) -> str:
     return request.prefix.name.partition("/")[2]
 
 
-def populations(runs: Sequence[Played]) -> Populations:
+def populations(runs: Sequence[PlayedRun]) -> PopulationMeans:
     """Means over runs; a candidate that could not be judged counts as wrong."""
     steps = [[run.metrics(t) for run in runs] for t in range(len(runs[0].populations))]
-    return Populations(
+    return PopulationMeans(
         accuracy=[fmean(m["mean_accuracy"] for m in step) for step in steps],
         majority_vote=fmean(m["majority_vote"] for m in steps[-1]),
         pass_at_n=fmean(m["pass_at_n"] for m in steps[-1]),
     )
 
 
-def measured(runs: Sequence[Played]) -> Measured:
+def measured(runs: Sequence[PlayedRun]) -> MeasuredAccuracy:
     """One run a question: the interval is that of the mean over questions, by Student's t."""
     found = populations(runs)
     low, high = mean_interval([run.metrics(-1)["mean_accuracy"] for run in runs]) or (0.0, 1.0)
-    return Measured(
+    return MeasuredAccuracy(
         accuracy=found["accuracy"][-1],
         ci95=[max(0.0, low), min(1.0, high)],
         n=len(runs),
@@ -226,10 +226,10 @@ def measured(runs: Sequence[Played]) -> Measured:
 
 
 def _episode(
-    run: Played,
+    run: PlayedRun,
     step: int,
     slot: int,
-    g: Generation,
+    g: CandidateRecord,
     group: str,
     sampling: Sampling,
     worth: float | None,
@@ -249,5 +249,5 @@ def _episode(
         g.text, seen,
     )  # fmt: skip
     task = Task(f"{run.start.name}/{step}/{slot}", problem.document, facts)
-    opening = Observation((Message("user", g.prompt),))
+    opening = Observation((AgentMessage("user", g.prompt),))
     return Episode(task, group, opening, (turn,), sampling, worth, kind)

@@ -1,6 +1,7 @@
 """What a course of recursive self-aggregation is about: problems to train on, problems held out.
 
-    clinic       option questions of the run's patients, split by their words as in `training.recipes.longhealth_prompts`
+    clinic       option questions of the run's patients, split by their words as in
+                 `training.recipes.longhealth_prompts`
     sentences    trained on: how a document's own sentence ends, with look-alikes (self-study's
                  "choice"); held out: as of clinic
     all others   problems by number, from the aggregators: the first evaluate.questions are held out
@@ -14,12 +15,12 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
-from environments.clinic.longhealth import LETTERS, Question, is_held_out
+from environments.clinic.longhealth import LETTERS, PatientQuestion, is_held_out
 from environments.clinic.prompts import cued_sentences, look_alikes, question_prompt, sentence_ends
 from environments.problems import clinic_problem
 from protocols.errors import DataError
+from protocols.rsa import RSAProblem
 from protocols.spec.learn import LearnSpec
-from protocols.rsa import Problem
 from protocols.spec.rsa import OF_DOCUMENTS
 from training.recipes.longhealth_prompts import in_turns, read_patients
 
@@ -38,22 +39,22 @@ come, and repair or drop the others. If every attempt fails, set all of them asi
 problem in another way. End with one answer, in the form that was asked for.
 """
 
-Draw = Callable[[Sequence[int], str], Awaitable[Sequence[Problem]]]
+Draw = Callable[[Sequence[int], str], Awaitable[Sequence[RSAProblem]]]
 
 
-class Source(Protocol):
+class ProblemSource(Protocol):
     """`documents` are the texts that cartridges stand in for, by name."""
 
     documents: Mapping[str, str]
 
-    async def training(self, step: int) -> Sequence[Problem]:
+    async def training(self, step: int) -> Sequence[RSAProblem]:
         """The problems of 0-based `step`."""
 
-    async def held_out(self, most: int | None) -> Sequence[Problem]:
+    async def held_out(self, most: int | None) -> Sequence[RSAProblem]:
         """The first `most` problems to measure with (None: all)."""
 
 
-def open_source(spec: LearnSpec, draw: Draw) -> Source:
+def open_source(spec: LearnSpec, draw: Draw) -> ProblemSource:
     """The problems of a spec; `draw` asks an aggregator for those of some numbers."""
     assert spec.rsa is not None
     return OfPatients(spec) if spec.rsa.problems.kind in OF_DOCUMENTS else ByNumber(spec, draw)
@@ -94,7 +95,7 @@ class OfPatients:
                 f"{share:g}; change it, or give more questions"
             )
 
-    async def training(self, step: int) -> Sequence[Problem]:
+    async def training(self, step: int) -> Sequence[RSAProblem]:
         names = sorted(self.documents)
         found = []
         for i in range(self._each):
@@ -108,15 +109,15 @@ class OfPatients:
     def _rng(self, step: int, i: int) -> random.Random:
         return random.Random(f"problem/{self._seed}/{step}/{i}")
 
-    def _of_sentence(self, patient: str, name: str, rng: random.Random) -> Problem:
+    def _of_sentence(self, patient: str, name: str, rng: random.Random) -> RSAProblem:
         """How a sentence of the document goes on, among what looks like it."""
         cue, end = rng.choice(self._askable[patient])
         options = [end, *look_alikes(end, self._ends, len(LETTERS) - 1, rng)]
         rng.shuffle(options)
-        question = Question(name, patient, question_prompt(cue), tuple(options), end)
+        question = PatientQuestion(name, patient, question_prompt(cue), tuple(options), end)
         return clinic_problem(question, self._instruction)
 
-    async def held_out(self, most: int | None) -> Sequence[Problem]:
+    async def held_out(self, most: int | None) -> Sequence[RSAProblem]:
         return self._held_out[:most]
 
 
@@ -129,12 +130,12 @@ class ByNumber:
         self._questions, self._draw = spec.evaluate.questions, draw
         self.documents: Mapping[str, str] = {PRIMER: PRIMER_TEXT}
 
-    async def training(self, step: int) -> Sequence[Problem]:
+    async def training(self, step: int) -> Sequence[RSAProblem]:
         of_training = self._most - self._questions
         first = step * self._each
         numbers = [self._questions + (first + i) % of_training for i in range(self._each)]
         return await self._draw(numbers, PRIMER)
 
-    async def held_out(self, most: int | None) -> Sequence[Problem]:
+    async def held_out(self, most: int | None) -> Sequence[RSAProblem]:
         count = self._questions if most is None else min(most, self._questions)
         return await self._draw(range(count), PRIMER)

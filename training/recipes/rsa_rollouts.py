@@ -14,32 +14,32 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from environments.renderer import Conversation
+from environments.renderer import ChatRenderer
 from protocols.errors import PublishError
-from protocols.rsa import Candidate, Judged, Problem, Standing
+from protocols.rsa import AggregationInput, JudgedCandidate, JudgedPopulation, RSAProblem
 from protocols.seeds import stream_seed
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from training.types import TimedGenerate
 from strategies.rsa.populations import measure
+from training.types import TimedGenerate
 
-UNJUDGED = Candidate(None, None)
+UNJUDGED = JudgedCandidate(None, None)
 
-Turn = Callable[[Sequence[Standing]], Awaitable[Sequence[Judged]]]
-Ids = Callable[[Problem, str], tuple[int, ...]]  # what the student reads of a prompt
+Turn = Callable[[Sequence[AggregationInput]], Awaitable[Sequence[JudgedPopulation]]]
+Ids = Callable[[RSAProblem, str], tuple[int, ...]]  # what the student reads of a prompt
 
 
 @dataclass(frozen=True)
-class Start:
+class RSAStart:
     """A run to be: `stream` names all of its draws, `group` the runs that it is compared with."""
 
     name: str
     stream: str
     group: str
-    problem: Problem
+    problem: RSAProblem
 
 
 @dataclass(frozen=True)
-class Generation:
+class CandidateRecord:
     """A candidate, from its prompt to its judgement. `parents` are of the population before."""
 
     prompt: str
@@ -47,16 +47,16 @@ class Generation:
     request: GenerateRequest
     completion: Completion
     text: str
-    candidate: Candidate = UNJUDGED
+    candidate: JudgedCandidate = UNJUDGED
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedRun:
     """A whole run: T populations of M * N generations. `chosen` has the slot that speaks for each
     population's majority, None where no answer was given."""
 
-    start: Start
-    populations: tuple[tuple[Generation, ...], ...]
+    start: RSAStart
+    populations: tuple[tuple[CandidateRecord, ...], ...]
     chosen: tuple[int | None, ...]
 
     @property
@@ -77,27 +77,29 @@ class Played:
 
 
 async def play(
-    starts: Sequence[Start],
+    starts: Sequence[RSAStart],
     generate: TimedGenerate,
     turn: Turn,
-    conversation: Conversation,
+    conversation: ChatRenderer,
     *,
     populations: int,
     sampling: Sampling,
-    prefix: Callable[[Problem], PrefixRef],
+    prefix: Callable[[RSAProblem], PrefixRef],
     ids: Ids,
-) -> tuple[list[Played], float]:
+) -> tuple[list[PlayedRun], float]:
     """Every run to its end, in order, and the model time of all populations (seconds).
 
     Raises PublishError for a request that was refused, and what the ports raise.
     """
-    runs = [Played(start, (), ()) for start in starts]
-    drawn: list[tuple[Generation, ...]] = [()] * len(starts)
+    runs = [PlayedRun(start, (), ()) for start in starts]
+    drawn: list[tuple[CandidateRecord, ...]] = [()] * len(starts)
     compute = 0.0
     for step in range(populations + 1):
         judged = await turn(
             [
-                Standing(s.name, s.stream, s.problem, step, tuple(g.text for g in generations))
+                AggregationInput(
+                    s.name, s.stream, s.problem, step, tuple(g.text for g in generations)
+                )
                 for s, generations in zip(starts, drawn, strict=True)
             ]
         )
@@ -122,19 +124,21 @@ async def play(
     return runs, compute
 
 
-def _with(run: Played, drawn: tuple[Generation, ...], verdict: Judged) -> Played:
+def _with(
+    run: PlayedRun, drawn: tuple[CandidateRecord, ...], verdict: JudgedPopulation
+) -> PlayedRun:
     """The run with one more population, judged."""
     pairs = zip(drawn, verdict.candidates, strict=True)
     population = tuple(replace(g, candidate=candidate) for g, candidate in pairs)
-    return Played(run.start, (*run.populations, population), (*run.chosen, verdict.chosen))
+    return PlayedRun(run.start, (*run.populations, population), (*run.chosen, verdict.chosen))
 
 
 def _requests(
-    start: Start,
+    start: RSAStart,
     step: int,
-    verdict: Judged,
+    verdict: JudgedPopulation,
     sampling: Sampling,
-    prefix: Callable[[Problem], PrefixRef],
+    prefix: Callable[[RSAProblem], PrefixRef],
     ids: Ids,
 ) -> list[GenerateRequest]:
     known: dict[str, tuple[int, ...]] = {}  # the prompts of step 0 are one
@@ -159,9 +163,9 @@ def _generation(
     parents: tuple[int, ...],
     request: GenerateRequest,
     completion: Completion,
-    conversation: Conversation,
-) -> Generation:
+    conversation: ChatRenderer,
+) -> CandidateRecord:
     if completion.error:
         raise PublishError(f"{completion.request_id}: {completion.error}")
     text = conversation.decode(completion.token_ids)
-    return Generation(prompt, parents, request, completion, text)
+    return CandidateRecord(prompt, parents, request, completion, text)

@@ -18,35 +18,35 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from environments.action_parsing import DESK
 from environments.clinic.desk import draw_desk
 from environments.clinic.desk_hints import HINTS
-from environments.training_signals import hinted_turns, replay_states, rl_samples, turn_samples
-from environments.renderer import NO_DOCUMENT, Conversation
-from environments.action_parsing import DESK
+from environments.episode_files import to_row
 from environments.hints import Hints
 from environments.monitors import count_flags, flagged
+from environments.renderer import NO_DOCUMENT, ChatRenderer
 from environments.rollout import BARE, over_cartridge, run_episodes
-from environments.episode_files import to_row
-from protocols.train_batch import HintedTurn, Lesson, PreferencePair, hinted
+from environments.training_signals import hinted_turns, replay_states, rl_samples, turn_samples
 from protocols.episodes import Episode, Task
 from protocols.errors import RunError
 from protocols.records.intervals import wilson_interval
-from protocols.spec.learn import LearnSpec
-from protocols.records.run_files import Measured
-from protocols.teacher_replay import Message
+from protocols.records.run_files import MeasuredAccuracy
 from protocols.seeds import stream_seed
+from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import HINTED_TEACHER
+from protocols.teacher_replay import AgentMessage
+from protocols.train_batch import HintedTurn, PreferencePair, TrainBatch, hinted
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.clients import EnvironmentClient
-from training.recipes.base import Course
 from services.mesh import Mesh
-from training.recipes.preferences import Preferences, Question
 from services.run_directory import RunDirectory
-from teachers.spending import Spending
+from teachers.spending import RunSpending
+from training.recipes.base import Recipe
+from training.recipes.preferences import AskedState, PreferenceQueue
 from training.types import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
 
 
-class Cases(Course):
+class ToolEpisodesRecipe(Recipe):
     """Over the pools of a mesh."""
 
     def __init__(self, spec: LearnSpec, tokenizer: Any, mesh: Mesh) -> None:
@@ -59,10 +59,10 @@ class Cases(Course):
         ]
         self._desks = [desk.id for desk in desks]
         self._texts = {desk.id: desk.document for desk in desks}
-        self._conversation = Conversation(tokenizer, self._texts)
+        self._conversation = ChatRenderer(tokenizer, self._texts)
         self._hints = Hints(HINTS)
-        self._preferences: Preferences | None = None
-        self._spending: Spending | None = None
+        self._preferences: PreferenceQueue | None = None
+        self._spending: RunSpending | None = None
         self._left_out: Counter[str] = Counter()  # error turns of the step without a hint, and why
         self.documents: Mapping[str, tuple[int, ...]] = {
             **{name: self._conversation.head(name) for name in self._desks},
@@ -100,7 +100,7 @@ class Cases(Course):
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: TimedGenerate,
-    ) -> Measured:  # fmt: skip
+    ) -> MeasuredAccuracy:  # fmt: skip
         """The share of held-out cases that were answered rightly."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
         tasks = [
@@ -121,7 +121,7 @@ class Cases(Course):
         right = sum(e.reward == 1.0 for e in episodes)
         low, high = wilson_interval(right, len(episodes))
         unjudged = sum(e.reward is None for e in episodes)
-        return Measured(
+        return MeasuredAccuracy(
             accuracy=right / len(episodes), ci95=[low, high], n=len(episodes),
             parse_failures=unjudged,
         )  # fmt: skip
@@ -183,7 +183,7 @@ class Cases(Course):
 
     # -- lessons --------------------------------------------------------------------------------
 
-    async def lesson(self, rollout: Rollout, version: int) -> Lesson:
+    async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
         objective, episodes = self._objective, rollout.episodes
         rl = rl_samples(episodes)
         items: list[HintedTurn] = []
@@ -195,7 +195,7 @@ class Cases(Course):
             pairs = await preferences.due(rollout.step, version)
             preferences.ask(self._questions(rollout.step, episodes))
         doc = rl if objective.w_doc else []
-        return Lesson(
+        return TrainBatch(
             doc=tuple(r.sample for r in doc),
             doc_trained=tuple(r.trained for r in doc),
             rl=tuple(rl) if objective.w_rl or objective.alpha else (),
@@ -203,22 +203,22 @@ class Cases(Course):
             pairs=tuple(pairs),
         )
 
-    def _questions(self, step: int, episodes: Sequence[Episode]) -> list[Question]:
+    def _questions(self, step: int, episodes: Sequence[Episode]) -> list[AskedState]:
         """The episodes' states as teachers are shown them: with the handbook, which the student
         has in its cartridge."""
         desks = {e.task.id: e.task.document for e in episodes}
         found = []
         for state, context, response in replay_states(episodes, DESK):
             document = desks[state.trace_id]
-            handbook = Message("system", self._texts[document])
+            handbook = AgentMessage("system", self._texts[document])
             shown = replace(state, messages=(handbook, *state.messages))
-            found.append(Question(step, document, shown, context, response))
+            found.append(AskedState(step, document, shown, context, response))
         return found
 
-    def _asking(self) -> Preferences:
+    def _asking(self) -> PreferenceQueue:
         if self._preferences is None:
             assert self._spec.replay is not None
-            self._preferences = Preferences(
+            self._preferences = PreferenceQueue(
                 self._pools, self._spec.replay, self._objective.dpo, self._conversation, DESK
             )
         return self._preferences
@@ -261,7 +261,7 @@ class Cases(Course):
         if self._preferences is None:
             return {}
         if self._spending is None:
-            self._spending = Spending(directory.ledger)
+            self._spending = RunSpending(directory.ledger)
         return {"teachers": self._spending.total()}
 
     def stand(self, saved: Mapping[str, Any]) -> None:

@@ -10,7 +10,8 @@ In some episodes the first calls are a stumbling clerk's and are not taught: the
 after errors, as a teacher must that scores a weaker student's episode.
 
 A taught call's kind is find, read or answer, what the clerk knows; hinted, the same right after a
-hint; guess, a find in a department that nothing tells; else a mistake, named by the `Slips` field.
+hint; guess, a find in a department that nothing tells; else a mistake, named by the `ErrorRates`
+field.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from environments.clinic import vocabulary as words
-from environments.clinic.desk import Case, Desk, Standing, case_of, reply_to
+from environments.clinic.desk import CaseState, ClinicDesk, DeskCase, case_of, reply_to
 from environments.clinic.desk_hints import HINTS
-from environments.clinic.pretrain.reader_tasks import Row, Said, head
+from environments.clinic.pretrain.reader_tasks import Row, TaughtMessage, head
 
 MAX_TURNS = 6
 FIELDS = (6, 24)  # of a handbook, when training is through its easier ones
@@ -41,7 +42,7 @@ HINT_AGAIN_RATE = 0.5  # another hint at a later error
 
 
 @dataclass(frozen=True)
-class Slips:
+class ErrorRates:
     """How often a call goes wrong. The last two happen only before the note was read."""
 
     unknown_tool: float
@@ -49,21 +50,21 @@ class Slips:
     blind_answer: float
     wrong_note: float
 
-    def scaled(self, by: float) -> Slips:
-        return Slips(
+    def scaled(self, by: float) -> ErrorRates:
+        return ErrorRates(
             self.unknown_tool * by, self.bad_arguments * by,
             self.blind_answer * by, self.wrong_note * by,
         )  # fmt: skip
 
 
-GUESSING = Slips(0.06, 0.06, 0.05, 0.03)
+GUESSING = ErrorRates(0.06, 0.06, 0.05, 0.03)
 INFORMED = GUESSING.scaled(0.1)
-STUMBLING = Slips(0.15, 0.2, 0.0, 0.1)  # a blind answer would end the episode
+STUMBLING = ErrorRates(0.15, 0.2, 0.0, 0.1)  # a blind answer would end the episode
 NEVER = GUESSING.scaled(0.0)
 
 
 @dataclass(frozen=True)
-class _Clerk:
+class ClerkState:
     """What the clerk holds between two calls."""
 
     known: str  # the department, "" if nothing told it
@@ -80,7 +81,7 @@ def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
 
 def draw_row(
     rng: random.Random, episodes: int, fields: tuple[int, int] = FIELDS
-) -> tuple[Desk, list[list[Said]]]:
+) -> tuple[ClinicDesk, list[list[TaughtMessage]]]:
     """A desk, whose handbook has this many fields or none, and episodes that see the handbook; each
     is a list of messages that ends with a call.
     """
@@ -96,15 +97,17 @@ def draw_row(
         hinted = rng.random() < (HINTED_WITH_HANDBOOK if told else HINTED_WITHOUT)
         said = draw_episode(rng, case, case.department if named else "", hinted)
         drawn.append(said if index < episodes else _opening(said))
-    return Desk("corpus", tuple(told.items())), drawn
+    return ClinicDesk("corpus", tuple(told.items())), drawn
 
 
-def _opening(said: list[Said]) -> list[Said]:
+def _opening(said: list[TaughtMessage]) -> list[TaughtMessage]:
     taught = next(i for i, s in enumerate(said) if s.kind)
     return said[: taught + 1]
 
 
-def draw_episode(rng: random.Random, case: Case, known: str, hinted: bool) -> list[Said]:
+def draw_episode(
+    rng: random.Random, case: DeskCase, known: str, hinted: bool
+) -> list[TaughtMessage]:
     """One case from the question to the last call. `known`: the department that the handbook says,
     or "".
     """
@@ -112,8 +115,8 @@ def draw_episode(rng: random.Random, case: Case, known: str, hinted: bool) -> li
     stumbles = 0
     if (hinted and not at_once) or (known and rng.random() < STUMBLING_RATE):
         stumbles = rng.choice((1, 1, 2))
-    said = [Said("user", case.question)]
-    standing, clerk, hints = Standing(), _Clerk(""), 0
+    said = [TaughtMessage("user", case.question)]
+    standing, clerk, hints = CaseState(), ClerkState(""), 0
     while True:
         taught = standing.turns >= stumbles
         if taught and known:
@@ -122,7 +125,7 @@ def draw_episode(rng: random.Random, case: Case, known: str, hinted: bool) -> li
         if hinted and taught and (hints == 0 or rng.random() < HINT_AGAIN_RATE):
             text, told = _hint(rng, case, standing)
         if text:
-            said.append(Said("user", text))
+            said.append(TaughtMessage("user", text))
             clerk = replace(clerk, known=told or clerk.known)
             hints += 1
         rates = INFORMED if clerk.known else GUESSING
@@ -133,15 +136,15 @@ def draw_episode(rng: random.Random, case: Case, known: str, hinted: bool) -> li
         call, kind, clerk = _call(rng, case, standing, clerk, rates)
         if text and kind in ("find", "read", "answer"):
             kind = "hinted"
-        said.append(Said("assistant", call, kind if taught else ""))
+        said.append(TaughtMessage("assistant", call, kind if taught else ""))
         standing = reply_to(case, standing, call, MAX_TURNS)
         assert standing.reply is not None
         if standing.reply.done:
             return said
-        said.append(Said("tool", standing.reply.text))
+        said.append(TaughtMessage("tool", standing.reply.text))
 
 
-def _hint(rng: random.Random, case: Case, standing: Standing) -> tuple[str, str]:
+def _hint(rng: random.Random, case: DeskCase, standing: CaseState) -> tuple[str, str]:
     """The hint that fits, and the department if it tells one; both "" if there is none to give."""
     key, facts = "", {"field": case.field, "department": case.department}
     if standing.reply is None:
@@ -154,8 +157,8 @@ def _hint(rng: random.Random, case: Case, standing: Standing) -> tuple[str, str]
 
 
 def _call(
-    rng: random.Random, case: Case, standing: Standing, clerk: _Clerk, rates: Slips
-) -> tuple[str, str, _Clerk]:
+    rng: random.Random, case: DeskCase, standing: CaseState, clerk: ClerkState, rates: ErrorRates
+) -> tuple[str, str, ClerkState]:
     """The next call, its kind, and what the clerk holds after it."""
     untried = [d for d in words.DEPARTMENTS if d not in clerk.tried]
     department = clerk.known or rng.choice(untried)
@@ -175,7 +178,9 @@ def _call(
     return f"find {case.field} in {department}.", "find" if clerk.known else "guess", tried
 
 
-def _slip(rng: random.Random, name: str, case: Case, standing: Standing, department: str) -> str:
+def _slip(
+    rng: random.Random, name: str, case: DeskCase, standing: CaseState, department: str
+) -> str:
     """A call that goes wrong in the way named, near to what would be right."""
     if name == "blind_answer":
         value = rng.choice(words.CATEGORY_OF[case.field].values)

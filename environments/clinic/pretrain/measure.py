@@ -10,9 +10,9 @@ from itertools import product
 import torch
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from environments.clinic.desk import Case, Standing, draw_case, draw_desk, reply_to
+from environments.clinic.desk import CaseState, DeskCase, draw_case, draw_desk, reply_to
 from environments.clinic.desk_hints import HINTS
-from environments.clinic.longhealth import Question, parse_patients
+from environments.clinic.longhealth import PatientQuestion, parse_patients
 from environments.clinic.panel import aggregation_prompt
 from environments.clinic.patients import generate_clinic
 from environments.clinic.pretrain.panel_tasks import field_of
@@ -64,14 +64,14 @@ def sample(
 
 
 @dataclass
-class Play:
+class CaseRollout:
     """A case being played: the tokens so far, and how it stands. `hinted`: how it stood, in turns,
     when it was given the hint `where`.
     """
 
-    case: Case
+    case: DeskCase
     tokens: list[int]
-    standing: Standing = field(default_factory=Standing)
+    standing: CaseState = field(default_factory=CaseState)
     hinted: int | None = None
     followed: bool = False  # the call after the hint found the note
 
@@ -79,10 +79,10 @@ class Play:
 def play(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    cases: list[tuple[Case, list[int]]],
+    cases: list[tuple[DeskCase, list[int]]],
     hint: bool,
     seed: int,
-) -> list[Play]:
+) -> list[CaseRollout]:
     """Play each case after its head's tokens. `hint`: give `where` at the first missing record."""
     generator = torch.Generator().manual_seed(seed)
     end, assistant = (tokenizer.get_vocab()[token] for token in ("<|end|>", "<|assistant|>"))
@@ -91,7 +91,7 @@ def play(
         ids: list[int] = tokenizer(f"<|{role}|>{text}<|end|>").input_ids
         return ids
 
-    plays = [Play(case, [*head, *message("user", case.question)]) for case, head in cases]
+    plays = [CaseRollout(case, [*head, *message("user", case.question)]) for case, head in cases]
     live = plays
     while live:
         prompts = [[*p.tokens, assistant] for p in live]
@@ -140,17 +140,17 @@ def measure_clerk(
 
 
 @dataclass(frozen=True)
-class Asked:
+class PanelQuestion:
     """A measured question, what is read before it, and its candidates; none: asked plainly."""
 
-    question: Question
+    question: PatientQuestion
     document: str
     candidates: tuple[str, ...] = ()
 
 
 def draw_asked(
     seed: int, patients: int, chart: bool, count: int = 0, right: int = 0
-) -> list[Asked]:
+) -> list[PanelQuestion]:
     """One question for each fact of seeded charts, with the chart before it or nothing, and with
     `count` candidates in random order: `right` of them right, the others wrong and all different.
     """
@@ -162,14 +162,14 @@ def draw_asked(
             options = [question.correct] * right + rng.sample(wrong, count - right)
             rng.shuffle(options)
             candidates = tuple(claims(field_of(question), option) for option in options)
-            asked.append(Asked(question, patient.document if chart else "", candidates))
+            asked.append(PanelQuestion(question, patient.document if chart else "", candidates))
     return asked
 
 
 def share_right(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    questions: list[Asked],
+    questions: list[PanelQuestion],
     generator: torch.Generator | None,
 ) -> float:
     """The share of the questions answered right: drawn at temperature 1, or greedy without a

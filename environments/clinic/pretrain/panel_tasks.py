@@ -1,7 +1,8 @@
 """Training conversations for the tiny panel: answers of one's own, and answers of others reviewed.
 
 A panel is asked five-option questions, and asked again with candidate answers beside them, of which
-some are wrong (`environments.clinic.panel.aggregation_prompt`). Where it can read the fact, it answers with the
+some are wrong (`environments.clinic.panel.aggregation_prompt`). Where it can read the fact, it
+answers with the
 fact, whatever the candidates say; where it cannot, with what most of them say. What it reads is a
 whole chart, a chart that is cut off, as an untrained cartridge is, or nothing.
 
@@ -18,10 +19,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from environments.clinic import vocabulary as words
-from environments.clinic.longhealth import LETTERS, Question
+from environments.clinic.longhealth import LETTERS, PatientQuestion
 from environments.clinic.panel import aggregation_prompt
 from environments.clinic.patients import draw_options
-from environments.clinic.pretrain.reader_tasks import Difficulty, Row, Turn, draw_conversation, head
+from environments.clinic.pretrain.reader_tasks import (
+    CorpusTurn,
+    Difficulty,
+    Row,
+    draw_conversation,
+    head,
+)
 from environments.clinic.prompts import claims, option_prompt, parse_answer
 
 # Voting is learnt on small charts, where a step is cheap, and then holds for large ones.
@@ -43,12 +50,12 @@ KEEP_RATE = 0.85  # a single candidate is kept where nothing can be read
 
 
 @dataclass(frozen=True)
-class Sitting:
+class PanelConversation:
     """What is read, and the turns that see it: `whole` is False where the chart is cut off."""
 
     document: str
     whole: bool
-    turns: tuple[Turn, ...]
+    turns: tuple[CorpusTurn, ...]
 
 
 def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
@@ -62,7 +69,7 @@ def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
 
 def draw_sitting(
     rng: random.Random, difficulty: Difficulty, first: int, reviewed: int, kinds: list[str]
-) -> Sitting:
+) -> PanelConversation:
     """A chart, whole or cut off or none (""), `first` questions asked plainly, `reviewed` asked
     with candidates, and, where the chart is whole, the reader's turns of `kinds`.
     """
@@ -82,36 +89,36 @@ def draw_sitting(
             question = rng.choice(questions)
         ask = first_turn if index < first else reviewed_turn
         turns.append(ask(rng, question, can_read(document, question)))
-    return Sitting(document, whole, tuple(turns))
+    return PanelConversation(document, whole, tuple(turns))
 
 
-def field_of(question: Question) -> str:
+def field_of(question: PatientQuestion) -> str:
     return question.text.removeprefix("what is the ").removesuffix("?")
 
 
-def can_read(document: str, question: Question) -> bool:
+def can_read(document: str, question: PatientQuestion) -> bool:
     """Whether the fact asked for stands in the document; its unit may be cut off."""
     return f" {field_of(question)} {question.correct.split()[0]}" in document
 
 
-def _absent(rng: random.Random, asked: Sequence[Question]) -> Question:
+def _absent(rng: random.Random, asked: Sequence[PatientQuestion]) -> PatientQuestion:
     """A question about a field that none of `asked` is about."""
     known = {field_of(q) for q in asked}
     field = rng.choice([f for f in words.FIELDS if f not in known])
     fact = field, rng.choice(words.CATEGORY_OF[field].values)
     options, correct = draw_options(rng, fact)
-    return Question("absent", "absent", f"what is the {field}?", tuple(options), correct)
+    return PatientQuestion("absent", "absent", f"what is the {field}?", tuple(options), correct)
 
 
-def first_turn(rng: random.Random, question: Question, told: bool) -> Turn:
+def first_turn(rng: random.Random, question: PatientQuestion, told: bool) -> CorpusTurn:
     """The question asked plainly: read, or guessed, or a slip."""
     prompt = option_prompt(question.text, question.options)
     if not told:
-        return Turn("guess", prompt, claims(field_of(question), rng.choice(question.options)))
+        return CorpusTurn("guess", prompt, claims(field_of(question), rng.choice(question.options)))
     return _said("options", prompt, question, question.correct, FIRST_SLIP, rng)
 
 
-def reviewed_turn(rng: random.Random, question: Question, told: bool) -> Turn:
+def reviewed_turn(rng: random.Random, question: PatientQuestion, told: bool) -> CorpusTurn:
     """The question with candidates. The kinds: told (the fact can be read), voted (one option has
     the most votes), kept (a single one), tied (any of those with the most votes, or, if none has a
     vote, any option), and slip.
@@ -125,10 +132,10 @@ def reviewed_turn(rng: random.Random, question: Question, told: bool) -> Turn:
         return _said("kept", prompt, question, leading[0], 1 - KEEP_RATE, rng)
     if len(leading) == 1:
         return _said("voted", prompt, question, leading[0], REVIEWED_SLIP, rng)
-    return Turn("tied", prompt, claims(field_of(question), rng.choice(leading)))
+    return CorpusTurn("tied", prompt, claims(field_of(question), rng.choice(leading)))
 
 
-def leaders(candidates: Sequence[str], question: Question) -> list[str]:
+def leaders(candidates: Sequence[str], question: PatientQuestion) -> list[str]:
     """The options with the most votes; all of them if no candidate chose one."""
     letters = [letter for c in candidates if (letter := parse_answer(c, question))]
     votes = Counter(question.options[LETTERS.index(letter)] for letter in letters)
@@ -136,7 +143,7 @@ def leaders(candidates: Sequence[str], question: Question) -> list[str]:
     return [o for o in question.options if votes[o] == most]
 
 
-def draw_candidates(rng: random.Random, question: Question) -> list[str]:
+def draw_candidates(rng: random.Random, question: PatientQuestion) -> list[str]:
     """1 to 4 responses as the panel itself gives them: right, wrong, or choosing no option."""
     sure = rng.uniform(*RIGHT)
     wrong = [o for o in question.options if o != question.correct]
@@ -154,7 +161,7 @@ def draw_candidates(rng: random.Random, question: Question) -> list[str]:
     return candidates
 
 
-def _broken(rng: random.Random, said: str, question: Question) -> str:
+def _broken(rng: random.Random, said: str, question: PatientQuestion) -> str:
     """A response that chooses no option: empty, cut off, or naming a value that is not offered."""
     field = field_of(question)
     values = [words.value_text(field, v) for v in words.CATEGORY_OF[field].values]
@@ -164,9 +171,9 @@ def _broken(rng: random.Random, said: str, question: Question) -> str:
 
 
 def _said(
-    kind: str, prompt: str, question: Question, option: str, slip: float, rng: random.Random
-) -> Turn:
+    kind: str, prompt: str, question: PatientQuestion, option: str, slip: float, rng: random.Random
+) -> CorpusTurn:
     """The option as a response, or, at the rate `slip`, another one."""
     if rng.random() < slip:
         kind, option = "slip", rng.choice([o for o in question.options if o != option])
-    return Turn(kind, prompt, claims(field_of(question), option))
+    return CorpusTurn(kind, prompt, claims(field_of(question), option))

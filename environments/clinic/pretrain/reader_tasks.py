@@ -13,7 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from environments.clinic.longhealth import Patient, parse_patients
-from environments.clinic.patients import Chart, draw_chart, draw_options, fact_text, longhealth_record
+from environments.clinic.patients import (
+    Chart,
+    draw_chart,
+    draw_options,
+    fact_text,
+    longhealth_record,
+)
 from environments.clinic.prompts import (
     claims,
     cued_sentences,
@@ -30,7 +36,7 @@ from environments.clinic.vocabulary import CATEGORIES, FIELDS, value_text
 
 
 @dataclass(frozen=True)
-class Said:
+class TaughtMessage:
     """One message. `kind` says what a taught message is; "" is one that is not taught."""
 
     role: str
@@ -39,11 +45,11 @@ class Said:
 
 
 # What all the row's conversations see, as text with special tokens, and the conversations.
-Row = tuple[str, list[list[Said]]]
+Row = tuple[str, list[list[TaughtMessage]]]
 
 
 @dataclass(frozen=True)
-class Turn:
+class CorpusTurn:
     """One exchange: what the user asks and what a good reader answers."""
 
     kind: str
@@ -51,9 +57,12 @@ class Turn:
     response: str
 
     @property
-    def said(self) -> list[Said]:
+    def said(self) -> list[TaughtMessage]:
         """The two messages; the answer is taught."""
-        return [Said("user", self.prompt), Said("assistant", self.response, self.kind)]
+        return [
+            TaughtMessage("user", self.prompt),
+            TaughtMessage("assistant", self.response, self.kind),
+        ]
 
 
 @dataclass(frozen=True)
@@ -103,42 +112,42 @@ def head(document: str, whole: bool = True) -> str:
     return f"<|bos|><|system|>{document}{'<|end|>' if whole else ''}" if document else "<|bos|>"
 
 
-def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> Turn:
+def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> CorpusTurn:
     """One turn of a kind: recite, structure, summarise, question (open) or options."""
     index = rng.randrange(len(chart.notes))
     note = chart.notes[index]
     if kind == "structure":
         findings = f"note {index + 1}: {note.header} {note.findings}"
-        return Turn(kind, structure_prompt(index + 1), findings)
+        return CorpusTurn(kind, structure_prompt(index + 1), findings)
     if kind == "summarise":
         # Naming the note first finds its place.
         lead = f"note {index + 1}: {note.header} {fact_text(note.facts[0])}."
-        return Turn(kind, summarise_prompt(index + 1), lead)
+        return CorpusTurn(kind, summarise_prompt(index + 1), lead)
     if kind == "recite" or (kind == "question" and rng.random() < 0.5):
         told = sentences(note.text)
         starts = [(i, cue) for i, s in enumerate(told) if (cue := unique_cue(patient.document, s))]
         start, cue = rng.choice(starts)
         if kind == "question":
-            return Turn(kind, question_prompt(cue), f"the chart says {told[start]}.")
-        return Turn(kind, recite_prompt(cue), " ".join(f"{s}." for s in told[start:]))
+            return CorpusTurn(kind, question_prompt(cue), f"the chart says {told[start]}.")
+        return CorpusTurn(kind, recite_prompt(cue), " ".join(f"{s}." for s in told[start:]))
     if kind == "options" and rng.random() < 0.3:  # a choice as self-study offers it
         kind, prompt = self_study_prompt(patient, [], ("choice",), rng)
         cue = prompt.removeprefix("what about ").split("?")[0]
         rest = next((r for _, c, r in cued_sentences(patient) if c == cue), "")
         if kind == "choice":
-            return Turn(kind, prompt, f"the chart says {cue} {rest}. the answer is {rest}.")
+            return CorpusTurn(kind, prompt, f"the chart says {cue} {rest}. the answer is {rest}.")
     fact = rng.choice(note.facts)
     question = f"what is the {fact[0]}?"
     if kind == "question":
-        return Turn(kind, question, f"the chart says {fact_text(fact)}.")
+        return CorpusTurn(kind, question, f"the chart says {fact_text(fact)}.")
     options, _ = draw_options(rng, fact)
     answer = claims(fact[0], value_text(*fact))
-    return Turn(kind, option_prompt(question, options), answer)
+    return CorpusTurn(kind, option_prompt(question, options), answer)
 
 
 def draw_conversation(
     rng: random.Random, difficulty: Difficulty, kinds: list[str]
-) -> tuple[Patient, list[Turn]]:
+) -> tuple[Patient, list[CorpusTurn]]:
     """A new patient and one turn of each of `kinds`."""
     facts = rng.randint(*difficulty.facts)
     # In a mixed chart "the number in the chart" is a good guess at any measurement; where all are
@@ -150,11 +159,11 @@ def draw_conversation(
     return patient, [draw_turn(kind, chart, patient, rng) for kind in kinds]
 
 
-def guess_turn(rng: random.Random) -> Turn:
+def guess_turn(rng: random.Random) -> CorpusTurn:
     """A five-option question with no chart to read: the answer names any option."""
     chart = draw_chart(rng, 1, 1)
     fact = chart.notes[0].facts[0]
     options, _ = draw_options(rng, fact)
     pick = rng.choice(options)
     prompt = option_prompt(f"what is the {fact[0]}?", options)
-    return Turn("guess", prompt, claims(fact[0], pick))
+    return CorpusTurn("guess", prompt, claims(fact[0], pick))

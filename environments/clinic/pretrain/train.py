@@ -1,7 +1,9 @@
 """Train one of the tiny models, or say how well it does:
 
-    torchrun --nproc-per-node 2 -m environments.clinic.pretrain.train reader --out models/clinic-reader
-    python -m environments.clinic.pretrain.train clerk --resume models/clinic-reader --out models/clinic-clerk
+    torchrun --nproc-per-node 2 -m environments.clinic.pretrain.train reader \\
+      --out models/clinic-reader
+    python -m environments.clinic.pretrain.train clerk --resume models/clinic-reader \\
+      --out models/clinic-clerk
     python -m environments.clinic.pretrain.train panel --resume models/clinic-panel --measure
 
 The reader, a standard LlamaForCausalLM, learns from scratch; clerk and panel begin as the reader. A
@@ -34,9 +36,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from environments.clinic.pretrain import clerk_tasks
-from environments.clinic.pretrain import panel_tasks
-from environments.clinic.pretrain import reader_tasks
+from environments.clinic.pretrain import clerk_tasks, panel_tasks, reader_tasks
 from environments.clinic.pretrain.induction import new_model
 from environments.clinic.pretrain.measure import measure_clerk, measure_panel
 from environments.clinic.pretrain.reader_tasks import Row
@@ -92,7 +92,7 @@ MIXES = {
 
 
 @dataclass
-class Batch:
+class PretrainBatch:
     """Rows of a head and conversations, all [B, T]. `segment` 0 is the head, 1.. the conversations,
     -1 padding."""
 
@@ -103,7 +103,7 @@ class Batch:
     kinds: list[list[str]]  # of the taught messages of each row
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, rows: Iterable[Row]) -> Batch:
+def encode(tokenizer: PreTrainedTokenizerFast, rows: Iterable[Row]) -> PretrainBatch:
     """One batch of rows, tokenised as the chat template does; every conversation's positions go on
     from the end of its row's head."""
     special = tokenizer.get_vocab()
@@ -126,7 +126,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, rows: Iterable[Row]) -> Batch:
     longest, padding = max(map(len, coded)), (tokenizer.pad_token_id, -1, 0, 0)
     padded = torch.tensor([tokens + [padding] * (longest - len(tokens)) for tokens in coded])
     columns = [padded[..., column].contiguous() for column in range(4)]
-    return Batch(columns[0], columns[1], columns[2], columns[3], kinds)
+    return PretrainBatch(columns[0], columns[1], columns[2], columns[3], kinds)
 
 
 def block_mask(segment: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,9 @@ def block_mask(segment: torch.Tensor) -> torch.Tensor:
     return ((same | head) & causal)[:, None]
 
 
-def losses(model: LlamaForCausalLM, batch: Batch) -> tuple[torch.Tensor, dict[str, list[bool]]]:
+def losses(
+    model: LlamaForCausalLM, batch: PretrainBatch
+) -> tuple[torch.Tensor, dict[str, list[bool]]]:
     """Mean cross-entropy of the taught tokens, and per kind whether each message is exact."""
     hidden = model.model(
         input_ids=batch.ids,
@@ -175,7 +177,7 @@ def new_optimizers(
 
 
 @dataclass
-class Climber:
+class Curriculum:
     """Which rung the curriculum stands on, from a moving share of exact messages."""
 
     rung: int
@@ -223,7 +225,7 @@ def train(
     rank = dist.get_rank() if dist.is_initialized() else 0
     optimizers = new_optimizers(model, args.lr, args.muon_lr)
     peaks = [o.param_groups[0]["lr"] for o in optimizers]
-    climber = Climber(args.rung, top=mix.rungs - 1)
+    climber = Curriculum(args.rung, top=mix.rungs - 1)
     args.out.mkdir(parents=True, exist_ok=True)
     begun, step, loss_sum = time.monotonic(), 0, 0.0
     totals: dict[str, list[bool]] = defaultdict(list)

@@ -19,10 +19,10 @@ from trace_check import read_trace
 
 from protocols.errors import SpecError
 from protocols.records.run_files import MetricRow
-from protocols.spec.mesh import RunSpec
-from protocols.spec.loading import load_spec
 from protocols.records.status import RunStatus
-from protocols.types import Span
+from protocols.spec.loading import load_spec
+from protocols.spec.mesh import RunSpec
+from protocols.types import TraceSpan
 from services.run_directory import RunDirectory
 from services.telemetry import hub
 from services.telemetry.hub import Telemetry, open_sinks, require_sinks
@@ -49,7 +49,7 @@ class Recorder:
     def metric(self, row: MetricRow) -> None:
         self._take("metric")
 
-    def span(self, span: Span) -> None:
+    def span(self, span: TraceSpan) -> None:
         self._take("span")
 
     def status(self, status: RunStatus) -> None:

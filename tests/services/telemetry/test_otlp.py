@@ -22,7 +22,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from telemetry_stream import STEPS, tell
 
 from protocols.errors import SpecError
-from protocols.types import Span
+from protocols.types import TraceSpan
 from services.telemetry.otlp import OtlpSink
 
 NOW = 1785060942.125
@@ -131,8 +131,8 @@ def test_a_failed_request_is_an_error_and_a_stepless_one_a_trace_of_its_own(
     collector: Collector,
 ) -> None:
     sink = OtlpSink("run-1", "small")
-    sink.span(Span("generator[0]", "load", NOW, NOW + 1, {"request": "1", "outcome": "died"}))
-    sink.span(Span("generator[1]", "load", NOW, NOW + 1, {"request": "2", "outcome": "ok"}))
+    sink.span(TraceSpan("generator[0]", "load", NOW, NOW + 1, {"request": "1", "outcome": "died"}))
+    sink.span(TraceSpan("generator[1]", "load", NOW, NOW + 1, {"request": "2", "outcome": "ok"}))
     sink.close()
     died, well = collector.spans()
     assert (died.status.code, died.status.message) == (Status.STATUS_CODE_ERROR, "died")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from telemetry_stream import STEPS, event, tell
 from trace_check import read_trace
 
-from protocols.types import Span
+from protocols.types import TraceSpan
 from services.telemetry.trace import TraceSink
 
 NOW = 1785060942.1
@@ -72,7 +72,7 @@ def test_deaths_are_marked_on_their_lane_and_checkpoints_across_all(tmp_path: Pa
 def test_requests_side_by_side_get_lanes_side_by_side(tmp_path: Path) -> None:
     sink = TraceSink(tmp_path / "trace.json", "run-1")
     for begin, end in ((0.0, 0.3), (0.1, 0.4), (0.4, 0.5), (0.45, 0.5)):
-        sink.span(Span("generator[0]", "generate", NOW + begin, NOW + end, {}))
+        sink.span(TraceSpan("generator[0]", "generate", NOW + begin, NOW + end, {}))
     sink.close()
     slices = read_trace(tmp_path / "trace.json").slices
     assert [s["dur"] for s in slices["generator[0]"]] == [300000, 100000]
@@ -93,7 +93,7 @@ def test_no_schedule_makes_slices_overlap(
     sink = TraceSink(path, "run-1")
     for number, begin, spent, waited in spans:
         lane, facts = f"generator[{number}]", {"waited": waited}
-        sink.span(Span(lane, "generate", NOW + begin, NOW + begin + spent, facts))
+        sink.span(TraceSpan(lane, "generate", NOW + begin, NOW + begin + spent, facts))
     sink.close()
     trace = read_trace(path)
     assert sum(map(len, trace.slices.values())) == len(spans)
