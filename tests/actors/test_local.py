@@ -65,7 +65,7 @@ def test_vllm_in_a_script_says_the_same() -> None:
         require_vllm()
     script = f"""
 import sys
-from actors.local import local_sampler
+from actors.in_process import local_sampler
 from strategies.rsa import RSAEngine
 with local_sampler({MODEL!r}, backend=sys.argv[1], document={PATIENT.document!r}, kv_gib=0.2) as s:
     run = RSAEngine(s, N=3, K=2, T=2, task="clinic", max_tokens=24, seed=4).run({QUESTIONS!r})

@@ -20,7 +20,7 @@ from protocols.errors import DataError
 ROOT = Path(__file__).resolve().parents[2]
 DIGEST = """
 import hashlib, json
-from clinic.patients import generate_clinic
+from environments.clinic.patients import generate_clinic
 print(hashlib.sha256(json.dumps(generate_clinic(11, 6, 24, 4)).encode()).hexdigest())
 """
 

@@ -16,7 +16,7 @@ def test_the_committed_code_is_what_make_proto_writes(name: str, tmp_path: Path)
     written = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
     sources = [f"-I{REPOSITORY}", f"-I{known}", "protocols/wire/control.proto"]
     assert protoc.main(["protoc", *written, *sources]) == 0
-    fresh, committed = (root / "protocols" / name for root in (tmp_path, REPOSITORY))
+    fresh, committed = (root / "protocols/wire" / name for root in (tmp_path, REPOSITORY))
     assert fresh.read_bytes() == committed.read_bytes(), "run `make proto`"
 
 
@@ -48,7 +48,7 @@ def test_a_change_that_breaks_released_clients_is_found(
     buf = Path(sys.executable).with_name("buf")
     text = (REPOSITORY / "protocols/wire/control.proto").read_text()
     assert before in text
-    (tmp_path / "protocols").mkdir()
+    (tmp_path / "protocols/wire").mkdir(parents=True)
     (tmp_path / "buf.yaml").write_text((REPOSITORY / "buf.yaml").read_text())
     (tmp_path / "protocols/wire/control.proto").write_text(text.replace(before, after, 1))
     against = ["--against", REPOSITORY / "protocols/wire/control.binpb"]

@@ -17,7 +17,7 @@ from services.planes.shared_memory import SharedMemoryPlane
 
 OWNER = """
 import asyncio, sys, time, torch
-from services.shared_memory import SharedMemoryPlane
+from services.planes.shared_memory import SharedMemoryPlane
 
 async def own():
     plane = await SharedMemoryPlane.start(sys.argv[1])

@@ -132,8 +132,8 @@ def test_the_empty_session_is_a_session() -> None:
 def test_another_process_chooses_alike() -> None:
     """With other seeds of `hash`, whose values differ between them."""
     code = (
-        "from services.pool.routing import Seat, new_router\n"
-        "seats = [Seat(i, 0) for i in range(8)]\n"
+        "from services.pool.routing import ReplicaLoad, new_router\n"
+        "seats = [ReplicaLoad(i, 0) for i in range(8)]\n"
         "router = new_router('session')\n"
         "print(hash('patient_1'), *(router.choose(seats, f'patient_{i}') for i in range(64)))\n"
     )

@@ -258,7 +258,7 @@ def test_two_stalls_have_a_folder_each(start: Start, tmp_path: Path) -> None:
 
 LOOKER = """
 import asyncio, ctypes, os, pathlib, sys
-from services.watchdog import write_stacks
+from services.telemetry.watchdog import write_stacks
 if os.geteuid() == 0:
     assert ctypes.CDLL(None).prctl(24, 19) == 0  # drop CAP_SYS_PTRACE, for what is executed
 (file,) = asyncio.run(write_stacks({"trainer[0]": int(sys.argv[1])}, pathlib.Path(sys.argv[2]), 20))
