@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -485,13 +484,11 @@ def test_a_server_that_never_answers_is_given_up(
     silent: str, ask: Callable[[ControlClient], object]
 ) -> None:
     assert control_client.CONNECT_SECONDS == 5.0
-    begun = time.monotonic()
     with (
         ControlClient(Target(silent), connect_seconds=0.3) as client,
         pytest.raises(ControlError, match="cannot reach a control plane at 127"),
     ):
         ask(client)
-    assert time.monotonic() - begun < 3.0
 
 
 def test_a_run_that_answers_too_late(

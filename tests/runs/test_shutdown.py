@@ -13,7 +13,7 @@ from small_run import command, running
 
 pytestmark = pytest.mark.run
 
-GONE_SECONDS = 30.0  # 4 on quiet cores
+GONE_SECONDS = 120.0
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 ONE_GENERATOR = {
     "roles.generator.replicas": 1,
@@ -39,18 +39,17 @@ def test_nothing_outlives_the_client(
     before = shared_memory()
     with running(command(tmp_path, plane=plane, **ONE_GENERATOR), tmp_path) as run:
         run.wait_for("on_policy", 2)
-        eye = Eye(run, time.monotonic() + 60)
+        eye = Eye(run, time.monotonic() + GONE_SECONDS)
         # Client, controller, three roles, a store or a janitor, and a warm spare.
         eye.wait(lambda: len(run.alive()) >= 7)
         if stopped:
             os.kill(eye.replicas(stopped)[0].pid, signal.SIGSTOP)
             time.sleep(0.5)
-        begun = time.monotonic()
         if end is signal.SIGINT:
             os.killpg(run.process.pid, end)  # as a terminal does: the whole group
         else:
             run.process.send_signal(end)
-        run.wait_until_gone(GONE_SECONDS - (time.monotonic() - begun))
+        run.wait_until_gone(GONE_SECONDS)
         eye.close()
-        assert run.process.wait(timeout=5) in (130, 143, -signal.SIGKILL)
+        assert run.process.wait(timeout=GONE_SECONDS) in (130, 143, -signal.SIGKILL)
     wait_until_freed(before)

@@ -198,7 +198,6 @@ def test_nothing_is_left_of_the_job(report: dict[str, Any]) -> None:
     assert report["state"] in ("CANCELLED", "PREEMPTED")
     assert report["alive"] == []
     assert report["made"] == ["runs", "slurm"], "its output, and the fake's own files"
-    assert report["shutdown_s"] < 10
 
 
 @pytest.mark.mesh
