@@ -47,9 +47,13 @@ def drained(model: Tiny) -> Iterator[Replica]:
 
 def test_drain_publishes_when_the_requests_in_flight_have_ended(drained: Replica) -> None:
     old = drained.publish(drained.model.cartridges(1, 2, 64))
-    running = drained.start("generate", (over("cartridge/a", old, (5, 6), 200),))
+    long = over("cartridge/a", old, (5, 6), 200)
+    running = drained.start("generate", (long,))
     new = drained.publish(drained.model.cartridges(2, 2, 64))  # comes back once it is loaded
-    assert set(running.get(timeout=0.5).completions[0].versions) == {old}, "it was not waited for"
+    drained.call("cancel", [long.id])
+    (done,) = running.get(timeout=60).completions
+    assert done.finish_reason == "length", "it was not waited for"
+    assert set(done.versions) == {old}
     (c,) = drained.generate(over("cartridge/a", new, (5, 6), 2))
     assert set(c.versions) == {new}
 
@@ -72,7 +76,7 @@ def test_a_crash_of_the_engine_is_the_replica_s_failure_and_no_hang(drained: Rep
     drained.call("break_next_step")
     crash = r"MemoryError: no block left"
     with pytest.raises(Exception, match=crash):
-        running.get(timeout=30)
+        running.get(timeout=60)
     for method, arguments in (
         ("generate", ((over("cartridge/a", drained.newest, (5, 6)),),)),
         ("report", ()),

@@ -526,7 +526,7 @@ statuses = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(statuses)
 def test_any_status_survives_the_wire(status: RunStatus) -> None:
     message = run_message(status)

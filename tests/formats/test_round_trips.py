@@ -19,7 +19,7 @@ from formats.value import Cartridge, Provenance
 from protocols.errors import DataError
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(made=cartridges())
 def test_every_format_gives_it_back(made: Cartridge) -> None:
     with tempfile.TemporaryDirectory() as folder:
