@@ -116,7 +116,7 @@ def _no_process_left() -> Iterator[None]:
         from monarch.actor import shutdown_context
 
         shutdown_context().get(timeout=30)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (left := living_descendants()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"the tests left processes behind: {left}"

@@ -49,7 +49,7 @@ def streamed(engine: Replica, *requests: GenerateRequest) -> tuple[list[Came], A
         done = (await call).completions
         came: list[Came] = []
         while sum(len(c.token_ids) for c in came) < sum(len(c.token_ids) for c in done):
-            came += await asyncio.wait_for(receiver.recv(), 20)
+            came += await asyncio.wait_for(receiver.recv(), 60)
         return came, done
 
     return asyncio.run(both())

@@ -128,6 +128,7 @@ def test_the_seed_s_size_in_shape_alone(monkeypatch: pytest.MonkeyPatch) -> None
 
     # Without memory nothing is too large to be made at once: a thousand chunks take long to trace.
     monkeypatch.setattr(attention, "SCORE_BYTES", 1 << 60)
+    monkeypatch.setattr(attention, "CACHED_SCORE_BYTES", 1 << 60)
     seed = SETTINGS["3b"]
     few = replace(seed, shape=seed.shape.model_copy(update={"layers": 2}))
     size = (2, 2, seed.shape.kv_heads, seed.work.document, seed.shape.head_dim)

@@ -157,7 +157,8 @@ def right_action(note: int) -> ToolCall:
 
 def test_offline_the_ledger_gives_the_same_votes(path: Path, monkeypatch: Any) -> None:
     rule = sometimes_right(right, wrong, 0.7, seed=2)
-    faults = Faults(rate_limit=0.1, server_error=0.1, garbage=0.1, refuse=0.1, cut_off=0.1, seed=1)
+    faults = Faults(rate_limit=0.1, server_error=0.1, garbage=0.1, refuse=0.1, cut_off=0.1,
+                    retry_after_s=0.01, seed=1)  # fmt: skip
     with LocalProvider(rule, MODELS, faults) as provider:
         spec = a_spec(*both(provider, attempts=2), a_teacher("c", provider.openai_url, attempts=2))
         states = [a_state(i) for i in range(25)]

@@ -20,7 +20,7 @@ from services.processes import Processes
 from services.roster import Roster
 
 NEEDED = {"torchmonarch": "0.7.0"}
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 class Guest:

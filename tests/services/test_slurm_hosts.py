@@ -33,7 +33,7 @@ def spec_of(*sets: str) -> RunSpec:
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slurm_hosts, "QUEUE_SECONDS", 0.5)
+    monkeypatch.setattr(slurm_hosts, "QUEUE_SECONDS", 0.1)
     monkeypatch.setattr(slurm_hosts, "WATCH_SECONDS", 0.05)
     with cluster(tmp_path / "slurm", monkeypatch) as made:
         yield made
