@@ -44,7 +44,7 @@ PATIENCE = 300.0
 STEP = 0.01
 # What the door imports before it starts a process, and what a generator does before it is ready.
 ALONE = {
-    "door's imports": "import forge_run.serve, services.roles, serving.app, uvicorn",
+    "door's imports": "import forge_run.commands.serve, services.roles, serving.app, uvicorn",
     "generator's imports": "import actors.generator, transformers.models.llama.modeling_llama",
     "generator's imports and model": (
         "import actors.generator; from learning.model.loading import load_model; "

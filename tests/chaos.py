@@ -75,7 +75,7 @@ STAGES = ("run_started", "role_ready", "none", "document", "untrained", "on_poli
           "written", "offline", "offline!")  # fmt: skip
 LOOK_SECONDS = 0.01
 LAST_POINTS = 8
-GONE_SECONDS = 30.0
+GONE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 # Found again in the environment of every process that descends from this session (side by side,
@@ -41,10 +42,15 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 
+# Of a test that does not say how many. HYPOTHESIS_PROFILE=many looks longer.
+settings.register_profile("few", max_examples=40, deadline=None)
+settings.register_profile("many", max_examples=1000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
+
 # Files that compare with one run, made once for all of them (tests/runs/conftest.py).
 OF_ONE_RUN = tuple(
     f"tests/runs/test_{name}.py"
-    for name in ("frontier", "interrupted", "ranks", "stalled", "whole")
+    for name in ("eval", "frontier", "interrupted", "ranks", "stalled", "whole")
 )
 OF_VLLM = (
     "tests/actors/test_local.py",
@@ -110,7 +116,7 @@ def _no_process_left() -> Iterator[None]:
         from monarch.actor import shutdown_context
 
         shutdown_context().get(timeout=30)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (left := living_descendants()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"the tests left processes behind: {left}"

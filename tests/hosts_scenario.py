@@ -31,7 +31,7 @@ HEALTH = HealthSpec(heartbeat_s=0.2, suspect_after_s=1.0, dead_after_s=3.0)
 REPLICAS = 4
 CALLERS = 6
 WORK_SECONDS = 0.05
-PATIENCE = 30.0
+PATIENCE = 60.0
 NOBODY = "10.77.0.99"
 
 

@@ -71,7 +71,7 @@ async def answering(worker: HostWorker) -> int:
     (mesh,) = await attach([worker.address])
     procs = mesh.spawn_procs(per_host={"gpus": 1})
     who = procs.spawn("who", Who)
-    found: int = await asyncio.wait_for(who.parent.call_one(), 30)
+    found: int = await asyncio.wait_for(who.parent.call_one(), 60)
     return found
 
 

@@ -30,7 +30,7 @@ REPOSITORY = Path(__file__).parents[1]
 MESH = str(REPOSITORY / "meshes" / "three_channels.yaml")
 SPACE = "forge-three-channels"
 CONTROLLER = f"system:serviceaccount:{SPACE}:forge-controller"
-PATIENCE_S = 20.0  # of anything that takes a fraction of a second
+PATIENCE_S = 60.0  # of anything that takes a fraction of a second
 TREE = committed()
 BASE = build(TREE, "base")
 POOLS = [o for o in BASE if o["kind"] == "MonarchMesh"]

@@ -26,7 +26,7 @@ from typing import Self
 
 PORT = 26600
 CLIENT = "10.77.0.1"
-STEP_SECONDS = 10.0
+STEP_SECONDS = 60.0
 # What starts a program in a network namespace of its own, where it may make others.
 ALONE = ("unshare", "--net") if os.geteuid() == 0 else ("unshare", "--map-root-user", "--net")
 FORGE = (sys.executable, "-c", "import sys; from forge_run.cli import forge; sys.exit(forge())")

@@ -214,7 +214,7 @@ def serving(
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (server and server[0].started):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -228,7 +228,7 @@ def serving(
         backend.close()
 
 
-def wait_until(true: Any, seconds: float = 20.0) -> None:
+def wait_until(true: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not come about in time"

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import socket
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -73,14 +72,11 @@ def test_a_server_that_says_nothing_is_an_error_of_every_episode() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
 
-        async def play() -> tuple[list[Observation], float]:
+        async def play() -> list[Observation]:
             spec = EnvironmentSpec(kind="openenv", url=url, timeout_s=0.5)
             async with pool_of(spec, 1) as pool:
-                begun = time.monotonic()
-                seen = await pool.route("move", moves_after(0)[:4])
-                return seen, time.monotonic() - begun
+                return await pool.route("move", moves_after(0)[:4])
 
-        seen, seconds = asyncio.run(play())
+        seen = asyncio.run(play())
     assert [o.error for o in seen] == ["environment_died: no answer within 0.5 s"] * 4
     assert all(o.done and o.reward is None for o in seen)
-    assert seconds < 10.0

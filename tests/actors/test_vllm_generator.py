@@ -40,7 +40,7 @@ class Forgetful(EngineGeneratorActor):
             self._engine._engine._engine.collective_rpc("drop_cartridges", args=(version,))
             future.set_result(None)
 
-        self._engine._post(EngineCall(work, done)).result(30)
+        self._engine._post(EngineCall(work, done)).result(60)
 
     @concurrent_endpoint
     async def pretend(self, path: str) -> str:

@@ -40,4 +40,4 @@ def test_the_actor_says_which_command_installs_it(monkeypatch: pytest.MonkeyPatc
     base = ModelSource("m", "float32", 1, {}, 1, None)  # type: ignore[arg-type]  # no plane
     actor = EngineGeneratorActor(base, frozenset(), 2, GeneratorSpec(backend="vllm"))
     with pytest.raises(RunError, match="not installed: run `make install-vllm`"):
-        actor._engine.started.result(5)  # what its `ready` awaits
+        actor._engine.started.result(60)  # what its `ready` awaits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -51,7 +51,7 @@ def test_what_comes_again_is_told_once_and_empty_texts_are_nothing() -> None:
 words = st.lists(st.sampled_from("abcdefg"), min_size=0, max_size=9).map(" ".join)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(words, max_size=8), st.lists(words, max_size=8), st.sampled_from([0.3, 0.5, 0.8, 1])
 )
@@ -73,7 +73,10 @@ def test_all_pairs_and_no_others_are_found(
     assert len(found) == len(expected)
 
 
-def test_ten_thousand_prompts_against_a_thousand_questions_take_seconds() -> None:
+def test_ten_thousand_prompts_against_a_thousand_questions_take_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of ten million pairs hardly any are compared."""
     rng = random.Random("contamination/speed")
 
     def text() -> str:
@@ -82,9 +85,10 @@ def test_ten_thousand_prompts_against_a_thousand_questions_take_seconds() -> Non
     questions = [about(text(), place=f"q{i}") for i in range(1000)]
     texts = [about(text(), place=f"t{i}") for i in range(10_000)]
     texts[77] = about(questions[5].text + " today", place="leak")
-    begun = time.perf_counter()
+    compared = Mock(wraps=jaccard)
+    monkeypatch.setattr("documents.contamination.jaccard", compared)
     found = overlaps(texts, questions, 0.8)
-    assert time.perf_counter() - begun < 20  # 1.0 s on a quiet core
+    assert compared.call_count < 100_000
     assert [(type(f), f.training.place, f.question.place) for f in found] == [
         (PromptOverlap, "leak", "q5")
     ]

@@ -118,7 +118,7 @@ def test_thoughts_that_are_kept_do_not_branch_until_the_user_speaks() -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_context_begins_with_the_turn_before_or_branches(name: str, data: Any) -> None:
     talk, turns = conversation(name), list[Turn]()

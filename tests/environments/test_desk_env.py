@@ -78,7 +78,7 @@ def test_a_call_is_bounded_where_it_says() -> None:
     assert bounded(" " * 500) == ""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(CALLS, max_size=8))
 def test_playing_again_gives_what_was_seen_at_every_turn(actions: list[str]) -> None:
     env, seen, states = play(actions)

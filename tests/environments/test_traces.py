@@ -54,7 +54,7 @@ def episodes(draw: st.DrawFn) -> Episode:
     )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(episodes())
 def test_what_is_written_is_read_back_equal(episode: Episode) -> None:
     row = json.loads(json.dumps(to_row(episode, "on_policy", 12), allow_nan=False))

@@ -19,7 +19,7 @@ from registry.formats.cartridge_file import CartridgeFile, Provenance
 from registry.formats.convert import FORMATS, convert, detect, losses, read
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(made=cartridges())
 def test_every_format_gives_it_back(made: CartridgeFile) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -44,7 +44,7 @@ def test_episodes_without_reward_are_neither_trained_nor_compared_with(baseline:
     assert group_advantages([], [], baseline) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_only_the_group_matters(data: st.DataObject) -> None:
     """Other groups, the order, and a bonus for everybody change nothing; a group sums to 0."""

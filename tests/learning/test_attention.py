@@ -58,7 +58,7 @@ def written_out(
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     prefixes=st.integers(1, 3),
     rows=st.integers(1, 3),

@@ -73,7 +73,7 @@ def close(one: Tensor, other: Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     groups=st.integers(1, 3), rows=st.integers(1, 3), length=st.integers(2, 12),
     prefix=st.integers(1, 9), queries=st.integers(1, 5), prefixed=st.booleans(),

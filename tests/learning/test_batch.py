@@ -163,7 +163,7 @@ def test_ranks_by_hand() -> None:
     assert split(TrainBatch(), None, 1, 2, even=True) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=12),
     world=st.integers(1, 5),
@@ -190,7 +190,7 @@ def test_ranks_divide_a_batch_evenly_and_lose_nothing(
     assert [[p for p in parts if p] for parts in evened] == shares
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 30))
 def test_nothing_is_lost_or_moved(micro_tokens: int) -> None:
     parts = PREPARED.split(micro_tokens)

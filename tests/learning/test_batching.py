@@ -154,7 +154,7 @@ def read_back(packed: PackedRows, prefix_tokens: dict[str, int]) -> Counter[tupl
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     shapes=st.lists(
         st.tuples(st.sampled_from("abc"), st.integers(1, 6), st.integers(1, 6)),

@@ -333,7 +333,7 @@ def test_no_uniform_draws_an_impossible_token() -> None:
 weights = st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(sum)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(weights, st.sampled_from([{}, {"top_k": 50}, {"top_p": 1 - 1e-9}]))
 def test_a_grid_of_uniforms_gives_the_probabilities_exactly(
     counts: list[int], sampling: dict[str, float]
@@ -345,7 +345,7 @@ def test_a_grid_of_uniforms_gives_the_probabilities_exactly(
     assert [tokens.count(v) for v in range(len(counts))] == counts
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     weights,
     st.integers(0, 13),

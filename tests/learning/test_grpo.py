@@ -210,7 +210,7 @@ def by_hand(
     return total / tokens
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), spec=st.sampled_from(SHAPES))
 def test_any_batch_equals_the_loops(data: st.DataObject, spec: PolicyGradientSpec) -> None:
     """And in any order, and cut into any micro-batches at episodes."""

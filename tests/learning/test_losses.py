@@ -174,7 +174,7 @@ def test_the_last_step_from_tail_to_whole_is_no_step(direction: str) -> None:
     torch.testing.assert_close(nearly[1], full[1], rtol=0, atol=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 9999), st.integers(2, 30))
 def test_the_tail_loss_grows_with_k_by_what_one_token_tells(seed: int, vocab: int) -> None:
     """Chain rule: taking one more token out of the tail adds the tail's mass times the divergence
@@ -197,7 +197,7 @@ def test_the_tail_loss_grows_with_k_by_what_one_token_tells(seed: int, vocab: in
         assert losses[k] - losses[k - 1] == pytest.approx(split.item(), abs=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 9999), st.sampled_from(["reverse", "jsd"]))
 def test_a_coarser_view_never_shows_more_divergence(seed: int, direction: str) -> None:
     student, teacher = random_pair(seed, 5, 12)

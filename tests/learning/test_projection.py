@@ -105,7 +105,7 @@ def test_logits_that_fit_into_one_chunk_change_not_a_bit(llama: Twin) -> None:
     assert ours.result == theirs.result
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(tokens=st.integers(0, 9), chunk=st.integers(1, 12), data=st.data())
 def test_a_reader_sees_every_token_asked_about_once_and_in_order(
     tokens: int, chunk: int, data: st.DataObject

@@ -53,7 +53,7 @@ def test_by_length() -> None:
     assert (up.item(), down.item()) == pytest.approx((-slope / 2, slope / 4), abs=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_the_derivative_by_hand_and_any_order(data: st.DataObject) -> None:
     """d loss / d pi_c = -beta * sigmoid(-beta m) / length, and the opposite for the rejected."""

@@ -300,7 +300,7 @@ def test_tokens_that_are_not_fresh_are_refused(
         check_fresh(samples, version=5, staleness=staleness)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     versions=st.lists(st.integers(-1, 9), min_size=1, max_size=8),
     version=st.integers(0, 9),

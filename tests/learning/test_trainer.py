@@ -359,7 +359,7 @@ def undisturbed(llama: Twin, make_samples: MakeSamples) -> tuple[list[object], d
     return answers, copied(trainer)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(kills=st.lists(st.sampled_from(KILLS), min_size=len(CALLS), max_size=len(CALLS)))
 def test_killed_anywhere_and_replaced_it_goes_on_bit_for_bit(
     llama: Twin,

@@ -55,7 +55,7 @@ def test_impossible_counts_are_refused(successes: int, n: int) -> None:
         wilson_interval(successes, n)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 2000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_it_holds_the_share_and_mirrors(counts: tuple[int, int]) -> None:
     k, n = counts
@@ -100,7 +100,7 @@ def test_students_quantiles_as_every_table_prints_them(freedom: int, t: float) -
     assert student_t95(freedom) == pytest.approx(t, abs=5.1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(3, 200))
 def test_the_density_between_the_quantiles_integrates_to_95_percent(freedom: int) -> None:
     t, n = student_t95(freedom), 2000

@@ -392,7 +392,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 trees = st.recursive(scalars, lambda c: st.lists(c) | st.dictionaries(st.text(), c), max_leaves=8)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.text(), trees, min_size=1, max_size=4))
 def test_any_plain_values_survive_yaml(values: dict[str, object]) -> None:
     assert parse_document(dump_yaml(values), "x.yaml", Path()).values == values
@@ -442,7 +442,7 @@ def run_specs(draw: st.DrawFn) -> RunSpec:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(run_specs())
 def test_a_resolved_spec_survives_its_dump(spec: RunSpec) -> None:
     written = parse_document(dump_yaml(spec.as_dict()), "spec.yaml", Path())

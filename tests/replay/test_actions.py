@@ -162,14 +162,14 @@ ACTIONS = st.builds(ToolAction, st.just("typed"), ARGUMENTS) | st.builds(TextAct
 TYPED_STATE = a_state(tools=(TYPED, READ))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(action=ACTIONS)
 def test_a_canonical_action_stays_as_it_is(action: Action) -> None:
     once = canonical(action, TYPED_STATE)
     assert canonical(action_of(once), TYPED_STATE) == once
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(arguments=ARGUMENTS, data=st.data())
 def test_the_order_of_keys_and_the_space_around_words_do_not_matter(
     arguments: dict[str, Any], data: st.DataObject
@@ -180,7 +180,7 @@ def test_the_order_of_keys_and_the_space_around_words_do_not_matter(
     assert said[0] == said[1]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(number=st.integers(-(2**53), 2**53))
 def test_a_number_is_one_number_however_it_is_written(number: int) -> None:
     written = [number, float(number), str(number), f"{number}.0"]

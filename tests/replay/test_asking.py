@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ from teachers.ledger import SpendLedger
 from teachers.panel import TeacherPanel, ask_teachers, limits_of, worst
 from teachers.prompts import TeacherClient, TeacherReply, render
 
+SLOW = {"timeout_s": 60.0}  # none times out that is not to
 MODELS = prices(a_spec(*(a_teacher(name, "http://127.0.0.1:1") for name in "abcde")))
 
 
@@ -86,7 +88,7 @@ def judge(
 
 
 def wait_for_a_call(provider: FakeProvider) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not provider.served and time.monotonic() < deadline:
         time.sleep(0.01)
 
@@ -161,9 +163,8 @@ def right_action(note: int) -> ToolAction:
 
 def test_offline_the_ledger_gives_the_same_votes(path: Path, monkeypatch: Any) -> None:
     rule = sometimes_right(right, wrong, 0.7, seed=2)
-    faults = FaultRates(
-        rate_limit=0.1, server_error=0.1, garbage=0.1, refuse=0.1, cut_off=0.1, seed=1
-    )
+    faults = FaultRates(rate_limit=0.1, server_error=0.1, garbage=0.1, refuse=0.1, cut_off=0.1,
+                    retry_after_s=0.01, seed=1)  # fmt: skip
     with FakeProvider(rule, MODELS, faults) as provider:
         spec = a_spec(*both(provider, attempts=2), a_teacher("c", provider.openai_url, attempts=2))
         states = [a_state(i) for i in range(25)]
@@ -191,7 +192,7 @@ def test_offline_the_ledger_gives_the_same_votes(path: Path, monkeypatch: Any) -
         ("rate_limit", "rate_limited", 3, False),
         ("cut_off", "cut_off", 3, True),
         ("malformed", "unreadable", 3, True),
-        ("stall", "timeout", 3, True),
+        ("stall", "timeout", 2, True),
         ("garbage", "unparseable: not the JSON asked for", 1, False),
         ("refuse", "refused", 1, False),
     ],
@@ -200,10 +201,10 @@ def test_a_teacher_that_fails_abstains(
     provider: FakeProvider, path: Path, fault: str, error: str, attempts: int, presumed: bool
 ) -> None:
     provider.faults = FaultRates(**{fault: 1.0})
-    spec = a_spec(*both(provider, timeout_s=0.5))
-    begun = time.monotonic()
+    spec = a_spec(
+        *both(provider, **({"timeout_s": 0.5, "attempts": 2} if fault == "stall" else SLOW))
+    )
     (verdict,) = judge(path, spec, a_state())
-    assert time.monotonic() - begun < 15
     assert verdict.reason == "too_few_votes"
     assert [(v.canonical, v.error, v.attempts) for v in verdict.votes] == [
         (None, error, attempts)
@@ -221,13 +222,13 @@ def test_what_fails_once_is_asked_again(provider: FakeProvider, path: Path) -> N
     spec = a_spec(a_teacher("a", provider.openai_url), quorum=1)
     prompt = "model-a/" + render(a_state()).system + "/" + render(a_state()).user
     for seed in range(1000):
-        faults = FaultRates(rate_limit=0.5, seed=seed, retry_after_s=0.3)
+        faults = FaultRates(rate_limit=0.5, seed=seed, retry_after_s=0.1)
         if [bool(faults.drawn(f"{n}/{prompt}")) for n in (1, 2, 3)] == [True, True, False]:
             break
     provider.faults = faults
     begun = time.monotonic()
     (verdict,) = judge(path, spec, a_state())
-    assert time.monotonic() - begun >= 0.6  # Retry-After, twice
+    assert time.monotonic() - begun >= 0.2  # Retry-After, twice
     assert (verdict.reason, verdict.votes[0].attempts) == ("pair", 3)
     assert totals(path, spec) == SpendTotals(spent=provider.money(), calls=3, answered=1)
 
@@ -245,11 +246,9 @@ def test_a_provider_that_is_not_there(path: Path) -> None:
 def test_a_stalling_teacher_cannot_hold_a_verdict_past_its_deadline(
     provider: FakeProvider, path: Path
 ) -> None:
-    provider.faults = FaultRates(stall=1.0)
-    spec = a_spec(*both(provider, timeout_s=60.0), deadline_s=1.0)
-    begun = time.monotonic()
+    provider.faults = FaultRates(stall=1.0, stall_s=6000.0)
+    spec = a_spec(*both(provider, timeout_s=6000.0), deadline_s=0.5)
     (verdict,) = judge(path, spec, a_state())
-    assert time.monotonic() - begun < 6
     assert [vote.error for vote in verdict.votes] == ["timeout"] * 2
 
 
@@ -288,7 +287,7 @@ def test_a_vote_that_is_cancelled_before_its_call_owes_nothing(
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while other.totals("run") != SpendTotals(calls=1):  # noqa: ASYNC110  # in another thread
                 await asyncio.sleep(0.02)
         assert (await ask_teachers(desk, a_state())).reason == "pair"
@@ -299,7 +298,13 @@ def test_a_vote_that_is_cancelled_before_its_call_owes_nothing(
     assert len(provider.served) == 1
 
 
-def test_the_breaker_opens_leaves_alone_and_tries_again(provider: FakeProvider, path: Path) -> None:
+def test_the_breaker_opens_leaves_alone_and_tries_again(
+    provider: FakeProvider, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1e9]
+    clock = SimpleNamespace(**vars(time) | {"time": lambda: now[0]})
+    monkeypatch.setattr("teachers.ledger.time", clock)
+    monkeypatch.setattr("teachers.panel.time", clock)
     provider.faults = FaultRates(server_error=1.0)
     teacher = a_teacher(
         "a", provider.openai_url, attempts=1, breaker_failures=3, breaker_cooldown_s=1.0
@@ -308,11 +313,11 @@ def test_the_breaker_opens_leaves_alone_and_tries_again(provider: FakeProvider, 
     down = judge(path, spec, *(a_state(i) for i in range(6)))
     assert [v.votes[0].error for v in down] == ["http_500"] * 3 + ["circuit_open"] * 3
     assert len(provider.served) == 3
-    time.sleep(1.05)
+    now[0] += 1.05
     still = judge(path, spec, a_state(10), a_state(11))  # half open: one probe, and open again
     assert [v.votes[0].error for v in still] == ["http_500", "circuit_open"]
     provider.faults = FaultRates()
-    time.sleep(1.05)
+    now[0] += 1.05
     back = judge(path, spec, a_state(20), a_state(21))
     assert [v.reason for v in back] == ["pair", "pair"]
     assert len(provider.served) == 6
@@ -338,7 +343,7 @@ def test_the_purse_is_spent_to_the_last_call_that_fits(provider: FakeProvider, p
 
 def test_a_rate_limit_is_kept(provider: FakeProvider, path: Path) -> None:
     teacher = a_teacher("a", provider.openai_url, requests_per_minute=2)
-    spec = a_spec(teacher, quorum=1, deadline_s=2.0)
+    spec = a_spec(teacher, quorum=1, deadline_s=30.0)
     verdicts = judge(path, spec, *(a_state(i) for i in range(3)))
     assert [v.votes[0].error for v in verdicts] == ["", "", "rate_limited"]
     assert len(provider.served) == 2

@@ -212,7 +212,7 @@ def test_our_own_death_does_not_count_against_the_teacher() -> None:
     assert b.admit(call(), 13.0) == CallNow("")  # another may probe at once
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     steps=st.lists(
         st.tuples(

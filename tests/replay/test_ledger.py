@@ -155,10 +155,8 @@ def test_a_dead_owner_s_call_counts_in_full_and_may_be_made_again(path: Path, st
 def test_a_file_that_stays_locked_is_not_waited_for_without_end(path: Path) -> None:
     ledger = SpendLedger(path, limits_of(SPEC), lock_timeout_s=0.2)
     other = opened(path)
-    begun = time.monotonic()
     with other._locked(), pytest.raises(RunError, match=r"stayed locked for 0\.2 s"):
         ledger.admit(CALL)
-    assert time.monotonic() - begun < 2
     assert isinstance(ledger.admit(CALL), CallNow)
     ledger.close()
     other.close()

@@ -86,7 +86,7 @@ def test_a_teacher_has_one_vote() -> None:
 NOTES = st.lists(st.sampled_from([1, 2, 3, 99, None]), max_size=7)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(notes=NOTES, quorum=st.integers(1, 4), data=st.data())
 def test_the_verdict_by_its_definition(
     notes: list[int | None], quorum: int, data: st.DataObject
@@ -126,7 +126,7 @@ def test_who_is_asked_next(notes: tuple[int | None, ...], quorum: int, expected:
     assert next_to_ask(["t0", "t1", "t2"], votes(*notes), quorum) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(notes=st.lists(st.sampled_from([1, 2, None]), min_size=1, max_size=6), data=st.data())
 def test_asking_in_stages_ends_and_misses_no_quorum(
     notes: list[int | None], data: st.DataObject

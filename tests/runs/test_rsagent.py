@@ -100,8 +100,8 @@ def test_deaths_of_aggregator_and_controller_change_nothing(calm: Path, tmp_path
         wait_for(tmp_path, "step", 3)
         controller = json.loads((directory(tmp_path) / "endpoints.json").read_text())["pid"]
         os.kill(controller, signal.SIGKILL)
-        run.process.communicate(timeout=60)
-        run.wait_until_gone(30)
+        run.process.communicate(timeout=180)
+        run.wait_until_gone(60)
     process = run_to_end(command(tmp_path, "--resume"))
     assert process.returncode == 0, process.stdout + process.stderr
     events = read_rows(directory(tmp_path) / "events.jsonl")

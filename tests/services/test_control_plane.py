@@ -39,7 +39,8 @@ from services.control.server import ControlPlane
 
 TOKEN = "s3cret-token"
 BEARER = (("authorization", f"Bearer {TOKEN}"),)
-SECONDS = 5.0  # of every call
+SECONDS = 60.0  # of every call
+LONG = 6000.0  # longer than any test may take
 
 
 @pytest.fixture(scope="module")
@@ -220,20 +221,21 @@ def test_a_stream_that_breaks_is_closed_before_its_reader_is_told(
         assert run.steering.streams == 0
 
 
-def test_stop_ends_open_streams_at_once_and_well() -> None:
+def test_stop_ends_open_streams_at_once_and_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "GRACE_SECONDS", LONG)
     with served() as here, connected(here.address) as channel:
         stream = ControlStub(channel).Events(pb.EventsRequest(replay=3), timeout=SECONDS)
         assert [json.loads(next(stream).fields_json)["step"] for _ in range(3)] == [1, 2, 3]
-        begun = time.monotonic()
         here.stop()
-        assert time.monotonic() - begun < 1.0
         assert list(stream) == []
         assert stream.code() is grpc.StatusCode.OK
         assert here.steering.streams == 0
 
 
-def test_stop_lets_a_call_end_within_its_grace() -> None:
-    async def check() -> tuple[str, float]:
+def test_stop_lets_a_call_end_within_its_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "GRACE_SECONDS", LONG)
+
+    async def check() -> str:
         steering = FakeSteering()
         steering.release.clear()
         async with (
@@ -246,52 +248,49 @@ def test_stop_lets_a_call_end_within_its_grace() -> None:
             await asyncio.sleep(0.1)
             steering.release.set()
             name = (await call).name
-            begun = time.monotonic()
             await stopping
-            return name, time.monotonic() - begun
+            return name
 
-    name, seconds = asyncio.run(check())
-    assert name == "step-000012"
-    assert seconds < 1.0
+    assert asyncio.run(check()) == "step-000012"
 
 
 def test_stop_does_not_wait_for_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.GRACE_SECONDS == 2.0
     monkeypatch.setattr(server, "GRACE_SECONDS", 0.3)
 
-    async def check() -> tuple[grpc.StatusCode, float]:
+    async def check() -> grpc.StatusCode:
         steering = FakeSteering()
         steering.release.clear()
         async with (
             ControlPlane(steering, ControlSpec(), "r1") as control,
             grpc.aio.insecure_channel(control.address) as channel,
         ):
-            call = ControlStub(channel).Checkpoint(pb.CheckpointRequest(), timeout=60)
+            call = ControlStub(channel).Checkpoint(pb.CheckpointRequest(), timeout=LONG)
             await steering.waiting.wait()
-            begun = time.monotonic()
             await control.stop()
-            seconds = time.monotonic() - begun
-            return await call.code(), seconds
+            return await call.code()
 
-    code, seconds = asyncio.run(check())
-    assert code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
-    assert 0.25 < seconds < 1.3
+    assert asyncio.run(check()) in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
 
 
 def test_nothing_is_left_after_the_end() -> None:
-    async def check() -> tuple[str, int]:
+    async def check() -> str:
         async with ControlPlane(FakeSteering(), ControlSpec(), "r1") as control:
             address = control.address
             async with grpc.aio.insecure_channel(address) as channel:
                 stream = ControlStub(channel).Events(pb.EventsRequest(replay=1), timeout=SECONDS)
                 await stream.read()
         await control.stop()  # a second time is no error
-        await asyncio.sleep(0.05)
-        names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]
-        return address, sum("_Control" in name or "ControlPlane" in name for name in names)
+        async with asyncio.timeout(SECONDS):
+            while ours():  # noqa: ASYNC110  # of their end there is no event
+                await asyncio.sleep(0.01)
+        return address
 
-    address, tasks = asyncio.run(check())
-    assert tasks == 0
+    def ours() -> list[str]:
+        names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]
+        return [name for name in names if "_Control" in name or "ControlPlane" in name]
+
+    address = asyncio.run(check())
     host, _, port = address.rpartition(":")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), timeout=SECONDS)

@@ -29,6 +29,7 @@ from kubernetes_scenarios import (
 from operator_loop import MESHES, PODS, Admin, OperatorLoop, not_ready, ready
 
 from protocols.errors import RunError
+from services.hosts import kubernetes
 from services.hosts.kubernetes import KubernetesHosts
 
 
@@ -39,8 +40,11 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServe
 
 
 @pytest.fixture
-def cluster(server: ApiServer, tmp_path: Path) -> Iterator[Cluster]:
+def cluster(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cluster]:
     admin = Admin(server.kubeconfig(tmp_path / "admin.yaml", ADMIN), SPACE)
+    monkeypatch.setattr(kubernetes, "POLL_S", 0.05)
     with OperatorLoop(admin) as operator:
         yield Cluster(operator, lambda name: server.roles.extend(component(name)), short_s=1.5)
 

@@ -511,7 +511,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(schedule=st.lists(st.tuples(times, events), min_size=5, max_size=40))
 def test_whatever_happens_every_request_is_answered_once_and_by_who_is_current(
     schedule: list[tuple[float, tuple[str, Any]]],

@@ -98,7 +98,7 @@ def test_a_rollout_made_beside_training_counts_by_its_wait_alone(
 # -- stopping, resuming, failing --------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     b=st.integers(0, 3),
     steps=st.integers(1, 6),

@@ -54,7 +54,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return raw.view(dtype).view(shape)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.text(max_size=8), tensors(), max_size=6))
 def test_a_round_trip_is_bit_identical(named: dict[str, torch.Tensor]) -> None:
     buffer, layout = pack(named)

@@ -346,7 +346,7 @@ def test_a_fanout_in_which_one_dies_waits_for_the_others() -> None:
     run(scenario())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     target=st.integers(1, 7),
     alive=st.integers(1, 7),

@@ -20,7 +20,7 @@ from services.pool.membership import HostMembership
 from services.pool.process_manager import ProcessManager
 
 NEEDED = {"torchmonarch": "0.7.0"}
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 class Guest:

@@ -156,7 +156,7 @@ def test_another_process_chooses_alike() -> None:
 
 
 @pytest.mark.parametrize("name", ["round_robin", "least_loaded", "session"])
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(
     calls=st.lists(st.tuples(indices, st.lists(st.integers(0, 4)), st.none() | names), max_size=30)
 )

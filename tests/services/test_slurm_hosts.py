@@ -33,7 +33,7 @@ def spec_of(*sets: str) -> RunSpec:
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slurm_hosts, "QUEUE_SECONDS", 0.5)
+    monkeypatch.setattr(slurm_hosts, "QUEUE_SECONDS", 0.1)
     monkeypatch.setattr(slurm_hosts, "WATCH_SECONDS", 0.05)
     with cluster(tmp_path / "slurm", monkeypatch) as made:
         yield made
@@ -198,7 +198,6 @@ def test_nothing_is_left_of_the_job(report: dict[str, Any]) -> None:
     assert report["state"] in ("CANCELLED", "PREEMPTED")
     assert report["alive"] == []
     assert report["made"] == ["runs", "slurm"], "its output, and the fake's own files"
-    assert report["shutdown_s"] < 10
 
 
 @pytest.mark.mesh

@@ -72,6 +72,18 @@ async def solved(sampler: Sampler, asked: Sequence[str]) -> dict[str, list[Strat
     return found
 
 
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[StrategyResult]]:
+    """What the strategies say in this process."""
+    conversation, kv, asked, end_ids = scene()
+    model = load_model(str(MODEL))
+
+    async def here(requests: Sequence[GenerateRequest]) -> list[Completion]:
+        return generate(model, requests, lambda ref: kv, end_ids, conversation.decode)
+
+    return asyncio.run(solved(TokenSampler(here, conversation, "p", PREFIX), asked))
+
+
 @pytest.mark.parametrize(
     "backend",
     [
@@ -79,15 +91,13 @@ async def solved(sampler: Sampler, asked: Sequence[str]) -> dict[str, list[Strat
         pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600)]),
     ],
 )
-def test_strategies_say_over_a_pool_what_they_say_here(backend: Any, tmp_path: Path) -> None:
+def test_strategies_say_over_a_pool_what_they_say_here(
+    backend: Any, expected: dict[str, list[StrategyResult]], tmp_path: Path
+) -> None:
     if backend == "vllm" and missing_vllm():
         require_vllm()
     conversation, kv, asked, end_ids = scene()
     save_file({"kv": kv.contiguous()}, tmp_path / "p.safetensors")
-    model = load_model(str(MODEL))
-
-    async def here(requests: Sequence[GenerateRequest]) -> list[Completion]:
-        return generate(model, requests, lambda ref: kv, end_ids, conversation.decode)
 
     async def over_the_pool() -> dict[str, list[StrategyResult]]:
         service, pool = await open_generators(
@@ -104,7 +114,6 @@ def test_strategies_say_over_a_pool_what_they_say_here(backend: Any, tmp_path: P
         finally:
             await service.stop()
 
-    expected = asyncio.run(solved(TokenSampler(here, conversation, "p", PREFIX), asked))
     found = asyncio.run(over_the_pool())
     assert set(found) == set(STRATEGIES)
     for name, results in found.items():

@@ -177,7 +177,7 @@ def afterwards() -> list[Any]:
     return rows
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.permutations(PARTS),
     st.lists(st.sampled_from([0.05, 0.4, 1.5]), min_size=6, max_size=6),

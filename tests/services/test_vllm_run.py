@@ -37,7 +37,7 @@ def test_the_run_trains_on_what_vllm_sampled_which_is_what_torch_samples(tmp_pat
     assert sorted(e["replica"] for e in engines) == [0, 1]
     for e in engines:
         assert e["start_seconds"] > e["first_token_seconds"] > 0
-        assert 0 < e["stop_seconds"] < 10
+        assert e["stop_seconds"] > 0
         assert e["loads"] > 0
     assert [m["stale_tokens"] for m in rows(run / "metrics.jsonl")] == [0, 0]
 

@@ -18,7 +18,7 @@ from services.proc_info import descendants, has_ended
 
 pytestmark = pytest.mark.mesh
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 
 def free_port() -> int:

@@ -122,7 +122,7 @@ async def ask(door: Server, route: str, body: bytes) -> tuple[int, bytes]:
 def test_no_body_is_the_servers_own_error(door: Server, route: str) -> None:
     seen: set[int] = set()
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     @given(bodies(door, route))
     def every(body: bytes) -> None:
         status, content = asyncio.run(ask(door, route, body))

@@ -59,14 +59,14 @@ def accuracies(sampler: Scripted, questions: int = 1, **numbers: int) -> list[fl
 
 @pytest.mark.parametrize(("n", "k", "right"), [(8, 2, 3), (8, 4, 1), (6, 1, 2), (5, 3, 2)])
 def test_an_oracle_gains_what_the_formula_says(n: int, k: int, right: int) -> None:
-    """E[p'] = 1 - C(wrong, K) / C(n, K), in the interval of a few thousand slots."""
-    questions = 400
+    """E[p'] = 1 - C(wrong, K) / C(n, K), in the interval of a thousand slots."""
+    questions = 150
     first, second = accuracies(oracle(right), questions, N=n, K=k, T=2)
     assert first == right / n
     expected = 1 - comb(n - right, k) / comb(n, k)
     low, high = wilson_interval(round(second * questions * n), questions * n)
     assert low <= expected <= high
-    assert high - low < 0.05
+    assert high - low < 0.08
 
 
 def test_once_fewer_than_k_are_wrong_all_are_right() -> None:
@@ -81,7 +81,7 @@ def test_all_wrong_and_all_right_absorb(right: int, stays: float) -> None:
 
 def test_a_copier_of_the_majority_drifts_from_below_a_half_down_and_from_above_up() -> None:
     """One step by the hypergeometric formula; a leak of the right answers would lift the first."""
-    n, right, questions = 16, 6, 200
+    n, right, questions = 16, 6, 60
     found = accuracies(majority_copier(right), questions, N=n, K=3, T=6)
     pairs = comb(right, 2) * (n - right) + comb(right, 3)
     low, high = wilson_interval(round(found[1] * questions * n), questions * n)

@@ -67,7 +67,7 @@ def test_numbers_that_do_not_go_together(numbers: dict[str, int], told: str) -> 
         RSAEngine(Scripted(lambda ask, shown: ""), **numbers)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     m=st.sampled_from([1, 2, 4, 8]), n=st.integers(1, 5), rounds=st.integers(1, 3), data=st.data()
 )

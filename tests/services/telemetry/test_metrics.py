@@ -17,6 +17,8 @@ from services.telemetry.prometheus import PrometheusSink
 
 Labels = dict[str, str]
 
+STARTED = time.time()
+
 
 @pytest.fixture(scope="module")
 def told() -> Iterator[PrometheusSink]:
@@ -163,7 +165,7 @@ def test_the_process_of_the_sink_is_measured(sink: PrometheusSink) -> None:
 
 def test_a_stall_is_no_progress(sink: PrometheusSink) -> None:
     at = value(sink, "forge_last_progress_timestamp_seconds")
-    assert time.time() - at < 5
+    assert STARTED <= at <= time.time()
     for name in ("stalled", "replica_lost", "paused"):
         sink.event(event(name, time.time(), role="generator", replica="generator[0]"))
     assert value(sink, "forge_last_progress_timestamp_seconds") == at
@@ -185,12 +187,8 @@ def test_closing_leaves_no_thread_and_no_port() -> None:
     # A scraper that says nothing holds up neither the others nor the end.
     with socket.create_connection((host, int(port))):
         assert scraped(sink)
-        begun = time.monotonic()
         sink.close()
-        assert time.monotonic() - begun < 4
-    while set(threading.enumerate()) != before:  # its thread sees that it has hung up
-        assert time.monotonic() - begun < 8
-        time.sleep(0.01)
+    assert set(threading.enumerate()) == before
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)))
 

@@ -79,7 +79,7 @@ def test_requests_side_by_side_get_lanes_side_by_side(tmp_path: Path) -> None:
     assert [s["dur"] for s in slices["generator[0] (2)"]] == [300000, 50000]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.floats(0, 10), st.floats(0, 3), st.floats(0, 1)),

@@ -55,20 +55,27 @@ def history(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+def go_offline(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    patch.setenv("WANDB_MODE", "offline")
+    patch.setenv("WANDB_CACHE_DIR", str(folder / "cache"))
 
 
-@pytest.mark.usefixtures("offline")
-def test_the_whole_run_is_in_its_file(tmp_path: Path) -> None:
-    before = children()
-    sink = WandbSink(tmp_path, "20260726T101530Z-3fa9", "small", {"mesh": {"name": "small"}})
-    tell(sink, time.time())
-    sink.close()
-    assert children() <= before  # its service has ended
-    rows = history(tmp_path)
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a whole run."""
+    folder = tmp_path_factory.mktemp("told")
+    with pytest.MonkeyPatch.context() as patch:
+        go_offline(patch, folder)
+        before = children()
+        sink = WandbSink(folder, "run-1", "small", {"mesh": {"name": "small"}})
+        tell(sink, time.time())
+        sink.close()
+        assert children() <= before  # its service has ended
+    return folder
+
+
+def test_the_whole_run_is_in_its_file(told: Path) -> None:
+    rows = history(told)
     losses = [row["on_policy/loss/doc_kl"] for row in rows if "on_policy/loss/doc_kl" in row]
     assert losses == [2.0 / step for step in range(1, STEPS + 1)]
     assert [row["offline/step"] for row in rows if "offline/seconds/train" in row] == [1, 2, 3, 4]
@@ -76,11 +83,8 @@ def test_the_whole_run_is_in_its_file(tmp_path: Path) -> None:
             ] == [0.5]  # fmt: skip
 
 
-@pytest.mark.usefixtures("offline")
-def test_run_group_and_config(tmp_path: Path) -> None:
-    sink = WandbSink(tmp_path, "run-1", "small", {"mesh": {"name": "small"}})
-    sink.close()
-    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+def test_run_group_and_config(told: Path) -> None:
+    (path,) = told.glob("wandb/offline-run-*/*.wandb")
     (run,) = [r.run for r in records(path) if r.WhichOneof("record_type") == "run"]
     assert (run.run_id, run.display_name, run.run_group) == ("run-1", "run-1", "small")
     assert run.project == "cartridge-forge"
@@ -100,15 +104,17 @@ def test_no_key_is_a_mistake_of_the_spec_and_asks_nobody(
         WandbSink(tmp_path, "run-1", "small", {})
 
 
-@pytest.mark.usefixtures("offline")
-def test_its_service_does_not_outlive_a_killed_run(tmp_path: Path) -> None:
+def test_its_service_does_not_outlive_a_killed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_offline(monkeypatch, tmp_path)
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
         "from services.telemetry.wandb import WandbSink\n"
         "sink = WandbSink(Path(sys.argv[1]), 'run-1', 'small', {})\n"
         "print('up', flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     run = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE)
     assert run.stdout is not None
@@ -116,8 +122,8 @@ def test_its_service_does_not_outlive_a_killed_run(tmp_path: Path) -> None:
     service = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     assert service
     run.send_signal(signal.SIGKILL)
-    run.communicate(timeout=10)
-    deadline = time.monotonic() + 10
+    run.communicate(timeout=60)
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in service):
         time.sleep(0.05)
     assert not [pid for pid in service if Path(f"/proc/{pid}").exists()]
