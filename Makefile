@@ -12,9 +12,11 @@ VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed-$(subst ==,-,$(VERIFIERS))
 PIP_OPTIONS ?=
 BENCH ?=
+BASE ?= 9fc9f6f
+HELPERS := tests:tests/fakes:tests/setups:tests/scenarios
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers install-prometheus run run-vllm serve test test-fast \
+.PHONY: help install install-vllm install-verifiers install-prometheus run run-vllm serve test test-fast test-all golden \
         lint format proto proto-release k8s k8s-check k8s-apiserver bench bench-vllm bench-hosts chaos clean
 
 help: ## show this list
@@ -80,19 +82,25 @@ run: install ## the main job: train cartridges on policy, a few minutes on a lap
 run-vllm: install-vllm ## the main job, sampled by vLLM
 	$(BIN)/forge-run meshes/longhealth.yaml --set generator.backend=vllm
 
-# A run's roles take turns, so that of two cores one is often idle: two groups of tests side by side
-# (tests/conftest.py says what stays together), the longest first.
-test: install-vllm install-verifiers install-prometheus ## the whole test suite
-	$(FAST)
-	FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 \
-	  FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
-	  $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-	  -m 'mesh or run or vllm or prometheus or slow'
+# Three tiers by directory. A run's roles take turns, so that of two cores one is often idle: two
+# files of tests side by side (tests/conftest.py says what stays together).
+PYTEST = $(BIN)/python -m pytest -n 2
+SLOW_PYTEST = FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 \
+  FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
+  $(PYTEST) --dist loadfile --no-loadscope-reorder
 
-FAST = $(BIN)/python -m pytest -n 2 -m 'not (mesh or run or vllm or prometheus or slow)'
+test-fast: install ## tests/unit: no mesh of processes, under a minute
+	$(PYTEST) tests/unit
 
-test-fast: install ## the tests that need no mesh, under a minute
-	$(FAST)
+test: install-vllm install-verifiers install-prometheus ## tests/unit and tests/mesh: the test suite
+	$(PYTEST) tests/unit
+	$(SLOW_PYTEST) tests/mesh
+
+test-all: test ## and tests/nightly: kills at any phase, several hosts, long runs
+	$(SLOW_PYTEST) tests/nightly
+
+golden: install ## run files of this tree against those of BASE (9fc9f6f), byte by byte
+	tests/nightly/golden.sh $(BASE)
 
 lint: install k8s-check ## ruff, types, the layers contract, and k8s-check
 	$(BIN)/ruff check .
@@ -125,8 +133,8 @@ k8s-check: install install-prometheus ## manifests, alert rules and the .proto; 
 	$(BIN)/buf breaking --against protocols/wire/control.binpb
 
 k8s-apiserver: install ## the cluster code against a real kube-apiserver, where it and etcd are on PATH
-	PYTHONPATH=tests tests/kube_apiserver.sh \
-	  $(BIN)/python -m pytest tests/services/kubernetes_apiserver.py
+	PYTHONPATH=$(HELPERS) tests/fakes/kube_apiserver.sh \
+	  $(BIN)/python -m pytest tests/mesh/services/kubernetes_apiserver.py
 
 bench: install-vllm ## benchmarks against benchmarks/baseline.json, by ratio (BENCH=--quick: fewer)
 	$(BIN)/python -m benchmarks.record $(BENCH)
@@ -139,7 +147,7 @@ bench-hosts: install ## the controller's latencies, and 1 to 1,000 hosts simulat
 	$(BIN)/python -m benchmarks.controller_simulation --set data.patients=1
 
 chaos: install ## how long each role is missing when it is killed or stopped: about 20 minutes
-	PYTHONPATH=tests $(BIN)/python -m benchmarks.mttr
+	PYTHONPATH=$(HELPERS) $(BIN)/python -m benchmarks.mttr
 
 clean: ## remove the environment and every run
 	rm -rf $(VENV) $(VERIFIERS_VENV) .bootstrap runs

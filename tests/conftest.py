@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
+HELPERS = [ROOT / "tests", *(ROOT / "tests" / name for name in ("fakes", "setups", "scenarios"))]
 # Found again in the environment of every process that descends from this session (side by side,
 # from this worker of it).
 SESSION = f"FORGE_TEST_SESSION={os.getpid()}"
@@ -24,7 +25,7 @@ os.environ.update(
         "FORGE_TEST_SESSION": str(os.getpid()),
         # Actors are defined in test files too, and their processes import those by name.
         "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")])
+            filter(None, [str(ROOT), *map(str, HELPERS), os.environ.get("PYTHONPATH")])
         ),
         # One thread a process: spinning OpenMP workers of several processes starve each other.
         "OMP_NUM_THREADS": "1",
@@ -47,25 +48,22 @@ settings.register_profile("few", max_examples=40, deadline=None)
 settings.register_profile("many", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 
-# Files that compare with one run, made once for all of them (tests/runs/conftest.py).
-OF_ONE_RUN = tuple(
-    f"tests/runs/test_{name}.py"
-    for name in ("eval", "frontier", "interrupted", "ranks", "stalled", "whole")
-)
-OF_VLLM = (
-    "tests/actors/test_local.py",
-    "tests/actors/test_engine_generator.py",
-    "tests/actors/test_vllm_generator.py",
-    "tests/actors/test_vllm_replica.py",
-    "tests/services/test_strategies_run.py",
-    "tests/services/test_vllm_run.py",
-)
+# Tests of vLLM stay together, for its memory.
+OF_VLLM = tuple(
+    f"tests/mesh/{name}.py"
+    for name in (
+        "actors/test_in_process", "actors/test_engine_generator", "actors/test_vllm_generator",
+        "actors/test_vllm_replica", "services/test_strategies_run",
+    )
+)  # fmt: skip
 
 
 def group(path: str) -> str:
-    """What a file of tests stays with under `--dist loadfile`: those of vLLM with each other, for
-    its memory, and those that share a run; any other is by itself."""
-    return "vllm" if path in OF_VLLM else "one run" if path in OF_ONE_RUN else path
+    """Return what a file of tests stays with under `--dist loadfile`: the tests of vLLM with each
+    other, and the whole runs of `tests/mesh/runs`, which share finished runs; else itself."""
+    if path in OF_VLLM:
+        return "vllm"
+    return "runs" if path.startswith("tests/mesh/runs/") else path
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -88,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def late(item: pytest.Item) -> tuple[bool, bool]:
         path = item.nodeid.partition("::")[0]
-        return not path.startswith("tests/runs/"), group(path) != "one run"
+        return "/runs/" not in path, group(path) != "vllm"
 
     items.sort(key=late)
 

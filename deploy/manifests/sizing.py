@@ -2,8 +2,8 @@
 and the pod that has it.
 
 Weights, KV, cartridges and optimizer state are counted; activations are a formula that is held
-against torch's own saved tensors (tests/cluster/test_sizing.py); the interpreter and HEADROOM are
-allowances. No cluster has confirmed them.
+against torch's own saved tensors (tests/unit/deploy/manifests/test_sizing.py); the interpreter
+and HEADROOM are allowances. No cluster has confirmed them.
 """
 
 from __future__ import annotations

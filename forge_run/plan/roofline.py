@@ -9,7 +9,7 @@ The student and the document teacher are one frozen Llama-like model, so a step 
 
 A phase takes the longer of its compute (at a stated share of peak) and its memory traffic.
 Everything else a real step spends is overhead. Logits are of response tokens alone, as learning's
-code computes them; counted FLOPs (tests/benchmarks/test_counted.py) hold the formulas.
+code computes them; counted FLOPs (tests/unit/benchmarks/test_counted.py) hold the formulas.
 """
 
 from __future__ import annotations

@@ -1,0 +1,72 @@
+"""A sampler without a mesh: RSA over the shipped panel, by a document and by a cartridge of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+from vllm_replica import require_vllm
+
+from actors.base import missing_vllm
+from actors.in_process import local_sampler
+from environments.clinic.longhealth import parse_patients
+from environments.clinic.patients import generate_clinic
+from environments.clinic.prompts import option_prompt
+from environments.renderer import ChatRenderer
+from learning.model.loading import document_kv, load_model, load_tokenizer
+from strategies.rsa import RSAEngine
+
+MODEL = str(Path(__file__).parents[3] / "models" / "clinic-panel")
+
+(PATIENT,) = parse_patients(generate_clinic(1, 1, 6, 2), "the test")
+
+QUESTIONS = [option_prompt(q.text, q.options) for q in PATIENT.questions[:2]]
+
+
+def test_a_document_and_all_of_it_as_a_cartridge_answer_alike(tmp_path: Path) -> None:
+    head = ChatRenderer(load_tokenizer(MODEL), {"p": PATIENT.document}).head("p")
+    file = tmp_path / "p.safetensors"
+    save_file({"kv": document_kv(load_model(MODEL), head)}, file)
+    told = []
+    for before in (
+        {"document": PATIENT.document},
+        {"document": PATIENT.document, "cartridge": file},
+    ):
+        with local_sampler(MODEL, **before) as sampler:
+            engine = RSAEngine(sampler, M=1, N=4, K=2, T=3, task="clinic", max_tokens=24)
+            result = engine.run(QUESTIONS, temperature=0.7)
+        assert (result.spent.calls, result.spent.asks) == (3, 3 * 4 * 2)
+        told.append([(r.answer, [p.texts for p in r.populations]) for r in result.runs])
+    assert told[0] == told[1]
+    right = [q.correct for q in PATIENT.questions[:2]]
+    assert [answer for answer, _ in told[0]] == right
+    with local_sampler(MODEL) as sampler:  # nothing to read: other words
+        result = RSAEngine(sampler, N=4, K=2, T=1, task="clinic", max_tokens=24).run(QUESTIONS)
+    assert result.runs[0].populations[0].texts != told[0][0][1][0]
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_vllm_in_a_script_says_the_same() -> None:
+    if missing_vllm():
+        require_vllm()
+    script = f"""
+from actors.in_process import local_sampler
+from strategies.rsa import RSAEngine
+with local_sampler({MODEL!r}, backend="vllm", document={PATIENT.document!r}, kv_gib=0.2) as s:
+    run = RSAEngine(s, N=3, K=2, T=2, task="clinic", max_tokens=24, seed=4).run({QUESTIONS!r})
+    print([[p.texts for p in r.populations] for r in run.runs])
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200,
+        cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr[-2000:]
+    with local_sampler(MODEL, document=PATIENT.document) as sampler:
+        engine = RSAEngine(sampler, N=3, K=2, T=2, task="clinic", max_tokens=24, seed=4)
+        expected = str([[p.texts for p in r.populations] for r in engine.run(QUESTIONS).runs])
+    assert "the answer is" in expected
+    assert said.stdout.splitlines()[-1] == expected

@@ -1,0 +1,83 @@
+"""The tiny clerk: what its corpus shows, and what the shipped model makes of it."""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from environments.clinic import vocabulary as words
+from environments.clinic.desk import case_of
+from environments.clinic.pretrain.clerk_tasks import (
+    GUESSING,
+    INFORMED,
+    ErrorRates,
+    draw_episode,
+)
+from environments.clinic.pretrain.measure import measure_clerk
+from environments.clinic.pretrain.reader_tasks import TaughtMessage
+
+MODELS = Path(__file__).resolve().parents[5] / "models"
+
+CLERK = MODELS / "clinic-clerk"
+
+Parts = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
+
+
+@pytest.fixture(scope="module")
+def clerk() -> Parts:
+    model = LlamaForCausalLM.from_pretrained(CLERK)
+    return model, PreTrainedTokenizerFast.from_pretrained(CLERK)
+
+
+def episodes(name: str, known: bool, hinted: bool, count: int) -> list[list[TaughtMessage]]:
+    rng = random.Random(name)
+    drawn = []
+    for _ in range(count):
+        case = case_of(rng.choice(words.FIELDS), rng.choice(words.DEPARTMENTS), rng)
+        drawn.append(draw_episode(rng, case, case.department if known else "", hinted))
+    return drawn
+
+
+def counted(drawn: list[list[TaughtMessage]]) -> tuple[Counter[str], int, int]:
+    """Mistakes by kind; the calls at which any could happen; those before the note was read.
+
+    None can right after a mistake, or in a call that is not taught.
+    """
+    found: Counter[str] = Counter()
+    free = unread = 0
+    for said in drawn:
+        calls = [s for s in said if s.role == "assistant"]
+        before = ["", *(c.kind for c in calls)]
+        read = False
+        for call, last in zip(calls, before, strict=False):
+            if call.kind and last not in vars(GUESSING):
+                free += 1
+                unread += not read
+                found[call.kind] += call.kind in vars(GUESSING)
+            read = read or call.kind == "read"
+    return found, free, unread
+
+
+@pytest.mark.parametrize(("known", "rates"), [(False, GUESSING), (True, INFORMED)])
+def test_mistakes_come_at_their_rates(known: bool, rates: ErrorRates) -> None:
+    found, free, unread = counted(episodes(f"rates/{known}", known, False, 3000))
+    for name, rate in vars(rates).items():
+        chances = unread if name in ("blind_answer", "wrong_note") else free
+        deviation = (chances * rate * (1 - rate)) ** 0.5
+        assert abs(found[name] - chances * rate) < 4 * deviation, name
+    assert min(found[name] for name in vars(rates)) > 0
+
+
+def test_the_shipped_clerk_needs_the_handbook_and_follows_hints(clerk: Parts) -> None:
+    """Broad bounds: of 60 cases, the deviation of a share is up to 6 points (docs/log.md)."""
+    model, tokenizer = clerk
+    shares = measure_clerk(model, tokenizer, Namespace(cases=60, fields=12, seed=1_000_003))
+    assert 0.1 <= shares["none"] <= 0.5
+    assert shares["none"] < shares["cut"] < shares["handbook"]
+    assert shares["handbook"] >= 0.85
+    assert shares["hinted"] >= 0.85

@@ -1,0 +1,37 @@
+"""The tiny panel: its prompt, what its corpus shows, and what the shipped model makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from environments.clinic.pretrain.measure import draw_asked, share_right
+
+MODELS = Path(__file__).resolve().parents[4] / "models"
+
+PANEL = MODELS / "clinic-panel"
+
+Parts = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
+
+
+@pytest.fixture(scope="module")
+def panel() -> Parts:
+    model = LlamaForCausalLM.from_pretrained(PANEL)
+    return model, PreTrainedTokenizerFast.from_pretrained(PANEL)
+
+
+def test_the_shipped_panel_reads_and_else_follows_the_votes(panel: Parts) -> None:
+    """Broad bounds: of 48 questions, the deviation of a share is up to 7 points (docs/log.md)."""
+    model, tokenizer = panel
+
+    def share(chart: bool, count: int = 0, right: int = 0) -> float:
+        questions = draw_asked(1_000_003, 2, chart, count, right)
+        return share_right(model, tokenizer, questions, torch.Generator().manual_seed(0))
+
+    assert share(True) >= 0.7
+    assert share(True, 4, 0) >= 0.5
+    assert share(False) <= 0.4
+    assert share(False, 4, 1) < share(False, 4, 2) < share(True, 4, 2)

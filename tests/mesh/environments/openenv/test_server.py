@@ -1,0 +1,58 @@
+"""The desk as a process of its own, and the thread that stops."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from desk_tasks import a_task, expected_after, solution
+
+from environments.openenv.client import OpenEnvClient
+from protocols.episodes import EnvironmentRequest
+
+TASK = a_task()
+
+
+def test_a_server_that_is_killed_mid_episode_and_comes_back_is_played_again(
+    tmp_path: Path,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def serve() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "environments.openenv.server", "--port", str(port)]
+        with (tmp_path / "log").open("ab") as log:
+            return subprocess.Popen(command, stderr=log)
+
+    async def until_up(client: OpenEnvClient) -> None:
+        for _ in range(600):
+            if not (await client.move(EnvironmentRequest(TASK))).error:
+                return
+            await asyncio.sleep(0.1)
+        raise AssertionError("the server did not come up in a minute")
+
+    async def play() -> None:
+        client = OpenEnvClient(f"http://127.0.0.1:{port}", timeout_s=10.0)
+        process = serve()
+        try:
+            await until_up(client)
+            actions = solution(TASK)
+            assert await client.move(EnvironmentRequest(TASK, actions[:1])) == expected_after(
+                TASK, actions[:1]
+            )
+            process.kill()
+            process.wait()
+            died = await client.move(EnvironmentRequest(TASK, actions[:2]))
+            assert died.error.startswith("environment_died: ")
+            process = serve()
+            await until_up(client)
+            assert await client.move(EnvironmentRequest(TASK, actions)) == expected_after(
+                TASK, actions
+            )
+            await client.close()
+        finally:
+            process.kill()
+            process.wait()
+
+    asyncio.run(play())

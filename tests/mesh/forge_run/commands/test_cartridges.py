@@ -1,0 +1,65 @@
+"""`forge convert`, `forge inspect` and `forge cartridges`: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fake_hub import TOKEN, fake_hub
+from logits_setup import trained
+
+from forge_run.cli import forge
+from learning.checkpoint import Checkpoint, write_checkpoint
+from registry.formats import forge as ours
+
+REPOSITORY = Path(__file__).parents[4]
+
+MESH = str(REPOSITORY / "meshes/serve.yaml")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of two cartridges for the tiny reader, each of 16 tokens, and two checkpoints."""
+    kv = torch.stack([trained().kv[:, :, :, :16], trained().kv[:, :, :, 1:17]])
+    facts = {"names": ["p1", "p2"], "arm": "on_policy", "last": {"kl": 0.25, "tokens": 9, "lr": 1}}
+    for version in (1, 2):
+        tensors = {"frozen": kv[..., :1, :], "trainable": kv[..., 1:, :] * version}
+        made = Checkpoint({**facts, "step": version, "version": version}, tensors)
+        write_checkpoint(tmp_path / "r1/checkpoints", f"version-00000{version}", made, 2)
+    return tmp_path / "r1"
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> list[str]:
+    return ["--serve", MESH, "--set", f"library={tmp_path / 'library'}"]
+
+
+def test_push_and_pull_from_the_command_line(
+    run: Path, library: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In processes of their own, with the hub and the token from the environment alone."""
+    forge(["cartridges", "add", str(run), *library])
+    with fake_hub() as hub:
+        environment = {
+            "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
+            "PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin",
+        }  # fmt: skip
+        code = "import sys; from forge_run.cli import forge; sys.exit(forge())"
+
+        def said(*words: str) -> str:
+            done = subprocess.run(
+                [sys.executable, "-c", code, "cartridges", *words, *library], check=False,
+                env=environment, capture_output=True, text=True, timeout=120,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            assert TOKEN not in done.stdout + done.stderr
+            return done.stdout
+
+        assert said("push", "p2", "me/p2").startswith(f"p2@1: {hub.url}/me/p2/commit/")
+        oid = hub.repos["me/p2"].commits[0][0]
+        assert said("pull", "me/p2", "--name", "mine") == f"mine@1: 16 tokens, {oid}\n"
+    folder = tmp_path / "library"
+    assert torch.equal(ours.read(folder / "mine/1").kv, ours.read(folder / "p2/1").kv)

@@ -1,0 +1,251 @@
+"""The report of a run that has every section: its text, and nothing in it that is markup."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from report_setup import (
+    DOCUMENT,
+    EVAL_ROW,
+    HOSTILE,
+    NONE,
+    START,
+    Page,
+    eval_found,
+    eval_row,
+    results,
+    rollout,
+)
+
+from environments.episode_files import to_row as episode_row
+from forge_run.report.page import write_report
+from protocols.episodes import Episode, Observation, Task, Turn
+from protocols.records.run_files import MetricRow
+from protocols.teacher_replay import (
+    AgentMessage,
+    PanelVerdict,
+    ReplayState,
+    TeacherUsage,
+    TeacherVote,
+    ToolAction,
+    VerdictReason,
+)
+from protocols.types import Sampling
+from services.run_directory import EVALUATION, FRONTIER, RunDirectory
+from teachers.budget import CallNow, SettledCall, SpendLimits, TeacherCall
+from teachers.ledger import SpendLedger
+from teachers.prompts import state_hash
+from teachers.vote_records import to_row
+from training.evaluation.strategies import ArmRow
+
+X, Y, Z = '{"choice":"X"}', '{"choice":"Y"}', '{"choice":"Z"}'
+
+NO_LIMITS = SpendLimits(10**12, 10**12, 8, None, 5, 30.0)
+
+
+def metric(step: int, **facts: object) -> MetricRow:
+    return MetricRow(
+        arm="on_policy", step=step, version=step, kl=0.5, grad_norm=1.0, lr=0.02, tokens=8,
+        stale_tokens=0, **facts,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def turn(text: str, said: Observation) -> Turn:
+    return Turn((4, 2), (7, 8), (-0.1, -0.7), (1, 1), text, said)
+
+
+def episode(
+    name: str, reward: float | None, *flags: str, turns: Sequence[Turn] = (), kind: str = ""
+) -> Episode:
+    opening = Observation((AgentMessage("user", f"what is the mri? {HOSTILE}"),))
+    task = Task(f"on_policy/{name} {HOSTILE}", "desk_01", {})
+    return Episode(task, "g", opening, tuple(turns), Sampling(), reward, kind, flags)
+
+
+EPISODES = (
+    episode(
+        "0", 1.0, "answer_not_through_tools", "verifier_disagrees",
+        turns=[
+            turn(f"find {HOSTILE}", Observation((AgentMessage("tool", f"no {HOSTILE}"),),
+                 error_kind=f"bad {HOSTILE}")),
+            turn("answer edema.", Observation((AgentMessage("tool", "right."),), done=True,
+                 reward=1.0,
+                 expected=f"fibrosis {HOSTILE}")),
+        ],
+    ),
+    episode("1", 0.0, "answer_not_through_tools"),
+    episode("2", 0.0, f"later {HOSTILE}"),
+    episode("3", None, kind=f"environment_died {HOSTILE}"),
+)  # fmt: skip
+
+
+def state(turn: int) -> ReplayState:
+    seen = tuple(AgentMessage("tool", f"seen {i} {HOSTILE}") for i in range(6))
+    return ReplayState(f"trace {HOSTILE}", turn, seen, (), ToolAction("find", {}))
+
+
+def vote(at: ReplayState, teacher: str, action: str | None, error: str = "") -> TeacherVote:
+    key = f"{teacher}/{at.turn}"
+    usage = TeacherUsage(8, 4)
+    return TeacherVote(state_hash(at), teacher, key, HOSTILE, action, usage, 0, 0.5, 1, error)
+
+
+def verdict(
+    turn: int, reason: VerdictReason, counts: tuple[tuple[str, int], ...], *votes: TeacherVote
+) -> PanelVerdict:
+    chosen = X if reason == "pair" else None
+    at = state(turn)
+    return PanelVerdict(
+        state_hash(at), at.trace_id, turn, reason, chosen, Y, counts, votes, "error_turn"
+    )
+
+
+# a and b agree twice; c is alone once and twice says nothing that can be read.
+VERDICTS = (
+    verdict(0, "pair", ((X, 2),), vote(state(0), "a", X), vote(state(0), "b", X)),
+    verdict(
+        1, "disagreement", ((X, 1), (Z, 1)), vote(state(1), "a", X), vote(state(1), "b", Z),
+        vote(state(1), "c", None, f"unparseable: {HOSTILE}"),
+    ),
+    verdict(
+        2, "agrees_with_student", ((X, 2), (Z, 1)), vote(state(2), "a", X), vote(state(2), "b", X),
+        vote(state(2), "c", Z),
+    ),
+    verdict(
+        3, "too_few_votes", ((X, 1),), vote(state(3), "a", X), vote(state(3), "b", None, "timeout"),
+        vote(state(3), "c", None, "unparseable: no JSON"),
+    ),
+)  # fmt: skip
+
+
+def pay(ledger: SpendLedger, teacher: str, key: str, nanodollars: int, outcome: str) -> None:
+    admission = ledger.admit(TeacherCall(key, teacher, "run", 10**9))
+    assert isinstance(admission, CallNow)
+    settled = SettledCall(
+        admission.attempt, key, teacher, "run", outcome, nanodollars, None, HOSTILE, False, True,
+        0.5, 1, 0.0, 1.0,
+    )  # fmt: skip
+    ledger.settle(settled)
+    ledger.settle(replace(settled, nanodollars=10**9))  # of two settlements the first counts
+
+
+DOCUMENTS = {
+    "documents": [
+        {"name": "salt", "source": HOSTILE, "sha256": "ab" * 32, "encoding": "utf-8",
+         "tokens": 1234, "chars": [0, 5678]},
+    ],
+    "left_out": [f"{HOSTILE} is empty"],
+    "notes": ["old.txt is not UTF-8: read as cp1252"],
+}  # fmt: skip
+
+ASKED = (("question", "model", ""), ("question", "plain", ""), ("creative", "plain", "double"))
+
+AGREEMENT = {"kl": 0.25, "kl_ci95": [0.15, 0.35], "top1": 0.75, "tokens": 2000}
+
+POPULATIONS = {"accuracy": [0.5, 0.8], "majority_vote": 0.7, "pass_at_n": 0.9}
+
+ONE = ArmRow("one", "chain_of_thought", 0.5, (0.4, 0.6), 100, 3, 12.0, 30.0, 1.0, 0.2, 4.0)
+
+OTHER = replace(ONE, name=HOSTILE, accuracy=0.7, tokens=400, gain=0.2, gain_ci95=(0.1, 0.3))
+
+
+def doc(value: float) -> dict[str, float]:
+    return {"value": value, "count": 10, "weight": 0.2}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    run = RunDirectory.create(tmp_path_factory.mktemp("runs"), "desk", "seed: 0\n", now=START)
+    grpo = {"value": -0.25, "count": 1234, "weight": 1.0, "ratio": 1.0}
+    sdpo = {"value": 0.0325, "count": 40, "weight": 0.125, "clipped": 0.0116, "negative": 0.0}
+    nothing = {"value": 0.0, "count": 0, "weight": 0.5}
+    run.append_metric(
+        metric(
+            1,
+            channels={
+                "doc_kl": {**doc(0.5), "grad_norm": 0.0119},
+                "grpo": {**grpo, "grad_norm": 0.5},
+                "replay_dpo": nothing,
+            },
+            cosines={"doc_kl/grpo": -0.25},
+            episodes={
+                "count": 4,
+                "errored": 1,
+                "turns": 8,
+                "reward": 0.5,
+                "error/bad_call": 2,
+                "teachers/pair": 1,
+                "rsa/accuracy_0": 0.25,
+                "rsa/accuracy_1": 0.5,
+                "teachers/trained": 2,
+            },
+        )
+    )
+    run.append_metric(
+        metric(
+            2,
+            channels={"doc_kl": doc(0.375), "grpo": grpo, "sdpo": sdpo, "replay_dpo": nothing},
+            episodes={
+                "count": 4,
+                "errored": 0,
+                "turns": 10,
+                "reward": 0.75,
+                f"error/lost $x$ {HOSTILE}": 3,
+                "teachers/trained": 1,
+                "teachers/too_late": 4,
+            },
+        )
+    )
+    run.append_episodes(episode_row(e, "on_policy", 1) for e in EPISODES)
+    for told in VERDICTS:
+        rows = [to_row(state(told.turn)), to_row(told)]
+        run.append_votes({"arm": "on_policy", "step": 2, **row} for row in rows)
+    ledger = SpendLedger(run.ledger, {"a": NO_LIMITS, "b": NO_LIMITS})
+    pay(ledger, "a", "1", 1_250_000, "answered")
+    pay(ledger, "a", "2", 250_000, "http_500")
+    pay(ledger, "b", "3", 0, "rate_limited")
+    ledger.close()
+    run.append_rollouts([rollout("on_policy", 1, 0, f"answer {HOSTILE}")])
+    run.documents.write_text(json.dumps(DOCUMENTS))
+    keys = ("kind", "asker", "refused")
+    study = [json.dumps(dict(zip(keys, asked, strict=True))) for asked in ASKED]
+    run.selfstudy.write_text("\n".join(study) + "\n")
+    run.contamination.write_text('{"row": 1}\n{"row": 2}\n')
+    (run.path / FRONTIER).write_text(
+        json.dumps({"version": 16, "arms": [arm.as_dict() for arm in (ONE, OTHER)]})
+    )
+    (run.path / EVALUATION).write_text(
+        json.dumps(eval_found(NONE, DOCUMENT, EVAL_ROW, eval_row(arm=HOSTILE)))
+    )
+    told = results()
+    told["arms"]["on_policy"] |= {"f1": 0.5, "agreement": AGREEMENT, "populations": POPULATIONS}
+    told["aggregation"] = {"last": 0.2, "first": 0.05, "aggregation": 0.15, "share": 0.75}
+    run.write_results(told)
+    write_report(run.path)
+    return run
+
+
+@pytest.fixture(scope="module")
+def html(run: RunDirectory) -> str:
+    return run.report.read_text(encoding="utf-8")
+
+
+def test_the_whole_text_is_as_it_was(html: str, run: RunDirectory) -> None:
+    """report.txt by hand, for instance the votes: a majority was in the states 0 and 2; b said X
+    there, and Z and nothing elsewhere; of two settlements of a call the first is paid."""
+    lines = [line.strip(" |") for line in Page(html).lines]
+    text = "\n".join(filter(None, lines)).replace(run.id, "RUN").replace(HOSTILE, "HOSTILE")
+    golden = Path(__file__).with_name("report.txt").read_text(encoding="utf-8")
+    assert text.splitlines() == golden.splitlines()
+
+
+def test_the_same_files_give_the_same_bytes(run: RunDirectory) -> None:
+    before = run.report.read_bytes()
+    assert write_report(run.path).read_bytes() == before
+    ids = re.findall(r'\bid="([^"]+)"', before.decode())
+    assert len(ids) == len(set(ids))

@@ -1,0 +1,135 @@
+"""Ranks: several processes train what one trains, and no failure of one leaves another waiting."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_jobs import JOBS, STEPS
+from safetensors.torch import load_file
+
+from learning.model.distributed import ALONE, join
+from protocols.errors import RunError
+
+Told = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all jobs, run once, wrote what they did."""
+    out = tmp_path_factory.mktemp("ranks")
+    subprocess.run([sys.executable, "-m", "rank_jobs", str(out), *JOBS], check=True, timeout=240)
+    # Rank 1 dies in the last job, on purpose.
+    assert json.loads((out / "codes.json").read_text()) == [0, 3, 0]
+    return out
+
+
+@pytest.fixture(scope="module")
+def told(out: Path) -> Told:
+    """What every rank of every job told, by job and rank."""
+    return {
+        job: [json.loads(p.read_text()) for p in sorted(out.glob(f"{job}.[0-9].json"))]
+        for job in JOBS
+    }
+
+
+def assert_same_curve(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Every number of every step's result, but for the last bits of float32."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ("kl", "grad_norm", "lr", "tokens", "stale_tokens"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+        assert ours["terms"].keys() == theirs["terms"].keys()
+        for channel, term in theirs["terms"].items():
+            assert ours["terms"][channel] == pytest.approx(term, rel=1e-4, abs=1e-5), channel
+        assert ours["cosines"] == pytest.approx(theirs["cosines"], abs=1e-4)
+
+
+@pytest.mark.parametrize("job", ["two", "three", "sharded"])
+def test_ranks_train_what_one_trains(told: Told, out: Path, job: str) -> None:
+    """All four channels with their facts, gradient norms and cosines; steps of which most ranks,
+    or all, get nothing."""
+    (alone,) = told["one"]
+    assert [r["tokens"] for r in alone["results"]] == [44, 8, 8, 0, 44, 44]
+    assert len(alone["results"][0]["cosines"]) == 6
+    assert_same_curve(told[job][0]["results"], alone["results"])
+    ours, theirs = (load_file(out / f"{j}.safetensors")["trainable"] for j in (job, "one"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("job", ["two", "three", "sharded", "rest", "nan"])
+def test_every_rank_holds_the_same_bits_and_tells_the_same(told: Told, job: str) -> None:
+    first, *others = told[job]
+    assert len(others) == JOBS[job][0] - 1
+    for other in others:
+        assert other["bits"] == first["bits"]
+        assert other["results"] == first["results"]
+
+
+def test_a_checkpoint_moves_between_numbers_of_ranks(told: Told, out: Path) -> None:
+    """Two steps of two ranks, two of one, two of three: the curve of one all along."""
+    found = [r for job in ("half", "more", "rest") for r in told[job][0]["results"]]
+    assert len(found) == STEPS
+    assert_same_curve(found, told["one"][0]["results"])
+    manifest = json.loads((out / "half/version-000002/manifest.json").read_text())
+    assert manifest["facts"]["position"] == {"by": 0}  # written by rank 0 alone
+
+
+def test_a_sharded_base_is_held_in_parts_and_is_the_same(told: Told) -> None:
+    """The reader, whose embedding is its projection, and the twin, whose is not."""
+    for rank in told["tied"]:
+        whole, sharded = rank["whole"], rank["sharded"]
+        assert sharded["held"] == pytest.approx(whole["held"] / 2, rel=0.01)
+        assert sharded["kv"] == whole["kv"]  # of a document, bit for bit
+        assert sharded["base_hash"] == whole["base_hash"]
+        assert sharded["kl"] == pytest.approx(whole["kl"], rel=1e-6)
+        assert sharded["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-5)
+    for rank in told["sharded"]:
+        before, after, moved = rank["base_hashes"]
+        assert before == after != moved
+
+
+def test_a_loss_that_is_no_number_on_one_rank_is_every_rank_s(told: Told) -> None:
+    """Only one rank holds the spoilt pair. All refuse alike, and train what they are given next."""
+    for rank in told["nan"]:
+        assert rank["error"].startswith("RunError: replay_dpo became nan at version 0")
+        assert_same_curve(rank["results"], told["one"][0]["results"][:1])
+
+
+def test_ranks_whose_cartridges_differ_train_nothing(told: Told) -> None:
+    for rank in told["differ"]:
+        assert "RunError: trainer ranks [1] stand at other versions" in rank["error"]
+        assert rank["version"] == 0
+
+
+@pytest.mark.parametrize("job", ["fails", "silent", "dies"])
+def test_nobody_waits_for_a_rank_that_is_gone(told: Told, job: str) -> None:
+    """One that is gone is noticed at once: the timeout is ten minutes, as this test's own. One that
+    is silent is waited for until a timeout of five seconds."""
+    lost = [rank for rank in told[job] if "lost the others" in rank["error"]]
+    assert len(lost) == 2
+    for rank in lost:
+        assert rank["error"].startswith("RanksLostError: trainer rank")
+        assert rank["version"] == 0
+    own = [rank["error"] for rank in told[job] if rank not in lost]
+    said = {"fails": ["is out of memory"], "silent": ["took too long"], "dies": []}[job]
+    assert own == [f"MemoryError: rank 1 {what}" for what in said]
+
+
+def test_ranks_that_do_not_come_are_not_waited_for_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="trainer rank 0 of 2 lost the others"):
+        join(0, 2, f"file://{tmp_path}/meet", timeout_s=0.5)
+
+
+def test_one_rank_needs_no_group() -> None:
+    tensor = torch.ones(3)
+    ALONE.add(tensor)
+    ALONE.follow(tensor)
+    assert join(0, 1, "env://") == ALONE
+    assert ALONE.gather({"a": 1}) == [{"a": 1}]
+    assert tensor.tolist() == [1, 1, 1]

@@ -1,0 +1,63 @@
+"""The trainer's benchmarks, run small: what their tables claim."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.record import read
+
+
+def rows_of(module: str, out: Path, *options: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", module, "--out", str(out), *options]
+    subprocess.run(command, check=True, timeout=200, capture_output=True)
+    rows: list[dict[str, Any]] = read(out)["results"]
+    return rows
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads its memory's peak from /proc")
+def test_losses_in_chunks_are_the_same_and_make_less(tmp_path: Path) -> None:
+    """A chunk of 16 of 64 tokens; 1 MiB holds as many tokens of 16,384."""
+    rows = rows_of(
+        "benchmarks.losses", tmp_path / "losses.json", "--vocabulary", "16384", "--chunk-mb", "1",
+        "--width", "32", "--repeats", "1",
+    )  # fmt: skip
+    for whole, chunked in zip(rows[::2], rows[1::2], strict=True):
+        assert (whole["loss"], whole["form"]) == (chunked["loss"], "whole")
+        assert chunked["form"] == "chunks of 16"
+        assert chunked["makes"] == whole["makes"] / 4
+        assert chunked["differs"] < 1e-5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads its memory's peak from /proc")
+def test_attention_in_chunks_takes_less_memory(tmp_path: Path) -> None:
+    """The benchmark itself refuses a row whose gradients or scores differ from the other form's.
+    Six heads' scores over 3,072 keys are 72 MiB a layer; the chunks 32."""
+    rows = rows_of(
+        "benchmarks.attention", tmp_path / "attention.json", "--prefixes", "2048", "--samples", "4",
+        "--repeats", "1",
+    )  # fmt: skip
+    assert [(row["at"], row["form"], len(row["seconds"])) for row in rows] == [
+        (2048, "kept", 2), (2048, "32 MiB", 2), (4, "256 MiB", 1), (4, "8 MiB", 1),
+    ]  # fmt: skip
+    kept, chunked = rows[:2]
+    assert kept["grew_mb"] > 3 * 2 * 72  # of each layer its scores, and what softmax made of them
+    assert chunked["grew_mb"] < kept["grew_mb"] / 1.5
+
+
+def test_a_step_reads_its_document_once(tmp_path: Path) -> None:
+    """The benchmark itself refuses a row whose two gradients differ."""
+    plot = tmp_path / "step.svg"
+    short, long = rows_of(
+        "benchmarks.step", tmp_path / "step.json", "--batches", "4", "--documents", "64", "1024",
+        "--steps", "1", "--plot", str(plot),
+    )  # fmt: skip
+    assert 0 < short["ratio"] != long["ratio"] > 0
+    needed = {"rollout", "teacher", "train", "publish", "whole"}
+    assert long["theirs"].keys() == needed | {"old log-probabilities"}
+    assert long["ours"].keys() == needed
+    assert plot.read_text().count("<svg") == 1

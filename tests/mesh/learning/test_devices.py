@@ -1,0 +1,159 @@
+"""That whatever works with a model goes where the model is: over a second device that any machine
+has (`elsewhere`), the same numbers as without it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from channel_setup import ALL, changed, in_chunks, scene
+from second_device import Elsewhere, elsewhere
+
+from learning.cartridge.bank import first_tokens
+from learning.checkpoint import read_checkpoint
+from learning.decoding.engine import TorchEngine
+from learning.decoding.generate import generate
+from learning.scoring import score_kept, with_references
+from learning.trainer import CartridgeTrainer
+from protocols.spec.objective import ObjectiveSpec, SdpoSpec
+from protocols.spec.sections import TrainSpec
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TrainStepOutput
+from services.planes.codec import pack, unpack
+
+if TYPE_CHECKING:
+    from twins import Twin
+
+END = frozenset({5})
+
+TRAIN = TrainSpec(steps=5, lr=0.02, row_tokens=24)
+
+OBJECTIVE = changed(ALL, micro_tokens=40, compare_every=3)
+
+
+@pytest.fixture
+def there(llama: Twin) -> Iterator[Twin]:
+    """The same twin with its model, and what it has read, elsewhere."""
+    with elsewhere():
+        model = copy.deepcopy(llama.model).to("elsewhere")
+        yield replace(llama, model=model, kv={n: kv.to("elsewhere") for n, kv in llama.kv.items()})
+
+
+def requests() -> list[GenerateRequest]:
+    """Two prefixes of unequal length, greedy and drawn, likeliest tokens and prompts' own."""
+
+    def one(i: int, name: str, prompt: int, most: int, **more: float) -> GenerateRequest:
+        ids = tuple((7 * t + 3 * i) % 90 + 6 for t in range(prompt))
+        drawn = Sampling(max_tokens=most, **more)
+        ref = PrefixRef(f"document/{name}", 0)
+        return GenerateRequest(f"r{i}", ids, ref, drawn, i, prompt_logprobs=i == 0, top_logprobs=3)
+
+    return [
+        one(0, "a", 5, 5), one(1, "b", 2, 9, temperature=0.0), one(2, "a", 9, 2, top_p=0.8),
+        one(3, "b", 1, 8, temperature=0.7, top_k=5), one(4, "a", 3, 3),
+    ]  # fmt: skip
+
+
+def batched(twin: Twin) -> list[Completion]:
+    with torch.no_grad():
+        return generate(twin.model, requests(), lambda ref: twin.kv[ref.name[-1]], END)
+
+
+def streamed(twin: Twin) -> list[Completion]:
+    """Through the engine: requests join rows that are under way, and rows that ended are dropped;
+    a cartridge that came over the tensor plane, from the host."""
+    engine = TorchEngine(twin.model, lambda name: twin.kv[name], END, str)
+    engine.hold(3, ("a",), twin.kv["a"][None, :, :, :, :8].cpu())
+    waiting, done = requests(), []
+    waiting[2] = replace(waiting[2], prefix=PrefixRef("cartridge/a", 3))
+    for turn in range(20):
+        if waiting and turn % 2 == 0:
+            request = waiting.pop(0)
+            engine.add(request.id, request)
+        done += [came for _, came in engine.step() if isinstance(came, Completion)]
+    assert len(done) == 5
+    return done
+
+
+@pytest.mark.parametrize("sampled", [batched, streamed])
+def test_sampling(sampled: Callable[[Twin], list[Completion]], llama: Twin, there: Twin) -> None:
+    assert sampled(there) == sampled(llama)
+
+
+@pytest.mark.parametrize("keep_top", [None, 5])
+def test_scores_pass_over_the_tensor_plane(llama: Twin, there: Twin, keep_top: int | None) -> None:
+    samples = scene(llama, trainer_of(llama).bank).doc
+    tensors = score_kept(there.model, samples, there.kv, 24, keep_top)
+    assert all(isinstance(x, Elsewhere) for x in tensors.values())
+    buffer, layout = pack(tensors)
+    expected = score_kept(llama.model, samples, llama.kv, 24, keep_top)
+    for name, got in unpack(buffer, layout).items():
+        assert torch.equal(got, expected[name])
+    pairs = scene(llama, trainer_of(llama).bank).pairs
+    assert with_references(there.model, pairs, there.kv, 24, 9, 0) == with_references(
+        llama.model, pairs, llama.kv, 24, 9, 0
+    )
+
+
+def trainer_of(
+    twin: Twin,
+    train: TrainSpec = TRAIN,
+    objective: ObjectiveSpec = OBJECTIVE,
+    last_state: Path | None = None,
+) -> CartridgeTrainer:
+    bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
+    return CartridgeTrainer(
+        twin.model, bank, train, last_state, objective=objective, publish_dtype="bfloat16"
+    )
+
+
+def same(one: TrainStepOutput, other: TrainStepOutput) -> None:
+    assert one.tokens == other.tokens
+    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+    assert one.terms.keys() == other.terms.keys()
+    for name, term in one.terms.items():
+        assert term == pytest.approx(dict(other.terms[name]), rel=1e-3, abs=1e-5)
+    assert one.cosines == pytest.approx(dict(other.cosines), abs=1e-4)
+
+
+SETTINGS = {
+    "whole": (TRAIN, OBJECTIVE),
+    "in chunks, sampled": (
+        in_chunks(TRAIN, 4 * 97 * 9).model_copy(update={"recompute_layers": True}),
+        changed(OBJECTIVE, compare_every=0, sdpo=SdpoSpec(variant="sampled", token_clip=None)),
+    ),
+}
+
+
+@pytest.mark.parametrize("specs", SETTINGS.values(), ids=SETTINGS)
+def test_all_channels_train_where_the_model_is(
+    specs: tuple[TrainSpec, ObjectiveSpec], llama: Twin, there: Twin, tmp_path: Path
+) -> None:
+    """What was scored comes from the host. A trainer that recovers, and one that continues from a
+    checkpoint, have their moments where the model is."""
+    ours, theirs = trainer_of(there, *specs, tmp_path / "state"), trainer_of(llama, *specs)
+    for trainer in (ours, theirs):
+        trainer.begin("all", 5)
+    for turn in range(3):
+        v = theirs.version
+        batch = scene(llama, theirs.bank, v, version=v)
+        same(ours.step_on(batch, v), theirs.step_on(batch, v))
+        (names, one), (_, other) = ours.snapshot(v + 1), theirs.snapshot(v + 1)
+        assert (names, one.dtype) == (("a", "b"), torch.bfloat16)
+        torch.testing.assert_close(one.cpu(), other)
+        if turn == 0:
+            ours = trainer_of(there, *specs, tmp_path / "state")
+            assert ours.recover() == v + 1
+        if turn == 1:
+            path = ours.save(tmp_path, {"step": 2}, v + 1)
+            ours = trainer_of(there, *specs)
+            assert ours.restore(read_checkpoint(path)) == {"step": 2}
+    assert isinstance(ours.bank.trainable.data, Elsewhere)
+    torch.testing.assert_close(
+        ours.bank.trainable.detach().cpu(), theirs.bank.trainable.detach(), rtol=0, atol=1e-4
+    )
+    assert isinstance(ours.bank.fingerprint(), int)

@@ -1,0 +1,128 @@
+"""The trainer: versions that are never reused, and a resumed run that equals the uninterrupted."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learning.cartridge.bank import first_tokens
+from learning.scoring import score
+from learning.teacher_logprobs import TeacherDistribution
+from learning.trainer import CartridgeTrainer
+from protocols.spec.sections import TrainSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twins import Twin
+
+    from protocols.types import Sample
+
+    MakeSamples = Callable[..., list[Sample]]
+
+CONFIG = TrainSpec(steps=100, lr=0.02, warmup_steps=2, row_tokens=20)
+
+
+def trainer_of(
+    twin: Twin,
+    names: str = "ab",
+    config: TrainSpec = CONFIG,
+    last_state: Path | None = None,
+    tokens: int = 6,
+    frozen: int = 1,
+    **more: Any,
+) -> CartridgeTrainer:
+    bank = first_tokens({n: twin.kv[n] for n in names}, tokens, frozen)
+    return CartridgeTrainer(twin.model, bank, config, last_state, **more)
+
+
+def batch(
+    twin: Twin, make_samples: MakeSamples, version: int
+) -> tuple[list[Sample], TeacherDistribution]:
+    """Samples and scores that depend on the version alone."""
+    samples = make_samples(("a", 4, 5), ("b", 2, 3), ("a", 3, 2), seed=version, version=version)
+    return samples, TeacherDistribution(logits=score(twin.model, samples, twin.cached(), 64))
+
+
+def parts(trainer: CartridgeTrainer) -> dict[str, torch.Tensor]:
+    adam = trainer._optimizer.state.get(trainer.bank.trainable, {})
+    return {"trainable": trainer.bank.trainable, "frozen": trainer.bank.frozen, **adam}
+
+
+def copied(trainer: CartridgeTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in parts(trainer).items()}
+
+
+def same(here: dict[str, torch.Tensor], there: dict[str, torch.Tensor]) -> None:
+    assert here.keys() == there.keys()
+    for name, tensor in here.items():
+        assert torch.equal(tensor, there[name]), name
+
+
+class Killed(Exception):
+    """The trainer's process ended here."""
+
+
+def outcomes(trainer: CartridgeTrainer, twin: Twin, make_samples: MakeSamples, call: str) -> object:
+    """One call of the controller: what it answers."""
+    kind, _, version = call.partition(" ")
+    if kind == "step":
+        return trainer.step(*batch(twin, make_samples, int(version)), int(version))
+    if kind == "publish":
+        names, kv = trainer.snapshot(int(version))
+        return names, kv.tolist()
+    return trainer.begin(kind, 2)
+
+
+# Two arms of two steps each, published where the controller publishes.
+CALLS = [
+    "on_policy", "publish 0", "step 0", "publish 1", "step 1", "publish 2",
+    "offline", "step 3", "step 4", "publish 5",
+]  # fmt: skip
+
+KILLS = ("", "before it began", "before its state was kept", "before it told")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(llama: Twin, make_samples: MakeSamples) -> tuple[list[object], dict]:
+    trainer = trainer_of(llama)
+    answers = [outcomes(trainer, llama, make_samples, call) for call in CALLS]
+    return answers, copied(trainer)
+
+
+@settings(max_examples=15, deadline=None)
+@given(kills=st.lists(st.sampled_from(KILLS), min_size=len(CALLS), max_size=len(CALLS)))
+def test_killed_anywhere_and_replaced_it_goes_on_bit_for_bit(
+    llama: Twin,
+    make_samples: MakeSamples,
+    undisturbed: tuple[list[object], dict],
+    kills: list[str],
+) -> None:
+    expected, end = undisturbed
+    with tempfile.TemporaryDirectory() as directory:
+        last_state = Path(directory) / "last-state.safetensors"
+        trainer = trainer_of(llama, last_state=last_state)
+        for call, kill, answer in zip(CALLS, kills, expected, strict=True):
+            if kill:
+                if kill == "before its state was kept":
+                    trainer._keep = killed
+                if kill != "before it began":
+                    try:
+                        outcomes(trainer, llama, make_samples, call)
+                    except Killed:
+                        assert kill == "before its state was kept"
+                trainer = trainer_of(llama, last_state=last_state)
+                trainer.recover()
+            assert outcomes(trainer, llama, make_samples, call) == answer
+        same(copied(trainer), end)
+        assert trainer.version == 5
+
+
+def killed() -> None:
+    raise Killed

@@ -1,0 +1,78 @@
+"""What is cut, damaged, of another kind or made to do harm is refused by name, and nothing runs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from format_setup import cartridge, files_of, same, write
+from safetensors.torch import save_file
+
+from protocols.errors import DataError
+from registry.formats.cartridge_file import Provenance
+from registry.formats.convert import FORMATS, read
+
+SMALL = cartridge(1, 1, 16, 2, dtype="bfloat16")
+
+TEXTS = (".json", ".yaml")
+
+
+def outcome(path: Path) -> str:
+    """`refused`, `same`, or `bare`: whole numbers without what is known of them, as where the very
+    word is damaged under which PEFT's file has our label."""
+    try:
+        again = read(path)
+    except DataError:
+        return "refused"
+    bare = again.facts in (Provenance(), Provenance(base=SMALL.facts.base))
+    assert same(replace(again, facts=SMALL.facts) if bare else again, SMALL)
+    return "bare" if bare else "same"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path, name: str) -> None:
+    path = write(SMALL, tmp_path, name)
+    for file in files_of(path):
+        whole = file.read_bytes()
+        lengths = range(len(whole))
+        for length in random.Random(f"cut/{name}").sample(lengths, min(120, len(whole))):
+            file.write_bytes(whole[:length])
+            # A text may say all that is read of it before it ends.
+            assert outcome(path) == "refused" or file.suffix in TEXTS, (file.name, length)
+        file.unlink()
+        with pytest.raises(DataError):
+            read(path)
+        file.write_bytes(whole)
+    assert outcome(path) == "same"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_damaged_byte_is_refused_or_changes_nothing(tmp_path: Path, name: str) -> None:
+    """Nothing is read of a zip's padding and dates, nor of white space."""
+    path, draws = write(SMALL, tmp_path, name), random.Random(f"damage/{name}")
+    for file in files_of(path):
+        whole = file.read_bytes()
+        told = []
+        for at in draws.sample(range(len(whole)), min(200, len(whole))):
+            damaged = bytes([whole[at] ^ draws.randrange(1, 256)])
+            file.write_bytes(whole[:at] + damaged + whole[at + 1 :])
+            told.append(outcome(path))
+        assert "refused" in told
+        assert "bare" not in told or name == "peft"
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("forge", "manifest.json"), ("peft", "adapter_config.json"), ("tokasaurus", "config.yaml")],
+)
+def test_a_text_nested_without_end_is_refused(tmp_path: Path, name: str, file: str) -> None:
+    path = write(SMALL, tmp_path, name)
+    (path / file).write_text("[" * (2_000 if name == "tokasaurus" else 100_000))
+    with pytest.raises(DataError, match=f"no readable {file}"):
+        read(path)
+    save_file({"kv": SMALL.kv}, tmp_path / "c.safetensors", metadata={"forge": "[" * 200_000})
+    with pytest.raises(DataError, match="says of itself cannot be read"):
+        read(tmp_path / "c.safetensors")

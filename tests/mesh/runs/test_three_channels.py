@@ -1,0 +1,198 @@
+"""meshes/three_channels.yaml from the command line, cut down to a few steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chaos import OF_CHANNELS
+from small_run import ROOT, Finished, run_to_end, running
+
+from environments.episode_files import from_row
+from learning.losses.objective import CHANNELS
+from protocols.files import read_rows
+from protocols.teacher_replay import NANO, PanelVerdict
+from teachers.vote_records import from_row as record_from
+
+STEPS, TASKS, GROUP = 4, 2, 3
+SMALL: dict[str, Any] = {
+    "train.steps": STEPS,
+    "train.warmup_steps": 1,
+    "train.checkpoint_every": 1,
+    "episodes.tasks": TASKS,
+    "episodes.group": GROUP,
+    "objective.alpha_warmup_steps": 0,
+    "objective.compare_every": 1,
+    "evaluate.questions": 6,
+    "evaluate.probe_every": 2,
+    "evaluate.probe_questions": 4,
+    "evaluate.sampled": False,
+    "roles.generator.replicas": 1,
+    "roles.teacher_replay.replicas": 1,
+    "roles.trainer.threads": 1,
+    "health.heartbeat_s": 0.3,
+}
+WITHOUT_TEACHERS = {"replay": None, "objective.beta": 0.0}
+WITHOUT_ASKING = tuple(role for role in OF_CHANNELS if role != "teacher_replay")
+
+
+def command(root: Path, *extra: str, **sets: Any) -> list[str]:
+    code = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
+    mesh = str(ROOT / "meshes" / "three_channels.yaml")
+    words = [sys.executable, "-c", code, mesh, "--run-dir", str(root), *extra]
+    for key, value in {**SMALL, **sets}.items():
+        words += ["--set", f"{key}={json.dumps(value)}"]
+    return words
+
+
+def directory(root: Path) -> Path:
+    return (root / "three_channels" / "latest").resolve()
+
+
+def whole_run(root: Path, **sets: Any) -> Finished:
+    process = run_to_end(command(root, **sets))
+    assert process.returncode == 0, process.stdout + process.stderr
+    return Finished(process, directory(root))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return whole_run(tmp_path_factory.mktemp("three_channels"))
+
+
+def test_every_channel_has_its_own_value_denominator_norm_and_angles(done: Finished) -> None:
+    rows = read_rows(done.path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert list(row["channels"]) == list(CHANNELS)
+        weights = [row["channels"][name]["weight"] for name in CHANNELS]
+        assert weights == [1.0, 1.0, 0.5, 0.5]
+        assert row["episodes"]["count"] == TASKS * GROUP
+    assert rows[0]["channels"]["replay_dpo"] == {"value": 0.0, "count": 0, "weight": 0.5}
+    # By the last step every channel had data, and the teachers' pairs had come.
+    full = next(row for row in rows if all(row["channels"][name]["count"] for name in CHANNELS))
+    for name in CHANNELS:
+        assert full["channels"][name]["grad_norm"] >= 0.0, name
+    assert {"doc_kl/sdpo", "doc_kl/replay_dpo", "sdpo/replay_dpo"} <= set(full["cosines"])
+    assert all(-1.0 <= cosine <= 1.0 for cosine in full["cosines"].values())
+
+
+def test_traces_read_back_as_what_was_sampled(done: Finished) -> None:
+    rows = read_rows(done.path / "episodes.jsonl")
+    assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, 5), TASKS * GROUP)
+    for row in rows:
+        episode = from_row(row)
+        versions = {v for turn in episode.turns for v in turn.versions}
+        assert versions == {row["step"] - 1}  # strictly on policy
+        for before, after in zip(episode.turns, episode.turns[1:], strict=False):
+            stood = (*before.context_ids, *before.response_ids)
+            assert after.context_ids[: len(stood)] == stood
+
+
+def test_every_vote_is_there_and_paid_for_once(done: Finished) -> None:
+    said = [record_from(row) for row in read_rows(done.path / "votes.jsonl")]
+    verdicts = [v for v in said if isinstance(v, PanelVerdict)]
+    assert verdicts
+    assert "pair" in {v.reason for v in verdicts}
+    spent = sum(vote.nanodollars for v in verdicts for vote in v.votes)
+    assert 0 < spent <= 2.0 * NANO
+    ledger = (done.path / "teachers.jsonl").read_text()
+    assert len(ledger.splitlines()) >= 2 * sum(len(v.votes) for v in verdicts) - 2
+    assert "FORGE_LOCAL_PROVIDER_KEY" not in ledger
+
+
+def test_results_and_the_report_are_written(done: Finished) -> None:
+    results = json.loads((done.path / "results.json").read_text())
+    assert set(results["arms"]) == {"none", "document", "untrained", "on_policy"}
+    assert results["arms"]["document"]["accuracy"] >= results["arms"]["none"]["accuracy"]
+    assert results["policy"]["stale_tokens"] == 0
+    report = (done.path / "report.html").read_text()
+    for section in ("Rewards", "Channels", "Teachers&#39; votes", "Monitors"):
+        assert f"<h2>{section}</h2>" in report
+
+
+def test_what_was_spent_is_told_with_each_step(done: Finished) -> None:
+    told = [e["teachers"] for e in read_rows(done.path / "events.jsonl") if e["event"] == "step"]
+    assert len(told) == STEPS
+    assert told[-1]["calls"]["open"]["answered"] > 0
+    spent = [sum(step["dollars"].values()) for step in told]
+    assert spent == sorted(spent)
+    assert 0 < spent[-1] <= 2.0
+
+
+def test_deaths_of_desk_hint_teacher_and_controller_change_nothing(tmp_path: Path) -> None:
+    """kill -9 of each while it is wanted, then of the controller: the run that goes on by itself,
+    and is resumed, ends as the undisturbed one does, to the byte."""
+    calm = whole_run(tmp_path / "calm", **WITHOUT_TEACHERS).path
+    root = tmp_path / "struck"
+    with running(command(root, **WITHOUT_TEACHERS), root) as run:
+        wait_for(root, 1)
+        for role in WITHOUT_ASKING:
+            (pid,) = pids(root)[role]
+            os.kill(pid, signal.SIGKILL)
+        wait_for(root, 2)
+        (controller,) = [json.loads((directory(root) / "endpoints.json").read_text())["pid"]]
+        os.kill(controller, signal.SIGKILL)
+        run.process.communicate(timeout=180)
+        run.wait_until_gone(60)
+    lost = [
+        e["role"]
+        for e in read_rows(directory(root) / "events.jsonl")
+        if e["event"] == "replica_lost"
+    ]
+    assert set(lost) >= set(WITHOUT_ASKING)
+    process = run_to_end(command(root, "--resume", **WITHOUT_TEACHERS))
+    assert process.returncode == 0, process.stdout + process.stderr
+    for name in ("metrics.jsonl", "episodes.jsonl"):
+        assert (directory(root) / name).read_bytes() == (calm / name).read_bytes(), name
+
+
+def test_teachers_that_are_all_down_are_done_without(tmp_path: Path) -> None:
+    """The provider fails nearly every call, and every role of the channels is killed as well."""
+    sets = {
+        "replay.local.server_error": 0.99, "replay.local.rate_limit": 0.0,
+        "replay.deadline_s": 3.0, "evaluate.arms": ["on_policy"],
+    }  # fmt: skip
+    with running(command(tmp_path, **sets), tmp_path) as run:
+        wait_for(tmp_path, 1)
+        for role in OF_CHANNELS:
+            (pid,) = pids(tmp_path)[role]
+            os.kill(pid, signal.SIGKILL)
+        said, _ = run.process.communicate(timeout=180)
+        assert run.process.returncode == 0, said
+        run.wait_until_gone(60)
+    path = directory(tmp_path)
+    rows = read_rows(path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["channels"]["grpo"]["count"] for row in rows)
+    verdicts = [record_from(row) for row in read_rows(path / "votes.jsonl")]
+    verdicts = [v for v in verdicts if isinstance(v, PanelVerdict)]
+    assert {v.reason for v in verdicts} <= {"too_few_votes", "not_worth_asking"}
+    errors = {vote.error for v in verdicts for vote in v.votes}
+    assert errors <= {"http_500", "circuit_open", "deadline", ""}
+    # The record says what the training went on without.
+    assert sum(row["episodes"].get("teachers/too_few_votes", 0) for row in rows) > 0
+    lost = [e["role"] for e in read_rows(path / "events.jsonl") if e["event"] == "replica_lost"]
+    assert set(lost) == set(OF_CHANNELS)
+
+
+def wait_for(root: Path, step: int, timeout: float = 180.0) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        metrics = directory(root) / "metrics.jsonl"
+        if metrics.exists() and any(row["step"] >= step for row in read_rows(metrics)):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} did not come within {timeout} s")
+
+
+def pids(root: Path) -> dict[str, list[int]]:
+    events = read_rows(directory(root) / "events.jsonl")
+    return {e["role"]: e["pids"] for e in events if e["event"] == "role_ready"}

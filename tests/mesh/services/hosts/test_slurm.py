@@ -1,0 +1,148 @@
+"""Hosts of a Slurm job: Monarch's own SlurmJob over tools that start real workers here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_slurm import JOB, Cluster, cluster, options
+
+from protocols.errors import RunError
+from protocols.spec.loading import load_spec
+from protocols.spec.mesh import RunSpec
+from services.hosts import slurm as slurm_hosts
+from services.hosts.slurm import SlurmHosts
+from services.hosts.source import LINK_ENVIRONMENT
+
+ROOT = Path(__file__).resolve().parents[4]
+
+SCENARIO = ROOT / "tests/scenarios/slurm_scenario.py"
+
+
+def spec_of(*sets: str) -> RunSpec:
+    mesh = str(ROOT / "meshes/longhealth.yaml")
+    return load_spec(mesh, sets=["hosts.kind=slurm", "plane=torchstore", *sets]).spec
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(slurm_hosts, "QUEUE_SECONDS", 0.1)
+    monkeypatch.setattr(slurm_hosts, "WATCH_SECONDS", 0.05)
+    with cluster(tmp_path / "slurm", monkeypatch) as made:
+        yield made
+
+
+def failure(source: SlurmHosts) -> str:
+    """What `workers` raises before there is one."""
+
+    async def begin() -> None:
+        async for workers in source.workers():
+            raise AssertionError(f"there are {workers}")
+
+    with pytest.raises(RunError) as raised:
+        asyncio.run(asyncio.wait_for(begin(), 60))
+    return str(raised.value)
+
+
+def test_what_is_asked_for_and_a_job_that_waits_too_long(slurm: Cluster, tmp_path: Path) -> None:
+    slurm.set(state="PENDING", reason="Resources")
+    source = SlurmHosts(
+        spec_of(
+            "hosts.slurm.nodes=3", "hosts.slurm.partition=gpu", "hosts.slurm.account=forge",
+            'hosts.slurm.time_limit="01:30:00"', "hosts.slurm.gpus_per_node=8",
+            'hosts.slurm.args=["--qos=high"]', "hosts.slurm.start_timeout_s=0.5",
+        )
+    )  # fmt: skip
+    assert failure(source) == (
+        f"the Slurm job {JOB} did not start within 0.5 s: PENDING (Resources); raise "
+        "hosts.slurm.start_timeout_s, or ask for fewer nodes or another partition"
+    )
+    assert slurm.facts["state"] == "CANCELLED"
+    asked = options(slurm.script)
+    name = asked.pop("job-name")
+    assert name.startswith("forge-longhealth-")
+    assert name.endswith(f"_{os.getpid()}")
+    logs = tmp_path / "runs/longhealth/slurm"
+    link = ",".join(f"{key}={value}" for key, value in LINK_ENVIRONMENT.items())
+    assert asked == {
+        "nodes": "3", "ntasks-per-node": "1", "partition": "gpu", "account": "forge",
+        "time": "01:30:00", "gpus-per-node": "8", "qos": "high", "exclusive": "",
+        "export": f"ALL,{link}", "no-requeue": "",
+        "output": f"{logs}/slurm_%j_{name}.out", "error": f"{logs}/slurm_%j_{name}.err",
+    }  # fmt: skip
+    assert f"srun {sys.executable} -c " in slurm.script
+    assert not (tmp_path / ".monarch").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "said"),
+    [
+        ("FAILED", "BadConstraints", "ended before it began: FAILED (BadConstraints)"),
+        ("CANCELLED", "None", "ended before it began: CANCELLED"),
+        ("gone", "None", "ended before it began: not in the queue"),
+    ],
+)
+def test_a_job_that_ends_in_the_queue(
+    slurm: Cluster, monkeypatch: pytest.MonkeyPatch, state: str, reason: str, said: str
+) -> None:
+    monkeypatch.setattr(slurm_hosts, "LIST_SECONDS", 0.2)
+    slurm.set(state=state, reason=reason, silent=0 if state == "gone" else 1)
+    assert said in failure(SlurmHosts(spec_of()))
+
+
+def test_a_job_whose_workers_do_not_start(slurm: Cluster, tmp_path: Path) -> None:
+    slurm.set(broken=True, delay_s=0.5)
+    said = failure(SlurmHosts(spec_of()))
+    assert "FAILED" in said  # whether squeue told it, or SlurmJob before it cancelled the job
+    assert f"what the nodes wrote is in {tmp_path}/runs/longhealth/slurm" in said
+
+
+def test_a_job_that_cannot_be_cancelled(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_hosts, "CANCEL_SECONDS", 0.5)
+    slurm.set(state="PENDING", reason="Priority", stuck=True)
+    said = failure(SlurmHosts(spec_of("hosts.slurm.start_timeout_s=0.2")))
+    assert "PENDING (Priority)" in said
+    assert said.endswith(f"the Slurm job was not cancelled; end it with: scancel {JOB}")
+
+
+@pytest.fixture(scope="module", params=["cancelled", "preempted"])
+def report(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("nodes")
+    with pytest.MonkeyPatch.context() as patch, cluster(directory / "slurm", patch) as slurm:
+        spec = json.dumps(spec_of("hosts.slurm.nodes=2").as_dict())
+        done = subprocess.run(
+            [sys.executable, str(SCENARIO), str(slurm.directory), spec, request.param],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, cwd=directory,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {**found, "made": sorted(p.name for p in directory.iterdir())}
+
+
+def test_a_worker_on_every_node_is_attached(report: dict[str, Any]) -> None:
+    assert report["workers"] == [["host0", "", "", 0], ["host1", "", "", 0]]
+    assert report["hosts"] == ["host0", "host0", "host1", "host1"]
+    assert report["who"] == [JOB, LINK_ENVIRONMENT["HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT"]]
+    before, after = report["transports"]
+    assert before == after, "SlurmJob sets another"
+
+
+def test_nothing_is_left_of_the_job(report: dict[str, Any]) -> None:
+    assert report["state"] in ("CANCELLED", "PREEMPTED")
+    assert report["alive"] == []
+    assert report["made"] == ["runs", "slurm"], "its output, and the fake's own files"
+
+
+@pytest.mark.parametrize("report", ["preempted"], indirect=True)
+def test_the_end_of_the_job_is_told(report: dict[str, Any]) -> None:
+    assert "the Slurm job ended: PREEMPTED; go on with --resume" in report["end"]

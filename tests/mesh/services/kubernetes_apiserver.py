@@ -1,0 +1,137 @@
+"""The scenarios of test_kubernetes_hosts.py, put to a real API server: `make k8s-apiserver`.
+
+No part of the test suite: pytest collects it where it is named. tests/fakes/kube_apiserver.sh starts
+the server; its pods are objects alone, which tests/fakes/operator_loop.py plays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes_scenarios import BASE, CONTROLLER, SCENARIOS, SPACE, Cluster, component
+from manifest_checks.check import definitions
+from operator_loop import MESHES, Admin, OperatorLoop
+
+Object = dict[str, Any]
+
+PATHS = {
+    "Namespace": "/api/v1/namespaces",
+    "ServiceAccount": "/api/v1/namespaces/{space}/serviceaccounts",
+    "ConfigMap": "/api/v1/namespaces/{space}/configmaps",
+    "PersistentVolumeClaim": "/api/v1/namespaces/{space}/persistentvolumeclaims",
+    "Role": "/apis/rbac.authorization.k8s.io/v1/namespaces/{space}/roles",
+    "RoleBinding": "/apis/rbac.authorization.k8s.io/v1/namespaces/{space}/rolebindings",
+    "Job": "/apis/batch/v1/namespaces/{space}/jobs",
+    "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{space}/networkpolicies",
+    "PodDisruptionBudget": "/apis/policy/v1/namespaces/{space}/poddisruptionbudgets",
+    "MonarchMesh": MESHES,
+}
+KINDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+
+
+@pytest.fixture(scope="session")
+def folder() -> Path:
+    found = os.environ.get("FORGE_KUBE_APISERVER")
+    if not found:
+        pytest.exit("no API server: run `make k8s-apiserver`", returncode=3)
+    return Path(found)
+
+
+@pytest.fixture(scope="session")
+def admin(folder: Path) -> Iterator[Admin]:
+    """With the operator's kind, and all of the base but its pools."""
+    found = Admin(folder / "admin.yaml", SPACE)
+    (kind,) = (d for d in definitions() if d["spec"]["names"]["kind"] == "MonarchMesh")
+    assert found.call("POST", KINDS, structural(kind)) is not None
+    for thing in BASE:
+        if thing["kind"] != "MonarchMesh":
+            # Strictly: from 1.25 on, a field that the server does not know is refused.
+            found.call("POST", PATHS[thing["kind"]] + "?fieldValidation=Strict", thing)
+    wait_until(lambda: allowed(found, "watch", "pods", ""))
+    wait_until(lambda: found.call("GET", MESHES) is not None)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def cluster(folder: Path, admin: Admin, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("KUBECONFIG", str(folder / "controller.yaml"))
+    given: list[Object] = []
+
+    def grant(name: str) -> None:
+        given.extend(component(name))
+        for found in given:
+            admin.call("POST", PATHS[found["kind"]], found)
+        wait_until(lambda: may_scale(admin))
+
+    with OperatorLoop(Admin(folder / "admin.yaml", SPACE)) as operator:
+        yield Cluster(operator, grant, short_s=6.0)
+        operator.scripts.clear()
+        for found in given:
+            admin.call("DELETE", f"{PATHS[found['kind']]}/{found['metadata']['name']}")
+        for mesh in operator.meshes():
+            admin.call("DELETE", f"{MESHES}/{mesh}")
+        wait_until(lambda: not operator.pods() and not may_scale(admin))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+def test_a_run(scenario: Callable[[Cluster], Awaitable[None]], cluster: Cluster) -> None:
+    asyncio.run(scenario(cluster))  # type: ignore[arg-type]
+
+
+def test_the_manifests_are_there(admin: Admin) -> None:
+    """All that the server's version has a kind for."""
+    for thing in BASE:
+        path = PATHS[thing["kind"]]
+        if thing["kind"] != "MonarchMesh" and admin.call("GET", path) is not None:
+            assert admin.call("GET", f"{path}/{thing['metadata']['name']}") is not None, thing
+
+
+def may_scale(admin: Admin) -> bool:
+    return allowed(admin, "patch", "monarchmeshes", "monarch.pytorch.org", "trainer")
+
+
+def allowed(admin: Admin, verb: str, resource: str, group: str, name: str = "") -> bool:
+    """What the server holds of the controller's rights: it learns of changes a little later."""
+    attributes = {"namespace": SPACE, "verb": verb, "resource": resource, "group": group}
+    body = {"spec": {"user": CONTROLLER, "resourceAttributes": {**attributes, "name": name}}}
+    review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", **body}
+    found = admin.call("POST", REVIEWS, review)
+    return found is not None and bool(found["status"]["allowed"])
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def structural(kind: Object) -> Object:
+    """The definition as an API server takes it: what is not told of is kept, not refused."""
+    found = copy.deepcopy(kind)
+    for version in found["spec"]["versions"]:
+        whole = version["schema"]["openAPIV3Schema"]
+        _opened(whole)
+        whole["properties"]["metadata"] = {"type": "object"}  # is the server's own
+    return found
+
+
+def _opened(schema: Object) -> None:
+    closed = schema.pop("additionalProperties", None) is False
+    if schema.get("type") == "array":
+        schema.setdefault("items", {"type": "object"})
+        _opened(schema["items"])
+    if schema.get("type") == "object" and not closed:
+        schema["x-kubernetes-preserve-unknown-fields"] = True
+    for inner in schema.get("properties", {}).values():
+        _opened(inner)

@@ -1,0 +1,132 @@
+"""All sinks of a run at once: what a spec opens, what a failing sink costs, how they end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from telemetry_stream import STEPS, tell
+from trace_check import read_trace
+
+from protocols.records.run_files import MetricRow
+from protocols.records.status import RunStatus
+from protocols.spec.loading import load_spec
+from protocols.spec.mesh import RunSpec
+from protocols.types import TraceSpan
+from services.run_directory import RunDirectory
+from services.telemetry import hub
+from services.telemetry.hub import Telemetry, open_sinks
+
+MESH = Path(__file__).resolve().parents[4] / "meshes" / "longhealth.yaml"
+
+
+@dataclass
+class Recorder:
+    """Keeps what it is told; raises from the call named `breaks`; its end waits for `may_close`."""
+
+    breaks: str = ""
+    may_close: threading.Event | None = None
+    told: list[str] = field(default_factory=list)
+
+    def _take(self, what: str) -> None:
+        self.told.append(what)
+        if what == self.breaks:
+            raise OSError(28, "No space left on device")
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self._take("event")
+
+    def metric(self, row: MetricRow) -> None:
+        self._take("metric")
+
+    def span(self, span: TraceSpan) -> None:
+        self._take("span")
+
+    def status(self, status: RunStatus) -> None:
+        self._take("status")
+
+    def close(self) -> None:
+        if self.may_close is not None:
+            self.may_close.wait()
+        self._take("close")
+
+
+Reports = list[tuple[str, str]]
+
+
+def reporting() -> tuple[Reports, Callable[[str, str], None]]:
+    reports: Reports = []
+    return reports, lambda sink, message: reports.append((sink, message))
+
+
+def spec(*sets: str) -> RunSpec:
+    return load_spec(str(MESH), sets=sets).spec
+
+
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "longhealth", "spec\n")
+
+
+def test_closing_is_bounded_and_says_who_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "CLOSE_SECONDS", 0.5)
+    late = threading.Event()
+    slow, broken, sound = Recorder(may_close=late), Recorder(breaks="close"), Recorder()
+    reports, report = reporting()
+    telemetry = Telemetry([("slow", slow), ("broken", broken), ("sound", sound)], report)
+    before = set(threading.enumerate())
+    telemetry.close()
+    assert reports == [
+        ("slow", "TimeoutError: not closed within 0.5 s"),
+        ("broken", "OSError: [Errno 28] No space left on device"),
+    ]
+    assert sound.told == ["close"]
+    telemetry.close()  # nothing is closed twice
+    assert len(reports) == 2
+    late.set()  # let the slow one end within its own test
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    assert slow.told == ["close"]
+
+
+def test_a_spec_opens_all_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")  # nobody is there
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
+    before = set(threading.enumerate())
+    run = directory(tmp_path)
+    reports, report = reporting()
+    everything = spec("telemetry.sinks=[tensorboard, wandb, otlp]")
+    telemetry = open_sinks(everything, run, report)
+    tell(telemetry, time.time())
+    assert telemetry.metrics_url is not None
+    with urllib.request.urlopen(telemetry.metrics_url, timeout=5) as answer:
+        metrics = answer.read().decode()
+    assert f'forge_run_info{{mesh="longhealth",run="{run.id}"}} 1.0' in metrics
+    telemetry.close()
+    assert reports == []
+    assert len(read_trace(run.path / "trace.json").slices["controller"]) == 2 * 4 * STEPS
+    assert len(list(run.path.glob("tensorboard/*/events.out.tfevents.*"))) == 2
+    assert len(list(run.path.glob(f"wandb/offline-run-*-{run.id}/*.wandb"))) == 1
+    assert set(threading.enumerate()) <= before
+
+
+def test_the_controllers_process_stays_light() -> None:
+    code = (
+        "import sys\n"
+        "import services.telemetry.hub\n"
+        "assert 'prometheus_client' not in sys.modules\n"
+        "import services.telemetry.prometheus, services.telemetry.trace\n"
+        "import services.telemetry.tensorboard, services.telemetry.otlp\n"
+        "heavy = {'torch', 'tensorflow', 'wandb', 'grpc', 'pandas'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

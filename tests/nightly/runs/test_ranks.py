@@ -1,0 +1,85 @@
+"""A run whose trainer is two processes: the numbers of one, also when a rank is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import Finished, command, latest, rows, run_to_end, running, same_outcome
+
+TWO: dict[str, Any] = {"roles.trainer.procs": 2, "evaluate.arms": ["on_policy"]}
+SHARDED: dict[str, Any] = {**TWO, "train.shard_base": True}
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks over a sharded base that nobody disturbs."""
+    root = tmp_path_factory.mktemp("sharded")
+    process = run_to_end(command(root, **SHARDED))
+    assert process.returncode == 0, process.stdout + process.stderr
+    return latest(root)
+
+
+def same_curve(path: Path, one: Path) -> None:
+    """On policy, every token is the same, and every number but for the last bits of float32."""
+    ours, theirs = (
+        [r for r in rows(p / "metrics.jsonl") if r["arm"] == "on_policy"] for p in (path, one)
+    )
+    assert len(ours) == len(theirs) == 6
+    for row, expected in zip(ours, theirs, strict=True):
+        for name in ("kl", "grad_norm"):
+            assert row.pop(name) == pytest.approx(expected.pop(name), rel=1e-3), name
+        assert row == expected
+    said = [
+        [
+            (r["id"], r["response_ids"])
+            for r in rows(p / "rollouts.jsonl")
+            if r["arm"] == "on_policy"
+        ]
+        for p in (path, one)
+    ]
+    assert said[0] == said[1]
+
+
+def test_two_ranks_over_a_sharded_base_train_what_one_process_trains(
+    sharded: Path, finished: Finished
+) -> None:
+    same_curve(sharded, finished.path)
+    events = rows(sharded / "events.jsonl")
+    (ready,) = [e for e in events if e["event"] == "role_ready" and e["role"] == "trainer"]
+    assert (ready["replicas"], len(set(ready["pids"]))) == (1, 2)
+    assert not [e for e in events if e["event"] == "replica_lost"]
+
+
+def test_a_rank_that_is_killed_takes_all_with_it_and_the_run_ends_as_if_not(
+    sharded: Path, tmp_path: Path
+) -> None:
+    with running(command(tmp_path, **SHARDED), tmp_path) as run:
+        path = run.wait_for("on_policy", 2)
+        events = rows(path / "events.jsonl")
+        (pids,) = [e["pids"] for e in events if e.get("role") == "trainer" and "pids" in e]
+        os.kill(pids[1], signal.SIGKILL)
+        said, _ = run.process.communicate(timeout=200)
+        assert run.process.returncode == 0, said
+        run.wait_until_gone(60)
+    events = rows(path / "events.jsonl")
+    lost = [(e["role"], e["replica"]) for e in events if e["event"] == "replica_lost"]
+    assert lost == [("trainer", "trainer[0]")]
+    assert not Path(f"/proc/{pids[0]}").exists()
+    same_outcome(path, sharded)
+
+
+def test_a_run_of_two_ranks_is_continued_by_one(finished: Finished, tmp_path: Path) -> None:
+    with running(command(tmp_path, **TWO), tmp_path) as run:
+        path = run.wait_for("on_policy", 3)
+        os.killpg(run.process.pid, signal.SIGTERM)
+        said, _ = run.process.communicate(timeout=180)
+        assert run.process.returncode == 143, said
+    sets = {"evaluate.arms": ["on_policy"], "roles.trainer.procs": 1}
+    resumed = run_to_end(command(tmp_path, "--resume", **sets))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert latest(tmp_path) == path
+    same_curve(path, finished.path)

@@ -1,0 +1,180 @@
+"""A batch with something of every channel over the tiny twins, and its terms by transformers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from learning.cartridge.bank import CartridgeBank, first_tokens
+from learning.losses.objective import active_channels
+from learning.scoring import response_logprobs, score, score_over, with_references
+from learning.step import new_optimizer, train_step
+from learning.teacher_logprobs import TeacherDistribution
+from protocols.spec.objective import LossSpec, ObjectiveSpec
+from protocols.spec.sections import TrainSpec
+from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch, hinted
+from protocols.types import Sample, Sampling, TrainStepOutput
+
+if TYPE_CHECKING:
+    from twins import Twin
+
+VOCAB = 97
+ALL = ObjectiveSpec(w_doc=0.7, w_rl=1.3, alpha=0.5, beta=0.9)
+
+
+def changed(like: ObjectiveSpec, **changes: Any) -> ObjectiveSpec:
+    return like.model_copy(update=changes)
+
+
+def loss_form(
+    direction: str = "forward", beta: float = 0.5, form: str = "tail", temperature: float = 1.0
+) -> LossSpec:
+    """The section unchecked: the betas 0 and 1 too, which a config writes as directions."""
+    return LossSpec.model_construct(
+        direction=direction, beta=beta, form=form, temperature=temperature
+    )
+
+
+def in_chunks(train: TrainSpec, logit_bytes: int) -> TrainSpec:
+    """With chunks of logits far smaller than a config's MiB."""
+    return train.model_copy(update={"logit_chunk_mb": Fraction(logit_bytes, 2**20)})
+
+
+def scored(batch: TrainBatch, **scores: Any) -> TrainBatch:
+    """The batch with other scores; None: without."""
+    return replace(batch, scores={**batch.scores, **scores})
+
+
+def ids(draws: random.Random, n: int) -> tuple[int, ...]:
+    return tuple(draws.choices(range(3, VOCAB), k=n))
+
+
+def episode(
+    draws: random.Random,
+    name: str,
+    turns: Sequence[int],
+    reward: float | None,
+    group: str,
+    document: str = "a",
+    version: int = 0,
+) -> PolicySample:
+    """Turns of the student (`turns` tokens each) with a tool's two tokens after each but the last;
+    the sampler's log-probabilities are yet to be filled in."""
+    trained: list[bool] = []
+    for i, n in enumerate(turns):
+        trained += [True] * n + [False] * (2 if i + 1 < len(turns) else 0)
+    n = len(trained)
+    sample = Sample(
+        name, document, ids(draws, 3), ids(draws, n), (0.0,) * n,
+        tuple(version if own else -1 for own in trained),
+    )  # fmt: skip
+    error = "" if reward is not None else "environment_died"
+    return PolicySample(sample, tuple(trained), Sampling(), group, reward, error)
+
+
+def prefixes(bank: CartridgeBank) -> dict[str, Tensor]:
+    return dict(zip(bank.names, bank.kv().detach(), strict=True))
+
+
+def bank_of(twin: Twin, names: str = "ab", tokens: int = 8) -> CartridgeBank:
+    return first_tokens({name: twin.kv[name] for name in names}, tokens, frozen=1)
+
+
+def scene(twin: Twin, bank: CartridgeBank, seed: int = 0, version: int = 0) -> TrainBatch:
+    """Two documents' samples, six episodes of two tasks (one errored), three hinted turns, two
+    pairs; teachers and references scored under the bank as it is."""
+    draws = random.Random(seed)
+    doc = [
+        Sample(f"d{i}", name, ids(draws, p), ids(draws, n), (0.0,) * n, (version,) * n)
+        for i, (name, p, n) in enumerate([("a", 4, 5), ("b", 2, 3)])
+    ]
+    shapes: list[tuple[list[int], float | None, str, str]] = [
+        ([3, 2], 1.0, "x", "a"),
+        ([4], 0.0, "x", "a"),
+        ([2, 1, 2], 0.0, "x", "a"),
+        ([2], None, "x", "a"),
+        ([3], 0.2, "y", "b"),
+        ([1, 4], 0.9, "y", "b"),
+    ]
+    rl = [
+        episode(draws, f"e{i}", turns, reward, group, document, version)
+        for i, (turns, reward, group, document) in enumerate(shapes)
+    ]
+    given = prefixes(bank)
+
+    def item(i: int, start: int, stop: int) -> HintedTurn:
+        s = rl[i].sample
+        context = s.prompt_ids + s.response_ids[:start]
+        return HintedTurn(s.id, start, stop, context[:-1] + ids(draws, 3) + context[-1:])
+
+    turns = [item(2, 4, 5), item(0, 0, 3), item(5, 3, 7)]
+    pairs = [
+        PreferencePair(f"p{i}", name, ids(draws, 4), ids(draws, c), ids(draws, r), 0.0, 0.0, -1)
+        for i, (name, c, r) in enumerate([("b", 3, 5), ("a", 4, 2)])
+    ]
+    older = {name: kv + 0.05 * torch.sin(kv * 99) for name, kv in given.items()}
+    return TrainBatch(
+        doc=doc,
+        rl=rl,
+        turns=turns,
+        pairs=with_references(twin.model, pairs, older, 64, version, 0),
+        scores={
+            "doc_teacher": TeacherDistribution(logits=score(twin.model, doc, twin.cached(), 64)),
+            "ref": response_logprobs(twin.model, [r.sample for r in rl], older, 64),
+            "sdpo_teacher": TeacherDistribution(
+                logits=score_over(twin.model, hinted(turns, rl), given, 64)
+            ),
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Done:
+    result: TrainStepOutput
+    gradient: Tensor | None
+    trained: Tensor
+
+
+def do(
+    twin: Twin,
+    batch: TrainBatch,
+    objective: ObjectiveSpec,
+    loss: LossSpec | None = None,
+    *,
+    bank: CartridgeBank | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    version: int = 0,
+    staleness: int = 0,
+    row_tokens: int = 24,
+    micro_tokens: int | None = None,
+    compare_gradients: bool = False,
+    logit_bytes: int | None = None,
+    recompute_layers: bool = False,
+) -> Done:
+    """One step without clipping, of a fresh bank if none is given."""
+    bank = bank or bank_of(twin)
+    result = train_step(
+        twin.model,
+        bank,
+        optimizer or new_optimizer(bank),
+        batch,
+        active_channels(objective, loss),
+        lr=0.02,
+        clip=1e9,
+        row_tokens=row_tokens,
+        version=version,
+        staleness=staleness,
+        micro_tokens=micro_tokens,
+        compare_gradients=compare_gradients,
+        logit_bytes=logit_bytes,
+        recompute_layers=recompute_layers,
+    )
+    gradient = bank.trainable.grad
+    held = None if gradient is None else gradient.clone()
+    return Done(result, held, bank.trainable.detach().clone())

@@ -1,0 +1,102 @@
+"""What tests of `forge eval` share: a small clinic, its reader in this process, a run on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learning.checkpoint import Checkpoint, write_checkpoint
+from learning.decoding.generate import generate
+from learning.model.loading import document_kv, load_model, load_tokenizer
+from protocols.spec.evaluation import EvalSpec
+from protocols.spec.learn import LearnSpec
+from protocols.spec.loading import load_spec
+from protocols.spec.mesh import RunSpec
+from protocols.spec.yaml_source import dump_yaml
+from protocols.types import Completion, GenerateRequest, PrefixRef
+from services.run_directory import RunDirectory
+from training.evaluation.questions import EvalSuite, set_paper
+
+MESH = Path(__file__).parents[2] / "meshes" / "longhealth.yaml"
+SETS = ("data.patients=2", "data.facts=6", "data.notes=2", "data.held_out=0.7",
+        "cartridge.tokens=16", "evaluate.max_tokens=20")  # fmt: skip
+EVAL = EvalSpec(questions=4, passages=1, passage_tokens=8, probes=2, resamples=200)
+
+
+def spec(*sets: str) -> RunSpec:
+    return load_spec(str(MESH), sets=[*SETS, *sets]).spec
+
+
+@cache
+def reader() -> Any:
+    return load_model(spec().learn.model.path, "float32")
+
+
+@cache
+def tokenizer() -> Any:
+    return load_tokenizer(spec().learn.model.path)
+
+
+def paper(learn: LearnSpec | None = None, chosen: EvalSpec = EVAL) -> EvalSuite:
+    return set_paper(
+        chosen, learn or spec().learn, RunDirectory(Path("nowhere")), tokenizer(), None
+    )
+
+
+class Reader:
+    """Generates in this process, over documents' ids and cartridges by version."""
+
+    def __init__(
+        self, documents: Mapping[str, tuple[int, ...]], cartridges: Mapping[int, tuple[str, Tensor]]
+    ) -> None:
+        self._cartridges = cartridges
+        self._documents = documents
+        self._kv: dict[str, Tensor] = {}
+
+    async def __call__(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        return generate(reader(), requests, self._look, frozenset({tokenizer().eos_token_id}), None)
+
+    def _look(self, ref: PrefixRef) -> Tensor:
+        kind, _, name = ref.name.partition("/")
+        if kind == "cartridge":
+            held, kv = self._cartridges[ref.version]
+            assert held == name
+            return kv
+        if name not in self._kv:
+            self._kv[name] = document_kv(reader(), self._documents[name])
+        return self._kv[name]
+
+
+def kv_of(ids: tuple[int, ...]) -> Tensor:
+    return document_kv(reader(), ids)
+
+
+def finished_run(
+    path: Path, arms: Mapping[str, Mapping[str, Tensor]], *sets: str, base_hash: str = "b" * 64,
+    status: str = "finished", rollouts: Sequence[Mapping[str, Any]] = (), **results: Any,
+) -> Path:  # fmt: skip
+    """A run directory with the cartridges of each arm, as `forge-run` leaves it."""
+    path.mkdir(parents=True)
+    (path / "spec.yaml").write_text(dump_yaml(spec(*sets).as_dict()))
+    told = {"status": status, "arms": {}, "tokens_trained": dict.fromkeys(arms, 100), **results}
+    (path / "results.json").write_text(json.dumps(told))
+    lines = (json.dumps(row) + "\n" for row in rollouts)
+    (path / "rollouts.jsonl").write_text("".join(lines))
+    for version, (arm, cartridges) in enumerate(arms.items(), start=1):
+        names = sorted(cartridges)
+        kv = torch.stack([cartridges[name] for name in names])
+        facts = {
+            "names": names, "version": version, "arm": arm, "step": 5, "last": None,
+            "base_hash": base_hash, "position": {},
+        }  # fmt: skip
+        tensors = {"frozen": kv[:, :, :, :, :1], "trainable": kv[:, :, :, :, 1:]}
+        write_checkpoint(
+            path / "checkpoints", f"version-{version:06d}", Checkpoint(facts, tensors), 9
+        )
+    return path

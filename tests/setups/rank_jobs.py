@@ -1,0 +1,256 @@
+"""Ranks of a trainer as processes: what they train, written down for a test to compare.
+
+    python -m rank_jobs OUT JOB [JOB ...]
+
+Everything slow is done once, before this process forks its ranks; each job has a world of its own,
+of the first so many of them. A rank writes OUT/<job>.<rank>.json, and rank 0 the cartridges.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from channel_setup import ALL, changed, in_chunks, scene
+from safetensors.torch import save_file
+from twins import Twin, build
+
+from learning.cartridge.bank import first_tokens
+from learning.checkpoint import read_checkpoint
+from learning.losses.grpo import PolicyGradientSpec
+from learning.model.chunked_logits import LOGIT_BYTES
+from learning.model.distributed import ALONE, ProcessGroup, join, leave
+from learning.model.fsdp import held_bytes, shard_base
+from learning.model.loading import document_kv, load_model
+from learning.teacher_logprobs import TeacherDistribution
+from learning.trainer import CartridgeTrainer
+from protocols.spec.sections import TrainSpec
+from protocols.train_batch import TrainBatch
+from protocols.types import Sample
+
+READER = Path(__file__).parents[2] / "models/clinic-reader"
+TRAIN = TrainSpec(steps=6, lr=0.02, row_tokens=24)
+OBJECTIVE = changed(ALL, grpo=PolicyGradientSpec(kl=0.1), micro_tokens=24, compare_every=1)
+STEPS = 6
+SILENT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class House:
+    out: Path
+    twin: Twin
+    lessons: list[TrainBatch]
+
+
+def lessons_of(twin: Twin) -> list[TrainBatch]:
+    """Uneven batches, the same whoever trains them: all channels; one pair; two documents' samples
+    of very different lengths; nothing; all channels again, twice."""
+    bank = trainer_of(twin).bank
+    whole = [scene(twin, bank, seed=v, version=v) for v in range(STEPS)]
+    return [
+        whole[0],
+        TrainBatch(pairs=whole[1].pairs[:1]),
+        TrainBatch(doc=whole[2].doc, scores={"doc_teacher": whole[2].scores["doc_teacher"]}),
+        TrainBatch(),
+        *whole[4:],
+    ]
+
+
+def trainer_of(
+    twin: Twin, train: TrainSpec = TRAIN, ranks: ProcessGroup = ALONE, **more: Any
+) -> CartridgeTrainer:
+    bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
+    return CartridgeTrainer(twin.model, bank, train, objective=OBJECTIVE, ranks=ranks, **more)
+
+
+def curve(trainer: CartridgeTrainer, house: House, start: int = 0, stop: int = STEPS) -> list[Any]:
+    return [asdict(trainer.step_on(house.lessons[v], v)) for v in range(start, stop)]
+
+
+def bits(trainer: CartridgeTrainer) -> str:
+    """A hash of cartridges and moments."""
+    state = trainer._optimizer.state[trainer.bank.trainable]
+    digest = hashlib.sha256()
+    for tensor in (trainer.bank.frozen, trainer.bank.trainable, *state.values()):
+        digest.update(tensor.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def told(job: str, house: House, trainer: CartridgeTrainer, results: list[Any]) -> dict[str, Any]:
+    if trainer._ranks.leads:
+        save_file({"trainable": trainer.bank.trainable.detach()}, house.out / f"{job}.safetensors")
+    return {"results": results, "bits": bits(trainer)}
+
+
+def train(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
+    trainer = trainer_of(house.twin, ranks=ranks)
+    trainer.begin("all", STEPS)
+    return told(job, house, trainer, curve(trainer, house))
+
+
+def sharded(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
+    """The same over a sharded base, with logits in chunks and layers computed again; then one
+    number of one rank's share is moved."""
+    model = load_model(str(house.twin.path))
+    shard_base(model, ranks)
+    spec = in_chunks(TRAIN, 5 * 97 * LOGIT_BYTES).model_copy(update={"recompute_layers": True})
+    trainer = trainer_of(replace(house.twin, model=model), spec, ranks)
+    trainer.begin("all", STEPS)
+    done = told(job, house, trainer, curve(trainer, house))
+    done["base_hashes"] = [trainer._base_hash, trainer.base_hash()]
+    if ranks.rank == 1:
+        weight: Any = model.base_model.layers[1].mlp.up_proj.weight
+        weight.to_local()[-1, -1] += 1e-3
+    done["base_hashes"].append(trainer.base_hash())
+    return done
+
+
+def tied(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
+    """One step of the shipped reader, whose embedding is its projection: whole, and sharded."""
+    samples = [Sample(f"s{i}", "p", (7, 8, 9 + i), (11, 12, 13), (), (0,) * 3) for i in range(3)]
+    logits = torch.randn(9, 1458, generator=torch.Generator().manual_seed(0))
+    spec = in_chunks(TRAIN, 2 * 1458 * LOGIT_BYTES)
+    whole = OBJECTIVE.model_copy(update={"micro_tokens": None})
+    done = {}
+    for name in ("whole", "sharded"):
+        model = load_model(str(READER))
+        if name == "sharded":
+            shard_base(model, ranks)
+        kv = document_kv(model, tuple(range(5, 45)))
+        bank = first_tokens({"p": kv}, 8, 1)
+        trainer = CartridgeTrainer(model, bank, spec, objective=whole, ranks=ranks)
+        trainer.begin("doc", 3)
+        result = trainer.step(samples, TeacherDistribution(logits=logits), 0)
+        done[name] = {
+            "kv": hashlib.sha256(kv.numpy().tobytes()).hexdigest(),
+            "base_hash": trainer.base_hash(),
+            "kl": result.kl,
+            "grad_norm": result.grad_norm,
+            "held": held_bytes(model),
+        }
+    return done
+
+
+def resumed(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
+    """Two steps from the checkpoint that the job before made."""
+    start, stop, before = RESUMED[job]
+    trainer = trainer_of(house.twin, ranks=ranks, last_state=house.out / f"{job}.state")
+    trainer.begin("all", STEPS)
+    if start:
+        trainer.restore(read_checkpoint(house.out / before / f"version-{start:06d}"))
+    results = curve(trainer, house, start, stop)
+    trainer.save(house.out / job, {"by": ranks.rank}, stop)
+    return told(job, house, trainer, results)
+
+
+def torn(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
+    """Rank 1 fails by itself, in the middle of a step; or its cartridges are other than rank 0's;
+    or it is silent for longer than the timeout; or dies."""
+    trainer = trainer_of(house.twin, ranks=ranks)
+    trainer.begin("all", STEPS)
+    if ranks.rank == 1:
+        if job == "differ":
+            with torch.no_grad():
+                trainer.bank.trainable.view(-1)[5] += 1e-6
+        else:
+            kv = {"fails": fail, "silent": silent, "dies": die}[job]
+            trainer.bank.kv = kv  # type: ignore[method-assign]
+    try:
+        trainer.step_on(house.lessons[0], 0)
+    except Exception as error:
+        return {
+            "error": f"{type(error).__name__}: {error}",
+            "version": trainer.version,
+        }
+    return {}
+
+
+def fail(names: object = None) -> torch.Tensor:
+    raise MemoryError("rank 1 is out of memory")
+
+
+def silent(names: object = None) -> torch.Tensor:
+    time.sleep(1.5 * SILENT_TIMEOUT_S)
+    raise MemoryError("rank 1 took too long")
+
+
+def die(names: object = None) -> torch.Tensor:
+    os._exit(3)
+
+
+def nan(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
+    """A loss that is no number, met by one rank alone: all refuse, and can go on."""
+    trainer = trainer_of(house.twin, ranks=ranks)
+    trainer.begin("all", STEPS)
+    batch = house.lessons[0]
+    pairs = [replace(batch.pairs[0], ref_chosen=float("nan")), *batch.pairs[1:]]
+    try:
+        trainer.step_on(replace(batch, pairs=pairs), 0)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    return {"error": message, "results": curve(trainer, house, 0, 1), "bits": bits(trainer)}
+
+
+RESUMED = {"half": (0, 2, ""), "more": (2, 4, "half"), "rest": (4, STEPS, "more")}
+JOBS: dict[str, tuple[int, Callable[[str, House, ProcessGroup], dict[str, Any]]]] = {
+    "one": (1, train),
+    "two": (2, train),
+    "three": (3, train),
+    "sharded": (2, sharded),
+    "tied": (2, tied),
+    "half": (2, resumed),
+    "more": (1, resumed),
+    "rest": (3, resumed),
+    "nan": (3, nan),
+    "differ": (3, torn),
+    "fails": (3, torn),
+    "silent": (3, torn),
+    "dies": (3, torn),
+}
+
+
+def run_rank(house: House, rank: int, jobs: list[str]) -> None:
+    for job in jobs:
+        world, work = JOBS[job]
+        if rank < world:
+            timeout_s = SILENT_TIMEOUT_S if job == "silent" else 600.0
+            ranks = join(rank, world, f"file://{house.out}/{job}.meet", timeout_s=timeout_s)
+            done = work(job, house, ranks)
+            leave(ranks)
+            (house.out / f"{job}.{rank}.json").write_text(json.dumps(done))
+
+
+def main(out: Path, jobs: list[str]) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    twin = build("llama", out / "llama")
+    house = House(out, twin, lessons_of(twin))
+    children = []
+    for rank in range(max(JOBS[job][0] for job in jobs)):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                run_rank(house, rank, jobs)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    (out / "codes.json").write_text(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,208 @@
+"""Sizes worked by hand for Llama-3.2-3B, and held against torch's tensors on the tiny reader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from deploy.manifests.objects import Resources
+from deploy.manifests.sizing import (
+    SCORE_BYTES,
+    ModelSize,
+    PackedShape,
+    activation_bytes,
+    checkpoint_bytes,
+    document_bytes,
+    held_score_bytes,
+    pod_resources,
+    published_bytes,
+    role_needs,
+    samples_of,
+    score_bytes,
+    scores_bytes,
+    step_rows,
+    trainable_numbers,
+)
+from forge_run.cli import forge
+from forge_run.commands.k8s import model_size
+from learning.cartridge.bank import first_tokens
+from learning.model import attention
+from learning.model.loading import document_kv, load_model
+from learning.packing import pack, response_logits
+from learning.step import new_optimizer
+from learning.teacher_logprobs import top_k
+from protocols.spec.loading import load_spec
+from protocols.spec.sections import ShapeSpec
+from protocols.types import Sample
+
+REPOSITORY = Path(__file__).parents[4]
+READER = str(REPOSITORY / "models" / "clinic-reader")
+LLAMA_3B = ModelSize(
+    ShapeSpec(
+        layers=28, hidden=3072, heads=24, kv_heads=8, head_dim=128, intermediate=8192, vocab=128256
+    ),
+    2,
+)
+
+
+def test_the_published_setting_by_hand() -> None:
+    spec = load_spec(str(REPOSITORY / "meshes/longhealth_3b.yaml")).spec
+    learn = spec.learn
+    assert (LLAMA_3B.weights, LLAMA_3B.kv_token) == (6_425_149_440, 114_688)
+    assert published_bytes(learn, LLAMA_3B) == 20 * 2048 * 114_688
+    assert trainable_numbers(learn, LLAMA_3B) == 20 * 2047 * 57_344
+    # master and two moments, and one frozen token each
+    assert checkpoint_bytes(learn, LLAMA_3B) == 20 * 57_344 * (2047 * 12 + 4)
+    # 8 prompts of 200 + 512 tokens about 8 documents: a row each
+    assert step_rows(learn) == PackedShape(8, 712, 8 * 512)
+    assert scores_bytes(learn, LLAMA_3B, step_rows(learn)) == 4096 * 20 * 8
+    needs = dict(role_needs(spec, "trainer", LLAMA_3B).items)
+    assert needs["cartridges, gradient, Adam"] == 20 * 2047 * 57_344 * 16
+    assert needs["untrained cartridges"] == 20 * 2047 * 57_344 * 4
+    assert needs["logits"] == 3 * 4096 * 128_256 * 4
+    # 24 heads, 8 x 712 tokens that see 2048 + 712 each: 1.5 GB a layer, so a chunk at a time
+    assert needs["attention scores"] == 6 * 256 * 2**20
+    one = PackedShape(1, 712, 512)  # of one sample 189 MB a layer: kept, float32 and bfloat16
+    assert held_score_bytes(LLAMA_3B, one, 2048) == 28 * 24 * 712 * (2048 + 712) * 6
+    assert SCORE_BYTES == attention.SCORE_BYTES
+    # gate, its activation, up; queries and what they read, keys, values; both norms in float32
+    token = (3 * 8192 + 2 * 3072 + 2 * 1024) * 2 + 4 * 3072 * 4
+    assert needs["activations"] == 28 * 8 * 712 * token
+    teacher = dict(role_needs(spec, "doc_teacher", LLAMA_3B).items)
+    assert teacher["document KV"] == 20 * 12_000 * 114_688
+    assert teacher["prefixes of a step"] == 8 * 12_000 * 114_688
+    generator = dict(role_needs(spec, "generator", LLAMA_3B).items)
+    assert generator["paged KV"] == 24 * 1024**3
+    assert role_needs(spec, "environment", LLAMA_3B).held == 0
+
+
+def test_rows_of_a_step_by_hand() -> None:
+    mesh = str(REPOSITORY / "meshes/longhealth_3b.yaml")
+
+    def rows(*sets: str) -> PackedShape:
+        return step_rows(load_spec(mesh, sets=sets).spec.learn)
+
+    # One document: two samples of 712 in a row of 2048.
+    assert rows("data.patients=1") == PackedShape(4, 1424, 4096)
+    assert rows("objective.micro_tokens=2048") == PackedShape(2, 712, 1024)
+    assert rows("data.prompt_tokens=null") == PackedShape(8, 2048, 4096)
+    episodes = load_spec(str(REPOSITORY / "meshes/three_channels.yaml")).spec.learn
+    assert samples_of(episodes) == 64
+    runs = load_spec(str(REPOSITORY / "meshes/rsagent.yaml")).spec.learn
+    assert runs.rsa is not None
+    assert samples_of(runs) == (
+        runs.rsa.examples * runs.rsa.rollouts_per_example * runs.rsa.candidates
+    )
+
+
+def test_a_trainer_of_two_ranks_by_hand() -> None:
+    """Each has half of the step's samples, and of a sharded base; one pod has both."""
+    mesh = str(REPOSITORY / "meshes/longhealth_3b.yaml")
+
+    def of(*sets: str) -> tuple[dict[str, int], Resources]:
+        spec = load_spec(mesh, sets=sets).spec
+        trainer = spec.mesh.roles.trainer
+        needs = dict(role_needs(spec, "trainer", LLAMA_3B).items)
+        return needs, pod_resources(spec, "trainer", trainer, LLAMA_3B)
+
+    one, pod = of()
+    two, pair = of("roles.trainer.procs=2")
+    assert two["logits"] * 2 == one["logits"]
+    assert two["activations"] * 2 == one["activations"]
+    for whole in ("weights", "cartridges, gradient, Adam", "untrained cartridges"):
+        assert two[whole] == one[whole]
+    assert (pair.cpu, pair.gpus) == (2 * pod.cpu, 2 * pod.gpus)
+    assert pod.memory < pair.memory < 2 * pod.memory
+    # 3072 x (128 x (48 + 16) + 3 x 8192) numbers a layer, 3072 x 128256 of the head
+    gathered = 2 * (3072 * (128 * 64 + 3 * 8192) + 3072 * 128_256)
+    sharded, _ = of("roles.trainer.procs=2", "train.shard_base=true")
+    assert sharded["weights"] == 6_425_149_440 // 2 + gathered
+    assert sharded["logits"] == two["logits"]
+    assert of("train.shard_base=true") == (one, pod)
+
+
+@pytest.fixture(scope="module")
+def reader() -> Any:
+    return load_model(READER, "float32")
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def test_kv_cartridges_optimizer_and_scores_are_as_large_as_they_are_said_to_be(
+    reader: Any, tmp_path: Path
+) -> None:
+    sets = ("data.patients=2", "cartridge.tokens=16", "data.document_tokens=40")
+    learn = load_spec(str(REPOSITORY / "meshes/longhealth.yaml"), sets=sets).spec.learn
+    size = model_size(learn.model)
+    documents = {name: document_kv(reader, tuple(range(3, 43))) for name in ("a", "b")}
+    assert sum(map(size_of, documents.values())) == document_bytes(learn, size)
+    bank = first_tokens(documents, 16, learn.cartridge.frozen)
+    assert size_of(bank.snapshot(torch.float32)) == published_bytes(learn, size)
+    assert bank.trainable.numel() == trainable_numbers(learn, size)
+    optimizer = new_optimizer(bank)
+    bank.trainable.grad = torch.zeros_like(bank.trainable)
+    optimizer.step()
+    moments = {k: v for k, v in optimizer.state[bank.trainable].items() if v.ndim}
+    held = [bank.trainable, bank.trainable.grad, *moments.values()]
+    assert sum(map(size_of, held)) == 16 * trainable_numbers(learn, size)
+    save_file({"trainable": bank.trainable.detach(), "frozen": bank.frozen, **moments},
+              tmp_path / "state")  # fmt: skip
+    assert (tmp_path / "state").stat().st_size == pytest.approx(
+        checkpoint_bytes(learn, size), rel=0.01
+    )
+    indices, logprobs = top_k(torch.zeros(7, 100), learn.teacher.top_k)
+    assert size_of(indices) + size_of(logprobs) == scores_bytes(learn, size, PackedShape(1, 7, 7))
+    tied = sum(p.numel() for p in reader.parameters() if p.ndim > 1) * 4
+    assert size.weights == tied
+
+
+@pytest.mark.parametrize(("rows", "width", "prefix"), [(1, 64, 32), (4, 64, 32), (1, 256, 256)])
+def test_what_a_forward_keeps_is_as_the_formula_says(
+    reader: Any, rows: int, width: int, prefix: int
+) -> None:
+    size = ModelSize(model_size(load_spec(str(REPOSITORY / "meshes/longhealth.yaml")).spec.learn
+                                .model).shape, 4)  # fmt: skip
+    half = width // 2
+    texts = [tuple(range(5 + i, 5 + i + width)) for i in range(rows)]  # equal ones share a place
+    samples = [
+        Sample(str(i), "d", ids[:half], ids[half:], (0.0,) * half, (0,) * half)
+        for i, ids in enumerate(texts)
+    ]
+    bank = first_tokens({"d": document_kv(reader, tuple(range(3, 4 + prefix)))}, prefix, 1)
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        packed = pack(samples, {"d": prefix}, width)
+        response_logits(reader, packed, bank.kv(packed.names)).log_softmax(-1).mean()
+    for parameter in reader.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    measured = sum(t.untyped_storage().nbytes() for t in kept.values())
+    shaped = PackedShape(rows, width, rows * half)
+    formula = activation_bytes(size, shaped) + score_bytes(size, shaped, prefix)
+    formula += shaped.responses * size.shape.vocab * 4
+    assert measured == pytest.approx(formula, rel=0.2)  # -14%, -4%, -2% of these
+
+
+def test_the_plan_says_it_in_tables_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = str(REPOSITORY / "meshes/longhealth_3b.yaml")
+    assert forge(["plan", mesh, "--sizing", "--json"]) == 0
+    sections = {s["title"]: s["rows"] for s in json.loads(capsys.readouterr().out)}
+    roles = {row[0]: row[1:] for row in sections["sizing, by the model's shape"]}
+    assert roles["trainer"][:3] == ["1", "93.7 GB", "cartridges, gradient, Adam, 37.6 GB"]
+    step = dict(sections["bytes of a step"])
+    assert step["published"] == "4.7 GB put once, got by 1 readers: 9.4 GB"
+    assert forge(["plan", mesh, "--sizing"]) == 0
+    assert "memory of a trainer process" in capsys.readouterr().out
+    assert forge(["plan", mesh, "--sizing", "--set", "model.shape=null"]) == 2
+    assert "give model.shape" in capsys.readouterr().err

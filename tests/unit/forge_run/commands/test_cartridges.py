@@ -1,0 +1,169 @@
+"""`forge convert`, `forge inspect` and `forge cartridges`: what they print, write and refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from format_setup import cartridge, same
+from logits_setup import READER, trained
+
+from forge_run.cli import forge
+from learning.checkpoint import Checkpoint, write_checkpoint
+from registry.formats import forge as ours
+from registry.formats.convert import FORMATS, read
+
+REPOSITORY = Path(__file__).parents[4]
+
+MESH = str(REPOSITORY / "meshes/serve.yaml")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of two cartridges for the tiny reader, each of 16 tokens, and two checkpoints."""
+    kv = torch.stack([trained().kv[:, :, :, :16], trained().kv[:, :, :, 1:17]])
+    facts = {"names": ["p1", "p2"], "arm": "on_policy", "last": {"kl": 0.25, "tokens": 9, "lr": 1}}
+    for version in (1, 2):
+        tensors = {"frozen": kv[..., :1, :], "trainable": kv[..., 1:, :] * version}
+        made = Checkpoint({**facts, "step": version, "version": version}, tensors)
+        write_checkpoint(tmp_path / "r1/checkpoints", f"version-00000{version}", made, 2)
+    return tmp_path / "r1"
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> list[str]:
+    return ["--serve", MESH, "--set", f"library={tmp_path / 'library'}"]
+
+
+def test_the_parser_knows_every_format() -> None:
+    from forge_run.cli import DTYPES
+    from forge_run.cli import FORMATS as offered
+    from registry.formats.cartridge_file import DTYPES as known
+
+    assert (set(offered), set(DTYPES)) == (set(FORMATS), set(known))
+
+
+def test_a_run_is_converted_to_every_format_and_inspected(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = {}
+    for name in FORMATS:
+        target = tmp_path / (f"{name}.pt" if name == "hazy" else name)
+        code = forge(["convert", str(run), str(target), "--to", name, "--name", "p2",
+                      "--model", str(READER)])  # fmt: skip
+        assert code == 0
+        assert capsys.readouterr().out == f"{target}: {name}, 16 tokens, float32\n"
+        made[name] = read(target)
+    assert all(same(made[name], made["forge"]) for name in FORMATS)
+    assert made["forge"].frozen == 1
+    assert made["forge"].facts.source == {
+        "run": "r1", "checkpoint": "version-000002", "arm": "on_policy", "step": 2, "name": "p2",
+        "metrics": {"kl": 0.25, "tokens": 9},
+    }  # fmt: skip
+    assert forge(["inspect", str(tmp_path / "peft"), "--model", str(READER)]) == 0
+    out = capsys.readouterr().out
+    assert "shape    4 x 2 x 2 x 16 x 32: layers, keys and values, heads, tokens, head size" in out
+    assert "tokens   16, 1 of them frozen" in out
+    assert ["rope.rope_theta", "500000.0"] in [line.split() for line in out.splitlines()]
+    assert out.endswith("by shape, RoPE, config; it does not say which weights\n")
+    assert forge(["inspect", str(run), "--name", "p1"]) == 0
+    assert "source.metrics.kl" in capsys.readouterr().out
+
+
+def test_what_would_be_lost_is_a_warning_or_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["convert", str(run), str(tmp_path / "c.pt"), "--to", "hazy", "--name", "p1"]
+    assert forge([*command, "--dtype", "bfloat16", "--strict"]) == 2
+    assert "rounded from float32 to bfloat16 (--strict)" in capsys.readouterr().err
+    assert not (tmp_path / "c.pt").exists()
+    assert forge([*command, "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().err == "warning: numbers are rounded from float32 to bfloat16\n"
+    assert read(tmp_path / "c.pt").dtype == "bfloat16"
+    assert forge(command) == 2
+    assert "is there already; give another path, or --force" in capsys.readouterr().err
+    assert forge([*command, "--force"]) == 0
+    assert read(tmp_path / "c.pt").dtype == "float32"
+
+
+def test_another_base_is_refused_by_inspect_and_convert(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours.write(cartridge(), tmp_path / "c")
+    assert forge(["inspect", str(tmp_path / "c"), "--model", str(READER)]) == 2
+    out, err = capsys.readouterr()
+    assert "keys rms" in out
+    assert "not for" in err
+    assert "its keys are rotated by factor 8.0, rope_theta 500000.0, rope_type llama3" in err
+    assert "has the shape [4, 2, 2, P, 32]: got [2, 2, 2, 16, 4]" in err
+    command = ["convert", str(tmp_path / "c"), str(tmp_path / "d"), "--to", "peft"]
+    assert forge([*command, "--model", str(READER)]) == 2
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_run_of_several_asks_for_a_name(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert forge(["inspect", str(run)]) == 2
+    assert "has 2 cartridges: p1, p2; choose with --name" in capsys.readouterr().err
+    assert forge(["inspect", str(run), "--name", "p9"]) == 2
+    assert "the run has no cartridge p9; it has p1, p2" in capsys.readouterr().err
+    assert forge(["inspect", str(tmp_path / "gone")]) == 2
+    assert "there is nothing at" in capsys.readouterr().err
+
+
+def test_the_library_is_filled_listed_tagged_compared_and_pruned(
+    run: Path, library: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: str) -> str:
+        assert forge(["cartridges", *words, *library]) == 0
+        return capsys.readouterr().out
+
+    said("add", str(run / "checkpoints/version-000001"), "--name", "p1")
+    assert said("add", str(run), "--name", "p1") == "p1@2: 16 tokens, version-000002\n"
+    assert said("tag", "p1@1", "best") == "p1@1 is p1@best\n"
+    rows = [line.split() for line in said("list").splitlines()[2:]]
+    assert [row[:5] for row in rows] == [
+        ["p1@1", "best", "16", "1", "float32"],
+        ["p1@2", "16", "1", "float32", rows[1][4]],
+    ]
+    assert rows[0][-1] == "r1/version-000001"
+
+    told = said("diff", "p1@best", "p1")
+    assert "source.checkpoint  version-000001  version-000002" in told
+    # The frozen token is the same, the others are twice what they were.
+    layer = told.splitlines()[-1].split()
+    assert layer[0] == "3"
+    assert 0.5 < float(layer[1]) < 1 < float(layer[2]) + 0.2
+
+    forge(["convert", str(run), str(tmp_path / "p1.pt"), "--to", "hazy", "--name", "p1"])
+    capsys.readouterr()
+    assert said("add", str(tmp_path / "p1.pt"), "--name", "ward") == (
+        "ward@1: 16 tokens, version-000002\n"
+    )
+    assert "1.000000" in said("diff", "ward", str(tmp_path / "p1.pt"))
+
+    said("add", str(run), "--name", "p1")
+    assert said("prune", "p1", "--keep", "1", "--dry-run").startswith("would drop p1@2\n")
+    assert said("prune", "--keep", "1").startswith("dropped p1@2\n")
+    assert [line.split()[0] for line in said("list").splitlines()[2:]] == ["p1@1", "p1@3", "ward@1"]
+    said("tag", "p1", "best", "--remove")
+    assert "best" not in said("list")
+
+
+def test_what_is_not_there_is_told(
+    library: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours.write(cartridge(), tmp_path / "c")
+    for words, why in (
+        (("tag", "p1", "best"), "there is no cartridge p1; the library has none"),
+        (("diff", "p1", "p2"), "there is no cartridge p1"),
+        (("diff", "a b", "p2"), "is no cartridge; write its name"),
+        (("push", "p1", "me/p1"), "there is no cartridge p1"),
+        (("prune", "--keep", "0", "p1"), "there is no cartridge p1"),
+        (("add", str(tmp_path / "c")), "is no run, so name what it is to be called"),
+        (("add", str(tmp_path / "c"), "--name", "ward"), "got [2, 2, 2, 16, 4]"),
+    ):
+        assert forge(["cartridges", *words, *library]) == 2
+        assert why in capsys.readouterr().err

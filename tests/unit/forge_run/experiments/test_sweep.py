@@ -1,0 +1,107 @@
+"""forge sweep with runs that are written down rather than run; tests/nightly has a real one."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_run.experiments.sweep import at_once, planned
+from forge_run.experiments.trials import Trial
+from protocols.errors import SpecError
+from protocols.spec.loading import load_file
+from protocols.spec.sweep import SweepSpec
+
+REPOSITORY = Path(__file__).parents[4]
+
+MESH = str(REPOSITORY / "meshes" / "longhealth.yaml")
+
+SPEC = SweepSpec(
+    name="small", mesh=MESH, seeds=2, seed_keys=("train.seed", "data.seed"), reference="offline",
+    set={"train.steps": 9, "roles.generator.threads": 1},
+    axes={"cartridge.tokens": (60, 12)},
+    variants=[
+        {"arms": {"document": "document", "offline": "offline", "on_policy": "on policy"}},
+        {"set": {"train.warm_start": {"steps": 3}}, "arms": {"on_policy": "hybrid"}},
+    ],
+)  # fmt: skip
+
+
+@cache
+def plan_of(seeds: int | None = None) -> tuple[Trial, ...]:
+    return planned(SPEC, MESH, seeds=seeds)
+
+
+def test_every_combination_is_planned_with_its_keys() -> None:
+    plan = plan_of()
+    assert [p.title for p in plan] == [
+        "tokens=60 document+offline+on policy, seed 0",
+        "tokens=60 hybrid, seed 0",
+        "tokens=12 document+offline+on policy, seed 0",
+        "tokens=12 hybrid, seed 0",
+        "tokens=60 document+offline+on policy, seed 1",
+        "tokens=60 hybrid, seed 1",
+        "tokens=12 document+offline+on policy, seed 1",
+        "tokens=12 hybrid, seed 1",
+    ]
+    last = plan[-1].spec
+    assert (last.learn.train.seed, last.learn.data.seed, last.learn.train.steps) == (1, 1, 9)
+    assert last.learn.cartridge.tokens == 12
+    assert last.learn.train.warm_start is not None
+    assert last.learn.train.warm_start.steps == 3
+    assert last.learn.evaluate.arms == ("on_policy",)
+    assert len({p.log for p in plan}) == len(plan)
+    assert len(plan_of(seeds=1)) == 4
+
+
+def test_the_command_lines_keys_stand_under_the_sweeps() -> None:
+    plan = planned(SPEC, MESH, sets=("train.steps=70", "train.lr=0.3", "evaluate.questions=7"))
+    learn = plan[0].spec.learn
+    assert (learn.train.steps, learn.train.lr, learn.evaluate.questions) == (9, 0.3, 7)
+
+
+def test_as_many_runs_as_cores_allow() -> None:
+    """The trainer and the teacher of the mesh have 2 threads."""
+    plan = plan_of()
+    assert [at_once(plan, cores) for cores in (1, 2, 8)] == [1, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reference": "online"}, "reference must be an arm of the sweep: got online"),
+        ({"axes": {"cartridge.token": (3,)}}, "token"),
+        ({"axes": {"cartridge.tokens": (0,)}}, "cartridge.tokens"),
+    ],
+)
+def test_what_no_run_could_be_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        planned(SPEC.model_copy(update=change), MESH)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("axes: {train.lr: []}", "must list values of train.lr, each once"),
+        ("axes: {train.lr: [1.0, 1.0]}", "must list values of train.lr, each once"),
+        ("variants: [{arms: {offline: a}}, {arms: {on_policy: a}}]", "rename one a"),
+        ("variants: []", "variants"),
+        ("seeds: 0", "seeds"),
+        ("axis: {}", "axis"),
+    ],
+)
+def test_a_file_that_is_no_sweep_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    parts = ["name: x", "mesh: m.yaml", "variants: [{arms: {on_policy: a}}]"]
+    key = text.partition(":")[0]
+    path = tmp_path / "sweep.yaml"
+    path.write_text("\n".join([*(p for p in parts if not p.startswith(key)), text]))
+    with pytest.raises(SpecError, match=message):
+        load_file(SweepSpec, path)
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("sweep_*.yaml")))
+def test_the_shipped_sweeps_can_be_planned(path: Path) -> None:
+    spec = load_file(SweepSpec, path)
+    assert planned(spec, str(path.parent / spec.mesh), seeds=1)

@@ -1,0 +1,133 @@
+"""The report: right numbers, nothing from outside, nothing unescaped, the same bytes each time."""
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from report_setup import HOSTILE, START, Page, make_run, rollout, svgs
+
+from forge_run.report.page import write_report
+from services.run_directory import RunDirectory
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    run = make_run(tmp_path_factory.mktemp("runs"))
+    assert write_report(run.path) == run.report
+    return run
+
+
+@pytest.fixture(scope="module")
+def html(run: RunDirectory) -> str:
+    return run.report.read_text(encoding="utf-8")
+
+
+def test_the_plots_are_labelled_and_follow_the_page(html: str) -> None:
+    drawn = svgs(html)
+    assert len(drawn) == 3
+    for svg in drawn:
+        root = ElementTree.fromstring(svg)  # well-formed on its own
+        assert root.get("role") == "img"
+        assert root.get("viewBox")
+        assert root.get("width") is None
+        assert re.findall(r"#dead|font-size: 0", svg) == []
+        assert "var(--ink)" in svg
+        assert set(re.findall(r"#[0-9a-f]{6}\b", svg)) <= {"#000000", "#ffffff"}
+    kl, accuracy, phases = (" ".join(ElementTree.fromstring(s).itertext()) for s in drawn)
+    assert "on_policy" in kl
+    assert "nats per token" in kl
+    for level in ("none 21%", "document 98%", "offline 76%", "on_policy 88%"):
+        assert level in accuracy
+    assert "untrained" not in accuracy
+    for phase in ("rollout", "score", "train", "publish", "orchestration", "10%"):
+        assert phase in phases
+    assert 'aria-label="KL to the document teacher, per token. on_policy:' in html
+
+
+def test_ids_are_unique_and_every_reference_lands(html: str) -> None:
+    page = Page(html)
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    used = set(re.findall(r'href="#([^"]+)"', html)) | set(re.findall(r"url\(#([^)]+)\)", html))
+    assert used <= set(ids)
+
+
+def test_nothing_is_asked_of_the_network(html: str) -> None:
+    page = Page(html)
+    assert {tag for tag, _ in page.tags} & {"script", "img", "link", "iframe", "object"} == set()
+    for tag, attrs in page.tags:
+        assert "src" not in attrs
+        for name in ("href", "xlink:href"):
+            assert (attrs.get(name) or "#").startswith("#"), (tag, attrs)
+    assert "@import" not in html
+    assert re.findall(r"url\((?!#)", html) == []
+    assert "default-src 'none'" in html
+
+
+def test_what_a_model_wrote_is_text_and_never_markup(html: str) -> None:
+    assert "<script" not in html
+    assert "<img" not in html
+    assert f"on_policy answer 1.0 {HOSTILE}" in Page(html).text
+    assert f"name: {HOSTILE}" in Page(html).text
+
+
+def test_samples_are_of_the_first_and_the_last_step(html: str) -> None:
+    found = re.findall(r"(on_policy|offline) answer (\d\.\d)", html)
+    assert found == [
+        (name, number)
+        for name in ("on_policy", "offline")
+        for number in ("1.0", "1.1", "4.0", "4.1")
+    ]
+
+
+def test_it_reads_on_a_phone_and_in_the_dark(html: str) -> None:
+    assert 'content="width=device-width, initial-scale=1"' in html
+    assert "prefers-color-scheme:dark" in html
+    assert '<html lang="en">' in html
+
+
+def test_a_run_that_wrote_nothing_yet_has_a_report(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "longhealth", "seed: 0\n", now=START)
+    page = Page(write_report(run.path).read_text())
+    for piece in (
+        "unfinished",
+        "There is no results.json",
+        "No arm has its final evaluation.",
+        "No step was recorded.",
+        "No rollout was recorded.",
+    ):
+        assert piece in page.text, piece
+    assert "svg" not in {tag for tag, _ in page.tags}
+
+
+def test_an_empty_folder_has_a_report(tmp_path: Path) -> None:
+    assert "There is no spec.yaml." in write_report(tmp_path).read_text()
+
+
+def test_a_failed_run_says_why(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=1, finished=False)
+    run.append_event("failed", now=START, error=f"StaleTokenError: {HOSTILE}")
+    with run.metrics.open("ab") as file:
+        file.write(b'{"arm": "on_pol')  # killed while writing
+    html = write_report(run.path).read_text()
+    page = Page(html)
+    assert f"error: StaleTokenError: {HOSTILE}" in page.text
+    assert ("p", {"class": "status failed"}) in page.tags
+    assert "<script" not in html
+    assert len(svgs(html)) == 2  # no probe, so no accuracy plot
+
+
+def test_probes_without_final_arms_are_named_in_a_legend(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=2, finished=False)
+    html = write_report(run.path).read_text()
+    assert "offline" in " ".join(ElementTree.fromstring(svgs(html)[1]).itertext())
+    assert "final accuracy" not in html
+
+
+def test_a_long_rollout_is_cut(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "longhealth", "", now=START)
+    run.append_rollouts([rollout("offline", 1, 0, "x" * 1500)])
+    text = Page(write_report(run.path).read_text()).text
+    assert f"{'x' * 1200} ... (300 more characters)" in text
+    assert "x" * 1201 not in text

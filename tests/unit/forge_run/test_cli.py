@@ -1,0 +1,220 @@
+"""The command line: exit codes, what is on stderr, what is handed to the run, what is imported."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from forge_run.cli import forge, forge_run
+from forge_run.preflight import require_runnable
+from protocols.errors import RunError, SpecError
+from protocols.spec.loading import load_spec
+from protocols.spec.mesh import RunSpec
+
+REPOSITORY = Path(__file__).parents[3]
+
+MESH = str(REPOSITORY / "meshes/longhealth.yaml")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """`--set` that names a directory with a config.json: enough to be allowed to run."""
+    shape = {
+        "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 16, "vocab_size": 10,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return f"model.path={tmp_path}"
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunSpec, Path | None, str | None]]:
+    """What the run was called with; it answers exit code 7."""
+    calls: list[tuple[RunSpec, Path | None, str | None]] = []
+
+    def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
+        calls.append((spec, run_dir, resume))
+        return 7
+
+    monkeypatch.setitem(sys.modules, "forge_run.launch", types.SimpleNamespace(run=run))
+    return calls
+
+
+def test_every_shipped_mesh_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    for mesh in sorted(
+        set((REPOSITORY / "meshes").glob("*.yaml")) - {REPOSITORY / "meshes/serve.yaml"}
+    ):
+        assert forge_run([str(mesh), "--dry-run"]) == 0
+        out, err = capsys.readouterr()
+        assert out.startswith(f"plan of {mesh.stem}\n")
+        assert err == ""
+
+
+def test_the_run_gets_the_spec_and_its_exit_code_comes_back(
+    model: str, runs: list[tuple[RunSpec, Path | None, str | None]]
+) -> None:
+    assert forge_run([MESH, "--set", model]) == 7
+    assert forge(["run", MESH, "--set", model, "--run-dir", "kept", "--resume"]) == 7
+    assert forge_run([MESH, "--set", model, "--set", "train.steps=90", "--resume", "r1"]) == 7
+    assert [(run_dir, resume) for _, run_dir, resume in runs] == [
+        (None, None),
+        (Path("kept"), ""),
+        (None, "r1"),
+    ]
+    assert [spec.learn.train.steps for spec, _, _ in runs] == [180, 180, 90]
+
+
+def test_a_plan_starts_nothing(
+    model: str,
+    runs: list[tuple[RunSpec, Path | None, str | None]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert forge(["plan", MESH, "--set", model]) == 0
+    plan = capsys.readouterr().out
+    assert forge_run([MESH, "--set", model, "--dry-run"]) == 0
+    assert capsys.readouterr().out == plan
+    assert forge(["run", MESH, "--set", model, "--dry-run"]) == 0
+    assert "cannot run here yet" not in plan
+    assert runs == []
+
+
+def test_an_error_is_one_message_and_its_exit_code(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert forge_run(["no.yaml"]) == 2
+    assert capsys.readouterr() == ("", "error: there is no file no.yaml; check the path\n")
+
+    def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
+        raise RunError("generator 1 died")
+
+    monkeypatch.setitem(sys.modules, "forge_run.launch", types.SimpleNamespace(run=run))
+    assert forge_run([MESH, "--set", model]) == 1
+    assert capsys.readouterr() == ("", "error: generator 1 died\n")
+
+    def interrupted(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "forge_run.launch", types.SimpleNamespace(run=interrupted))
+    assert forge_run([MESH, "--set", model]) == 130
+
+
+@pytest.mark.parametrize("argv", [[], [MESH, "--nope"], [MESH, "--set"]])
+def test_wrong_usage_exits_with_2(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        forge_run(argv)
+    assert caught.value.code == 2
+
+
+CANNOT_RUN = [
+    ("roles.trainer.replicas=2",
+     "roles.trainer.replicas: 2 cannot run, one trainer owns the cartridges: "
+     "set at --set roles.trainer.replicas=2; use 1"),
+    ("roles.doc_teacher.procs=2",
+     "roles.doc_teacher.procs: 2 cannot run, only the trainer works in several processes: "
+     "set at --set roles.doc_teacher.procs=2; use 1, and more replicas"),
+    ("roles.generator.gpus=1",
+     "roles.generator.gpus: 1 cannot run here, torch sees no GPU on this machine: set at --set "
+     "roles.generator.gpus=1; use 0, or install a torch built for CUDA and check nvidia-smi"),
+    ("roles.trainer.gpus=2",
+     "roles.trainer.gpus: 2 cannot run, a process's model lies on one: set at --set "
+     "roles.trainer.gpus=2; use 1, and more replicas or ranks"),
+    ("data={source: longhealth, patients: 1, held_out: 1}",
+     "data.path: null cannot run, LongHealth asks not to be shipped and is read from a path or "
+     "URL: set at --set data={source: longhealth, patients: 1, held_out: 1}; "
+     "add --set data.path=benchmark_v5.json"),
+    ("data.path=/no/such.json",
+     "data.path: /no/such.json is not a file: set at --set data.path=/no/such.json; "
+     "give LongHealth's JSON, a path or a URL"),
+    ("data.facts=56",
+     "data.facts: 56 is more than the 55 kinds of fact that the clinic knows: "
+     "set at --set data.facts=56; set it to 55 or less"),
+    ("model.path=/no/model",
+     "model.path: /no/model has no config.json: set at --set model.path=/no/model; "
+     "give a directory with config.json and *.safetensors, or a hub id"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a GPU, whether this one has it or not."""
+    monkeypatch.setattr("forge_run.preflight.gpus_here", lambda: 0)
+
+
+@pytest.mark.parametrize(("override", "expected"), CANNOT_RUN, ids=[c[0] for c in CANNOT_RUN])
+def test_what_cannot_run_yet_loads_and_plans_but_does_not_run(
+    override: str,
+    expected: str,
+    model: str,
+    runs: list[tuple[RunSpec, Path | None, str | None]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = [MESH, "--set", model, "--set", override]
+    assert forge_run([*argv, "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith(f"cannot run here yet\n  {expected}\n")
+    assert forge_run(argv) == 2
+    assert capsys.readouterr().err == f"error: {expected}\n"
+    assert runs == []
+
+
+def test_hosts_by_address_plan_too(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = "hosts={kind: addresses, addresses: ['tcp://a:1', 'tcp://b:2']}"
+    assert forge_run([MESH, "--set", model, "--set", hosts, "--dry-run"]) == 0
+    assert "tcp://a:1, tcp://b:2" in capsys.readouterr().out
+
+
+@pytest.fixture
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without vLLM, whether this one has it or not."""
+    monkeypatch.setattr("forge_run.preflight.missing_vllm", lambda: True)
+
+
+def test_vllm_where_it_is_not_installed(
+    model: str, no_vllm: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [MESH, "--set", model, "--set", "generator.backend=vllm"]
+    assert forge_run([*argv, "--dry-run"]) == 0
+    assert forge_run(argv) == 2
+    assert capsys.readouterr().err == (
+        "error: generator.backend: vllm needs vLLM, which is not installed: set at --set "
+        "generator.backend=vllm; run `make install-vllm` (CPU), or `pip install vllm==0.32.0` "
+        "where there are NVIDIA GPUs\n"
+    )
+
+
+def test_an_engine_on_gpus_takes_as_many_as_share_it(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forge_run.preflight.missing_vllm", lambda: False)
+    on_vllm = (model, "generator.backend=vllm", "generator.tensor_parallel=2")
+    require_runnable(load_spec(MESH, sets=(*on_vllm, "roles.generator.gpus=2")).spec)
+    require_runnable(load_spec(MESH, sets=on_vllm).spec)
+    with pytest.raises(
+        SpecError, match=r"an engine takes generator\.tensor_parallel \(2\) of them"
+    ):
+        require_runnable(load_spec(MESH, sets=(*on_vllm, "roles.generator.gpus=1")).spec)
+
+
+def test_models_run_on_gpus_where_there_are_some(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles = ("generator", "doc_teacher", "trainer")
+    asked = (model, *(f"roles.{name}.gpus=1" for name in roles), "roles.trainer.procs=2")
+    with pytest.raises(SpecError, match="3 faults"):
+        require_runnable(load_spec(MESH, sets=asked).spec)
+    monkeypatch.setattr("forge_run.preflight.gpus_here", lambda: 1)
+    require_runnable(load_spec(MESH, sets=asked).spec)
+
+
+def test_every_reason_is_listed_at_once(model: str, no_vllm: None) -> None:
+    spec = load_spec(MESH, sets=(model, "roles.trainer.replicas=2", "generator.backend=vllm")).spec
+    with pytest.raises(SpecError) as caught:
+        require_runnable(spec)
+    assert str(caught.value) == (
+        "2 faults in the spec:\n"
+        "  roles.trainer.replicas: 2 cannot run, one trainer owns the cartridges: "
+        "set at the resolved spec; use 1\n"
+        "  generator.backend: vllm needs vLLM, which is not installed: set at the resolved spec; "
+        "run `make install-vllm` (CPU), or `pip install vllm==0.32.0` where there are NVIDIA GPUs"
+    )

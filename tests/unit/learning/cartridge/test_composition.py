@@ -1,0 +1,87 @@
+"""Training in company: the same forward as over the composition, and only one cartridge learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from learning.cartridge.bank import CartridgeBank, first_tokens
+from learning.cartridge.composition import prefix_lengths, prefix_name, student_kv
+from learning.losses.objective import active_channels
+from learning.model.rope import composed
+from learning.packing import pack, response_logits, stack_prefixes
+from learning.scoring import score
+from learning.step import new_optimizer, train_step
+from learning.teacher_logprobs import TeacherDistribution
+from protocols.spec.objective import ObjectiveSpec
+from protocols.train_batch import TrainBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twins import Twin
+
+    from protocols.types import Sample
+
+    MakeSamples = Callable[..., list[Sample]]
+
+
+def bank_of(twin: Twin) -> CartridgeBank:
+    return first_tokens(twin.kv, tokens=8, frozen=1)
+
+
+def in_company(make_samples: MakeSamples) -> list[Sample]:
+    """About a alone, about a behind b, about c before a."""
+    alone, behind, before = make_samples(("a", 4, 5), ("a", 3, 4), ("c", 5, 2))
+    return [alone, replace(behind, composed=("b", "a")), replace(before, composed=("c", "a"))]
+
+
+def test_the_student_reads_what_was_sampled_over(twin: Twin, make_samples: MakeSamples) -> None:
+    samples, bank = in_company(make_samples), bank_of(twin)
+    lengths = prefix_lengths(samples, dict.fromkeys("abc", 8))
+    assert lengths == {"a": 8, "b": 8, "c": 8, "a\nb\na": 16, "c\nc\na": 16}
+    packed = pack(samples, lengths, 40, prefix_name)
+    logits = response_logits(twin.model, packed, *student_kv(twin.model, bank, packed.names))
+    begun = {name: kv[:, :, :, :8] for name, kv in twin.kv.items()}
+    expected = [
+        twin.response_logits(s, composed(twin.model, [begun[n] for n in s.composed or "a"]))
+        for s in samples
+    ]
+    torch.testing.assert_close(logits, torch.cat(expected), rtol=0, atol=1e-4)
+
+
+def test_only_the_document_s_own_cartridge_learns(llama: Twin, make_samples: MakeSamples) -> None:
+    samples, bank = in_company(make_samples)[1:2], bank_of(llama)
+    teacher = TeacherDistribution(logits=score(llama.model, samples, llama.cached(), 40))
+    before = bank.trainable.detach().clone()
+    result = train_step(
+        llama.model, bank, new_optimizer(bank),
+        TrainBatch(doc=samples, scores={"doc_teacher": teacher}),
+        active_channels(ObjectiveSpec()), lr=0.1, clip=1.0, row_tokens=40, version=0, staleness=0,
+    )  # fmt: skip
+    moved = (bank.trainable.detach() - before).flatten(1).abs().amax(1) > 0
+    assert dict(zip(bank.names, moved.tolist(), strict=True)) == {"a": True, "b": False, "c": False}
+    assert result.tokens == 4
+    assert result.kl > 0
+
+
+def test_the_teacher_has_the_document_alone(llama: Twin, make_samples: MakeSamples) -> None:
+    samples = in_company(make_samples)
+    alone = [replace(s, composed=()) for s in samples]
+    scored = [score(llama.model, s, llama.cached(), 40) for s in (samples, alone)]
+    assert torch.equal(*scored)
+
+
+def test_alone_nothing_is_stacked_anew(llama: Twin) -> None:
+    bank = bank_of(llama)
+    kv, lengths = student_kv(llama.model, bank, ("a", "c"))
+    assert lengths is None
+    assert torch.equal(kv, bank.kv(["a", "c"]))
+    kv, lengths = student_kv(llama.model, bank, ("a", "a\nb\na"))
+    assert lengths is not None
+    assert lengths.tolist() == [8, 16]
+    both = composed(llama.model, [llama.kv[n][:, :, :, :8] for n in "ba"])
+    expected, _ = stack_prefixes([llama.kv["a"][:, :, :, :8], both])
+    torch.testing.assert_close(kv, expected)

@@ -1,0 +1,122 @@
+"""What each initialisation is made of, worked out beside it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from small_run import ROOT
+
+from learning.cartridge.attention_matching import attention_matched
+from learning.cartridge.initialization import INITS, CartridgeInit, InitSource, chunks, initial_bank
+from learning.model.loading import text_ids
+from protocols.errors import DataError
+from protocols.spec.sections import CartridgeSpec
+
+if TYPE_CHECKING:
+    from twins import Twin
+
+TEXT = range(50, 60)
+
+
+def sources(twin: Twin, names: str = "ac") -> list[InitSource]:
+    return [InitSource(n, twin.documents[n], twin.kv[n], lambda: TEXT) for n in names]
+
+
+def made(twin: Twin, init: str, seed: int = 0) -> torch.Tensor:
+    return (
+        initial_bank(twin.model, sources(twin, "ca"), CartridgeInit(init, 12, 2, seed))
+        .kv()
+        .detach()
+    )
+
+
+def read_back(twin: Twin, kv: torch.Tensor) -> list[int]:
+    """The tokens that a prefix was read from: first-layer values depend on a token alone."""
+    values = torch.stack([twin.model.base_model.embed_tokens.weight]).to(kv)
+    layer = twin.model.base_model.layers[0]
+    of_token = layer.self_attn.v_proj(layer.input_layernorm(values))[0]
+    rows = kv[0, 1].transpose(0, 1).flatten(1)
+    return torch.cdist(rows, of_token).argmin(-1).tolist()
+
+
+def test_the_spec_names_exactly_what_there_is() -> None:
+    schema = CartridgeSpec.model_json_schema()["properties"]["init"]
+    assert set(schema["enum"]) == set(INITS)
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_every_init_keeps_the_frozen_tokens_and_repeats_itself(llama: Twin, init: str) -> None:
+    kv = made(llama, init)
+    assert kv.shape == (2, *llama.kv["a"].shape[:3], 12, llama.kv["a"].shape[4])
+    assert torch.isfinite(kv).all()
+    assert torch.equal(kv, made(llama, init))
+    for c, name in enumerate("ac"):
+        values = llama.kv[name][:, 1, :, :2]
+        torch.testing.assert_close(kv[c, :, 1, :, :2], values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("init", ["random_text", "random_vectors", "sampled_chunks"])
+def test_draws_are_of_the_seed_and_the_document(llama: Twin, init: str) -> None:
+    kv, other = made(llama, init), made(llama, init, seed=1)
+    assert not torch.allclose(kv[:, ..., 2:, :], other[:, ..., 2:, :], atol=1e-3)
+    assert not torch.allclose(kv[0], kv[1], atol=1e-3)
+
+
+def test_first_tokens_and_matching_are_those_of_the_document(llama: Twin) -> None:
+    assert torch.equal(made(llama, "first_tokens")[1], llama.kv["c"][:, :, :, :12])
+    expected = attention_matched(llama.model, llama.documents["c"], llama.kv["c"], 12, 2)
+    assert torch.equal(made(llama, "attention_matching")[1], expected)
+
+
+def test_random_text_is_of_the_vocabulary(llama: Twin) -> None:
+    ids = read_back(llama, made(llama, "random_text")[0])
+    assert ids[:2] == list(llama.documents["a"][:2])
+    assert set(ids[2:]) <= set(TEXT)
+    assert len(set(ids[2:])) > 3
+
+
+def test_sampled_chunks_are_of_the_document_in_its_order(llama: Twin) -> None:
+    ids = read_back(llama, made(llama, "sampled_chunks")[1])
+    document = llama.documents["c"]
+    spans = chunks(len(document) - 2, 10, random.Random("init/sampled_chunks/0/c"))
+    body = document[2:]
+    assert ids == [*document[:2], *(body[i] for span in spans for i in span)]
+
+
+def test_chunks_do_not_overlap_and_every_place_is_met() -> None:
+    met: Counter[int] = Counter()
+    for seed in range(300):
+        spans = chunks(20, 11, random.Random(seed))
+        assert sorted(map(len, spans)) == [5, 6]
+        assert 0 <= spans[0].start <= spans[0].stop <= spans[1].start < spans[1].stop <= 20
+        met.update(i for span in spans for i in span)
+    assert min(met[i] for i in range(20)) > 25
+    assert chunks(7, 7, random.Random(0)) == [range(7)]
+    assert [len(c) for c in chunks(99, 64, random.Random(0))] == [8] * 8
+
+
+def test_random_vectors_have_the_document_s_mean_and_spread(llama: Twin) -> None:
+    """Means of 4,000 draws lie within five standard errors of the document's."""
+    kv = llama.kv["a"].repeat(1, 1, 1, 200, 1)
+    source = InitSource("a", llama.documents["a"] * 200, kv, lambda: TEXT)
+    drawn = initial_bank(llama.model, [source], CartridgeInit("random_vectors", 4001, 1)).kv()[
+        0, ..., 1:, :
+    ]
+    real = kv[..., 1:, :]
+    spread = real.std(3)
+    assert ((drawn.mean(3) - real.mean(3)).abs() <= 5 * spread / 4000**0.5).all()
+    torch.testing.assert_close(drawn.std(3), spread, rtol=0.1, atol=1e-4)
+
+
+def test_a_document_no_longer_than_the_cartridge_is_refused(llama: Twin) -> None:
+    with pytest.raises(DataError, match="document a has 24 tokens, no more than the cartridge's"):
+        initial_bank(llama.model, sources(llama), CartridgeInit("random_text", 31, 1))
+
+
+def test_special_tokens_are_no_text() -> None:
+    ids = text_ids(str(ROOT / "models/clinic-reader"))
+    assert ids == list(range(6, 1458))

@@ -1,0 +1,194 @@
+"""Continuous batching: requests that come and go get what they would have got alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from learning.decoding.engine import TorchEngine
+from learning.decoding.generate import generate
+from learning.model.rope import composed
+from protocols.errors import DataError, PublishError
+from protocols.types import (
+    Completion,
+    GenerateRequest,
+    PrefixRef,
+    Sampling,
+    StopCondition,
+    TokenChunk,
+    composed_ref,
+)
+
+if TYPE_CHECKING:
+    from twins import Twin
+
+END = frozenset({5})
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(chr(97 + i % 26) for i in ids)
+
+
+def request(name: str, prefix: str, prompt: int, most: int, temperature: float = 1.0,
+            **more: object) -> GenerateRequest:  # fmt: skip
+    ids = tuple((7 * i + 3 * prompt) % 90 + 6 for i in range(prompt))
+    sampling = Sampling(temperature, max_tokens=most)
+    return GenerateRequest(name, ids, PrefixRef(f"document/{prefix}", 0), sampling, 17, **more)
+
+
+def engine(twin: Twin, **more: int) -> TorchEngine:
+    def document(name: str) -> torch.Tensor:
+        if name not in twin.kv:
+            raise DataError(f"no document {name!r}")
+        return twin.kv[name]
+
+    return TorchEngine(twin.model, document, END, decode, **more)
+
+
+def alone(twin: Twin, r: GenerateRequest) -> Completion:
+    return generate(twin.model, [r], lambda ref: twin.kv[ref.name[-1]], END, decode)[0]
+
+
+ASKED = [
+    request("a", "a", 5, 12),
+    request("b", "b", 2, 30, 0.0),
+    request("c", "a", 9, 3),
+    request("d", "a", 1, 25, 0.7),
+    request("e", "c", 4, 8),
+    request("f", "a", 3, 20, until=StopCondition(strings=("e",))),
+    request("g", "b", 6, 9, top_logprobs=3),
+]
+
+
+def test_what_is_streamed_adds_up(twin: Twin) -> None:
+    served, (r, other) = engine(twin), (request("s", "a", 4, 10, top_logprobs=2), ASKED[1])
+    served.add("s", r, stream=True)
+    served.add("b", other)
+    news = [(key, what) for _ in range(40) for key, what in served.step()]
+    pieces = [what for key, what in news if isinstance(what, TokenChunk)]
+    done = next(what for key, what in news if key == "s" and isinstance(what, Completion))
+    assert [p.first for p in pieces] == list(range(len(pieces)))
+    assert tuple(t for p in pieces for t in p.token_ids) == done.token_ids
+    assert tuple(t for p in pieces for t in p.top_logprobs) == done.top_logprobs
+    assert all(len(top) == 2 and top[0][1] >= top[1][1] for top in done.top_logprobs)
+    assert {key for key, what in news if isinstance(what, TokenChunk)} == {"s"}
+
+
+def test_a_cancelled_request_ends_and_makes_room(twin: Twin) -> None:
+    served = engine(twin, max_rows=1)
+    served.add("long", request("long", "a", 3, 400, 0.0))
+    served.add("next", request("next", "a", 3, 2, 0.0))
+    assert dict(served.step()) == {}
+    served.cancel("long")
+    done = dict(served.step())
+    assert done["long"].finish_reason == "cancelled"
+    assert len(done["long"].token_ids) >= 1
+    assert dict(served.step())["next"].finish_reason == "length"
+    served.cancel("long")  # long gone: nothing happens
+    assert dict(served.step()) == {}
+
+
+def test_a_waiting_request_is_cancelled_unread(twin: Twin) -> None:
+    served = engine(twin, max_rows=1)
+    served.add("first", request("first", "a", 3, 3, 0.0))
+    served.add("second", request("second", "a", 3, 3, 0.0))
+    served.cancel("second")
+    done = dict(served.step())
+    assert (done["second"].finish_reason, done["second"].token_ids) == ("cancelled", ())
+
+
+def test_a_response_goes_on_in_a_second_request_as_in_one(twin: Twin) -> None:
+    whole = alone(twin, request("w", "a", 5, 12))
+    begun = alone(twin, request("w", "a", 5, 4))
+    ids = (*request("w", "a", 5, 4).prompt_ids, *begun.token_ids)
+    rest = GenerateRequest(
+        "w", ids, PrefixRef("document/a", 0), Sampling(max_tokens=8), 17, first_draw=4
+    )
+    assert (*begun.token_ids, *alone(twin, rest).token_ids) == whole.token_ids
+
+
+def test_confidence_and_top_logprobs_are_the_model_s_own(twin: Twin) -> None:
+    r = request("t", "b", 6, 6, 0.0, top_logprobs=97)
+    free = alone(twin, r)
+    for chosen, top in zip(free.logprobs, free.top_logprobs, strict=True):
+        assert sum(torch.tensor([lp for _, lp in top]).exp()) == pytest.approx(1.0, abs=1e-5)
+        assert top[0][1] == pytest.approx(chosen, abs=1e-6)  # greedy
+    confidence = [-sum(lp for _, lp in top[:4]) / 4 for top in free.top_logprobs]
+    pairs = [(a + b) / 2 for a, b in pairwise(confidence)]
+    floor = sorted(pairs)[1]  # one window alone is below
+    first = pairs.index(min(pairs)) + 2
+    stopped = alone(twin, request("t", "b", 6, 6, 0.0,
+                                  until=StopCondition(window=2, floor=floor, top=4)))  # fmt: skip
+    assert (stopped.finish_reason, stopped.ended_by) == ("until", "confidence")
+    assert stopped.token_ids == free.token_ids[:first]
+
+
+def test_cartridges_are_held_by_version_and_must_fit(twin: Twin) -> None:
+    served, kv = engine(twin), twin.kv["a"]
+    served.hold(4, ("p", "q"), torch.stack([kv, twin.kv["a"]]))
+    over = GenerateRequest("x", (8, 9), PrefixRef("cartridge/q", 4), Sampling(0.0, max_tokens=3), 0)
+    served.add("x", over)
+    found = {}
+    while not found:
+        found = dict(served.step())
+    plain = GenerateRequest("x", (8, 9), PrefixRef("document/a", 0), over.sampling, 0)
+    assert found["x"].token_ids == alone(twin, plain).token_ids
+    assert set(found["x"].versions) == {4}
+    served.let_go(4)
+    with pytest.raises(PublishError, match="do not fit this model"):
+        served.hold(5, ("p",), kv[None, :1])
+
+
+def test_bad_requests_are_refused_at_once(twin: Twin) -> None:
+    served = engine(twin)
+    with pytest.raises(DataError, match="empty prompt"):
+        served.add("e", request("e", "a", 0, 3))
+    with pytest.raises(DataError, match="no document 'z'"):
+        served.add("z", request("z", "z", 2, 3))
+    with pytest.raises(DataError, match="no tokenizer is here"):
+        generate(
+            twin.model, [request("u", "a", 2, 3, until=StopCondition())], twin.kv.__getitem__, END
+        )
+
+
+def test_tokens_that_a_response_ended_before_are_counted(twin: Twin) -> None:
+    free = alone(twin, request("d", "a", 4, 12))
+    word = decode(free.token_ids[4:7])
+    until = StopCondition(strings=(word,), before=True)
+    cut = alone(twin, request("d", "a", 4, 12, until=until))
+    kept = decode(free.token_ids).index(word)
+    assert cut.token_ids == free.token_ids[:kept]
+    assert (cut.finish_reason, cut.ended_by, cut.dropped) == ("until", word, 3)
+
+
+def test_a_composition_is_sampled_as_plain_transformers_scores_it(twin: Twin) -> None:
+    """Cartridge c of version 3, then the document b: one prefix of 31 + 17, a prompt behind it."""
+    parts = (PrefixRef("cartridge/c", 3), PrefixRef("document/b", 0))
+    one = engine(twin)
+    one.hold(3, ("c",), twin.kv["c"][None])
+    asked = {
+        order: GenerateRequest(order, (9, 8, 7), composed_ref(refs), Sampling(0.0, max_tokens=5), 0)
+        for order, refs in (("cb", parts), ("bc", parts[::-1]))
+    }
+    for order, r in asked.items():
+        one.add(order, r)
+    done: dict[str, Completion] = {}
+    while len(done) < 2:
+        done |= {key: news for key, news in one.step() if isinstance(news, Completion)}
+    for order, completion in done.items():
+        kv = composed(twin.model, [twin.kv[name] for name in order])
+        logits = twin.logits((9, 8, 7, *completion.token_ids), kv)[2:-1]
+        chosen = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])
+        assert completion.logprobs == pytest.approx(chosen[:, 0].tolist(), abs=1e-3)
+    assert done["cb"].versions == (3,) * len(done["cb"].token_ids)
+    assert done["cb"].logprobs != pytest.approx(done["bc"].logprobs, abs=1e-2)
+
+
+def test_a_composition_with_a_document_that_there_is_not_is_refused(llama: Twin) -> None:
+    ref = PrefixRef("document/a", 0, (PrefixRef("document/z", 0),))
+    with pytest.raises(DataError, match="no document 'z'"):
+        engine(llama).add("x", GenerateRequest("x", (9,), ref, Sampling(), 0))

@@ -1,0 +1,44 @@
+"""The frozen base model: what is loaded, its shape, its hash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from learning.model.loading import base_hash, kv_shape, load_model
+from protocols.errors import DataError
+
+if TYPE_CHECKING:
+    from twins import Twin
+
+
+def test_the_model_is_loaded_frozen_in_the_asked_dtype(llama: Twin) -> None:
+    model = load_model(str(llama.path), "bfloat16")
+    assert not model.training
+    assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.bfloat16, False)}
+
+
+def test_shape_of_the_keys_and_values(llama: Twin, qwen3: Twin) -> None:
+    assert kv_shape(llama.model) == (2, 2, 16)
+    assert kv_shape(qwen3.model) == (2, 2, 32)  # its head size is not hidden / heads = 16
+
+
+def test_a_missing_model_is_named_with_the_remedy(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"no model at '.*nowhere'.*set model.path to a directory"):
+        load_model(missing)
+
+
+def test_the_hash_sees_a_single_bit_of_a_single_weight(llama: Twin) -> None:
+    model = load_model(str(llama.path))
+    before = base_hash(model)
+    assert before == base_hash(llama.model)
+    weight = model.base_model.layers[1].mlp.up_proj.weight
+    bits = weight.view(torch.int32)
+    bits[3, 5] ^= 1
+    assert base_hash(model) != before
+    bits[3, 5] ^= 1
+    assert base_hash(model) == before

@@ -1,0 +1,105 @@
+"""Keys moved to other positions are those that the model itself makes there; prefixes composed of
+them are texts read side by side."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from learning.model.attention import PrefixContext
+from learning.model.loading import hidden_states
+from learning.model.rope import composed, frequencies, frequencies_of, shifted
+from protocols.errors import DataError
+
+if TYPE_CHECKING:
+    from twins import Twin
+
+
+def read_at(twin: Twin, start: int) -> torch.Tensor:
+    """[L, 2, H_kv, T, D] of document b read alone, from position `start` on."""
+    ids = torch.tensor([twin.documents["b"]])
+    causal = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+    context = PrefixContext(capture=True)
+    positions = torch.arange(start, start + ids.shape[1])[None]
+    hidden_states(twin.model, ids, positions, causal, context)
+    return torch.cat(context.captured)
+
+
+@pytest.mark.parametrize("by", [40, -7])
+def test_moved_keys_are_those_read_at_the_other_positions(twin: Twin, by: int) -> None:
+    kv = read_at(twin, 9)
+    moved = shifted(kv, by, frequencies(twin.model))
+    torch.testing.assert_close(moved, read_at(twin, 9 + by), rtol=0, atol=2e-5)
+    assert not torch.allclose(moved[:, 0], kv[:, 0], atol=0.1)
+
+
+def test_a_quarter_turn_by_hand() -> None:
+    """One pair of frequency pi/2, and a number that is not rotated."""
+    kv = torch.tensor([[1.0, 2.0, 5.0], [7.0, 8.0, 9.0]]).view(2, 1, 1, 3)
+    moved = shifted(kv, 1, torch.tensor([math.pi / 2]).double())
+    assert torch.allclose(moved[0].flatten(), torch.tensor([-2.0, 1.0, 5.0]), atol=1e-6)
+    assert torch.equal(moved[1], kv[1])
+    assert shifted(kv, 0, torch.tensor([1.0]).double()) is kv
+
+
+def config_with(**rope: object) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=8, hidden_size=64, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, rope_parameters={"rope_theta": 1e4, **rope},
+    )  # fmt: skip
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, LLAMA3])
+def test_frequencies_of_a_path_are_those_of_the_model(
+    rope: dict[str, object], tmp_path: Path
+) -> None:
+    """From the config alone: there are no weights beside it."""
+    config = config_with(**rope)
+    config.save_pretrained(tmp_path)
+    found = frequencies_of(str(tmp_path))
+    assert torch.equal(found, frequencies(LlamaForCausalLM(config)))
+    assert (found.dtype, len(found)) == (torch.float64, 16)
+
+
+def test_frequencies_that_depend_on_the_length_are_refused(tmp_path: Path) -> None:
+    config = config_with(rope_type="dynamic", factor=2.0)
+    with pytest.raises(DataError, match="rotary embedding is dynamic, which is not the same at"):
+        frequencies(LlamaForCausalLM(config))
+    config.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="rotary embedding is dynamic, which is not the same at"):
+        frequencies_of(str(tmp_path))
+
+
+def test_a_path_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
+    with pytest.raises(DataError, match=r"cannot be moved .* for transformers does not know it: "):
+        frequencies_of(str(tmp_path))
+
+
+def test_a_composition_is_the_texts_read_behind_one_another_unseen(twin: Twin) -> None:
+    """One pass over c, a and b at consecutive positions, each seeing itself alone."""
+    order = "cab"
+    ids = [i for name in order for i in twin.documents[name]]
+    of = [n for n, name in enumerate(order) for _ in twin.documents[name]]
+    same = torch.tensor(of)[:, None] == torch.tensor(of)[None]
+    mask = same & torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    context = PrefixContext(capture=True)
+    positions = torch.arange(len(ids))[None]
+    hidden_states(twin.model, torch.tensor([ids]), positions, mask[None, None], context)
+    made = composed(twin.model, [twin.kv[name] for name in order])
+    torch.testing.assert_close(made, torch.cat(context.captured), rtol=0, atol=5e-5)
+
+
+def test_a_composition_of_one_is_itself(llama: Twin) -> None:
+    assert composed(llama.model, [llama.kv["a"]]) is llama.kv["a"]

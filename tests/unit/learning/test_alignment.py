@@ -1,0 +1,139 @@
+"""The alignment test: with the whole document's KV as a frozen cartridge, student and teacher are
+the same function of the same tokens, so doc_kl is zero for whatever is scored and however it is
+packed. Any shift between the two sides breaks it, and the tests here show that too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from channel_setup import loss_form
+
+from learning.cartridge.bank import CartridgeBank
+from learning.losses.doc_kl import doc_kl
+from learning.losses.objective import active_channels
+from learning.model.document_kv import DocumentKVCache
+from learning.model.loading import document_kv
+from learning.packing import PackedRows, pack, response_logits, stack_prefixes
+from learning.scoring import score
+from learning.step import new_optimizer, train_step
+from learning.teacher_logprobs import TeacherDistribution
+from protocols.spec.objective import LossSpec, ObjectiveSpec
+from protocols.train_batch import TrainBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from twins import Twin
+
+    from protocols.types import Sample
+
+    MakeSamples = Callable[..., list[Sample]]
+
+ZERO = 1e-5  # nats per token: float32 rounding
+
+
+def packed_of(twin: Twin, samples: Sequence[Sample], row_tokens: int) -> PackedRows:
+    return pack(samples, {name: len(ids) for name, ids in twin.documents.items()}, row_tokens)
+
+
+def student(twin: Twin, packed: PackedRows) -> Tensor:
+    """Logits with every document's whole KV standing in as its cartridge."""
+    cartridges = [document_kv(twin.model, twin.documents[name]) for name in packed.names]
+    return response_logits(twin.model, packed, *stack_prefixes(cartridges))
+
+
+def per_token(logits: Tensor, teacher: TeacherDistribution, spec: LossSpec | None = None) -> float:
+    total, count = doc_kl(logits, teacher, spec or loss_form())
+    assert count == len(logits)
+    return (total / count).item()
+
+
+@pytest.mark.parametrize("length", range(1, 13))
+def test_doc_kl_is_zero_at_every_response_length(
+    twin: Twin, make_samples: MakeSamples, length: int
+) -> None:
+    samples = make_samples(("a", 5, length), ("c", 3, 12), ("a", 2, 1))
+    teacher = TeacherDistribution(logits=score(twin.model, samples, twin.cached(), 17))
+    assert abs(per_token(student(twin, packed_of(twin, samples, 40)), teacher)) < ZERO
+
+
+def test_a_training_step_on_the_whole_document_has_nothing_to_learn(
+    llama: Twin, make_samples: MakeSamples
+) -> None:
+    """Through train_step itself. A bank's cartridges are equally long: here 24 tokens of each."""
+    documents = {name: llama.documents[name][:24] for name in "ac"}
+    cache = DocumentKVCache(lambda ids: document_kv(llama.model, ids), documents, 1 << 30)
+    bank = CartridgeBank("ac", torch.stack([cache.get(name) for name in "ac"]), frozen=23)
+    samples = make_samples(("c", 4, 7), ("a", 2, 1), ("a", 6, 9))
+    teacher = TeacherDistribution(logits=score(llama.model, samples, cache, 15))
+    result = train_step(
+        llama.model,
+        bank,
+        new_optimizer(bank),
+        TrainBatch(doc=samples, scores={"doc_teacher": teacher}),
+        active_channels(ObjectiveSpec()),
+        lr=0.0,
+        clip=1.0,
+        row_tokens=32,
+        version=0,
+        staleness=0,
+    )
+    assert abs(result.kl) < ZERO
+    assert result.grad_norm < 1e-4
+    assert result.tokens == 17
+
+
+def test_the_teacher_is_the_model_reading_document_prompt_and_response(
+    twin: Twin, make_samples: MakeSamples
+) -> None:
+    """One plain pass of transformers over the whole text: were both our sides wrong alike, doc_kl
+    would be zero all the same."""
+    samples = make_samples(("c", 4, 5), ("a", 2, 1), ("b", 6, 9), ("a", 3, 3))
+    scored = score(twin.model, samples, twin.cached(), row_tokens=16)
+    expected = []
+    for s in samples:
+        text = twin.documents[s.document] + s.prompt_ids + s.response_ids
+        expected.append(twin.logits(text)[-len(s.response_ids) - 1 : -1])
+    torch.testing.assert_close(scored, torch.cat(expected), rtol=0, atol=5e-5)
+
+
+def shifted_teacher(twin: Twin, samples: list[Sample], packed: PackedRows) -> tuple[Tensor, Tensor]:
+    return student(twin, packed), score(twin.model, samples, twin.cached(), 40).roll(1, dims=0)
+
+
+def late_columns(twin: Twin, samples: list[Sample], packed: PackedRows) -> tuple[Tensor, Tensor]:
+    late = replace(packed, column=packed.column + 1)
+    return student(twin, late), score(twin.model, samples, twin.cached(), 40)
+
+
+def late_positions(twin: Twin, samples: list[Sample], packed: PackedRows) -> tuple[Tensor, Tensor]:
+    late = replace(packed, positions=packed.positions + 1)
+    return student(twin, late), score(twin.model, samples, twin.cached(), 40)
+
+
+def other_order(twin: Twin, samples: list[Sample], packed: PackedRows) -> tuple[Tensor, Tensor]:
+    return student(twin, packed), score(twin.model, samples[::-1], twin.cached(), 40)
+
+
+def second_start(twin: Twin, samples: list[Sample], packed: PackedRows) -> tuple[Tensor, Tensor]:
+    """A beginning-of-sequence token in the middle of the teacher's context."""
+    started = [replace(s, prompt_ids=(1, *s.prompt_ids)) for s in samples]
+    return student(twin, packed), score(twin.model, started, twin.cached(), 40)
+
+
+@pytest.mark.parametrize(
+    "mistake", [shifted_teacher, late_columns, late_positions, other_order, second_start]
+)
+def test_a_misalignment_shows(
+    twin: Twin,
+    make_samples: MakeSamples,
+    mistake: Callable[[Twin, list[Sample], PackedRows], tuple[Tensor, Tensor]],
+) -> None:
+    samples = make_samples(("a", 5, 4), ("c", 3, 6), ("a", 2, 1))
+    logits, scored = mistake(twin, samples, packed_of(twin, samples, 20))
+    assert per_token(logits, TeacherDistribution(logits=scored)) > 0.01

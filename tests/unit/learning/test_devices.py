@@ -1,0 +1,120 @@
+"""That whatever works with a model goes where the model is: over a second device that any machine
+has (`elsewhere`), the same numbers as without it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from channel_setup import ALL, changed, scene
+from second_device import Elsewhere, elsewhere
+
+from learning.cartridge.bank import first_tokens
+from learning.model.device import claim_device
+from learning.model.loading import base_hash, document_kv
+from learning.scoring import score_kept
+from learning.teacher_logprobs import TeacherDistribution
+from learning.trainer import CartridgeTrainer
+from protocols.errors import SpecError
+from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.sections import TrainSpec
+from protocols.train_batch import TrainBatch
+from protocols.types import TrainStepOutput
+
+if TYPE_CHECKING:
+    from twins import Twin
+
+
+TRAIN = TrainSpec(steps=5, lr=0.02, row_tokens=24)
+
+OBJECTIVE = changed(ALL, micro_tokens=40, compare_every=3)
+
+
+@pytest.fixture
+def there(llama: Twin) -> Iterator[Twin]:
+    """The same twin with its model, and what it has read, elsewhere."""
+    with elsewhere():
+        model = copy.deepcopy(llama.model).to("elsewhere")
+        yield replace(llama, model=model, kv={n: kv.to("elsewhere") for n, kv in llama.kv.items()})
+
+
+def test_two_devices_in_one_operation_are_refused() -> None:
+    with elsewhere():
+        a, here = torch.ones(3, device="elsewhere"), torch.ones(3)
+        assert isinstance(a, Elsewhere)
+        assert a.device.type == "elsewhere"
+        assert (a + 1)[torch.tensor([0, 2])].tolist() == [2.0, 2.0]  # indices may be on the host
+        for mixed in (lambda: a + here, lambda: here.gather(0, a.long()), lambda: here[a.long()]):
+            with pytest.raises(RuntimeError, match="two devices"):
+                mixed()
+        with pytest.raises((RuntimeError, TypeError)):
+            a.numpy()
+        assert (a.cpu() + here).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_document_is_read_and_the_base_hashed_where_the_model_is(
+    llama: Twin, there: Twin
+) -> None:
+    assert there.model.device.type == "elsewhere"
+    read = document_kv(there.model, there.documents["c"])
+    assert isinstance(read, Elsewhere)
+    assert torch.equal(read.cpu(), document_kv(llama.model, llama.documents["c"]))
+    assert base_hash(there.model) == base_hash(llama.model)
+
+
+def trainer_of(
+    twin: Twin,
+    train: TrainSpec = TRAIN,
+    objective: ObjectiveSpec = OBJECTIVE,
+    last_state: Path | None = None,
+) -> CartridgeTrainer:
+    bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
+    return CartridgeTrainer(
+        twin.model, bank, train, last_state, objective=objective, publish_dtype="bfloat16"
+    )
+
+
+def same(one: TrainStepOutput, other: TrainStepOutput) -> None:
+    assert one.tokens == other.tokens
+    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+    assert one.terms.keys() == other.terms.keys()
+    for name, term in one.terms.items():
+        assert term == pytest.approx(dict(other.terms[name]), rel=1e-3, abs=1e-5)
+    assert one.cosines == pytest.approx(dict(other.cosines), abs=1e-4)
+
+
+def test_a_top_k_teacher_off_the_host(llama: Twin, there: Twin) -> None:
+    results = []
+    for twin in (llama, there):
+        trainer = trainer_of(twin)
+        trainer.begin("documents", 2)
+        doc = scene(llama, trainer_of(llama).bank).doc
+        scores = score_kept(llama.model, doc, llama.kv, 24, 5)
+        results.append(
+            trainer.step_on(
+                TrainBatch(doc=doc, scores={"doc_teacher": TeacherDistribution(**scores)}), 0
+            )
+        )
+    same(*results)
+
+
+def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert claim_device("cpu") == torch.device("cpu")
+    with pytest.raises(SpecError, match=r"a GPU is asked for and torch .* sees none"):
+        claim_device("cuda")
+    with pytest.raises(SpecError, match="a device is one of"):
+        claim_device("gpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert claim_device("cpu") == torch.device("cpu")
+    assert claim_device("cuda", rank=2) == torch.device("cuda", 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each rank sees its own alone
+    assert claim_device("cuda", rank=2) == torch.device("cuda", 0)
+    assert taken == [torch.device("cuda", 2), torch.device("cuda", 0)]

@@ -1,0 +1,333 @@
+"""The training step: its gradient, its optimiser by hand, what it refuses, what it leaves alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from channel_setup import loss_form
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from learning.cartridge.bank import CartridgeBank, first_tokens
+from learning.losses.objective import active_channels
+from learning.model.loading import base_hash
+from learning.scoring import score
+from learning.step import (
+    OFFLINE_VERSION,
+    LearningRateSchedule,
+    check_fresh,
+    new_optimizer,
+    train_step,
+)
+from learning.teacher_logprobs import TeacherDistribution, top_k
+from protocols.errors import RunError, StaleTokenError
+from protocols.spec.objective import LossSpec, ObjectiveSpec
+from protocols.train_batch import TrainBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twins import Twin
+
+    from protocols.types import Sample, TrainStepOutput
+
+    MakeSamples = Callable[..., list[Sample]]
+
+SHAPES = (("a", 4, 5), ("b", 2, 3), ("a", 6, 7), ("b", 3, 1))
+NO_CLIP = 1e9
+
+
+def bank_of(twin: Twin, names: str = "ab", tokens: int = 8) -> CartridgeBank:
+    return first_tokens({name: twin.kv[name] for name in names}, tokens, frozen=1)
+
+
+def teacher_of(twin: Twin, samples: list[Sample]) -> TeacherDistribution:
+    return TeacherDistribution(logits=score(twin.model, samples, twin.cached(), 64))
+
+
+def step(
+    twin: Twin,
+    bank: CartridgeBank,
+    samples: list[Sample],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    teacher: TeacherDistribution | None = None,
+    loss: LossSpec | None = None,
+    lr: float = 0.01,
+    clip: float = NO_CLIP,
+    version: int = 0,
+    staleness: int = 0,
+) -> TrainStepOutput:
+    return train_step(
+        twin.model,
+        bank,
+        optimizer or new_optimizer(bank),
+        TrainBatch(doc=samples, scores={"doc_teacher": teacher or teacher_of(twin, samples)}),
+        active_channels(ObjectiveSpec(), loss),
+        lr=lr,
+        clip=clip,
+        row_tokens=20,
+        version=version,
+        staleness=staleness,
+    )
+
+
+def by_transformers(twin: Twin, bank: CartridgeBank, samples: list[Sample]) -> tuple[float, Tensor]:
+    """Mean forward KL per token and its gradient into the trainable tokens, one sample at a time:
+    plain transformers over past_key_values for the student, over the whole text for the teacher."""
+    trainable = bank.trainable.detach().clone().requires_grad_()
+    kv = torch.cat([bank.frozen, trainable], dim=4)
+    total, tokens = torch.zeros(()), 0
+    for s in samples:
+        student = twin.response_logits(s, kv[bank.names.index(s.document)])
+        text = twin.documents[s.document] + s.prompt_ids + s.response_ids
+        teacher = twin.logits(text)[-len(s.response_ids) - 1 : -1]
+        total = total + F.kl_div(
+            student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="sum"
+        )
+        tokens += len(s.response_ids)
+    (gradient,) = torch.autograd.grad(total / tokens, trainable)
+    return (total / tokens).item(), gradient
+
+
+def test_loss_and_gradient_equal_transformers_autograd(
+    twin: Twin, make_samples: MakeSamples
+) -> None:
+    samples, bank = make_samples(*SHAPES), bank_of(twin)
+    kl, gradient = by_transformers(twin, bank, samples)
+    result = step(twin, bank, samples)
+    assert bank.trainable.grad is not None
+    assert kl > 0.1
+    assert result.kl == pytest.approx(kl, rel=1e-4)
+    assert result.grad_norm == pytest.approx(gradient.norm().item(), rel=1e-4)
+    assert result.tokens == 16
+    scale = gradient.abs().max().item()
+    torch.testing.assert_close(bank.trainable.grad, gradient, rtol=0, atol=1e-4 * scale)
+
+
+def test_the_gradient_is_the_slope_of_the_loss(llama: Twin, make_samples: MakeSamples) -> None:
+    """Along a random direction d: (loss(x + h d) - loss(x - h d)) / 2h = gradient . d."""
+    samples, bank = make_samples(*SHAPES), bank_of(llama)
+    teacher = TeacherDistribution(None, *top_k(teacher_of(llama, samples).logits, 5))
+    spec = loss_form("jsd", beta=0.3)
+    start = bank.trainable.detach().clone()
+    direction = torch.randn(start.shape, generator=torch.Generator().manual_seed(0))
+    h = 3e-3
+
+    def loss_at(point: Tensor) -> float:
+        with torch.no_grad():
+            bank.trainable.copy_(point)
+        return step(llama, bank, samples, teacher=teacher, loss=spec, lr=0.0).kl
+
+    slope = (loss_at(start + h * direction) - loss_at(start - h * direction)) / (2 * h)
+    loss_at(start)
+    assert bank.trainable.grad is not None
+    assert slope == pytest.approx((bank.trainable.grad * direction).sum().item(), rel=0.02)
+
+
+def test_three_steps_of_adam_written_out(llama: Twin, make_samples: MakeSamples) -> None:
+    """beta 0.9 and 0.999, epsilon 1e-8, no weight decay, each step at its own rate."""
+    bank = bank_of(llama)
+    optimizer = new_optimizer(bank)
+    x = bank.trainable.detach().clone().double()
+    mean, square = torch.zeros_like(x), torch.zeros_like(x)
+    for t, lr in enumerate([0.01, 0.03, 0.02], start=1):
+        result = step(llama, bank, make_samples(*SHAPES, seed=t), optimizer=optimizer, lr=lr)
+        assert result.lr == lr
+        assert bank.trainable.grad is not None
+        g = bank.trainable.grad.double()
+        mean = 0.9 * mean + 0.1 * g
+        square = 0.999 * square + 0.001 * g**2
+        x = x - lr * (mean / (1 - 0.9**t)) / ((square / (1 - 0.999**t)).sqrt() + 1e-8)
+        torch.testing.assert_close(bank.trainable.detach().double(), x, rtol=0, atol=1e-5)
+
+
+def test_the_gradient_is_clipped_to_the_norm_and_reported_before(
+    llama: Twin, make_samples: MakeSamples
+) -> None:
+    samples = make_samples(*SHAPES)
+    free, clipped = bank_of(llama), bank_of(llama)
+    norm = step(llama, free, samples).grad_norm
+    assert free.trainable.grad is not None
+    assert norm == pytest.approx(free.trainable.grad.norm().item(), rel=1e-6)
+    assert step(llama, clipped, samples, clip=norm / 4).grad_norm == norm
+    torch.testing.assert_close(clipped.trainable.grad, free.trainable.grad / 4)
+
+
+@pytest.mark.parametrize(
+    ("step_index", "rate"),
+    [
+        # Warm-up in quarters, then from 1 to .1: half-way between them half-way down.
+        (0, 0.25),
+        (1, 0.5),
+        (3, 1.0),
+        (4, 1.0),
+        (6, 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2),
+        (8, 0.55),
+        (12, 0.1),
+        (99, 0.1),
+    ],
+)
+def test_the_schedule_by_hand(step_index: int, rate: float) -> None:
+    assert LearningRateSchedule(lr=0.02, warmup_steps=4, steps=12).at(step_index) == pytest.approx(
+        0.02 * rate
+    )
+
+
+def test_a_schedule_without_warm_up_or_without_anything_else() -> None:
+    assert LearningRateSchedule(lr=2.0, warmup_steps=0, steps=10).at(0) == 2.0
+    assert LearningRateSchedule(lr=2.0, warmup_steps=0, steps=10).at(5) == pytest.approx(1.1)
+    assert [LearningRateSchedule(lr=2.0, warmup_steps=2, steps=2).at(i) for i in range(2)] == [
+        1.0,
+        2.0,
+    ]
+
+
+def test_only_the_trainable_cartridge_tokens_change(twin: Twin, make_samples: MakeSamples) -> None:
+    bank = bank_of(twin)
+    before, frozen = base_hash(twin.model), bank.frozen.clone()
+    trainable = bank.trainable.detach().clone()
+    optimizer = new_optimizer(bank)
+    for seed in range(3):
+        step(twin, bank, make_samples(*SHAPES, seed=seed), optimizer=optimizer)
+    assert base_hash(twin.model) == before
+    assert all(p.grad is None for p in twin.model.parameters())
+    assert torch.equal(bank.frozen, frozen)
+    assert torch.equal(bank.kv()[:, :, :, :, :1], frozen)
+    moved = (bank.trainable - trainable).abs().flatten(4).amax(-1)  # [C, L, 2, H_kv]
+    assert moved.min() > 1e-3  # keys and values of every head of every layer of both documents
+
+
+def test_documents_not_sampled_are_not_moved(llama: Twin, make_samples: MakeSamples) -> None:
+    bank = bank_of(llama, "abc")
+    before = bank.trainable.detach().clone()
+    step(llama, bank, make_samples(("b", 4, 5), ("b", 3, 2)))
+    assert bank.trainable.grad is not None
+    for c, name in enumerate(bank.names):
+        still = torch.equal(bank.trainable[c], before[c])
+        assert still == (name != "b")
+        assert (bank.trainable.grad[c].abs().max() == 0) == (name != "b")
+
+
+def test_doc_kl_falls(twin: Twin, make_samples: MakeSamples) -> None:
+    samples, bank = make_samples(*SHAPES), bank_of(twin)
+    optimizer, teacher = new_optimizer(bank), teacher_of(twin, samples)
+    kl = [
+        step(twin, bank, samples, optimizer=optimizer, teacher=teacher, lr=0.1, clip=1.0).kl
+        for _ in range(15)
+    ]
+    assert kl[-1] < kl[0] / 3
+
+
+def test_the_same_seed_gives_bit_identical_cartridges(
+    llama: Twin, make_samples: MakeSamples
+) -> None:
+    def train() -> Tensor:
+        bank = bank_of(llama)
+        optimizer = new_optimizer(bank)
+        for seed in range(5):
+            step(llama, bank, make_samples(*SHAPES, seed=seed), optimizer=optimizer, clip=1.0)
+        return bank.trainable.detach()
+
+    assert torch.equal(train(), train())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_ends_the_run_before_the_update(
+    llama: Twin, make_samples: MakeSamples, bad: float
+) -> None:
+    samples, bank = make_samples(*SHAPES), bank_of(llama)
+    before = bank.trainable.detach().clone()
+    scored = teacher_of(llama, samples).logits
+    assert scored is not None
+    scored[3, 50] = bad
+    with pytest.raises(RunError, match=r"doc_kl became nan at version 6; lower train.lr \(now 0.5"):
+        step(
+            llama,
+            bank,
+            make_samples(*SHAPES, version=6),
+            teacher=TeacherDistribution(scored),
+            lr=0.5,
+            version=6,
+        )
+    assert torch.equal(bank.trainable, before)
+
+
+def with_versions(samples: list[Sample], *versions: int) -> list[Sample]:
+    """The one sample of three tokens with these versions."""
+    return [replace(samples[0], versions=versions)]
+
+
+@pytest.mark.parametrize(
+    ("versions", "staleness", "stale"),
+    [
+        ((5, 5, 5), 0, 0),
+        ((4, 5, 5), 1, 1),
+        ((3, 4, 5), 2, 2),  # the bound itself is allowed
+        ((OFFLINE_VERSION,) * 3, 0, 0),
+        ((OFFLINE_VERSION, 4, 5), 1, 1),
+    ],
+)
+def test_tokens_within_the_bound_are_counted(
+    make_samples: MakeSamples, versions: tuple[int, ...], staleness: int, stale: int
+) -> None:
+    samples = with_versions(make_samples(("a", 2, 3)), *versions)
+    assert check_fresh(samples, version=5, staleness=staleness) == stale
+    assert check_fresh([*samples, *samples], version=5, staleness=staleness) == 2 * stale
+
+
+@pytest.mark.parametrize(
+    ("versions", "staleness", "message"),
+    [
+        ((5, 5, 4), 0, "sampled by version 4, and version 5 is being trained .*staleness 0"),
+        ((5, 2, 5), 2, "sampled by version 2, .*staleness 2: a publish did not reach the gener"),
+        ((5, 6, 5), 3, "sampled by version 6, and version 5"),  # from the future
+        ((5, 5), 3, "s0 has 3 tokens and 2 versions: its tokens cannot be proven fresh"),
+        ((), 3, "s0 has 3 tokens and 0 versions"),
+        ((5, 5, 5, 5), 3, "s0 has 3 tokens and 4 versions"),
+    ],
+)
+def test_tokens_that_are_not_fresh_are_refused(
+    make_samples: MakeSamples, versions: tuple[int, ...], staleness: int, message: str
+) -> None:
+    samples = with_versions(make_samples(("a", 2, 3)), *versions)
+    with pytest.raises(StaleTokenError, match=message):
+        check_fresh(samples, version=5, staleness=staleness)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    versions=st.lists(st.integers(-1, 9), min_size=1, max_size=8),
+    version=st.integers(0, 9),
+    staleness=st.integers(0, 9),
+)
+def test_no_token_older_than_the_bound_is_ever_let_through(
+    make_samples: MakeSamples, versions: list[int], version: int, staleness: int
+) -> None:
+    samples = make_samples(("a", 1, len(versions)))
+    samples = [replace(samples[0], versions=tuple(versions))]
+    ages = [version - v for v in versions if v != OFFLINE_VERSION]
+    if all(0 <= age <= staleness for age in ages):
+        assert check_fresh(samples, version, staleness) == sum(age > 0 for age in ages)
+    else:
+        with pytest.raises(StaleTokenError):
+            check_fresh(samples, version, staleness)
+
+
+def test_a_stale_batch_trains_nothing(llama: Twin, make_samples: MakeSamples) -> None:
+    bank = bank_of(llama)
+    before = bank.trainable.detach().clone()
+    fresh = make_samples(*SHAPES, version=4)
+    late = [*fresh[:3], replace(fresh[3], versions=(3,))]
+    with pytest.raises(StaleTokenError, match="sample s3 was sampled by version 3"):
+        step(llama, bank, late, version=4)
+    assert torch.equal(bank.trainable, before)
+    assert bank.trainable.grad is None
+    assert step(llama, bank, late, version=4, staleness=1).stale_tokens == 1
+    assert not torch.equal(bank.trainable, before)

@@ -1,0 +1,407 @@
+"""The trainer: versions that are never reused, and a resumed run that equals the uninterrupted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from learning.cartridge.bank import first_tokens
+from learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
+from learning.model.loading import base_hash, load_model
+from learning.scoring import score
+from learning.teacher_logprobs import TeacherDistribution
+from learning.trainer import CartridgeTrainer
+from protocols.errors import CheckpointError, PublishError, StaleTokenError
+from protocols.spec.sections import TrainSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twins import Twin
+
+    from protocols.types import Sample, TrainStepOutput
+
+    MakeSamples = Callable[..., list[Sample]]
+
+CONFIG = TrainSpec(steps=100, lr=0.02, warmup_steps=2, row_tokens=20)
+
+
+def trainer_of(
+    twin: Twin,
+    names: str = "ab",
+    config: TrainSpec = CONFIG,
+    last_state: Path | None = None,
+    tokens: int = 6,
+    frozen: int = 1,
+    **more: Any,
+) -> CartridgeTrainer:
+    bank = first_tokens({n: twin.kv[n] for n in names}, tokens, frozen)
+    return CartridgeTrainer(twin.model, bank, config, last_state, **more)
+
+
+def batch(
+    twin: Twin, make_samples: MakeSamples, version: int
+) -> tuple[list[Sample], TeacherDistribution]:
+    """Samples and scores that depend on the version alone."""
+    samples = make_samples(("a", 4, 5), ("b", 2, 3), ("a", 3, 2), seed=version, version=version)
+    return samples, TeacherDistribution(logits=score(twin.model, samples, twin.cached(), 64))
+
+
+def advance(
+    trainer: CartridgeTrainer, twin: Twin, make_samples: MakeSamples, steps: int
+) -> list[TrainStepOutput]:
+    results = []
+    for _ in range(steps):
+        v = trainer.version
+        results.append(trainer.step(*batch(twin, make_samples, v), v))
+    return results
+
+
+def parts(trainer: CartridgeTrainer) -> dict[str, torch.Tensor]:
+    adam = trainer._optimizer.state.get(trainer.bank.trainable, {})
+    return {"trainable": trainer.bank.trainable, "frozen": trainer.bank.frozen, **adam}
+
+
+def test_a_resumed_arm_equals_the_uninterrupted_one_bit_for_bit(
+    llama: Twin, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    whole = trainer_of(llama)
+    whole.begin("on_policy", 2)
+    advance(whole, llama, make_samples, 2)  # an earlier arm: versions and steps differ
+    whole.begin("offline", 6)
+    expected = advance(whole, llama, make_samples, 6)
+
+    killed = trainer_of(llama)
+    killed.begin("on_policy", 2)
+    advance(killed, llama, make_samples, 2)
+    killed.begin("offline", 6)
+    advance(killed, llama, make_samples, 3)
+    position = {"arm": "on_policy", "step": 3, "order": [2, 0, 1]}
+    path = killed.save(tmp_path, position, 6)
+    assert path == tmp_path / "version-000006"
+
+    resumed = trainer_of(llama)
+    assert resumed.restore(read_checkpoint(path)) == position
+    assert resumed.version == 6
+    assert advance(resumed, llama, make_samples, 3) == expected[3:]  # kl, norm, rate: all equal
+    assert resumed.version == whole.version == 9
+    assert parts(resumed).keys() == {"trainable", "frozen", "step", "exp_avg", "exp_avg_sq"}
+    for name, tensor in parts(whole).items():
+        assert torch.equal(parts(resumed)[name], tensor), name
+
+
+def test_a_checkpoint_before_the_first_step(
+    llama: Twin, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    """No moments yet; and an arm whose warm-up is shorter than the config's."""
+    whole = trainer_of(llama)
+    whole.begin("on_policy", 2)
+    path = whole.save(tmp_path, {}, 0)
+    resumed = trainer_of(llama)
+    resumed.restore(read_checkpoint(path))
+    assert advance(resumed, llama, make_samples, 2) == advance(whole, llama, make_samples, 2)
+    assert torch.equal(resumed.bank.trainable, whole.bank.trainable)
+
+
+def test_the_whole_bank_comes_from_the_checkpoint(llama: Twin, tmp_path: Path) -> None:
+    """Document KV read again elsewhere may differ in its last bits; the cartridges must not."""
+    first = trainer_of(llama)
+    checkpoint = saved(first, tmp_path)
+    bank = first_tokens({n: llama.kv[n] * 1.001 for n in "ab"}, 6, 1)
+    again = CartridgeTrainer(llama.model, bank, CONFIG)
+    again.restore(checkpoint)
+    assert torch.equal(again.bank.kv(), first.bank.kv())
+
+
+def test_training_on_after_a_save_does_not_reach_into_a_restored_twin(
+    llama: Twin, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    first = trainer_of(llama)
+    first.begin("on_policy", 9)
+    advance(first, llama, make_samples, 1)
+    saved = read_checkpoint(first.save(tmp_path, {}, 1))
+    second = trainer_of(llama)
+    second.restore(saved)
+    before = {name: tensor.clone() for name, tensor in saved.tensors.items()}
+    advance(second, llama, make_samples, 1)
+    assert all(torch.equal(saved.tensors[name], tensor) for name, tensor in before.items())
+
+
+def test_rates_follow_the_arm_own_schedule(llama: Twin, make_samples: MakeSamples) -> None:
+    trainer = trainer_of(llama)
+    trainer.begin("on_policy", 4)
+    # Two steps of warm-up, then the cosine from 1 to .1, at 0 and half-way.
+    rates = [r.lr for r in advance(trainer, llama, make_samples, 4)]
+    assert rates == pytest.approx([0.01, 0.02, 0.02, 0.011])
+    trainer.begin("offline", 2)  # too short for two: warm-up takes half of an arm at most
+    rates = [r.lr for r in advance(trainer, llama, make_samples, 2)]
+    assert rates == pytest.approx([0.02, 0.02])
+
+
+def test_every_arm_starts_untrained_and_no_version_comes_twice(
+    llama: Twin, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    trainer = trainer_of(llama)
+    untrained = trainer.bank.trainable.detach().clone()
+    assert trainer.begin("on_policy", 3) == 0
+    first = advance(trainer, llama, make_samples, 3)
+    assert trainer.version == 3
+    assert not torch.equal(trainer.bank.trainable, untrained)
+    assert trainer.begin("offline", 3) == 4
+    assert torch.equal(trainer.bank.trainable, untrained)
+    assert trainer._optimizer.state == {}
+    path = trainer.save(tmp_path, {}, 4)
+    resumed = trainer_of(llama)
+    resumed.restore(read_checkpoint(path))
+    assert resumed.begin("another", 3) == 5
+    assert first[0].lr == 0.02  # warm-up was one step of three
+
+
+@pytest.mark.parametrize("version", [0, 3])
+def test_a_step_on_another_version_is_refused(
+    llama: Twin, make_samples: MakeSamples, version: int
+) -> None:
+    trainer = trainer_of(llama)
+    trainer.begin("on_policy", 5)
+    advance(trainer, llama, make_samples, 2)
+    before = trainer.bank.trainable.detach().clone()
+    with pytest.raises(
+        StaleTokenError,
+        match=f"asked to train version {version}, and the trainer stands at 2: a step was lost",
+    ):
+        trainer.step(make_samples(("a", 4, 5), version=version), TeacherDistribution(), version)
+    assert torch.equal(trainer.bank.trainable, before)
+    assert trainer.version == 2
+
+
+def test_a_refused_batch_makes_no_version(llama: Twin, make_samples: MakeSamples) -> None:
+    trainer = trainer_of(llama, config=CONFIG.model_copy(update={"staleness": 1}))
+    trainer.begin("on_policy", 5)
+    advance(trainer, llama, make_samples, 3)
+    samples = make_samples(("a", 4, 5), version=1)
+    teacher = TeacherDistribution(logits=score(llama.model, samples, llama.cached(), 64))
+    with pytest.raises(StaleTokenError, match=r"train\.staleness 1"):
+        trainer.step(samples, teacher, 3)
+    assert trainer.version == 3
+    fresh = [replace(s, versions=(2,) * 5) for s in samples]
+    assert trainer.step(fresh, teacher, 3).stale_tokens == 5
+    assert trainer.version == 4
+
+
+def test_a_snapshot_keeps_what_it_was_published_with(
+    llama: Twin, make_samples: MakeSamples
+) -> None:
+    trainer = trainer_of(llama)
+    trainer.begin("on_policy", 5)
+    names, kv = trainer.snapshot(0)
+    assert names == ("a", "b")
+    assert torch.equal(kv[1], llama.kv["b"][:, :, :, :6])
+    before = kv.clone()
+    advance(trainer, llama, make_samples, 2)
+    assert torch.equal(kv, before)
+    assert not torch.equal(trainer.snapshot(2)[1], before)
+
+
+def test_snapshots_are_published_in_the_asked_dtype(llama: Twin) -> None:
+    trainer = trainer_of(llama, publish_dtype="bfloat16")
+    trainer.begin("on_policy", 1)
+    assert torch.equal(trainer.snapshot(0)[1], trainer.bank.kv().detach().bfloat16())
+    assert trainer.bank.trainable.dtype == torch.float32
+
+
+def test_the_newest_checkpoints_are_kept(
+    llama: Twin, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    trainer = trainer_of(llama)
+    trainer.begin("on_policy", 5)
+    for version in (1, 2, 3, 4):
+        advance(trainer, llama, make_samples, 1)
+        trainer.save(tmp_path, {}, version)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["version-000003", "version-000004"]
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_no_checkpoint_is_made_of_half_a_step(
+    llama: Twin, make_samples: MakeSamples, tmp_path: Path, version: int
+) -> None:
+    """The trainer has stepped and the caller's position has not, or the other way."""
+    trainer = trainer_of(llama)
+    trainer.begin("on_policy", 5)
+    advance(trainer, llama, make_samples, 1)
+    with pytest.raises(
+        CheckpointError, match=f"trainer stands at version 1 and the position at {version}: a step"
+    ):
+        trainer.save(tmp_path, {}, version)
+    assert list_checkpoints(tmp_path) == []
+
+
+def saved(trainer: CartridgeTrainer, directory: Path) -> Checkpoint:
+    trainer.begin("on_policy", 5)
+    return read_checkpoint(trainer.save(directory, {}, 0))
+
+
+def test_a_checkpoint_of_another_base_model_is_refused(llama: Twin, tmp_path: Path) -> None:
+    checkpoint = saved(trainer_of(llama), tmp_path)
+    model = load_model(str(llama.path))
+    model.lm_head.weight[0, 0] += 1
+    other = CartridgeTrainer(model, first_tokens({n: llama.kv[n] for n in "ab"}, 6, 1), CONFIG)
+    with pytest.raises(CheckpointError, match="made with other base weights; resume with the mod"):
+        other.restore(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("names", "tokens", "frozen"),
+    [
+        ("ac", 6, 1),
+        ("abc", 6, 1),
+        ("ab", 7, 1),
+        # As many trainable tokens, one frozen token more.
+        ("ab", 7, 2),
+    ],
+)
+def test_a_checkpoint_of_other_cartridges_is_refused(
+    llama: Twin, tmp_path: Path, names: str, tokens: int, frozen: int
+) -> None:
+    checkpoint = saved(trainer_of(llama), tmp_path)
+    other = trainer_of(llama, names, tokens=tokens, frozen=frozen)
+    before = other.bank.kv().detach().clone()
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds cartridges \['a', 'b'\] of shapes .* resume with the spec of its run",
+    ):
+        other.restore(checkpoint)
+    assert torch.equal(other.bank.kv(), before)
+    assert other.version == -1
+
+
+def test_the_base_hash_is_that_of_the_weights_now(llama: Twin) -> None:
+    assert trainer_of(llama).base_hash() == base_hash(llama.model)
+
+
+def copied(trainer: CartridgeTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in parts(trainer).items()}
+
+
+def same(here: dict[str, torch.Tensor], there: dict[str, torch.Tensor]) -> None:
+    assert here.keys() == there.keys()
+    for name, tensor in here.items():
+        assert torch.equal(tensor, there[name]), name
+
+
+def test_a_step_asked_again_answers_the_same_and_trains_nothing(
+    llama: Twin, make_samples: MakeSamples
+) -> None:
+    trainer = trainer_of(llama)
+    trainer.begin("on_policy", 5)
+    first, second = advance(trainer, llama, make_samples, 2)
+    assert first != second
+    before = copied(trainer)
+    # Whatever it is asked with: the answer is of what was trained.
+    assert trainer.step(make_samples(("b", 1, 1), version=1), TeacherDistribution(), 1) == second
+    assert trainer.version == 2
+    same(copied(trainer), before)
+    # The step before the last is past, and so are those of another arm.
+    with pytest.raises(StaleTokenError, match="version 0, and the trainer stands at 2"):
+        trainer.step(*batch(llama, make_samples, 0), 0)
+    trainer.begin("offline", 5)
+    with pytest.raises(StaleTokenError, match="version 2, and the trainer stands at 3"):
+        trainer.step(*batch(llama, make_samples, 2), 2)
+
+
+def test_the_start_of_an_arm_asked_again_makes_no_version(
+    llama: Twin, make_samples: MakeSamples
+) -> None:
+    trainer = trainer_of(llama)
+    assert [trainer.begin("on_policy", 5) for _ in range(3)] == [0, 0, 0]
+    advance(trainer, llama, make_samples, 2)
+    assert [trainer.begin("offline", 5) for _ in range(2)] == [3, 3]
+    # An arm that has trained is started anew, as another version.
+    advance(trainer, llama, make_samples, 1)
+    assert trainer.begin("offline", 5) == 5
+
+
+class Killed(Exception):
+    """The trainer's process ended here."""
+
+
+def killed() -> None:
+    raise Killed
+
+
+def test_without_a_last_state_nothing_was_trained(llama: Twin, tmp_path: Path) -> None:
+    fresh = trainer_of(llama, last_state=tmp_path / "checkpoints" / "last-state.safetensors")
+    assert fresh.recover() == -1
+    assert trainer_of(llama).recover() == -1, "without a place for it either"
+    assert fresh.begin("on_policy", 3) == 0
+
+
+def test_a_damaged_last_state_is_refused(
+    llama: Twin, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    path = tmp_path / "last-state.safetensors"
+    trainer = trainer_of(llama, last_state=path)
+    trainer.begin("on_policy", 3)
+    advance(trainer, llama, make_samples, 1)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"the trainer's last state .* cannot be read"):
+        trainer_of(llama, last_state=path).recover()
+
+
+def test_a_restored_checkpoint_replaces_a_later_last_state(
+    llama: Twin, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    """A run that is resumed goes back to its checkpoint: who dies then must not leap ahead."""
+    path = tmp_path / "last-state.safetensors"
+    trainer = trainer_of(llama, last_state=path)
+    trainer.begin("on_policy", 5)
+    (first,) = advance(trainer, llama, make_samples, 1)
+    checkpoint = read_checkpoint(trainer.save(tmp_path, {"step": 1}, 1))
+    there = copied(trainer)
+    advance(trainer, llama, make_samples, 2)
+
+    resumed = trainer_of(llama, last_state=path)
+    assert resumed.restore(checkpoint) == {"step": 1}
+    successor = trainer_of(llama, last_state=path)
+    assert successor.recover() == 1
+    same(copied(successor), there)
+    assert successor.step([], TeacherDistribution(), 0) == first, (
+        "a checkpoint knows its last answer too"
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_as_many_snapshots_are_kept_as_the_bound_needs(
+    llama: Twin, make_samples: MakeSamples, staleness: int
+) -> None:
+    trainer = trainer_of(llama, config=CONFIG.model_copy(update={"staleness": staleness}))
+    trainer.begin("on_policy", 9)
+    published = [trainer.snapshot(0)[1]]
+    for version in range(1, 5):
+        advance(trainer, llama, make_samples, 1)
+        published.append(trainer.snapshot(version)[1])
+        oldest = max(0, version - staleness)
+        for again in range(oldest, version + 1):
+            assert torch.equal(trainer.snapshot(again)[1], published[again])
+        for gone in range(oldest):
+            held = list(range(oldest, version + 1))
+            message = (
+                rf"version {gone} cannot be published: .* at {version} and still has \[{held[0]}"
+            )
+            with pytest.raises(PublishError, match=message):
+                trainer.snapshot(gone)
+    with pytest.raises(PublishError, match="version 5 cannot be published"):
+        trainer.snapshot(5)
+
+
+def test_a_version_that_was_never_published_is_not_kept(
+    llama: Twin, make_samples: MakeSamples
+) -> None:
+    trainer = trainer_of(llama, config=CONFIG.model_copy(update={"staleness": 1}))
+    trainer.begin("offline", 9)
+    advance(trainer, llama, make_samples, 2)
+    with pytest.raises(PublishError, match=r"version 1 cannot be published: .* has \[\]"):
+        trainer.snapshot(1)

@@ -1,0 +1,108 @@
+"""The trainer with several channels: its schedule, and what it remembers after a death."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from channel_setup import ALL, changed, scene
+
+from learning.cartridge.bank import first_tokens
+from learning.losses.objective import active_channels
+from learning.scoring import score
+from learning.step import train_step
+from learning.teacher_logprobs import TeacherDistribution
+from learning.trainer import CartridgeTrainer
+from protocols.spec.objective import LossSpec, ObjectiveSpec
+from protocols.spec.sections import TrainSpec
+from protocols.train_batch import TrainBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twins import Twin
+
+    from protocols.types import Sample
+
+    MakeSamples = Callable[..., list[Sample]]
+
+TRAIN = TrainSpec(steps=5, lr=0.02, row_tokens=24)
+WARMING = changed(ALL, alpha=0.4, alpha_warmup_steps=2, micro_tokens=40, compare_every=1)
+
+
+def trainer_of(
+    twin: Twin, objective: ObjectiveSpec = WARMING, last_state: Path | None = None
+) -> CartridgeTrainer:
+    bank = first_tokens({n: twin.kv[n] for n in "ab"}, 8, 1)
+    return CartridgeTrainer(twin.model, bank, TRAIN, last_state, objective=objective)
+
+
+def test_alpha_warms_up_with_the_arm_s_steps(llama: Twin) -> None:
+    trainer = trainer_of(llama)
+    trainer.begin("all", 5)
+    alphas = []
+    for _ in range(4):
+        v = trainer.version
+        result = trainer.step_on(scene(llama, trainer.bank, v, version=v), v)
+        alphas.append(result.terms.get("sdpo", {"weight": 0.0})["weight"])
+    assert alphas == pytest.approx([0.0, 0.2, 0.4, 0.4])
+    trainer.begin("again", 5)
+    v = trainer.version
+    assert "sdpo" not in trainer.step_on(scene(llama, trainer.bank, v, version=v), v).terms
+
+
+def test_a_replaced_trainer_answers_what_was_done_with_every_term(
+    llama: Twin, tmp_path: Path
+) -> None:
+    first = trainer_of(llama, last_state=tmp_path / "state")
+    first.begin("all", 3)
+    batches = []
+    for _ in range(2):
+        v = first.version
+        batches.append(scene(llama, first.bank, v, version=v))
+        done = first.step_on(batches[-1], v)
+    assert done.terms.keys() == {"doc_kl", "grpo", "sdpo", "replay_dpo"}
+    assert len(done.cosines) == 6
+    second = trainer_of(llama, last_state=tmp_path / "state")
+    assert second.recover() == first.version == 2
+    assert second.step_on(batches[-1], 1) == done
+    assert torch.equal(second.bank.trainable, first.bank.trainable)
+
+
+def test_documents_alone_are_the_step_of_samples_and_teacher(
+    llama: Twin, make_samples: MakeSamples
+) -> None:
+    ours, theirs = (trainer_of(llama, ObjectiveSpec()) for _ in range(2))
+    samples = make_samples(("a", 4, 5), ("b", 2, 3))
+    teacher = TeacherDistribution(logits=score(llama.model, samples, llama.cached(), 64))
+    for trainer in (ours, theirs):
+        trainer.begin("on_policy", 2)
+    done = ours.step(samples, teacher, 0)
+    assert done == theirs.step_on(TrainBatch(doc=samples, scores={"doc_teacher": teacher}), 0)
+    assert done.terms["doc_kl"]["value"] == done.kl > 0
+    assert torch.equal(ours.bank.trainable, theirs.bank.trainable)
+
+
+def test_what_bounds_memory_and_the_form_of_doc_kl_reach_the_step(
+    llama: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def step(*given: Any, **bounds: Any) -> Any:
+        asked.append({"channels": given[4], **bounds})
+        return train_step(*given, **bounds)
+
+    monkeypatch.setattr("learning.trainer.train_step", step)
+    spec = TrainSpec(steps=1, row_tokens=24, logit_chunk_mb=3, recompute_layers=True)
+    loss = LossSpec(direction="reverse")
+    bank = first_tokens({n: llama.kv[n] for n in "ab"}, 8, 1)
+    trainer = CartridgeTrainer(llama.model, bank, spec, objective=WARMING, loss=loss)
+    trainer.begin("all", 1)
+    trainer.step_on(scene(llama, bank), 0)
+    (given,) = asked
+    assert (given["logit_bytes"], given["recompute_layers"]) == (3 * 2**20, True)
+    assert (given["micro_tokens"], given["compare_gradients"]) == (40, True)
+    assert given["channels"] == active_channels(WARMING, loss, 0)
+    assert given["channels"][0].spec is loss

@@ -1,0 +1,82 @@
+"""What may be said about a user's documents, and what is refused and why."""
+
+from pathlib import Path
+
+import pytest
+
+from protocols.errors import SpecError
+from protocols.spec.loading import load_spec
+from protocols.spec.mesh import RunSpec
+
+ROOT = Path(__file__).parents[4]
+MESH = str(ROOT / "meshes" / "documents.yaml")
+CLINIC = str(ROOT / "meshes" / "longhealth.yaml")
+
+
+def loaded(*sets: str, mesh: str = MESH) -> RunSpec:
+    return load_spec(mesh, sets=sets).spec
+
+
+def test_the_shipped_mesh_has_its_roles_and_reads_back_equal() -> None:
+    spec = loaded("data.path=x", 'train.warm_start={"steps": 5}')
+    assert [name for name, _ in spec.roles] == ["generator", "doc_teacher", "trainer"]
+    assert RunSpec.model_validate(spec.as_dict()) == spec
+    assert spec.learn.self_study is not None
+
+
+def test_paths_start_where_they_were_written() -> None:
+    here = Path.cwd()
+    spec = loaded(
+        "data.path=[notes, /a/b.txt]", "data.questions=q.json", "self_study.rows=r/rows.jsonl"
+    ).learn
+    assert spec.data.path == f"{here}/notes:/a/b.txt"
+    assert spec.data.questions == f"{here}/q.json"
+    assert spec.self_study is not None
+    assert spec.self_study.rows == f"{here}/r/rows.jsonl"
+    one = loaded("data.path=some:thing.json", mesh=CLINIC).learn
+    assert one.data.path == f"{here}/some:thing.json"  # LongHealth's is one path
+
+
+API = '{"provider": "openai", "model": "m"}'
+
+
+def test_an_api_has_its_providers_usual_places() -> None:
+    study = loaded("data.path=x", f"self_study.api={API}").learn.self_study
+    assert study is not None
+    assert study.api is not None
+    assert study.api.base_url == "https://api.openai.com/v1"
+    assert study.api.key_env == "OPENAI_API_KEY"
+
+
+@pytest.mark.parametrize(
+    ("sets", "told"),
+    [
+        (("self_study=null",), r"source must be documents with self_study, and only then"),
+        (("data.facts=3",), "facts must be left out with data.source documents"),
+        (("evaluate.sampled=true",), "must be left out with data.source documents"),
+        (("self_study.question_tokens=400",),
+         r"must be <= train.row_tokens \(512\) with rollout.max_tokens \(128\)"),
+        (("self_study.max_chunk=100",), r"max_chunk must be >= min_chunk \(512\)"),
+        (("self_study.kinds=[question, question]",), "must list each item once"),
+        (("self_study.scores=stored",), r"scores must be read without rows: .* self_study.rows"),
+        (("self_study.scores=stored", "self_study.rows=r", "teacher.top_k=full",
+          "loss.temperature=2"), r"temperature must be 1 with a top-k teacher"),
+        (("documents.encoding=klingon",), "must be an encoding that Python knows"),
+        (("train.warm_start={steps: 61}",), r"must be <= train.steps \(60\)"),
+        (('self_study.api={provider: openai, model: m, key_env: "sk-12 34"}',),
+         "must be the name of an environment variable"),
+        (('self_study.api={provider: openai, model: m, base_url: "https://u:p@h/v1"}',),
+         "must hold no user, password or query"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(sets: tuple[str, ...], told: str) -> None:
+    with pytest.raises(SpecError, match=told):
+        loaded("data.path=x", *sets)
+
+
+def test_questions_and_self_study_are_about_documents_alone() -> None:
+    with pytest.raises(SpecError, match=r"must be left out but with data.source documents"):
+        loaded("data.questions=q.json", mesh=CLINIC)
+    with pytest.raises(SpecError, match=r"source must be documents with self_study"):
+        loaded("self_study.questions=4", mesh=CLINIC)
+    assert loaded("train.warm_start={steps: 5}", mesh=CLINIC).learn.train.warm_start

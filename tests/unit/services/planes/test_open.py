@@ -1,0 +1,96 @@
+"""The promises of protocols.ports.TensorPlane, kept by both planes between real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import pickle
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from monarch.actor import ProcMesh, this_host
+
+from protocols.errors import PlaneError, SpecError
+from services.planes.open import OwnedPlane, open_plane
+from services.planes.shared_memory import SharedMemoryPlane
+
+KINDS = ("torchstore", "shared_memory")
+
+
+@pytest.fixture(scope="module")
+def storage() -> Iterator[ProcMesh]:
+    mesh = this_host().spawn_procs(per_host={"gpus": 1}, name="storage")
+    yield mesh
+    mesh.stop().get(timeout=30)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def plane(request: pytest.FixtureRequest, storage: ProcMesh) -> Iterator[OwnedPlane]:
+    opened = asyncio.run(open_plane(request.param, storage))
+    yield opened
+    with contextlib.suppress(PlaneError):  # where the last test below has killed the storage
+        asyncio.run(opened.stop())
+
+
+def test_planes_pickle_as_handles() -> None:
+    from services.planes.torchstore import TorchStorePlane
+
+    store = pickle.loads(pickle.dumps(TorchStorePlane("store1", 3.0)))  # noqa: S301  our own bytes
+    assert (store.store_name, store.timeout_s) == ("store1", 3.0)
+    shared = pickle.loads(pickle.dumps(SharedMemoryPlane("/dev/shm/x")))  # noqa: S301  our own bytes
+    assert shared.root == Path("/dev/shm/x")
+
+
+def test_an_unknown_plane_is_refused() -> None:
+    with pytest.raises(SpecError, match="got 'carrier_pigeon'"):
+        asyncio.run(open_plane("carrier_pigeon"))  # type: ignore[arg-type]
+
+
+def test_a_missing_torchstore_is_an_error_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchstore", None)
+    monkeypatch.delitem(sys.modules, "services.planes.torchstore", raising=False)
+    with pytest.raises(PlaneError, match=r"run `pip install --no-deps torchstore==0\.1\.2`"):
+        importlib.import_module("services.planes.torchstore")
+
+
+def test_directories_of_dead_runs_are_removed_and_of_living_ones_kept(tmp_path: Path) -> None:
+    async def run() -> None:
+        living = await SharedMemoryPlane.start(str(tmp_path))
+        dead = await SharedMemoryPlane.start(str(tmp_path))
+        await dead.put("x", {"x": torch.zeros(3)})
+        assert dead._lock is not None
+        assert dead._janitor is not None
+        os.close(dead._lock)  # what the kernel does when a process dies
+        dead._janitor.kill()  # a whole container ends with its janitors
+        dead._janitor.communicate()
+        newest = await SharedMemoryPlane.start(str(tmp_path))
+        assert set(os.listdir(tmp_path)) == {living.root.name, newest.root.name}
+        await living.stop()
+        await newest.stop()
+        assert os.listdir(tmp_path) == []
+
+    asyncio.run(run())
+
+
+def test_a_full_file_system_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
+    async def run() -> None:
+        plane = await SharedMemoryPlane.start(str(tmp_path))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            with pytest.raises(PlaneError, match=r"put of 'big' \(8192 bytes\) failed"):
+                await plane.put("big", {"x": torch.ones(2048)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert os.listdir(plane.root) == []
+        await plane.stop()
+
+    asyncio.run(run())

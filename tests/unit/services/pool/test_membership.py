@@ -1,0 +1,129 @@
+"""Who is on duty: hosts join, drain, are started again and go, as a source and their hellos say."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_mesh import HEALTH, FakeHost
+
+from protocols.errors import RunError
+from services.hosts.handshake import WorkerInfo, WorkerInfoServer
+from services.hosts.source import AddressedHosts
+from services.pool import membership as roster_module
+from services.pool.membership import HostMembership
+from services.pool.process_manager import ProcessManager
+
+NEEDED = {"torchmonarch": "0.7.0"}
+
+PATIENCE = 60.0
+
+
+class Guest:
+    """A worker's hello, which can be changed."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.says = WorkerInfo(NEEDED, "first", False, "tcp://127.0.0.1:1")
+        server = stack.enter_context(WorkerInfoServer("127.0.0.1", 0, lambda: self.says))
+        self.address = f"tcp://127.0.0.1:{server.port - 1}"
+
+
+class Duty:
+    """A roster over a source, and what came of it."""
+
+    def __init__(self, source: Any) -> None:
+        self.notes: list[tuple[str, str]] = []
+        self.said: list[dict[str, Any]] = []
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.processes = ProcessManager(HEALTH, timeout_s=5.0)
+        self.roster = HostMembership(source, self.processes, NEEDED, 0.2, self._note, self._begin)
+
+    def _note(self, event: str, **facts: Any) -> None:
+        self.notes.append((event, facts.get("host", "")))
+        self.said.append(facts)
+
+    def _begin(self, work: Any) -> asyncio.Task[Any]:
+        self.tasks.append(asyncio.create_task(work))
+        return self.tasks[-1]
+
+    async def noted(self, *events: tuple[str, str]) -> None:
+        await until(lambda: len(self.notes) >= len(events))
+        assert self.notes == list(events)
+
+    async def end(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.processes.stop()
+
+
+async def until(so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not so():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def guests(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Guest]]:
+    async def attach(addresses: list[str], timeout_s: float) -> list[FakeHost]:
+        return [FakeHost(start_s=0.0) for _ in addresses]
+
+    monkeypatch.setattr(roster_module, "attach", attach)
+    monkeypatch.setattr(roster_module, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(roster_module, "FIRST_SECONDS", 0.1)
+    with ExitStack() as stack:
+        yield lambda: Guest(stack)
+
+
+def test_a_worker_that_drains_is_left_and_used_again_once_started_again(
+    guests: Callable[[], Guest],
+) -> None:
+    async def scenario() -> None:
+        guest = guests()
+        duty = Duty(AddressedHosts([guest.address]))
+        await duty.roster.open()
+        name = guest.address.removeprefix("tcp://")
+        process = await duty.processes.take("generator", 1, role="generator")
+        guest.says = replace(guest.says, draining=True)
+        await until(lambda: bool(duty.processes.leaving()))
+        await duty.noted(("host_joined", name))
+        await duty.processes.discard(process)
+        await duty.noted(("host_joined", name), ("host_drained", name))
+        guest.says = replace(guest.says, draining=False, incarnation="second")
+        await duty.noted(("host_joined", name), ("host_drained", name), ("host_joined", name))
+        await duty.end()
+
+    asyncio.run(scenario())
+
+
+def test_one_that_was_started_again_is_another_host(guests: Callable[[], Guest]) -> None:
+    async def scenario() -> None:
+        guest = guests()
+        duty = Duty(AddressedHosts([guest.address]))
+        await duty.roster.open()
+        name = guest.address.removeprefix("tcp://")
+        guest.says = replace(guest.says, incarnation="second")
+        await duty.noted(("host_joined", name), ("host_lost", name), ("host_joined", name))
+        assert duty.said[1]["reason"] == "it was started again"
+        await duty.end()
+
+    asyncio.run(scenario())
+
+
+def test_one_that_does_not_answer_at_first_is_an_error() -> None:
+    async def scenario() -> None:
+        duty = Duty(AddressedHosts(["tcp://127.0.0.1:1"]))
+        with pytest.raises(RunError, match="said no hello on port 2"):
+            await duty.roster.open()
+        await duty.end()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(roster_module, "POLL_SECONDS", 0.02)
+        patched.setattr(roster_module, "FIRST_SECONDS", 0.1)
+        asyncio.run(scenario())

@@ -1,0 +1,175 @@
+"""All sinks of a run at once: what a spec opens, what a failing sink costs, how they end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from telemetry_stream import event, row, status, step_spans, tell
+
+from protocols.errors import SpecError
+from protocols.records.run_files import MetricRow
+from protocols.records.status import RunStatus
+from protocols.spec.loading import load_spec
+from protocols.spec.mesh import RunSpec
+from protocols.types import TraceSpan
+from services.run_directory import RunDirectory
+from services.telemetry import hub
+from services.telemetry.hub import Telemetry, open_sinks, require_sinks
+
+MESH = Path(__file__).resolve().parents[4] / "meshes" / "longhealth.yaml"
+
+
+@dataclass
+class Recorder:
+    """Keeps what it is told; raises from the call named `breaks`; its end waits for `may_close`."""
+
+    breaks: str = ""
+    may_close: threading.Event | None = None
+    told: list[str] = field(default_factory=list)
+
+    def _take(self, what: str) -> None:
+        self.told.append(what)
+        if what == self.breaks:
+            raise OSError(28, "No space left on device")
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self._take("event")
+
+    def metric(self, row: MetricRow) -> None:
+        self._take("metric")
+
+    def span(self, span: TraceSpan) -> None:
+        self._take("span")
+
+    def status(self, status: RunStatus) -> None:
+        self._take("status")
+
+    def close(self) -> None:
+        if self.may_close is not None:
+            self.may_close.wait()
+        self._take("close")
+
+
+Reports = list[tuple[str, str]]
+
+
+def reporting() -> tuple[Reports, Callable[[str, str], None]]:
+    reports: Reports = []
+    return reports, lambda sink, message: reports.append((sink, message))
+
+
+def one_of_each(telemetry: Telemetry) -> None:
+    telemetry.event(event("publish", time.time()))
+    telemetry.metric(row("on_policy", 1))
+    telemetry.span(next(step_spans("on_policy", 1, time.time())))
+    telemetry.status(status())
+
+
+def spec(*sets: str) -> RunSpec:
+    return load_spec(str(MESH), sets=sets).spec
+
+
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "longhealth", "spec\n")
+
+
+def test_every_sink_is_told_everything_in_order() -> None:
+    first, second = Recorder(), Recorder()
+    reports, report = reporting()
+    telemetry = Telemetry([("first", first), ("second", second)], report)
+    one_of_each(telemetry)
+    telemetry.close()
+    assert first.told == second.told == ["event", "metric", "span", "status", "close"]
+    assert reports == []
+
+
+@pytest.mark.parametrize("breaks", ["event", "metric", "span", "status"])
+def test_a_sink_that_fails_is_reported_once_and_left_out(breaks: str) -> None:
+    broken, sound = Recorder(breaks=breaks), Recorder()
+    reports, report = reporting()
+    telemetry = Telemetry([("broken", broken), ("sound", sound)], report)
+    one_of_each(telemetry)
+    one_of_each(telemetry)
+    telemetry.close()
+    assert reports == [("broken", "OSError: [Errno 28] No space left on device")]
+    assert broken.told.count(breaks) == 1
+    assert sound.told == [*["event", "metric", "span", "status"] * 2, "close"]
+
+
+def test_a_report_may_come_back_as_an_event() -> None:
+    broken, sound = Recorder(breaks="metric"), Recorder()
+
+    def report(sink: str, message: str) -> None:
+        telemetry.event(event("failed", time.time(), message=f"{sink}: {message}"))
+
+    telemetry = Telemetry([("broken", broken), ("sound", sound)], report)
+    telemetry.metric(row("on_policy", 1))
+    assert [what for what in broken.told if what != "close"] == ["metric"]
+    assert sound.told == ["event", "metric"]
+
+
+def test_a_spec_can_ask_for_nothing(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    before = sorted(run.path.iterdir())
+    nothing = spec("telemetry.metrics=null", "telemetry.trace=false")
+    telemetry = open_sinks(nothing, run, reporting()[1])
+    tell(telemetry, time.time())
+    telemetry.close()
+    assert telemetry.metrics_url is None
+    assert sorted(run.path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("sink", "package"),
+    [
+        ("tensorboard", "tensorboard"),
+        ("wandb", "wandb"),
+        ("otlp", "opentelemetry.sdk"),
+        ("otlp", "opentelemetry.exporter.otlp.proto.http"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sink: str, package: str
+) -> None:
+    monkeypatch.setattr(
+        "services.telemetry.hub.importlib.util.find_spec",
+        lambda name: None if name == package else object(),
+    )
+    wanted = spec(f"telemetry.sinks=[{sink}]")
+    expected = (
+        f"telemetry.sinks: {sink} needs the package {package}, which is not installed: "
+        "pip install 'cartridge-forge[sinks]', or leave it out"
+    )
+    for refuse in (
+        lambda: require_sinks(wanted),
+        lambda: open_sinks(wanted, directory(tmp_path), reporting()[1]),
+    ):
+        with pytest.raises(SpecError) as refused:
+            refuse()
+        assert str(refused.value) == expected
+
+
+def test_a_missing_parent_package_is_missing_too() -> None:
+    assert hub._missing("no_such_package.inside")
+    assert not hub._missing("opentelemetry.sdk")
+
+
+def test_a_refusal_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    before = set(threading.enumerate())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    wanted = spec("telemetry.sinks=[otlp]", f"telemetry.metrics=127.0.0.1:{port}")
+    with pytest.raises(SpecError, match="OTEL_EXPORTER_OTLP_PROTOCOL"):
+        open_sinks(wanted, directory(tmp_path), reporting()[1])
+    assert set(threading.enumerate()) == before
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))

@@ -1,0 +1,122 @@
+"""/metrics: the values, over HTTP, as the client library's own parser reads them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from telemetry_stream import event, row, status, tell
+
+from protocols.errors import SpecError
+from services.telemetry.prometheus import PrometheusSink
+
+Labels = dict[str, str]
+
+STARTED = time.time()
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[PrometheusSink]:
+    """One that was told a whole run; nothing tells it more."""
+    sink = PrometheusSink("127.0.0.1:0", "run-1", "small", staleness=0)
+    tell(sink, time.time())
+    yield sink
+    sink.close()
+
+
+@pytest.fixture
+def sink() -> Iterator[PrometheusSink]:
+    sink = PrometheusSink("127.0.0.1:0", "run-1", "small", staleness=0)
+    yield sink
+    sink.close()
+
+
+def scraped(sink: PrometheusSink) -> dict[str, list[tuple[Labels, float]]]:
+    """Sample name -> labels and value."""
+    found: dict[str, list[tuple[Labels, float]]] = {}
+    with urllib.request.urlopen(sink.url, timeout=5) as answer:
+        text = answer.read().decode()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def value(sink: PrometheusSink, name: str, **labels: str) -> float:
+    """The one sample of that name with those labels among its own."""
+    fits = [v for at, v in scraped(sink)[name] if labels.items() <= at.items()]
+    assert len(fits) == 1, (name, labels, fits)
+    return fits[0]
+
+
+def test_what_is_unknown_has_no_sample(told: PrometheusSink) -> None:
+    found = scraped(told)
+    # The dead replica has no process, the teacher and the trainer were told no version.
+    memory = {at["replica"] for at, _ in found["forge_replica_resident_memory_bytes"]}
+    assert memory == {"generator[0]", "doc_teacher[0]", "trainer[0]"}
+    versions = {at["replica"] for at, _ in found["forge_replica_version"]}
+    assert versions == {"generator[0]", "generator[1]"}
+
+
+def test_a_run_without_episodes_has_no_sample_of_them(sink: PrometheusSink) -> None:
+    sink.metric(row("offline", 1))
+    sink.event(event("step", time.time(), arm="offline", step=1, seconds={}))
+    names = ("forge_channel_", "forge_episode", "forge_teacher_", "forge_replay_", "forge_pref")
+    assert [name for name in scraped(sink) if name.startswith(names)] == []
+    assert [at for at, _ in scraped(sink)["forge_training_loss"]] == [
+        {"arm": "offline", "channel": "doc_kl"}
+    ]
+
+
+def test_counts_of_the_pools_are_mirrored_not_added(sink: PrometheusSink) -> None:
+    for _ in range(3):
+        sink.status(status())
+    assert value(sink, "forge_replica_restarts_total", role="generator") == 1
+
+
+def test_the_process_of_the_sink_is_measured(sink: PrometheusSink) -> None:
+    assert value(sink, "process_resident_memory_bytes") > 10 * 2**20
+
+
+def test_a_stall_is_no_progress(sink: PrometheusSink) -> None:
+    at = value(sink, "forge_last_progress_timestamp_seconds")
+    assert STARTED <= at <= time.time()
+    for name in ("stalled", "replica_lost", "paused"):
+        sink.event(event(name, time.time(), role="generator", replica="generator[0]"))
+    assert value(sink, "forge_last_progress_timestamp_seconds") == at
+    assert value(sink, "forge_stalls_total") == 1
+    sink.event(event("publish", time.time()))
+    assert value(sink, "forge_last_progress_timestamp_seconds") > at
+
+
+def test_an_address_that_is_taken_is_refused_by_its_key(sink: PrometheusSink) -> None:
+    address = sink.url.removeprefix("http://").removesuffix("/metrics")
+    with pytest.raises(SpecError, match=rf"telemetry\.metrics: cannot listen on {address}: .*null"):
+        PrometheusSink(address, "run-2", "small", staleness=0)
+
+
+def test_closing_leaves_no_thread_and_no_port() -> None:
+    before = set(threading.enumerate())
+    sink = PrometheusSink("127.0.0.1:0", "run-1", "small", staleness=0)
+    host, port = sink.url.removeprefix("http://").removesuffix("/metrics").split(":")
+    # A scraper that says nothing holds up neither the others nor the end.
+    with socket.create_connection((host, int(port))):
+        assert scraped(sink)
+        sink.close()
+    assert set(threading.enumerate()) == before
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)))
+
+
+def test_ipv6_loopback() -> None:
+    sink = PrometheusSink("[::1]:0", "run-1", "small", staleness=1)
+    try:
+        assert sink.url.startswith("http://[::1]:")
+        assert value(sink, "forge_staleness_limit_versions") == 1
+    finally:
+        sink.close()

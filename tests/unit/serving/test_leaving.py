@@ -1,0 +1,103 @@
+"""Clients that leave, queues that are full, deadlines, bodies that are too large."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from serving_setup import (
+    MODEL,
+    Served,
+    raw,
+    refused,
+    serving,
+    wait_until,
+)
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("slow")
+    limits = {"max_pending": 4, "deadline_s": 60.0, "max_body_bytes": 2048}
+    with serving(directory, pause=0.02, ends=frozenset(), **limits) as one:
+        yield one
+
+
+LONG = {"model": MODEL, "prompt": [60, 77, 84], "max_tokens": 500, "logprobs": 0}
+
+
+def never_ending(**more: Any) -> dict[str, Any]:
+    """A request that samples for ten seconds, if nobody ends it."""
+    return {**LONG, **more}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_the_decoding(slow: Served, stream: bool) -> None:
+    before = slow.backend.cancelled
+    body = json.dumps(never_ending(stream=stream)).encode()
+    host, _, port = slow.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n" % len(body) + body
+        )
+        if stream:
+            assert b"200 OK" in client.recv(4096)
+        wait_until(lambda: slow.backend.decoding() == 1)
+    # Long before its deadline, and before it would have ended by itself.
+    wait_until(lambda: slow.backend.cancelled == before + 1)
+    wait_until(lambda: slow.backend.decoding() == 0)
+    wait_until(lambda: slow.door.admission.pending == 0)
+
+
+def disconnects(served: Served) -> float:
+    lines = raw(served, "/metrics", method="GET")[2].decode().splitlines()
+    return next(float(x.split()[1]) for x in lines if x.startswith("forge_serve_disconnects_total"))
+
+
+def test_who_reads_a_stream_to_its_end_has_not_left(slow: Served) -> None:
+    before = disconnects(slow)
+    for _ in range(5):
+        raw(slow, "/v1/completions", never_ending(stream=True, max_tokens=2))
+    assert disconnects(slow) == before
+
+
+def test_the_official_client_that_stops_reading(slow: Served) -> None:
+    before, left = slow.backend.cancelled, disconnects(slow)
+    with OpenAI(base_url=f"{slow.url}/v1", api_key="none") as client:
+        with client.completions.create(**never_ending(stream=True)) as stream:
+            next(iter(stream))
+        wait_until(lambda: slow.backend.decoding() == 0)
+    assert slow.backend.cancelled == before + 1
+    assert disconnects(slow) == left + 1
+
+
+def test_the_queue_is_bounded_and_says_when_to_come_again(slow: Served) -> None:
+    with OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0) as client:
+        streams = [client.completions.create(**never_ending(stream=True)) for _ in range(4)]
+        wait_until(lambda: slow.door.admission.pending == 4)
+        with pytest.raises(openai.RateLimitError) as full:
+            client.completions.create(**never_ending())
+        assert int(full.value.response.headers["retry-after"]) >= 1
+        assert full.value.code == "queue_full"
+        for stream in streams:
+            stream.close()
+        wait_until(lambda: slow.door.admission.pending == 0)
+        client.completions.create(model=MODEL, prompt=[60], max_tokens=1)
+
+
+def test_bodies_too_large_and_too_torn(slow: Served) -> None:
+    status, _, message = refused(slow, "/v1/completions", {**LONG, "user": "x" * 4096})
+    assert (status, message) == (
+        413, "the body is larger than 2048 bytes; send less at a time",
+    )  # fmt: skip
+    for torn in (b"", b"{", b'{"model": NaN', b"[1]", b'"x"', b"\xff\xfe", b"[" * 2000):
+        status, _, content = raw(slow, "/v1/chat/completions", torn)
+        assert (status, "error" in json.loads(content)) == (400, True)
+    plain = {"content-type": "text/plain"}
+    assert raw(slow, "/v1/completions", LONG, **plain)[0] == 400

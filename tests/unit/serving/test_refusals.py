@@ -1,0 +1,52 @@
+"""What is not served names the field; what asks for nothing is taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from serving_setup import (
+    CHAT,
+    MODEL,
+    Served,
+    raw,
+    refused,
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [99_999]}, "prompt"),
+        ({"prompt": [[1, 2], ["x"]]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"forge": {"strategy": "twice"}}, "forge.strategy"),
+        ({"logprobs": 21}, "logprobs"),
+    ],
+)
+def test_completions_refuse_by_name(served: Served, more: dict[str, Any], param: str) -> None:
+    status, at, _ = refused(served, "/v1/completions", {"model": MODEL, "prompt": "x", **more})
+    assert status == 400
+    assert at.startswith(param)
+
+
+def test_what_asks_for_nothing_is_taken(client: OpenAI) -> None:
+    client.chat.completions.create(
+        model=MODEL, messages=CHAT, max_completion_tokens=2, frequency_penalty=0,
+        presence_penalty=0, logit_bias={}, user="u", response_format={"type": "text"}, tools=[],
+        parallel_tool_calls=True, store=False,
+    )  # fmt: skip
+    client.completions.create(
+        model=MODEL, prompt="x", max_tokens=1, echo=False, best_of=1, suffix=None
+    )
+
+
+def test_routes_that_there_are_not(served: Served) -> None:
+    assert refused(served, "/v1/embeddings", {})[0] == 404
+    assert raw(served, "/v1/chat/completions", method="GET")[0] == 405

@@ -1,0 +1,145 @@
+"""What the generators hold: loaded once, dropped when it is long unused, never while it is read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from protocols.errors import PublishError
+from protocols.types import Completion, GenerateRequest, PrefixRef
+from registry.formats.base_model import BaseModelInfo
+from registry.store import CartridgeStore, CartridgeVersion
+from serving.errors import ApiError
+from serving.resident_cartridges import ResidentCartridges
+
+
+class Recorder:
+    """A backend that keeps what it is told, slowly."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+        self.fails = 0
+
+    async def generate(
+        self, requests: Sequence[GenerateRequest], on_tokens: Any = None
+    ) -> list[Completion]:
+        return []
+
+    async def load(self, version: int, name: str, path: Path) -> None:
+        await asyncio.sleep(0.01)
+        if self.fails:
+            self.fails -= 1
+            raise PublishError("it does not fit")
+        self.told.append((f"load {name}", version))
+
+    async def drop(self, version: int) -> None:
+        self.told.append(("drop", version))
+
+    def depth(self) -> int:
+        return 0
+
+    def healthy(self) -> int:
+        return 1
+
+
+@pytest.fixture
+def entries(tmp_path: Path) -> dict[str, CartridgeVersion]:
+    library = CartridgeStore(tmp_path, BaseModelInfo(1, 1, 2, 16, "c"))
+    added = {}
+    for name in "abc":
+        with library.incoming() as file:
+            save_file({"kv": torch.zeros(1, 2, 1, 3, 2)}, file)
+            added[name] = library.add(name, file, {})
+    return added
+
+
+def test_the_least_recently_used_goes_first(entries: dict[str, CartridgeVersion]) -> None:
+    async def use() -> list[tuple[str, int]]:
+        backend = Recorder()
+        shelf = ResidentCartridges(backend, 2)
+        for name in "abacb":
+            async with shelf.using(entries[name]) as prefix:
+                assert prefix.name == f"cartridge/{name}"
+            await shelf.close()
+        return backend.told
+
+    assert asyncio.run(use()) == [
+        ("load a", 1), ("load b", 2), ("load c", 3), ("drop", 2), ("load b", 4), ("drop", 1),
+    ]  # fmt: skip
+
+
+def test_many_who_ask_at_once_load_once_and_one_who_leaves_takes_nothing(
+    entries: dict[str, CartridgeVersion],
+) -> None:
+    async def use() -> tuple[list[Any], list[tuple[str, int]]]:
+        backend = Recorder()
+        shelf = ResidentCartridges(backend, 2)
+
+        async def one() -> PrefixRef:
+            async with shelf.using(entries["a"]) as prefix:
+                return prefix
+
+        asking = [asyncio.create_task(one()) for _ in range(4)]
+        await asyncio.sleep(0)
+        asking[0].cancel()
+        return await asyncio.gather(*asking, return_exceptions=True), backend.told
+
+    got, told = asyncio.run(use())
+    assert isinstance(got[0], asyncio.CancelledError)
+    assert got[1:] == [PrefixRef("cartridge/a", 1)] * 3
+    assert told == [("load a", 1)]
+
+
+def test_nothing_goes_while_it_is_read(entries: dict[str, CartridgeVersion]) -> None:
+    async def use() -> list[list[tuple[str, int]]]:
+        backend, seen = Recorder(), []
+        shelf = ResidentCartridges(backend, 1)
+        async with AsyncExitStack() as reading:
+            await reading.enter_async_context(shelf.using(entries["a"]))
+            await reading.enter_async_context(shelf.using(entries["b"]))
+            shelf.drop(entries["a"].key)
+            await shelf.close()
+            seen.append(list(backend.told))
+        await shelf.close()
+        return [*seen, backend.told]
+
+    before, after = asyncio.run(use())
+    assert before == [("load a", 1), ("load b", 2)]
+    assert after == [*before, ("drop", 1)]
+
+
+def test_what_failed_to_load_is_tried_again_under_another_number(
+    entries: dict[str, CartridgeVersion],
+) -> None:
+    async def use() -> list[tuple[str, int]]:
+        backend = Recorder()
+        backend.fails = 1
+        shelf = ResidentCartridges(backend, 2)
+        with pytest.raises(PublishError):
+            async with shelf.using(entries["a"]):
+                pass
+        async with shelf.using(entries["a"]) as prefix:
+            assert prefix.version == 2
+        return backend.told
+
+    assert asyncio.run(use()) == [("load a", 2)]
+
+
+def test_a_damaged_file_is_never_loaded(entries: dict[str, CartridgeVersion]) -> None:
+    entries["a"].path.write_bytes(entries["b"].path.read_bytes()[:-1])
+
+    async def use() -> None:
+        backend = Recorder()
+        with pytest.raises(ApiError, match="a@1 is damaged"):
+            async with ResidentCartridges(backend, 2).using(entries["a"]):
+                pass
+        assert backend.told == []
+
+    asyncio.run(use())

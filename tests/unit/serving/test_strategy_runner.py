@@ -1,0 +1,95 @@
+"""Strategies of the catalogue over the wire: every name, hard budgets, clients that leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from serving_setup import MODEL, QUESTION, Served, add_cartridge, serving, wait_until
+
+from serving.strategy_runner import CatalogueStrategies
+from strategies.catalog import STRATEGIES
+
+CHAT: list[Any] = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("catalogue")
+    with serving(directory, strategies=CatalogueStrategies) as one:
+        add_cartridge(one.house.library, "p1", seed=1)
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+def ask(client: OpenAI, strategy: str, **forge: Any) -> Any:
+    return client.chat.completions.create(
+        model=f"{MODEL}+p1", messages=CHAT, max_tokens=9, seed=2,
+        extra_body={"forge": {"strategy": strategy, **forge}},
+    )  # fmt: skip
+
+
+def test_the_models_tell_of_all(client: OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.forge["strategies"] == list(STRATEGIES)  # type: ignore[attr-defined]
+
+
+def test_a_vote_is_told(client: OpenAI) -> None:
+    answer = ask(client, "self_consistency", options={"samples": 6})
+    told = answer.forge["strategy"]
+    assert (told["options"], told["asks"], told["calls"]) == ({"samples": 6}, 6, 1)
+    assert sum(v["weight"] for v in told["details"]["votes"]) <= 6
+
+
+@pytest.mark.parametrize(
+    ("forge", "said"),
+    [
+        ({"strategy": "self_consistency", "options": {"smaples": 6}}, "option smaples"),
+        ({"strategy": "self_consistency", "options": {"samples": "6"}}, "option samples"),
+        ({"strategy": "self_consistency", "form": "poem"}, "forge.form is one of"),
+    ],
+)
+def test_options_are_checked_before_anything_is_sampled(
+    client: OpenAI, served: Served, forge: dict[str, Any], said: str
+) -> None:
+    before = served.backend.calls
+    with pytest.raises(openai.BadRequestError, match=said) as refused:
+        ask(client, **forge)
+    assert refused.value.param == "forge.options"
+    assert served.backend.calls == before
+
+
+def test_a_client_that_leaves_ends_a_strategys_decoding(served: Served) -> None:
+    served.backend.pause = 0.05
+    try:
+        before = served.backend.cancelled
+        with (
+            OpenAI(
+                base_url=f"{served.url}/v1", api_key="none", timeout=0.3, max_retries=0
+            ) as client,
+            pytest.raises(openai.APITimeoutError),
+        ):
+            client.chat.completions.create(
+                model=MODEL, messages=CHAT, max_tokens=200, temperature=2,
+                extra_body={"forge": {"strategy": "best_of_n"}},
+            )  # fmt: skip
+        wait_until(lambda: served.backend.cancelled > before)
+        wait_until(lambda: served.backend.decoding() == 0)
+        wait_until(lambda: served.door.admission.pending == 0)
+    finally:
+        served.backend.pause = 0.0
+
+
+def test_a_pattern_of_a_client_s_is_refused(client: OpenAI) -> None:
+    """It would run in the generator's thread, and can be made to backtrack for ever."""
+    options = {"detector": {"step_patterns": ["(a+)+b"]}}
+    with pytest.raises(openai.BadRequestError, match="not taken over the wire"):
+        ask(client, "best_of_n", options=options)

@@ -1,0 +1,61 @@
+"""Prompts and tokens of the shipped reader's tokenizer."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from serving_setup import READER
+
+from learning.model.loading import load_tokenizer
+from protocols.teacher_replay import AgentMessage
+from serving.errors import ApiError
+from serving.tokenization import Tokenization
+
+
+@cache
+def texts() -> Tokenization:
+    return Tokenization(load_tokenizer(str(READER)))
+
+
+def test_a_chat_without_a_cartridge_stands_behind_the_first_token() -> None:
+    messages = (AgentMessage("user", "Who?"),)
+    bare, over = texts().chat(messages, False), texts().chat(messages, True)
+    assert texts().first == (1,)  # <|bos|>, which the generators read as their prefix
+    assert bare.ids == over.ids
+    assert bare.ids[0] == 4  # <|user|>
+    assert bare.ids[-1] == 5  # <|assistant|>
+    assert (bare.counted, over.counted) == (len(bare.ids) + 1, len(over.ids))
+
+
+def test_ids_are_read_as_they_are_and_begin_once() -> None:
+    assert texts().prompt([1, 60], False, "prompt").ids == (60,)
+    assert texts().prompt([60], False, "prompt").ids == (60,)
+    assert texts().prompt([60], False, "prompt").counted == 2
+    assert texts().prompt([1, 60], True, "prompt").ids == (1, 60)
+
+
+@pytest.mark.parametrize("ids", [[], [1], [99_999], [-1]])
+def test_ids_that_cannot_be_read(ids: list[int]) -> None:
+    with pytest.raises(ApiError) as refused:
+        texts().prompt(ids, False, "prompt")
+    assert (refused.value.status_code, refused.value.param) == (400, "prompt")
+
+
+def test_half_a_surrogate_pair_is_no_character() -> None:
+    for read in (
+        lambda: texts().prompt("\ud800", False, "prompt"),
+        lambda: texts().chat((AgentMessage("user", "\ud800"),), False),
+    ):
+        with pytest.raises(ApiError, match="half of a surrogate pair"):
+            read()
+
+
+@given(st.text(min_size=1, max_size=30).filter(lambda t: t.strip()))
+def test_the_bytes_of_tokens_are_those_of_the_text(text: str) -> None:
+    ids = texts().prompt(text, True, "prompt").ids
+    data = b"".join(bytes(texts().token(i)[1]) for i in ids if i > 5)
+    if all(i > 5 for i in ids):  # a text may hold the words of special tokens
+        assert data.decode().lstrip(" ") == text.lstrip(" ")

@@ -1,0 +1,231 @@
+"""The fake provider: the official SDKs talk to it over every wire, and its faults are theirs."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+
+import anthropic
+import httpx2
+import openai
+import pytest
+from pydantic import BaseModel
+
+from protocols.spec.teacher_replay import PriceSpec
+from protocols.teacher_replay import TeacherUsage
+from teachers.fake_provider.app import (
+    FakeProvider,
+    FaultRates,
+    ProviderRequest,
+    sometimes_right,
+    uniform,
+)
+from teachers.prompts import ATTEMPT_HEADER
+
+PRICES = {"tiny": PriceSpec(input=1.0, output=2.0, cached=0.5)}
+
+
+class Point(BaseModel):
+    x: int
+    y: int
+
+
+def rule(asked: ProviderRequest) -> str:
+    return json.dumps({"x": len(asked.user), "y": len(asked.system)})
+
+
+@pytest.fixture
+def provider() -> Iterator[FakeProvider]:
+    with FakeProvider(rule, PRICES) as running:
+        yield running
+
+
+def openai_client(provider: FakeProvider, key: str = "k") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(api_key=key, base_url=provider.openai_url, max_retries=0, timeout=5)
+
+
+def anthropic_client(provider: FakeProvider) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(api_key="k", base_url=provider.url, max_retries=0, timeout=5)
+
+
+def test_chat_completions_parse_and_charge(provider: FakeProvider) -> None:
+    async def ask() -> None:
+        async with openai_client(provider) as client:
+            for _ in range(2):
+                done = await client.chat.completions.parse(
+                    model="tiny",
+                    messages=[
+                        {"role": "system", "content": "abcdefgh"},
+                        {"role": "user", "content": "hello"},
+                    ],
+                    response_format=Point,
+                    extra_headers={ATTEMPT_HEADER: "a1"},
+                )
+                assert done.choices[0].message.parsed == Point(x=5, y=8)
+        assert done.usage is not None
+        assert done.usage.prompt_tokens_details is not None
+        # 13 bytes are 4 tokens, 2 of them the system text it saw before; '{"x": 5, "y": 8}' is 4.
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (4, 4)
+        assert done.usage.prompt_tokens_details.cached_tokens == 2
+
+    asyncio.run(ask())
+    first, second = provider.served
+    assert (first.usage, second.usage) == (TeacherUsage(4, 4, 0), TeacherUsage(2, 4, 2))
+    # 1000, 2000 and 500 nanodollars a token.
+    assert (first.nanodollars, second.nanodollars) == (12_000, 11_000)
+    assert provider.money() == 23_000
+    assert (first.attempt, first.wire, first.fault) == ("a1", "chat", "")
+
+
+def test_chat_completions_stream(provider: FakeProvider) -> None:
+    async def ask() -> tuple[str, int]:
+        async with openai_client(provider) as client:
+            stream = await client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "hello"}],
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            text, written = "", 0
+            async for chunk in stream:
+                text += "".join(c.delta.content or "" for c in chunk.choices)
+                written += chunk.usage.completion_tokens if chunk.usage else 0
+            return text, written
+
+    assert asyncio.run(ask()) == ('{"x": 5, "y": 0}', 4)
+
+
+def test_responses_parse(provider: FakeProvider) -> None:
+    async def ask() -> None:
+        async with openai_client(provider) as client:
+            done = await client.responses.parse(
+                model="tiny", instructions="abc", input="hello", text_format=Point
+            )
+            assert done.output_parsed == Point(x=5, y=3)
+            assert done.usage is not None
+            assert done.usage.input_tokens == 2
+
+    asyncio.run(ask())
+
+
+def test_messages_parse_and_stream(provider: FakeProvider) -> None:
+    async def ask() -> None:
+        async with anthropic_client(provider) as client:
+            done = await client.messages.parse(
+                model="tiny",
+                max_tokens=100,
+                system="abcdefgh",
+                messages=[{"role": "user", "content": "hello"}],
+                output_format=Point,
+            )
+            assert done.parsed_output == Point(x=5, y=8)
+            assert (done.usage.input_tokens, done.usage.output_tokens) == (4, 4)
+            async with client.messages.stream(
+                model="tiny",
+                max_tokens=100,
+                system="abcdefgh",
+                messages=[{"role": "user", "content": "hello"}],
+            ) as stream:
+                text = "".join([piece async for piece in stream.text_stream])
+                final = await stream.get_final_message()
+            assert text == '{"x": 5, "y": 8}'
+            assert (final.usage.input_tokens, final.usage.output_tokens) == (2, 4)
+            assert final.usage.cache_read_input_tokens == 2
+
+    asyncio.run(ask())
+
+
+def test_an_answer_is_cut_at_max_tokens(provider: FakeProvider) -> None:
+    async def ask() -> None:
+        async with anthropic_client(provider) as client:
+            done = await client.messages.create(
+                model="tiny", max_tokens=2, messages=[{"role": "user", "content": "hello"}]
+            )
+            assert done.stop_reason == "max_tokens"
+            assert done.content[0].type == "text"
+            assert done.content[0].text == '{"x": 5,'
+            assert done.usage.output_tokens == 2
+
+    asyncio.run(ask())
+
+
+def test_a_refusal_has_each_wire_s_form(provider: FakeProvider) -> None:
+    provider.faults = FaultRates(refuse=1.0)
+
+    async def ask() -> None:
+        async with openai_client(provider) as client:
+            done = await client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "hello"}]
+            )
+            assert done.choices[0].message.content is None
+            assert done.choices[0].message.refusal == "I cannot help with that."
+        async with anthropic_client(provider) as other:
+            message = await other.messages.create(
+                model="tiny", max_tokens=9, messages=[{"role": "user", "content": "hello"}]
+            )
+            assert message.stop_reason == "refusal"
+
+    asyncio.run(ask())
+
+
+def test_a_stream_is_cut_off_in_the_middle(provider: FakeProvider) -> None:
+    provider.faults = FaultRates(cut_off=1.0)
+
+    async def ask() -> None:
+        async with anthropic_client(provider) as client:
+            stream = await client.messages.create(
+                model="tiny",
+                max_tokens=99,
+                messages=[{"role": "user", "content": "hello"}],
+                stream=True,
+            )
+            kinds: list[str] = []
+
+            async def read() -> None:
+                async for event in stream:
+                    kinds.append(event.type)
+
+            with pytest.raises(httpx2.RemoteProtocolError, match="incomplete"):
+                await read()
+            assert kinds[0] == "message_start"
+            assert "message_stop" not in kinds
+
+    asyncio.run(ask())
+
+
+def test_a_wrong_key_is_refused_and_repeated_as_real_providers_do() -> None:
+    async def ask(provider: FakeProvider) -> str:
+        async with openai_client(provider, "sk-wrong") as client:
+            with pytest.raises(openai.AuthenticationError) as caught:
+                await client.chat.completions.create(
+                    model="tiny", messages=[{"role": "user", "content": "hello"}]
+                )
+        return str(caught.value)
+
+    with FakeProvider(rule, PRICES, key="sk-right") as provider:
+        assert "sk-wrong" in asyncio.run(ask(provider))
+        assert provider.money() == 0
+
+
+def test_rates_are_met_and_do_not_depend_on_order() -> None:
+    faults = FaultRates(rate_limit=0.1, stall=0.05, cut_off=0.05, refuse=0.2, seed=3)
+    drawn = [faults.drawn(str(i)) for i in range(20_000)]
+    shares = {name: n / len(drawn) for name, n in Counter(drawn).items()}
+    # Five standard deviations of a share of 20,000 are at most 0.018.
+    expected = {"": 0.6, "rate_limit": 0.1, "stall": 0.05, "cut_off": 0.05, "refuse": 0.2}
+    assert shares == pytest.approx(expected, abs=0.018)
+    assert drawn[:50] == [faults.drawn(str(i)) for i in range(50)]
+    assert drawn[:50] != [FaultRates(refuse=0.2, seed=4).drawn(str(i)) for i in range(50)]
+
+
+def test_a_rule_that_is_right_at_a_set_rate() -> None:
+    def asked(i: int, model: str) -> ProviderRequest:
+        return ProviderRequest(model, "s", str(i))
+
+    mostly = sometimes_right(lambda _: "right", lambda _: "wrong", 0.8, seed=1)
+    said = [mostly(asked(i, "a")) for i in range(5000)]
+    assert said.count("right") / 5000 == pytest.approx(0.8, abs=0.03)
+    other = [mostly(asked(i, "b")) for i in range(5000)]
+    both = sum(x == y == "wrong" for x, y in zip(said, other, strict=True))
+    assert both / 5000 == pytest.approx(0.04, abs=0.015)  # models err each for itself
+    assert 0 <= uniform(0, "x") < 1

@@ -1,0 +1,63 @@
+"""Check the shape of the source tree: class names, endpoint names, folder sizes, channel names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = (
+    "actors", "benchmarks", "deploy", "documents", "environments", "forge_run", "learning",
+    "protocols", "registry", "services", "serving", "strategies", "teachers", "training",
+)  # fmt: skip
+SOURCES = [
+    path
+    for room in ROOMS
+    for path in sorted((ROOT / room).rglob("*.py"))
+    if "_pb2" not in path.name
+]
+
+
+def test_a_class_name_stands_in_one_module() -> None:
+    places = defaultdict(set)
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].add(str(path.relative_to(ROOT)))
+    assert {name: sorted(at) for name, at in places.items() if len(at) > 1} == {}
+
+
+def test_the_rooms_are_these_and_none_holds_a_seventh() -> None:
+    found = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"benchmarks", "deploy"}
+    assert found == set(ROOMS)
+    lines: dict[str, int] = defaultdict(int)
+    for path in SOURCES:
+        lines[path.relative_to(ROOT).parts[0]] += path.read_text().count("\n")
+    total = sum(lines.values())
+    assert {room: n / total for room, n in lines.items() if n / total > 0.15} == {}
+
+
+def test_a_folder_has_at_most_twenty_entries() -> None:
+    folders = {path.parent for path in [*SOURCES, *(ROOT / "tests").rglob("*.py")]}
+    crowded = {}
+    for folder in folders:
+        entries = [p for p in folder.iterdir() if p.name not in {"__pycache__", "__init__.py"}]
+        if len(entries) > 20:
+            crowded[str(folder.relative_to(ROOT))] = len(entries)
+    assert crowded == {}
+
+
+def test_endpoint_names_stand_in_one_module() -> None:
+    """Calls of a pool by a literal endpoint name are in services/clients.py alone."""
+    call = re.compile(r"""\.(?:route|fanout|stream)\(\s*f?["']""")
+    named = {str(p.relative_to(ROOT)) for p in SOURCES if call.search(p.read_text())}
+    named = {path for path in named if not path.startswith("benchmarks/")}
+    assert named <= {"services/clients.py"}
+
+
+def test_few_files_name_one_channel() -> None:
+    for channel in ("sdpo", "replay_dpo"):
+        files = [p for p in SOURCES if channel in p.read_text().lower()]
+        assert len(files) <= 8, [str(p.relative_to(ROOT)) for p in files]

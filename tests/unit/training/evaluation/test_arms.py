@@ -1,0 +1,166 @@
+"""Arms over the shipped reader in this process: what must be equal is, and perplexity is that of
+the model alone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from evaluation_setup import EVAL, Reader, kv_of, paper, spec, tokenizer
+from transformers import AutoModelForCausalLM
+
+from environments.renderer import NO_DOCUMENT
+from protocols.errors import DataError, PublishError
+from protocols.types import Completion, PrefixRef
+from training.evaluation.arms import ArmAnswers, EvalArm, pairs, sit
+from training.evaluation.questions import EvalSuite, first_tokens_of
+
+P = 16
+
+
+@pytest.fixture(scope="module")
+def exam() -> EvalSuite:
+    return paper()
+
+
+@pytest.fixture(scope="module")
+def sat(exam: EvalSuite) -> dict[str, ArmAnswers]:
+    names = [name for name in exam.heads if name != NO_DOCUMENT]
+    cut = first_tokens_of(exam, P, tokenizer())
+    documents = {
+        **exam.heads,
+        **{f"cut/{n}": ids for n, ids in cut.items()},
+        **{f"first/{n}": exam.heads[n][:P] for n in names},
+    }
+    cartridges = {i: (n, kv_of(exam.heads[n][:P])) for i, n in enumerate(names)}
+    kinds = {"document": "", "truncated": "cut/", "untrained": "first/"}
+    arms = [EvalArm("none", "none", None, 1.0)]
+    for kind, folder in kinds.items():
+        prefixes = {n: PrefixRef(f"document/{folder}{n}", 0) for n in names}
+        arms.append(EvalArm(kind, kind, prefixes, 16.0, P))
+    trained = {n: PrefixRef(f"cartridge/{n}", v) for v, (n, _) in cartridges.items()}
+    arms.append(EvalArm("on_policy", "on_policy", trained, 16.0, P, "r", "m", 5, 100))
+    told = asyncio.run(sit(exam, arms, EVAL, 20, Reader(documents, cartridges)))
+    return {arm.name: one for arm, one in zip(arms, told, strict=True)}
+
+
+def test_a_cartridge_of_the_first_tokens_is_the_untrained_arm(sat: dict[str, ArmAnswers]) -> None:
+    one, other = sat["untrained"], sat["on_policy"]
+    assert one.scores == other.scores
+    assert [a["answer"] for a in one.answers] == [a["answer"] for a in other.answers]
+    for mine, theirs in ((one.row, other.row), *zip(one.answers, other.answers, strict=True)):
+        assert numbers(mine) == pytest.approx(numbers(theirs), rel=1e-4, abs=1e-5)
+
+
+def numbers(told: Any, place: str = "") -> dict[str, float]:
+    """Every number of nested JSON by its place, but for what tells the arms apart."""
+    if isinstance(told, int | float):
+        return {place: float(told)}
+    inner = told.items() if isinstance(told, dict) else enumerate(told or ())
+    if isinstance(told, str):
+        return {}
+    return {
+        at: number
+        for key, value in inner
+        if key not in ("step", "trained_tokens")
+        for at, number in numbers(value, f"{place}/{key}").items()
+    }
+
+
+def test_perplexity_is_that_of_the_model_on_the_whole_text(
+    exam: EvalSuite, sat: dict[str, ArmAnswers]
+) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(spec().learn.model.path, dtype=torch.float32)
+    lost, tokens = 0.0, 0
+    for item in exam.items:
+        assert item.right is not None
+        right = item.right
+        ids = (*exam.heads[right.document], *right.prompt_ids, *right.answer_ids)
+        with torch.no_grad():
+            logits = plain(torch.tensor([ids])).logits[0].log_softmax(-1)
+        n = len(right.answer_ids)
+        at = range(len(ids) - n, len(ids))
+        lost -= sum(float(logits[i - 1, ids[i]]) for i in at)
+        tokens += n
+    told = sat["document"].row["answers"]
+    assert told["tokens"] == tokens
+    assert told["value"] == pytest.approx(math.exp(lost / tokens), rel=1e-3)
+    # The reader says what the chart says: the right answers are likely with it, and not without.
+    assert told["value"] < 1.05 < sat["none"].row["answers"]["value"]
+    passages = {name: one.row["passages"] for name, one in sat.items()}
+    assert passages["document"]["value"] < passages["none"]["value"]  # type: ignore[index]
+
+
+def test_accuracy_is_counted_over_all_questions(
+    exam: EvalSuite, sat: dict[str, ArmAnswers]
+) -> None:
+    for one in sat.values():
+        right = [a["right"] for a in one.answers]
+        assert one.row["accuracy"] == sum(right) / len(exam.items)
+        assert list(one.scores) == right
+        assert one.row["parse_failures"] == sum(not a["gave"] for a in one.answers)
+    assert sat["document"].row["accuracy"] == sat["document"].row["exact"] == 1.0
+
+
+def test_a_cut_document_is_a_whole_prompt_within_the_budget(exam: EvalSuite) -> None:
+    for budget in (10, 16, 40):
+        for name, ids in first_tokens_of(exam, budget, tokenizer()).items():
+            whole = exam.heads[name]
+            assert budget - 3 <= len(ids) <= budget
+            assert ids[:-1] == whole[: len(ids) - 1]  # the document's own first tokens
+            assert ids[-1] == whole[-1]  # and the template's end
+    with pytest.raises(DataError, match="the chat template alone has more than 3 tokens"):
+        first_tokens_of(exam, 3, tokenizer())
+    # Whoever asks for more than there is gets it all.
+    assert first_tokens_of(exam, 10_000, tokenizer()) == {
+        n: ids for n, ids in exam.heads.items() if n != NO_DOCUMENT
+    }
+
+
+def test_pairs_are_of_the_same_questions(sat: dict[str, ArmAnswers]) -> None:
+    a = replace(sat["none"], scores=(0.0, 0.0, 1.0, 0.0))
+    b = replace(sat["document"], scores=(1.0, 1.0, 1.0, 1.0))
+    (found,) = pairs([a, b], ["p", "q", "p", "q"], EVAL)
+    assert (found["a"], found["b"], found["difference"]) == ("none", "document", 0.75)
+    # Of two documents p differs by 1/2 a question and q by 1: resamples have .5, .75 or 1.
+    assert found["ci95"] == [0.5, 1.0]
+    assert found["share"] == 0.0
+
+
+def test_a_request_that_is_refused_ends_the_exam(exam: EvalSuite) -> None:
+    async def refusing(requests: Any) -> list[Completion]:
+        return [Completion(r.id, (), (), (), "error", error="no such cartridge") for r in requests]
+
+    with pytest.raises(PublishError, match="no such cartridge"):
+        asyncio.run(sit(exam, [], EVAL, 4, refusing))
+
+
+def test_questions_are_those_that_the_run_held_out(exam: EvalSuite) -> None:
+    learn = spec().learn
+    assert {i.asked.document for i in exam.items} == {"patient_01", "patient_02"}
+    everything = paper(chosen=EVAL.model_copy(update={"questions": 1000, "probes": 500}))
+    assert len(everything.items) < 2 * 6 * learn.data.questions_per_fact
+    assert everything.items[:4] == exam.items
+    # Probes carry their own chart, which is none of the run's.
+    charts = [p.asked.text.partition(".")[0] for p in everything.probes]
+    assert not {c for c in charts if any(t.startswith(c) for t in exam.texts.values())}
+    assert {p.asked.document for p in everything.probes} == {"patient_01", "patient_02"}
+    placed = [p.text for p in everything.placed]
+    assert not any("options" in text for text in placed)
+    assert len(placed) == len(everything.items) / learn.data.questions_per_fact  # each fact once
+    assert exam.placed[0].place == f"held-out questions: {exam.items[0].asked.id}"
+
+
+def test_passages_are_the_documents_own_words_from_a_sentence_on(exam: EvalSuite) -> None:
+    everything = paper(chosen=EVAL.model_copy(update={"passages": 50, "passage_tokens": 9}))
+    assert len({r.id for r in everything.passages}) == len(everything.passages) > 10
+    for reading in everything.passages:
+        words = exam.conversation.decode(reading.answer_ids).strip()
+        text = exam.texts[reading.document]
+        assert words in text
+        before = text[: text.index(words)].rstrip()
+        assert not before or before[-1] in ".:"
