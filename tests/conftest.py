@@ -58,12 +58,20 @@ OF_VLLM = tuple(
 )  # fmt: skip
 
 
+# Files that read one finished run, made once for all of them (tests/setups/finished_runs.py).
+OF_ONE_RUN = tuple(
+    f"tests/{name}.py"
+    for name in (
+        "mesh/runs/test_eval", "mesh/runs/test_frontier", "mesh/runs/test_interrupted",
+        "mesh/runs/test_whole", "nightly/runs/test_ranks", "nightly/runs/test_stalled",
+    )
+)  # fmt: skip
+
+
 def group(path: str) -> str:
     """Return what a file of tests stays with under `--dist loadfile`: the tests of vLLM with each
-    other, and the whole runs of `tests/mesh/runs`, which share finished runs; else itself."""
-    if path in OF_VLLM:
-        return "vllm"
-    return "runs" if path.startswith("tests/mesh/runs/") else path
+    other, and those that read one finished run; else itself."""
+    return "vllm" if path in OF_VLLM else "one run" if path in OF_ONE_RUN else path
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -86,7 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def late(item: pytest.Item) -> tuple[bool, bool]:
         path = item.nodeid.partition("::")[0]
-        return "/runs/" not in path, group(path) != "vllm"
+        return "/runs/" not in path, group(path) != "one run"
 
     items.sort(key=late)
 

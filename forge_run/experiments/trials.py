@@ -27,7 +27,7 @@ from services.run_directory import RunDirectory
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of several: `Trial("+sdpo", 1, words=("mesh.yaml", "--set", ...), spec=...)`.
+    """One run of several: `Trial("+replay", 1, words=("mesh.yaml", "--set", ...), spec=...)`.
 
     `point` is where on a sweep's axes it stands, `arms` which of the run's arms are shown under
     which names.

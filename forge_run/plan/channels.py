@@ -31,25 +31,9 @@ def sections(learn: LearnSpec, episodes: EpisodesSpec) -> list[TableSection]:
 
 def channel_rows(learn: LearnSpec, episodes: EpisodesSpec) -> Rows:
     """Every channel with its weight, in the order of the objective."""
-    objective = learn.objective
-    alpha = f"{objective.alpha:g}"
-    if objective.alpha_warmup_steps:
-        alpha = f"0 to {alpha} over {objective.alpha_warmup_steps} steps"
-    dpo = objective.dpo
-    told = (
-        ("doc_kl", objective.w_doc, f"{objective.w_doc:g}",
-         f"{learn.loss.direction} KL to the model with the handbook, on the student's own tokens"),
-        ("grpo", objective.w_rl, f"{objective.w_rl:g}",
-         f"rewards, compared in groups of {episodes.group} episodes"),
-        ("sdpo", objective.alpha, alpha,
-         "turns that met an error, against the same model under a hint"),
-        ("replay_dpo", objective.beta, f"{objective.beta:g}",
-         f"at most {dpo.pairs} pairs a step, each in {dpo.uses} steps, from {dpo.lag} to "
-         f"{dpo.max_age} steps after its episode"),
-    )  # fmt: skip
     return tuple(
         (name, shown, source) if weight else (name, "0", "left out")
-        for name, weight, shown, source in told
+        for name, weight, shown, source in learn.objective.summary(learn.loss, episodes.group)
     )
 
 

@@ -14,12 +14,11 @@ from deploy.manifests.sizing import (
     step_rows,
 )
 from forge_run.formatting import TableSection, bytes_text, facts
-from protocols.spec.mesh import RoleSpec, RunSpec
+from protocols.spec.mesh import CARTRIDGE_READERS, TEACHERS, RoleSpec, RunSpec
 
 COLUMNS = (
     "a replica", "GPUs", "memory of a process", "largest part", "cores", "host memory", "/dev/shm"
 )  # fmt: skip
-READERS = ("generator", "sdpo_teacher")  # of the cartridges
 
 
 def summary(spec: RunSpec, size: ModelSize) -> TableSection:
@@ -70,9 +69,9 @@ def _items(needs: MemoryNeeds) -> list[tuple[str, str]]:
 def step_bytes(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, str], ...]:
     """What passes over the tensor plane and to disk at each step."""
     learn = spec.learn
-    readers = sum(role.replicas for name, role in spec.roles if name in READERS)
+    readers = sum(role.replicas for name, role in spec.roles if name in CARTRIDGE_READERS)
     version, scores = published_bytes(learn, size), scores_bytes(learn, size, step_rows(learn))
-    teachers = sum(name in ("doc_teacher", "sdpo_teacher") for name, _ in spec.roles)
+    teachers = sum(name in TEACHERS for name, _ in spec.roles)
     moved = teachers * scores * (1 + spec.mesh.roles.trainer.procs)
     state, kept = checkpoint_bytes(learn, size), learn.train.keep_checkpoints
     arms = "offline" in learn.evaluate.arms

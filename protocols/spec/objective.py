@@ -169,6 +169,25 @@ class ObjectiveSpec(SpecSection):
         "cost a backward for each channel; 0 never",
     )
 
+    def summary(self, loss: LossSpec, group: int) -> tuple[tuple[str, float, str, str], ...]:
+        """Return each channel's name, weight, weight as text, and what it learns from, for a plan.
+
+        `group` is the number of episodes whose rewards are compared.
+        """
+        alpha, dpo = f"{self.alpha:g}", self.dpo
+        if self.alpha_warmup_steps:
+            alpha = f"0 to {alpha} over {self.alpha_warmup_steps} steps"
+        return (
+            ("doc_kl", self.w_doc, f"{self.w_doc:g}",
+             f"{loss.direction} KL to the model with the handbook, on the student's own tokens"),
+            ("grpo", self.w_rl, f"{self.w_rl:g}", f"rewards, compared in groups of {group} episodes"),
+            ("sdpo", self.alpha, alpha,
+             "turns that met an error, against the same model under a hint"),
+            ("replay_dpo", self.beta, f"{self.beta:g}",
+             f"at most {dpo.pairs} pairs a step, each in {dpo.uses} steps, from {dpo.lag} to "
+             f"{dpo.max_age} steps after its episode"),
+        )  # fmt: skip
+
     @property
     def of_episodes(self) -> bool:
         """Whether any channel learns from episodes, with an environment or of rsa."""

@@ -53,7 +53,7 @@ def path(tmp_path: Path) -> Path:
 async def pool_of(
     spec: ReplaySpec, path: Path, n: int, offline: bool = False, role: RoleSpec = ONE_AT_A_TIME
 ) -> AsyncIterator[Pool]:
-    service = await Service.of(this_host(), call_timeout_s=120.0, spawn_timeout_s=120.0)
+    service = await Service.of(this_host(), call_timeout_s=400.0, spawn_timeout_s=120.0)
     try:
         args = (spec, str(path), "run", offline)
         pool = service.spawn(TeacherReplayActor, n=n, args=args, role="teacher_replay", spec=role)
@@ -74,7 +74,7 @@ BILLED = FaultRates(
 )  # fmt: skip
 UNBILLED = FaultRates(
     rate_limit=0.05, server_error=0.05, cut_off=0.02, malformed=0.02, refuse=0.03, garbage=0.02,
-    stall=0.01, latency_s=0.2, stall_s=30.0, seed=5,
+    stall=0.01, latency_s=0.2, stall_s=600.0, seed=5,
 )  # fmt: skip
 
 
@@ -87,11 +87,13 @@ def test_eight_actors_never_spend_more_than_a_dollar(
     rule = sometimes_right(right, wrong, 0.8, seed=5)
     models = {f"model-{name}": price for name in "ab"}
     with FakeProvider(rule, models, faults, key=KEY) as provider:
+        # Only what stalls takes so long.
+        more = {"prices": price, "timeout_s": 15.0 if faults.stall else 60.0}
         spec = a_spec(
-            a_teacher("a", provider.openai_url, prices=price, timeout_s=5.0),
-            a_teacher("b", provider.url, "anthropic", prices=price, timeout_s=5.0),
-            cap=1.0,
-        )
+            a_teacher("a", provider.openai_url, **more),
+            a_teacher("b", provider.url, "anthropic", **more),
+            cap=1.0, deadline_s=300.0,
+        )  # fmt: skip
 
         async def hammer() -> tuple[list[PanelVerdict], Any]:
             role = RoleSpec(max_ongoing=4)

@@ -16,7 +16,7 @@ from protocols.errors import DataError
 from protocols.rsa import JudgedCandidate, RSAProblem
 from protocols.spec.rsa import ProblemsSpec
 
-TASKSETS = Path(__file__).resolve().parents[2] / "setups/tasksets"
+TASKSETS = Path(__file__).resolve().parents[2] / "data/tasksets"
 
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from protocols.files import read_rows
 
 pytestmark = [pytest.mark.timeout(900)]  # a busy machine starts it slowly
 
-ARTICLES = ROOT / "tests" / "setups" / "articles"
+ARTICLES = ROOT / "tests" / "data" / "articles"
 SMALL: dict[str, Any] = {
     "self_study.questions": 6,
     "self_study.min_chunk": 100,

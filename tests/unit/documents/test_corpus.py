@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 MESH = str(ROOT / "meshes" / "documents.yaml")
 
-ARTICLES = ROOT / "tests" / "setups" / "articles"
+ARTICLES = ROOT / "tests" / "data" / "articles"
 
 TOKENIZER = load_tokenizer(str(ROOT / "models" / "clinic-reader"))
 

@@ -61,7 +61,7 @@ def parts() -> list[CorpusDocument]:
     tokenizer = load_tokenizer(READER)
     found = []
     for name in ("kestrel.md", "salt.txt"):
-        text = (ROOT / "tests" / "setups" / "articles" / name).read_text()
+        text = (ROOT / "tests" / "data" / "articles" / name).read_text()
         document = UserDocument(Path(name).stem, name, text, f"hash of {name}", "utf-8")
         tokens = tokenised(tokenizer, text)
         found.append(

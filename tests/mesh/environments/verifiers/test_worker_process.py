@@ -21,7 +21,7 @@ from protocols.errors import DataError
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 
-TASKSETS = Path(__file__).resolve().parents[3] / "setups/tasksets"
+TASKSETS = Path(__file__).resolve().parents[3] / "data/tasksets"
 
 TALK = conversation("with_tool_token")
 

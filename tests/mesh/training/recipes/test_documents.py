@@ -25,7 +25,7 @@ from training.recipes.documents import DocumentsRecipe
 
 ROOT = Path(__file__).resolve().parents[4]
 
-ARTICLES = ROOT / "tests" / "setups" / "articles"
+ARTICLES = ROOT / "tests" / "data" / "articles"
 
 READER = str(ROOT / "models" / "clinic-reader")
 

@@ -13,7 +13,7 @@ from protocols.spec.teacher_replay import PriceSpec
 from teachers.fake_provider.app import FakeProvider, ProviderRequest
 
 ROOT = Path(__file__).parents[4]
-SALT = ROOT / "tests" / "setups" / "articles" / "salt.txt"
+SALT = ROOT / "tests" / "data" / "articles" / "salt.txt"
 MESH = str(ROOT / "meshes" / "documents.yaml")
 SMALL = (
     f"data.path={SALT}", "self_study.questions=4", "self_study.min_chunk=40",

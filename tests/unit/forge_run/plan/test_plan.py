@@ -18,7 +18,7 @@ from protocols.spec.model_shape import model_shape
 from protocols.spec.sections import ModelSpec, ShapeSpec
 
 REPOSITORY = Path(__file__).parents[4]
-ARTICLES = REPOSITORY / "tests" / "setups" / "articles"
+ARTICLES = REPOSITORY / "tests" / "data" / "articles"
 LLAMA_3B = ShapeSpec(
     layers=28, hidden=3072, heads=24, kv_heads=8, head_dim=128, intermediate=8192, vocab=128256
 )

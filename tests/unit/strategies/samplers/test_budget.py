@@ -58,7 +58,7 @@ def test_what_is_spent_is_told(variant: int) -> None:
 
 def test_every_process_solves_the_same_way() -> None:
     program = "from strategy_setup import digest; print(digest())"
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests/setups", ROOT / "tests/fakes")))
     other = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONHASHSEED": "2024", "PYTHONPATH": paths},

@@ -27,7 +27,7 @@ from training.rollouts import rollout_from
 
 ROOT = Path(__file__).resolve().parents[4]
 
-ARTICLES = ROOT / "tests" / "setups" / "articles"
+ARTICLES = ROOT / "tests" / "data" / "articles"
 
 READER = str(ROOT / "models" / "clinic-reader")
 
