@@ -180,7 +180,8 @@ class ObjectiveSpec(SpecSection):
         return (
             ("doc_kl", self.w_doc, f"{self.w_doc:g}",
              f"{loss.direction} KL to the model with the handbook, on the student's own tokens"),
-            ("grpo", self.w_rl, f"{self.w_rl:g}", f"rewards, compared in groups of {group} episodes"),
+            ("grpo", self.w_rl, f"{self.w_rl:g}",
+             f"rewards, compared in groups of {group} episodes"),
             ("sdpo", self.alpha, alpha,
              "turns that met an error, against the same model under a hint"),
             ("replay_dpo", self.beta, f"{self.beta:g}",
