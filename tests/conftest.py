@@ -62,7 +62,7 @@ OF_VLLM = tuple(
 OF_ONE_RUN = tuple(
     f"tests/{name}.py"
     for name in (
-        "mesh/runs/test_eval", "mesh/runs/test_frontier", "mesh/runs/test_interrupted",
+        "mesh/runs/test_eval", "mesh/runs/test_frontier", "nightly/runs/test_interrupted",
         "mesh/runs/test_whole", "nightly/runs/test_ranks", "nightly/runs/test_stalled",
     )
 )  # fmt: skip
