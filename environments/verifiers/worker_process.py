@@ -32,7 +32,7 @@ from protocols.errors import DataError, RunError
 from protocols.files import REPOSITORY
 
 PYTHON = REPOSITORY / ".venv-verifiers" / "bin" / "python"
-WORKER = Path(__file__).with_name("verifiers_worker.py")
+WORKER = Path(__file__).with_name("worker_main.py")
 KEY = "FORGE_CHAT_API_KEY"
 MARK = "FORGE_VERIFIERS"  # in the environment of the worker and of all that it starts
 START_TIMEOUT_S = 180.0  # its imports take 4 s of a quiet core
