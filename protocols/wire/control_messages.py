@@ -1,4 +1,4 @@
-"""A run's status as messages of control.proto, and back. The two are equal after a round trip."""
+"""Convert a run's status to messages of control.proto and back; a round trip keeps it equal."""
 
 from __future__ import annotations
 
