@@ -179,7 +179,7 @@ class TrainBatch:
     rl, turns         episodes with ids of their own, and turns of them to be read under a hint
     pairs             preferences
     extra             data of further channels, by channel
-    scores            scores of all this, by scorer. A teacher's arrive as TeacherScores that hold each
+    scores            scores of all this, by scorer. A teacher's arrive as TeacherScores with each
                       sample of `read_by` once; the trainer turns them into the teacher's
                       distribution at every token that carries a loss. Others are log-probabilities
                       that a channel needs; see its class.

@@ -36,8 +36,7 @@ def fault(rule: str, got: Any, place: SourceLocation, key: Key, remedy: str) -> 
 
 
 def combined(faults: Sequence[SpecProblem]) -> SpecError:
-    """Return all problems as one error, a line each: files by line number, then the command line.
-    """
+    """Return all problems as one error, a line each: files by line number, then overrides."""
     ordered = sorted(
         dict.fromkeys(faults), key=lambda f: (f.place.line == 0, f.place.source, f.place.line)
     )
