@@ -19,12 +19,9 @@ from protocols.types import Sampling
 
 @dataclass(frozen=True)
 class Task:
-    """Describe the reset of an environment: `Task("desk/12/0", "desk_01", {"desk": "desk_01",
-    "seed": 4711})`.
-
-    The same arguments and the same actions give the same episode. `document` names the document
-    whose cartridge the student reads; `arguments` are the environment's own.
-    """
+    """Describe an environment's reset: `Task("desk/12/0", "desk_01", {"desk": "desk_01", "seed":
+    4711})`. The same arguments and the same actions give the same episode. `document` names the
+    document whose cartridge the student reads; `arguments` are the environment's own."""
 
     id: str
     document: str

@@ -42,8 +42,7 @@ class TensorPlane(Protocol):
 
 
 class TelemetrySink(Protocol):
-    """Receive the telemetry of a running run. The controller's event loop calls it: no method may
-    wait.
+    """Receive a run's telemetry. The controller's event loop calls it, so no method may wait.
 
     `event` gets the rows of events.jsonl and `metric` those of metrics.jsonl; `status` is called
     about once a second.

@@ -31,8 +31,7 @@ class RSAProblem:
 
 @dataclass(frozen=True)
 class AggregationInput:
-    """Hold the run `name` before population `step`; `texts` are population step - 1, empty at step
-    0.
+    """Hold the run `name` before population `step`; `texts` are population step - 1, if any.
 
     `stream` names the random stream that draws the parents. At `step` T the last population is
     judged and no prompt follows.
@@ -58,8 +57,7 @@ class JudgedCandidate:
 
 @dataclass(frozen=True)
 class JudgedPopulation:
-    """Carry the aggregator's reply to an AggregationInput: a candidate for each of its texts, in
-    order.
+    """Carry the reply to an AggregationInput: `candidates` has one for each of its texts.
 
     `chosen` is the index of a candidate with the most frequent answer, None where no answer was
     given. `prompts` are those of population `step`, each with its `parents` among the texts.

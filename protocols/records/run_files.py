@@ -135,8 +135,7 @@ class PopulationMeans(TypedDict):
 
 
 class Agreement(TypedDict):
-    """Measure how near an arm is to the teacher, token by token on answers that the teacher
-    sampled.
+    """Measure how near an arm is to the teacher, token by token on the teacher's answers.
 
     `{"kl": 0.21, "kl_ci95": [0.17, 0.25], "top1": 0.83, "tokens": 1210}`: `kl` estimates KL(T || S)
     in nats a token; `top1` is the share of tokens at which both have the same most likely token.
@@ -150,8 +149,7 @@ class Agreement(TypedDict):
 
 
 class MeasuredAccuracy(TypedDict):
-    """Hold the accuracy on n held-out questions; `parse_failures` name no option and count as
-    wrong.
+    """Hold the accuracy on n held-out questions; `parse_failures` count as wrong answers too.
 
     `{"accuracy": 0.88, "ci95": [0.828, 0.918], "n": 200, "parse_failures": 1}`. With `populations`
     the accuracy is that of the last population, and parse failures count its candidates. With

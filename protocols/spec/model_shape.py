@@ -12,8 +12,7 @@ VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def model_shape(model: ModelSpec) -> ShapeSpec | None:
-    """Return the shape from config.json, else `model.shape`. Raises SpecError for any other model.
-    """
+    """Return the shape in config.json, else `model.shape`. Raises SpecError for other models."""
     path = Path(model.path) / "config.json"
     if not path.is_file():
         return model.shape
