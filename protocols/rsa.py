@@ -47,8 +47,8 @@ class AggregationInput:
 @dataclass(frozen=True)
 class JudgedCandidate:
     """Hold a text's answer, None where it gives none, and its score, 1 or more where the answer is
-    right. A text that could not be judged has score None and the cause in `error`
-    ("environment_died: ...")."""
+    right. A text that could not be judged has score None and an `error` ("environment_died: ...").
+    """
 
     answer: str | None
     score: float | None

@@ -70,15 +70,14 @@ class CartridgeStore:
         return sorted(p.name for p in found if self.versions(p.name))
 
     def versions(self, name: str) -> list[int]:
-        """Return the existing versions, oldest first; none for an unknown name."""
+        """Return the versions that exist, oldest first; none for an unknown name."""
         if not is_name(name):
             return []
         found = (p for p in (self.directory / name).glob("*") if (p / MANIFEST).is_file())
         return sorted(int(p.name) for p in found if p.name.isdecimal())
 
     def get(self, wanted: CartridgeName) -> CartridgeVersion:
-        """Return the version or tag that `wanted` names, or the newest. Raises DataError if there
-        is none."""
+        """Return the version or tag that `wanted` names, or the newest. Raises DataError."""
         versions = self.versions(wanted.name)
         if not versions:
             have = ", ".join(self.names()) or "none"
@@ -133,8 +132,7 @@ class CartridgeStore:
         return [self._entry(name, version) for version in self.versions(name)]
 
     def by_path(self, text: str) -> CartridgeVersion:
-        """Return a cartridge by its name, or by the path of a version inside the store, never
-        outside it."""
+        """Return a cartridge by name, or by the path of a version in the store, never outside."""
         try:
             named = parse_cartridge(text)
         except ValueError:

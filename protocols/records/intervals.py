@@ -124,7 +124,7 @@ def paired_difference(
     another look at the jackknife", Annals of Statistics 7 (1979), 1-26)."""
     means = sorted(map(sub, means_b, means_a))
     n = len(means)
-    # Equal means of unequal sums may differ by an ulp: that is no sign.
+    # Equal means of unequal sums may differ by an ulp, which is not a sign.
     low = sum(m <= 1e-12 for m in means) / n
     high = sum(m >= -1e-12 for m in means) / n
     ci95 = (means[ceil(0.025 * n) - 1], means[ceil(0.975 * n) - 1])

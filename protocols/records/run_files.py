@@ -48,11 +48,11 @@ class MetricRow:
 
     `{"arm": "on_policy", "step": 12, "version": 12, "kl": 0.431, "grad_norm": 0.87, "lr": 0.02,
     "tokens": 812, "stale_tokens": 0, "accuracy": null}`
-
     `step` counts from 1 in each arm. `kl` is null without document distillation, and `accuracy`
-    without a validation at this step. Three more fields are left out where empty. `channels` holds
-    the value, denominator ("count"), weight and facts of every channel with a weight, `cosines` the
-    cosines between channels' gradients, and `episodes` the counts and means of the step's episodes:
+    without a validation at this step. Episodes add three fields, each left out where it is empty:
+    `channels` holds the value, denominator ("count"), weight and facts of every channel with a
+    weight, `cosines` those between channels' gradients, and `episodes` counts and means over the
+    step's episodes:
 
         {"channels": {"grpo": {"value": -0.02, "count": 512, "weight": 1.0}, ...},
          "cosines": {"doc_kl/grpo": 0.31}, "episodes": {"count": 64, "reward": 0.42, "errored": 0}}
@@ -77,10 +77,10 @@ class RolloutRow:
     """Hold one sampled response of rollouts.jsonl, enough to score it again.
 
     `{"schema": 1, "arm": "on_policy", "step": 12, "id": "train/12/0", "document": "patient_01",
-    "kind": "summarise", "prompt_ids": [4, 91], "response_ids": [17, 2], "sampler_logprobs": [-0.31,
-    -0.02], "versions": [11, 11], "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0,
-    "max_tokens": 64}, "finish_reason": "stop", "text": "metformin"}`
-
+    "kind": "summarise", "prompt_ids": [4, 91], "response_ids": [17, 2],
+    "sampler_logprobs": [-0.31, -0.02], "versions": [11, 11],
+    "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 64},
+    "finish_reason": "stop", "text": "metformin"}`
     `text` is the decoded response, for people; the ids are what was trained on. `composed` is that
     of `protocols.types.Sample`.
     """
@@ -105,10 +105,9 @@ class StepSeconds(TypedDict):
     """Hold wall seconds of one step and of its phases: the field `seconds` of a "step" event.
 
     `{"time": "2026-07-26T10:15:42.120Z", "event": "step", "arm": "on_policy", "step": 12,
-    "seconds": {"rollout": 0.4, "score": 0.1, "train": 0.3, "publish": 0.01, "orchestration": 0.02,
-    "step": 0.83}, "tokens_per_second": 978.3, "hidden": 0.05, "documents": {"hits": 4, "host_hits":
-    0, "misses": 0, "evictions": 0}}`
-
+    "seconds": {"rollout": 0.4, "score": 0.1, "train": 0.3, "publish": 0.01,
+    "orchestration": 0.02, "step": 0.83}, "tokens_per_second": 978.3, "hidden": 0.05,
+    "documents": {"hits": 4, "host_hits": 0, "misses": 0, "evictions": 0}}`
     `hidden` are seconds that the teachers computed beside the rollout; they are in no phase.
     `documents` are the document teacher's `protocols.types.CacheStats`. They depend on which
     replicas were replaced, so metrics.jsonl does not hold them.
@@ -149,7 +148,8 @@ class Agreement(TypedDict):
 
 
 class MeasuredAccuracy(TypedDict):
-    """Hold the accuracy on n held-out questions; `parse_failures` count as wrong answers too.
+    """Hold the accuracy on n held-out questions. Answers that name no option are `parse_failures`
+    and count as wrong.
 
     `{"accuracy": 0.88, "ci95": [0.828, 0.918], "n": 200, "parse_failures": 1}`. With `populations`
     the accuracy is that of the last population, and parse failures count its candidates. With
@@ -203,8 +203,7 @@ class Compression(TypedDict):
 
 
 class PolicyCounts(TypedDict):
-    """Count what was sampled for training: `{"rollouts": 4800, "tokens": 243600, "stale_tokens":
-    0}`."""
+    """Count samples for training: `{"rollouts": 4800, "tokens": 243600, "stale_tokens": 0}`."""
 
     rollouts: int
     tokens: int

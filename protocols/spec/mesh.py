@@ -2,7 +2,7 @@
 
 meshes/x.yaml    MeshSpec   roles, replicas, processes, hosts, tensor plane; names its config
 configs/x.yaml   LearnSpec  model, data, cartridge, rollout, teacher, loss, train, evaluate
-both, resolved   RunSpec    run, checkpointed and written into the run directory
+both, resolved   RunSpec    the run, as checkpointed and written into the run directory
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ class RoleSpec(SpecSection):
 
 
 class RolesSpec(SpecSection):
-    """Configure the roles of cartridge training. `RunSpec.roles` are those that a run's channels
-    need."""
+    """Configure the roles of cartridge training; `RunSpec.roles` are those that a run needs."""
 
     generator: RoleSpec = Field(default=RoleSpec(), description="samples with the cartridge")
     doc_teacher: RoleSpec = Field(default=RoleSpec(), description="scores with the document")
@@ -149,8 +148,7 @@ class RunSpec(SpecSection):
 
     @property
     def roles(self) -> tuple[tuple[str, RoleSpec], ...]:
-        """Return (name, role) of the roles that this run needs, in the order in which a step uses
-        them."""
+        """Return (name, role) of the roles that this run needs, in the order of a step."""
         learn, objective = self.learn, self.learn.objective
         needed = {
             "generator": True,
@@ -165,8 +163,7 @@ class RunSpec(SpecSection):
 
     @property
     def default_run_root(self) -> Path:
-        """Return the directory of this mesh's runs: `runs/<mesh name>`, under the current
-        directory."""
+        """Return the root of this mesh's runs, `runs/<mesh name>` in the current directory."""
         return Path("runs") / self.mesh.name
 
     def as_dict(self) -> dict[str, Any]:

@@ -147,8 +147,7 @@ class DpoSpec(SpecSection):
 
 
 class ObjectiveSpec(SpecSection):
-    """Configure weights and forms of the channels; the section `loss` beside this one configures
-    doc_kl."""
+    """Configure weights and forms of the channels; the section `loss` has the form of doc_kl."""
 
     w_doc: float = Field(default=1.0, ge=0, description="weight of document distillation")
     w_rl: float = Field(default=0.0, ge=0, description="weight of verifiable rewards")

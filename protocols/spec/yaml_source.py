@@ -37,8 +37,7 @@ class SourceLocation:
 
 @dataclass(frozen=True)
 class YamlDocument:
-    """Hold a file's values and their locations: `places` has every key and list item; `()` is the
-    file."""
+    """Hold values and their locations: `places` has every key and list item; `()` is the file."""
 
     values: dict[str, Any]
     places: Mapping[Key, SourceLocation]

@@ -34,8 +34,7 @@ class BaseModelInfo:
 
 
 def read_base(model: Path) -> BaseModelInfo:
-    """Read the shape in a model's config.json. Raises DataError for a missing or unusable
-    config.json."""
+    """Read the shape in a model's config.json. Raises DataError where it states none."""
     try:
         config = json.loads((model / "config.json").read_bytes())
         heads = config["num_attention_heads"]

@@ -54,7 +54,7 @@ def save(cartridge: CartridgeFile, file: Path) -> None:
     keys, values = _parameters(kept[:, 0], False), _parameters(kept[:, 1], False)
     for spelling in SPELLINGS:
         state |= {f"{spelling}_keys": keys, f"{spelling}_values": values}
-    with file.open("wb") as opened:  # a path would put its name into the file
+    with file.open("wb") as opened:  # torch.save stores the name of a path in the file
         torch.save(state, opened)
 
 

@@ -25,9 +25,9 @@ def is_run(path: Path) -> bool:
 
 
 def chosen_checkpoint(path: Path) -> Path:
-    """Return the checkpoint at `path`: a run directory, its `checkpoints`, or one checkpoint. Of a
-    run it is the newest on policy, as the offline arm, its baseline, is trained later. Raises
-    DataError."""
+    """Return the checkpoint at `path`, a run directory, its `checkpoints` or a checkpoint. Of a
+    run: the newest on policy, as the offline arm, its baseline, is trained later. Raises DataError.
+    """
     if _is_checkpoint(path):
         return path
     found = _checkpoints(path)
@@ -74,8 +74,7 @@ def read_all(path: Path, names: Collection[str] | None = None) -> dict[str, Cart
 
 
 def read(path: Path, name: str | None) -> CartridgeFile:
-    """Return one cartridge of a run; without a name, its only one. Raises DataError or
-    CheckpointError."""
+    """Return a run's cartridge `name`, or its only one. Raises DataError or CheckpointError."""
     have = read_all(path, None if name is None else [name])
     if len(have) > 1:
         raise DataError(f"{path} has {len(have)} cartridges: {', '.join(have)}; choose with --name")
@@ -107,8 +106,7 @@ def _whole(checkpoint: Path) -> tuple[dict[str, Any], Tensor, int]:
 
 
 def _of_spec(run: Path, weights: str) -> tuple[Provenance, dict[str, str]]:
-    """Return the model's facts from the run's spec, if there is one, and the hash of its data
-    section."""
+    """Return the model's facts from the run's spec, if any, and the hash of its data section."""
     spec = run / "spec.yaml"
     if not spec.is_file():
         return Provenance(weights_sha256=weights), {}

@@ -15,7 +15,7 @@ def other_weights(cartridge: CartridgeFile, model: Path) -> list[str]:
     facts = cartridge.facts
     if not facts.weights_sha256 or not facts.weights_dtype:
         return []
-    from transformers.utils.logging import disable_progress_bar  # seconds: see learning.model
+    from transformers.utils.logging import disable_progress_bar  # slow: see learning.model
 
     disable_progress_bar()
     found = base_hash(load_model(str(model), facts.weights_dtype))
