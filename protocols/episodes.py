@@ -1,10 +1,10 @@
-"""Episodes: a student's turns with an environment's tools, in exact tokens.
+"""Define episodes: a student's turns with an environment's tools, in exact tokens.
 
     Task --reset--> Observation --turn--> Observation --turn--> ... done, with a reward
 
-A turn's context is what stood before it, token for token: text is never re-tokenised. Where a chat
-template does not keep what stood before as a prefix, the episode branches: each branch is a
-sequence of its own to train on.
+The context of a turn begins with the context of the turn before, token for token: text is never
+re-tokenised. Where a chat template does not keep the earlier context as a prefix, the episode
+branches. Each branch is trained as a sequence of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from protocols.types import Sampling
 
 @dataclass(frozen=True)
 class Task:
-    """What an environment is reset to: `Task("desk/12/0", "desk_01", {"desk": "desk_01",
-    "seed": 4711})`. The same arguments give the same episode to the same actions.
-
-    `document` is whose cartridge the student reads; `arguments` are the environment's own.
-    """
+    """Describe an environment's reset: `Task("desk/12/0", "desk_01", {"desk": "desk_01", "seed":
+    4711})`. The same arguments and the same actions give the same episode. `document` names the
+    document whose cartridge the student reads; `arguments` are the environment's own."""
 
     id: str
     document: str
@@ -32,12 +30,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Observation:
-    """What the environment said: the messages that the agent sees next, and how things stand.
+    """Carry an environment's reply: the messages that the agent sees next, and the episode's state.
 
-    `reward` is there when `done` is. A failed call has its `error_kind` ("missing_record") and the
-    `hint_key` of a template that would help, with that template's `hint_facts`. `error` is the
-    environment's own failure ("environment_died: ..."): the episode ends there without a reward.
-    `expected` is the right answer, for checks after the episode; the agent never sees it.
+    `reward` is set when `done` is. A failed call sets its `error_kind` ("missing_record") and the
+    `hint_key` of a template that would help, with that template's `hint_facts`. `error` is a
+    failure of the environment itself ("environment_died: ..."): the episode then ends without a
+    reward. `expected` is the right answer, for checks after the episode; the agent never sees it.
     """
 
     messages: tuple[AgentMessage, ...] = ()
@@ -53,8 +51,9 @@ class Observation:
 
 @dataclass(frozen=True)
 class EnvironmentRequest:
-    """One step that is asked of an environment: `actions` are all of the episode so far, the last
-    one new; none is a reset. Whoever lost the episode plays the others again first."""
+    """Request one step of an environment. `actions` are all actions of the episode so far, of which
+    the last is new; an empty tuple is a reset. An actor without the episode replays the earlier
+    ones first."""
 
     task: Task
     actions: tuple[str, ...] = ()
@@ -62,11 +61,11 @@ class EnvironmentRequest:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the student: what it read, what it wrote, and what came of it.
+    """Record one turn of the student: its context, its response and the observation that followed.
 
-    `context_ids` is everything after the cartridge that stood before the turn; `response_ids` ends
-    with the end token where it was sampled. `branch` counts up where `context_ids` does not begin
-    with the turn before and its response.
+    `context_ids` are all tokens between the cartridge and the response; `response_ids` ends with
+    the end token where it was sampled. `branch` increases by one where `context_ids` does not begin
+    with the context and response of the turn before.
     """
 
     context_ids: tuple[int, ...]
@@ -80,8 +79,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Episode:
-    """A whole episode. `reward` is None when it could not be judged, and `error_kind` says why:
-    "environment_died", "context_full", "no_verdict". `flags` are the monitors' findings."""
+    """Record a whole episode. `reward` is None when the episode could not be judged, and
+    `error_kind` then names the cause: "environment_died", "context_full", "no_verdict". `flags` are
+    the monitors' findings."""
 
     task: Task
     group: str

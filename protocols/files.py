@@ -1,4 +1,4 @@
-"""Files as every room writes and reads them: replaced whole, or appended row by row."""
+"""Write files atomically; append, iterate and format JSON-lines rows; hash and sync files."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from typing import Any
 from protocols.errors import CheckpointError, RunError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-"""Where configs/ and deploy/monitoring/ lie: in a checkout, and in an installed wheel."""
+"""The directory of configs/ and deploy/monitoring/, in a checkout and in an installed wheel."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path beside `path` to make a file or directory at, and rename it when the block ends.
 
-    A reader or a crash sees the old content or the new, on disk, never a part. When the block
-    fails, `path` stays as it was.
+    A reader, or a crash, finds on disk the old content or the new, never a part. When the block
+    fails, `path` stays unchanged.
     """
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -41,15 +41,15 @@ def replacing(path: Path) -> Iterator[Path]:
             _remove(aside)
         else:
             os.replace(fresh, path)
-        flush(path.parent)  # the rename is durable only once the folder is
+        flush(path.parent)  # the rename is durable only once the folder is synced
     finally:
         _remove(fresh)
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
-    """Replace a file whole, as UTF-8 with the line ends of `text`.
+    """Replace a file as a whole, as UTF-8 with the line ends of `text`.
 
-    `mode` is that of a new file before the umask, at every moment from its creation on.
+    `mode` is the mode of a new file before the umask, from its creation on.
     """
     with replacing(path) as fresh:
         opener = partial(os.open, mode=mode)
@@ -58,7 +58,8 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append rows to a JSON-lines file in one write. Raises RunError for a number not finite."""
+    """Append rows to a JSON-lines file in one write. Raises RunError for a number that is not
+    finite."""
     for row in rows:
         infinite = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
         if infinite:
@@ -68,15 +69,14 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
                 f"{row[infinite[0]]} at {where}; lower the learning rate and resume from the "
                 "last checkpoint"
             )
-    with path.open("ab") as file:  # closing flushes: nothing waits in our memory for a kill
+    with path.open("ab") as file:  # closing flushes, so a kill loses no buffered row
         file.write(json_lines(rows).encode())
 
 
 def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON-lines file: none of a missing file, nor of a torn last line.
+    """Yield the rows of a JSON-lines file; a missing file and a torn last line have none.
 
-    A line that cannot be read before the last is damage that no kill of ours explains: it raises
-    CheckpointError.
+    Raises CheckpointError for an unreadable line before the last, which no killed writer explains.
     """
     if not path.is_file():
         return
@@ -96,36 +96,36 @@ def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
             elif line.endswith(b"\n"):
                 damaged = number
-            else:  # still being written: its rest may be there already, and would seem a line
+            else:  # still being written: the rest may follow at once and would look like a line
                 return
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return `iter_rows` in a list; rollouts.jsonl is better read row by row."""
+    """Return the rows of `iter_rows` as a list; rollouts.jsonl is better read row by row."""
     return list(iter_rows(path))
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return the text of a JSON-lines file. Raises ValueError for a number not finite."""
+    """Return the text of a JSON-lines file. Raises ValueError for a number that is not finite."""
     # Floats are written as their repr, the shortest text that reads back as the same number:
     # equal numbers are equal bytes, and a row read and written again does not change.
     return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
 
 
 def utc_text(now: datetime | None = None) -> str:
-    """Return `2026-07-26T10:15:42.120Z`, in milliseconds."""
+    """Return `now`, or the current time, as UTC in milliseconds: `2026-07-26T10:15:42.120Z`."""
     moment = (now or datetime.now(UTC)).astimezone(UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def sha256_of(path: Path) -> str:
-    """Return the checksum of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush(path: Path) -> None:
-    """Have the disk keep a file, or the names in a directory, before this returns."""
+    """Sync a file, or the names in a directory, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

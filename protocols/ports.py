@@ -1,6 +1,5 @@
-"""The ports: what one room needs of another, as Protocols. Actors, HTTP clients and plain
-functions in tests all satisfy them alike.
-"""
+"""Define the interfaces between rooms as `typing.Protocol`s, which actors, HTTP clients and plain
+functions in tests satisfy alike."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class Generate(Protocol):
-    """Batched sampling: token ids in, token ids out, answers in the order of the requests.
+    """Sample in batches: token ids in, token ids out, completions in the order of the requests.
 
-    A prefix that this generator does not hold fails its own request alone: a completion with
+    A prefix that the generator does not hold fails its own request alone: a completion with
     `finish_reason` "error". Raises DataError for a malformed request.
     """
 
@@ -26,11 +25,11 @@ class Generate(Protocol):
 
 
 class TensorPlane(Protocol):
-    """Named tensors between processes. Values are snapshots: a reader never sees a half-written
-    or later-modified tensor. An instance can be pickled into an actor.
+    """Carry named tensors between processes. Values are snapshots: a reader never sees a
+    half-written or later-modified tensor. An instance can be pickled into an actor.
 
-    `put` refuses a key that exists (PlaneError): versions are never overwritten. `get` and
-    `delete` raise PlaneError for a key that does not exist. All bound their waiting.
+    `put` raises PlaneError for a key that exists: versions are never overwritten. `get` and
+    `delete` raise PlaneError for a key that does not exist. All methods bound their waiting.
     """
 
     async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> TensorRef: ...
@@ -43,9 +42,10 @@ class TensorPlane(Protocol):
 
 
 class TelemetrySink(Protocol):
-    """Takes what a run tells of itself while it runs. Called from the controller's event loop: no
-    call may wait for anything. What `event` gets is what events.jsonl gets, `metric` what
-    metrics.jsonl gets; `status` comes about once a second.
+    """Receive a run's telemetry. The controller's event loop calls it, so no method may wait.
+
+    `event` gets the rows of events.jsonl and `metric` those of metrics.jsonl; `status` is called
+    about once a second.
     """
 
     def event(self, event: Mapping[str, Any]) -> None: ...
@@ -57,19 +57,18 @@ class TelemetrySink(Protocol):
     def status(self, status: RunStatus) -> None: ...
 
     def close(self) -> None:
-        """Write out what is held back. Bounded to a few seconds."""
+        """Write out buffered data, within a few seconds."""
         ...
 
 
 class RunControl(Protocol):
-    """What can be asked of a run from outside. Every method raises ForgeError with a remedy for
-    what cannot be done, and leaves the run as it was.
-    """
+    """Control a run from outside. Every method raises ForgeError with a remedy for a request that
+    cannot be met, and then leaves the run unchanged."""
 
     async def status(self) -> RunStatus: ...
 
     async def scale(self, role: str, replicas: int) -> PoolStatus:
-        """Set a pool's target; returns at once, while replicas start or drain."""
+        """Set a pool's target size and return at once, while replicas start or drain."""
         ...
 
     async def pause(self) -> None:
@@ -87,5 +86,5 @@ class RunControl(Protocol):
         ...
 
     def events(self, replay: int) -> AsyncIterator[Mapping[str, Any]]:
-        """The last `replay` events of the run, then every event as it happens, until it ends."""
+        """Yield the last `replay` events of the run, then each new event until the run ends."""
         ...

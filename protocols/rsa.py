@@ -1,9 +1,10 @@
-"""Runs of recursive self-aggregation as they cross processes.
+"""Define the records by which a run of recursive self-aggregation crosses processes.
 
-    Standing  --aggregator-->  Judged     what population t - 1 is worth, and what t is asked
+    AggregationInput  --aggregator-->  JudgedPopulation
 
-A Standing is all that there is to know of a run between two populations: whoever gets it can go on
-with it, so an aggregator that dies loses nothing.
+The aggregator judges population t - 1 and makes the prompts of population t. An AggregationInput is
+the complete state of a run between two populations, so any aggregator can continue it and one that
+dies loses nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RSAProblem:
-    """What a run is about: `RSAProblem("patient_01/7", "patient_01", "what is the sodium? options:
-    a) 41 mmol b) ...", {"options": ("41 mmol", ...), "correct": "41 mmol"})`.
+    """Describe the problem of a run: `RSAProblem("patient_01/7", "patient_01", "what is the sodium?
+    options: a) 41 mmol b) ...", {"options": ("41 mmol", ...), "correct": "41 mmol"})`.
 
-    `document` is whose cartridge stands before it. `facts` are what its answers are judged by,
-    those of its kind: a taskset's problems have their place in it, {"index": 7}.
+    `document` names the document whose cartridge is the prefix. `facts` are what answers are judged
+    by and depend on the kind of problem: those of a taskset hold the problem's index, {"index": 7}.
     """
 
     id: str
@@ -30,10 +31,10 @@ class RSAProblem:
 
 @dataclass(frozen=True)
 class AggregationInput:
-    """The run `name` before population `step`; `texts` are population step - 1, empty at step 0.
+    """Hold the run `name` before population `step`; `texts` are population step - 1, if any.
 
-    `stream` names the draw of its parents. At `step` T nothing more is asked: the last population
-    is judged.
+    `stream` names the random stream that draws the parents. At `step` T the last population is
+    judged and no prompt follows.
     """
 
     name: str
@@ -45,8 +46,9 @@ class AggregationInput:
 
 @dataclass(frozen=True)
 class JudgedCandidate:
-    """A judged text: its answer, None where it gives none, and its score, 1 or more where that is
-    right. A text that could not be judged has score None and says why ("environment_died: ...")."""
+    """Hold a text's answer, None where it gives none, and its score, 1 or more where the answer is
+    right. A text that could not be judged has score None and an `error` ("environment_died: ...").
+    """
 
     answer: str | None
     score: float | None
@@ -55,10 +57,10 @@ class JudgedCandidate:
 
 @dataclass(frozen=True)
 class JudgedPopulation:
-    """What an aggregator makes of a Standing; `candidates` has an entry for each of its texts.
+    """Carry the reply to an AggregationInput: `candidates` has one for each of its texts.
 
-    `chosen` is the one that speaks for the answer that most gave, None where none was given.
-    `prompts` are those of population `step`, each with its `parents` among the texts.
+    `chosen` is the index of a candidate with the most frequent answer, None where no answer was
+    given. `prompts` are those of population `step`, each with its `parents` among the texts.
     """
 
     candidates: tuple[JudgedCandidate, ...] = ()
@@ -68,8 +70,8 @@ class JudgedPopulation:
 
 
 def shape_fault(M: int, N: int, K: int, T: int) -> tuple[str, str, str] | None:
-    """The first of the four numbers that does not go with those before: its name, the rule that it
-    breaks and the remedy; None where all go together. What they do: `strategies.rsa.islands`."""
+    """Return the first of the four numbers that does not fit those before it, as (name, broken
+    rule, remedy), or None where all fit. `strategies.rsa.islands` describes the numbers."""
     for name, value in (("M", M), ("N", N), ("K", K), ("T", T)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             return name, "must be a whole number >= 1", "raise it"

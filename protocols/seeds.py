@@ -1,4 +1,4 @@
-"""Seeds from names."""
+"""Derive seeds from names."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import hashlib
 
 
 def stream_seed(name: str) -> int:
-    """A 63-bit seed from a name: the same in every process (no `hash`)."""
+    """Return a 63-bit seed from a name, equal in every process (unlike `hash`)."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1

@@ -1,11 +1,10 @@
-"""The teacher replay: states that the student met, what teachers would do there, and the pairs.
+"""Define the records of the teacher replay: states that the student met, votes, and preferences.
 
-    ReplayState --asked of N teachers--> Vote x N --counted--> Verdict --> PreferenceActions
+    ReplayState --N teachers--> TeacherVote x N --counted--> PanelVerdict --> PreferenceActions
 
-Plain data: every record crosses processes as it is, and `teachers.vote_records` writes each as one
-line of
-JSON. Money is counted in whole nanodollars, so that sums are exact however they are grouped:
-a price of $1.25 per million tokens is 1250 nanodollars a token.
+All are plain data that cross processes unchanged; `teachers.vote_records` writes each as one line
+of JSON. Money is counted in whole nanodollars, so that sums are exact however they are grouped: a
+price of $1.25 per million tokens is 1250 nanodollars a token.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True)
 class AgentMessage:
-    """One turn as the agent saw it: `AgentMessage("tool", "hemoglobin 9.1 g/dl")`."""
+    """Hold one message as the agent saw it: `AgentMessage("tool", "hemoglobin 9.1 g/dl")`."""
 
     role: Role
     content: str
@@ -29,10 +28,10 @@ class AgentMessage:
 
 @dataclass(frozen=True)
 class AgentTool:
-    """A tool that the agent may call; `parameters` is the JSON schema of its arguments.
+    """Describe a tool that the agent may call; `parameters` is the JSON schema of its arguments.
 
-    `AgentTool("read_value", "Read one value of a note.", {"type": "object", "properties":
-    {"note": {"type": "integer"}, "name": {"type": "string"}}, "required": ["note", "name"]})`
+    `AgentTool("read_value", "Read one value of a note.", {"type": "object", "properties": {"note":
+    {"type": "integer"}, "name": {"type": "string"}}, "required": ["note", "name"]})`
     """
 
     name: str
@@ -42,7 +41,7 @@ class AgentTool:
 
 @dataclass(frozen=True)
 class ToolAction:
-    """`ToolAction("read_value", {"note": 3, "name": "hemoglobin"})`."""
+    """Call a tool: `ToolAction("read_value", {"note": 3, "name": "hemoglobin"})`."""
 
     tool: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -50,14 +49,14 @@ class ToolAction:
 
 @dataclass(frozen=True)
 class OptionAction:
-    """One of the state's options, by its letter or its words: `OptionAction("B")`."""
+    """Choose one of the state's options, by its letter or its words: `OptionAction("B")`."""
 
     option: str
 
 
 @dataclass(frozen=True)
 class TextAction:
-    """An answer in free words: `TextAction("the dose was halved")`."""
+    """Answer in free words: `TextAction("the dose was halved")`."""
 
     text: str
 
@@ -67,16 +66,16 @@ Action = ToolAction | OptionAction | TextAction
 
 @dataclass(frozen=True)
 class ReplayState:
-    """A state that the student met in a finished episode, and what it did there.
+    """Hold a state that the student met in a finished episode, and its action there.
 
-    `ReplayState("episode/12/3", 4, (Message("user", "What was the hemoglobin?"),
-    Message("tool", "error: no note 9")), (read_value,), ToolAction("read_value", {"note": 9,
+    `ReplayState("episode/12/3", 4, (AgentMessage("user", "What was the hemoglobin?"),
+    AgentMessage("tool", "error: no note 9")), (read_value,), ToolAction("read_value", {"note": 9,
     "name": "hemoglobin"}), error_kind="missing_record", confidence=0.41)`
 
-    `turn` counts the agent's turns from 0; `messages` is all it saw before this one. `options` are
-    the answers of a multiple choice, lettered A, B, ... in this order. Why it may be worth asking:
-    `error_kind` names the failure that this turn met ("" for none), `confidence` is the student's
-    own probability of its action, in [0, 1] (None: not known).
+    `turn` counts the agent's turns from 0; `messages` are all messages before this turn. `options`
+    are the answers of a multiple choice, lettered A, B, ... in this order. Two fields decide
+    whether teachers are called: `error_kind` names the failure that this turn met ("" for none),
+    `confidence` is the student's own probability of its action, in [0, 1] (None: not known).
     """
 
     trace_id: str
@@ -91,7 +90,7 @@ class ReplayState:
 
 @dataclass(frozen=True)
 class TeacherUsage:
-    """Tokens of one call: `TeacherUsage(812, 41, 512)` read 812 at the full price and 512 from a
+    """Count tokens of one call: `TeacherUsage(812, 41, 512)` read 812 at the full price, 512 from a
     cache."""
 
     input_tokens: int
@@ -101,17 +100,17 @@ class TeacherUsage:
 
 @dataclass(frozen=True)
 class TeacherVote:
-    """What one teacher would do in a state, or why it abstains.
+    """Hold one teacher's action in a state, or why it abstains.
 
     `TeacherVote("9f2c...", "opus", "41d0...", '{"kind": "tool", ...}',
-    '{"arguments":{"note":3},"tool":"read_value"}', Usage(812, 41), 3180000, 1.9, 2, "")`
+    '{"arguments":{"note":3},"tool":"read_value"}', TeacherUsage(812, 41), 3180000, 1.9, 2, "")`
 
-    `canonical` is None for an abstention, and `error` then says which: "refused", "unparseable:
+    `canonical` is None for an abstention, and `error` is then one of: "refused", "unparseable:
     why", "http_500", "rate_limited", "timeout", "cut_off", "unreadable", "unreachable",
     "interrupted", "circuit_open", "budget_run", "budget_teacher", "price_exceeded", "deadline", or
-    "not_in_ledger". `nanodollars` and `latency_s` are of the call that answered (or failed last);
-    `usage` is None where the provider did not say, and the worst case is then taken as paid.
-    `key` is the call's in the ledger.
+    "not_in_ledger". `nanodollars` and `latency_s` are of the call that answered (or failed last).
+    `usage` is None where the provider sent none; the worst case then counts as paid. `key` is the
+    call's in the ledger.
     """
 
     state_hash: str
@@ -127,8 +126,8 @@ class TeacherVote:
 
 
 VerdictReason = Literal[
-    "pair",  # a quorum of teachers would do one and the same, and the student did another thing
-    "not_worth_asking",  # the gate: nobody was asked
+    "pair",  # a quorum of teachers prefer one action, and the student took another
+    "not_worth_asking",  # the gate: no teacher was called
     "too_few_votes",  # fewer valid votes than the quorum
     "disagreement",  # enough votes, no quorum
     "tie",  # two actions share the most votes
@@ -138,13 +137,13 @@ VerdictReason = Literal[
 
 @dataclass(frozen=True)
 class PanelVerdict:
-    """What the votes of one state come to, with all that led to it.
+    """Hold the outcome of the votes in one state, with the votes.
 
     `PanelVerdict("9f2c...", "episode/12/3", 4, "pair", '{"choice":"B"}', '{"choice":"A"}',
     (('{"choice":"B"}', 2), ('{"choice":"C"}', 1)), votes, "error_turn")`
 
-    `chosen` and `rejected` (the student's) are canonical actions, `chosen` None but for a pair.
-    `counts` are the valid votes, most first; `asked_because` is the gate's reason.
+    `chosen` and `rejected` (the student's) are canonical actions; `chosen` is None unless `reason`
+    is "pair". `counts` are the valid votes, most first; `asked_because` is the gate's reason.
     """
 
     state_hash: str
@@ -160,12 +159,11 @@ class PanelVerdict:
 
 @dataclass(frozen=True)
 class PreferenceActions:
-    """Teachers' action over the student's, as text: re-tokenised in the student's own template.
+    """Hold a teachers' action that is preferred over the student's, as text.
 
     `PreferenceActions("9f2c...", "episode/12/3", 4, '{"choice":"B"}', '{"choice":"A"}', 2, 3)`: two
-    of
-    three valid votes. `ref_version` is the version whose log-probabilities are the reference, None
-    until they are computed.
+    of three valid votes. The student's own template tokenises both. `ref_version` is the version
+    whose log-probabilities are the reference, None until they are computed.
     """
 
     state_hash: str

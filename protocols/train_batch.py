@@ -1,13 +1,13 @@
-"""What the trainer learns from: the data of all channels in one record, `TrainBatch`.
+"""Define the train batch: the data of all channels that the trainer learns from in one step.
 
-    Sample           what the student wrote, read again beside its document
-    PolicySample         an episode with its reward
-    HintedTurn       a turn of an PolicySample, read under a hint
-    PreferencePair   a better and a worse completion
-    TeacherScores       where a teacher's scores of some of these lie
-    PrecomputedScores     those that were kept with a text
+    Sample             a prompt with the student's response, scored beside its document
+    PolicySample       an episode with its reward
+    HintedTurn         a turn of a PolicySample, read under a hint
+    PreferencePair     a better and a worse completion
+    TeacherScores      a reference to a teacher's scores of some of these
+    PrecomputedScores  scores that were stored with a text
 
-Token ids only: text is never re-tokenised on the way. Every record checks itself when it is made.
+Records hold token ids only: text is never re-tokenised on the way. Every record validates itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from protocols.types import Sample, Sampling, TensorRef
 
 @dataclass(frozen=True)
 class PolicySample:
-    """An episode: what the student was given and wrote, and what it was worth.
+    """Hold an episode as GRPO trains it: prompt, response, and reward.
 
     Two turns with a tool's answer (ids 40, 41) between them, the second of five in its group:
 
@@ -38,9 +38,9 @@ class PolicySample:
             reward=1.0,
         )
 
-    `trained[t]` says whether response token t is the student's own: a tool's answer is read, not
+    `trained[t]` says whether the student sampled response token t. A tool's answer is read, not
     trained on, and has log-probability 0 and version -1. Rewards are compared within `group`: the
-    episodes of one task. An episode that could not be judged has reward None and says why in
+    episodes of one task. An episode that could not be judged has reward None and its cause in
     `error_kind` ("environment_died"): it is left out and counted, never trained on as a 0.
     """
 
@@ -82,14 +82,14 @@ class PolicySample:
 
 @dataclass(frozen=True)
 class HintedTurn:
-    """One turn that went wrong, to be read again under a hint.
+    """Mark one turn that failed, to be read again under a hint.
 
         HintedTurn("desk/3/1", start=0, stop=2, context_ids=(4, 91, 60, 61, 62, 2))
 
     The turn is `response_ids[start:stop]` of the PolicySample with the id `sample`. `context_ids`
     is the teacher's whole context before the turn: the student's (its prompt and response up to
-    `start`) with the hint (60, 61, 62) spliced in. The turn's own tokens are the same on both
-    sides and carry the loss, matched by their index in the response, never by position.
+    `start`) with the hint (60, 61, 62) spliced in. The turn's own tokens are equal on both sides
+    and carry the loss, matched by their index in the response, never by position.
     """
 
     sample: str
@@ -111,7 +111,7 @@ class HintedTurn:
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two completions of one context, the first preferred, in the student's own tokens.
+    """Hold two completions of one context, the first preferred, in the student's own tokens.
 
         PreferencePair("pair/17", "patient_01", (4, 91, 2), (7, 8), (9,), -1.7, -0.4, 3)
 
@@ -138,10 +138,10 @@ class PreferencePair:
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """What a teacher scored in one pass: which of the samples, by index, and where that lies,
-    sample by sample in this order (as `Scored` has it).
+    """Refer to a teacher's scores of one forward pass: `samples` are indices into the batch,
+    `packet` refers to the tensors (see `ScoreOutput`), which hold those samples in that order.
 
-    `(TeacherScores((0, 2), Packet(...)), TeacherScores((1,), Packet(...)))` are all of three
+    `(TeacherScores((0, 2), TensorRef(...)), TeacherScores((1,), TensorRef(...)))` cover three
     samples.
     """
 
@@ -151,9 +151,8 @@ class TeacherScores:
 
 @dataclass(frozen=True)
 class PrecomputedScores:
-    """What was kept of whoever wrote a sample: at each response token the k likeliest `ids` and
-    their natural-log probabilities under the whole vocabulary. `sample` is its index in
-    `TrainBatch.doc`.
+    """Hold stored scores of a sample's writer: at each response token the k likeliest `ids` and
+    their natural-log probabilities under the whole vocabulary. `sample` indexes `TrainBatch.doc`.
 
     `PrecomputedScores(0, ids=((17, 4), (9, 2)), logprobs=((-0.1, -2.7), (-0.4, -1.6)))`
     """
@@ -173,17 +172,17 @@ class PrecomputedScores:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """What one step trains on: the data of every channel; any may be empty.
+    """Hold what one step trains on: the data of every channel; any may be empty.
 
-    doc, doc_trained  samples, and of each the response tokens that bear a loss (None: all)
-    doc_stored        scores that were kept with some of `doc`, which no teacher reads again
+    doc, doc_trained  samples, and for each the response tokens that carry a loss (None: all)
+    doc_stored        stored scores of some of `doc`, which no teacher reads again
     rl, turns         episodes with ids of their own, and turns of them to be read under a hint
     pairs             preferences
     extra             data of further channels, by channel
-    scores            what was scored of all this, by who scored it. A teacher's are ScoredParts on
-                      the way to the trainer, which have each sample of `read_by` once; there they
-                      become its view of every token that bears a loss. Others are log-probabilities
-                      that a channel asks for; see its class.
+    scores            scores of all this, by scorer. A teacher's arrive as TeacherScores with each
+                      sample of `read_by` once; the trainer turns them into the teacher's
+                      distribution at every token that carries a loss. Others are log-probabilities
+                      that a channel needs; see its class.
     """
 
     doc: Sequence[Sample] = ()
@@ -197,27 +196,28 @@ class TrainBatch:
 
     @property
     def doc_marks(self) -> Sequence[tuple[bool, ...]]:
-        """Of every document's sample, which response tokens bear a loss."""
+        """Return for each sample of `doc` which response tokens carry a loss."""
         if self.doc_trained is not None:
             return self.doc_trained
         return [(True,) * len(s.response_ids) for s in self.doc]
 
     @property
     def read_by(self) -> dict[str, Sequence[Sample]]:
-        """Return what each teacher reads, by its role. Raises DataError as `hinted` does."""
+        """Return the samples that each teacher reads, by its role. Raises DataError as `hinted`
+        does."""
         return {"doc_teacher": self.doc, HINTED_TEACHER: hinted(self.turns, self.rl)}
 
     @property
     def packets(self) -> list[TensorRef]:
-        """Where the teachers' scores lie on the tensor plane."""
+        """Return references to the teachers' scores on the tensor plane."""
         return [part.packet for parts in self.scores.values() for part in parts]
 
 
 def hinted(items: Sequence[HintedTurn], samples: Sequence[PolicySample]) -> list[Sample]:
-    """Each item's turn as the teacher reads it: the hinted context, then the very same tokens.
+    """Return each turn as the teacher reads it: the hinted context, then the same response tokens.
 
-    Raises DataError for an item whose sample is not there, or whose span is not wholly the
-    student's own tokens.
+    Raises DataError for a turn whose sample is missing, or whose span is not wholly the student's
+    own tokens.
     """
     known = {r.sample.id: r for r in samples}
     found = []
@@ -249,7 +249,7 @@ def hinted(items: Sequence[HintedTurn], samples: Sequence[PolicySample]) -> list
 
 
 def completions(pairs: Sequence[PreferencePair]) -> list[Sample]:
-    """Every pair as two samples to be scored: chosen, rejected, chosen, rejected, ..."""
+    """Return every pair as two samples to be scored: chosen, rejected, chosen, rejected, ..."""
     return [
         Sample(f"{p.id}/{which}", p.document, p.context_ids, ids, (), ())
         for p in pairs

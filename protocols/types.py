@@ -1,7 +1,7 @@
-"""What crosses rooms: frozen records of ids and numbers, with a worked example each.
+"""Define the frozen records that cross rooms: ids and numbers, with a worked example each.
 
-Tensors never travel in these; they go through the tensor plane (`protocols.ports.TensorPlane`)
-and the records carry the key.
+Tensors never travel in these; they go through the tensor plane (`protocols.ports.TensorPlane`) and
+the records carry the key.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, order=True)
 class PrefixRef:
-    """Which KV prefix stands before a prompt.
+    """Name the KV prefix before a prompt.
 
     `PrefixRef("cartridge/patient_01", 7)` is version 7 of a trained cartridge,
     `PrefixRef("document/patient_01", 0)` the frozen KV of a whole document, and
@@ -20,7 +20,7 @@ class PrefixRef:
 
     `PrefixRef("cartridge/a", 7, (PrefixRef("cartridge/b", 7),))` is the ordered composition [a, b]:
     b's keys are moved behind a's, and a prompt begins behind both. Its tokens carry the version of
-    the first; of a run's cartridges all have one version.
+    the first; all cartridges of a run have one version.
     """
 
     name: str
@@ -29,19 +29,19 @@ class PrefixRef:
 
     @property
     def parts(self) -> tuple[PrefixRef, ...]:
-        """What is composed, in order; of a single prefix itself alone."""
+        """Return the composed prefixes, in order; a single prefix returns itself alone."""
         return (PrefixRef(self.name, self.version), *self.then)
 
 
 def composed_ref(parts: Sequence[PrefixRef]) -> PrefixRef:
-    """The composition of single prefixes, at least one, in this order."""
+    """Return the composition of single prefixes, at least one, in this order."""
     first, *others = parts
     return PrefixRef(first.name, first.version, tuple(others))
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy; top_p 1 and top_k 0 truncate nothing.
+    """Set how tokens are drawn. Temperature 0 is greedy; top_p 1 and top_k 0 truncate nothing.
 
     Training samples at temperature 1 untruncated, so that the recorded log-probabilities are the
     policy's own and importance ratios need no correction.
@@ -55,18 +55,17 @@ class Sampling:
 
 @dataclass(frozen=True)
 class StopCondition:
-    """Where a response ends before its end token: looked at after every token.
+    """Describe where a response ends before its end token; checked after every token.
 
     `StopCondition(strings=("\\n\\n",), patterns=(r"answer:.*\\n",), after=4)` ends with the token
-    that
-    completes one of the strings, or a match of one of the regular expressions, in the text of the
-    tokens so far, once there are `after` tokens. That token belongs to the response, so that text
-    and ids agree; with `before` the response ends before the match instead: the first token that
-    is part of it, and all behind, are dropped.
+    that completes one of the strings, or a match of one of the regular expressions, in the text so
+    far, once there are `after` tokens. That token belongs to the response, so that text and ids
+    agree. With `before` the response ends before the match instead: the first token that is part of
+    it, and all behind, are dropped.
 
-    `window` and `floor` stop a trace that has lost its way (DeepConf, Fu et al. 2025): it ends with
-    the first `window` tokens whose mean confidence, -mean of the top `top` log-probabilities, is
-    below `floor`. Window 0 does not look.
+    `window` and `floor` stop a trace of low confidence (DeepConf, Fu et al. 2025): it ends with the
+    first `window` tokens whose mean confidence, -mean of the top `top` log-probabilities, is below
+    `floor`. Window 0 disables this.
     """
 
     strings: tuple[str, ...] = ()
@@ -80,13 +79,15 @@ class StopCondition:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One prompt to complete. Token ids in: text is never re-tokenised on the way.
+    """Request one completion of a prompt. Token ids in: text is never re-tokenised on the way.
 
     `GenerateRequest("on_policy/3/0", (4, 91, 2, 5), PrefixRef("cartridge/p1", 3), Sampling(), 17)`
+
     Position ids of the prompt start where the prefix ends. The same `seed` gives the same tokens
-    whatever else is in the batch. `prompt_logprobs` asks for the prompt's log-probabilities too,
-    `top_logprobs` for so many of the likeliest tokens at every place. A response that goes on in
-    several requests draws as in one if each begins with `first_draw`, the tokens said before.
+    whatever else is in the batch. `prompt_logprobs` requests the prompt's log-probabilities too,
+    `top_logprobs` that many of the likeliest tokens at every position. A response that continues
+    over several requests draws as in one if each sets `first_draw`, the number of tokens sampled
+    before.
     """
 
     id: str
@@ -102,17 +103,17 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled for one request: per token its id, log-probability and cartridge version.
+    """Hold the response to one request: per token its id, log-probability and cartridge version.
 
     `finish_reason` is "stop" (the end token is the last of `token_ids`), "length", "until" (then
-    `ended_by` is the string or pattern that was met, or "confidence"), "cancelled", or "error":
+    `ended_by` is the string or pattern that matched, or "confidence"), "cancelled", or "error":
     then there are no tokens and `error` says why this request, and no other, was refused.
     `logprobs[t]` is the natural log of the probability under the distribution the token was drawn
-    from at temperature 1, before truncation. `prompt_logprobs[t]` is that of `prompt_ids[t + 1]`,
-    where the request asked: the first prompt token follows a cartridge, which predicts nothing;
+    from at temperature 1, before truncation. `prompt_logprobs[t]`, if requested, is that of
+    `prompt_ids[t + 1]`: the first prompt token follows a cartridge, which predicts nothing;
     `prompt_likeliest[t]` is the likeliest token there. `top_logprobs[t]` are (token id,
-    log-probability) pairs, likeliest first. `dropped` counts the
-    tokens that were sampled and are not told, for the response ended before them.
+    log-probability) pairs, likeliest first. `dropped` counts sampled tokens that are left out
+    because the response ended before them.
     """
 
     request_id: str
@@ -130,9 +131,9 @@ class Completion:
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """Tokens of a response while it is being sampled, from the `first`-th on: as in `Completion`.
+    """Carry tokens of a response in progress, from index `first` on, as in `Completion`.
 
-    With `StopCondition(before=True)` the response may end before tokens that came already.
+    With `StopCondition(before=True)` the response may end before tokens that were already sent.
     """
 
     request_id: str
@@ -143,19 +144,18 @@ class TokenChunk:
 
 
 def refused(request: GenerateRequest, why: str) -> Completion:
-    """The completion of a request that could not be served: no tokens, and the reason."""
+    """Return the completion of a request that could not be served: no tokens, and the reason."""
     return Completion(request.id, (), (), (), "error", error=why)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt with the response to be scored and trained on.
+    """Hold a prompt with the response to be scored and trained on.
 
     `document` names the document (and its cartridge): "patient_01". `sampler_logprobs` and
     `versions` are the sampler's own record, one per response token; for a response that the
-    document teacher wrote (offline), versions are -1. `composed` are the cartridges that stood
-    before the prompt, in order, where there were more than the document's: ("patient_02",
-    "patient_01").
+    document teacher wrote (offline), versions are -1. `composed` are the cartridges before the
+    prompt, in order, where there were more than the document's: ("patient_02", "patient_01").
     """
 
     id: str
@@ -169,7 +169,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Names, shapes and dtypes of the tensors inside one packed buffer, in order.
+    """List names, shapes and dtypes of the tensors inside one packed buffer, in order.
 
     `TensorLayout((("indices", (120, 20), "int32"), ("logprobs", (120, 20), "float32")))`
     """
@@ -179,7 +179,7 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Where a packed buffer lies in the tensor plane and how to read it."""
+    """Refer to a packed buffer in the tensor plane, with the layout to read it."""
 
     key: str
     layout: TensorLayout
@@ -187,10 +187,10 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class CartridgeSnapshot:
-    """One published version of every cartridge of a run.
+    """Refer to one published version of every cartridge of a run.
 
-    `names[c]` is the document whose cartridge is row c of the packet's tensor "kv"
-    [C, L, 2, H_kv, P, D], with post-RoPE keys at positions 0..P-1.
+    `names[c]` is the document whose cartridge is row c of the packet's tensor "kv" [C, L, 2, H_kv,
+    P, D], with post-RoPE keys at positions 0..P-1.
     """
 
     version: int
@@ -200,26 +200,26 @@ class CartridgeSnapshot:
 
 @dataclass(frozen=True)
 class TimedReply:
-    """Seconds of model compute inside an actor, so that the rest can be called orchestration."""
+    """Carry seconds of model compute in an actor; the rest of a call counts as orchestration."""
 
     compute_seconds: float
 
 
 @dataclass(frozen=True)
 class GenerateOutput(TimedReply):
-    """A generator's answer: completions in the order of the requests."""
+    """Carry a generator's reply: completions in the order of the requests."""
 
     completions: tuple[Completion, ...] = ()
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What a generator's engine did so far: seconds, and how often cartridges were loaded.
+    """Report an engine's times in seconds, and how often it loaded cartridges.
 
-    `start_seconds` from nothing to ready, `first_token_seconds` from the first request to its
+    `start_seconds` is the time to start it, `first_token_seconds` from the first request to its
     first token (None before), `stop_seconds` of the shutdown (None while it runs). A *load* writes
     `loaded_tokens` of one cartridge version into the paged memory of one request; requests that
-    share the blocks it filled need none.
+    share the filled blocks need none.
     """
 
     start_seconds: float
@@ -231,8 +231,8 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """How often a teacher looked a document's KV up: it was on the device, it was copied from host
-    memory, or the document was read. `evictions` made room on the device.
+    """Count look-ups of document KV by a teacher: found on the device, copied from host memory, or
+    computed from the document. `evictions` made room on the device.
 
     `CacheStats(hits=14, host_hits=2, misses=0, evictions=2)`
     """
@@ -251,7 +251,7 @@ class CacheStats:
         )
 
     def since(self, before: CacheStats) -> CacheStats:
-        """What came to it after `before`, of the same counts."""
+        """Return the counts added after `before`, an earlier state of the same counts."""
         return CacheStats(
             self.hits - before.hits,
             self.host_hits - before.host_hits,
@@ -262,11 +262,11 @@ class CacheStats:
 
 @dataclass(frozen=True)
 class ScoreOutput(TimedReply):
-    """A teacher's answer: its distributions over every response token, in sample order.
+    """Carry a teacher's reply: its distributions over every response token, in sample order.
 
     The packet holds "indices" [N, k] int32 and "logprobs" [N, k] float32 (the teacher's top k at
     each of the N response tokens, most likely first), or "logits" [N, V] float32. `documents` are
-    the look-ups that it took.
+    the document KV look-ups that scoring took.
     """
 
     packet: TensorRef = field(default_factory=lambda: TensorRef("", TensorLayout(())))
@@ -276,13 +276,13 @@ class ScoreOutput(TimedReply):
 
 @dataclass(frozen=True)
 class TrainStepOutput(TimedReply):
-    """What one optimiser step did. `version` is the version that the step produced.
+    """Carry the result of one optimiser step. `version` is the version that the step produced.
 
-    `kl` is the mean doc_kl per trained token, `grad_norm` that before clipping; `tokens` bore a
-    loss, and `stale_tokens` of those sampled were of an older version than the one trained. `terms`
-    has for each channel that weighs something its value, count (denominator), weight, the means of
-    its facts and, where gradients were compared, its own grad_norm: of the value, not of the
-    weighted value.
+    `kl` is the mean doc_kl per trained token, `grad_norm` that before clipping. `tokens` carried a
+    loss; `stale_tokens` of the sampled ones were of an older version than the one trained. `terms`
+    holds for each channel with a weight its value, count (denominator), weight, the means of its
+    facts and, where gradients were compared, its own grad_norm: of the value, not of the weighted
+    value.
 
         {"grpo": {"value": -0.02, "count": 512, "weight": 1.0, "ratio": 1.0, "excluded": 2}}
 
@@ -301,12 +301,13 @@ class TrainStepOutput(TimedReply):
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """One stretch of a run's time, for the trace and latencies. Seconds since the epoch.
+    """Record one time span of a run, for the trace and latencies. Seconds since the epoch.
 
     `TraceSpan("generator[1]", "generate", 1785060942.10, 1785060942.24, {"request": "generator/17",
-    "step": 12, "version": 11, "waited": 0.003, "attempt": 1, "outcome": "ok"})` is a request as
-    its replica served it; `waited` is how long it had no replica. A phase of the run has the lane
-    "controller", its name ("score") and the facts "arm", "step" and "version".
+    "step": 12, "version": 11, "waited": 0.003, "attempt": 1, "outcome": "ok"})` is a request as its
+    replica served it; `waited` is how long it had no replica. `lane` is the row of the trace: the
+    replica's name or, for a phase of the run, "controller" with the phase as `name` ("score") and
+    the facts "arm", "step" and "version".
     """
 
     lane: str

@@ -1,10 +1,10 @@
-"""A library's cartridges on the Hugging Face hub, by its own client.
+"""Push and pull cartridges to and from the Hugging Face hub, by its own client.
 
     push    create_repo, then one commit: cartridge.safetensors and manifest.json
     pull    the repository's list, then the files of whichever format they are, verified
 
-The client reads HF_ENDPOINT and HF_TOKEN. A pull takes one commit, named by its hash, and what
-comes is read as any file is: a pickle by the restricted loader alone.
+The client reads HF_ENDPOINT and HF_TOKEN. A pull takes one commit, named by its hash, and reads its
+files as any others: a pickle by the restricted loader alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from registry.store import CartridgeStore, CartridgeVersion
 def push(
     entry: CartridgeVersion, repo: str, *, private: bool = False, api: HfApi | None = None
 ) -> str:
-    """Commit a version to a model repository, made if need be; returns the commit's address.
+    """Commit a version to a model repository, created if needed; returns the commit's URL.
 
     Raises DataError where the version is damaged, or the hub refuses.
     """
@@ -58,14 +58,14 @@ def pull(
             for file in wanted:
                 hub.hf_hub_download(repo, file, revision=info.sha, local_dir=made)
         here = Path(made)
-        if tokasaurus.CONFIG in wanted:  # whose server gives the one .pt that there is this name
+        if tokasaurus.CONFIG in wanted:  # its server gives the only .pt this name
             (here / wanted[0]).rename(here / tokasaurus.FILE)
         cartridge = read(here / wanted[0] if len(wanted) == 1 else here)
     return add_cartridge(library, name, cartridge, {"hub": repo, "revision": info.sha})
 
 
 def _wanted(files: list[str], repo: str) -> list[str]:
-    """The files that make up the repository's cartridge."""
+    """Return the files that make up the repository's cartridge."""
     pickles = [file for file in files if file.endswith(".pt") and "/" not in file]
     for together in ((forge.FILE, forge.MANIFEST), (peft.WEIGHTS, peft.CONFIG)):
         if set(together) <= set(files):

@@ -1,4 +1,4 @@
-"""Cartridges that come into a library: of a run, or a file of any format."""
+"""Import cartridges into a cartridge store, from runs or from files of any format."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from registry.formats.cartridge_file import CartridgeFile
 from registry.store import CartridgeStore, CartridgeVersion
 
 RESULTS = "results.json"  # of a run directory, replaced whole at its end (services.run_directory)
-IMPORTED = ".imported"  # in the library: ids of the runs that `add_finished` added
+IMPORTED = ".imported"  # in the store: ids of the runs that `add_finished` added
 
 
 def add_from_run(
     library: CartridgeStore, path: Path, names: Mapping[str, str] | None = None
 ) -> list[CartridgeVersion]:
-    """Add the cartridges of a run: all of them, or those in `names`, {in the run: in the library}.
+    """Add the cartridges of a run: all, or those in `names`, {name in the run: name in the store}.
 
     Raises DataError or CheckpointError.
     """
@@ -31,26 +31,24 @@ def add_from_run(
 def add_cartridge(
     library: CartridgeStore, name: str, cartridge: CartridgeFile, source: Mapping[str, Any]
 ) -> CartridgeVersion:
-    """Add one as the next version of `name`; `source` joins what it says of itself.
-
-    Raises DataError.
-    """
+    """Add a cartridge as the next version of `name`; `source` is merged into its own. Raises
+    DataError."""
     with library.incoming() as file:
         forge.write_file(cartridge, file)
         return library.add(name, file, source)
 
 
 def finished_runs(root: Path) -> list[Path]:
-    """The runs in `root`, which holds run_checkpoint, or the folders of meshes, that came to their
-    end: the oldest first. A run that still goes on, was interrupted or failed is not among them."""
+    """Return the finished runs in `root`, a directory of runs or of meshes' run directories, oldest
+    first. Running, interrupted and failed runs are left out."""
     found = {p.parent.resolve() for depth in ("*", "*/*") for p in root.glob(f"{depth}/{RESULTS}")}
     return sorted((p for p in found if _is_finished(p)), key=lambda p: (p.name, p))
 
 
 def add_finished(library: CartridgeStore, root: Path) -> tuple[list[CartridgeVersion], list[str]]:
-    """Add the cartridges of all finished runs in `root` whose turn has not come yet. Returns the
-    new entries, and why runs were passed by: those for another base model, most often. Each run
-    is added once; what was dropped of it since does not come back."""
+    """Add the cartridges of all finished runs in `root` that were not added before. Returns the new
+    versions, and why runs were skipped: most often they are for another base model. Each run is
+    added once, so a version that was dropped since is not added again."""
     added: list[CartridgeVersion] = []
     passed: list[str] = []
     noted = library.directory / IMPORTED

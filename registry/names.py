@@ -1,4 +1,4 @@
-"""The model names that clients may ask for. Pure.
+"""Parse the model names of requests. Pure.
 
     clinic-reader                            the base model
     clinic-reader+patient_01                 with the newest version of a cartridge
@@ -9,7 +9,7 @@
     MODEL     := BASE ["+" CARTRIDGE] [":" STRATEGY]
     CARTRIDGE := NAME ["@" ("latest" | VERSION | TAG)]
 
-`str` of what was parsed is its shortest form, and parses to the same again.
+`str` of a parsed name is its shortest form, and parses to an equal name.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ BASE = r"[A-Za-z0-9][A-Za-z0-9_./-]{0,127}"
 STRATEGY = r"[a-z][a-z0-9_]{0,63}"
 VERSION = r"[1-9][0-9]{0,8}"
 TAG = r"[A-Za-z][A-Za-z0-9_.-]{0,31}"
-LATEST = "latest"  # the tag that is always there
+LATEST = "latest"  # the tag that every cartridge has
 _CARTRIDGE = re.compile(rf"({NAME})(?:@({TAG}|{VERSION}))?")
 _MODEL = re.compile(rf"({BASE})(?:\+({NAME}(?:@(?:{TAG}|{VERSION}))?))?(?::({STRATEGY}))?")
 
 
 @dataclass(frozen=True)
 class CartridgeName:
-    """`CartridgeName("patient_01", 3)`, `CartridgeName("patient_01", tag="best")`; neither is the
-    newest."""
+    """Name a cartridge's version: `CartridgeName("patient_01", 3)`, `CartridgeName("patient_01",
+    tag="best")`; without version and tag it is the newest."""
 
     name: str
     version: int | None = None
@@ -45,7 +45,7 @@ class CartridgeName:
 
 @dataclass(frozen=True)
 class ModelName:
-    """`ModelName("clinic-reader", CartridgeName("patient_01", 3), "rsa")`."""
+    """Name a model: `ModelName("clinic-reader", CartridgeName("patient_01", 3), "rsa")`."""
 
     base: str
     cartridge: CartridgeName | None = None
@@ -58,7 +58,7 @@ class ModelName:
 
 
 def parse_model(text: str) -> ModelName:
-    """Raises DataError, which says the grammar."""
+    """Parse a model's name. Raises DataError, which states the grammar."""
     found = _MODEL.fullmatch(text)
     if found is None:
         raise DataError(
@@ -70,7 +70,7 @@ def parse_model(text: str) -> ModelName:
 
 
 def parse_cartridge(text: str) -> CartridgeName:
-    """Raises DataError for what is not NAME, NAME@latest, NAME@VERSION or NAME@TAG."""
+    """Parse NAME, NAME@latest, NAME@VERSION or NAME@TAG. Raises DataError for anything else."""
     found = _CARTRIDGE.fullmatch(text)
     if found is None:
         raise DataError(

@@ -1,14 +1,13 @@
-"""The library: versioned cartridges in a directory, each checked before it is let in.
+"""Store versioned cartridges in a directory, each checked when it is added.
 
-    library/patient_01/3/cartridge.safetensors    a cartridge in our own format
-                                                  (registry.formats.forge)
+    library/patient_01/3/cartridge.safetensors    a cartridge in format `registry.formats.forge`
     library/patient_01/3/manifest.json
-    library/patient_01/last                       the newest version there ever was
-    library/patient_01/tags/best                  the version that is called best
+    library/patient_01/last                       the newest version that ever existed
+    library/patient_01/tags/best                  the version with the tag `best`
 
-A version is filled under a temporary name and renamed, so it is whole or not there; its number is
-never used again, not even after it was dropped, so what NAME@VERSION means never changes. Nothing
-but safetensors is read: no pickle.
+A version is written under a temporary name and renamed, so it is whole or absent. Its number is
+never used again, not even after it was dropped, so NAME@VERSION never changes its meaning. Only
+safetensors are read: no pickle.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ ABANDONED_SECONDS = 3600
 
 @dataclass(frozen=True)
 class CartridgeVersion:
-    """One version, and where its file lies."""
+    """Hold a version's manifest and the path of its file."""
 
     manifest: CartridgeManifest
     path: Path
@@ -55,14 +54,14 @@ class CartridgeVersion:
 
 
 class CartridgeStore:
-    """A library for one base model. Every method may be called from any thread; those that read
-    whole files say so. Raises DataError, with rule and remedy."""
+    """Store cartridges for one base model. Every method may be called from any thread. Docstrings
+    say which methods read whole files. Raises DataError, with rule and remedy."""
 
     def __init__(self, directory: Path, base: BaseModelInfo) -> None:
         self.directory = Path(os.path.abspath(directory))
         self.base = base
         self.directory.mkdir(parents=True, exist_ok=True)
-        for left in (self.directory / INCOMING).glob("*"):  # by who was killed, not who works
+        for left in (self.directory / INCOMING).glob("*"):  # of a process that was killed
             if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
                 shutil.rmtree(left, ignore_errors=True)
 
@@ -71,14 +70,14 @@ class CartridgeStore:
         return sorted(p.name for p in found if self.versions(p.name))
 
     def versions(self, name: str) -> list[int]:
-        """Versions there are, oldest first; none for a name that there is not."""
+        """Return the versions that exist, oldest first; none for an unknown name."""
         if not is_name(name):
             return []
         found = (p for p in (self.directory / name).glob("*") if (p / MANIFEST).is_file())
         return sorted(int(p.name) for p in found if p.name.isdecimal())
 
     def get(self, wanted: CartridgeName) -> CartridgeVersion:
-        """The version or tag asked for, or the newest."""
+        """Return the version or tag that `wanted` names, or the newest. Raises DataError."""
         versions = self.versions(wanted.name)
         if not versions:
             have = ", ".join(self.names()) or "none"
@@ -96,7 +95,7 @@ class CartridgeStore:
         return self._entry(wanted.name, version)
 
     def tags(self, name: str) -> dict[str, int]:
-        """Versions by tag; a tag goes with its version."""
+        """Return versions by tag; a dropped version takes its tags with it."""
         if not is_name(name):
             return {}
         versions, tags = self.versions(name), {}
@@ -106,7 +105,7 @@ class CartridgeStore:
         return {tag: version for tag, version in tags.items() if version in versions}
 
     def tag(self, wanted: CartridgeName, tag: str) -> CartridgeVersion:
-        """Call a version `tag`, and no other of the cartridge any more."""
+        """Give a version the tag `tag`, and take it from any other version of the cartridge."""
         if not re.fullmatch(TAG, tag) or tag == LATEST:
             raise DataError(
                 f"{tag!r} is no tag; write letters, digits and _ . -, at most 32, a letter first; "
@@ -123,7 +122,7 @@ class CartridgeStore:
         (self.directory / name / TAGS / tag).unlink()
 
     def prunable(self, name: str, keep: int) -> list[int]:
-        """Versions that are neither among the newest `keep` nor tagged, oldest first."""
+        """Return versions that are neither among the newest `keep` nor tagged, oldest first."""
         if keep < 1:
             raise DataError(f"a library keeps at least 1 version of a cartridge: got {keep}")
         tagged = self.tags(name).values()
@@ -133,7 +132,7 @@ class CartridgeStore:
         return [self._entry(name, version) for version in self.versions(name)]
 
     def by_path(self, text: str) -> CartridgeVersion:
-        """A cartridge by its name, or by the path of a version in the library, never beyond it."""
+        """Return a cartridge by name, or by the path of a version in the store, never outside."""
         try:
             named = parse_cartridge(text)
         except ValueError:
@@ -152,7 +151,7 @@ class CartridgeStore:
 
     @contextmanager
     def incoming(self) -> Iterator[Path]:
-        """The path of a file to be let in by `add`; what is left of it at the end is removed."""
+        """Yield the path of a file for `add`; what is left of it at the end is removed."""
         folder = self.directory / INCOMING / secrets.token_hex(8)
         folder.mkdir(parents=True)
         try:
@@ -161,7 +160,7 @@ class CartridgeStore:
             shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, name: str, file: Path, source: Mapping[str, Any]) -> CartridgeVersion:
-        """Check an incoming file and let it in as the next version of `name`; reads it whole."""
+        """Check an incoming file and add it as the next version of `name`; reads the whole file."""
         if not is_name(name):
             raise DataError(
                 f"{name!r} is no cartridge's name; write letters, digits and _ . -, at most 64, a "
@@ -181,18 +180,18 @@ class CartridgeStore:
             except OSError:
                 if not (self.directory / name / str(version)).exists():
                     raise
-                continue  # somebody else was first: the next number
+                continue  # another process took the number: try the next
             self._note_last(name, version)
             flush(self.directory / name)
             return self._entry(name, version)
 
     def drop(self, name: str, version: int | None = None) -> list[int]:
-        """Remove a version, or all of them; returns those that were there."""
+        """Remove a version, or all of them; returns those that were removed."""
         entry = self.get(CartridgeName(name, version))
         dropped = self.versions(name) if version is None else [entry.manifest.version]
         self._note_last(name, self._last(name))
         for number in dropped:
-            # Renamed first: a version is whole or not there, also while it goes.
+            # Renamed first, so that a version is whole or absent while it is removed.
             gone = self.directory / INCOMING / secrets.token_hex(8)
             gone.parent.mkdir(exist_ok=True)
             (self.directory / name / str(number)).rename(gone)

@@ -1,4 +1,4 @@
-"""What `forge eval` writes down: eval.json."""
+"""Define the contents of eval.json, which `forge eval` writes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from protocols.records.run_files import Agreement
 
 
 class Perplexity(TypedDict):
-    """exp of the mean negative log-probability of a token: `{"value": 3.2, "tokens": 1210}`."""
+    """Hold exp of a token's mean negative log-probability: `{"value": 3.2, "tokens": 1210}`."""
 
     value: float
     tokens: int
 
 
 class Forgetting(TypedDict):
-    """What a prefix makes of questions that have nothing to do with its document.
+    """Measure how a prefix changes answers to questions that are unrelated to its document.
 
     `{"kl": 0.04, "perplexity_ratio": 1.04, "top1": 0.97, "tokens": 480, "accuracy": 0.88,
-    "accuracy_without": 0.92, "n": 24}`: on answers that the bare model sampled, `kl` estimates
-    KL(bare || with the prefix), nats a token, `perplexity_ratio` is its exp: perplexity with the
-    prefix over that without. `accuracy` is that of greedy answers.
+    "accuracy_without": 0.92, "n": 24}`: on answers that the model sampled without a prefix, `kl`
+    estimates KL(bare || with the prefix) in nats a token. `perplexity_ratio` is exp of it:
+    perplexity with the prefix over perplexity without. Both accuracies are those of greedy answers.
     """
 
     kl: float
@@ -33,17 +33,17 @@ class Forgetting(TypedDict):
 
 
 class EvalRow(TypedDict):
-    """One arm of the table.
+    """Hold the measurements of one arm.
 
-    `{"arm": "on_policy", "kind": "on_policy", "run": "20260726T101530Z-3fa9", "mesh":
-    "longhealth", "step": 180, "budget": 28, "prefix_tokens": 28.0, "document_tokens": 231.0,
-    "compression": 8.25, "trained_tokens": 107154, "n": 258, "accuracy": 0.853, "ci95": [0.804,
-    0.891], "exact": 0.85, "f1": 0.86, "parse_failures": 17, ...}`
+    `{"arm": "on_policy", "kind": "on_policy", "run": "20260726T101530Z-3fa9", "mesh": "longhealth",
+    "step": 180, "budget": 28, "prefix_tokens": 28.0, "document_tokens": 231.0, "compression": 8.25,
+    "trained_tokens": 107154, "n": 258, "accuracy": 0.853, "ci95": [0.804, 0.891], "exact": 0.85,
+    "f1": 0.86, "parse_failures": 17, ...}`
 
-    `run` is "" and `step` 0 for arms that no run trained; token counts are means over documents;
-    `budget` is the cartridge's P, null where nothing bounds the prefix; `compression` is null
-    without any document. Accuracy, exact match and F1 are null where no answers are known. What was
-    not measured is null.
+    `run` is "" and `step` 0 for arms that no run trained. Token counts are means over documents.
+    `budget` is the cartridge's P, null where nothing bounds the prefix. `compression` is null
+    without any document. Accuracy, exact match and F1 are null where no answers are known. A value
+    that was not measured is null.
     """
 
     arm: str
@@ -69,7 +69,7 @@ class EvalRow(TypedDict):
 
 
 class PairedDifference(TypedDict):
-    """What arm `b` has over arm `a`, question by question, by a paired bootstrap.
+    """Compare arm `b` with arm `a` question by question, by a paired bootstrap of b - a.
 
     `{"a": "offline", "b": "on_policy", "difference": 0.031, "ci95": [-0.01, 0.07], "share": 0.14}`:
     `share` is twice the share of resamples on the other side of zero, at most 1.
@@ -83,8 +83,8 @@ class PairedDifference(TypedDict):
 
 
 class Contamination(TypedDict):
-    """Training prompts that say what a question asks: `{"rule": "fail", "alike": 0.8, "prompts":
-    10080, "questions": 258, "exact": 0, "near": 0, "file": ""}`; `file` has them one by one."""
+    """Count training prompts that duplicate a question: `{"rule": "fail", "alike": 0.8, "prompts":
+    10080, "questions": 258, "exact": 0, "near": 0, "file": ""}`; `file` lists them one by one."""
 
     rule: Literal["fail", "warn"]
     alike: float
@@ -96,9 +96,9 @@ class Contamination(TypedDict):
 
 
 class Evaluation(TypedDict):
-    """eval.json. `metric` is what `pairs` compare: "accuracy", or "agreement" (the share of the
-    teacher's tokens that an arm holds likeliest) where no answers are known; `resampled` is what
-    the bootstrap draws, `clusters` how many of them there are."""
+    """Hold eval.json. `metric` is what `pairs` compare: "accuracy", or "agreement" (the share of
+    the teacher's tokens that are an arm's most likely) where no answers are known. `resampled` is
+    what the bootstrap draws, `clusters` how many of them there are."""
 
     schema: int
     model: str

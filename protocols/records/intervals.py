@@ -1,5 +1,5 @@
-"""Confidence intervals: of a share, k right answers of n; of a mean over a few seeds; and of the
-difference of two arms that answered the same questions."""
+"""Compute confidence intervals: of a share (k right answers of n), of a mean over a few seeds, and
+of the difference of two arms that answered the same questions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Z95 = 1.959963984540054  # the 97.5% quantile of the standard normal distributio
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """The 95% score interval of Wilson (1927), which stays inside [0, 1] and is sound near 0 and 1.
+    """Return the 95% score interval of Wilson (1927): inside [0, 1], and sound near 0 and 1.
 
-    `wilson_interval(5, 10)` is (0.2366, 0.7634), `wilson_interval(0, 10)` (0.0, 0.2775). With n = 0
-    nothing is known: (0.0, 1.0).
+    `wilson_interval(5, 10)` is (0.2366, 0.7634), `wilson_interval(0, 10)` (0.0, 0.2775); with n = 0
+    it is (0.0, 1.0). Raises ValueError unless 0 <= successes <= n.
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference",
     Journal of the American Statistical Association 22 (1927), 209-212.
     """
@@ -36,10 +36,11 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95% interval of the mean of independent, about normal values, by Student's t.
+    """Return the mean's 95% interval by Student's t, or None for one value, which has no spread.
 
-    `mean_interval([1, 2, 3])` is 2 -+ 4.303 / sqrt(3); one value alone tells nothing of the spread:
-    None. Source: Student, "The probable error of a mean", Biometrika 6 (1908), 1-25.
+    For independent, about normal values: `mean_interval([1, 2, 3])` is 2 -+ 4.303 / sqrt(3). Raises
+    ValueError for no values. Source: Student, "The probable error of a mean", Biometrika 6 (1908),
+    1-25.
     """
     n = len(values)
     if n == 0:
@@ -51,10 +52,10 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def student_t95(freedom: int) -> float:
-    """The t that |T| stays under with probability 0.95, at `freedom` >= 1 degrees of freedom.
+    """Return the t with P(|T| <= t) = 0.95 at `freedom` >= 1 degrees of freedom.
 
     `student_t95(2)` is 4.303. The probability is a finite sum in the angle atan(t / sqrt(freedom)),
-    inverted by halving.
+    inverted by bisection. Raises ValueError for freedom < 1.
     Source: M. Abramowitz and I. A. Stegun, Handbook of Mathematical Functions (1964), 26.7.3-4.
     """
     if freedom < 1:
@@ -68,7 +69,7 @@ def student_t95(freedom: int) -> float:
 
 
 def _within(angle: float, freedom: int) -> float:
-    """P(|T| <= sqrt(freedom) tan(angle))."""
+    """Return P(|T| <= sqrt(freedom) tan(angle))."""
     odd = freedom % 2
     term = cos(angle) if odd else 1.0
     total = 0.0
@@ -81,8 +82,8 @@ def _within(angle: float, freedom: int) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of b - a over questions, its 95% interval, and how often resamples contradict its sign:
-    twice the smaller of the shares at or below zero and at or above it, at most 1."""
+    """Hold the mean of b - a over questions, its 95% interval, and how often resamples contradict
+    its sign: twice the smaller of the shares at or below zero and at or above it, at most 1."""
 
     mean: float
     ci95: tuple[float, float]
@@ -90,11 +91,12 @@ class Difference:
 
 
 def resamples(groups: Sequence[str], count: int, seed: int) -> list[list[int]]:
-    """`count` bootstrap samples of the questions 0 .. len(groups) - 1, as their numbers.
+    """Draw `count` bootstrap samples of the questions 0 .. len(groups) - 1, as their indices.
 
-    `groups[i]` is the document of question i. Questions about one document stand or fall together,
-    so whole documents are drawn where there are several, with all their questions, and single
-    questions where there is one. Arms that are compared over the same resamples are paired.
+    `groups[i]` is the document of question i. Answers about one document are correlated, so whole
+    documents are drawn where there are several, with all their questions, else single questions.
+    Arms that are compared over the same resamples are paired. Raises ValueError without a question
+    or a resample.
     Source: A. C. Davison and D. V. Hinkley, Bootstrap Methods and their Application (1997), 3.8.
     """
     if not groups or count < 1:
@@ -110,20 +112,19 @@ def resamples(groups: Sequence[str], count: int, seed: int) -> list[list[int]]:
 
 
 def resampled_means(values: Sequence[float], drawn: Sequence[Sequence[int]]) -> list[float]:
-    """The mean of `values` in each of the resamples."""
+    """Return the mean of `values` in each of the resamples."""
     return [sum(map(values.__getitem__, sample)) / len(sample) for sample in drawn]
 
 
 def paired_difference(
     a: Sequence[float], b: Sequence[float], means_a: Sequence[float], means_b: Sequence[float]
 ) -> Difference:
-    """What b has over a, question by question; `means` are those of `resampled_means`, of the same
-    resamples. The interval is that of percentiles (B. Efron, "Bootstrap methods: another look at
-    the jackknife", Annals of Statistics 7 (1979), 1-26).
-    """
+    """Return the difference b - a over questions. `means_a` and `means_b` are `resampled_means`
+    over the same resamples. The interval is that of percentiles (B. Efron, "Bootstrap methods:
+    another look at the jackknife", Annals of Statistics 7 (1979), 1-26)."""
     means = sorted(map(sub, means_b, means_a))
     n = len(means)
-    # Equal means of unequal sums may differ by an ulp: that is no sign.
+    # Equal means of unequal sums may differ by an ulp, which is not a sign.
     low = sum(m <= 1e-12 for m in means) / n
     high = sum(m >= -1e-12 for m in means) / n
     ci95 = (means[ceil(0.025 * n) - 1], means[ceil(0.975 * n) - 1])

@@ -1,7 +1,7 @@
-"""What a run writes down: the rows of its JSON-lines files and its results.
+"""Define the rows of a run's JSON-lines files, and results.json.
 
 `metrics.jsonl` holds numbers that the seed alone decides, so that two runs of one seed are equal
-byte for byte; whatever a clock decides goes to `events.jsonl`.
+byte for byte. Times, and all else that depends on a clock, go to `events.jsonl`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ EventName = Literal[
     "engine",
     "replica_lost",  # role, replica, reason
     "replica_back",  # role, replica, seconds since it was lost, pid
-    "replica_moved",  # role, replica: to a host that is back, or from one that is left
-    "host_joined",  # host, role ("" for any): also when a silent one answers again
+    "replica_moved",  # role, replica: to a host that returned, or off one that is drained
+    "host_joined",  # host, role ("" for any): also when a silent host answers again
     "host_drained",  # host, reason, seconds until nothing ran there any more
     "host_lost",  # host, reason, seconds
-    "host_refused",  # host, reason: it came and cannot be used
+    "host_refused",  # host, reason: it connected and cannot be used
     "scaled",  # role, replicas, before
     "paused",
     "resumed",
@@ -44,15 +44,15 @@ EventName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class MetricRow:
-    """One training step in metrics.jsonl: numbers only, no times.
+    """Hold one training step of metrics.jsonl: numbers only, no times.
 
     `{"arm": "on_policy", "step": 12, "version": 12, "kl": 0.431, "grad_norm": 0.87, "lr": 0.02,
     "tokens": 812, "stale_tokens": 0, "accuracy": null}`
-    `step` counts from 1 in each arm; `kl` is null without document distillation; `accuracy` is
-    that of this step's probe, if any. With episodes there are three more, each left out where it is
-    empty: `channels` has of every channel that weighs something its value, denominator ("count"),
-    weight and facts, `cosines` the angles between channels' gradients, and `episodes` what the
-    step's episodes came to:
+    `step` counts from 1 in each arm. `kl` is null without document distillation, and `accuracy`
+    without a validation at this step. Episodes add three fields, each left out where it is empty:
+    `channels` holds the value, denominator ("count"), weight and facts of every channel with a
+    weight, `cosines` those between channels' gradients, and `episodes` counts and means over the
+    step's episodes:
 
         {"channels": {"grpo": {"value": -0.02, "count": 512, "weight": 1.0}, ...},
          "cosines": {"doc_kl/grpo": 0.31}, "episodes": {"count": 64, "reward": 0.42, "errored": 0}}
@@ -74,15 +74,15 @@ class MetricRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRow:
-    """One sampled response in rollouts.jsonl, enough to score it again.
+    """Hold one sampled response of rollouts.jsonl, enough to score it again.
 
     `{"schema": 1, "arm": "on_policy", "step": 12, "id": "train/12/0", "document": "patient_01",
     "kind": "summarise", "prompt_ids": [4, 91], "response_ids": [17, 2],
     "sampler_logprobs": [-0.31, -0.02], "versions": [11, 11],
     "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 64},
     "finish_reason": "stop", "text": "metformin"}`
-    `text` is the decoded response, for people; the ids are what was trained on. `composed` is
-    `protocols.types.Sample`'s.
+    `text` is the decoded response, for people; the ids are what was trained on. `composed` is that
+    of `protocols.types.Sample`.
     """
 
     schema: int = 1
@@ -102,15 +102,15 @@ class RolloutRow:
 
 
 class StepSeconds(TypedDict):
-    """Wall seconds of one step and of its parts, the field `seconds` of a "step" event.
+    """Hold wall seconds of one step and of its phases: the field `seconds` of a "step" event.
 
     `{"time": "2026-07-26T10:15:42.120Z", "event": "step", "arm": "on_policy", "step": 12,
     "seconds": {"rollout": 0.4, "score": 0.1, "train": 0.3, "publish": 0.01,
     "orchestration": 0.02, "step": 0.83}, "tokens_per_second": 978.3, "hidden": 0.05,
     "documents": {"hits": 4, "host_hits": 0, "misses": 0, "evictions": 0}}`
-    `hidden` seconds the teachers computed beside the rollout: they are in no phase. `documents` are
-    the document teacher's look-ups (`protocols.types.LookUps`), which hang on who was replaced, so
-    that metrics.jsonl has none.
+    `hidden` are seconds that the teachers computed beside the rollout; they are in no phase.
+    `documents` are the document teacher's `protocols.types.CacheStats`. They depend on which
+    replicas were replaced, so metrics.jsonl does not hold them.
     """
 
     rollout: float
@@ -122,10 +122,10 @@ class StepSeconds(TypedDict):
 
 
 class PopulationMeans(TypedDict):
-    """What runs of recursive self-aggregation came to: means over the questions.
+    """Hold the results of recursive self-aggregation: means over the questions.
 
     `{"accuracy": [0.52, 0.61, 0.66], "majority_vote": 0.7, "pass_at_n": 0.81}`: `accuracy` is the
-    share of right candidates of each population, the others are of the last.
+    share of right candidates in each population, the others are of the last.
     """
 
     accuracy: list[float]
@@ -134,11 +134,11 @@ class PopulationMeans(TypedDict):
 
 
 class Agreement(TypedDict):
-    """How near an arm is to the teacher on answers that the teacher sampled, token by token.
+    """Measure how near an arm is to the teacher, token by token on the teacher's answers.
 
-    `{"kl": 0.21, "kl_ci95": [0.17, 0.25], "top1": 0.83, "tokens": 1210}`: `kl` estimates
-    KL(T || S), nats a token; `top1` is the share of tokens at which both hold the same likeliest;
-    both are means over questions.
+    `{"kl": 0.21, "kl_ci95": [0.17, 0.25], "top1": 0.83, "tokens": 1210}`: `kl` estimates KL(T || S)
+    in nats a token; `top1` is the share of tokens at which both have the same most likely token.
+    Both are means over questions.
     """
 
     kl: float
@@ -148,11 +148,13 @@ class Agreement(TypedDict):
 
 
 class MeasuredAccuracy(TypedDict):
-    """Accuracy on n held-out questions; answers that name no option count as wrong and apart.
+    """Hold the accuracy on n held-out questions. Answers that name no option are `parse_failures`
+    and count as wrong.
 
     `{"accuracy": 0.88, "ci95": [0.828, 0.918], "n": 200, "parse_failures": 1}`. With `populations`
-    the accuracy is that of the last of them, and parse failures count its candidates. With
-    `agreement` alone it is the share of tokens there; with `f1` too, of a user's own questions.
+    the accuracy is that of the last population, and parse failures count its candidates. With
+    `agreement` alone the accuracy is the share of tokens in it; with `f1` too, it is that of a
+    user's own questions.
     """
 
     accuracy: float
@@ -165,24 +167,25 @@ class MeasuredAccuracy(TypedDict):
 
 
 class ArmResult(MeasuredAccuracy):
-    """Greedy decoding, and the same four numbers sampled (None where only greedy was run)."""
+    """Hold the accuracy of an arm: greedy, and `sampled` (None where only greedy was run)."""
 
     sampled: MeasuredAccuracy | None
 
 
 class KlResult(TypedDict):
-    """Mean doc_kl per token of the on-policy arm: `{"first": 2.31, "last": 0.41}`."""
+    """Hold the mean doc_kl per token of the on-policy arm: `{"first": 2.31, "last": 0.41}`."""
 
     first: float | None
     last: float | None
 
 
 class AggregationGain(TypedDict):
-    """What training gained, on_policy over untrained: of the last population, of the first, and
-    the rest, which aggregation owes to it; `share` is the rest's of the whole, None where nothing
-    was gained.
+    """Hold what training gained, as on_policy minus untrained: `{"last": 0.2, "first": 0.08,
+    "aggregation": 0.12, "share": 0.6}`.
 
-    `{"last": 0.2, "first": 0.08, "aggregation": 0.12, "share": 0.6}`
+    `last` and `first` are the gains of the last and first population. `aggregation` is their
+    difference, which is due to aggregation; `share` is its share of `last`, None where nothing was
+    gained.
     """
 
     last: float
@@ -192,7 +195,7 @@ class AggregationGain(TypedDict):
 
 
 class Compression(TypedDict):
-    """KV tokens: `{"document_tokens": 1180.0, "cartridge_tokens": 128, "ratio": 9.2}` (means)."""
+    """Hold mean KV tokens: `{"document_tokens": 1180.0, "cartridge_tokens": 128, "ratio": 9.2}`."""
 
     document_tokens: float
     cartridge_tokens: int
@@ -200,7 +203,7 @@ class Compression(TypedDict):
 
 
 class PolicyCounts(TypedDict):
-    """What was sampled for training: `{"rollouts": 4800, "tokens": 243600, "stale_tokens": 0}`."""
+    """Count samples for training: `{"rollouts": 4800, "tokens": 243600, "stale_tokens": 0}`."""
 
     rollouts: int
     tokens: int
@@ -208,7 +211,7 @@ class PolicyCounts(TypedDict):
 
 
 class RunResults(TypedDict):
-    """results.json. A run that ended early has the arms it measured and no others.
+    """Hold results.json. A run that ended early has only the arms that it measured.
 
     `phases` is mean seconds per phase, `orchestration_share` the part of a step that is not model
     compute, `tokens_trained` the tokens of each trained arm: `{"on_policy": 243600, ...}`.

@@ -1,4 +1,4 @@
-"""Where a run stands and how its pools are: what the display, `forge status` and metrics show."""
+"""Define the status of a run, its pools and replicas: for display, `forge status` and metrics."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from enum import StrEnum
 
 
 class ReplicaState(StrEnum):
-    """Whether a replica is given requests.
+    """State whether a replica is given requests.
 
-        (start) -> DEAD -> HEALTHY <-> SUSPECT -> DEAD      DRAINING -> (gone)
+        (start) -> DEAD -> HEALTHY <-> SUSPECT -> DEAD      DRAINING -> (removed)
 
-    DEAD also names a replica that is being started: it becomes HEALTHY only once it was told
-    everything that the replicas beside it were told, the current cartridge above all.
+    DEAD is also the state of a replica that is being started. It becomes HEALTHY only once it has
+    every update that the other replicas of its pool have, above all the current cartridge.
     """
 
     HEALTHY = "healthy"
@@ -23,10 +23,10 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """One replica now. `name` is "generator[1]"; `pid` 0 while it has no process, that of rank 0
-    where it has several; `ongoing` the requests it works on; `version` the newest cartridge version
-    it was told (-1 for none); `memory_bytes` the resident memory of all its processes at the last
-    heartbeat."""
+    """Describe one replica now. `name` is "generator[1]". `pid` is 0 without a process, and that of
+    rank 0 with several. `ongoing` counts the requests it works on. `version` is the newest
+    cartridge version it has (-1 for none). `memory_bytes` is the resident memory of all its
+    processes at the last heartbeat."""
 
     name: str
     state: ReplicaState
@@ -39,11 +39,11 @@ class ReplicaStatus:
 
 @dataclass(frozen=True)
 class PoolStatus:
-    """One pool now, and its counts since the run started.
+    """Describe one pool now, with its counts since the run started.
 
     `target` is how many replicas it should have, `waiting` the requests that no replica has yet,
-    `requests` those that ended well, `failures` badly, `retries` the attempts after a request's
-    first, `restarts` the replicas that died and were started anew.
+    `requests` those that succeeded, `failures` those that failed, `retries` the attempts after a
+    request's first, `restarts` the replicas that died and were restarted.
     """
 
     role: str
@@ -58,11 +58,11 @@ class PoolStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One look at a run. Plain data, so it crosses processes as it is.
+    """Describe a run now. Plain data, so it crosses processes unchanged.
 
     `RunStatus(stage="training on_policy", arm="on_policy", step=12, steps=300, kl=0.43,
-    accuracy=0.71, version=12, tokens_per_second=1834.0, phase="score",
-    phase_seconds={"rollout": 0.21, "score": 0.1}, seconds_left=190.0)`
+    accuracy=0.71, version=12, tokens_per_second=1834.0, phase="score", phase_seconds={"rollout":
+    0.21, "score": 0.1}, seconds_left=190.0)`
 
     `stage` is a phrase for people ("evaluating document"), `phase` the part of the step now in
     progress, `phase_seconds` the mean seconds of each phase so far. `step` is the last finished

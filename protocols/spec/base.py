@@ -1,8 +1,8 @@
-"""What every section of a spec is made of: its base, its broken rules, its lists.
+"""Define the base of every spec section, its rule errors and its list types.
 
-Rules between two keys of a section stand on the later key, which may look at those before it. A
-broken rule says what is required and how to meet it; `protocols.spec.loading` adds what was given
-and where.
+A rule between two keys of a section is a validator of the later key, which sees those before it. A
+broken rule states the requirement and the remedy; `protocols.spec.loading` adds the given value and
+its location.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 
 class SpecSection(BaseModel):
-    """Base of every section: frozen, no unknown keys, no silent conversions."""
+    """Serve as the base of every section: frozen, no unknown keys, no silent conversions."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
@@ -22,7 +22,7 @@ class SpecSection(BaseModel):
 
 
 def broken(rule: str, remedy: str, **context: Any) -> PydanticCustomError:
-    """A broken rule: `broken("must be < tokens (28)", "lower it")`.
+    """Return the error of a broken rule: `broken("must be < tokens (28)", "lower it")`.
 
     A rule between sections adds `key` (dotted, from the model's root) and `got`.
     """

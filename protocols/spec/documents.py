@@ -1,4 +1,4 @@
-"""A user's own documents: how files are read and cut, and the self-study about them."""
+"""Configure a user's own documents: how files are read and cut, and the self-study about them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STUDY_KINDS: tuple[StudyKind, ...] = (
 
 
 class DocumentsSpec(SpecSection):
-    """Files of data.path; each document has a cartridge of its own."""
+    """Configure how the files of data.path are read; each document has a cartridge of its own."""
 
     text_fields: Annotated[tuple[str, ...], AsTuple] = Field(
         default=("text", "content", "body"),
@@ -55,7 +55,7 @@ class DocumentsSpec(SpecSection):
 
 
 class ApiSpec(EndpointSpec):
-    """An external model that writes self-study instead of the mesh's own."""
+    """Configure an external model that writes self-study instead of the mesh's own."""
 
     logprobs: bool = Field(default=False, description="whether it tells log-probabilities")
     concurrency: int = Field(default=8, ge=1, description="calls in flight")
@@ -64,7 +64,7 @@ class ApiSpec(EndpointSpec):
 
 
 class SelfStudySpec(SpecSection):
-    """What is asked about the documents: A writes the user's turn, B the answer."""
+    """Configure the questions about the documents: A writes the user's turn, B the answer."""
 
     rows: str | None = Field(
         default=None,

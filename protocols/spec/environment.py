@@ -1,4 +1,4 @@
-"""Which environment the student acts in, and how long it may take."""
+"""Configure the environment that the student acts in, and its time limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EnvironmentKind = Literal["desk", "openenv"]
 
 
 class EnvironmentSpec(SpecSection):
-    """One environment, for all actors that step it."""
+    """Configure one environment, for all actors that step it."""
 
     kind: EnvironmentKind = Field(
         default="desk", description="desk: the clinic desk, served here; openenv: any such server"

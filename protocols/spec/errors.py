@@ -1,4 +1,4 @@
-"""pydantic's errors in our words: rule, what was given, where, what to do. One line a fault.
+"""Turn pydantic's errors into lines with rule, given value, location and remedy.
 
 replicas must be >= 1: got 0 at meshes/x.yaml:14 (roles.generator.replicas); set it to 1 or more
 """
@@ -23,20 +23,20 @@ from protocols.spec.yaml_source import Key, SourceLocation, show
 
 @dataclass(frozen=True)
 class SpecProblem:
-    """One broken rule. `place` orders faults; `text` is the whole line."""
+    """Hold one broken rule. `place` orders problems; `text` is the whole line."""
 
     place: SourceLocation
     text: str
 
 
 def fault(rule: str, got: Any, place: SourceLocation, key: Key, remedy: str) -> SpecProblem:
-    """`rule` without its subject: "must be >= 1". `got` is shown as YAML would write it."""
+    """Return a problem from `rule` without its subject: "must be >= 1". `got` is shown as YAML."""
     text = f"{_leaf(key)} {rule}: got {show(got)} at {place} ({dotted(key)}); {remedy}"
     return SpecProblem(place, text)
 
 
 def combined(faults: Sequence[SpecProblem]) -> SpecError:
-    """All faults as one error, a line each, files before the command line and by line number."""
+    """Return all problems as one error, a line each: files by line number, then overrides."""
     ordered = sorted(
         dict.fromkeys(faults), key=lambda f: (f.place.line == 0, f.place.source, f.place.line)
     )
@@ -49,24 +49,24 @@ def combined(faults: Sequence[SpecProblem]) -> SpecError:
 def faults_of(
     error: ValidationError, model: type[BaseModel], places: Mapping[Key, SourceLocation]
 ) -> list[SpecProblem]:
-    """Every fault of a failed validation of `model`; `places` must hold `()`."""
+    """Return every problem of a failed validation of `model`; `places` must hold `()`."""
     return [_fault_of(e, model, places) for e in error.errors(include_url=False)]
 
 
 def place_of(key: Key, places: Mapping[Key, SourceLocation]) -> SourceLocation:
-    """Where a key was written; for one that was not, its nearest parent."""
+    """Return where a key was written; for a key that was not, where its nearest parent was."""
     while key not in places:
         key = key[:-1]
     return places[key]
 
 
 def dotted(key: Key) -> str:
-    """`("evaluate", "arms", 2)` -> `"evaluate.arms[2]"`."""
+    """Return a key as text: `("evaluate", "arms", 2)` -> `"evaluate.arms[2]"`."""
     return "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in key).lstrip(".")
 
 
 def unknown_key(key: Key, model: type[BaseModel], place: SourceLocation) -> SpecProblem:
-    """The fault of a key that the section `model` does not have."""
+    """Return the problem of a key that the section `model` does not have."""
     known, leaf = list(model.model_fields), str(key[-1])
     elsewhere = [k for k in _all_keys() if k.rsplit(".", 1)[-1] == leaf]
     near = difflib.get_close_matches(leaf, known, 1) or elsewhere
@@ -78,7 +78,7 @@ def unknown_key(key: Key, model: type[BaseModel], place: SourceLocation) -> Spec
 
 
 def unknown_override(key: Key, place: SourceLocation) -> SpecProblem:
-    """The fault of a `--set` whose first word is neither a mesh's nor a config's."""
+    """Return the problem of a `--set` whose first name is neither a mesh's nor a config's."""
     known = dict.fromkeys([*MeshSpec.model_fields, *LearnSpec.model_fields])
     every = _all_keys()
     near = (
@@ -155,12 +155,12 @@ def _rule_of(
 
 
 def _leaf(key: Key) -> str:
-    """The last name with its index, if any: `"arms[2]"`."""
+    """Return the last name with its index, if any: `"arms[2]"`."""
     return dotted(key).rsplit(".", 1)[-1]
 
 
 def _section_at(model: type[BaseModel], key: Key) -> type[BaseModel] | None:
-    """The section that a key leads to, or None when it leads to a value."""
+    """Return the section that a key leads to, or None when it leads to a value."""
     section: type[BaseModel] | None = model
     for name in key:
         field = section.model_fields.get(str(name)) if section else None

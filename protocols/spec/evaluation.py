@@ -1,4 +1,4 @@
-"""What `forge eval` measures: the typed `configs/eval.yaml`."""
+"""Configure `forge eval`: the typed `configs/eval.yaml`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from protocols.spec.base import SpecSection
 
 
 class EvalSpec(SpecSection):
-    """The same questions, passages and probes for every arm."""
+    """Configure the questions, passages and probes that every arm answers."""
 
     questions: int = Field(default=200, ge=1, description="most questions about the documents")
     max_tokens: int | None = Field(

@@ -1,4 +1,4 @@
-"""What `forge frontier` compares: the typed `configs/frontier.yaml`."""
+"""Configure `forge frontier`: the typed `configs/frontier.yaml`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from protocols.spec.base import AsTuple, SpecSection, broken
 
 
 class FrontierArm(SpecSection):
-    """A strategy with its options, and at most so many tokens."""
+    """Configure one strategy with its options and its token budget."""
 
     strategy: str = Field(min_length=1, description="a name of strategies.catalog")
     options: dict[str, Any] = Field(default={}, description="of the strategy; others: its defaults")
@@ -18,13 +18,13 @@ class FrontierArm(SpecSection):
 
     @property
     def name(self) -> str:
-        """`"self_consistency samples=8"`."""
+        """Return the arm's name: `"self_consistency samples=8"`."""
         told = [f"{key}={value}" for key, value in self.options.items()]
         return " ".join([self.strategy, *told, *([f"budget={self.budget}"] if self.budget else [])])
 
 
 class FrontierSpec(SpecSection):
-    """Arms that answer the same held-out questions over the same cartridges."""
+    """Configure arms that answer the same held-out questions over the same cartridges."""
 
     questions: int = Field(default=200, ge=1, description="most held-out questions")
     max_tokens: int = Field(default=32, ge=1, description="most tokens of one response")

@@ -1,4 +1,4 @@
-"""The machines that a mesh's roles are spread over: the `hosts` section of `meshes/*.yaml`.
+"""Configure the hosts of a mesh's roles: the `hosts` section of `meshes/*.yaml`.
 
 hosts: local                                                     this host alone
 hosts: {kind: addresses, addresses: [tcp://10.0.0.2:26600]}      where `forge worker` listens
@@ -15,12 +15,12 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from protocols.spec.base import AsTuple, SpecSection, broken
 
-# tcp://host:port; an IPv6 host has brackets. A worker says hello on the next port, so there is one.
+# tcp://host:port; an IPv6 host has brackets. A worker serves its WorkerInfo on the next port.
 ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})")
 
 
 class KubernetesSpec(SpecSection):
-    """Pods of MonarchMeshes, one mesh for each role."""
+    """Configure pods of MonarchMeshes, one MonarchMesh for each role."""
 
     namespace: str | None = Field(
         default=None, description="where the pods are; null: forge- and the mesh's name"
@@ -37,7 +37,7 @@ class KubernetesSpec(SpecSection):
 
 
 class SlurmSpec(SpecSection):
-    """One Slurm job, submitted for the run and cancelled at its end."""
+    """Configure one Slurm job, submitted for the run and cancelled at its end."""
 
     nodes: int = Field(default=1, ge=1, description="one worker each; all roles share them")
     partition: str | None = Field(default=None, description="null: the cluster's default")
@@ -53,7 +53,7 @@ class SlurmSpec(SpecSection):
 
 
 class HostsSpec(SpecSection):
-    """The machines that the roles are spread over."""
+    """Configure the hosts that the roles are spread over."""
 
     kind: Literal["local", "addresses", "kubernetes", "slurm"] = Field(
         default="local",

@@ -1,4 +1,4 @@
-"""What a run learns: the typed `configs/*.yaml`."""
+"""Configure what a run learns: the typed `configs/*.yaml`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from protocols.spec.sections import LearnSections
 
 
 class LearnSpec(LearnSections):
-    """A learning config, `configs/*.yaml`: its sections (`protocols.spec.sections`), which keep the
-    rules between them (`protocols.spec.rules`)."""
+    """Hold a learning config, `configs/*.yaml`: the sections of `protocols.spec.sections`,
+    validated by the rules between them in `protocols.spec.rules`."""
 
     @model_validator(mode="after")
     def _across(self) -> LearnSpec:

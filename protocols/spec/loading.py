@@ -1,11 +1,11 @@
-"""From `meshes/x.yaml`, its config, `--config` overlays and `--set` overrides to a RunSpec;
-from `meshes/serve.yaml` and `--set` overrides to a ServeSpec.
+"""Resolve `meshes/x.yaml`, its config, `--config` overlays and `--set` overrides to a RunSpec, and
+`meshes/serve.yaml` with `--set` overrides to a ServeSpec.
 
     mesh file                <-  --set of a mesh key
     config it names  <-  --config FILE, in order  <-  --set of a config key
 
-Later wins; mappings merge key by key, everything else is replaced whole. Every value remembers
-where it was written: errors point there, and a relative path starts there.
+Later values win; mappings merge key by key, everything else is replaced as a whole. Every value
+keeps the location where it was written: errors name it, and a relative path starts there.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class LoadedSpec:
-    """A resolved spec and where each of its keys was written."""
+    """Hold a resolved spec and where each of its keys was written."""
 
     spec: RunSpec
     mesh_places: Mapping[Key, SourceLocation]
     learn_places: Mapping[Key, SourceLocation]
 
     def place(self, key: str) -> SourceLocation:
-        """Where a dotted key was written, or its nearest written parent: `"train.lr"`."""
+        """Return where a dotted key, such as `"train.lr"`, or its nearest parent was written."""
         path: Key = tuple(key.split("."))
         return place_of(path, self.mesh_places if path[0] in MESH_KEYS else self.learn_places)
 
@@ -56,7 +56,7 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
     """Read and check a mesh file with its config, `--config` overlays and `--set` overrides.
 
     `sets` are `key.path=value` texts; the value is YAML, and an empty one is null. Raises one
-    SpecError with every fault found, a line each with rule, got, file:line, key and remedy.
+    SpecError with every problem found, a line each with rule, got, file:line, key and remedy.
     """
     faults: list[SpecProblem] = []
     mesh_document = read_yaml(Path(mesh), mesh)
@@ -93,21 +93,19 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
 
 @dataclass(frozen=True)
 class LoadedServeSpec:
-    """A resolved spec of a server and where each of its keys was written."""
+    """Hold a server's resolved spec and where each of its keys was written."""
 
     spec: ServeSpec
     places: Mapping[Key, SourceLocation]
 
     def place(self, key: str) -> SourceLocation:
-        """Where a dotted key was written, or its nearest written parent: `"http.listen"`."""
+        """Return where a dotted key, such as `"http.listen"`, or its nearest parent was written."""
         return place_of(tuple(key.split(".")), self.places)
 
 
 def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServeSpec:
-    """Read and check `meshes/serve.yaml` with `--set` overrides.
-
-    Raises SpecError as `load_spec` does.
-    """
+    """Read and check `meshes/serve.yaml` with `--set` overrides. Raises SpecError as `load_spec`
+    does."""
     faults: list[SpecProblem] = []
     document = read_yaml(Path(path), path)
     values, places = dict(document.values), dict(document.places)
@@ -152,7 +150,7 @@ class SetOverride:
 def _route(
     sets: Sequence[str], faults: list[SpecProblem]
 ) -> tuple[list[SetOverride], list[SetOverride]]:
-    """The overrides of the mesh and of the config; what is neither becomes a fault."""
+    """Split overrides into the mesh's and the config's; any other becomes a problem."""
     mesh, learn = [], []
     for override in _overrides(sets, faults):
         if override.key[0] in MESH_KEYS:
@@ -165,7 +163,7 @@ def _route(
 
 
 def _overrides(sets: Sequence[str], faults: list[SpecProblem]) -> list[SetOverride]:
-    """What `--set` texts say; one that says nothing becomes a fault."""
+    """Parse `--set` texts; one that cannot be parsed becomes a problem."""
     found = []
     for text in sets:
         place = SourceLocation(f"--set {text}", 0, Path.cwd())
@@ -191,7 +189,7 @@ def _override(
     override: SetOverride,
     faults: list[SpecProblem],
 ) -> None:
-    """Set one key, making the mappings on its way."""
+    """Set one key, making the mappings on its path."""
     *parents, leaf = override.key
     section = values
     done: Key = ()
@@ -212,7 +210,7 @@ def _override(
 
 
 def _merge(values: dict[str, Any], places: dict[Key, SourceLocation], over: YamlDocument) -> None:
-    """Lay a document over the values: mappings merge, everything else is replaced."""
+    """Merge a document into the values: mappings merge, everything else is replaced."""
 
     def lay(target: dict[str, Any], source: Mapping[str, Any], key: Key) -> None:
         for name, value in source.items():
@@ -234,7 +232,7 @@ def _forget(places: dict[Key, SourceLocation], key: Key) -> None:
 
 
 def _expand(values: dict[str, Any], section: str, key: str) -> None:
-    """`hosts: kubernetes` is short for `hosts: {kind: kubernetes}`."""
+    """Expand a short form: `hosts: kubernetes` is `hosts: {kind: kubernetes}`."""
     if isinstance(values.get(section), str):
         values[section] = {key: values[section]}
 
@@ -255,10 +253,10 @@ def _checked(
 def _config_document(
     values: Mapping[str, Any], places: Mapping[Key, SourceLocation], faults: list[SpecProblem]
 ) -> YamlDocument | None:
-    """The config that a mesh names; a missing file is a fault where the mesh names it."""
+    """Return the config that a mesh names; a missing file is a problem at the mesh's key."""
     name = values.get("config")
     if not isinstance(name, str) or not name:
-        return None  # the mesh's own validation has said so
+        return None  # the mesh's validation reports it
     place = places[("config",)]
     path = place.directory / name
     if not path.is_file():
@@ -278,16 +276,13 @@ def _read(path: Path, source: str, faults: list[SpecProblem]) -> YamlDocument | 
 
 
 def _shown(path: Path) -> str:
-    """A path as messages show it, `meshes/../configs/x.yaml` as `configs/x.yaml`.
-
-    Under the current directory it is relative to it.
-    """
+    """Return a path as messages show it, relative below the current directory: `configs/x.yaml`."""
     text = os.path.normpath(path)
     return os.path.relpath(text) if Path(text).is_relative_to(Path.cwd()) else text
 
 
 def _with_local_files(spec: MeshSpec, places: Mapping[Key, SourceLocation]) -> MeshSpec:
-    """The spec with the paths of its config and of its certificate absolute."""
+    """Return the spec with the paths of its config and of its certificate absolute."""
     config = str(_absolute(spec.config, places[("config",)].directory))
     pems = {
         key: str(_absolute(path, place_of(("control", key), places).directory))
@@ -299,7 +294,7 @@ def _with_local_files(spec: MeshSpec, places: Mapping[Key, SourceLocation]) -> M
 
 
 def _with_local_paths(spec: LearnSpec, places: Mapping[Key, SourceLocation]) -> LearnSpec:
-    """The spec with local paths absolute; hub ids and URLs stay as they are."""
+    """Return the spec with local paths absolute; hub ids and URLs stay as they are."""
     data, study = spec.data, spec.self_study
     model = _with_local_model(spec.model, place_of(("model", "path"), places).directory)
 

@@ -1,8 +1,8 @@
-"""Where a run runs, and the whole of a run: the typed `meshes/*.yaml` and the resolved spec.
+"""Configure where a run runs, and hold the whole resolved spec of a run.
 
 meshes/x.yaml    MeshSpec   roles, replicas, processes, hosts, tensor plane; names its config
 configs/x.yaml   LearnSpec  model, data, cartridge, rollout, teacher, loss, train, evaluate
-both, resolved   RunSpec    what is run, checkpointed and written into the run directory
+both, resolved   RunSpec    the run, as checkpointed and written into the run directory
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from protocols.spec.services import (
 
 
 class RoleSpec(SpecSection):
-    """How many of a role there are, and what each may use."""
+    """Configure how many replicas a role has, and the resources of each."""
 
     replicas: int = Field(default=1, ge=1, description="copies that share the work")
     procs: int = Field(default=1, ge=1, description="processes of one replica: ranks")
@@ -64,7 +64,7 @@ class RoleSpec(SpecSection):
 
 
 class RolesSpec(SpecSection):
-    """The roles of cartridge training. A run has those that its channels need (`RunSpec.roles`)."""
+    """Configure the roles of cartridge training; `RunSpec.roles` are those that a run needs."""
 
     generator: RoleSpec = Field(default=RoleSpec(), description="samples with the cartridge")
     doc_teacher: RoleSpec = Field(default=RoleSpec(), description="scores with the document")
@@ -80,13 +80,13 @@ class RolesSpec(SpecSection):
 
 
 HINTED_TEACHER = "sdpo_teacher"
-TEACHERS = ("doc_teacher", HINTED_TEACHER)  # the roles that score what the student wrote
-CARTRIDGE_READERS = ("generator", HINTED_TEACHER)  # those that read with the cartridges
-MODEL_ROLES = ("generator", *TEACHERS, "trainer")  # those that load the model
+TEACHERS = ("doc_teacher", HINTED_TEACHER)  # the roles that score the student's tokens
+CARTRIDGE_READERS = ("generator", HINTED_TEACHER)  # the roles that load cartridges
+MODEL_ROLES = ("generator", *TEACHERS, "trainer")  # the roles that load the base model
 
 
 class MeshSpec(SpecSection):
-    """A mesh, `meshes/*.yaml`."""
+    """Configure a mesh, `meshes/*.yaml`."""
 
     name: str = Field(description="names the run directory: lower-case letters, digits and _")
     config: str = Field(min_length=1, description="the learning config, relative to the mesh file")
@@ -141,14 +141,14 @@ class MeshSpec(SpecSection):
 
 
 class RunSpec(SpecSection):
-    """One run, resolved: local paths are absolute, every default is filled in, no secrets."""
+    """Hold one run, resolved: local paths are absolute, every default is filled in, no secrets."""
 
     mesh: MeshSpec = Field(description="where it runs")
     learn: LearnSpec = Field(description="what it learns")
 
     @property
     def roles(self) -> tuple[tuple[str, RoleSpec], ...]:
-        """(name, role) of the roles that this run needs, in the order that a step meets them."""
+        """Return (name, role) of the roles that this run needs, in the order of a step."""
         learn, objective = self.learn, self.learn.objective
         needed = {
             "generator": True,
@@ -163,11 +163,11 @@ class RunSpec(SpecSection):
 
     @property
     def default_run_root(self) -> Path:
-        """Where runs of this mesh lie: `runs/<mesh name>`, under the current directory."""
+        """Return the root of this mesh's runs, `runs/<mesh name>` in the current directory."""
         return Path("runs") / self.mesh.name
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON or YAML; `RunSpec.model_validate` reads them back, equal."""
+        """Return plain values for JSON or YAML; `RunSpec.model_validate` reads them back, equal."""
         return self.model_dump(mode="json")
 
 

@@ -1,4 +1,4 @@
-"""The shape of a Llama-like model, as its files or the spec tell it."""
+"""Read the shape of a Llama-like model from its config.json or from the spec."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def model_shape(model: ModelSpec) -> ShapeSpec | None:
-    """The shape from the model's config.json, else from `model.shape`, else None."""
+    """Return the shape in config.json, else `model.shape`. Raises SpecError for other models."""
     path = Path(model.path) / "config.json"
     if not path.is_file():
         return model.shape

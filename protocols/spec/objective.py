@@ -1,9 +1,9 @@
-"""The combined objective: which channels weigh what, and the form of each.
+"""Configure the combined objective: the weight of each channel, and its form.
 
     total = w_doc * doc_kl  +  w_rl * grpo  +  alpha * sdpo  +  beta * replay_dpo
 
-Every weight but w_doc is 0 unless it is given: a channel of weight 0 is left out of the step. What
-the keys do is told by the channel's module in `learning.losses`.
+Every weight but w_doc is 0 by default, and a step leaves out a channel of weight 0. The channel's
+module in `learning.losses` documents what its keys do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from protocols.spec.environment import EnvironmentSpec
 
 
 class LossSpec(SpecSection):
-    """doc_kl: student against teacher on the sampled tokens, nats per token."""
+    """Configure doc_kl: student against teacher on the sampled tokens, nats per token."""
 
     direction: Literal["forward", "reverse", "jsd", "cross_entropy"] = Field(
         default="forward",
@@ -45,7 +45,7 @@ class LossSpec(SpecSection):
 
 
 class MismatchSpec(SpecSection):
-    """What to do where sampler and trainer disagree on a token's probability."""
+    """Configure the correction of tokens whose probability differs between sampler and trainer."""
 
     level: Literal["token", "sequence"] = Field(
         default="token", description="weigh each token, or the episode by their product"
@@ -59,7 +59,7 @@ class MismatchSpec(SpecSection):
 
 
 class GrpoSpec(SpecSection):
-    """The policy gradient over verifiable rewards."""
+    """Configure the policy gradient over verifiable rewards."""
 
     baseline: Literal["grpo", "dr_grpo", "rloo"] = Field(
         default="grpo", description="what a reward is compared with, within its group"
@@ -94,7 +94,7 @@ class GrpoSpec(SpecSection):
 
 
 class SdpoSpec(SpecSection):
-    """Self-distillation from the model that has read a hint."""
+    """Configure self-distillation from the model with a hint in its context."""
 
     variant: Literal["jsd", "sampled"] = Field(
         default="jsd", description="divergence over the vocabulary, or the sampled token alone"
@@ -114,7 +114,7 @@ class SdpoSpec(SpecSection):
 
 
 class DpoSpec(SpecSection):
-    """Preferences of external teachers."""
+    """Configure training on the preferences of external teachers."""
 
     variant: Literal["dpo", "dpo_length_normalised"] = Field(
         default="dpo", description="log-probabilities summed over a completion, or its mean"
@@ -147,7 +147,7 @@ class DpoSpec(SpecSection):
 
 
 class ObjectiveSpec(SpecSection):
-    """Weights and forms of the channels; doc_kl's form is the section `loss` beside this one."""
+    """Configure weights and forms of the channels; the section `loss` has the form of doc_kl."""
 
     w_doc: float = Field(default=1.0, ge=0, description="weight of document distillation")
     w_rl: float = Field(default=0.0, ge=0, description="weight of verifiable rewards")
@@ -191,12 +191,12 @@ class ObjectiveSpec(SpecSection):
 
     @property
     def of_episodes(self) -> bool:
-        """Whether any channel learns from episodes, with an environment or of rsa."""
+        """Return whether any channel learns from episodes, of an environment or of rsa."""
         return self.w_rl > 0 or self.alpha > 0 or self.beta > 0
 
 
 class EpisodesSpec(SpecSection):
-    """Episodes of several turns with an environment's tools, sampled in groups."""
+    """Configure episodes of several turns with an environment's tools, sampled in groups."""
 
     environment: EnvironmentSpec = Field(
         default=EnvironmentSpec(), description="what answers the student's calls"

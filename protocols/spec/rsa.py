@@ -1,12 +1,12 @@
-"""Training by recursive self-aggregation: a whole run is one rollout.
+"""Configure training by recursive self-aggregation: a whole run is one rollout.
 
     a step    `examples` problems x `rollouts_per_example` runs x T populations of M * N candidates
     reward    final_reward_metric of the last population
               + greedy_reward_weight * mean score of all T * M * N candidates
 
-Every candidate is a training sample of its own. With `advantage: rollout` all of a run have the
-run's reward, compared with the other runs of its problem; with `population` each has its own score,
-compared with its population's.
+Every candidate is a training sample of its own. With `advantage: rollout` each candidate has the
+reward of its run, compared with the other runs of the problem. With `population` it has its own
+score, compared with those of its population.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OF_DOCUMENTS = ("clinic", "sentences")
 
 
 class ProblemsSpec(SpecSection):
-    """Where problems come from, and who judges their answers."""
+    """Configure the source of problems and the judge of their answers."""
 
     kind: ProblemKind = Field(
         default="clinic",
@@ -65,7 +65,7 @@ class ProblemsSpec(SpecSection):
 
 
 class RsaSpec(SpecSection):
-    """Recursive self-aggregation, as rollouts to train on."""
+    """Configure recursive self-aggregation as rollouts to train on."""
 
     M: int = Field(default=1, ge=1, description="islands, a power of two")
     N: int = Field(default=4, ge=1, description="candidates of an island")
@@ -93,5 +93,5 @@ class RsaSpec(SpecSection):
 
     @property
     def candidates(self) -> int:
-        """Of all populations of one run."""
+        """Return the number of candidates in all populations of one run."""
         return self.T * self.M * self.N

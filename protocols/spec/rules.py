@@ -1,4 +1,4 @@
-"""What the sections of a learning config need of each other; rules inside one stand there."""
+"""Check the rules between sections of a learning config; each section checks its own rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protocols.spec.sections import LearnSections
 
 
 def across_sections(spec: LearnSections) -> None:
-    """Raise for the first rule between sections that a config breaks."""
+    """Raise PydanticCustomError for the first rule between sections that a config breaks."""
     if spec.rollout.max_tokens >= spec.train.row_tokens:
         raise broken(
             f"must be < train.row_tokens ({spec.train.row_tokens})",
@@ -39,7 +39,7 @@ def across_sections(spec: LearnSections) -> None:
 
 
 def _across_company(spec: LearnSections) -> None:
-    """What training on compositions needs of other sections."""
+    """Check what training on compositions needs of other sections."""
     alone = spec.data.patients < 2 or spec.episodes is not None or spec.rsa is not None
     if spec.train.compose and alone:
         raise broken(
@@ -51,7 +51,7 @@ def _across_company(spec: LearnSections) -> None:
 
 
 def _across_documents(spec: LearnSections) -> None:
-    """What a user's documents need of other sections."""
+    """Check what a user's documents need of other sections."""
     study, train = spec.self_study, spec.train
     if (study is None) != (spec.data.source != "documents"):
         raise broken(
@@ -96,7 +96,7 @@ def _across_documents(spec: LearnSections) -> None:
 
 
 def _across_channels(spec: LearnSections) -> None:
-    """What the channels need of other sections."""
+    """Check what the channels need of other sections."""
     objective, episodes = spec.objective, spec.episodes
     if objective.of_episodes and episodes is None and spec.rsa is None:
         raise broken(
@@ -133,7 +133,7 @@ def _across_channels(spec: LearnSections) -> None:
 
 
 def _across_rewards(spec: LearnSections) -> None:
-    """What training on rewards needs, of episodes and of runs of rsa alike."""
+    """Check what training on rewards needs, from episodes or from rsa."""
     if spec.train.staleness:
         raise broken(
             "must be 0 with episodes or rsa, whose ratios are those of the version being trained",
@@ -160,7 +160,7 @@ def _across_rewards(spec: LearnSections) -> None:
 
 
 def _across_rsa(spec: LearnSections, rsa: RsaSpec) -> None:
-    """What runs of recursive self-aggregation need of each other's numbers and other sections."""
+    """Check what rsa needs of its own numbers and of other sections."""
     fault = shape_fault(rsa.M, rsa.N, rsa.K, rsa.T)
     if fault is not None:
         name, rule, remedy = fault

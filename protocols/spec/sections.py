@@ -1,4 +1,4 @@
-"""The sections of a learning config. `protocols.spec.learn` has the root that they make up."""
+"""Configure the parts of a learning config; `protocols.spec.learn` has the root that joins them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARMS: tuple[Arm, ...] = ("none", "document", "untrained", "offline", "on_policy"
 
 
 class ShapeSpec(SpecSection):
-    """A Llama-like model's shape, for a plan where its config.json is not at hand."""
+    """Describe a Llama-like model's shape, for a plan without the model's config.json."""
 
     layers: int = Field(ge=1, description="transformer layers")
     hidden: int = Field(ge=1, description="width of the residual stream")
@@ -41,7 +41,7 @@ class ShapeSpec(SpecSection):
 
 
 class ModelSpec(SpecSection):
-    """The frozen base model."""
+    """Configure the frozen base model."""
 
     path: str = Field(
         min_length=1,
@@ -64,7 +64,7 @@ JoinedPaths = BeforeValidator(_join_paths)
 
 
 class DataSpec(SpecSection):
-    """Patients, their documents and their questions."""
+    """Configure the patients, their documents and their questions."""
 
     source: Literal["clinic", "longhealth", "desk", "primer", "documents"] = Field(
         default="clinic",
@@ -134,7 +134,7 @@ class DataSpec(SpecSection):
 
 
 class CartridgeSpec(SpecSection):
-    """The trainable KV prefix of one document."""
+    """Configure the trainable KV prefix of one document."""
 
     tokens: int = Field(ge=2, description="KV positions P of a cartridge, tokens")
     frozen: int = Field(
@@ -157,7 +157,7 @@ class CartridgeSpec(SpecSection):
 
 
 class RolloutSpec(SpecSection):
-    """The student's own sampling, on self-study prompts."""
+    """Configure the student's sampling on self-study prompts."""
 
     prompts: int = Field(ge=1, description="prompts a step, over all documents")
     max_tokens: int = Field(ge=1, description="most response tokens of a prompt")
@@ -182,7 +182,7 @@ class RolloutSpec(SpecSection):
 
 
 class GeneratorSpec(SpecSection):
-    """What runs the generators. All but `backend` belongs to vLLM's engine."""
+    """Configure the generators' engine. All keys but `backend` belong to vLLM."""
 
     backend: Literal["torch", "vllm"] = Field(
         default="torch", description="torch, embedded; or vllm, which `make install-vllm` brings"
@@ -208,7 +208,7 @@ class GeneratorSpec(SpecSection):
 
 
 class TeacherSpec(SpecSection):
-    """The same model with the whole document in context."""
+    """Configure the document teacher: the base model with the whole document in context."""
 
     top_k: int | Literal["full"] = Field(
         default=20, description="teacher log-probabilities kept per token, or full for all"
@@ -235,7 +235,7 @@ class TeacherSpec(SpecSection):
 
 
 class WarmStartSpec(SpecSection):
-    """The hybrid: first on text that the teacher wrote, then on policy."""
+    """Configure the warm start: first steps on the teacher's text, then on policy."""
 
     steps: int = Field(ge=1, description="most steps on the teacher's text")
     plateau: int = Field(
@@ -250,7 +250,7 @@ class WarmStartSpec(SpecSection):
 
 
 class TrainSpec(SpecSection):
-    """The optimiser: Adam on the cartridges alone."""
+    """Configure the optimiser: Adam on the cartridges alone."""
 
     steps: int = Field(ge=1, description="optimiser steps of the run")
     lr: float = Field(default=0.02, gt=0, description="Adam's learning rate after warm-up")
@@ -305,7 +305,7 @@ class TrainSpec(SpecSection):
 
 
 class EvaluateSpec(SpecSection):
-    """Held-out questions, and the arms that answer them."""
+    """Configure held-out questions, and the arms that answer them."""
 
     arms: Annotated[tuple[Arm, ...], AsTuple] = Field(
         default=ARMS, min_length=1, description="what stands before the questions"
@@ -341,7 +341,7 @@ class EvaluateSpec(SpecSection):
 
 
 class LearnSections(SpecSection):
-    """All sections of a learning config, without the rules between them."""
+    """Hold all sections of a learning config, without the rules between them."""
 
     model: ModelSpec = Field(description="the frozen base model")
     data: DataSpec = Field(description="patients, documents and questions")

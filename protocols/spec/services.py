@@ -1,6 +1,6 @@
-"""How the services behave: health, routing, scaling, the control plane and what is seen of a run.
+"""Configure the services: health, routing, scaling, control plane and telemetry.
 
-Sections of `meshes/*.yaml` and of its roles; every one has defaults that suit one machine.
+These are sections of `meshes/*.yaml` and of its roles; all defaults suit one machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RouterName = Literal["round_robin", "least_loaded", "session"]
 
 
 class HealthSpec(SpecSection):
-    """When a silent replica is doubted, and when it is given up and replaced."""
+    """Configure when a silent replica becomes suspect, and when it is dead and replaced."""
 
     heartbeat_s: float = Field(default=0.5, gt=0, description="seconds between two heartbeats")
     suspect_after_s: float = Field(
@@ -46,7 +46,7 @@ class HealthSpec(SpecSection):
 
 
 class AutoscaleSpec(SpecSection):
-    """A pool's size by its load: ongoing and waiting requests per replica."""
+    """Configure a pool's size by its load: ongoing and waiting requests per replica."""
 
     min: int = Field(ge=1, description="fewest replicas")
     max: int = Field(ge=1, description="most replicas")
@@ -71,7 +71,7 @@ class AutoscaleSpec(SpecSection):
 
 
 class ControlSpec(SpecSection):
-    """The gRPC control plane. Its address is in the run directory's endpoints.json."""
+    """Configure the gRPC control plane. Its address is in the run directory's endpoints.json."""
 
     listen: str = Field(
         default="127.0.0.1:0", description="host:port of the control plane; port 0 takes a free one"
@@ -92,7 +92,7 @@ class ControlSpec(SpecSection):
     @classmethod
     def _is_guarded(cls, value: str | None, info: ValidationInfo) -> str | None:
         if not info.data.keys() >= {"listen", "token_env", "tls_cert"}:
-            return value  # one of them is broken, and has its own message
+            return value  # one of them is invalid and reported on its own
         if (value is None) != (info.data["tls_cert"] is None):
             raise broken("must be given with control.tls_cert", "give both or neither")
         listen = info.data["listen"]
@@ -107,7 +107,7 @@ class ControlSpec(SpecSection):
 
 
 class TelemetrySpec(SpecSection):
-    """What is seen of a run beside its JSON lines, which are always there."""
+    """Configure metrics, trace and sinks beside a run's JSON-lines files, which it always has."""
 
     metrics: str | None = Field(
         default="127.0.0.1:0", description="host:port of Prometheus' /metrics; null for none"
@@ -124,7 +124,7 @@ class TelemetrySpec(SpecSection):
 
 
 class WatchdogSpec(SpecSection):
-    """When a run that makes no progress is called stalled."""
+    """Configure when a run without progress counts as stalled."""
 
     stall_s: float = Field(
         default=60.0, gt=0, description="seconds without any progress before stacks are written"
@@ -132,7 +132,7 @@ class WatchdogSpec(SpecSection):
 
 
 def host_and_port(value: str) -> str:
-    """The address as given. Raises for anything but host:port."""
+    """Return the address unchanged. Raises a rule error for anything but host:port."""
     found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):([0-9]{1,5})", value)
     if not found or int(found[2]) > 65535:
         raise broken("must be host:port", "write it as 127.0.0.1:0")

@@ -1,4 +1,4 @@
-"""What `forge serve` serves and how: the typed `meshes/serve.yaml`."""
+"""Configure `forge serve`: the typed `meshes/serve.yaml`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protocols.spec.services import LOOPBACK, HealthSpec, host_and_port
 
 
 class ServeRolesSpec(SpecSection):
-    """The roles behind the door."""
+    """Configure the roles behind the HTTP server."""
 
     generator: RoleSpec = Field(
         default=RoleSpec(max_ongoing=64), description="samples, with or without a cartridge"
@@ -22,7 +22,7 @@ class ServeRolesSpec(SpecSection):
 
 
 class HttpSpec(SpecSection):
-    """The door: where it listens, who may come in, how much, how long."""
+    """Configure the HTTP server: address, authentication, and limits of size and time."""
 
     listen: str = Field(
         default="127.0.0.1:8000", description="host:port of the server; port 0 takes a free one"
@@ -60,7 +60,7 @@ class HttpSpec(SpecSection):
     @classmethod
     def _is_guarded(cls, value: bool, info: ValidationInfo) -> bool:
         if not info.data.keys() >= {"listen", "key_env"}:
-            return value  # one of them is broken, and has its own message
+            return value  # one of them is invalid and reported on its own
         listen = info.data["listen"]
         if listen.rpartition(":")[0] not in LOOPBACK and not info.data["key_env"] and not value:
             raise broken(
@@ -73,7 +73,7 @@ class HttpSpec(SpecSection):
 
 
 class ServeSpec(SpecSection):
-    """A door with its generators, `meshes/serve.yaml`."""
+    """Configure a server with its generators, `meshes/serve.yaml`."""
 
     name: str = Field(description="names the base model on the wire: letters, digits and . _ / -")
     model: ModelSpec = Field(description="the frozen base model")
@@ -114,7 +114,7 @@ class ServeSpec(SpecSection):
         return value
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON or YAML."""
+        """Return plain values for JSON or YAML."""
         return self.model_dump(mode="json")
 
 

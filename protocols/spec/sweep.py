@@ -1,4 +1,4 @@
-"""What `forge sweep` compares: the typed `configs/sweep_*.yaml`."""
+"""Configure `forge sweep`: the typed `configs/sweep_*.yaml`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Sets = dict[str, Any]  # dotted key of the mesh or the config -> value
 
 
 class VariantSpec(SpecSection):
-    """A way to train, and which of the run's arms are shown, under which name."""
+    """Configure a way to train, and which of the run's arms are shown under which names."""
 
     set: Sets = Field(default={}, description="keys that it sets, over the sweep's own")
     arms: dict[str, str] = Field(
@@ -24,7 +24,7 @@ class VariantSpec(SpecSection):
 
 
 class SweepSpec(SpecSection):
-    """Every combination of the axes' values, trained in every variant, over seeds."""
+    """Configure every combination of the axes' values, trained in every variant, over seeds."""
 
     name: str = Field(pattern=r"^[a-z0-9_-]+$", description="names the folder of its results")
     mesh: str = Field(min_length=1, description="the mesh that is run, relative to this file")
@@ -63,7 +63,7 @@ class SweepSpec(SpecSection):
         return variants
 
     def points(self) -> list[dict[str, Any]]:
-        """Every combination of the axes' values, the last axis fastest."""
+        """Return every combination of the axes' values, the last axis fastest."""
         return [
             dict(zip(self.axes, values, strict=True)) for values in product(*self.axes.values())
         ]

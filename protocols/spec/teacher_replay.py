@@ -1,4 +1,4 @@
-"""How teachers are asked: who they are, what they cost, when a state is worth it, and the caps."""
+"""Configure the external teachers: endpoints, prices, spending caps, and which states they see."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ KEY_NAMES: dict[Provider, str] = {"openai": "OPENAI_API_KEY", "anthropic": "ANTH
 
 
 def open_url(value: str, example: str, remedy: str) -> str:
-    """An http(s) URL that anyone may read, without a slash at its end; `remedy` is what to do with
-    a secret instead."""
+    """Return an http(s) URL without a slash at its end. Raises a rule error for a URL with a user,
+    a password or a query; `remedy` then names the right place for a secret."""
     url = urlsplit(value)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise broken("must be an http(s) URL", f"write it as {example}")
@@ -30,7 +30,7 @@ def open_url(value: str, example: str, remedy: str) -> str:
 
 
 class PriceSpec(SpecSection):
-    """Dollars per million tokens, in steps of 0.001: `PriceSpec(input=1.25, output=10.0)`."""
+    """Hold dollars per million tokens, in steps of 0.001: `PriceSpec(input=1.25, output=10.0)`."""
 
     input: float = Field(ge=0, description="dollars per million tokens read")
     output: float = Field(ge=0, description="dollars per million tokens written")
@@ -47,7 +47,7 @@ class PriceSpec(SpecSection):
 
 
 class EndpointSpec(SpecSection):
-    """An external model: who serves it, where, and which variable holds the key."""
+    """Configure an external model: its provider, its URL, and the variable that holds the key."""
 
     provider: Provider = Field(description="which wire format its server speaks")
     model: str = Field(min_length=1, description="the provider's name of the model")
@@ -75,13 +75,13 @@ class EndpointSpec(SpecSection):
         if value is None:
             return KEY_NAMES.get(info.data.get("provider", "openai"))
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
-            # The value may be the key itself, put in the wrong place: it is not repeated.
+            # The value may be the key itself, written in the wrong place: it is not repeated.
             raise broken("must be the name of an environment variable", "export the key under it")
         return value
 
 
 class ReplayTeacherSpec(EndpointSpec):
-    """One external teacher. Limits hold over all actors that ask it."""
+    """Configure one external teacher. Limits hold over all actors that call it."""
 
     name: str = Field(min_length=1, description="its name in votes and in the ledger")
     prices: PriceSpec = Field(description="what its tokens cost")
@@ -113,7 +113,7 @@ class ReplayTeacherSpec(EndpointSpec):
 
 
 class GateSpec(SpecSection):
-    """Where a vote can matter: the value of information."""
+    """Configure in which states a vote can matter: the value of information."""
 
     everywhere: bool = Field(default=False, description="ask in every state")
     error_turns: bool = Field(default=True, description="ask where the turn met a failure")
@@ -123,8 +123,8 @@ class GateSpec(SpecSection):
 
 
 class LocalSpec(SpecSection):
-    """A provider of our own on loopback in the teachers' place, for demos and tests: it reads the
-    desk's handbook. No key is needed, and its prices are paid in no money."""
+    """Configure a fake provider on loopback in place of the teachers, for demos and tests. It reads
+    the clinic desk's handbook, needs no key, and its prices cost no money."""
 
     right: float = Field(default=0.9, ge=0, le=1, description="share of its answers that are right")
     rate_limit: float = Field(default=0.0, ge=0, lt=1, description="share of calls answered 429")
@@ -134,7 +134,7 @@ class LocalSpec(SpecSection):
 
 
 class ReplaySpec(SpecSection):
-    """The teachers, how their votes are counted, and what they may cost together."""
+    """Configure the teachers, how their votes are counted, and their common spending cap."""
 
     teachers: Annotated[tuple[ReplayTeacherSpec, ...], AsTuple] = Field(
         min_length=1, description="who votes"

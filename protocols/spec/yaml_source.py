@@ -1,7 +1,7 @@
-"""YAML with the line of every key, so that an error can point at what the user wrote.
+"""Read YAML with the line of every key, so that an error can name what the user wrote.
 
-YAML 1.2's core types only: `no` is a word, `1e-3` a number, `2024-01-01` text. Duplicate keys,
-aliases and custom tags are refused: each makes a file mean something other than it shows.
+Only YAML 1.2's core types are read: `no` is a word, `1e-3` a number, `2024-01-01` text. Duplicate
+keys, aliases and custom tags are refused: each makes a file mean something other than it shows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Key = tuple[str | int, ...]  # ("evaluate", "arms", 2)
 
 @dataclass(frozen=True)
 class SourceLocation:
-    """Where a value was written: `SourceLocation("meshes/x.yaml", 14, Path("meshes"))`.
+    """Locate a written value: `SourceLocation("meshes/x.yaml", 14, Path("meshes"))`.
 
     `line` counts from 1; 0 means no line (an override on the command line, a missing file).
     Relative paths in the value start at `directory`.
@@ -37,7 +37,7 @@ class SourceLocation:
 
 @dataclass(frozen=True)
 class YamlDocument:
-    """What a file says and where: `places` holds every key and list item; `()` is the file."""
+    """Hold values and their locations: `places` has every key and list item; `()` is the file."""
 
     values: dict[str, Any]
     places: Mapping[Key, SourceLocation]
@@ -85,7 +85,7 @@ for _tag, _pattern, _first in _CORE_TYPES:
 
 
 def read_yaml(path: Path, source: str) -> YamlDocument:
-    """The mapping in a YAML file; `source` is how messages name it.
+    """Return the mapping in a YAML file; `source` is its name in messages.
 
     Raises SpecError, one line with file and line, when the file cannot be read, is not UTF-8, is
     not YAML, is empty, is no mapping, or gives a key twice.
@@ -108,7 +108,7 @@ def read_yaml(path: Path, source: str) -> YamlDocument:
 
 
 def parse_document(text: str, source: str, directory: Path) -> YamlDocument:
-    """The mapping in a YAML text, with places. Raises SpecError as `read_yaml` does."""
+    """Return the mapping in a YAML text, with locations. Raises SpecError as `read_yaml` does."""
     values, places = _parse(text, source, directory)
     if values is None:
         raise SpecError(f"{source} is empty; write the keys of the spec into it")
@@ -121,7 +121,7 @@ def parse_document(text: str, source: str, directory: Path) -> YamlDocument:
 
 
 def parse_value(text: str, source: str) -> Any:
-    """A value from the command line, as YAML: `"0.02"`, `"[recite, question]"`, `""` for null.
+    """Parse a command-line value as YAML: `"0.02"`, `"[recite, question]"`, `""` for null.
 
     Raises SpecError when it is no YAML.
     """
@@ -129,13 +129,13 @@ def parse_value(text: str, source: str) -> Any:
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
-    """Block-style YAML that `read_yaml` reads back as the same values."""
+    """Return block-style YAML that `read_yaml` reads back as the same values."""
     # Characters beyond ASCII are escaped: PyYAML does not read all of them back as it wrote them.
     return yaml.dump(dict(values), Dumper=YamlDumper, sort_keys=False, default_flow_style=False)
 
 
 def show(value: Any) -> str:
-    """A value as an error shows it: short, in YAML's words: `'text'`, null, true, [1, 2]."""
+    """Return a value as errors show it: short, in YAML's words: `'text'`, null, true, [1, 2]."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -181,7 +181,7 @@ def _syntax_message(error: yaml.MarkedYAMLError, source: str, line: int) -> str:
 
 
 def _build(loader: YamlLoader, node: yaml.Node, key: Key, places: dict[Key, SourceLocation]) -> Any:
-    """The node's value; writes the place of every key and item beneath `key`."""
+    """Return the node's value; adds the location of every key and item below `key` to `places`."""
     here = places[key]
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Any] = {}

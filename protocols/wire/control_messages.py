@@ -1,4 +1,4 @@
-"""A run's status as messages of control.proto, and back. The two are equal after a round trip."""
+"""Convert a run's status to messages of control.proto and back; a round trip keeps it equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from protocols.records.status import PoolStatus, ReplicaState, ReplicaStatus, Ru
 from protocols.wire import control_pb2 as pb
 
 CONTROL = pb.DESCRIPTOR.services_by_name["Control"].full_name
-RUN_KEY = "forge-run"  # the metadata key in which a client names the run that it means
+RUN_KEY = "forge-run"  # the metadata key by which a client names its run
 
 _STATES = {pb.ReplicaState.Value(f"REPLICA_STATE_{s.name}"): s for s in ReplicaState}
 
@@ -35,7 +35,7 @@ def run_status(message: pb.RunStatus) -> RunStatus:
 
 def pool_status(message: pb.PoolStatus) -> PoolStatus:
     """Return the pool's status in a message."""
-    # DEAD for a state of a newer server: its replica, whatever it is, is not one to count on.
+    # DEAD for a state that only a newer server knows: nothing may rely on that replica.
     replicas = tuple(
         ReplicaStatus(**_fields(r) | {"state": _STATES.get(r.state, ReplicaState.DEAD)})
         for r in message.replicas

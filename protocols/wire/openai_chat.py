@@ -1,10 +1,9 @@
-"""OpenAI's chat completions and completions, one copy for the server and the recorder of episodes.
+"""Define OpenAI's chat completions and completions, for the server and for the episode recorder.
 
-`HarnessRequest` reads anybody's chat and leaves alone what it does not know. `ChatRequest` and
-`CompletionRequest` are what the server takes; the schema is the truth. A field of OpenAI's that is
-not served may be given with the value that asks for nothing (`echo: false`, `frequency_penalty:
-0`), so that clients which always send it work; any other value, and any field that is not here,
-is answered 400 with its name.
+`HarnessRequest` reads any client's chat and ignores unknown fields. `ChatRequest` and
+`CompletionRequest` are the server's strict schema. An OpenAI field that is not served may be given
+with its neutral value (`echo: false`, `frequency_penalty: 0`), so that clients which always send it
+work. The server answers any other value, and any field that is not here, with 400 and its name.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CartridgeText = Annotated[str, Field(max_length=128)]
 FinishReason = Literal["stop", "length"]
 
 
-# A chat as anybody sends it
+# Chats of any client
 
 
 class HarnessText(BaseModel):
@@ -43,8 +42,8 @@ class HarnessCall(BaseModel):
 
 
 class HarnessMessage(BaseModel):
-    """A message; its content is text, or parts of text, which are joined. An assistant's may be
-    calls and no text."""
+    """Read a message; its content is text, or parts of text, which are joined. An assistant's
+    message may hold calls and no text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Sequence[HarnessText] | None = None
@@ -57,7 +56,7 @@ class HarnessMessage(BaseModel):
 
     @property
     def speaker(self) -> Role:
-        """Return the role as templates have it: a developer is the system."""
+        """Return the role for chat templates: "developer" becomes "system"."""
         return "system" if self.role == "developer" else self.role
 
 
@@ -87,11 +86,11 @@ class HarnessRequest(BaseModel):
         return tuple(AgentTool(f.name, f.description or "", f.parameters or {}) for f in functions)
 
 
-# What the server takes
+# Requests to the server
 
 
 class RequestPart(BaseModel):
-    """A part of a request: no unknown fields, no silent conversions."""
+    """Serve as the base of every part of a request: no unknown fields, no silent conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -102,7 +101,7 @@ class TextPart(HarnessText, RequestPart): ...
 class ChatMessage(HarnessMessage, RequestPart):
     content: str | list[TextPart] | None = None
     name: str | None = Field(None, description="taken and left alone")
-    # What clients send back of an answer of ours; none of it may hold anything.
+    # Clients send these fields back from earlier responses; they must be empty.
     refusal: None = None
     annotations: list[Any] | None = Field(None, max_length=0)
     audio: None = None
@@ -116,7 +115,7 @@ class ServedStreamOptions(StreamOptions, RequestPart):
 
 
 class ForgeOptions(RequestPart):
-    """The extension field `forge`: which cartridges, and which strategy to answer with."""
+    """Read the extension field `forge`: which cartridges, and which strategy to answer with."""
 
     cartridge: CartridgeText | None = Field(None, description="NAME, NAME@3 or NAME@latest")
     cartridges: list[CartridgeText] | None = Field(
@@ -131,7 +130,7 @@ class ForgeOptions(RequestPart):
 
 
 class SamplingFields(RequestPart):
-    """What both OpenAI endpoints take."""
+    """Read the fields that both OpenAI endpoints share."""
 
     model: str = Field(max_length=320, description="BASE[+CARTRIDGE[@VERSION]][:STRATEGY]")
     max_tokens: int | None = Field(
@@ -150,10 +149,10 @@ class SamplingFields(RequestPart):
     stream: bool | None = Field(None, description="server-sent events")
     stream_options: ServedStreamOptions | None = None
     forge: ForgeOptions | None = None
-    # Not about the answer: taken and left alone.
+    # Accepted and ignored: no effect on the response.
     user: str | None = None
     metadata: dict[str, str] | None = None
-    # Not served.
+    # Not served: neutral values only.
     frequency_penalty: float | None = Field(None, ge=0, le=0)
     presence_penalty: float | None = Field(None, ge=0, le=0)
     logit_bias: dict[str, float] | None = Field(None, max_length=0)
@@ -170,10 +169,10 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = Field(
         None, ge=0, le=20, description="and of so many likeliest ones; needs logprobs"
     )
-    # Not about the answer: taken and left alone.
+    # Accepted and ignored: no effect on the response.
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    # Not served.
+    # Not served: neutral values only.
     response_format: TextFormat | None = None
     tools: list[Any] | None = Field(None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
@@ -191,25 +190,25 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(
         None, ge=0, le=20, description="log-probabilities of every token and of so many likeliest"
     )
-    # Not served.
+    # Not served: neutral values only.
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
 
 
-# What the server answers
+# Responses of the server
 
 
 class ResponsePart(BaseModel):
-    """A part of an answer: what was not set is left out."""
+    """Serve as the base of every part of a response: fields that were not set are left out."""
 
     def plain(self) -> dict[str, Any]:
         return self.model_dump(exclude_unset=True)
 
 
 class TokenUsage(ResponsePart):
-    """Tokens, as they were read and sampled. A cartridge's tokens are no prompt tokens: they were
-    not sent and not read; `forge.cartridge_tokens` has them."""
+    """Count tokens that were read and sampled. A cartridge's tokens are not prompt tokens, as they
+    are neither sent nor read; `forge.cartridge_tokens` counts them."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -231,7 +230,7 @@ class CartridgeInfo(ResponsePart):
 
 
 class StrategyInfo(ResponsePart):
-    """How a strategy came to its answer."""
+    """Describe how a strategy found its answer."""
 
     name: str
     options: dict[str, Any]
@@ -245,7 +244,7 @@ class StrategyInfo(ResponsePart):
 
 
 class ForgeExtension(ResponsePart):
-    """The extension field `forge` of an answer."""
+    """Carry the extension field `forge` of a response."""
 
     seed: int = Field(description="gives this answer again")
     cartridge: CartridgeInfo | None = None
@@ -255,8 +254,8 @@ class ForgeExtension(ResponsePart):
 
 
 class CompletionHead(ResponsePart):
-    """What both endpoints' answers and chunks have. In a stream `usage` is there with
-    include_usage, null but in the last chunk, and `forge` with the reason to end."""
+    """Carry the fields that responses and chunks of both endpoints share. In a stream with
+    include_usage `usage` is null but in the last chunk; `forge` comes with the finish reason."""
 
     id: str
     created: int
@@ -272,7 +271,7 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """Natural logs under the distribution at temperature 1, before truncation."""
+    """Hold natural logs under the distribution at temperature 1, before truncation."""
 
     top_logprobs: list[TopLogprob]
 
@@ -283,7 +282,7 @@ class ChatLogprobs(BaseModel):
 
 
 class AnswerMessage(ResponsePart):
-    """The message of a choice, or the delta of a chunk's."""
+    """Hold the message of a choice, or the delta of a chunk's choice."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
@@ -311,14 +310,14 @@ class ChunkChoice(ResponsePart):
 
 
 class ChatChunk(CompletionHead):
-    """One event of a stream."""
+    """Hold one event of a stream."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]
 
 
 class CompletionLogprobs(BaseModel):
-    """Natural logs under the distribution at temperature 1, before truncation. Offsets are
+    """Hold natural logs under the distribution at temperature 1, before truncation. Offsets count
     characters from the start of the response."""
 
     tokens: list[str]
@@ -335,7 +334,7 @@ class CompletionChoice(BaseModel):
 
 
 class TextCompletion(CompletionHead):
-    """A whole answer, or one event of a stream: they have the same shape."""
+    """Hold a whole response, or one event of a stream: both have one shape."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]

@@ -1,4 +1,4 @@
-"""Chat completions as OpenAI's clients read them: a reply as one body, or as a stream's events."""
+"""Write chat completions as OpenAI's clients read them: one body, or a stream's events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protocols.teacher_replay import TeacherUsage
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A call of a tool: `FunctionCall("call_1", "find", '{"field":"pulse"}')`."""
+    """Hold a call of a tool: `FunctionCall("call_1", "find", '{"field":"pulse"}')`."""
 
     id: str
     name: str
@@ -21,8 +21,8 @@ class FunctionCall:
 
 @dataclass(frozen=True)
 class ChatReply:
-    """An assistant's words or its refusal. `cut`: they ended at the limit of tokens. With `calls`,
-    those are sent and no words."""
+    """Hold an assistant's text or its refusal. `cut`: the token limit ended it. With `calls`, those
+    are sent and no text."""
 
     text: str
     refused: bool
@@ -41,7 +41,7 @@ def write_completion(model: str, reply: ChatReply, serial: int) -> dict[str, Any
 
 
 def write_events(model: str, reply: ChatReply, serial: int, include_usage: bool) -> list[bytes]:
-    """Return the same as server-sent events, a word each."""
+    """Return a completion as server-sent events, one word each."""
     deltas: list[dict[str, Any]] = [{"role": "assistant"}]
     if reply.calls:
         deltas.append({"tool_calls": [{"index": i, **c} for i, c in enumerate(_calls(reply))]})
@@ -60,7 +60,7 @@ def write_events(model: str, reply: ChatReply, serial: int, include_usage: bool)
 
 
 def write_error(status: int, message: str) -> dict[str, Any]:
-    """Return the body of an answer with this HTTP status."""
+    """Return the body of an error response with this HTTP status."""
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "api_error")
     return {"error": {"type": kind, "message": message}}
 

@@ -1,4 +1,4 @@
-"""Which base model a cartridge is for: the model's shape, RoPE and hash, and what must agree."""
+"""Describe the base model of a cartridge (shape, RoPE, hash) and check that a cartridge fits it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from protocols.errors import DataError
 from registry.formats.cartridge_file import POST_ROPE, CartridgeFile
 
-# Of a config.json, what says how it was saved and not what the model computes.
+# Keys of a config.json that say how it was saved and not what the model computes.
 VOLATILE = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 
 @dataclass(frozen=True)
 class BaseModelInfo:
-    """A model, as far as cartridges must fit it: `BaseModelInfo(4, 2, 32, 4096, "9f..")`.
+    """Describe what cartridges must fit in a model: `BaseModelInfo(4, 2, 32, 4096, "9f..")`.
 
-    `context` is the most positions that it was made for, `config_sha256` that of its config.json,
-    `rope` its rotation, or empty where the config says none, `name` what it is called.
+    `context` is the most positions that the model was made for, `config_sha256` the hash of its
+    config.json, `rope` its rotation (empty where the config has none), and `name` its usual name.
     """
 
     layers: int
@@ -34,7 +34,7 @@ class BaseModelInfo:
 
 
 def read_base(model: Path) -> BaseModelInfo:
-    """The shape in a model's config.json. Raises DataError."""
+    """Read the shape in a model's config.json. Raises DataError where it states none."""
     try:
         config = json.loads((model / "config.json").read_bytes())
         heads = config["num_attention_heads"]
@@ -55,7 +55,7 @@ def read_base(model: Path) -> BaseModelInfo:
 
 
 def model_name(path: str) -> str:
-    """What a model is called elsewhere: a directory's own name, a hub's id as it is."""
+    """Return a model's usual name: the name of a directory, or a hub id as it is."""
     here = Path(path)
     return here.absolute().name if here.is_absolute() or here.is_dir() else path
 
@@ -66,10 +66,10 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Base and scaling of the rotation, in one spelling for old configs and new; {} without one.
+    """Return the rotation's base and scaling in one spelling for all configs; {} without rotation.
 
-    Old: `rope_theta` and `rope_scaling {type or rope_type, factor, ...}`. New: `rope_parameters`,
-    which has them all; where layers differ, one for each type of layer, and is left as it is.
+    Old configs have `rope_theta` and `rope_scaling {type or rope_type, factor, ...}`. New ones have
+    all of it in `rope_parameters`; where that differs by type of layer, it is returned unchanged.
     """
     stated = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     if any(isinstance(value, Mapping) for value in stated.values()):
@@ -82,7 +82,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def misfits(cartridge: CartridgeFile, base: BaseModelInfo) -> list[str]:
-    """Why the cartridge cannot stand before the model's prompts; empty where nothing is wrong."""
+    """Return the reasons why the cartridge cannot be a prefix of the model; empty where it fits."""
     facts, found = cartridge.facts, []
     if facts.keys != POST_ROPE:
         found.append(f"its keys are {facts.keys}, and they are read as post-rope: rotate them")
@@ -116,14 +116,14 @@ def misfits(cartridge: CartridgeFile, base: BaseModelInfo) -> list[str]:
 
 
 def require_fit(cartridge: CartridgeFile, base: BaseModelInfo) -> None:
-    """Raises DataError with every reason."""
+    """Raise DataError with every reason of `misfits`."""
     found = misfits(cartridge, base)
     if found:
         raise DataError("; ".join(found))
 
 
 def made_for(cartridge: CartridgeFile, base: BaseModelInfo) -> CartridgeFile:
-    """The cartridge with what it did not say of its model, after `require_fit`."""
+    """Return the cartridge with missing facts taken from the model; call after `require_fit`."""
     facts = cartridge.facts
     return replace(
         cartridge,

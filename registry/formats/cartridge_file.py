@@ -1,10 +1,10 @@
-"""One cartridge in memory, whatever file it came from: keys and values, and what is known of it.
+"""Hold one cartridge in memory, in whatever format it was stored: keys, values and provenance.
 
     kv      [L, 2, H_kv, P, D]  layer, key or value, key/value head, position, head size
-    frozen  F                   the leading positions that training left alone, 0 <= F < P
+    frozen  F                   the leading positions that are not trained, 0 <= F < P
 
-Keys are rotated (post-RoPE) for the positions 0..P-1, and the input stands at P. That is what
-HazyResearch/cartridges, PEFT and Tokasaurus mean by their files too, none of which says so.
+Keys are rotated (post-RoPE) for the positions 0..P-1, and the input starts at P. The files of
+HazyResearch/cartridges, PEFT and Tokasaurus mean the same, though none of them states it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ POST_ROPE = "post-rope"
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a cartridge was made for and of; whatever is not known is empty.
+    """Describe a cartridge's model and source; what is not known is empty.
 
     base            the model's name or path, as it was trained with
     config_sha256   `registry.formats.base_model.config_hash` of its config.json
     weights_sha256  `learning.model.loading.base_hash` of it, loaded as `weights_dtype`
     rope            `registry.formats.base_model.rope_of` its config.json: base, scaling
-    first_position  where the cartridge begins; `keys` says whether they are rotated
+    first_position  position of the cartridge's first token; `keys` says whether keys are rotated
     source          JSON: run, checkpoint, step, the data's hash, metrics
     """
 
@@ -47,7 +47,7 @@ class Provenance:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Provenance:
-        """Raises TypeError for other fields, or fields of other types."""
+        """Build from plain values. Raises TypeError for other fields, or fields of other types."""
         made = cls(**plain)
         for name, kind in _KINDS.items():
             if not isinstance(getattr(made, name), kind):
@@ -63,7 +63,8 @@ _KINDS: dict[str, type] = {
 
 @dataclass(frozen=True, eq=False)
 class CartridgeFile:
-    """Raises DataError where kv is no [L, 2, H_kv, P, D] of finite numbers, or F is not below P."""
+    """Hold kv, frozen tokens and facts. Raises DataError unless kv is [L, 2, H_kv, P, D] of finite
+    numbers in a supported dtype, and F is below P."""
 
     kv: Tensor
     frozen: int = 0
@@ -111,25 +112,25 @@ class CartridgeFile:
         return str(self.kv.dtype).removeprefix("torch.")
 
     def to(self, dtype: str) -> CartridgeFile:
-        """The same in another dtype. Raises DataError where a number does not fit it."""
+        """Return the cartridge in another dtype. Raises DataError where a number overflows it."""
         return replace(self, kv=self.kv.to(DTYPES[dtype]))
 
     def label(self) -> str:
-        """What is known of it and a checksum over that and the numbers, as one line: for formats
-        that have room for a text. `labelled` reads it."""
+        """Return facts, frozen tokens and a checksum over these and kv as one line of JSON, for
+        formats that can store a text. `labelled` reads it."""
         told = {"facts": asdict(self.facts), "frozen": self.frozen}
         return json.dumps(told | {"sha256": _sha256(told, self.kv)}, sort_keys=True)
 
     def with_source(self, source: Mapping[str, Any]) -> CartridgeFile:
-        """The same, and it is known where from."""
+        """Return the cartridge with `source` merged into its provenance."""
         facts = replace(self.facts, source={**self.facts.source, **source})
         return replace(self, facts=facts)
 
 
 def labelled(kv: Tensor, label: str, frozen: int | None = None) -> CartridgeFile:
-    """A cartridge of these numbers and what its label says. `frozen` is what the file says besides.
+    """Return the cartridge of `kv` and its label. `frozen` is the file's own count, if any.
 
-    Raises DataError where they are not those that the label was written for.
+    Raises DataError where the label is unreadable or does not match kv or `frozen`.
     """
     try:
         told = json.loads(label)

@@ -1,4 +1,4 @@
-"""Every format by its name, which of them a path is, and one turned into another."""
+"""Detect the format of a cartridge's path, read any format, and convert between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from registry.formats.cartridge_file import DTYPES, CartridgeFile
 
 @dataclass(frozen=True)
 class CartridgeFormat:
-    """`read(path)` and `write(cartridge, path, force)`, both of which raise DataError."""
+    """Pair `read(path)` with `write(cartridge, path, force)`, both of which raise DataError."""
 
     read: Callable[[Path], CartridgeFile]
     write: Callable[[CartridgeFile, Path, bool], None]
@@ -29,7 +29,7 @@ RUN = "run"
 
 
 def detect(path: Path) -> str:
-    """The name of the path's format, or `run` for a run or checkpoint. Raises DataError."""
+    """Return the name of the path's format, or `run` for a run or checkpoint. Raises DataError."""
     if not path.exists():
         raise DataError(f"there is nothing at {path}")
     if path.is_file():
@@ -51,14 +51,13 @@ def detect(path: Path) -> str:
 
 
 def read(path: Path, name: str | None = None) -> CartridgeFile:
-    """A cartridge of any format; of a run that has several, the one of that name. Raises DataError
-    or CheckpointError."""
+    """Read any format; `name` chooses a cartridge of a run. Raises DataError or CheckpointError."""
     found = detect(path)
     return run_checkpoint.read(path, name) if found == RUN else FORMATS[found].read(path)
 
 
 def losses(cartridge: CartridgeFile, to: str, dtype: str | None) -> list[str]:
-    """What a conversion would change, or its reader would not take."""
+    """Return what a conversion would change, and why its reader would refuse the result."""
     found = []
     if dtype is not None and cartridge.to(dtype).to(cartridge.dtype).kv.ne(cartridge.kv).any():
         found.append(f"numbers are rounded from {cartridge.dtype} to {dtype}")
@@ -69,7 +68,7 @@ def losses(cartridge: CartridgeFile, to: str, dtype: str | None) -> list[str]:
 def convert(
     cartridge: CartridgeFile, path: Path, to: str, *, dtype: str | None = None, force: bool = False
 ) -> None:
-    """Write the cartridge as a `to`, in a `dtype` if one is named. Raises DataError."""
+    """Write the cartridge in format `to`, in `dtype` if one is given. Raises DataError."""
     if to not in FORMATS:
         raise DataError(f"there is no format {to}; there are {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:

@@ -1,4 +1,4 @@
-"""What can be said of a cartridge's numbers: norms of each layer, and how far two are apart."""
+"""Compare cartridges: norms of each layer, distances between two cartridges, differing facts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from registry.formats.cartridge_file import CartridgeFile
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """Root mean squares over heads, positions and the head's size; largest absolute values."""
+    """Hold root mean squares over heads, positions and head size; largest absolute values."""
 
     keys: float
     values: float
@@ -24,7 +24,7 @@ class LayerNorms:
 
 @dataclass(frozen=True)
 class LayerChange:
-    """|b - a| / |a| and the cosine between a and b, over one layer's keys and its values."""
+    """Hold |b - a| / |a| and the cosine between a and b, over one layer's keys and its values."""
 
     keys: float
     values: float
@@ -38,7 +38,7 @@ def norms(cartridge: CartridgeFile) -> list[LayerNorms]:
 
 
 def changes(a: CartridgeFile, b: CartridgeFile) -> list[LayerChange]:
-    """Raises DataError for cartridges of different shapes."""
+    """Compare two cartridges layer by layer. Raises DataError for different shapes."""
     if a.kv.shape != b.kv.shape:
         raise DataError(
             f"{list(a.kv.shape)} and {list(b.kv.shape)} cannot be compared number by number"
@@ -53,7 +53,7 @@ def changes(a: CartridgeFile, b: CartridgeFile) -> list[LayerChange]:
 
 
 def differences(a: CartridgeFile, b: CartridgeFile) -> list[tuple[str, str, str]]:
-    """(what, in a, in b) of shape, dtype, frozen tokens and provenance, where they differ."""
+    """Return (fact, in a, in b) where shape, dtype, frozen tokens or provenance differ."""
     mine, other = dict(_plain(a)), dict(_plain(b))
     keys = sorted(mine.keys() | other.keys())
     told = ((key, mine.get(key, "-"), other.get(key, "-")) for key in keys)
@@ -61,7 +61,7 @@ def differences(a: CartridgeFile, b: CartridgeFile) -> list[tuple[str, str, str]
 
 
 def provenance(cartridge: CartridgeFile) -> list[tuple[str, str]]:
-    """What is known of it, as texts, nested keys with dots."""
+    """Return the known facts as (key, text), nested keys joined with dots."""
     return [(key, value) for key, value in _flat(asdict(cartridge.facts)) if value]
 
 

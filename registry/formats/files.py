@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Write cartridge files atomically, and never over existing ones unless forced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protocols.files import replacing
 def whole(path: Path, force: bool = False) -> Iterator[Path]:
     """Yield a path beside `path` to make a file or directory at (`protocols.files.replacing`).
 
-    Raises DataError where `path` is there, unless `force`: then it is replaced at the end.
+    Raises DataError where `path` exists, unless `force`: then it is replaced at the end.
     """
     if os.path.lexists(path) and not force:
         raise DataError(f"{path} is there already; give another path, or --force to replace it")

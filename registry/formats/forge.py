@@ -1,10 +1,11 @@
-"""Ours: a directory of one safetensors file and its manifest, checksummed; no pickle.
+"""Read and write this project's format: a directory of one safetensors file and its manifest.
 
     NAME/cartridge.safetensors    one tensor "kv" [L, 2, H_kv, P, D]; its header has the provenance
     NAME/manifest.json            shape, dtype, frozen, bytes, sha256 of the file, provenance
 
-A version in a library is such a directory, with its name and number in the manifest. The file alone
-is read too, as uploads are: its header says as much, with a checksum of its own.
+Both are checksummed, and there is no pickle. A version in a cartridge store is such a directory,
+with its name and number in the manifest. The file alone can be read too, as an upload is: its
+header has the same facts, with a checksum of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HEADER = "forge"  # of the safetensors' metadata: the cartridge's label
 
 @dataclass(frozen=True)
 class CartridgeManifest:
-    """What is known of a cartridge's file. `name` and `version` are a library's."""
+    """Describe a cartridge's file. A cartridge store sets `name` and `version`."""
 
     tokens: int
     frozen: int
@@ -51,7 +52,7 @@ class CartridgeManifest:
         return self.facts.source
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, the provenance's among them."""
+        """Return plain values for JSON, with the provenance's fields beside the others."""
         plain = asdict(self) | {"shape": list(self.shape)}
         facts = plain.pop("facts")
         return plain | {_OURS.get(key, key): value for key, value in facts.items()}
@@ -87,13 +88,13 @@ def read(path: Path) -> CartridgeFile:
 
 
 def write_file(cartridge: CartridgeFile, file: Path) -> None:
-    """The safetensors file alone, neither flushed nor renamed."""
+    """Write the safetensors file alone, neither flushed nor renamed."""
     save_file({"kv": cartridge.kv.contiguous()}, file, metadata={HEADER: cartridge.label()})
 
 
 def read_file(file: Path) -> CartridgeFile:
-    """A file of one tensor "kv", of ours or anyone's. What else its header says is its source, but
-    `base_config_sha256`, which is the base model's. Raises DataError."""
+    """Read a safetensors file with one tensor "kv". In a foreign file's header `base_config_sha256`
+    is the base model's; the other entries become `source`. Raises DataError."""
     try:
         with safe_open(file, framework="pt") as opened:
             names = list(opened.keys())
@@ -119,7 +120,7 @@ def read_file(file: Path) -> CartridgeFile:
 def manifest_of(
     cartridge: CartridgeFile, file: Path, name: str = "", version: int = 0
 ) -> CartridgeManifest:
-    """The manifest of a file that holds the cartridge; reads it whole."""
+    """Return the manifest of a file that holds the cartridge; reads the whole file."""
     return CartridgeManifest(
         tokens=cartridge.tokens, frozen=cartridge.frozen, shape=tuple(cartridge.kv.shape),
         dtype=cartridge.dtype, bytes=file.stat().st_size, sha256=sha256_of(file),
@@ -135,7 +136,7 @@ def write_manifest(folder: Path, manifest: CartridgeManifest) -> None:
 
 
 def read_manifest(folder: Path) -> CartridgeManifest:
-    """Raises DataError where there is none, or not as it was written."""
+    """Read a directory's manifest. Raises DataError where it is missing or not as written."""
     try:
         plain = json.loads((folder / MANIFEST).read_text())
         stated = plain.pop("manifest_sha256", None)

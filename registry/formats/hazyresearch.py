@@ -1,18 +1,18 @@
-"""HazyResearch/cartridges' `.pt`: a zip with a pickle, read by a restricted loader alone.
+"""Read and write HazyResearch/cartridges' `.pt`: a zip with a pickle, read by a restricted loader.
 
     {"trainable_keys":   ParameterList of L [1, H_kv, P-F, D]
      "trainable_values": ...
      "frozen_keys":      ParameterList of L [1, H_kv, F, D]    or, in older files, "fixed_keys"
      "frozen_values":    ...                                                       "fixed_values"
-     "forge":            our label: provenance and checksum, which its readers leave alone}
+     "forge":            this project's label: provenance and checksum, ignored by other readers}
 
-We write the frozen lists under both names; a pickle holds them once. Their code of either age takes
-such a file, and so does Tokasaurus. Without frozen tokens the lists are of tensors [1, H_kv, 0, D]:
-an empty list, which is what their `save` writes, is one that their own loader refuses.
+`write` stores the frozen lists under both names; a pickle holds them once. Old and new versions of
+HazyResearch's code read such a file, and so does Tokasaurus. Without frozen tokens the lists hold
+tensors [1, H_kv, 0, D]: their own `save` writes an empty list, which their own loader refuses.
 
 A pickle can run any code when it is loaded plainly. `torch.load(weights_only=True)` builds tensors,
-containers and ParameterLists, and refuses all else by name. The zip's own checksums are verified
-before, and torch does not do that.
+containers and ParameterLists, and refuses all else by name. `read` verifies the zip's checksums
+first, because torch does not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def write(cartridge: CartridgeFile, path: Path, force: bool = False) -> None:
 
 
 def save(cartridge: CartridgeFile, file: Path) -> None:
-    """The file alone, neither flushed nor renamed."""
+    """Write the file alone, neither flushed nor renamed."""
     kept, learned = (
         cartridge.kv[..., : cartridge.frozen, :],
         cartridge.kv[..., cartridge.frozen :, :],
@@ -54,7 +54,7 @@ def save(cartridge: CartridgeFile, file: Path) -> None:
     keys, values = _parameters(kept[:, 0], False), _parameters(kept[:, 1], False)
     for spelling in SPELLINGS:
         state |= {f"{spelling}_keys": keys, f"{spelling}_values": values}
-    with file.open("wb") as opened:  # a path would put its name into the file
+    with file.open("wb") as opened:  # torch.save stores the name of a path in the file
         torch.save(state, opened)
 
 
@@ -64,7 +64,7 @@ def read(path: Path) -> CartridgeFile:
     learned = {kind: _layers(state, f"trainable_{kind}", size) for kind in ("keys", "values")}
     kept = _kept(state, size)
     for kind, layers in kept.items():
-        # None was frozen: their own empty list, instead of tensors without tokens.
+        # HazyResearch's `save` writes an empty list where no token is frozen.
         kept[kind] = layers or [tensor[:, :, :0] for tensor in learned[kind]]
     _require_alike(learned, kept)
     kv = [
@@ -79,8 +79,8 @@ def read(path: Path) -> CartridgeFile:
 
 
 def _parameters(kv: Tensor, trainable: bool) -> ParameterList:
-    """[L, H_kv, T, D] as L parameters [1, H_kv, T, D], each with a storage of its own: a pickled
-    view would take the whole tensor along."""
+    """Return [L, H_kv, T, D] as L parameters [1, H_kv, T, D], each with a storage of its own: a
+    pickled view would store the whole tensor."""
     return ParameterList(
         [
             Parameter(layer[None].clone(memory_format=torch.contiguous_format), trainable)
@@ -111,7 +111,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _layers(state: dict[str, Any], key: str, size: int) -> list[Tensor]:
-    """One list of a file of `size` bytes; only that of frozen tokens may be empty."""
+    """Return one list of a file of `size` bytes; only that of frozen tokens may be empty."""
     try:
         found = state[key]
         if not isinstance(found, ParameterList | list | tuple):
@@ -143,7 +143,7 @@ def _layers(state: dict[str, Any], key: str, size: int) -> list[Tensor]:
 
 
 def _kept(state: dict[str, Any], size: int) -> dict[str, list[Tensor]]:
-    """The frozen lists; where both spellings are there, they must say the same."""
+    """Return the frozen lists; where both spellings are present, they must be equal."""
     found = [s for s in SPELLINGS if f"{s}_keys" in state]
     if not found:
         have = ", ".join(map(str, state)) or "nothing"
@@ -166,7 +166,7 @@ def _same(mine: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def _require_alike(learned: dict[str, list[Tensor]], kept: dict[str, list[Tensor]]) -> None:
-    """Every layer's keys and values of one shape and dtype; frozen ones differ in tokens alone."""
+    """Require one shape and dtype of all layers; frozen layers may differ in tokens alone."""
     for part, lists in (("trainable", learned), ("frozen", kept)):
         first = lists["keys"][0]
         for kind, tensors in lists.items():

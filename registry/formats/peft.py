@@ -1,11 +1,11 @@
-"""The CARTRIDGE adapter of Hugging Face PEFT: a directory that `PeftModel.from_pretrained` loads.
+"""Read and write Hugging Face PEFT's CARTRIDGE adapter, which `PeftModel.from_pretrained` loads.
 
     adapter_config.json          sizes, frozen tokens, the base model's name
     adapter_model.safetensors    one tensor "prompt_embeddings" [P, L * 2 * H_kv * D]
 
-A row is one position: for each layer its key of every head, then its value. PEFT hands them to the
-model as a filled cache, so that the prompt's positions follow at P; they are rotated already, as
-ours. The config has no room for provenance and checksum; the tensor file's header has.
+A row is one position: for each layer its key of every head, then its value. PEFT passes them to the
+model as a filled cache, so the prompt's positions follow at P; keys are already rotated, as in
+`CartridgeFile`. The config cannot hold provenance and checksum; the tensor file's header does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONFIG, WEIGHTS, TENSOR = "adapter_config.json", "adapter_model.safetensors", "p
 PICKLE = "adapter_model.bin"
 KIND = "CARTRIDGE"
 LABEL = "forge"
-PEFT_VERSION = "0.21.2"  # whose fields these are, and which the tests load them with
+PEFT_VERSION = "0.21.2"  # the version of these fields, with which the tests load them
 
 
 def write(cartridge: CartridgeFile, path: Path, force: bool = False) -> None:

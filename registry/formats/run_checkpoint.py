@@ -1,4 +1,4 @@
-"""Cartridges of a run, as its checkpoints hold them: the float32 master copies."""
+"""Read the cartridges in a run's checkpoints: the float32 master copies."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from registry.formats.cartridge_file import CartridgeFile, Provenance
 
 
 def is_run(path: Path) -> bool:
-    """Whether it is a run's directory, its `checkpoints`, or a checkpoint."""
+    """Return whether a path is a run's directory, its `checkpoints`, or a checkpoint."""
     return _is_checkpoint(path) or bool(_checkpoints(path))
 
 
 def chosen_checkpoint(path: Path) -> Path:
-    """`path` is a run directory, its `checkpoints`, or one checkpoint. Of a run it is the newest on
-    policy: the offline arm, its baseline, is trained after it. Raises DataError."""
+    """Return the checkpoint at `path`, a run directory, its `checkpoints` or a checkpoint. Of a
+    run: the newest on policy, as the offline arm, its baseline, is trained later. Raises DataError.
+    """
     if _is_checkpoint(path):
         return path
     found = _checkpoints(path)
@@ -38,7 +39,7 @@ def chosen_checkpoint(path: Path) -> Path:
 
 
 def read_cartridges(checkpoint: Path) -> tuple[int, dict[str, Tensor]]:
-    """The version of a checkpoint, and the keys and values [L, 2, H_kv, P, D] of its cartridges.
+    """Return a checkpoint's version, and its cartridges' kv [L, 2, H_kv, P, D] by name.
 
     Raises DataError or CheckpointError.
     """
@@ -47,7 +48,7 @@ def read_cartridges(checkpoint: Path) -> tuple[int, dict[str, Tensor]]:
 
 
 def read_all(path: Path, names: Collection[str] | None = None) -> dict[str, CartridgeFile]:
-    """Every cartridge of a run's newest checkpoint on policy by name, or those in `names`.
+    """Return the cartridges of a run's newest on-policy checkpoint by name, or those in `names`.
 
     Raises DataError or CheckpointError.
     """
@@ -73,7 +74,7 @@ def read_all(path: Path, names: Collection[str] | None = None) -> dict[str, Cart
 
 
 def read(path: Path, name: str | None) -> CartridgeFile:
-    """One cartridge of a run; without a name, its only one. Raises DataError or CheckpointError."""
+    """Return a run's cartridge `name`, or its only one. Raises DataError or CheckpointError."""
     have = read_all(path, None if name is None else [name])
     if len(have) > 1:
         raise DataError(f"{path} has {len(have)} cartridges: {', '.join(have)}; choose with --name")
@@ -89,7 +90,7 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def _whole(checkpoint: Path) -> tuple[dict[str, Any], Tensor, int]:
-    """The facts, [C, L, 2, H_kv, P, D] and the frozen tokens of a checkpoint."""
+    """Return the facts, [C, L, 2, H_kv, P, D] and the number of frozen tokens of a checkpoint."""
     read = read_checkpoint(checkpoint)
     try:
         frozen = read.tensors["frozen"]
@@ -105,7 +106,7 @@ def _whole(checkpoint: Path) -> tuple[dict[str, Any], Tensor, int]:
 
 
 def _of_spec(run: Path, weights: str) -> tuple[Provenance, dict[str, str]]:
-    """What the run's spec says of the model, where it is at hand, and its data section's hash."""
+    """Return the model's facts from the run's spec, if any, and the hash of its data section."""
     spec = run / "spec.yaml"
     if not spec.is_file():
         return Provenance(weights_sha256=weights), {}

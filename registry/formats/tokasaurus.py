@@ -1,10 +1,10 @@
-"""What Tokasaurus (its branch geoff/cartridges) finds as a cartridge of source `local`.
+"""Read and write the directory that Tokasaurus (branch geoff/cartridges) loads as source `local`.
 
     ./cartridges/NAME/cartridge.pt    HazyResearch's file
     ./cartridges/NAME/config.yaml     kv_cache_initializer.max_tokens: P; the model's name
 
-It reserves ceil(max_tokens / 16) blocks, cuts the cartridge to whole blocks of 16 with a warning,
-and fails where the numbers then differ: a P that is no multiple of 16 is not served.
+Tokasaurus reserves ceil(max_tokens / 16) blocks, cuts the cartridge to whole blocks of 16 with a
+warning, and fails where the numbers then differ: it serves no P that is not a multiple of 16.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BROKEN = (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.
 
 
 class TrainingConfigLoader(yaml.SafeLoader):
-    """Configs that W&B wrote of the training's own have tuples; no other object is built."""
+    """Load configs that W&B wrote during training, which have tuples; builds no other object."""
 
 
 def _tuple(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> list[Any]:
@@ -75,7 +75,7 @@ def read(path: Path) -> CartridgeFile:
 
 
 def unservable(cartridge: CartridgeFile) -> str | None:
-    """Why Tokasaurus would not serve it."""
+    """Return why Tokasaurus would not serve the cartridge, or None."""
     if cartridge.tokens % BLOCK == 0:
         return None
     return (
@@ -85,6 +85,6 @@ def unservable(cartridge: CartridgeFile) -> str | None:
 
 
 def _stated(config: Any, section: str, key: str) -> Any:
-    """A value where the training writes it, or below `value`, where W&B puts it."""
+    """Return a value where training writes it, or below `value`, where W&B puts it."""
     plain = config.get(section) or {}
     return plain.get(key, (plain.get("value") or {}).get(key))

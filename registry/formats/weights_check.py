@@ -1,4 +1,4 @@
-"""Whether a model's weights are those that a cartridge was trained with."""
+"""Check whether a model's weights are those that a cartridge was trained with."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from registry.formats.cartridge_file import CartridgeFile
 
 
 def other_weights(cartridge: CartridgeFile, model: Path) -> list[str]:
-    """Why the model's weights are not those that the cartridge was trained with; empty where they
-    are, or where it does not know. Loads the model: nothing else tells two of one config apart.
-
-    Raises DataError where there is none.
-    """
+    """Return why the model's weights are not those that the cartridge was trained with; empty where
+    they are, or where the cartridge has no hash of them. Loads the model, because only its weights
+    tell two models of one config apart. Raises DataError where there is no model."""
     facts = cartridge.facts
     if not facts.weights_sha256 or not facts.weights_dtype:
         return []
-    from transformers.utils.logging import disable_progress_bar  # seconds: see learning.model
+    from transformers.utils.logging import disable_progress_bar  # slow: see learning.model
 
     disable_progress_bar()
     found = base_hash(load_model(str(model), facts.weights_dtype))
