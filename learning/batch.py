@@ -21,11 +21,8 @@ Member = tuple[str, int]  # a group of samples: the name of its set, and its ind
 @dataclass(frozen=True)
 class PreparedBatch:
     """Hold a checked train batch with the samples and items of its channels
-    (`learning.losses.channel`).
-
-    `sets` maps the name of a set to its groups of samples. `read` has the indices of the groups
-    that the student reads. `items` is keyed by channel.
-    """
+    (`learning.losses.channel`). `sets` maps the name of a set to its groups of samples. `read` has
+    the indices of the groups that the student reads. `items` is keyed by channel."""
 
     batch: TrainBatch
     channels: Sequence[LossChannel]
@@ -133,11 +130,9 @@ class PreparedBatch:
 
 
 def prepare(batch: TrainBatch, channels: Sequence[LossChannel], version: int) -> PreparedBatch:
-    """Check a batch and collect what its channels read, before any forward pass.
-
-    Raises DataError for a batch whose parts do not match. Raises StaleTokenError for references or
-    episodes of another version that lack the log-probabilities they need.
-    """
+    """Check a batch and collect what its channels read, before any forward pass. Raises DataError
+    for a batch whose parts do not match. Raises StaleTokenError for references or episodes of
+    another version that lack the log-probabilities they need."""
     for channel in channels:
         channel.check(batch, version)
     sets: dict[str, Sequence[tuple[Sample, ...]]] = {}

@@ -35,11 +35,9 @@ class ChannelTokens:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Hold the rows of one student forward and the tokens of every channel in them.
-
-    `packed` covers the N response tokens that bear a loss of any channel, set by set. `batch` is
-    the whole batch of the step.
-    """
+    """Hold the rows of one student forward and the tokens of every channel in them. `packed` covers
+    the N response tokens that bear a loss of any channel, set by set. `batch` is the whole batch of
+    the step."""
 
     batch: TrainBatch
     packed: PackedRows

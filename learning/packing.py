@@ -146,11 +146,9 @@ def check_rows(samples: Iterable[Sample], row_tokens: int) -> None:
 def response_logits(
     model: PreTrainedModel, packed: PackedRows, kv: Tensor, lengths: Tensor | None = None
 ) -> Tensor:
-    """Return logits [N, V] in float32 that predict each response token, in sample order.
-
-    kv [C, L, 2, H_kv, P, D] is in the order of `packed.names`, `lengths` as in PrefixContext.
-    Gradient flows into `kv` when it requires it.
-    """
+    """Return logits [N, V] in float32 that predict each response token, in sample order. kv [C, L,
+    2, H_kv, P, D] is in the order of `packed.names`, `lengths` as in PrefixContext. Gradient flows
+    into `kv` when it requires it."""
     return response_tokens(model, packed, kv, lengths).logits
 
 
@@ -163,10 +161,8 @@ def response_tokens(
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
 ) -> ChunkedLogits:
-    """Return the logits of `response_logits`, to be read in chunks of at most `logit_bytes`.
-
-    With `recompute_layers` each layer keeps only its input for the backward pass.
-    """
+    """Return the logits of `response_logits`, to be read in chunks of at most `logit_bytes`. With
+    `recompute_layers` each layer keeps only its input for the backward pass."""
     device, length = model.device, packed.ids.shape[1]
     segments = packed.segments.to(device)
     same = segments[:, :, None] == segments[:, None, :]

@@ -31,10 +31,8 @@ def score(
     model: PreTrainedModel, samples: Sequence[Sample], documents: DocumentKVCache, row_tokens: int
 ) -> Tensor:
     """Return logits [N, V] (float32) of every response token with its sample's document as the
-    prefix.
-
-    The order is that of `learning.packing.response_logits` for the student: sample by sample.
-    """
+    prefix. The order is that of `learning.packing.response_logits` for the student: sample by
+    sample."""
     return score_over(model, samples, prefixes_of(samples, documents), row_tokens)
 
 

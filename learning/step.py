@@ -68,11 +68,9 @@ def new_optimizer(bank: CartridgeBank) -> torch.optim.Adam:
 
 
 def check_fresh(samples: Sequence[Sample], version: int, staleness: int) -> int:
-    """Return the number of tokens sampled by a version older than `version`.
-
-    Raises StaleTokenError for a token older than the bound. Tokens written by the document teacher
-    have no version and are never stale.
-    """
+    """Return the number of tokens sampled by a version older than `version`. Raises StaleTokenError
+    for a token older than the bound. Tokens written by the document teacher have no version and are
+    never stale."""
     stale = 0
     for s in samples:
         if len(s.versions) != len(s.response_ids):

@@ -52,11 +52,8 @@ def joined(
     parts: Sequence[tuple[Sequence[int], TeacherDistribution]], lengths: Sequence[int]
 ) -> TeacherDistribution:
     """Return one distribution over all samples' tokens, in sample order, from parts over some of
-    them.
-
-    `lengths[i]` is the number of tokens of sample i. A part is the indices of its samples, in the
-    order of its teacher's rows: ((0, 2), T1), ((1,), T2).
-    """
+    them. `lengths[i]` is the number of tokens of sample i. A part is the indices of its samples, in
+    the order of its teacher's rows: ((0, 2), T1), ((1,), T2)."""
     if len(parts) == 1 and tuple(parts[0][0]) == tuple(range(len(lengths))):
         return parts[0][1]
     order = [i for samples, _ in parts for i in samples]

@@ -98,11 +98,8 @@ class CartridgeTrainer:
 
     def step_on(self, batch: TrainBatch, version: int) -> TrainStepOutput:
         """Run one optimizer step on `version`, which must be the current one, and advance the
-        version.
-
-        Raises StaleTokenError for any other version. The version just trained returns its output
-        again.
-        """
+        version. Raises StaleTokenError for any other version. The version just trained returns its
+        output again."""
         if version == self.version - 1 and self._last is not None:
             return self._last  # already trained, but the reply was lost
         if version != self.version:
@@ -140,10 +137,8 @@ class CartridgeTrainer:
 
     def snapshot(self, version: int) -> tuple[tuple[str, ...], Tensor]:
         """Return (names, detached copy [C, L, 2, H_kv, P, D]) of a version to publish, now or
-        again.
-
-        Raises PublishError for any version but the current one and the few published last.
-        """
+        again. Raises PublishError for any version but the current one and the few published
+        last."""
         if version == self.version and version not in self._snapshots:
             dtype = getattr(torch, self._publish_dtype)
             self._snapshots[version] = self.bank.snapshot(dtype)
@@ -163,10 +158,8 @@ class CartridgeTrainer:
 
     def save(self, directory: Path, position: dict[str, Any], version: int) -> Path:
         """Write the state that the next step depends on, from rank 0; return the checkpoint's path.
-
         The checkpoint does not depend on the number of ranks. Raises CheckpointError when
-        `version`, the version of `position`, is not the trainer's.
-        """
+        `version`, the version of `position`, is not the trainer's."""
         if version != self.version:
             raise CheckpointError(
                 f"the trainer stands at version {self.version} and the position at {version}: a "
@@ -181,10 +174,7 @@ class CartridgeTrainer:
 
     def recover(self) -> int:
         """Continue from the state that the trainer before this one wrote to `last_state`; return
-        the version.
-
-        Without that file nothing was trained yet, and the state is unchanged.
-        """
+        the version. Without that file nothing was trained yet, and the state is unchanged."""
         if self._last_state is not None and self._last_state.exists():
             self._take(read_state(self._last_state))
         return self.version
@@ -225,10 +215,8 @@ class CartridgeTrainer:
         return Checkpoint(facts, tensors)
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Take a checkpoint's state; return the position saved with it.
-
-        Raises CheckpointError when it belongs to another base model or other documents.
-        """
+        """Take a checkpoint's state; return the position saved with it. Raises CheckpointError when
+        it belongs to another base model or other documents."""
         self._take(checkpoint)
         self._keep()  # replaces a later `last_state` of the interrupted run
         position: dict[str, Any] = checkpoint.facts["position"]

@@ -31,11 +31,8 @@ RIDGE = 1e-4  # times the mean diagonal of the normal equations
 
 @dataclass(frozen=True)
 class ObservedAttention:
-    """Hold the attention inputs of one row of t tokens in one layer.
-
-    `queries` [H_q, t, D] are times the layer's scale; `own` [2, H_kv, t, D] has the row's keys and
-    values.
-    """
+    """Hold the attention inputs of one row of t tokens in one layer. `queries` [H_q, t, D] are
+    times the layer's scale; `own` [2, H_kv, t, D] has the row's keys and values."""
 
     queries: Tensor
     own: Tensor

@@ -24,10 +24,8 @@ class VersionLedger:
         self._newest = -1
 
     def add(self, version: int, names: tuple[str, ...]) -> list[int]:
-        """Add a version with its cartridges' names; return the versions to release now.
-
-        Raises PublishError as `check_new` does.
-        """
+        """Add a version with its cartridges' names; return the versions to release now. Raises
+        PublishError as `check_new` does."""
         self.check_new(version)
         self._names[version] = names
         self._newest = version
@@ -86,10 +84,8 @@ class CartridgeVersions:
         self._kv: dict[int, Tensor] = {}
 
     def add(self, version: int, names: tuple[str, ...], kv: Tensor) -> None:
-        """Add kv [C, L, 2, H_kv, P, D] as `version` and drop the oldest beyond `keep`.
-
-        Raises PublishError when the version is not newer than every one before it.
-        """
+        """Add kv [C, L, 2, H_kv, P, D] as `version` and drop the oldest beyond `keep`. Raises
+        PublishError when the version is not newer than every one before it."""
         dropped = self._ledger.add(version, names)
         self._kv[version] = kv
         for old in dropped:

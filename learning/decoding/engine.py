@@ -31,11 +31,8 @@ Document = Callable[[str], Tensor]
 
 
 class TorchEngine:
-    """Decode requests over published cartridges and documents.
-
-    `document` returns a document's own KV [L, 2, H_kv, T, D]; `decode` returns the text of token
-    ids.
-    """
+    """Decode requests over published cartridges and documents. `document` returns a document's own
+    KV [L, 2, H_kv, T, D]; `decode` returns the text of token ids."""
 
     def __init__(
         self,

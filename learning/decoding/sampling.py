@@ -9,10 +9,8 @@ from protocols.types import Sampling
 
 
 def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
-    """Return inverse-CDF draws [B] from logits [B, V] with one uniform in [0, 1) each.
-
-    Truncation is top_k first, then the smallest set of mass >= top_p.
-    """
+    """Return inverse-CDF draws [B] from logits [B, V] with one uniform in [0, 1) each. Truncation
+    is top_k first, then the smallest set of mass >= top_p."""
     probs = (logits.double() / sampling.temperature).softmax(-1)
     order = torch.arange(probs.shape[-1], device=probs.device).expand_as(probs)
     if sampling.top_k > 0 or sampling.top_p < 1.0:

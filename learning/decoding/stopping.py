@@ -79,11 +79,9 @@ class StopChecker:
             raise DataError(f"until.patterns holds no regular expression: {error}") from error
 
     def add(self, token: int, top: Sequence[float]) -> StopMatch | None:
-        """Add a token; return the match that ends the response, or None.
-
-        `top` are the largest log-probabilities at this position, at least `until.top` of them if
-        `until.window` is set.
-        """
+        """Add a token; return the match that ends the response, or None. `top` are the largest
+        log-probabilities at this position, at least `until.top` of them if `until.window` is
+        set."""
         until, new = self._until, len(self._said.text)
         self._said.add(token)
         count = len(self._said.ends)
