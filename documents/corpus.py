@@ -1,7 +1,7 @@
 """Read a user's documents as tokens, and split long ones into parts.
 
     data.path -> documents.reading -> tokens -> parts of at most `documents.max_tokens`
-                                             -> left out: documents too short for a cartridge
+                                             -> left out: documents that no cartridge can replace
 
 A part is a document with a cartridge of its own: `report.part_01`, `report.part_02`.
 """
