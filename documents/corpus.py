@@ -64,8 +64,8 @@ class Corpus:
 
 
 def context_tokens(path: str) -> int | None:
-    """Return how many positions a model was made for, by its config; None where it does not say.
-    Raises DataError when there is no model at `path`."""
+    """Return the number of positions in a model's config; None where the config has none. Raises
+    DataError when there is no model at `path`."""
     from transformers import AutoConfig
 
     try:

@@ -1,6 +1,6 @@
 """Write self-study rows: A asks about passages of the documents, B answers, row by row to a file.
 
-    item -> passage (random chunk) -> A (seed of a kind) -> filters, duplicates -> B -> row
+    item -> passage (random chunk) -> A (seed of a kind) -> filters, dedup -> B -> filters -> row
 
 Items are numbered, and every draw of an item depends on its document and number: an interrupted
 file is continued with the same rows. A refused turn is a row, too, with the reason.

@@ -96,7 +96,8 @@ def _tuples(value: Any) -> Any:
 
 
 def counts(rows: Iterable[StudyRow]) -> dict[str, int]:
-    """Return the numbers of rows: all, kept, asked plainly, and refused for each reason."""
+    """Return the numbers of rows: all, kept, kept with a plain turn, and tried or refused by
+    reason."""
     found: Counter[str] = Counter()
     for row in rows:
         found["rows"] += 1

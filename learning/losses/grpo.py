@@ -224,7 +224,7 @@ def grpo(
 
 def grpo_count(lengths: Sequence[int], spec: GrpoSpec) -> int:
     """Return grpo's denominator under `spec.reduction`, from the episodes' numbers of trained
-    tokens."""
+    tokens. It does not depend on the student and adds up over micro-batches."""
     if spec.reduction == "grpo":
         return len(lengths)
     if spec.reduction == "dr_grpo":
