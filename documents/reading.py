@@ -61,6 +61,7 @@ class SkippedFile:
 @dataclass(frozen=True)
 class ReadResult:
     """Hold the documents read, the files left out, and notes on files read in an unusual way."""
+
     documents: tuple[UserDocument, ...]
     left_out: tuple[SkippedFile, ...] = ()
     notes: tuple[SkippedFile, ...] = ()

@@ -192,7 +192,8 @@ def _explicit(
 
 
 def register() -> str:
-    """Register the implementation with transformers; return its name, for `attn_implementation`."""
+    """Register the implementation with transformers, at any number of calls; return its name, for
+    `attn_implementation`."""
     from transformers import AttentionInterface  # takes seconds: only when a model is loaded
 
     AttentionInterface.register(IMPLEMENTATION, cartridge_attention)
