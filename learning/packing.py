@@ -146,9 +146,9 @@ def check_rows(samples: Iterable[Sample], row_tokens: int) -> None:
 def response_logits(
     model: PreTrainedModel, packed: PackedRows, kv: Tensor, lengths: Tensor | None = None
 ) -> Tensor:
-    """Return logits [N, V] in float32 that predict each response token, in sample order. kv [C, L,
-    2, H_kv, P, D] is in the order of `packed.names`, `lengths` as in PrefixContext. Gradient flows
-    into `kv` when it requires it."""
+    """Return logits [N, V] in float32 that predict each response token, in sample order. kv
+    [C, L, 2, H_kv, P, D] is in the order of `packed.names`, `lengths` as in PrefixContext. Gradient
+    flows into `kv` when it requires it."""
     return response_tokens(model, packed, kv, lengths).logits
 
 

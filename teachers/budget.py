@@ -127,9 +127,11 @@ class CircuitBreaker:
     probe: str = ""
 
     def begun(self, attempt: str) -> CircuitBreaker:
+        """Return the breaker after an attempt started."""
         return self if self.opened is None else replace(self, probe=attempt)
 
     def ended(self, settled: SettledCall, limit: int) -> CircuitBreaker:
+        """Return the breaker after an attempt ended."""
         if settled.usable:
             return CircuitBreaker()
         probing = bool(self.probe) and settled.attempt == self.probe
@@ -141,6 +143,7 @@ class CircuitBreaker:
         return CircuitBreaker(failures, settled.time if failures >= limit else None)
 
     def lets_through(self, now: float, cooldown_s: float) -> bool:
+        """Return whether a call may start now."""
         return self.opened is None or (not self.probe and now - self.opened >= cooldown_s)
 
 
@@ -182,6 +185,7 @@ class Budget:
         self._totals: dict[tuple[str, str], SpendTotals] = {}
 
     def add(self, row: ReservedCall | SettledCall) -> None:
+        """Add one row of the ledger; a second settlement of an attempt is ignored."""
         account = self.account(row.teacher)
         if isinstance(row, ReservedCall):
             account.open[row.attempt] = self.in_flight[row.attempt] = row

@@ -42,8 +42,8 @@ class ObservedAttention:
 def attention_matched(
     model: PreTrainedModel, ids: Sequence[int], kv: Tensor, tokens: int, frozen: int
 ) -> Tensor:
-    """Return a cartridge [L, 2, H_kv, P, D] made of a document's tokens `ids` and KV [L, 2, H_kv,
-    T, D], P <= T.
+    """Return a cartridge [L, 2, H_kv, P, D] made of a document's tokens `ids` and KV
+    [L, 2, H_kv, T, D], P <= T.
 
     A prompt starts at position P after the cartridge and at T after the document. The kept keys are
     moved by P - T, so that every score equals the document's; the earliest get negative positions.
@@ -66,8 +66,8 @@ def reference_rows(ids: Sequence[int]) -> list[Sequence[int]]:
 
 
 def observe(model: PreTrainedModel, row: Sequence[int], kv: Tensor) -> list[ObservedAttention]:
-    """Return each layer's attention inputs for a row that is read after a prefix [L, 2, H_kv, T,
-    D]."""
+    """Return each layer's attention inputs for a row that is read after a prefix
+    [L, 2, H_kv, T, D]."""
     ids = torch.tensor([list(row)], device=model.device)
     context = PrefixContext(kv=kv[None], capture=True)
     positions = torch.arange(kv.shape[3], kv.shape[3] + len(row), device=model.device)[None]
@@ -118,8 +118,8 @@ def _scores(
     keys: Tensor, rows: Sequence[ObservedAttention], head: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield for each row, with the G query heads that share this KV head: scores [G*t, T] of the
-    document's keys, [G*t, t] of the row's own keys (-inf for later ones), and the row's values [t,
-    D]."""
+    document's keys, [G*t, t] of the row's own keys (-inf for later ones), and the row's values
+    [t, D]."""
     for row in rows:
         shared = len(row.queries) // row.own.shape[1]
         queries = row.queries[head * shared : (head + 1) * shared].double()

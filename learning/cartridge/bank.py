@@ -54,9 +54,9 @@ class CartridgeBank(nn.Module):
 
 
 def first_tokens(documents: Mapping[str, Tensor], tokens: int, frozen: int) -> CartridgeBank:
-    """Return a bank whose cartridges are the first P tokens' KV of each document [L, 2, H_kv, T,
-    D]. The cartridge paper found this initialization best. Raises DataError for a document that is
-    not longer than the cartridge."""
+    """Return a bank whose cartridges are the first P tokens' KV of each document
+    [L, 2, H_kv, T, D]. The cartridge paper found this initialization best. Raises DataError for a
+    document that is not longer than the cartridge."""
     for name, kv in documents.items():
         check_longer(name, kv.shape[3], tokens)
     names = sorted(documents)

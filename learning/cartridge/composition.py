@@ -21,8 +21,8 @@ SEPARATOR = "\n"  # in no document's name
 
 
 def prefix_name(sample: Sample) -> str:
-    """Return the document that learns, then the composition in order: "a", or "a\\nb\\na" for [b,
-    a]."""
+    """Return the document that learns, then the composition in order: "a", or "a\\nb\\na" for
+    [b, a]."""
     return SEPARATOR.join((sample.document, *sample.composed))
 
 

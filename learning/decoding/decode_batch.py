@@ -56,6 +56,7 @@ class DecodeState:
     def add(
         self, token: int, logprob: float, top: tuple[tuple[int, float], ...], ends: bool
     ) -> None:
+        """Append a drawn token with its log-probability; end the row if it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if self.request.top_logprobs:

@@ -53,6 +53,8 @@ class TorchEngine:
         self._first_request: float | None = None
 
     def add(self, key: str, request: GenerateRequest, stream: bool = False) -> None:
+        """Queue a request under `key`. Raises DataError for an unknown document or an invalid
+        request."""
         for part in request.prefix.parts:
             kind, _, name = part.name.partition("/")
             if kind == "document":
@@ -67,12 +69,14 @@ class TorchEngine:
             self._first_request = time.perf_counter()
 
     def cancel(self, key: str) -> None:
+        """End a request with the finish reason "cancelled"."""
         row = self._rows.get(key)
         if row is not None and not row.reason:
             row.reason = "cancelled"
 
     @torch.no_grad()
     def step(self) -> Iterator[tuple[str, TokenChunk | Completion]]:
+        """Draw one token of every row; yield new tokens of streamed requests, and completions."""
         for lane in self._lanes.values():
             if lane.live:
                 lane.step()
@@ -84,6 +88,8 @@ class TorchEngine:
         yield from self._news()
 
     def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> None:
+        """Load a version's cartridges. Raises PublishError for a shape that does not fit the
+        model."""
         layers, heads, size = kv_shape(self._model)
         expected = (len(names), layers, 2, heads, kv.shape[4] if kv.ndim == 6 else -1, size)
         if tuple(kv.shape) != expected:
@@ -94,6 +100,7 @@ class TorchEngine:
         self._held[version] = (names, kv.to(self._model.device, self._model.dtype))
 
     def let_go(self, version: int) -> None:
+        """Release a version's cartridges."""
         del self._held[version]
 
     def loads(self) -> tuple[int, int]:

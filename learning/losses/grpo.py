@@ -186,9 +186,9 @@ def grpo(
     """Return the summed loss of B episodes of `lengths` trained tokens, laid end to end: all are
     [N].
 
-    `pi` has gradient, `old`, `sampler` and `ref` none. A mismatch correction needs `sampler`, kl >
-    0 needs `ref`. Facts are sums over tokens: clipped, ratio, k3, the mismatch weight and the share
-    that it corrected.
+    `pi` has gradient, `old`, `sampler` and `ref` none. A mismatch correction needs `sampler`,
+    kl > 0 needs `ref`. Facts are sums over tokens: clipped, ratio, k3, the mismatch weight and the
+    share that it corrected.
     """
     log_ratio = pi - old
     if spec.ratio == "sequence":
@@ -234,8 +234,8 @@ def grpo_count(lengths: Sequence[int], spec: GrpoSpec) -> int:
 
 
 def k3_divergence(pi: Tensor, ref: Tensor) -> Tensor:
-    """Return exp(d) - d - 1 per token with d = ref - pi: never negative, and unbiased for KL(pi ||
-    ref) under pi's own samples."""
+    """Return exp(d) - d - 1 per token with d = ref - pi: never negative, and unbiased for
+    KL(pi || ref) under pi's own samples."""
     d = ref - pi
     return d.exp() - d - 1
 

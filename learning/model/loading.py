@@ -115,8 +115,8 @@ def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
 
 @torch.no_grad()
 def document_kv(model: PreTrainedModel, token_ids: list[int] | tuple[int, ...]) -> Tensor:
-    """Return keys (post-RoPE) and values of a token sequence read from position 0: [L, 2, H_kv, T,
-    D]. It is read in chunks, each attending to the chunks before it as a prefix."""
+    """Return keys (post-RoPE) and values of a token sequence read from position 0:
+    [L, 2, H_kv, T, D]. It is read in chunks, each attending to the chunks before it as a prefix."""
     ids = torch.tensor([list(token_ids)], device=model.device)
     done: Tensor | None = None
     for start in range(0, ids.shape[1], PREFILL_CHUNK):
@@ -135,8 +135,8 @@ def document_kv(model: PreTrainedModel, token_ids: list[int] | tuple[int, ...]) 
 def hidden_states(
     model: PreTrainedModel, ids: Tensor, positions: Tensor, mask: Tensor, context: PrefixContext
 ) -> Tensor:
-    """Return final hidden states [B, T, width] for ids, positions [B, T] and a bool mask [B, 1, T,
-    S]."""
+    """Return final hidden states [B, T, width] for ids, positions [B, T] and a bool mask
+    [B, 1, T, S]."""
     out = model.base_model(
         input_ids=ids,
         position_ids=positions,

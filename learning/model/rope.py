@@ -74,9 +74,9 @@ def shifted(kv: Tensor, by: int, frequencies: Tensor) -> Tensor:
 
 
 def composed(model: PreTrainedModel, prefixes: Sequence[Tensor]) -> Tensor:
-    """Return an ordered composition [L, 2, H_kv, P_1 + ... + P_n, D] of prefixes [L, 2, H_kv, P_i,
-    D] that each begin at position 0: each is moved behind those before it. The texts do not attend
-    to one another. Raises DataError as `frequencies` does."""
+    """Return an ordered composition [L, 2, H_kv, P_1 + ... + P_n, D] of prefixes
+    [L, 2, H_kv, P_i, D] that each begin at position 0: each is moved behind those before it. The
+    texts do not attend to one another. Raises DataError as `frequencies` does."""
     first, *others = prefixes
     if not others:
         return first

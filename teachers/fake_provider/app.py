@@ -1,4 +1,4 @@
-"""Serve a fake provider on loopback, with OpenAI's and Anthropic's wire formats, for tests.
+"""Serve a fake provider on loopback, with OpenAI's and Anthropic's wire formats.
 
     with FakeProvider(rule, prices, faults=FaultRates(rate_limit=0.1, latency_s=0.2)) as provider:
         ...  base_url=provider.openai_url  ...  base_url=provider.url  ...
