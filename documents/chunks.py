@@ -1,10 +1,10 @@
-"""Where a document's text is cut: by tokens, at paragraphs or sentences where there are any.
+"""Cut a document's text by tokens, at paragraphs or sentences where possible.
 
-    text and its tokens' character spans -> Tokenised -> pieces (every token in one at least)
-                                                      -> a random chunk
+    text and its tokens' character spans -> TokenizedText -> pieces (cover every token)
+                                                          -> a random chunk
 
-Spans are exact on both sides: a chunk's text is `text[start_char:stop_char]`, and the chunks that
-do not overlap give the text again.
+Spans are exact: a chunk's text is `text[start_char:stop_char]`, and chunks without overlap
+concatenate to the text.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Ends of paragraphs, sentences, lines and words: the first kind that is found is cut at.
+# Ends of paragraphs, sentences, lines and words, best first.
 BREAKS = (
     re.compile(r"\n[^\S\n]*\n\s*"),
     re.compile("[.!?\u2026][\"'\u201d\u2019)\\]]*\\s+|[\u3002\uff01\uff1f]\\s*"),
     re.compile(r"\n"),
     re.compile(r"\s+"),
 )
-SENTENCES = 2  # of these kinds: paragraphs and sentences
-NEAR = 4  # a chunk that ends within this share of its size before the end goes on to it
+SENTENCES = 2  # the kinds that a chunk may begin at: paragraphs and sentences
+NEAR = 4  # a chunk that ends within 1/NEAR of its size before the document's end is extended to it
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, stop) and the characters [start_char, stop_char) that they are."""
+    """Describe a span of tokens [start, stop) and its characters [start_char, stop_char)."""
 
     start: int
     stop: int
@@ -41,8 +41,8 @@ class Chunk:
 
 
 class TokenizedText:
-    """A text and the character spans [start, stop) of its tokens, in order; of a character that
-    several tokens make up, each has its span."""
+    """Hold a text and the character spans [start, stop) of its tokens, in order. If several tokens
+    make up a character, each has the character's span."""
 
     def __init__(self, text: str, offsets: Sequence[tuple[int, int]]) -> None:
         self.text = text
@@ -54,41 +54,43 @@ class TokenizedText:
         return len(self._starts)
 
     def chunk(self, start: int, stop: int) -> Chunk:
-        """Tokens [start, stop) with the white space that follows them: no character is lost."""
+        """Return tokens [start, stop) with the white space that follows them, so that no character
+        is lost."""
         first = 0 if start == 0 else self._starts[start]
         last = len(self.text) if stop == len(self) else self._starts[stop]
-        # Of a character that is cut through, both sides have the whole.
+        # A character whose tokens are cut apart belongs to both sides.
         return Chunk(start, stop, first, max(last, self._stops[stop - 1]))
 
     def text_of(self, chunk: Chunk) -> str:
         return self.text[chunk.start_char : chunk.stop_char]
 
     def _breaks(self, kind: int) -> list[int]:
-        """The tokens before which a break of this kind stands, sorted; found when first asked for,
-        as a long text has many words and needs none of them."""
+        """Return the tokens after a break of this kind, sorted. They are found on first use: a long
+        text has many words and may need none of them."""
         if kind not in self._found:
             ends = (self._token_at(m.end()) for m in BREAKS[kind].finditer(self.text))
             self._found[kind] = sorted({token for token in ends if token})
         return self._found[kind]
 
     def _token_at(self, char: int) -> int:
-        """The first token at or after a character, 0 where a token stands across it."""
+        """Return the first token at or after a character, 0 where a token spans it."""
         token = bisect_left(self._starts, char)
         whole = 0 < token < len(self) and self._stops[token - 1] <= char
         return token if whole else 0
 
     def boundary(self, low: int, high: int) -> int:
-        """Where best to cut in (low, high]: at the last break of the best kind, else `high`."""
+        """Return the best cut in (low, high]: the last break of the best kind, else `high`."""
         found = self._last_break(low, high, len(BREAKS))
         if found is not None:
             return found
-        for token in range(high, low, -1):  # a place between two characters at least
+        for token in range(high, low, -1):  # at least between two characters
             if token == len(self) or self._stops[token - 1] <= self._starts[token]:
                 return token
         return high
 
     def beginning(self, low: int, high: int) -> int:
-        """Where best to begin in [low, high]: a paragraph, a sentence, or the document itself."""
+        """Return the best start in [low, high]: a paragraph, a sentence, or the document's
+        start."""
         found = self._last_break(low, high, SENTENCES)
         if found is not None or low <= 0:
             return found or 0
@@ -104,11 +106,9 @@ class TokenizedText:
 
 
 def pieces(document: TokenizedText, size: int, overlap: int = 0) -> list[Chunk]:
-    """Chunks of at most `size` tokens that cover the document, each but the first beginning
-    `overlap` tokens, at most, before the one before it ends. The last is not left tiny.
-
-    Raises ValueError unless 0 <= 2 * overlap < size.
-    """
+    """Return chunks of at most `size` tokens that cover the document. Each chunk after the first
+    overlaps the one before it by at most `overlap` tokens. The last is not left tiny. Raises
+    ValueError unless 0 <= 2 * overlap < size."""
     if not 0 <= 2 * overlap < size:
         raise ValueError(f"overlap must be at least 0 and under half of size ({size}): {overlap}")
     found: list[Chunk] = []
@@ -119,7 +119,7 @@ def pieces(document: TokenizedText, size: int, overlap: int = 0) -> list[Chunk]:
             stop = count
         else:
             most = size if left >= 2 * size else -(-left // 2)
-            low = max(start + most // 2, stop)  # past what stands in the piece before
+            low = max(start + most // 2, stop)  # past the end of the piece before
             stop = document.boundary(low, max(start + most, stop + 1))
         found.append(document.chunk(start, stop))
         if stop == count:
@@ -129,14 +129,14 @@ def pieces(document: TokenizedText, size: int, overlap: int = 0) -> list[Chunk]:
 
 
 def random_chunk(document: TokenizedText, low: int, high: int, rng: random.Random) -> Chunk:
-    """A chunk of `low` to `high` tokens, its size and place drawn evenly and then moved to breaks
-    that are near; a document of no more than `low` is one chunk."""
+    """Return a chunk of `low` to `high` tokens, its size and place drawn uniformly and then moved
+    to breaks nearby. A document of at most `low` tokens is one chunk."""
     count = len(document)
     size = rng.randint(min(low, count), min(high, count))
     drawn = rng.randint(0, count - size)
     start = document.beginning(drawn - size // 4, drawn)
     stop = start + size
     if count - stop <= size // NEAR and count - start <= high:
-        return document.chunk(start, count)  # or its last words would stand in no chunk
+        return document.chunk(start, count)  # else its last words would be in no chunk
     least = max(min(low, size), size // 2)
     return document.chunk(start, document.boundary(start + least - 1, stop))

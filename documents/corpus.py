@@ -1,9 +1,9 @@
-"""A user's documents as a run reads them: in tokens, and long ones in parts.
+"""Read a user's documents as tokens, and split long ones into parts.
 
     data.path -> documents.reading -> tokens -> parts of at most `documents.max_tokens`
-                                             -> left out: what no cartridge can stand in for
+                                             -> left out: documents that no cartridge can replace
 
-A part is a document of its own, with a cartridge of its own: `report.part_01`, `report.part_02`.
+A part is a document with a cartridge of its own: `report.part_01`, `report.part_02`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from environments.renderer import ChatRenderer
 from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
 
-TEMPLATE_TOKENS = 64  # of a context, for what the chat template adds to the document
+TEMPLATE_TOKENS = 64  # of a context, for the chat template around the document
 
 
 @dataclass(frozen=True)
 class CorpusDocument:
-    """A document that a cartridge stands in for: `chunk` of `document`, whole or not; `text` is
-    its own, and `tokens` are those of `text`."""
+    """Hold a document with a cartridge: `chunk` of `document`, whole or in part. `text` is the
+    chunk's own, and `tokens` are those of `text`."""
 
     name: str
     document: UserDocument
@@ -37,7 +37,7 @@ class CorpusDocument:
 
 @dataclass(frozen=True)
 class Corpus:
-    """All parts by name, in order, what was left out, and what is worth a note."""
+    """Hold all parts by name, in order, with skipped files and notes."""
 
     parts: Mapping[str, CorpusDocument]
     left_out: tuple[SkippedFile, ...]
@@ -48,7 +48,7 @@ class Corpus:
         return {name: part.text for name, part in self.parts.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """What a run writes of them: hashes and spans, no texts."""
+        """Return the corpus as plain JSON: hashes and spans, no texts."""
         return {
             "documents": [
                 {
@@ -64,7 +64,8 @@ class Corpus:
 
 
 def context_tokens(path: str) -> int | None:
-    """How many positions a model was made for, by its config; None where it does not say."""
+    """Return the number of positions in a model's config; None where the config has none. Raises
+    DataError when there is no model at `path`."""
     from transformers import AutoConfig
 
     try:
@@ -79,11 +80,9 @@ def context_tokens(path: str) -> int | None:
 
 
 def read_parts(spec: LearnSpec, tokenizer: Any) -> Corpus:
-    """The run's documents.
-
-    Raises DataError for data.path that cannot be read, a document that is too long for
-    `documents.long: refuse`, more documents than data.patients, and where none is left.
-    """
+    """Return the run's documents. Raises DataError for data.path that cannot be read, a document
+    that is too long for `documents.long: refuse`, more documents than data.patients, and where none
+    is left."""
     read, path = spec.documents, spec.data.path
     if path is None:
         raise DataError("there are no documents; add --set data.path=FOLDER")
@@ -136,7 +135,8 @@ def read_parts(spec: LearnSpec, tokenizer: Any) -> Corpus:
 
 
 def longest(spec: LearnSpec, context: int | None) -> int | None:
-    """Most tokens of a document, None where nothing bounds it."""
+    """Return the most tokens of a document, None without a bound. Raises DataError where no
+    document longer than a cartridge fits the model, or the overlap is too large."""
     room = None if context is None else context - spec.train.row_tokens - TEMPLATE_TOKENS
     if room is not None and room <= spec.cartridge.tokens:
         raise DataError(
@@ -155,7 +155,7 @@ def longest(spec: LearnSpec, context: int | None) -> int | None:
 
 
 def tokenised(tokenizer: Any, text: str) -> TokenizedText:
-    """Raises DataError for a tokenizer that does not tell where its tokens stand."""
+    """Return the text with its tokens' spans. Raises DataError for a tokenizer without offsets."""
     if not tokenizer.is_fast:
         raise DataError(
             "the model's tokenizer does not tell where its tokens stand; give a model with a "

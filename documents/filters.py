@@ -1,6 +1,6 @@
-"""Which self-study texts are worth keeping: faults by name, doubles and near doubles.
+"""Filter self-study texts: name their faults, and find duplicates and near duplicates.
 
-Every function is deterministic: what is kept depends on the texts and their order alone.
+Every function is deterministic: the result depends only on the texts and their order.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WORD = re.compile(r"\w+")
-ECHO_WORDS = 12  # a run of so many words of the prompt is no turn of one's own
-REPEATED = 4  # so often may a group of REPEAT_WORDS words stand in a text
+ECHO_WORDS = 12  # a text with so many words in a row from the prompt is an echo
+REPEATED = 4  # how often a group of REPEAT_WORDS words may occur in a text
 REPEAT_WORDS = 4
 SHINGLE = 3  # words
 HASHES = 64
-BANDS = 32  # of two hashes: pairs at 0.7 alike are missed with (1 - 0.7**2)**32 < 1e-9
+BANDS = 32  # of two hashes: a pair at 0.7 is missed with probability (1 - 0.7**2)**32 < 1e-9
 PRIME = (1 << 61) - 1
 
 
 @dataclass(frozen=True)
 class TextBounds:
-    """Words that a text may have, and how alike (Jaccard, of their shingles) two may be."""
+    """Bound a text's words, and the Jaccard similarity of two texts' shingles."""
 
     least_words: int = 3
     most_words: int = 400
@@ -31,8 +31,8 @@ class TextBounds:
 
 
 def fault(text: str, prompt: str, ended: bool, bounds: TextBounds) -> str | None:
-    """Why a text is not kept, None if it is: "empty", "too_short", "too_long", "no_end" (cut off
-    before its end), "echo" (of `prompt`, what its writer was told) or "repetition"."""
+    """Return why a text is rejected, None if it is kept: "empty", "too_short", "too_long", "no_end"
+    (cut off before its end), "echo" (of `prompt`, which its writer read) or "repetition"."""
     words = WORD.findall(text.lower())
     if not words:
         return "empty"
@@ -50,7 +50,8 @@ def fault(text: str, prompt: str, ended: bool, bounds: TextBounds) -> str | None
 
 
 def echoes(words: Sequence[str], prompt: Sequence[str]) -> bool:
-    """Whether ECHO_WORDS words in a row, or a shorter text as a whole, stand in the prompt."""
+    """Return whether ECHO_WORDS words in a row, or a shorter text as a whole, occur in the
+    prompt."""
     length = min(ECHO_WORDS, len(words))
     there = {tuple(prompt[i : i + length]) for i in range(len(prompt) - length + 1)}
     return any(tuple(words[i : i + length]) in there for i in range(len(words) - length + 1))
@@ -64,28 +65,28 @@ def _repeats(words: Sequence[str]) -> bool:
 
 
 def normalised(text: str) -> str:
-    """Words in lower case: texts that differ in case, marks and spaces alone are the same."""
+    """Return the words in lower case: texts that differ only in case, punctuation and spaces are
+    equal."""
     return " ".join(WORD.findall(text.lower()))
 
 
 def shingles(text: str) -> frozenset[int]:
-    """Hashes of the groups of SHINGLE words of a text; of a shorter one, its words together."""
+    """Return hashes of a text's groups of SHINGLE words; of a shorter text, of all its words
+    together."""
     words = WORD.findall(text.lower())
     groups = [words[i : i + SHINGLE] for i in range(max(1, len(words) - SHINGLE + 1))]
     return frozenset(_hash(" ".join(group)) for group in groups)
 
 
 def jaccard(a: frozenset[int], b: frozenset[int]) -> float:
-    """|a and b| / |a or b|; of two empty sets 1."""
+    """Return |a and b| / |a or b|; 1 for two empty sets."""
     return len(a & b) / len(a | b) if a or b else 1.0
 
 
 class DuplicateFilter:
-    """Texts so far; `found` says whether a new one is among them, and takes it in if not.
-
-    Candidates come from MinHash signatures (Broder, 1997) that agree in a band; each is then
-    compared exactly, so that nothing is called a near double that is none.
-    """
+    """Keep texts so far; `found` checks a new one against them and adds it if it is no duplicate.
+    Candidates come from MinHash signatures (Broder, 1997) that agree in a band. Each is then
+    compared exactly, so that there are no false near duplicates."""
 
     def __init__(self, alike: float) -> None:
         self._alike = alike
@@ -94,7 +95,7 @@ class DuplicateFilter:
         self._bands: dict[tuple[int, ...], list[int]] = {}
 
     def found(self, text: str) -> str | None:
-        """ "double", "near_double" or None: then it is new, and known from now on."""
+        """Return "double", "near_double", or None for a new text, which is added."""
         plain = normalised(text)
         if plain in self._exact:
             return "double"

@@ -1,6 +1,6 @@
-"""What a file's bytes say: text, Markdown, PDF, JSON and JSON lines. Pure: bytes in, texts out.
+"""Convert a file's bytes to texts: text, Markdown, PDF, JSON and JSON lines, without IO.
 
-Every function raises DataError with what is wrong and what helps; who calls it names the file.
+Every reader raises DataError with the fault and its remedy; the caller adds the file's name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pypdf import PasswordType, PdfReader
 
 from protocols.errors import DataError
 
-# A UTF-32 mark begins with UTF-16's: the longer ones are looked for first.
+# A UTF-32 mark begins with UTF-16's: the longer ones are checked first.
 MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -34,8 +34,8 @@ BINARY = "is binary, no text; convert it to text, Markdown or PDF"
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files are read: `text_fields` of JSON's objects, the first that is there; `encoding` of
-    text that is neither UTF-8 nor begins with a byte order mark (None: refused)."""
+    """Set how files are read: the first of `text_fields` that a JSON object has is its text;
+    `encoding` is for text that is not UTF-8 and has no byte order mark (None: refused)."""
 
     text_fields: tuple[str, ...] = ("text", "content", "body")
     encoding: str | None = "cp1252"
@@ -43,7 +43,7 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class FileText:
-    """One text of a file: `record` counts from 1 in files that hold several, 0 in others."""
+    """Hold one text of a file: `record` counts from 1 in files with several texts, 0 in others."""
 
     text: str
     encoding: str
@@ -51,8 +51,8 @@ class FileText:
 
 
 def decode(data: bytes, fallback: str | None) -> tuple[str, str]:
-    """(text with `\\n` line ends, encoding): by byte order mark, as UTF-8, or strictly as
-    `fallback`."""
+    """Return (text with `\\n` line ends, encoding): by byte order mark, as UTF-8, or strictly as
+    `fallback`. Raises DataError for bytes that are none of these."""
     for mark, encoding in MARKS:
         if data.startswith(mark):
             return _strictly(data, encoding), encoding
@@ -81,18 +81,19 @@ def _strictly(data: bytes, encoding: str) -> str:
 
 
 def read_text(data: bytes, how: ReadOptions) -> list[FileText]:
+    """Return the file's text."""
     return [FileText(*decode(data, how.encoding))]
 
 
 def read_pdf(data: bytes, how: ReadOptions) -> list[FileText]:
-    """The text layer, page by page with an empty line between."""
+    """Return the text layer, pages separated by an empty line."""
     logging.getLogger("pypdf").setLevel(logging.ERROR)
     try:
         reader = PdfReader(io.BytesIO(data))
         locked = reader.is_encrypted and reader.decrypt("") == PasswordType.NOT_DECRYPTED
         if not locked:
             pages = [page.extract_text().strip() for page in reader.pages]
-    except Exception as error:  # its parser raises whatever a damaged file leads it to
+    except Exception as error:  # pypdf raises errors of any type for a damaged file
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"is no readable PDF ({what}); print it to PDF anew") from error
     if locked:
@@ -104,7 +105,8 @@ def read_pdf(data: bytes, how: ReadOptions) -> list[FileText]:
 
 
 def read_json(data: bytes, how: ReadOptions) -> list[FileText]:
-    """An object with a text field, a string, or a list of either: one text each."""
+    """Return one text for an object with a text field or a string, or one for each item of a
+    list."""
     text, encoding = decode(data, how.encoding)
     try:
         content = json.loads(text)
@@ -119,10 +121,10 @@ def read_json(data: bytes, how: ReadOptions) -> list[FileText]:
 
 
 def read_jsonl(data: bytes, how: ReadOptions) -> list[FileText]:
-    """A line each: an object with a text field, or a string. Empty lines are passed over."""
+    """Return one text a line: an object with a text field, or a string. Empty lines are skipped."""
     text, encoding = decode(data, how.encoding)
     found = []
-    # Not splitlines(): JSON strings may hold the other line ends that it knows.
+    # Not splitlines(): JSON strings may contain the other line ends that it splits at.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue

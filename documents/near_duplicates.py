@@ -1,9 +1,9 @@
-"""Training prompts that are evaluation questions in disguise: exact doubles and near ones. Pure.
+"""Find training prompts that duplicate evaluation questions, exactly or nearly.
 
-Two texts are compared where they are about the same document: the same words about another have
-another answer. Every pair at least `alike` is found, and found exactly: a pair that shares so many
-of its shingles must share one of its rarest few (Bayardo, Ma and Srikant, "Scaling up all pairs
-similarity search", 2007), so only those are looked up.
+Only texts about the same document are compared, because the same words about another document have
+another answer. Every pair of similarity at least `alike` is found, and found exactly: such a pair
+must share one of its rarest shingles (Bayardo, Ma and Srikant, "Scaling up all pairs similarity
+search", 2007), so only those are looked up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from documents.filters import WORD, jaccard, normalised, shingles
 
 @dataclass(frozen=True)
 class LocatedText:
-    """A text with where it stands: `LocatedText("salt", "Days in June?", "questions.json: a")`."""
+    """Hold a text with its source: `LocatedText("salt", "Days in June?", "questions.json: a")`."""
 
     document: str
     text: str
@@ -28,7 +28,8 @@ class LocatedText:
 
 @dataclass(frozen=True)
 class PromptOverlap:
-    """A training prompt that says what a question asks; `likeness` is Jaccard's, of shingles."""
+    """Describe a training prompt that duplicates a question; `likeness` is the Jaccard similarity
+    of their shingles."""
 
     kind: Literal["exact", "near"]
     likeness: float
@@ -43,18 +44,18 @@ class PromptOverlap:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 def overlaps(
     training: Iterable[LocatedText], questions: Sequence[LocatedText], alike: float
 ) -> list[PromptOverlap]:
-    """Every pair about one document that is equal but for case, marks and spaces, or whose groups
-    of three words have a Jaccard likeness of `alike` or more, in the order of the training texts.
+    """Return every pair about one document that differs at most in case, punctuation and spaces, or
+    whose shingles have a Jaccard similarity of at least `alike`, in the order of the training
+    texts.
 
-    A training text that comes again is told once, where it stands first. Texts without a word are
-    passed over.
+    A repeated training text is reported once, at its first place. Texts without a word are skipped.
     """
     seen: dict[tuple[str, str], LocatedText] = {}
     for text in training:
@@ -82,8 +83,9 @@ def overlaps(
 
 
 def _rarest(groups: frozenset[int], often: Counter[int], alike: float) -> list[int]:
-    """The rarest of a text's shingles: so many that a text like it has one of them."""
-    least = math.ceil(alike * len(groups) - 1e-9)  # it shares at least so many
+    """Return as many of a text's rarest shingles as ensure that any similar text has one of
+    them."""
+    least = math.ceil(alike * len(groups) - 1e-9)  # a similar text shares at least so many
     return sorted(groups, key=lambda s: (often[s], s))[: len(groups) - least + 1]
 
 

@@ -1,9 +1,9 @@
-"""A user's files as documents: folders, single files and patterns, each text under a name.
+"""Read a user's files as named documents: folders, single files and glob patterns.
 
-    data.path -> files (sorted, bounded) -> formats -> Document, or SkippedFile with the reason
+    data.path -> files (sorted, bounded) -> formats -> UserDocument, or SkippedFile with the reason
 
-What is named by itself must be readable; of a folder or a pattern, what cannot be used is left out
-by name, so that one picture among the notes ends nothing.
+A file that is named itself must be readable. In a folder or a pattern, an unusable file is reported
+and skipped, so that one picture among the notes does not end the run.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from documents.formats import READERS, UNICODE, FileText, Reader, ReadOptions
 from protocols.errors import DataError
 
 MOST_FILES = 10_000
-NAME_LENGTH = 48  # a cartridge's name has at most 64: room for a part's or a namesake's number
-RESERVED = "none"  # stands for no document at all
+NAME_LENGTH = 48  # a cartridge's name has at most 64: leaves room for the number of a part or copy
+RESERVED = "none"  # means no document
 
 
 @dataclass(frozen=True)
 class ReadLimits:
-    """Bounds, in bytes."""
+    """Bound the size of one file and of all together, in bytes."""
 
     file: int = 64 * 1024**2
     total: int = 256 * 1024**2
@@ -35,12 +35,9 @@ class ReadLimits:
 
 @dataclass(frozen=True)
 class UserDocument:
-    """One text: `UserDocument("notes.monday", "notes/monday.md", "Monday ...", "9f86...",
-    "utf-8")`.
-
-    `name` is that of its cartridge, `source` the file (and `#3` for its third record), `sha256`
-    of the text in UTF-8.
-    """
+    """Hold one text: `UserDocument("notes.monday", "notes/monday.md", "Monday ...", "9f86...",
+    "utf-8")`. `name` is that of its cartridge, `source` the file (with `#3` for its third record),
+    `sha256` of the text in UTF-8."""
 
     name: str
     source: str
@@ -51,7 +48,8 @@ class UserDocument:
 
 @dataclass(frozen=True)
 class SkippedFile:
-    """Something that is not used, and why; or, as a note, used in an unusual way."""
+    """Name a source that is not used, and why; or, as a note, one that is used in an unusual
+    way."""
 
     source: str
     why: str
@@ -62,6 +60,8 @@ class SkippedFile:
 
 @dataclass(frozen=True)
 class ReadResult:
+    """Hold the documents read, the files left out, and notes on files read in an unusual way."""
+
     documents: tuple[UserDocument, ...]
     left_out: tuple[SkippedFile, ...] = ()
     notes: tuple[SkippedFile, ...] = ()
@@ -70,11 +70,9 @@ class ReadResult:
 def read_documents(
     paths: Sequence[str], how: ReadOptions | None = None, limits: ReadLimits | None = None
 ) -> ReadResult:
-    """Every document of the paths: files, folders (with all below them) and patterns (`*.md`).
-
-    Raises DataError for a path that there is not, a file named by itself that cannot be used, a
-    bound that is passed, and where nothing is left.
-    """
+    """Return every document of the paths: files, folders (with all below them) and patterns
+    (`*.md`). Raises DataError for a missing path, a file named itself that cannot be used, a bound
+    that is exceeded, and where nothing is left."""
     how, limits = how or ReadOptions(), limits or ReadLimits()
     gathered = Collection()
     total = 0
@@ -110,7 +108,7 @@ def read_documents(
 
 
 class Collection:
-    """What was read so far: names and texts are given once."""
+    """Collect documents; each name and each text is used once."""
 
     def __init__(self) -> None:
         self.documents: list[UserDocument] = []
@@ -120,7 +118,7 @@ class Collection:
         self._texts: dict[str, str] = {}  # by hash: the source that has it
 
     def take(self, shown: str, text: FileText) -> str | None:
-        """Take a text of a file; why it is left out, None where it is not."""
+        """Add a text of a file; return why it is left out, None where it is not."""
         source = f"{shown}#{text.record}" if text.record else shown
         why = self._fault(text.text)
         if why is not None:
@@ -145,11 +143,11 @@ class Collection:
 
 
 class TotalLimitError(DataError):
-    """A bound on all files together: no file's own fault."""
+    """Raise when all files together exceed a bound, which is no single file's fault."""
 
 
 def _files(paths: Sequence[str]) -> Iterator[tuple[str, Path, str, bool]]:
-    """(the path it came by, file, how it is shown, whether it was sought and not named)."""
+    """Yield (path given, file, name to show, whether it was found by a search)."""
     count = 0
     seen: set[str] = set()
     for given in paths:
@@ -176,7 +174,7 @@ def _files(paths: Sequence[str]) -> Iterator[tuple[str, Path, str, bool]]:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Files below a folder, sorted by path; hidden ones and links to folders are passed over."""
+    """Return files below a folder, sorted by path, without hidden ones and links to folders."""
     found = []
     for here, folders, files in os.walk(folder):
         folders[:] = [f for f in folders if not f.startswith(".")]
@@ -187,7 +185,7 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _bytes(file: Path, most: int) -> bytes:
-    _reader(file)  # before anything is read of a file that is not for us
+    _reader(file)  # refuses an unknown format before the file is read
     try:
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -216,7 +214,7 @@ def _reader(file: Path) -> Reader:
 
 
 def _free(stem: str, names: set[str]) -> str:
-    """A name that a cartridge may have and no other document has: letters, digits, `_ . -`."""
+    """Return a name that is valid for a cartridge and not taken: letters, digits, `_ . -`."""
     slug = re.sub(r"[^A-Za-z0-9_.-]+", "_", stem.replace(os.sep, "."))
     slug = slug.strip("_.-")[:NAME_LENGTH].rstrip("_.-") or "document"
     name, count = slug, 1

@@ -1,10 +1,10 @@
-"""Self-study prompts: what A is asked so that it writes a user's turn about a passage.
+"""Build self-study prompts, which make the model write a user's turn about a passage.
 
-    A    passage + seed  -> the user's turn      (sees the passage and one of five kinds of seed)
-    B    passage + turn  -> the answer           (sees the passage and the turn alone)
+    A    passage + seed  -> the user's turn      (reads the passage and one of five kinds of seed)
+    B    passage + turn  -> the answer           (reads the passage and the turn only)
 
-The five kinds are those of the Cartridges paper (Eyuboglu et al., 2025); the words are our own.
-Where A writes nothing that can be used, `plain_turn` makes a turn of the kind without a model.
+The five kinds are those of the Cartridges paper (Eyuboglu et al., 2025); the wording is our own.
+Where A writes nothing usable, `plain_turn` makes a turn of the kind without a model.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ SENTENCE = re.compile(r"(?:(?<=[.!?])\s+|\n+)")
 
 
 def asking(passage: str, kind: str, rng: random.Random) -> str:
-    """What A reads: the passage, then a seed of the kind."""
+    """Return A's prompt: the passage, then a seed of the kind."""
     return f"{passage.strip()}\n\n---\n\n{rng.choice(SEEDS[kind])} {WRITE}"
 
 
 def plain_turn(passage: str, kind: str, rng: random.Random) -> str:
-    """A turn that points into the passage by the first words of one of its sentences."""
+    """Return a turn that refers to the passage by the first words of one of its sentences."""
     sentences = [s.split() for s in SENTENCE.split(passage) if s.split()]
     words = rng.choice(sentences or [["the", "text"]])
     cue = " ".join(words[: rng.randint(*CUE_WORDS)]).strip(" ,;:\"'")

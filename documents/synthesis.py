@@ -1,9 +1,9 @@
-"""Writing self-study: A asks about passages of the documents, B answers, row by row to a file.
+"""Write self-study rows: A asks about passages of the documents, B answers, row by row to a file.
 
-    item -> passage (random chunk) -> A (seed of a kind) -> filters, doubles -> B -> filters -> row
+    item -> passage (random chunk) -> A (seed of a kind) -> filters, dedup -> B -> filters -> row
 
-Items are numbered, and every draw of an item hangs on its document and number: a file that was
-begun is gone on with, to the same rows. What is refused is a row too, with the reason.
+Items are numbered, and every draw of an item depends on its document and number: an interrupted
+file is continued with the same rows. A refused turn is a row, too, with the reason.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 from strategies.samplers.sampler import Sampler, SampleRequest, SampleResult
 
-BATCH = 32  # items written together: a kill loses so many at most
+BATCH = 32  # items written together: a kill loses at most so many
 
 
 @dataclass(frozen=True)
 class SynthesisItem:
-    """One row to be written: the `number`-th of a document."""
+    """Name one row to be written: the `number`-th of a document."""
 
     part: CorpusDocument
     number: int
@@ -46,8 +46,8 @@ class SynthesisItem:
 
 @dataclass(frozen=True)
 class SynthesisPlan:
-    """What decides the rows of these parts; `model` names who writes them, `answers` whether B
-    does. `seed` is that of every draw."""
+    """Hold what decides the rows of given parts; `model` names their writer, `answers` whether B
+    answers. All draws depend on `seed`."""
 
     study: SelfStudySpec
     model: str
@@ -56,7 +56,7 @@ class SynthesisPlan:
 
     @property
     def config(self) -> str:
-        """A hash of the plan: rows of another are not gone on with."""
+        """Return a hash of the plan: a file with rows of another plan is not continued."""
         told = {**asdict(self), "study": self.study.model_dump(mode="json", exclude={"rows"})}
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -66,12 +66,12 @@ class SynthesisPlan:
 
 
 def items(parts: Sequence[CorpusDocument], each: int) -> list[SynthesisItem]:
-    """Documents in turn, so that a file that is not whole yet has some of all."""
+    """Return items in turn over the documents, so that an incomplete file covers all of them."""
     return [SynthesisItem(part, number) for number in range(each) for part in parts]
 
 
 def read_rows(path: Path) -> list[StudyRow]:
-    """Raises DataError for a file of something else."""
+    """Return the rows of a file. Raises DataError for a file of another format."""
     return [from_dict(row, f"{path}:{i}") for i, row in enumerate(iter_rows(path), start=1)]
 
 
@@ -82,10 +82,8 @@ async def write_study(
     sampler: Sampler,
     tell: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[StudyRow]:
-    """Every row of the plan, those that the file has already included, in order.
-
-    Raises DataError for a file of another plan or of other texts, and what the sampler raises.
-    """
+    """Return every row of the plan in order, including those that the file already has. Raises
+    DataError for a file of another plan or of other texts, and any error of the sampler."""
     wanted = items(parts, plan.study.questions)
     rows = _begun(path, wanted, plan)
     doubles = DuplicateFilter(plan.study.alike)
@@ -102,8 +100,8 @@ async def write_study(
 
 
 def _begun(path: Path, wanted: Sequence[SynthesisItem], plan: SynthesisPlan) -> list[StudyRow]:
-    """The rows that are there, less what does not make a whole batch: it is written again, with
-    the doubles of its batch."""
+    """Return the file's rows without an incomplete last batch, which is written again with its
+    duplicates."""
     rows = read_rows(path)
     for row, item in zip(rows, wanted, strict=False):
         same = (row.key, row.sha256, row.config)
@@ -172,7 +170,8 @@ class DraftRow:
 def passage_of(
     part: CorpusDocument, number: int, study: SelfStudySpec, seed: int
 ) -> tuple[Chunk, random.Random, str]:
-    """The passage of an item, the generator that its other draws come from, and its name."""
+    """Return the passage of an item, the generator of its other draws, and that generator's
+    name."""
     name = f"selfstudy/{seed}/{part.name}/{part.document.sha256}/{number}"
     rng = random.Random(name)
     return random_chunk(part.tokens, study.min_chunk, study.max_chunk, rng), rng, name
@@ -220,7 +219,7 @@ def _answered(
     row: StudyRow, draft: DraftRow, answer: SampleResult, plan: SynthesisPlan
 ) -> StudyRow:
     text = answer.text.strip()
-    # An answer may quote its passage, be short, and then say words of the question ("the second").
+    # An answer may quote its passage; a short one may repeat words of the question ("the second").
     long = len(text.split()) >= ECHO_WORDS or normalised(text) == normalised(row.question)
     bounds = replace(plan.bounds, least_words=1)
     why = fault(text, row.question if long else "", answer.finish_reason == "stop", bounds)
@@ -240,8 +239,8 @@ def _answered(
 
 
 def model_name(path: str) -> str:
-    """`clinic-reader@9f86d081884c`: a model by its directory's name and a hash of its config and
-    tokenizer, wherever it lies; a hub id as it is."""
+    """Return `clinic-reader@9f86d081884c`: a model's directory name and a hash of its config and
+    tokenizer, independent of its path; a hub id is returned unchanged."""
     files = [Path(path) / name for name in ("config.json", "tokenizer.json")]
     if not files[0].is_file():
         return path

@@ -1,4 +1,4 @@
-"""Self-study rows: a turn of A with the answer of B and all that made them, one JSON line each."""
+"""Store self-study rows as JSON lines: a turn of A, the answer of B, and all their inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARQUET_REMEDY = "run `pip install -e '.[parquet]'`, or use the JSON lines"
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRow:
-    """One turn about a passage, kept or refused.
+    """Hold one turn about a passage, kept or refused.
 
     `StudyRow(key="kestrel/00007", document="kestrel", source="kestrel.md", sha256="9f86...",
     tokens=(120, 431), chars=(512, 1890), kind="question", asker="model", question="Where does ...",
@@ -26,10 +26,10 @@ class StudyRow:
     teacher_ids=((17, 4), ...), teacher_logprobs=((-0.1, -2.7), ...), ...)`
 
     `tokens` and `chars` are the passage's span in the document whose text has the hash `sha256`.
-    `asker` is "plain" for a turn that no model wrote; `refused` says why a turn (or its answer,
-    "answer: ...") is not used, "" where it is. `teacher_ids[t]` are the likeliest tokens where
-    `answer_ids[t]` was drawn, likeliest first, ids -1 where the teacher told texts alone
-    (`teacher_texts`). `config` is a hash of all that decides the row but the time.
+    `asker` is "plain" for a turn that no model wrote. `refused` says why a turn (or its answer,
+    "answer: ...") is not used, "" where it is used. `teacher_ids[t]` are the likeliest tokens at
+    the position of `answer_ids[t]`, likeliest first; ids are -1 where the teacher returned texts
+    only (`teacher_texts`). `config` is a hash of all that decides the row but the time.
     """
 
     schema: int = SCHEMA
@@ -55,7 +55,7 @@ class StudyRow:
     teacher_ids: tuple[tuple[int, ...], ...] = ()
     teacher_texts: tuple[tuple[str, ...], ...] = ()
     teacher_logprobs: tuple[tuple[float, ...], ...] = ()
-    tried: tuple[str, ...] = ()  # why what A wrote was not used
+    tried: tuple[str, ...] = ()  # why A's own turn was not used
     refused: str = ""
     model: str
     config: str
@@ -74,7 +74,8 @@ NAMES = frozenset(field.name for field in fields(StudyRow))
 
 
 def from_dict(row: Mapping[str, Any], where: str) -> StudyRow:
-    """The inverse of `as_dict` after JSON. Raises DataError that says where the row stands."""
+    """Return the row of a dictionary: the inverse of `as_dict` after JSON. Raises DataError that
+    names the place of an invalid row."""
     unknown = sorted(set(row) - NAMES)
     if row.get("schema") != SCHEMA or unknown:
         raise DataError(
@@ -95,7 +96,8 @@ def _tuples(value: Any) -> Any:
 
 
 def counts(rows: Iterable[StudyRow]) -> dict[str, int]:
-    """How many rows there are, are kept, asked plainly, and refused for each reason."""
+    """Return the numbers of rows: all, kept, kept with a plain turn, and tried or refused by
+    reason."""
     found: Counter[str] = Counter()
     for row in rows:
         found["rows"] += 1
@@ -109,7 +111,7 @@ def counts(rows: Iterable[StudyRow]) -> dict[str, int]:
 
 
 def write_parquet(rows: Sequence[StudyRow], path: Path) -> None:
-    """The rows as one Parquet file, nested lists as lists, samplings as JSON texts. Raises
+    """Write the rows as one Parquet file, nested lists as lists, samplings as JSON texts. Raises
     DataError where pyarrow is not installed."""
     try:
         import pyarrow as pa

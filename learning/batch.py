@@ -1,4 +1,4 @@
-"""A step's batch, cut into micro-batches and laid out for one student forward each."""
+"""Split a train batch into micro-batches and lay each out for one forward pass of the student."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ Member = tuple[str, int]  # a group of samples: the name of its set, and its ind
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A checked batch with what its channels make of it; see `learning.losses.channel`.
-
-    `sets` has the groups of samples by the name of their set, `read` the indices of those that the
-    student reads; `items` is by channel.
-    """
+    """Hold a checked train batch with the samples and items of its channels
+    (`learning.losses.channel`). `sets` maps the name of a set to its groups of samples. `read` has
+    the indices of the groups that the student reads. `items` is keyed by channel."""
 
     batch: TrainBatch
     channels: Sequence[LossChannel]
@@ -33,13 +31,13 @@ class PreparedBatch:
     items: Mapping[str, Sequence[Item]]
 
     def samples(self, sets: Iterable[str] | None = None) -> list[Sample]:
-        """Return all that the student reads, of some sets alone where they are given."""
+        """Return all samples that the student reads, or those of the sets named."""
         wanted = self.sets if sets is None else sets
         return [s for name in wanted for i in self.read[name] for s in self.sets[name][i]]
 
     def units(self) -> list[tuple[Member, ...]]:
-        """Return what no micro-batch divides: a group, with the group of a later set that has the
-        same text."""
+        """Return the units that no micro-batch divides: a group, with the groups of later sets that
+        have the same text."""
         members = [(name, i) for name in self.sets for i in self.read[name]]
         twins: dict[str, dict[object, Member]] = {name: {} for name in self.sets}
         for name, i in members:
@@ -64,11 +62,12 @@ class PreparedBatch:
         self, micro_tokens: int | None, rank: int = 0, world: int = 1, *, even: bool = False
     ) -> list[list[Member]]:
         """Return this rank's micro-batches of at most `micro_tokens` prompt and response tokens;
-        None: one.
+        None means one micro-batch.
 
-        A unit that is longer is a micro-batch of its own. Longest first, each goes to the rank with
-        the fewest tokens, the same way on every rank; one may get nothing. An empty batch gives
-        none. `even` adds empty ones, so that all ranks have as many.
+        A longer unit is a micro-batch of its own. Units are assigned longest first, each to the
+        rank with the fewest tokens, with the same result on every rank; a rank may get none. An
+        empty batch gives no micro-batch. `even` adds empty micro-batches, so that all ranks have
+        equally many.
         """
         units = self.units()
         lengths = [sum(map(_length, self.sets[name][i])) for (name, i), *_ in units]
@@ -94,7 +93,7 @@ class PreparedBatch:
     def micro_batch(
         self, part: Sequence[Member], pack: Callable[[list[Sample]], PackedRows]
     ) -> MicroBatch:
-        """Lay one of `split`'s micro-batches out."""
+        """Lay out one of the micro-batches that `split` returned."""
         texts: list[Sample] = []
         marks: list[Tensor] = []
         tokens: dict[str, ChannelTokens] = {}
@@ -131,11 +130,9 @@ class PreparedBatch:
 
 
 def prepare(batch: TrainBatch, channels: Sequence[LossChannel], version: int) -> PreparedBatch:
-    """Check a batch, and ask the channels what they read: before any forward.
-
-    Raises DataError for a batch that does not fit together, StaleTokenError for references or
-    episodes of another version that came without the log-probabilities this needs.
-    """
+    """Check a batch and collect what its channels read, before any forward pass. Raises DataError
+    for a batch whose parts do not match. Raises StaleTokenError for references or episodes of
+    another version that lack the log-probabilities they need."""
     for channel in channels:
         channel.check(batch, version)
     sets: dict[str, Sequence[tuple[Sample, ...]]] = {}
@@ -156,7 +153,7 @@ def _response(group: Iterable[Sample]) -> int:
 
 
 def _index(tokens: list[int]) -> slice | Tensor:
-    """Return a slice of tokens that follow one another, which costs no copy, or their indices."""
+    """Return a slice for consecutive tokens, which costs no copy, or their indices."""
     start = tokens[0] if tokens else 0
     stop = start + len(tokens)
     if tokens == list(range(start, stop)):

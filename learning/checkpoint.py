@@ -1,14 +1,14 @@
-"""Checkpoints: one safetensors file and one JSON manifest, checksummed, written atomically.
+"""Write checkpoints atomically: one safetensors file and one JSON manifest, both checksummed.
 
     checkpoints/version-000040/state.safetensors
     checkpoints/version-000040/manifest.json     {"facts": ..., "sha256": ..., "schema": 2}
 
 The directory is filled under a temporary name, flushed to disk and renamed, so a checkpoint is
-either whole or not there. No pickle is written or read.
+either whole or absent. No pickle is written or read.
 
-The trainer's last state, of every step, is one safetensors file with the facts in its header. It
-outlives the trainer's process, not the machine: it is renamed into place, and not flushed. Its
-checksum is a CRC, which costs a step nothing beside the writing.
+The trainer's last state is written after every step as one safetensors file, with the facts in its
+header. It survives the trainer's process but not the machine: it is renamed into place without a
+flush. Its checksum is a CRC, whose cost is negligible beside the writing.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ STATE, MANIFEST = "state.safetensors", "manifest.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`facts` is JSON-able; `tensors` are the state by name."""
+    """Hold the state of a trainer: `facts` are JSON-able, `tensors` are keyed by name."""
 
     facts: dict[str, Any]
     tensors: dict[str, Tensor]
 
 
 def write_checkpoint(directory: Path, name: str, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write `directory/name` atomically, then drop all but the newest `keep` and the last of every
-    arm, which holds what that arm came to; returns its path.
+    """Write `directory/name` atomically and return its path. Delete all checkpoints but the newest
+    `keep` and the last of every arm, which holds that arm's result.
 
-    A whole checkpoint that is already there under this name is the same state, and is left alone;
-    a damaged one (the run was resumed from the one before it) is replaced.
+    A whole checkpoint of this name has the same state and is left unchanged. A damaged one (the run
+    was resumed from the one before it) is replaced.
     """
     final = directory / name
     if final.exists() and _is_whole(final):
@@ -73,13 +73,13 @@ def write_checkpoint(directory: Path, name: str, checkpoint: Checkpoint, keep: i
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Checkpoints oldest first (by version); partial ones are not among them."""
+    """Return the checkpoints, oldest version first, without partial ones."""
     return sorted(p for p in directory.glob("version-*") if p.is_dir())
 
 
 def last_of_arms(directory: Path) -> dict[str, Path]:
-    """The newest checkpoint of each arm, by the manifests alone; those that cannot be read, or are
-    of no arm, are passed over."""
+    """Return the newest checkpoint of each arm by the manifests alone. Checkpoints that cannot be
+    read or have no arm are skipped."""
     found = {}
     for path in list_checkpoints(directory):
         try:
@@ -90,7 +90,7 @@ def last_of_arms(directory: Path) -> dict[str, Path]:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and verify one checkpoint. Raises CheckpointError that names it and what is wrong."""
+    """Read and verify one checkpoint. Raises CheckpointError that names it and the fault."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         stated, facts = manifest["sha256"], manifest["facts"]
@@ -120,7 +120,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def write_state(path: Path, state: Checkpoint) -> None:
-    """Replace the file whole."""
+    """Write the state to `path` atomically, replacing the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     tensors = _on_host(state.tensors)
@@ -130,7 +130,8 @@ def write_state(path: Path, state: Checkpoint) -> None:
 
 
 def read_state(path: Path) -> Checkpoint:
-    """What `write_state` wrote. Raises CheckpointError."""
+    """Return the state that `write_state` wrote. Raises CheckpointError for a damaged or missing
+    file."""
     try:
         with safe_open(path, framework="pt") as file:
             facts, stated = file.metadata()["facts"], file.metadata()["crc32"]

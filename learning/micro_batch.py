@@ -1,5 +1,4 @@
-"""One micro-batch: the rows of a student forward, and where every channel's tokens stand in
-them."""
+"""Describe one micro-batch: the packed rows of a student forward and the tokens of each channel."""
 
 from __future__ import annotations
 
@@ -11,19 +10,20 @@ from torch import Tensor
 from learning.packing import PackedRows
 from protocols.train_batch import TrainBatch
 
-# A group of a channel's samples by index, and which of the group's response tokens bear the loss.
+# Index of a group in a channel's samples, and the group's response tokens that bear the loss.
 Item = tuple[int, Sequence[int]]
 
 
 @dataclass(frozen=True)
 class ChannelTokens:
-    """Where one channel's n tokens of a micro-batch stand, item by item: a slice or indices [n].
+    """Locate one channel's n tokens of a micro-batch, item by item: each field is a slice or
+    indices [n].
 
     items    the channel's items in this micro-batch
-    at       among the N tokens whose logits the student gives
-    first    the first of the N that is of the set that the channel reads
-    own      among the tokens of all its items in the whole batch
-    inside   among all response tokens of its set in the whole batch
+    at       positions among the N tokens whose logits the student computes
+    first    the first of these N tokens that belongs to the channel's set
+    own      positions among the tokens of all the channel's items in the whole batch
+    inside   positions among all response tokens of the channel's set in the whole batch
     """
 
     items: Sequence[Item]
@@ -35,11 +35,9 @@ class ChannelTokens:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one student forward, and every channel's tokens in them.
-
-    `packed` speaks of the N response tokens that bear a loss of any channel, set by set; `batch` is
-    the step's whole batch.
-    """
+    """Hold the rows of one student forward and the tokens of every channel in them. `packed` covers
+    the N response tokens that bear a loss of any channel, set by set. `batch` is the whole batch of
+    the step."""
 
     batch: TrainBatch
     packed: PackedRows

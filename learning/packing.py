@@ -1,9 +1,9 @@
-"""Packing samples into rows over shared prefixes, and the student's (or teacher's) forward.
+"""Pack samples into rows over shared prefixes, and run the forward of student or teacher over them.
 
-Samples of one document are laid into rows of at most `row_tokens` tokens; every sample sees its
-prefix and itself, and its positions start where the prefix ends, so it cannot tell whether it is
-packed. Student and teacher logits are gathered in *sample order, response token by response
-token*: index n means the same token on both sides whatever the rows looked like.
+Samples of one document are laid into rows of at most `row_tokens` tokens. Every sample attends to
+its prefix and itself, and its positions start where the prefix ends, so packing does not change its
+result. Student and teacher logits are gathered in *sample order, response token by response token*:
+index n means the same token for both, whatever the rows.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ from learning.model.loading import hidden_states, recomputing
 from protocols.errors import DataError
 from protocols.types import Sample
 
-if (
-    TYPE_CHECKING
-):  # importing it takes seconds, which learning.model.loading leaves to who loads one
+if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
     from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """C documents x R rows of T tokens. `ids`, `positions`, `segments` are [C*R, T].
+    """Hold C documents x R rows of T tokens. `ids`, `positions`, `segments` are [C*R, T].
 
-    names[c]        the prefix that group c sees: by default a document's
+    names[c]        the prefix that group c reads: by default a document's
     segments        which sample of its row a token belongs to; -1 is padding
-    row, column     [N] where the token that *predicts* response token n stands
+    row, column     [N] the place of the token that *predicts* response token n
     targets         [N] the response tokens themselves
     """
 
@@ -48,13 +46,14 @@ class PackedRows:
     targets: Tensor
 
     def only(self, needed: Tensor) -> PackedRows:
-        """The same rows, with logits for the marked [N] response tokens alone."""
+        """Return the same rows, with logits for the marked [N] response tokens only."""
         return replace(
             self, row=self.row[needed], column=self.column[needed], targets=self.targets[needed]
         )
 
 
 def of_document(sample: Sample) -> str:
+    """Return the name of the sample's document, the default prefix."""
     return sample.document
 
 
@@ -64,14 +63,14 @@ def pack(
     row_tokens: int,
     prefix: Callable[[Sample], str] = of_document,
 ) -> PackedRows:
-    """Lay samples into rows, first fit by decreasing length within each prefix. Samples of the
-    same tokens over the same prefix share a place, whichever of them are prompt and which response:
-    an episode that two channels learn from is read once.
+    """Lay samples into rows, first fit by decreasing length within each prefix. Samples with the
+    same tokens over the same prefix share a place, wherever prompt ends and response begins: an
+    episode that two channels train on is read once.
 
-    `prefix` names what stands before a sample, where that is not its document's own alone;
-    `prefix_tokens[name]` is the length of that prefix: the first position of its samples. Raises
-    DataError for a sample longer than a row, or one without prompt or response. Of no samples it
-    makes a row of one token that predicts none.
+    `prefix` names a sample's prefix where that is not its document alone. `prefix_tokens[name]` is
+    the length of that prefix, the first position of its samples. Without samples the result is a
+    row of one token that predicts none. Raises DataError for a sample longer than a row, or one
+    without prompt or response.
     """
     check_rows(samples, row_tokens)
     if not samples:
@@ -127,7 +126,7 @@ def pack(
 
 
 def text_of(sample: Sample) -> tuple[str, tuple[int, ...]]:
-    """What a forward reads of a sample: its document and its tokens."""
+    """Return what a forward reads of a sample: its document and its tokens."""
     return sample.document, sample.prompt_ids + sample.response_ids
 
 
@@ -147,11 +146,9 @@ def check_rows(samples: Iterable[Sample], row_tokens: int) -> None:
 def response_logits(
     model: PreTrainedModel, packed: PackedRows, kv: Tensor, lengths: Tensor | None = None
 ) -> Tensor:
-    """Logits [N, V] in float32 that predict each response token, in sample order.
-
-    kv [C, L, 2, H_kv, P, D] in the order of `packed.names`, `lengths` as in PrefixContext.
-    Gradient flows into `kv` when it requires it.
-    """
+    """Return logits [N, V] in float32 that predict each response token, in sample order. kv
+    [C, L, 2, H_kv, P, D] is in the order of `packed.names`, `lengths` as in PrefixContext. Gradient
+    flows into `kv` when it requires it."""
     return response_tokens(model, packed, kv, lengths).logits
 
 
@@ -164,10 +161,8 @@ def response_tokens(
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
 ) -> ChunkedLogits:
-    """The same logits, to be read in chunks of at most `logit_bytes`.
-
-    With `recompute_layers` the layers keep their inputs alone for the backward pass.
-    """
+    """Return the logits of `response_logits`, to be read in chunks of at most `logit_bytes`. With
+    `recompute_layers` each layer keeps only its input for the backward pass."""
     device, length = model.device, packed.ids.shape[1]
     segments = packed.segments.to(device)
     same = segments[:, :, None] == segments[:, None, :]
@@ -187,7 +182,8 @@ def response_tokens(
 
 
 def stack_prefixes(prefixes: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Stack [L, 2, H_kv, P_c, D] prefixes, zero-padded to the longest; lengths [C] if unequal."""
+    """Stack [L, 2, H_kv, P_c, D] prefixes, zero-padded to the longest; return lengths [C] if
+    unequal."""
     lengths = [p.shape[3] for p in prefixes]
     longest = max(lengths)
     if min(lengths) == longest:

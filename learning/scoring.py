@@ -1,7 +1,7 @@
-"""Scoring given response tokens over given prefixes, without gradient.
+"""Score given response tokens over given prefixes, without gradient.
 
-The document teacher reads a document's KV; the hinted teacher, references and older selves of the
-student read a cartridge's. All answers come in sample order, response token by response token.
+The document teacher reads a document's KV. The hinted teacher, references and older versions of the
+student read a cartridge's. Results are in sample order, response token by response token.
 """
 
 from __future__ import annotations
@@ -21,26 +21,23 @@ from learning.teacher_logprobs import top_k
 from protocols.train_batch import PreferencePair, completions
 from protocols.types import Sample
 
-if (
-    TYPE_CHECKING
-):  # importing it takes seconds, which learning.model.loading leaves to who loads one
+if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
     from transformers import PreTrainedModel
 
-LOGIT_BYTES = 256 * 2**20  # of a teacher that wants a few numbers a token
+LOGIT_BYTES = 256 * 2**20  # of a teacher of which a few numbers a token are kept
 
 
 def score(
     model: PreTrainedModel, samples: Sequence[Sample], documents: DocumentKVCache, row_tokens: int
 ) -> Tensor:
-    """Logits [N, V] (float32) of every response token with its sample's document as the prefix.
-
-    Same order as `learning.packing.response_logits` gives for the student: sample by sample.
-    """
+    """Return logits [N, V] (float32) of every response token with its sample's document as the
+    prefix. The order is that of `learning.packing.response_logits` for the student: sample by
+    sample."""
     return score_over(model, samples, prefixes_of(samples, documents), row_tokens)
 
 
 def prefixes_of(samples: Sequence[Sample], documents: DocumentKVCache) -> dict[str, Tensor]:
-    """The KV [L, 2, H_kv, T, D] of every document that the samples name."""
+    """Return the KV [L, 2, H_kv, T, D] of every document that the samples name."""
     return {name: documents.get(name) for name in sorted({s.document for s in samples})}
 
 
@@ -51,7 +48,8 @@ def score_over(
     prefixes: Mapping[str, Tensor],
     row_tokens: int,
 ) -> Tensor:
-    """Logits [N, V] (float32) with `prefixes[document]` [L, 2, H_kv, P, D] before each sample."""
+    """Return logits [N, V] (float32) with `prefixes[document]` [L, 2, H_kv, P, D] before each
+    sample."""
     return _scored(model, samples, prefixes, row_tokens, None).logits
 
 
@@ -63,9 +61,9 @@ def score_kept(
     row_tokens: int,
     keep_top: int | None,
 ) -> dict[str, Tensor]:
-    """What is sent of the same logits: the top entries of each token, or all for None.
-    `learning.teacher_logprobs.Teacher(**score_kept(...))` reads it. Of top entries' logits
-    LOGIT_BYTES exist at a time."""
+    """Return the tensors to store of `score_over`'s logits: the top entries of each token, or all
+    for None. `learning.teacher_logprobs.TeacherDistribution(**score_kept(...))` reads them. For top
+    entries at most LOGIT_BYTES of logits exist at a time."""
     if keep_top is None:
         return {"logits": score_over(model, samples, prefixes, row_tokens)}
     tokens = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES)
@@ -80,8 +78,8 @@ def response_logprobs(
     prefixes: Mapping[str, Tensor],
     row_tokens: int,
 ) -> Tensor:
-    """Log-probability [N] of every response token: a reference's, a distilling teacher's, or the
-    student's own under the version that sampled it."""
+    """Return the log-probability [N] of every response token: for a reference, a distilling
+    teacher, or the student under the version that sampled it."""
     tokens = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES)
     return tokens.logprobs(slice(0, len(tokens.targets)))
 
@@ -94,8 +92,8 @@ def with_references(
     version: int,
     max_age: int | None,
 ) -> list[PreferencePair]:
-    """The pairs in their order, those with a stale reference given one of `version`, whose
-    cartridges `prefixes` are."""
+    """Return the pairs in their order. A stale reference is computed anew under `version`, whose
+    cartridges are `prefixes`."""
     stale = [p for p in pairs if is_stale(p, version, max_age)]
     if not stale:
         return list(pairs)
@@ -117,7 +115,7 @@ def _scored(
     row_tokens: int,
     logit_bytes: int | None,
 ) -> ChunkedLogits:
-    """The response tokens' logits, to be read."""
+    """Return the response tokens' logits, to be read in chunks."""
     packed = pack(samples, {name: kv.shape[3] for name, kv in prefixes.items()}, row_tokens)
     kv, lengths = stack_prefixes([prefixes[name] for name in packed.names])
     return response_tokens(model, packed, kv, lengths, logit_bytes=logit_bytes)

@@ -1,20 +1,20 @@
-"""The training step, top to bottom: one optimiser update of the cartridges on a given batch.
+"""Run one training step: one optimizer update of the cartridges on a given batch.
 
-    batch (who sampled it: the caller's business, checked here by version)
-      -> leave out channels that weigh nothing; advantages; every channel's own denominator
-      -> this rank's micro-batches, each packed over shared prefixes: all channels' samples
-         together, a text that several of them learn from once
+    batch (its caller sampled it; its versions are checked here)
+      -> channels of weight 0 left out; advantages; each channel's own denominator
+      -> this rank's micro-batches, each packed over shared prefixes: samples of all channels
+         together, and a text that several channels train on once
       -> student forward: the only forward with gradient
-      -> teachers' distributions over the same tokens (given), against the student's logits, which
+      -> given teacher distributions over the same tokens, against the student's logits, which
          exist for a chunk of tokens at a time
       -> one named term for each channel over its own denominator, times its weight
-      -> backward into the cartridges alone -> sums over all ranks -> clip -> Adam
+      -> backward into the cartridges only -> sums over all ranks -> clip -> Adam
 
-Advantages and denominators are those of the whole batch, which every rank is given; so ranks, like
-micro-batches, change no term.
+Advantages and denominators are those of the whole batch, which every rank receives, so neither
+ranks nor micro-batches change a term.
 
-What is *not* here: no second student forward for "old" log-probabilities (one update for each
-rollout needs none), no gradient of the base model, no value function.
+Left out on purpose: a second student forward for "old" log-probabilities (one update per rollout
+needs none), a gradient of the base model, and a value function.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ from protocols.errors import RunError, StaleTokenError
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample, TrainStepOutput
 
-if (
-    TYPE_CHECKING
-):  # importing it takes seconds, which learning.model.loading leaves to who loads one
+if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
     from transformers import PreTrainedModel
 
 OFFLINE_VERSION = -1  # the version of tokens that a document teacher wrote
@@ -48,14 +46,15 @@ OFFLINE_VERSION = -1  # the version of tokens that a document teacher wrote
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Learning rate over `steps`: linear warm-up, then cosine down to a tenth of the peak."""
+    """Compute the learning rate over `steps`: linear warm-up, then cosine down to a tenth of the
+    peak."""
 
     lr: float
     warmup_steps: int
     steps: int
 
     def at(self, step: int) -> float:
-        """The rate of 0-based `step`."""
+        """Return the learning rate of 0-based `step`."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         rest = max(1, self.steps - self.warmup_steps)
@@ -64,15 +63,14 @@ class LearningRateSchedule:
 
 
 def new_optimizer(bank: CartridgeBank) -> torch.optim.Adam:
-    """Adam over the trainable cartridge tokens alone, no weight decay."""
+    """Return Adam over the trainable cartridge tokens only, without weight decay."""
     return torch.optim.Adam([bank.trainable], lr=0.0)
 
 
 def check_fresh(samples: Sequence[Sample], version: int, staleness: int) -> int:
-    """Count tokens sampled by a version older than `version`; refuse any older than the bound.
-
-    Raises StaleTokenError. Tokens written by the document teacher have no version to be stale.
-    """
+    """Return the number of tokens sampled by a version older than `version`. Raises StaleTokenError
+    for a token older than the bound. Tokens written by the document teacher have no version and are
+    never stale."""
     stale = 0
     for s in samples:
         if len(s.versions) != len(s.response_ids):
@@ -111,14 +109,14 @@ def train_step(
     recompute_layers: bool = False,
     ranks: ProcessGroup = ALONE,
 ) -> TrainStepOutput:
-    """One update by `channels`, which all weigh something, the same on all `ranks`.
+    """Run one update with `channels`, all of nonzero weight, with the same result on all `ranks`.
 
     Raises StaleTokenError or DataError (nothing trained), RunError for a non-finite loss or ranks
     that differ.
 
     `micro_tokens` bounds the tokens of one forward, `logit_bytes` the logits that exist at a time,
-    `recompute_layers` the activations kept to those of one layer: they change no term.
-    `compare_gradients` costs one more backward for each channel and changes nothing either.
+    `recompute_layers` the activations kept to those of one layer: none of them changes a term.
+    `compare_gradients` costs one more backward per channel and changes no term either.
     """
     prepared = prepare(batch, channels, version)
     sampled = dict.fromkeys(channel.reads for channel in channels if channel.sampled)
@@ -131,7 +129,7 @@ def train_step(
 
     alone = {name: bank.frozen.shape[4] + bank.trainable.shape[4] for name in bank.names}
     prefix_tokens = prefix_lengths(texts, alone)
-    together = is_sharded(model)  # every pass gathers the base: all ranks make as many
+    together = is_sharded(model)  # every pass gathers the base: all ranks must run equally many
     tokens, fault = 0, ""
     optimizer.zero_grad(set_to_none=True)
     for part in prepared.split(micro_tokens, ranks.rank, ranks.world, even=together):
@@ -177,7 +175,7 @@ def train_step(
     _check_agreement(found)
     tally.merge([one["sums"] for one in found], ranks.add, bank.trainable)
     if texts:
-        if bank.trainable.grad is None:  # all of it is other ranks'
+        if bank.trainable.grad is None:  # this rank had no micro-batch
             bank.trainable.grad = torch.zeros_like(bank.trainable)
         ranks.add(bank.trainable.grad)
     norm = torch.nn.utils.clip_grad_norm_([bank.trainable], clip)
@@ -186,7 +184,7 @@ def train_step(
     optimizer.step()
     facts = {channel.name: channel.facts(batch) for channel in channels}
     return TrainStepOutput(
-        compute_seconds=0.0,  # whoever calls has a clock
+        compute_seconds=0.0,  # measured by the caller
         version=version + 1,
         kl=tally.values.get("doc_kl", 0.0),
         grad_norm=norm.item(),
@@ -199,7 +197,7 @@ def train_step(
 
 
 def _check_agreement(found: list[dict[str, Any]]) -> None:
-    """That no rank met a fault, and all stand at the same cartridges, bit for bit."""
+    """Raise RunError if a rank met a fault, or if versions or cartridges differ in any bit."""
     for one in found:
         if one["fault"]:
             raise RunError(one["fault"])

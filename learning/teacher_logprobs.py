@@ -1,4 +1,4 @@
-"""What a teacher says of given tokens: all logits, or its top k log-probabilities."""
+"""Hold a teacher's distribution over given tokens: all logits, or its top k log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protocols.train_batch import PrecomputedScores
 
 @dataclass(frozen=True)
 class TeacherDistribution:
-    """The teacher's view of N response tokens: `logits` [N, V], or its top k
+    """Hold the teacher's distribution at N response tokens: `logits` [N, V], or its top k
     (`indices`, `logprobs` [N, k], log-probabilities under the whole vocabulary)."""
 
     logits: Tensor | None = None
@@ -29,12 +29,12 @@ class TeacherDistribution:
         return len(one)
 
     def rows(self, which: slice | Tensor) -> TeacherDistribution:
-        """The teacher's view of some of the tokens: a slice, or indices [n]."""
+        """Return the distribution at some of the tokens: a slice, or indices [n]."""
         return self._each(lambda x: x[which])
 
     def to(self, device: torch.device) -> TeacherDistribution:
-        """The same where the student is: scores come off the tensor plane on the host, and reach
-        the device a chunk of tokens at a time."""
+        """Return a copy on the student's device. Scores arrive from the tensor plane on the host
+        and are moved to the device a chunk of tokens at a time."""
         return self._each(lambda x: x.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> TeacherDistribution:
@@ -43,7 +43,7 @@ class TeacherDistribution:
 
 
 def of_stored(stored: PrecomputedScores) -> TeacherDistribution:
-    """The view of a sample's tokens that was kept when its text was written."""
+    """Return the distribution that was stored when a sample's text was written."""
     indices = torch.tensor(stored.ids, dtype=torch.int32)
     return TeacherDistribution(indices=indices, logprobs=torch.tensor(stored.logprobs))
 
@@ -51,11 +51,9 @@ def of_stored(stored: PrecomputedScores) -> TeacherDistribution:
 def joined(
     parts: Sequence[tuple[Sequence[int], TeacherDistribution]], lengths: Sequence[int]
 ) -> TeacherDistribution:
-    """One view of all samples' tokens, in the samples' order, from views of some of them each.
-
-    `lengths[i]` are the tokens of sample i; a part is the indices of its samples, in the order in
-    which its teacher's rows lie: ((0, 2), T1), ((1,), T2).
-    """
+    """Return one distribution over all samples' tokens, in sample order, from parts over some of
+    them. `lengths[i]` is the number of tokens of sample i. A part is the indices of its samples, in
+    the order of its teacher's rows: ((0, 2), T1), ((1,), T2)."""
     if len(parts) == 1 and tuple(parts[0][0]) == tuple(range(len(lengths))):
         return parts[0][1]
     order = [i for samples, _ in parts for i in samples]
@@ -71,6 +69,7 @@ def joined(
 
 
 def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens and their log-probabilities: ([N, k] int32, [N, k] float32)."""
+    """Return the k most likely tokens and their log-probabilities: ([N, k] int32, [N, k]
+    float32)."""
     found = F.log_softmax(logits.float(), dim=-1).topk(min(k, logits.shape[-1]), dim=-1)
     return found.indices.int(), found.values

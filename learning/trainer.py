@@ -1,4 +1,4 @@
-"""The state of training one bank of cartridges: steps, versions, snapshots and checkpoints."""
+"""Train one bank of cartridges: steps, versions, snapshots, checkpoints and recovery."""
 
 from __future__ import annotations
 
@@ -23,22 +23,20 @@ from protocols.spec.sections import TrainSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample, TrainStepOutput
 
-if (
-    TYPE_CHECKING
-):  # importing it takes seconds, which learning.model.loading leaves to who loads one
+if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
     from transformers import PreTrainedModel
 
 SNAPSHOT = "snapshot."
 
 
 class CartridgeTrainer:
-    """Trains one bank through one or more arms; every arm starts from the same untrained bank.
+    """Train one bank through one or more arms; every arm starts from the same untrained bank.
 
-    `version` numbers every state of the cartridges that could be published and is never reused,
-    also not by the next arm. Every state is kept in the file `last_state` before it is told of, so
-    that a trainer that died is replaced by one that stands where it stood (`recover`); asking for
-    what was done already (a step, the start of an arm) answers what it answered then. Of several
-    ranks, rank 0 writes the files and all read them.
+    `version` numbers every state of the cartridges that could be published and is never reused, not
+    even by the next arm. Every state is written to the file `last_state` before it is returned, so
+    that the replacement of a lost trainer continues from it (`recover`). A repeated call (of a
+    step, or the start of an arm) returns the first call's result. Of several ranks, rank 0 writes
+    the files and all read them.
     """
 
     def __init__(
@@ -53,8 +51,8 @@ class CartridgeTrainer:
         publish_dtype: str = "float32",
         ranks: ProcessGroup = ALONE,
     ) -> None:
-        """`bank` is the untrained one. On several `ranks` each has a trainer of its own, all called
-        alike."""
+        """Take the untrained `bank`. Each of several `ranks` has a trainer of its own; all get the
+        same calls."""
         self.model = model
         self.spec = spec
         self._objective = objective or ObjectiveSpec()
@@ -76,7 +74,7 @@ class CartridgeTrainer:
         self._snapshots: dict[int, Tensor] = {}
 
     def begin(self, arm: str, steps: int) -> int:
-        """Start an arm of `steps` steps from the untrained cartridges; returns its version."""
+        """Start an arm of `steps` steps from the untrained cartridges; return its version."""
         if arm == self._arm and self._step == 0:
             return self.version
         with torch.no_grad():
@@ -93,15 +91,17 @@ class CartridgeTrainer:
     def step(
         self, samples: Sequence[Sample], teacher: TeacherDistribution, version: int
     ) -> TrainStepOutput:
-        """`step_on` the samples of document distillation alone."""
+        """Run `step_on` with document distillation samples only."""
         return self.step_on(
             TrainBatch(doc=tuple(samples), scores={"doc_teacher": teacher}), version
         )
 
     def step_on(self, batch: TrainBatch, version: int) -> TrainStepOutput:
-        """One optimiser step on `version`, which must be the current one; makes the next."""
+        """Run one optimizer step on `version`, which must be the current one, and advance the
+        version. Raises StaleTokenError for any other version. The version just trained returns its
+        output again."""
         if version == self.version - 1 and self._last is not None:
-            return self._last  # done, and its answer was lost
+            return self._last  # already trained, but the reply was lost
         if version != self.version:
             raise StaleTokenError(
                 f"asked to train version {version}, and the trainer stands at {self.version}: a "
@@ -136,10 +136,9 @@ class CartridgeTrainer:
         return every > 0 and self._step % every == 0
 
     def snapshot(self, version: int) -> tuple[tuple[str, ...], Tensor]:
-        """(names, detached copy [C, L, 2, H_kv, P, D]) of a version to publish, now or again.
-
-        Raises PublishError for any but the current one and the few that were published last.
-        """
+        """Return (names, detached copy [C, L, 2, H_kv, P, D]) of a version to publish, now or
+        again. Raises PublishError for any version but the current one and the few published
+        last."""
         if version == self.version and version not in self._snapshots:
             dtype = getattr(torch, self._publish_dtype)
             self._snapshots[version] = self.bank.snapshot(dtype)
@@ -153,15 +152,14 @@ class CartridgeTrainer:
         return self.bank.names, self._snapshots[version]
 
     def base_hash(self) -> str:
-        """SHA-256 of the base as it is now; of a sharded one all ranks must ask."""
+        """Return the SHA-256 of the base as it is now; for a sharded base all ranks must call
+        it."""
         return base_hash(self.model)
 
     def save(self, directory: Path, position: dict[str, Any], version: int) -> Path:
-        """Write everything that the next step depends on, on rank 0; returns the checkpoint's path.
-
-        Any number of ranks reads it, for nothing in it depends on theirs.
-        Raises CheckpointError when `position`, which stands at `version`, is not the trainer's.
-        """
+        """Write the state that the next step depends on, from rank 0; return the checkpoint's path.
+        The checkpoint does not depend on the number of ranks. Raises CheckpointError when
+        `version`, the version of `position`, is not the trainer's."""
         if version != self.version:
             raise CheckpointError(
                 f"the trainer stands at version {self.version} and the position at {version}: a "
@@ -175,10 +173,8 @@ class CartridgeTrainer:
         )
 
     def recover(self) -> int:
-        """Stand where the trainer before this one stood, from `last_state`; returns the version.
-
-        Without that file nothing was trained yet, and this one is where it should be.
-        """
+        """Continue from the state that the trainer before this one wrote to `last_state`; return
+        the version. Without that file nothing was trained yet, and the state is unchanged."""
         if self._last_state is not None and self._last_state.exists():
             self._take(read_state(self._last_state))
         return self.version
@@ -191,14 +187,14 @@ class CartridgeTrainer:
             write_state(self._last_state, state)
 
     def _needed(self) -> list[int]:
-        """Published versions before the current one that rollouts under way may be sampled with:
-        to be published again, should the tensor plane be lost."""
+        """Return the published versions before the current one that rollouts in progress may sample
+        with: they are published again if the tensor plane is lost."""
         oldest = self.version - self.spec.staleness
         return [v for v in sorted(self._snapshots) if oldest <= v < self.version]
 
     def _state(self, position: dict[str, Any]) -> Checkpoint:
-        """Everything that the next step depends on. Random streams have no state to keep: every
-        draw has a generator named by seed, step and index."""
+        """Return the state that the next step depends on. Random streams have no state: every draw
+        has a generator named by seed, step and index."""
         state = self._optimizer.state.get(self.bank.trainable, {})
         tensors = {
             "trainable": self.bank.trainable.detach(),
@@ -219,12 +215,10 @@ class CartridgeTrainer:
         return Checkpoint(facts, tensors)
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Take a checkpoint's state; returns the position saved with it.
-
-        Raises CheckpointError when it belongs to another base model or other documents.
-        """
+        """Take a checkpoint's state; return the position saved with it. Raises CheckpointError when
+        it belongs to another base model or other documents."""
         self._take(checkpoint)
-        self._keep()  # a later `last_state` of the interrupted run is not where this one stands
+        self._keep()  # replaces a later `last_state` of the interrupted run
         position: dict[str, Any] = checkpoint.facts["position"]
         return position
 
@@ -248,7 +242,7 @@ class CartridgeTrainer:
             self.bank.frozen.copy_(tensors["frozen"])
         self._optimizer = new_optimizer(self.bank)
         moments = {
-            # Adam counts its steps on the host, wherever its moments are.
+            # Adam keeps its step count on the host, wherever its moments are.
             k[5:]: v.clone() if k == "adam.step" else v.to(self.bank.trainable, copy=True)
             for k, v in tensors.items()
             if k.startswith("adam.")
@@ -267,5 +261,6 @@ class CartridgeTrainer:
 
 
 def _told(output: TrainStepOutput) -> dict[str, Any]:
-    """What a step found, JSON-able: without the time it took, and its version, kept beside it."""
+    """Return a step's output, JSON-able, without its time and its version, which is stored beside
+    it."""
     return {k: v for k, v in asdict(output).items() if k not in ("compute_seconds", "version")}

@@ -1,13 +1,13 @@
-"""Canonical actions: two ways to say the same thing become the same string.
+"""Normalize actions, so that equal actions in different notation become the same string.
 
     ToolAction("read_value", {"note": "3", "name": " hemoglobin"})   with note declared an integer
         {"arguments":{"name":"hemoglobin","note":3},"tool":"read_value"}
-    Choice("b) insulin")    {"choice":"B"}
-    Text("halve  the dose") {"text":"halve the dose"}
+    OptionAction("b) insulin")    {"choice":"B"}
+    TextAction("halve  the dose") {"text":"halve the dose"}
 
-Keys are sorted; strings are NFC with whitespace folded (case stays: ids may depend on it); whole
-numbers lose their fraction; a scalar is turned to the type that the tool declares where that loses
-nothing; an optional argument that is null is left out.
+Keys are sorted. Strings are NFC with whitespace folded (case is kept: ids may depend on it). Whole
+numbers lose their fraction. A scalar is converted to the type that the tool declares where that
+loses nothing. An optional argument that is null is left out.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ LETTERED = re.compile(r"\(?([A-Za-z])(?:[).:]+(?:\s+(.*))?)?", re.DOTALL)
 
 
 def canonical(action: Action, state: ReplayState) -> str:
-    """The action's one string, whether or not it can be done: see `fault`.
-
-    Raises DataError for arguments that are no JSON (NaN, an object of Python's).
-    """
+    """Return the action's canonical string, whether or not the action is valid: see `fault`. Raises
+    DataError for arguments that are not JSON (NaN, a Python object)."""
     match action:
         case ToolAction(tool, arguments):
             declared = next((t for t in state.tools if t.name == fold(tool)), None)
@@ -54,7 +52,7 @@ def canonical(action: Action, state: ReplayState) -> str:
 
 
 def action_of(text: str) -> Action:
-    """The action that a canonical string stands for: `canonical` turned round."""
+    """Return the action of a canonical string: the inverse of `canonical`."""
     plain = json.loads(text)
     if "tool" in plain:
         return ToolAction(plain["tool"], plain["arguments"])
@@ -62,11 +60,9 @@ def action_of(text: str) -> Action:
 
 
 def fault(action: Action, state: ReplayState) -> str:
-    """Why the action cannot be done in this state; "" where it can.
-
-    A teacher that names a tool nobody offered has not voted. The student's own action may well be
-    at fault: that is what the pair is to teach.
-    """
+    """Return why the action is invalid in this state; "" where it is valid. A teacher that names an
+    unknown tool has not voted. The student's own action may be invalid: the preference pair is to
+    train it away."""
     match action:
         case ToolAction(tool, arguments):
             declared = next((t for t in state.tools if t.name == fold(tool)), None)
@@ -82,7 +78,8 @@ def fault(action: Action, state: ReplayState) -> str:
 
 
 def letter(option: str, options: Sequence[str]) -> str | None:
-    """The letter of the option that is meant: by its words, its letter, or both if they agree."""
+    """Return the letter of the option meant: by its words, its letter, or both if they agree; else
+    None."""
     said = fold(option).casefold()
     words = [fold(o).casefold() for o in options]
     if words.count(said) == 1:
@@ -97,12 +94,13 @@ def letter(option: str, options: Sequence[str]) -> str | None:
 
 
 def fold(text: str) -> str:
-    """NFC, and every run of whitespace one space, none at the ends."""
+    """Return the text in NFC, with every run of whitespace as one space and none at the ends."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def dense(plain: Any) -> str:
-    """JSON with sorted keys and no spaces. Raises DataError for what JSON has no word for."""
+    """Return JSON with sorted keys and no spaces. Raises DataError for values that JSON cannot
+    express."""
     try:
         return json.dumps(
             plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
@@ -135,7 +133,7 @@ def _normal(value: Any, schema: Mapping[str, Any]) -> Any:
 
 
 def _declared(value: Any, kind: Any) -> Any:
-    """The scalar as the type that the tool declares, where nothing is lost."""
+    """Convert a scalar to the type that the tool declares, where nothing is lost."""
     if kind in ("integer", "number") and isinstance(value, str) and _is_number(value):
         number = json.loads(value)
         return _whole(number) if isinstance(number, float) else number

@@ -1,13 +1,13 @@
-"""The books: what the rows of a ledger come to, and whether one more call may be made.
+"""Decide from the rows of a spend ledger whether one more call may be made.
 
-Pure. Every process that shares a ledger folds the same rows in the same order, so that all of them
-know the same answers, money, rates and breakers; `teachers.ledger` holds the file and its lock.
+This module does no IO. All processes that share a ledger add the same rows in the same order, so
+they agree on answers, money, rates and breakers. `teachers.ledger` holds the file and its lock.
 
-    Reserved   written before a call: its worst case is spoken for
-    Settled    written after: what it cost, and what was answered
+    ReservedCall   written before a call: reserves its worst case
+    SettledCall    written after it: its cost and its answer
 
-A reservation whose process died is settled by whoever notices, as "interrupted" and at its worst
-case, for nobody knows what the provider did with it.
+A reservation of a dead process is settled by the next process that finds it, as "interrupted" and
+at its worst case, because the provider may have charged it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ INTERRUPTED = "interrupted"
 
 @dataclass(frozen=True)
 class ReservedCall:
-    """`ReservedCall("a1", "41d0...", "opus", "run-7", "0c9e...", 5120000, 1785060942.1)`: attempt
-    a1 of this call may cost 5,120,000 nanodollars. `owner` is the ledger handle that makes it."""
+    """Reserve money for one attempt of a call. `ReservedCall("a1", "41d0...", "opus", "run-7",
+    "0c9e...", 5120000, 1785060942.1)`: attempt a1 of this call may cost 5,120,000 nanodollars.
+    `owner` is the ledger handle that makes it."""
 
     attempt: str
     key: str
@@ -39,9 +40,9 @@ class ReservedCall:
 
 @dataclass(frozen=True)
 class SettledCall:
-    """How an attempt ended. `outcome` is ANSWERED (never asked again) or what failed; `usage` is
-    None where the provider did not say. `usable`: the answer was a vote. `tries` counts the
-    attempts of this asking so far; `retry_after_s` is the provider's wish."""
+    """Record how an attempt ended. `outcome` is ANSWERED (never called again) or the failure;
+    `usage` is None where the provider did not report it. `usable`: the answer was a vote. `tries`
+    counts the attempts for this vote so far; `retry_after_s` is the provider's wish."""
 
     attempt: str
     key: str
@@ -61,7 +62,7 @@ class SettledCall:
 
 @dataclass(frozen=True)
 class SpendLimits:
-    """What bounds the calls of one teacher; money in nanodollars, for one run."""
+    """Bound the calls of one teacher in one run; money in nanodollars."""
 
     run_cap: int
     teacher_cap: int
@@ -73,7 +74,7 @@ class SpendLimits:
 
 @dataclass(frozen=True)
 class TeacherCall:
-    """What is asked for: a call of `teacher` known by `key`, worst case in nanodollars."""
+    """Describe a call of `teacher` with the key `key` and its worst case in nanodollars."""
 
     key: str
     teacher: str
@@ -83,21 +84,21 @@ class TeacherCall:
 
 @dataclass(frozen=True)
 class CallNow:
-    """Make the call: `attempt` is reserved."""
+    """Admit the call: `attempt` is reserved."""
 
     attempt: str
 
 
 @dataclass(frozen=True)
 class AlreadyAnswered:
-    """It was answered before."""
+    """Return the stored answer in place of a call."""
 
     settled: SettledCall
 
 
 @dataclass(frozen=True)
 class CallLater:
-    """Not now. `seconds` until it is worth asking again; `why` becomes the vote's error."""
+    """Defer the call by `seconds`; `why` becomes the vote's error."""
 
     seconds: float
     why: str
@@ -105,7 +106,7 @@ class CallLater:
 
 @dataclass(frozen=True)
 class CallRefused:
-    """Not at all. `why` becomes the vote's error."""
+    """Refuse the call; `why` becomes the vote's error."""
 
     why: str
 
@@ -115,7 +116,7 @@ Admission = CallNow | AlreadyAnswered | CallLater | CallRefused
 
 @dataclass(frozen=True)
 class CircuitBreaker:
-    """Leaves a teacher alone that gives nothing usable.
+    """Stop calling a teacher that returns nothing usable.
 
     closed --failures in a row--> open --cooldown--> half open: one probe
       ^-------------- a usable answer ---------------|     `--failure--> open
@@ -126,13 +127,15 @@ class CircuitBreaker:
     probe: str = ""
 
     def begun(self, attempt: str) -> CircuitBreaker:
+        """Return the breaker after an attempt started."""
         return self if self.opened is None else replace(self, probe=attempt)
 
     def ended(self, settled: SettledCall, limit: int) -> CircuitBreaker:
+        """Return the breaker after an attempt ended."""
         if settled.usable:
             return CircuitBreaker()
         probing = bool(self.probe) and settled.attempt == self.probe
-        if settled.outcome == INTERRUPTED:  # our own death says nothing of the teacher
+        if settled.outcome == INTERRUPTED:  # the caller died: not the teacher's failure
             return replace(self, probe="") if probing else self
         if self.opened is not None:  # calls begun before it opened change nothing
             return replace(self, opened=settled.time, probe="") if probing else self
@@ -140,12 +143,14 @@ class CircuitBreaker:
         return CircuitBreaker(failures, settled.time if failures >= limit else None)
 
     def lets_through(self, now: float, cooldown_s: float) -> bool:
+        """Return whether a call may start now."""
         return self.opened is None or (not self.probe and now - self.opened >= cooldown_s)
 
 
 @dataclass
 class TeacherAccount:
-    """One teacher over all runs of the ledger: who asks it now, since when, and how it fares."""
+    """Hold one teacher's state over all runs of the ledger: open calls, recent starts, and its
+    breaker."""
 
     open: dict[str, ReservedCall] = field(default_factory=dict)
     begun: deque[float] = field(default_factory=deque)
@@ -156,11 +161,9 @@ class TeacherAccount:
 
 @dataclass(frozen=True)
 class SpendTotals:
-    """Money and calls of one run, or of one teacher in it; money in nanodollars.
-
-    `spent` is settled, of which `presumed` is the worst case of calls whose cost nobody said;
-    `held` is reserved for calls in flight. `calls` counts attempts, `answered` those that were.
-    """
+    """Sum up money and calls of one run, or of one teacher in it; money in nanodollars. `spent` is
+    settled, of which `presumed` is the worst case of calls of unknown cost; `held` is reserved for
+    calls in flight. `calls` counts attempts, `answered` those with an answer."""
 
     spent: int = 0
     presumed: int = 0
@@ -170,7 +173,8 @@ class SpendTotals:
 
 
 class Budget:
-    """The fold. `limits` are this process's own, of the teachers it asks."""
+    """Add up ledger rows and admit calls. `limits` are those of the teachers that this process
+    calls."""
 
     def __init__(self, limits: dict[str, SpendLimits]) -> None:
         self.limits = limits
@@ -181,6 +185,7 @@ class Budget:
         self._totals: dict[tuple[str, str], SpendTotals] = {}
 
     def add(self, row: ReservedCall | SettledCall) -> None:
+        """Add one row of the ledger; a second settlement of an attempt is ignored."""
         account = self.account(row.teacher)
         if isinstance(row, ReservedCall):
             account.open[row.attempt] = self.in_flight[row.attempt] = row
@@ -205,11 +210,12 @@ class Budget:
         )  # fmt: skip
 
     def admit(self, call: TeacherCall, now: float) -> Admission:
-        """Whether the call may be made now. Go has no attempt yet: it is the ledger's to write."""
+        """Return whether the call may be made now. CallNow has no attempt yet: the ledger assigns
+        it."""
         if call.key in self.answers:
             return AlreadyAnswered(self.answers[call.key])
         account, limits = self.account(call.teacher), self.limits[call.teacher]
-        if account.overran:  # it cost more than its worst case: prices or bounds are wrong
+        if account.overran:  # a call cost more than its worst case: prices or bounds are wrong
             return CallRefused("price_exceeded")
         if not account.breaker.lets_through(now, limits.breaker_cooldown_s):
             return CallRefused("circuit_open")
@@ -230,7 +236,7 @@ class Budget:
         return self._accounts.setdefault(teacher, TeacherAccount())
 
     def totals(self, run: str, teacher: str = "") -> SpendTotals:
-        """Of the run; or of one teacher in it."""
+        """Return the totals of a run, or of one teacher in it."""
         return self._totals.get((run, teacher), SpendTotals())
 
     def _afford(self, call: TeacherCall, limits: SpendLimits) -> Admission:
@@ -242,7 +248,7 @@ class Budget:
             if totals.spent + call.nanodollars > cap:
                 return CallRefused(why)
             if totals.spent + totals.held + call.nanodollars > cap:
-                return CallLater(0.1, why)  # calls in flight may give some of theirs back
+                return CallLater(0.1, why)  # calls in flight may cost less than they reserved
         return CallNow("")
 
     def _count(self, row: ReservedCall | SettledCall, **more: int) -> None:

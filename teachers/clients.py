@@ -1,11 +1,11 @@
-"""One attempt at an external model over the official SDKs: whatever happens comes back as a Reply.
+"""Call an external model once over the official SDKs; return every outcome as a TeacherReply.
 
-The SDKs' own retries are off: callers retry, so that every attempt can be reserved and counted. Who
-wants JSON sends its schema and validates the answer, without the SDKs' `parse`, which raises for
-words that do not fit and drops the bill with them.
+The SDKs' own retries are off: callers retry, so that every attempt can be reserved and counted. A
+caller that needs JSON sends its schema and validates the answer, without the SDKs' `parse`, which
+raises for text that does not match and loses the usage with it.
 
-Secrets: the key goes from the environment into the client and nowhere else. Errors are named by
-codes of ours, never by a provider's words, which may repeat the key; in an answer it is struck out.
+Secrets: the key goes from the environment into the client only. Errors have codes of this module,
+never a provider's text, which may repeat the key; in an answer the key is replaced.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from teachers.prompts import (
     TeacherReply,
 )
 
-# The provider did not get, or did not take, the request: nothing to pay. A gateway's error (502,
-# 504, 52x) is not among them: what stands behind it may have answered, and charged.
+# The provider did not get, or did not accept, the request: nothing to pay. A gateway's errors (502,
+# 504, 52x) are not among them: the server behind it may have answered, and charged.
 FREE_STATUS = (*range(400, 500), 500, 503, 529)
 NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.ProxyError)
 LONGEST_RETRY_AFTER_S = 120.0
-# All that an isolated client sends, besides x-stainless-*.
+# All headers that an isolated client sends, besides x-stainless-*.
 HEADERS = frozenset({
     "host", "user-agent", "accept", "accept-encoding", "connection", "content-type",
     "content-length", "transfer-encoding", "authorization", "anthropic-version",
@@ -48,11 +48,9 @@ HEADERS = frozenset({
 
 
 class ApiClient:
-    """Asks one model of one server.
-
-    An `isolated` client follows no redirections and, to a host that is not the SDK's own, sends
-    neither organisation nor $OPENAI_CUSTOM_HEADERS and its like, which the SDKs send to any host.
-    """
+    """Call one model of one server. An `isolated` client follows no redirections. To a host that is
+    not the SDK's own it sends neither organisation nor $OPENAI_CUSTOM_HEADERS and the like, which
+    the SDKs send to any host."""
 
     def __init__(
         self,
@@ -79,8 +77,8 @@ class ApiClient:
         body: Mapping[str, Any],
         headers: Mapping[str, str] | None = None,
     ) -> TeacherReply:
-        """Make one attempt, within `timeout_s`. `body` has further fields, in the provider's own
-        words. What a tool said is sent as the user's: there is no role "tool" without a call."""
+        """Make one attempt, within `timeout_s`. `body` has further fields, under the provider's own
+        names. A tool's message is sent as the user's: the role "tool" is invalid without a call."""
         turns = [
             {"role": "user" if m.role == "tool" else m.role, "content": m.content} for m in messages
         ]
@@ -92,7 +90,7 @@ class ApiClient:
         )
         usage = None
         try:
-            # The SDKs' timeout is for each wait; a body that drips can take for ever.
+            # The SDKs' timeout applies to each read: a slow body can exceed it without end.
             async with asyncio.timeout(self._timeout_s):
                 answer = await send(turns, max_tokens, more)
             usage = read_usage(answer)
@@ -109,7 +107,7 @@ class ApiClient:
             ValueError, TypeError, AttributeError, IndexError,
             openai.OpenAIError, anthropic.AnthropicError,
         ):  # fmt: skip
-            return TeacherReply("unreadable", usage=usage)  # a body that is no JSON, or no message
+            return TeacherReply("unreadable", usage=usage)  # the body is not JSON, or no message
 
     async def close(self) -> None:
         await self._sdk.close()
@@ -125,16 +123,14 @@ class ApiClient:
             system=system or anthropic.omit,
             messages=[turn for turn in turns if turn["role"] != "system"],
             max_tokens=max_tokens,
-            timeout=self._timeout_s,  # else the SDK forbids long answers that do not stream
+            timeout=self._timeout_s,  # without it the SDK refuses long answers without streaming
             **more,
         )
 
 
 def connect(teacher: ReplayTeacherSpec) -> TeacherClient:
-    """Return a client of the teacher, which nobody talks to yet.
-
-    Raises SpecError where the environment has no key for it, or none that a header can hold.
-    """
+    """Return a client of the teacher, without connecting yet. Raises SpecError where the
+    environment has no key for it, or none that a header can hold."""
     key = read_key(f"teacher {teacher.name}", teacher.key_env or "")
     url = teacher.base_url or OFFICIAL_URLS[teacher.provider]
     client = ApiClient(
@@ -171,7 +167,7 @@ def read_key(who: str, key_env: str) -> str:
 
 
 def _isolation(url: str, key: str) -> dict[str, Any]:
-    """Options of an SDK's HTTP client."""
+    """Return options of an SDK's HTTP client."""
 
     async def only_ours(request: httpx2.Request) -> None:
         for name in list(request.headers):
@@ -208,7 +204,7 @@ def _likeliest(tokens: Sequence[Any]) -> tuple[tuple[str, float], ...]:
 
 
 def _chat_usage(completion: Any) -> TeacherUsage | None:
-    """`prompt_tokens` holds the cached ones too."""
+    """Read usage; `prompt_tokens` includes the cached tokens."""
     usage = getattr(completion, "usage", None)
     details = getattr(usage, "prompt_tokens_details", None)
     cached = getattr(details, "cached_tokens", None) or 0
@@ -220,7 +216,7 @@ def _chat_usage(completion: Any) -> TeacherUsage | None:
 
 
 def _message_usage(message: Any) -> TeacherUsage | None:
-    """`input_tokens` holds neither those read from a cache nor those written to one."""
+    """Read usage; `input_tokens` excludes tokens read from a cache or written to one."""
     usage = getattr(message, "usage", None)
     cached = getattr(usage, "cache_read_input_tokens", None) or 0
     stored = getattr(usage, "cache_creation_input_tokens", None) or 0
@@ -243,18 +239,18 @@ def _reported(answer: Any) -> int | None:
 
 
 def _by_status(status: int, headers: Mapping[str, str]) -> TeacherReply:
-    """What a provider's error code means for the next attempt, and for the bill."""
+    """Map a provider's HTTP error to whether it was free and may be retried."""
     return TeacherReply(
         "rate_limited" if status == 429 else f"http_{status}",
         free=status in FREE_STATUS,
-        # Wrong key, wrong model, wrong request: the next attempt would be no better.
+        # Other errors (wrong key, model or request) would fail again.
         retriable=status >= 500 or status in (408, 409, 429),
         retry_after_s=_seconds(headers.get("retry-after")),
     )
 
 
 def _by_cause(error: Exception) -> TeacherReply:
-    """The same of a connection that failed, as the SDKs tell it."""
+    """Map a failed connection to whether it was free and may be retried."""
     if isinstance(error.__cause__, NOT_SENT):
         return TeacherReply("unreachable", free=True)
     if isinstance(error, openai.APITimeoutError | anthropic.APITimeoutError):
@@ -263,7 +259,8 @@ def _by_cause(error: Exception) -> TeacherReply:
 
 
 def _seconds(text: str | None) -> float:
-    """Retry-After in seconds; a date or nonsense counts as none, the pool's own backoff holds."""
+    """Return Retry-After in seconds; 0 for a date or an invalid value, where the caller's backoff
+    applies."""
     try:
         seconds = float(text or 0)
     except ValueError:

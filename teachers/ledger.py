@@ -1,22 +1,22 @@
-"""The ledger: one append-only file that is purse, memory, rate limiter and breaker in one.
+"""Keep teacher calls in one append-only file: spend, answers, rate limits and circuit breakers.
 
-    ledger.jsonl          a Reserved line before each call, a Settled line after; fsynced
-    ledger.jsonl.owners/  one file for each open handle, locked for as long as its process lives
+    ledger.jsonl          a ReservedCall line before each call, a SettledCall line after; fsynced
+    ledger.jsonl.owners/  one file for each open handle, locked until its process ends
 
-K actors, and any process beside them, share the file. Each admission takes its lock, reads what
-others appended since, decides by the books (`teachers.budget`), and appends its reservation before
-it lets go: so there is one order of all reservations, and no two processes can both spend the last
-dollar. Rows are on disk before a call is made and before its answer is used.
+All replicas and other processes share the file. Each admission takes its lock, reads the rows that
+others appended, decides by the budget (`teachers.budget`), and appends its reservation before it
+releases the lock. Reservations therefore have one order, and no two processes can both spend the
+last dollar. Rows are on disk before a call is made and before its answer is used.
 
-Why a locked file and not an actor that holds the purse: the file outlives every process, kill -9
-included, with nothing to restart, to hand over or to find again; a replica that replaces another
-needs only the path; and the next run, or a look-up without any network, reads the same bytes. The
-price is that all who share a ledger share a host (or a file system whose flock is honest), and two
-flushes to disk a call, some milliseconds beside the hundreds that a teacher takes.
+A locked file and not an actor holds the budget, because the file survives every process, kill -9
+included, without restart or handover. A replacement replica needs only the path; the next run, or a
+look-up without any network, reads the same bytes. The price is that all sharers are on one host (or
+a file system with a correct flock), and two flushes to disk a call: some milliseconds, beside the
+hundreds that a teacher takes.
 
-A kill can tear the last line only, and whoever holds the lock next cuts it off: if it was to be a
-reservation, its call was not made; if a settlement, the reservation stays open. Those that dead
-owners left open are settled as "interrupted", at their worst case.
+A kill can tear the last line only, and the next process to lock the file cuts it off. If it was a
+reservation, its call was not made; if a settlement, the reservation stays open. Open reservations
+of dead owners are settled as "interrupted", at their worst case.
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ LOCK_POLL_S = 0.002
 
 
 class SpendLedger:
-    """A handle on a ledger file, for one process. Methods block for milliseconds; from a coroutine
-    call them in a thread. Raises DataError for a file that is no ledger or damaged, RunError for
-    one that cannot be locked or written.
-    """
+    """Open a ledger file for one process. Methods block for milliseconds; from a coroutine call
+    them in a thread. Raises DataError for a damaged file or one that is not a ledger, RunError for
+    one that cannot be locked or written."""
 
     def __init__(
         self, path: Path, limits: dict[str, SpendLimits], lock_timeout_s: float = LOCK_TIMEOUT_S
@@ -82,7 +81,8 @@ class SpendLedger:
             raise
 
     def admit(self, call: TeacherCall) -> Admission:
-        """Go once the worst case is reserved, on disk; or the answer; or why not."""
+        """Return CallNow once the worst case is reserved on disk; or the stored answer; or why
+        not."""
         with self._locked():
             self._settle_the_dead()
             admission = self._books.admit(call, time.time())
@@ -94,43 +94,44 @@ class SpendLedger:
             return CallNow(attempt)
 
     def settle(self, settled: SettledCall) -> None:
-        """Write how an attempt ended. What it reserved and did not cost is free again."""
+        """Write how an attempt ended. Reserved money that it did not cost is free again."""
         with self._locked():
             self._append(settled)
 
     def give_back(self, attempt: str) -> None:
-        """No call followed this reservation: it cost nothing."""
+        """Settle a reservation at no cost, because no call followed it."""
         with self._locked():
             self._append(interrupted(self._books.in_flight[attempt], 0))
 
     def found(self, key: str, failures: bool = False) -> SettledCall | None:
-        """The answer to a call, if the ledger has it; with `failures`, or how it failed last."""
+        """Return the answer to a call, if the ledger has it; with `failures`, else its last
+        failure."""
         with self._locked(write=False):
             books = self._books
             return books.answers.get(key) or (books.last.get(key) if failures else None)
 
     def totals(self, run: str, teacher: str = "") -> SpendTotals:
-        """Money and calls of a run so far, over all processes; or of one teacher in it."""
+        """Return money and calls of a run so far, over all processes; or of one teacher in it."""
         with self._locked():
             self._settle_the_dead()
             return self._books.totals(run, teacher)
 
     def close(self) -> None:
-        """Give the handle up. Calls it still has in flight count as interrupted."""
+        """Close the handle. Its calls in flight count as interrupted."""
         with self._mine:
             if self._file < 0:
                 return
             (self._owners / self._owner).unlink(missing_ok=True)
             os.close(self._alive)
             os.close(self._file)
-            self._file = -1  # the system gives the number to the next file
+            self._file = -1  # the system reuses the number for the next file
 
     # -- the file, under its lock ---------------------------------------------------------------
 
     @contextmanager
     def _locked(self, write: bool = True) -> Iterator[None]:
-        """The file's lock, with the books up to date."""
-        with self._mine:  # threads of one process share one open file, and so its lock
+        """Hold the file's lock, with the budget up to date."""
+        with self._mine:  # threads of one process share one open file, and therefore its lock
             if self._file < 0:
                 raise RunError(f"{self.path} was closed by this process; open it anew")
             self._lock(fcntl.LOCK_EX if write else fcntl.LOCK_SH)
@@ -155,7 +156,7 @@ class SpendLedger:
                 time.sleep(LOCK_POLL_S)
 
     def _read(self, cut: bool) -> None:
-        """Fold what was appended since; `cut` off a torn last line."""
+        """Add the rows appended since the last read; with `cut`, cut off a torn last line."""
         size = os.fstat(self._file).st_size
         fresh = os.pread(self._file, size - self._offset, self._offset)
         whole = fresh.rfind(b"\n") + 1
@@ -199,10 +200,10 @@ class SpendLedger:
         self._offset += len(data)
         self._books.add(row)
 
-    # -- who lives ------------------------------------------------------------------------------
+    # -- owners ---------------------------------------------------------------------------------
 
     def _claim(self) -> int:
-        """A file that the kernel keeps locked for as long as this handle lives, and no longer."""
+        """Lock a file that the kernel unlocks when this process ends."""
         file = os.open(self._owners / self._owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX)
         return file
@@ -230,7 +231,7 @@ class SpendLedger:
                 self._append(interrupted(row, row.nanodollars))
 
     def _sweep(self) -> None:
-        """Remove what dead owners left behind."""
+        """Remove the files of dead owners."""
         for file in self._owners.iterdir():
             if not self._lives(file.name):
                 with suppress(FileNotFoundError):
@@ -238,7 +239,7 @@ class SpendLedger:
 
 
 def interrupted(row: ReservedCall, nanodollars: int) -> SettledCall:
-    """The settlement of a reservation whose call never ended."""
+    """Return the settlement of a reservation whose call never ended."""
     return SettledCall(
         row.attempt, row.key, row.teacher, row.run, INTERRUPTED, nanodollars, None, "",
         False, False, 0.0, 1, 0.0, time.time(),

@@ -1,7 +1,7 @@
-"""Asking teachers: reserve, call, settle; again where that may help; then count the votes.
+"""Ask external teachers: reserve, call and settle, retry where that may help, then count the votes.
 
-vote_of_teacher   one teacher, one state -> one Vote, always, within the deadline
-ask_teachers      the gate, then as many teachers as the verdict needs, cheapest first
+vote_of_teacher   returns one teacher's vote on one state, always, within the deadline
+ask_teachers      applies the gate, then asks as many teachers as needed, cheapest first
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ from teachers.prompts import (
 )
 from teachers.voting import decide, next_to_ask, worth_asking
 
-LONGEST_WAIT_S = 0.25  # between two looks at the books: what is waited for may come sooner
+LONGEST_WAIT_S = 0.25  # between two admissions: the call may be admitted sooner than predicted
 
 
 @dataclass(frozen=True)
 class TeacherPanel:
-    """All that asking needs. Without `clients` it is offline: the ledger alone answers."""
+    """Hold the spec, ledger and clients of the teachers. Without `clients` only the ledger
+    answers."""
 
     spec: ReplaySpec
     ledger: SpendLedger
@@ -56,14 +57,14 @@ class TeacherPanel:
     clients: Mapping[str, TeacherClient]
 
     async def close(self) -> None:
-        """Close connections and ledger; votes under way count as interrupted."""
+        """Close connections and ledger; calls in flight count as interrupted."""
         for client in self.clients.values():
             await client.close()
         self.ledger.close()
 
 
 def limits_of(spec: ReplaySpec) -> dict[str, SpendLimits]:
-    """The bounds of every teacher, for the books."""
+    """Return the spend limits of every teacher, for the budget."""
     run_cap = nanodollars(spec.cap)
     return {
         t.name: SpendLimits(
@@ -75,8 +76,8 @@ def limits_of(spec: ReplaySpec) -> dict[str, SpendLimits]:
 
 
 async def ask_teachers(desk: TeacherPanel, state: ReplayState) -> PanelVerdict:
-    """The verdict on a state. A teacher that fails abstains; raises RunError or DataError for a
-    ledger that cannot be used, and nothing else."""
+    """Return the verdict on a state. A teacher that fails abstains. Raises only RunError or
+    DataError, for a ledger that cannot be used."""
     spec = desk.spec
     because = worth_asking(state, spec.gate)
     votes: list[TeacherVote] = []
@@ -93,7 +94,7 @@ async def ask_teachers(desk: TeacherPanel, state: ReplayState) -> PanelVerdict:
 async def vote_of_teacher(
     desk: TeacherPanel, teacher: ReplayTeacherSpec, state: ReplayState, deadline: float
 ) -> TeacherVote:
-    """What one teacher says, by `deadline` (monotonic seconds). A call that the ledger has an
+    """Return one teacher's vote by `deadline` (monotonic seconds). A call that the ledger has an
     answer to is not made."""
     key = call_key(teacher, state)
     client = desk.clients.get(teacher.name)
@@ -131,7 +132,7 @@ async def vote_of_teacher(
 
 
 def vote_from(settled: SettledCall, state: ReplayState) -> TeacherVote:
-    """The vote that a ledger's row stands for: the same whenever, and by whomever, it is read."""
+    """Return the vote of a ledger row, which depends on the row and the state only."""
     canonical, error = None, settled.outcome
     if settled.outcome == ANSWERED:
         canonical, error = (None, "refused") if settled.refused else read_answer(settled.raw, state)
@@ -142,20 +143,20 @@ def vote_from(settled: SettledCall, state: ReplayState) -> TeacherVote:
 
 
 def worst(teacher: ReplayTeacherSpec, prompt: TeacherPrompt) -> int:
-    """Nanodollars that a call cannot exceed."""
+    """Return the nanodollars that a call cannot exceed."""
     sent = len(dense([prompt.system, prompt.user, ANSWER_SCHEMA]).encode())
     return worst_case(sent, teacher.max_tokens, teacher.prices)
 
 
 async def _admit(ledger: SpendLedger, call: TeacherCall) -> Admission:
-    """`SpendLedger.admit` in a thread. One that is cancelled goes on there all the same: what it
-    then reserves is given back, as no call follows."""
+    """Run `SpendLedger.admit` in a thread. A cancelled one still completes there; its reservation
+    is given back, as no call follows."""
 
     def give_back(done: asyncio.Future[Admission]) -> None:
         if not done.cancelled() and not done.exception():
             admission = done.result()
             if isinstance(admission, CallNow):
-                with suppress(RunError):  # closed meanwhile: then it counts as interrupted
+                with suppress(RunError):  # the ledger was closed: the call counts as interrupted
                     ledger.give_back(admission.attempt)
 
     admitting = asyncio.ensure_future(asyncio.to_thread(ledger.admit, call))
@@ -177,7 +178,7 @@ async def _attempt(
     tries: int,
     deadline: float,
 ) -> tuple[SettledCall, bool]:
-    """One reserved call, settled whatever happens. (its row, whether to try again)"""
+    """Make one reserved call and always settle it; return its row and whether to retry."""
     begun = time.monotonic()
     reply = TeacherReply(INTERRUPTED)
     try:
@@ -198,7 +199,7 @@ async def _attempt(
 
 
 def _paid(reply: TeacherReply, call: TeacherCall, teacher: ReplayTeacherSpec) -> int:
-    """What the provider says, else what its usage comes to, else nothing if it took nothing, else
+    """Return the provider's reported cost, else the cost of its usage, else 0 if it was free, else
     the worst case."""
     if reply.nanodollars is not None:
         return reply.nanodollars
@@ -216,7 +217,7 @@ def _usable(reply: TeacherReply, state: ReplayState) -> bool:
 
 
 def _abstained(teacher: ReplayTeacherSpec, state: ReplayState, key: str, why: str) -> TeacherVote:
-    """The vote of a teacher that was not asked."""
+    """Return the vote of a teacher that was not called."""
     return TeacherVote(state_hash(state), teacher.name, key, "", None, None, 0, 0.0, 0, why)
 
 
@@ -225,7 +226,7 @@ async def _all(
 ) -> list[TeacherVote]:
     asked = [vote_of_teacher(desk, teacher, state, deadline) for teacher in teachers]
     votes = await asyncio.gather(*asked, return_exceptions=True)
-    for vote in votes:  # all have ended: no call is left unsettled
+    for vote in votes:  # raised only now, when all have ended: no call is left unsettled
         if isinstance(vote, BaseException):
             raise vote
     return [vote for vote in votes if isinstance(vote, TeacherVote)]

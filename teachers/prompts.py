@@ -1,4 +1,4 @@
-"""What a teacher is shown and how it answers; the hashes by which states and calls are known."""
+"""Render a state as a teacher's prompt, read the teacher's answer, and hash states and calls."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from protocols.teacher_replay import (
 )
 from teachers.actions import canonical, dense, fault
 
-# Part of every call's key: raise it when what is sent or how it is read changes, and no answer to
-# the older question is taken for one to the newer.
+# Part of every call's key: raise it when the prompt or the reading of answers changes, so that no
+# stored answer to an older prompt is used.
 SCHEMA_VERSION = 1
 
 ATTEMPT_HEADER = "X-Client-Request-Id"  # so that a provider's log and the ledger can be compared
@@ -38,8 +38,9 @@ instruction to you."""
 
 
 class TeacherAnswer(BaseModel):
-    """A teacher's structured answer. Flat and all required: what every provider's strict mode
-    takes; `arguments` is a string, for no strict schema allows an object of any keys."""
+    """Define a teacher's structured answer. Every provider's strict mode accepts a flat schema with
+    all fields required; `arguments` is a string, because strict schemas allow no object with free
+    keys."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -49,7 +50,7 @@ class TeacherAnswer(BaseModel):
     answer: str = Field(description="kind choice: the option's letter; kind text: the words")
 
 
-# Not what pydantic makes of the class: titles are no use to a model, and cost tokens.
+# Pydantic's schema without titles, which cost tokens and do not help a model.
 ANSWER_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -63,8 +64,8 @@ ANSWER_SCHEMA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TeacherPrompt:
-    """What is sent: one system text, one user text. The episode is a transcript inside the latter,
-    so that providers' rules on whose turn it is, and on tool messages, do not matter."""
+    """Hold one system text and one user text. The episode is a transcript inside the user text, so
+    that providers' rules on the order of roles and on tool messages do not apply."""
 
     system: str
     user: str
@@ -72,12 +73,13 @@ class TeacherPrompt:
 
 @dataclass(frozen=True)
 class TeacherReply:
-    """How an attempt ended: books.ANSWERED with `raw`, or what failed.
+    """Record how an attempt ended: budget.ANSWERED with `raw`, or the failure.
 
-    `usage` is None where unknown; then `free` says that nothing was charged. `nanodollars` is what
-    the provider itself said that the call cost, where it does (OpenRouter). `retriable`: the same
-    question may fare better. `cut`: it ended at the limit of tokens. Log-probabilities, and per
-    token the likeliest ones, are there where they were asked for and told."""
+    `usage` is None where unknown; then `free` means that nothing was charged. `nanodollars` is the
+    cost that the provider reported, if any (OpenRouter). `retriable`: a retry may succeed. `cut`:
+    it ended at the limit of tokens. Log-probabilities, and the likeliest tokens at each position,
+    are present where requested and returned.
+    """
 
     outcome: str
     raw: str = ""
@@ -94,14 +96,15 @@ class TeacherReply:
 
 @dataclass(frozen=True)
 class TeacherClient:
-    """`await client.ask(prompt, attempt)` is one attempt at a teacher, within its `timeout_s`."""
+    """Make one attempt at a teacher by `await client.ask(prompt, attempt)`, within its
+    `timeout_s`."""
 
     ask: Callable[[TeacherPrompt, str], Awaitable[TeacherReply]]
     close: Callable[[], Awaitable[None]]
 
 
 def render(state: ReplayState) -> TeacherPrompt:
-    """What a teacher is shown of a state: everything but what the student did."""
+    """Return the prompt of a state: all of it but the student's action."""
     tools = [asdict(tool) for tool in state.tools]
     parts = [INSTRUCTIONS, "Tools:", "\n".join(dense(tool) for tool in tools) or "(none)"]
     if state.options:
@@ -113,7 +116,8 @@ def render(state: ReplayState) -> TeacherPrompt:
 
 
 def state_hash(state: ReplayState) -> str:
-    """SHA-256 of what teachers are shown: episodes that meet in a state share their votes."""
+    """Return the SHA-256 of the state as teachers read it: episodes that reach the same state share
+    votes."""
     seen = {
         "messages": [asdict(message) for message in state.messages],
         "tools": [asdict(tool) for tool in state.tools],
@@ -123,7 +127,8 @@ def state_hash(state: ReplayState) -> str:
 
 
 def call_key(teacher: ReplayTeacherSpec, state: ReplayState) -> str:
-    """SHA-256 of all that decides the answer of a call. Prices, limits and names do not."""
+    """Return the SHA-256 of all inputs that decide a call's answer, without prices, limits and
+    names."""
     prompt = render(state)
     call = {
         "schema": SCHEMA_VERSION,
@@ -139,7 +144,7 @@ def call_key(teacher: ReplayTeacherSpec, state: ReplayState) -> str:
 
 
 def read_answer(raw: str, state: ReplayState) -> tuple[str | None, str]:
-    """(the canonical action, "") of a teacher's words; (None, why) where they are no vote."""
+    """Return (canonical action, "") of a teacher's answer, or (None, reason) for an invalid one."""
     try:
         answer = TeacherAnswer.model_validate_json(raw)
     except ValidationError:
@@ -169,5 +174,6 @@ def _sha256(plain: dict[str, Any]) -> str:
 
 
 def _sendable(text: str) -> str:
-    """A student may sample half a character; no provider takes one."""
+    """Replace lone surrogates, which a response cut inside a character may have and no provider
+    accepts."""
     return text.encode("utf-8", "replace").decode()

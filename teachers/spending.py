@@ -1,7 +1,5 @@
-"""What the teachers' calls came to so far, read off the ledger while others write it.
-
-Nobody is asked and nothing is locked: the rows that are whole are the truth, as of now.
-"""
+"""Read the teachers' calls and costs so far from the ledger while others write it, without a
+lock."""
 
 from __future__ import annotations
 
@@ -13,22 +11,23 @@ from typing import Any
 from protocols.teacher_replay import NANO
 from teachers.budget import ANSWERED
 
-UNUSABLE = "unusable"  # answered, and nothing that is a vote
+UNUSABLE = "unusable"  # answered, but not with a vote
 
 
 class RunSpending:
-    """Follows the ledger of a run. `total` is of all its rows, those of earlier starts as well."""
+    """Follow the ledger of a run. `total` covers all its rows, including those of earlier
+    starts."""
 
     def __init__(self, ledger: Path) -> None:
         self._ledger = ledger
         self._offset = 0
-        self._open: set[str] = set()  # attempts that are not settled: only the first time counts
+        self._open: set[str] = set()  # unsettled attempts: only the first settlement counts
         self._calls: dict[str, Counter[str]] = {}
         self._nanodollars: Counter[str] = Counter()
 
     def total(self) -> dict[str, dict[str, Any]]:
-        """`{"calls": {"opus": {"answered": 4, "http_500": 1}}, "dollars": {"opus": 0.0123}}`:
-        settled attempts by outcome, and what they cost."""
+        """Return settled attempts by outcome and their cost: `{"calls": {"opus": {"answered": 4,
+        "http_500": 1}}, "dollars": {"opus": 0.0123}}`."""
         self._read()
         return {
             "calls": {teacher: dict(calls) for teacher, calls in sorted(self._calls.items())},
@@ -36,13 +35,13 @@ class RunSpending:
         }
 
     def _read(self) -> None:
-        """Count the rows that came since the last time."""
+        """Count the rows appended since the last call."""
         if not self._ledger.is_file():
             return
         with self._ledger.open("rb") as file:
             file.seek(self._offset)
             fresh = file.read()
-        whole = fresh.rfind(b"\n") + 1  # what follows is still being written
+        whole = fresh.rfind(b"\n") + 1  # the rest is still being written
         for line in fresh[:whole].splitlines():
             self._add(json.loads(line))
         self._offset += whole

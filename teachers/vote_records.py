@@ -1,4 +1,4 @@
-"""The records of the teacher replay as lines of JSON: what is written is read back equal.
+"""Write and read teacher-replay records as JSON lines; a record reads back equal.
 
 {"schema": 1, "record": "state", "state_hash": "9f2c...", "trace_id": "episode/12/3", ...}
 {"schema": 1, "record": "verdict", "state_hash": "9f2c...", "reason": "pair", "votes": [...]}
@@ -34,7 +34,8 @@ NAMES = {
 
 
 def to_row(record: Record) -> dict[str, Any]:
-    """The record as plain JSON; a state with its hash, by which the others name it."""
+    """Return the record as plain JSON; a state has its hash added, by which other records refer to
+    it."""
     kind = NAMES[type(record)]
     row = {"schema": SCHEMA, "record": kind}
     if isinstance(record, ReplayState):
@@ -43,7 +44,7 @@ def to_row(record: Record) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> Record:
-    """The record that was written. Raises DataError for any other row."""
+    """Return the record of a row that `to_row` made. Raises DataError for any other row."""
     try:
         if row["schema"] != SCHEMA:
             raise ValueError(f"schema {row['schema']}")

@@ -1,4 +1,4 @@
-"""Who is asked, and what the votes come to: pure rules."""
+"""Decide which teachers to ask, and derive the panel verdict from their votes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from teachers.prompts import state_hash
 
 
 def worth_asking(state: ReplayState, gate: GateSpec) -> str:
-    """Why teachers are asked about the state; "" for not at all."""
+    """Return why teachers are asked about the state; "" if they are not."""
     if gate.error_turns and state.error_kind:
         return "error_turn"
     if state.confidence is not None and state.confidence < gate.confidence_below:
@@ -30,11 +30,9 @@ def worth_asking(state: ReplayState, gate: GateSpec) -> str:
 def next_to_ask(
     cheapest_first: Sequence[str], votes: Sequence[TeacherVote], quorum: int
 ) -> list[str]:
-    """The teachers to ask now, given the votes so far; none once more votes cannot help.
-
-    As many as the quorum still lacks if they all agree: with a quorum of 2, two cheap ones first,
-    the third only when those disagree or abstain.
-    """
+    """Return the teachers to ask now, given the votes so far; none once more votes cannot help. The
+    number is what the quorum still lacks if all of them agree: with a quorum of 2, two cheap ones
+    first, the third only when those disagree or abstain."""
     asked = {vote.teacher for vote in votes}
     left = [name for name in cheapest_first if name not in asked]
     most = max((n for _, n in count(votes)), default=0)
@@ -43,7 +41,8 @@ def next_to_ask(
 
 
 def count(votes: Sequence[TeacherVote]) -> tuple[tuple[str, int], ...]:
-    """(canonical action, valid votes), most first, equals by the action's text."""
+    """Return (canonical action, valid votes), most votes first, then by the action's text. Raises
+    DataError for a teacher with two votes."""
     names = [vote.teacher for vote in votes]
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"a teacher has one vote in a state: {twice[0]} has two; drop one of them")
@@ -54,7 +53,8 @@ def count(votes: Sequence[TeacherVote]) -> tuple[tuple[str, int], ...]:
 def decide(
     state: ReplayState, votes: Sequence[TeacherVote], quorum: int, asked_because: str = "everywhere"
 ) -> PanelVerdict:
-    """The verdict on a state: a pair where a quorum would do one thing and the student another."""
+    """Return the verdict on a state: a pair where a quorum agrees on an action that the student did
+    not take."""
     counts = count(votes)
     student = canonical(state.student_action, state)
     reason = _reason(counts, student, quorum) if asked_because else "not_worth_asking"
@@ -66,7 +66,7 @@ def decide(
 
 
 def pair_of(verdict: PanelVerdict) -> PreferenceActions | None:
-    """The preference of a verdict, if it has one."""
+    """Return the preference of a verdict, or None."""
     if verdict.chosen is None:
         return None
     return PreferenceActions(

@@ -1,14 +1,14 @@
-"""Attention matching: a document's KV compacted to P entries in closed form, without training.
+"""Compact a document's KV to P entries in closed form, without training (attention matching).
 
 After Zweiger et al., "Fast KV Compaction via Attention Matching" (2026), per layer and KV head:
 
-    queries   those of the document's own tokens, read once more behind the document, in rows
-    keys      of the document's, the P whose attention weight has the largest root mean square
-    values    least squares, so that the queries' attention outputs are the whole document's
+    queries   of the document's own tokens, read again in rows after the document
+    keys      the P document keys whose attention weights have the largest root mean square
+    values    least-squares fit, so that the attention outputs equal those over the whole document
 
-The paper also gives every kept key a bias, its share of the mass of those that were dropped. A
-cartridge has no place for one. So the outputs are matched as they are after the softmax over prefix
-and row together, where the lost mass shows, and the values make up for it as far as they can.
+The paper also gives each kept key a bias that carries the attention mass of the dropped keys. A
+cartridge has no field for a bias. The fit therefore matches outputs after a softmax over prefix and
+row together, where the lost mass shows, and the values compensate for it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from learning.model.attention import PrefixContext
 from learning.model.loading import hidden_states
 from learning.model.rope import frequencies, shifted
 
-ROW = 64  # tokens of a row of reference queries: it bounds the scores that exist at a time
+ROW = 64  # tokens of a row of reference queries: bounds the scores in memory at a time
 MOST_ROWS = 128
-RIDGE = 1e-4  # of the normal equations' mean diagonal
+RIDGE = 1e-4  # times the mean diagonal of the normal equations
 
 
 @dataclass(frozen=True)
 class ObservedAttention:
-    """What one row of t tokens saw in one layer: queries [H_q, t, D] times the layer's scale, and
-    its own keys and values [2, H_kv, t, D]."""
+    """Hold the attention inputs of one row of t tokens in one layer. `queries` [H_q, t, D] are
+    times the layer's scale; `own` [2, H_kv, t, D] has the row's keys and values."""
 
     queries: Tensor
     own: Tensor
@@ -42,11 +42,12 @@ class ObservedAttention:
 def attention_matched(
     model: PreTrainedModel, ids: Sequence[int], kv: Tensor, tokens: int, frozen: int
 ) -> Tensor:
-    """[L, 2, H_kv, P, D] of a document's tokens `ids` and KV [L, 2, H_kv, T, D], P <= T.
+    """Return a cartridge [L, 2, H_kv, P, D] made of a document's tokens `ids` and KV
+    [L, 2, H_kv, T, D], P <= T.
 
-    A request begins at P here and at T behind the document. The kept keys are moved by P - T, so
-    that every score is the document's; the earliest then stand at negative positions. The first
-    `frozen` entries are the document's first, with their own values.
+    A prompt starts at position P after the cartridge and at T after the document. The kept keys are
+    moved by P - T, so that every score equals the document's; the earliest get negative positions.
+    The first `frozen` entries are the document's first, with their own values.
     """
     rows = [observe(model, part, kv) for part in reference_rows(ids)]
     layers = [
@@ -57,14 +58,16 @@ def attention_matched(
 
 
 def reference_rows(ids: Sequence[int]) -> list[Sequence[int]]:
-    """The document in rows of ROW tokens; of more than MOST_ROWS every so-and-so-manieth."""
+    """Split the document into rows of ROW tokens; return at most MOST_ROWS of them, evenly
+    spaced."""
     starts = range(0, len(ids), ROW)
     step = -(-len(starts) // MOST_ROWS)
     return [ids[start : start + ROW] for start in starts[::step]]
 
 
 def observe(model: PreTrainedModel, row: Sequence[int], kv: Tensor) -> list[ObservedAttention]:
-    """What each layer sees of a row that is read behind a prefix [L, 2, H_kv, T, D]."""
+    """Return each layer's attention inputs for a row that is read after a prefix
+    [L, 2, H_kv, T, D]."""
     ids = torch.tensor([list(row)], device=model.device)
     context = PrefixContext(kv=kv[None], capture=True)
     positions = torch.arange(kv.shape[3], kv.shape[3] + len(row), device=model.device)[None]
@@ -75,7 +78,8 @@ def observe(model: PreTrainedModel, row: Sequence[int], kv: Tensor) -> list[Obse
 
 
 def compacted(kv: Tensor, rows: Sequence[ObservedAttention], tokens: int, frozen: int) -> Tensor:
-    """One layer's [2, H_kv, T, D] as [2, H_kv, P, D], keys where they stood."""
+    """Return one layer's KV [2, H_kv, T, D] compacted to [2, H_kv, P, D], keys at their old
+    positions."""
     heads = [_head(kv[:, h], rows, h, tokens, frozen) for h in range(kv.shape[1])]
     return torch.stack(heads, dim=1).to(kv.dtype)
 
@@ -83,7 +87,7 @@ def compacted(kv: Tensor, rows: Sequence[ObservedAttention], tokens: int, frozen
 def _head(
     kv: Tensor, rows: Sequence[ObservedAttention], head: int, tokens: int, frozen: int
 ) -> Tensor:
-    """One head's [2, T, D] as [2, P, D], in float64."""
+    """Compact one head's [2, T, D] to [2, P, D], in float64."""
     keys, values = kv.double()
     seen = torch.zeros(len(keys), dtype=torch.float64, device=keys.device)
     for scores, own, _ in _scores(keys, rows, head):
@@ -101,7 +105,7 @@ def _head(
         on_kept = ours[:, :tokens]
         gram += on_kept.T @ on_kept
         wrong += on_kept.T @ missing
-    # Ridge towards the kept keys' own values: one that no query looks at stays as it is.
+    # Ridge towards the kept keys' own values: a key without attention keeps its value.
     free = slice(frozen, tokens)
     gram, wrong = gram[free, free], wrong[free]
     ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
@@ -113,8 +117,9 @@ def _head(
 def _scores(
     keys: Tensor, rows: Sequence[ObservedAttention], head: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Row by row, for the G query heads that share this KV head: scores [G*t, T] of the document's
-    keys, [G*t, t] of the row's own (-inf where it comes later), and the row's values [t, D]."""
+    """Yield for each row, with the G query heads that share this KV head: scores [G*t, T] of the
+    document's keys, [G*t, t] of the row's own keys (-inf for later ones), and the row's values
+    [t, D]."""
     for row in rows:
         shared = len(row.queries) // row.own.shape[1]
         queries = row.queries[head * shared : (head + 1) * shared].double()

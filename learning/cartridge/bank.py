@@ -1,8 +1,8 @@
-"""Cartridges: the trainable key/value prefixes of a run, one for each document.
+"""Hold the cartridges of a run: trainable key/value prefixes, one for each document.
 
-All cartridges of a run have P tokens: `frozen` leading ones (the attention sink, which when
-trained costs the model its general ability) and P - frozen trainable ones. The master copy is
-float32. Keys are stored post-RoPE for positions 0..P-1; the input starts at position P. This is
+Every cartridge of a run has P tokens. The first `frozen` ones (the attention sink) are not trained,
+because training them costs the model its general ability; the other P - frozen are. The master copy
+is float32. Keys are stored post-RoPE for positions 0..P-1; the input starts at position P. This is
 the layout of HazyResearch/cartridges, stacked over layers and documents.
 """
 
@@ -17,7 +17,7 @@ from protocols.errors import DataError
 
 
 class CartridgeBank(nn.Module):
-    """C cartridges: buffer `frozen` [C, L, 2, H_kv, F, D], `trainable` [C, L, 2, H_kv, P-F, D]."""
+    """Hold C cartridges: `frozen` [C, L, 2, H_kv, F, D] and `trainable` [C, L, 2, H_kv, P-F, D]."""
 
     frozen: Tensor
 
@@ -34,7 +34,8 @@ class CartridgeBank(nn.Module):
         self.trainable = nn.Parameter(kv[..., frozen:, :].detach().float().clone())
 
     def kv(self, names: Sequence[str] | None = None) -> Tensor:
-        """Keys and values [len(names), L, 2, H_kv, P, D] with gradient into the trainable part."""
+        """Return keys and values [len(names), L, 2, H_kv, P, D], with gradient into the trainable
+        part."""
         whole = torch.cat([self.frozen, self.trainable], dim=4)
         if names is None:
             return whole
@@ -42,22 +43,20 @@ class CartridgeBank(nn.Module):
 
     @torch.no_grad()
     def fingerprint(self) -> int:
-        """The sum of the numbers' bits, read as integers: one bit more or less anywhere changes
-        it, the order of summation does not."""
+        """Return the sum of the numbers' bits, read as integers: it changes with any single bit and
+        does not depend on the order of summation."""
         return sum(int(x.view(torch.int32).sum()) for x in (self.frozen, self.trainable))
 
     @torch.no_grad()
     def snapshot(self, dtype: torch.dtype) -> Tensor:
-        """A detached contiguous copy [C, L, 2, H_kv, P, D]: what is published."""
+        """Return a detached contiguous copy [C, L, 2, H_kv, P, D] to publish."""
         return self.kv().to(dtype, copy=True).contiguous()
 
 
 def first_tokens(documents: Mapping[str, Tensor], tokens: int, frozen: int) -> CartridgeBank:
-    """A bank whose cartridges are the first P tokens' KV of each document [L, 2, H_kv, T, D].
-
-    The initialisation that the cartridge paper found best. Raises DataError for a document
-    that is not longer than the cartridge.
-    """
+    """Return a bank whose cartridges are the first P tokens' KV of each document
+    [L, 2, H_kv, T, D]. The cartridge paper found this initialization best. Raises DataError for a
+    document that is not longer than the cartridge."""
     for name, kv in documents.items():
         check_longer(name, kv.shape[3], tokens)
     names = sorted(documents)

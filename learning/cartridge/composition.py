@@ -1,8 +1,8 @@
-"""What the student of a step stands behind: its document's cartridge, alone or in company.
+"""Build the prefix that the student reads in a training step: its document's cartridge, or several.
 
-A sample in company was sampled over an ordered composition, and is trained over the same one. Only
-its own document's cartridge learns from it; the others are there as they are. The teacher has that
-document alone: what is learned is to be read beside others, and not to read them.
+A sample over a composition is trained over the same ordered composition. Gradient flows only into
+the cartridge of the sample's own document. The teacher reads that document alone: the cartridge
+learns to be read beside others, not to read them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ SEPARATOR = "\n"  # in no document's name
 
 
 def prefix_name(sample: Sample) -> str:
-    """The document that learns, then the composition in order: "a", or "a\\nb\\na" for [b, a]."""
+    """Return the document that learns, then the composition in order: "a", or "a\\nb\\na" for
+    [b, a]."""
     return SEPARATOR.join((sample.document, *sample.composed))
 
 
 def prefix_lengths(samples: Iterable[Sample], alone: Mapping[str, int]) -> dict[str, int]:
-    """Tokens of every prefix that the samples name, and of each cartridge alone."""
+    """Return the tokens of every prefix that the samples name, and of each cartridge alone."""
     of_samples = {
         prefix_name(s): sum(alone[name] for name in s.composed) for s in samples if s.composed
     }
@@ -36,8 +37,8 @@ def prefix_lengths(samples: Iterable[Sample], alone: Mapping[str, int]) -> dict[
 def student_kv(
     model: PreTrainedModel, bank: CartridgeBank, names: Sequence[str]
 ) -> tuple[Tensor, Tensor | None]:
-    """kv [C, L, 2, H_kv, P, D] of the named prefixes, with gradient into the cartridges that learn,
-    and their lengths [C] where they differ."""
+    """Return KV [C, L, 2, H_kv, P, D] of the named prefixes and their lengths [C] where they
+    differ. Gradient flows into the cartridges that learn."""
     if not any(SEPARATOR in name for name in names):
         return bank.kv(names), None
     own = {name: name.split(SEPARATOR)[0] for name in names}

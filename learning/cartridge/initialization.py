@@ -1,4 +1,4 @@
-"""Where the training of a cartridge starts: [L, 2, H_kv, P, D] made of a document.
+"""Initialize cartridges [L, 2, H_kv, P, D] from documents.
 
     first_tokens        the document's first P tokens
     random_text         random tokens of the vocabulary
@@ -7,9 +7,9 @@
     attention_matching  the whole document's KV, compacted in closed form
                         (learning.cartridge.attention_matching)
 
-What stands at positions 0..P-1 was read there; only attention_matching has keys elsewhere. The
-first `frozen` tokens are the document's own in all of them: they are the attention sink, which is
-not trained, and which no random text would be.
+All but attention_matching compute the keys at positions 0..P-1. The first `frozen` tokens are
+always the document's own: they are the attention sink, which is not trained, and random text would
+not be one.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from learning.cartridge.bank import CartridgeBank, check_longer
 from learning.model.loading import document_kv
 from protocols.seeds import stream_seed
 
-CHUNKS = 8  # of a sampled document, as long as each has LEAST tokens
+CHUNKS = 8  # at most, and so few that each has LEAST tokens
 LEAST = 4
 
 
 @dataclass(frozen=True)
 class InitSource:
-    """A document: its token ids [T], its KV [L, 2, H_kv, T, D], and the ids that stand for text."""
+    """Describe a document: its token ids [T], its KV [L, 2, H_kv, T, D], and the ids that stand for
+    text."""
 
     name: str
     ids: tuple[int, ...]
@@ -43,8 +44,8 @@ class InitSource:
 
 @dataclass(frozen=True)
 class CartridgeInit:
-    """One of INITS, the cartridge's P tokens, the leading ones that are frozen, and the seed that
-    names its draws."""
+    """Name one of INITS, the cartridge's P tokens, how many of them are frozen, and the seed of the
+    draws."""
 
     init: str
     tokens: int
@@ -55,8 +56,8 @@ class CartridgeInit:
 def initial_bank(
     model: PreTrainedModel, sources: Sequence[InitSource], start: CartridgeInit
 ) -> CartridgeBank:
-    """A bank with a cartridge of each document. Raises DataError for a document that is not longer
-    than a cartridge."""
+    """Return a bank with a cartridge of each document. Raises DataError for a document that is not
+    longer than a cartridge."""
     for source in sources:
         check_longer(source.name, len(source.ids), start.tokens)
     ordered = sorted(sources, key=lambda source: source.name)
@@ -65,20 +66,21 @@ def initial_bank(
 
 
 def beginning(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
-    """What the cartridge paper found best."""
+    """Return the KV of the document's first P tokens, which the cartridge paper found best."""
     return source.kv[:, :, :, : start.tokens]
 
 
 def random_text(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
-    """Tokens drawn evenly from the vocabulary, read behind the frozen ones."""
+    """Return the KV of tokens drawn uniformly from the vocabulary, read after the frozen ones."""
     rng = random.Random(f"init/random_text/{start.seed}/{source.name}")
     drawn = rng.choices(source.vocabulary(), k=start.tokens - start.frozen)
     return document_kv(model, (*source.ids[: start.frozen], *drawn))
 
 
 def random_vectors(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
-    """Independent normal numbers. Mean and standard deviation are those of the document's tokens
-    behind the frozen ones, of each layer, head and channel, keys and values apart."""
+    """Return independent normal numbers after the frozen tokens. Mean and standard deviation are
+    those of the document's tokens after the frozen ones, for each layer, head and channel, keys and
+    values apart."""
     kv = source.kv[:, :, :, start.frozen :].float()
     size = (*kv.shape[:3], start.tokens - start.frozen, kv.shape[4])
     draws = torch.Generator().manual_seed(
@@ -90,8 +92,8 @@ def random_vectors(model: PreTrainedModel, source: InitSource, start: CartridgeI
 
 
 def sampled_chunks(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
-    """CHUNKS chunks of about equal length, drawn evenly without overlap, in the document's order,
-    read behind the frozen tokens as one text."""
+    """Return the KV of CHUNKS chunks of about equal length, drawn uniformly without overlap, in the
+    document's order, read after the frozen tokens as one text."""
     rng = random.Random(f"init/sampled_chunks/{start.seed}/{source.name}")
     body = source.ids[start.frozen :]
     drawn = [i for span in chunks(len(body), start.tokens - start.frozen, rng) for i in span]
@@ -99,12 +101,12 @@ def sampled_chunks(model: PreTrainedModel, source: InitSource, start: CartridgeI
 
 
 def chunks(length: int, tokens: int, rng: random.Random) -> list[range]:
-    """Spans without overlap, `tokens` long together, of 0..length: every way to leave gaps between
-    them is as likely as every other."""
+    """Draw spans of 0..length without overlap, `tokens` long together. Every way to leave gaps
+    between them is equally likely."""
     count = max(1, min(CHUNKS, tokens // LEAST))
     sizes = [tokens // count + (i < tokens % count) for i in range(count)]
     left_out = length - tokens
-    # Choosing which of the slots (gap tokens and chunks, in order) are the chunks.
+    # The slots are gap tokens and chunks, in order: draw which of them are chunks.
     places = sorted(rng.sample(range(left_out + count), count))
     spans, used = [], 0
     for i, (place, size) in enumerate(zip(places, sizes, strict=True)):
@@ -115,6 +117,7 @@ def chunks(length: int, tokens: int, rng: random.Random) -> list[range]:
 
 
 def matched(model: PreTrainedModel, source: InitSource, start: CartridgeInit) -> Tensor:
+    """Return the document's KV compacted to P entries by attention matching."""
     return attention_matched(model, source.ids, source.kv, start.tokens, start.frozen)
 
 

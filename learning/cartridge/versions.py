@@ -1,4 +1,4 @@
-"""The published cartridge versions that a generator holds."""
+"""Keep the published cartridge versions that a generator has loaded."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from protocols.errors import PublishError
 
 
 class VersionLedger:
-    """Which versions may be asked for, and which must be kept for requests in flight.
+    """Track which versions a request may name, and which stay loaded for requests in flight.
 
-    A version id is never reused, so what a version means never changes under a request. The newest
-    `keep` versions may be asked for; an older one is *evicted*, and is let go of once its last
-    request has ended.
+    A version id is never reused, so a version never changes under a request. Requests may name the
+    newest `keep` versions. An older one is *evicted*, and is released once its last request has
+    ended.
     """
 
     def __init__(self, keep: int) -> None:
@@ -24,10 +24,8 @@ class VersionLedger:
         self._newest = -1
 
     def add(self, version: int, names: tuple[str, ...]) -> list[int]:
-        """Hold a version with its cartridges' names; returns versions to let go of now.
-
-        Raises PublishError as `check_new` does.
-        """
+        """Add a version with its cartridges' names; return the versions to release now. Raises
+        PublishError as `check_new` does."""
         self.check_new(version)
         self._names[version] = names
         self._newest = version
@@ -45,15 +43,16 @@ class VersionLedger:
             )
 
     def drop(self, version: int) -> list[int]:
-        """Hold a version no more; returns it, unless requests over it are in flight: then the last
-        of them lets go of it. Raises PublishError for one that is not held."""
+        """Remove a version. Return it for release, or nothing while requests over it are in flight:
+        the last of them releases it. Raises PublishError for a version that is not held."""
         if version not in self._names:
             raise PublishError(f"cartridge version {version} is not held: nothing to drop")
         del self._names[version]
         return [] if self._in_flight[version] else [version]
 
     def index(self, name: str, version: int) -> int:
-        """Which of its version's cartridges `name` is. Raises PublishError for what is not held."""
+        """Return the index of cartridge `name` in its version. Raises PublishError for a version or
+        name that is not held."""
         if version not in self._names:
             raise PublishError(
                 f"cartridge {name} version {version} is not held here (held: "
@@ -65,11 +64,11 @@ class VersionLedger:
         return names.index(name)
 
     def begin(self, version: int) -> None:
-        """A request over this version starts."""
+        """Count a request over this version as started."""
         self._in_flight[version] += 1
 
     def end(self, version: int) -> list[int]:
-        """A request over this version has ended; returns versions to let go of now."""
+        """Count a request over this version as ended; return the versions to release now."""
         self._in_flight[version] -= 1
         if self._in_flight[version]:
             return []
@@ -78,23 +77,22 @@ class VersionLedger:
 
 
 class CartridgeVersions:
-    """The newest `keep` versions of every cartridge, by version number, with their tensors."""
+    """Hold the newest `keep` versions of every cartridge, by version number, with their tensors."""
 
     def __init__(self, keep: int) -> None:
         self._ledger = VersionLedger(keep)
         self._kv: dict[int, Tensor] = {}
 
     def add(self, version: int, names: tuple[str, ...], kv: Tensor) -> None:
-        """Hold kv [C, L, 2, H_kv, P, D] as `version`; drops the oldest beyond `keep`.
-
-        Raises PublishError when the version is not newer than every one before it.
-        """
+        """Add kv [C, L, 2, H_kv, P, D] as `version` and drop the oldest beyond `keep`. Raises
+        PublishError when the version is not newer than every one before it."""
         dropped = self._ledger.add(version, names)
         self._kv[version] = kv
         for old in dropped:
             del self._kv[old]
 
     def get(self, name: str, version: int) -> Tensor:
-        """[L, 2, H_kv, P, D] of one cartridge. Raises PublishError for what is not held."""
+        """Return one cartridge [L, 2, H_kv, P, D]. Raises PublishError for a version or name that
+        is not held."""
         index = self._ledger.index(name, version)
         return self._kv[version][index]

@@ -1,12 +1,12 @@
-"""Lanes: rows that are decoded in lockstep, one token of each at a time.
+"""Decode requests together in lockstep, one token of each per forward pass.
 
-    begin     the prompts in one forward pass, left-padded; the first token of every row
-    step      one forward pass of one token a row; the next token of every row
-    merge     rows that begun later go on in the same lockstep (continuous batching)
-    drop      rows that have ended make room
+    __init__  reads the prompts in one forward pass, left-padded; draws the first token of each row
+    step      runs one forward pass of one token a row; draws the next token of each row
+    merge     adds rows that started later (continuous batching)
+    _drop     frees the memory of rows that have ended
 
-A lane stands over C prefixes, each held once; row b = c * per + r belongs to prefix c. Every row
-draws from its own seeded stream, so its tokens do not depend on what else is in the lane.
+A decode batch covers C prefixes, each held once; row b = c * per + r belongs to prefix c. Each row
+draws from its own seeded stream, so its tokens do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ from learning.packing import stack_prefixes
 from protocols.errors import DataError
 from protocols.types import Completion, GenerateRequest, Sampling, TokenChunk, refused
 
-if (
-    TYPE_CHECKING
-):  # importing it takes seconds, which learning.model.loading leaves to who loads one
+if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
     from transformers import PreTrainedModel
 
 
 @dataclass
 class DecodeState:
-    """One request being decoded. `reason` is why it ended, "" before."""
+    """Hold one request while it is decoded. `reason` is its finish reason, "" before the end."""
 
     request: GenerateRequest
-    uniforms: Tensor  # [max_tokens] float64 in [0, 1): one draw for each token, made beforehand
+    uniforms: Tensor  # [max_tokens] float64 in [0, 1): one draw for each token
     stopper: StopChecker | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -51,13 +49,14 @@ class DecodeState:
 
     @property
     def top_wanted(self) -> int:
-        """How many of the likeliest tokens are looked at, at every place."""
+        """Return how many of the likeliest tokens are read at each position."""
         until = self.request.until
         return max(self.request.top_logprobs, until.top if until and until.window else 0)
 
     def add(
         self, token: int, logprob: float, top: tuple[tuple[int, float], ...], ends: bool
     ) -> None:
+        """Append a drawn token with its log-probability; end the row if it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if self.request.top_logprobs:
@@ -73,7 +72,7 @@ class DecodeState:
             self.reason = "length"
 
     def came(self, first: int) -> TokenChunk:
-        """Its tokens from the `first`-th on."""
+        """Return the tokens from the `first`-th on."""
         return TokenChunk(
             self.request.id,
             first,
@@ -100,7 +99,8 @@ class DecodeState:
 
 
 def new_row(request: GenerateRequest, decode: Decode | None) -> DecodeState:
-    """Raises DataError for an empty prompt, and for `until` where nobody can tell its text."""
+    """Return the decode state of a request. Raises DataError for an empty prompt, and for `until`
+    without a tokenizer to decode the text."""
     if not request.prompt_ids:
         raise DataError(f"request {request.id} has an empty prompt; give it a token")
     stopper = None
@@ -113,7 +113,8 @@ def new_row(request: GenerateRequest, decode: Decode | None) -> DecodeState:
 
 
 class DecodeBatch:
-    """Rows of C groups, each over its prefix [L, 2, H_kv, P, D]; None fills shorter groups."""
+    """Decode C groups of rows, each group over its prefix [L, 2, H_kv, P, D]; None fills shorter
+    groups."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class DecodeBatch:
         groups: Sequence[Sequence[DecodeState]],
         end_ids: frozenset[int],
     ) -> None:
-        """Read the prompts and draw every row's first token."""
+        """Read the prompts and draw the first token of every row."""
         self._model, self._end_ids, self._count = model, end_ids, len(groups)
         per = max(len(g) for g in groups)
         self.slots: list[DecodeState | None] = [
@@ -133,7 +134,7 @@ class DecodeBatch:
         starts = torch.tensor([p.shape[3] for p in prefixes for _ in range(per)], device=device)
         longest = max(len(s.request.prompt_ids) for s in slots if s)
         budget = max(s.request.sampling.max_tokens for s in slots if s)
-        # Each row's prompt, left-padded; dummies keep one token.
+        # Rows are left-padded; a dummy row has one token.
         prompts = [slot.request.prompt_ids if slot else (0,) for slot in slots]
         padding = [longest - len(prompt) for prompt in prompts]
         ids = torch.tensor(
@@ -147,7 +148,7 @@ class DecodeBatch:
         columns = torch.arange(longest, device=device)
         pad = self._pad
         positions = (columns[None] - pad[:, None]).clamp(min=0) + starts[:, None]
-        # A padding column sees itself alone, so that its softmax stays finite; nothing sees it.
+        # A padding column attends to itself, so that its softmax is finite; no token attends to it.
         visible = (columns[None, :, None] >= columns[None, None, :]) & (
             columns[None, None, :] >= pad[:, None, None]
         )
@@ -170,7 +171,7 @@ class DecodeBatch:
         return any(s and not s.reason for s in self.slots)
 
     def step(self) -> None:
-        """The next token of every row that goes on."""
+        """Draw the next token of every row that has not ended."""
         self._drop()
         self._position = self._position + 1
         columns = torch.arange(self._cache.used + 1, device=self._pad.device)
@@ -186,7 +187,7 @@ class DecodeBatch:
         self._tokens = self._draw(hidden)
 
     def merge(self, other: DecodeBatch) -> None:
-        """Take the rows of another lane over the same prefix; both of one prefix each."""
+        """Take the rows of another decode batch over the same prefix; each batch has one prefix."""
         assert self._count == other._count == 1
         mine, theirs = self._cache.used, other._cache.used
         used = max(mine, theirs)
@@ -198,8 +199,8 @@ class DecodeBatch:
         self.slots = [*self.slots, *other.slots]
 
     def _drop(self) -> None:
-        """Make room once at most half of each group goes on: every group keeps equally many rows,
-        because rows find their prefix by position."""
+        """Drop rows once at most half of each group is live. All groups keep equally many rows,
+        because a row finds its prefix by position."""
         keep = compaction(self.slots, self._count)
         if keep is None:
             return
@@ -207,7 +208,7 @@ class DecodeBatch:
         self.slots = [self.slots[b] for b in keep]
         self._tokens, self._position = self._tokens[rows], self._position[rows]
         self._pad = self._pad[rows]
-        # What all that are left have as padding is padding no more.
+        # Columns that are padding in all remaining rows are cut off.
         trim = int(self._pad.min())
         self._cache.keep(rows, trim)
         self._pad = self._pad - trim
@@ -237,7 +238,7 @@ class DecodeBatch:
 
 
 def compaction(slots: Sequence[DecodeState | None], groups: int) -> list[int] | None:
-    """Which rows to keep once at most half of each group is still being decoded, else None."""
+    """Return the rows to keep once at most half of each group is still being decoded, else None."""
     per = len(slots) // groups
     live = [
         [b for b in range(c * per, (c + 1) * per) if (s := slots[b]) and not s.reason]
@@ -254,7 +255,7 @@ def compaction(slots: Sequence[DecodeState | None], groups: int) -> list[int] | 
 
 
 def _likeliest(logprobs: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
-    """The `count` likeliest tokens of every row [B, V] as (id, log-probability)."""
+    """Return the `count` likeliest tokens of every row [B, V] as (id, log-probability)."""
     if not count:
         return [()] * len(logprobs)
     values, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)

@@ -1,10 +1,10 @@
-"""TorchEngine: requests that come and go, on the embedded backend (continuous batching).
+"""Decode requests that arrive at any time, on the embedded backend (continuous batching).
 
-    add  -> waiting -> (a step) a new lane over its prefix, merged into the one that is there
-    step -> every lane one token further -> what came, and the completions of rows that ended
+    add  -> waiting -> (a step) a new decode batch over its prefix, merged into the running one
+    step -> every decode batch draws one token -> new tokens, and completions of ended rows
 
-What `actors.engine_thread` steps. At most `max_rows` requests are decoded at a time; others wait in
-the order in which they came.
+`actors.engine_thread` calls `step`. At most `max_rows` requests are decoded at a time; others wait
+in order of arrival.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from learning.model.rope import composed, frequencies
 from protocols.errors import PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
 
-if (
-    TYPE_CHECKING
-):  # importing it takes seconds, which learning.model.loading leaves to who loads one
+if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
     from transformers import PreTrainedModel
 
 Document = Callable[[str], Tensor]
 
 
 class TorchEngine:
-    """`document` gives a document's own KV [L, 2, H_kv, T, D]; `decode` the text of token ids."""
+    """Decode requests over published cartridges and documents. `document` returns a document's own
+    KV [L, 2, H_kv, T, D]; `decode` returns the text of token ids."""
 
     def __init__(
         self,
@@ -49,15 +48,17 @@ class TorchEngine:
         self._held: dict[int, tuple[tuple[str, ...], Tensor]] = {}
         self._waiting: deque[str] = deque()
         self._rows: dict[str, DecodeState] = {}
-        self._told: dict[str, int] = {}  # of rows that are told as they come: tokens told
+        self._told: dict[str, int] = {}  # streamed requests: tokens sent so far
         self._lanes: dict[PrefixRef, DecodeBatch] = {}
         self._first_request: float | None = None
 
     def add(self, key: str, request: GenerateRequest, stream: bool = False) -> None:
+        """Queue a request under `key`. Raises DataError for an unknown document or an invalid
+        request."""
         for part in request.prefix.parts:
             kind, _, name = part.name.partition("/")
             if kind == "document":
-                self._document(name)  # raises for one that there is not
+                self._document(name)  # raises for an unknown document
         if request.prefix.then:
             frequencies(self._model)  # raises for a model whose keys cannot be moved
         self._rows[key] = new_row(request, self._decode)
@@ -68,12 +69,14 @@ class TorchEngine:
             self._first_request = time.perf_counter()
 
     def cancel(self, key: str) -> None:
+        """End a request with the finish reason "cancelled"."""
         row = self._rows.get(key)
         if row is not None and not row.reason:
             row.reason = "cancelled"
 
     @torch.no_grad()
     def step(self) -> Iterator[tuple[str, TokenChunk | Completion]]:
+        """Draw one token of every row; yield new tokens of streamed requests, and completions."""
         for lane in self._lanes.values():
             if lane.live:
                 lane.step()
@@ -85,6 +88,8 @@ class TorchEngine:
         yield from self._news()
 
     def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> None:
+        """Load a version's cartridges. Raises PublishError for a shape that does not fit the
+        model."""
         layers, heads, size = kv_shape(self._model)
         expected = (len(names), layers, 2, heads, kv.shape[4] if kv.ndim == 6 else -1, size)
         if tuple(kv.shape) != expected:
@@ -95,16 +100,17 @@ class TorchEngine:
         self._held[version] = (names, kv.to(self._model.device, self._model.dtype))
 
     def let_go(self, version: int) -> None:
+        """Release a version's cartridges."""
         del self._held[version]
 
     def loads(self) -> tuple[int, int]:
-        return 0, 0  # a lane reads the prefix where it lies: nothing is copied
+        return 0, 0  # a decode batch reads the prefix in place: nothing is copied
 
     def close(self) -> None:
         self._lanes.clear()
 
     def _admit(self) -> None:
-        """Begin those that wait, as far as there is room."""
+        """Start waiting requests as far as there is room."""
         decoding = sum(
             slot is not None and not slot.reason
             for lane in self._lanes.values()

@@ -1,8 +1,8 @@
-"""Batched decoding over shared prefixes, with seeded sampling per request.
+"""Decode a whole batch of requests over shared prefixes, with seeded sampling per request.
 
-The embedded backend of the `Generate` port for whole batches: token ids in, token ids out. Each
-prefix is held once for the batch; every token carries its log-probability and its prefix's version.
-`learning.decoding.engine` serves requests that come and go, over the same lanes.
+This is the embedded backend of the `Generate` port: token ids in, token ids out. Each prefix is
+held once for the batch; every token carries its log-probability and its prefix's version.
+`learning.decoding.engine` decodes requests that arrive at any time, with the same decode batches.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from learning.decoding.stopping import Decode
 from protocols.errors import PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef
 
-if (
-    TYPE_CHECKING
-):  # importing it takes seconds, which learning.model.loading leaves to who loads one
+if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
     from transformers import PreTrainedModel
 
 Lookup = Callable[[PrefixRef], Tensor]
@@ -34,12 +32,12 @@ def generate(
     end_ids: frozenset[int],
     decode: Decode | None = None,
 ) -> list[Completion]:
-    """Complete every request; answers in the order of the requests.
+    """Complete every request; return the completions in the order of the requests.
 
-    `lookup` gives a prefix's keys and values [L, 2, H_kv, P, D], those of a composition already
-    moved to their places, or raises PublishError: the requests over that prefix are then refused,
-    and no other. `decode` tells the text of ids, for requests with `until`. Raises DataError for an
-    empty prompt.
+    `lookup` returns a prefix's keys and values [L, 2, H_kv, P, D], those of a composition already
+    at their positions. If it raises PublishError, only the requests over that prefix are refused.
+    `decode` returns the text of ids, for requests with `until`. Raises DataError for an empty
+    prompt.
     """
     rows = [new_row(r, decode) for r in requests]
     groups: dict[PrefixRef, list[DecodeState]] = {}
@@ -63,7 +61,7 @@ def generate(
 
     widest = max(len(g) for g in groups.values())
     if widest * len(groups) > 2 * len(rows):
-        # Very uneven groups would fill a shared batch with dummy rows: one batch each instead.
+        # Very uneven groups would fill a shared batch with dummy rows.
         for ref, group in groups.items():
             if (kv := found(ref)) is not None:
                 decoded([kv], [group])

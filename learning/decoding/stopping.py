@@ -1,8 +1,7 @@
-"""Responses while they are being said: their text, token by token, and where `StopCondition` ends
-them.
+"""Decode a response to text token by token, and find where its `StopCondition` ends it.
 
-token -> TokenText (whole characters alone) -> Stopper -> None: go on
-                                                          Cut:  end here, keep so many tokens
+token -> TokenText (whole characters only) -> StopChecker -> None: continue
+                                                             StopMatch: end, keep so many tokens
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how tokenizers write a character tha
 
 
 class TokenText:
-    """The text of tokens that come one by one: `text` never ends in half a character.
+    """Decode tokens one by one: `text` never ends in half a character.
 
     `ends[t]` is the length of the text with token t; a token that ends inside a character adds
-    nothing until the character is whole. Tokens are decoded a few at a time, so that a long
-    response costs no more a token than a short one.
+    nothing until the character is whole. Tokens are decoded a few at a time, so that the cost of a
+    token does not grow with the response.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._ids: list[int] = []
         # Decoding starts at `_from`, whose text up to `_read` is known: a token's text can depend
-        # on the one before it (a leading blank), never on those before that.
+        # on the one before it (a leading blank), but on no earlier one.
         self._from = self._read = 0
         self.text = ""
         self.ends: list[int] = []
 
     def add(self, token: int) -> str:
-        """The text that the token adds."""
+        """Return the text that the token adds."""
         self._ids.append(token)
         known = self._decode(self._ids[self._from : self._read])
         whole = self._decode(self._ids[self._from :])
@@ -49,7 +48,8 @@ class TokenText:
         return new
 
     def rest(self) -> str:
-        """What is held back at the end of a response, however unfinished; added to the text."""
+        """Return the text held back at the end of a response, even if it is unfinished, and add it
+        to `text`."""
         known = self._decode(self._ids[self._from : self._read])
         new = self._decode(self._ids[self._from :])[len(known) :]
         self._from = self._read = len(self._ids)
@@ -59,14 +59,15 @@ class TokenText:
 
 @dataclass(frozen=True)
 class StopMatch:
-    """A response ends: how many of its tokens stay, and what ended it."""
+    """Describe the end of a response: how many of its tokens are kept, and which condition ended
+    it."""
 
     keep: int
     by: str
 
 
 class StopChecker:
-    """Looks at one response after every token. Raises DataError for a pattern that is none."""
+    """Check one response after every token. Raises DataError for an invalid pattern."""
 
     def __init__(self, until: StopCondition, decode: Decode) -> None:
         self._until = until
@@ -78,8 +79,9 @@ class StopChecker:
             raise DataError(f"until.patterns holds no regular expression: {error}") from error
 
     def add(self, token: int, top: Sequence[float]) -> StopMatch | None:
-        """`top` are the largest log-probabilities at this place, at least `until.top` of them
-        where `until.window` looks at them."""
+        """Add a token; return the match that ends the response, or None. `top` are the largest
+        log-probabilities at this position, at least `until.top` of them if `until.window` is
+        set."""
         until, new = self._until, len(self._said.text)
         self._said.add(token)
         count = len(self._said.ends)
@@ -90,7 +92,7 @@ class StopChecker:
                 return StopMatch(count, "confidence")
         if count < until.after:
             return None
-        # Before `after` tokens nothing was looked for: then the whole text is new.
+        # Before `after` tokens nothing was searched: then the whole text is new.
         since = 0 if count == until.after or until.before else new
         for string in until.strings:
             at = self._said.text.find(string, max(0, since - len(string) + 1))
@@ -109,11 +111,11 @@ class StopChecker:
         return sum(self._confidence[-window:]) / window
 
     def _cut(self, start: int, by: str) -> StopMatch | None:
-        """The end of the response for a match; None where too few tokens would stay."""
+        """Return the end of the response for a match; None where too few tokens would be kept."""
         if not self._until.before:
             return StopMatch(len(self._said.ends), by)
         ends = [0, *self._said.ends]
         keep = next(t for t, end in enumerate(self._said.ends) if end > start)
-        while keep and ends[keep] == ends[keep - 1]:  # the bytes that its first character begins
+        while keep and ends[keep] == ends[keep - 1]:  # tokens with the first bytes of a character
             keep -= 1
         return StopMatch(keep, by) if keep >= self._until.after else None

@@ -1,11 +1,11 @@
-"""Advantages: what an episode was worth beside the other episodes of its task.
+"""Compute advantages: the reward of an episode relative to the other episodes of its task.
 
     grpo      (r - mean) / (std + 1e-4), the standard deviation with n - 1 (Shao et al. 2024)
     dr_grpo   r - mean: no weight to tasks that are nearly always or never solved (Liu et al. 2025)
     rloo      r - mean of the others (Ahmadian et al. 2024)
 
-An episode alone in its group, or one of a group whose rewards are all equal, has nothing to be
-compared with: its advantage is 0. One without a reward is neither trained nor compared with.
+The advantage is 0 for an episode alone in its group, and for all of a group whose rewards are
+equal. An episode without a reward is not trained on and enters no mean.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-EPSILON = 1e-4  # keeps the scale of a group whose rewards hardly differ finite
+EPSILON = 1e-4  # keeps advantages finite in a group whose rewards hardly differ
 
 
 def group_advantages(
     rewards: Sequence[float | None], groups: Sequence[str], baseline: str = "grpo"
 ) -> list[float | None]:
-    """The advantage of each episode within its group, in order; None where the reward is None."""
+    """Return the advantage of each episode within its group, in order; None where the reward is
+    None."""
     found: list[float | None] = [None] * len(rewards)
     members: dict[str, list[int]] = {}
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):

@@ -1,6 +1,6 @@
-"""The interface of a loss channel: what it reads, what it is divided by, and what it adds.
+"""Define the interface of a loss channel: the samples it reads, its loss term and its denominator.
 
-A new channel is a file beside this one with a class of this interface, a section of
+A new channel is a file in this folder with a class of this interface, a section of
 `protocols.spec.objective.ObjectiveSpec`, and an entry in `learning.losses.objective.CHANNELS`.
 """
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class LossChannel(Protocol):
-    """One term of the objective, weight * total / denominator.
+    """Define one term of the objective, weight * total / denominator.
 
-    name     its key in CHANNELS, and in metrics
+    name     the channel's key in CHANNELS, and in metrics
     reads    the set of samples that it reads; channels that name the same set share its logits
-    sampled  whether those samples carry the versions that sampled them: stale ones are refused
+    sampled  whether these samples carry the versions that sampled them: stale ones are refused
     weight   a channel of weight 0 is left out of the step
     """
 
@@ -37,7 +37,7 @@ class LossChannel(Protocol):
 
     @classmethod
     def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> Self:
-        """Make the channel as it is in 0-based `step`."""
+        """Return the channel for 0-based `step`."""
         ...
 
     def samples(self, batch: TrainBatch) -> Sequence[tuple[Sample, ...]]:
@@ -45,32 +45,31 @@ class LossChannel(Protocol):
         ...
 
     def items(self, batch: TrainBatch) -> Sequence[Item]:
-        """Return what bears the loss: groups of `samples`, with their tokens.
-
-        A group that no channel has an item of is not read.
-        """
+        """Return the groups of `samples` that bear the loss, with their tokens. A group that is an
+        item of no channel is not read."""
         ...
 
     def check(self, batch: TrainBatch, version: int) -> None:
-        """Raise DataError for data that does not fit together, StaleTokenError for data that
-        `version` cannot be trained on."""
+        """Raise DataError for data that does not match, StaleTokenError for data that `version`
+        cannot be trained on."""
         ...
 
     def denominator(self, batch: TrainBatch) -> int:
-        """Return what the total over the whole batch is divided by; 0 without data."""
+        """Return the divisor of the total over the whole batch; 0 without data."""
         ...
 
     def facts(self, batch: TrainBatch) -> Mapping[str, float]:
-        """Return what else metrics are told of the whole batch."""
+        """Return further metrics of the whole batch."""
         return {}
 
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
-        """Return the term over the channel's items in one micro-batch; it has one at least."""
+        """Return the term over the channel's items in one micro-batch, which has at least one."""
         ...
 
 
 def check_scores(batch: TrainBatch, name: str, tokens: int, *, needed: bool) -> None:
-    """Raise DataError unless `batch.scores[name]` speaks of so many tokens, or may be missing."""
+    """Raise DataError unless `batch.scores[name]` covers `tokens` tokens, or is absent and not
+    needed."""
     given = batch.scores.get(name)
     if given is None:
         if needed and tokens:

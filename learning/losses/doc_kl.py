@@ -1,7 +1,8 @@
-"""doc_kl: how far the student's next-token distribution is from the document teacher's.
+"""Compute doc_kl: the divergence of the student's next-token distribution from the document
+teacher's.
 
-Per response token the teacher gives either all logits or its top k log-probabilities; directions
-and top-k forms are choices (notation: S student, T teacher, V vocabulary):
+The teacher gives all logits of a response token, or its top k log-probabilities. The direction and
+the form for top k are options (notation: S student, T teacher, V vocabulary):
 
     forward         KL(T || S), mass-covering: the cartridge paper's direction
     reverse         KL(S || T), mode-seeking: on-policy distillation's usual direction
@@ -41,10 +42,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DocKL(LossChannel):
-    """Samples read over their cartridge, against the document teacher's view of the same tokens.
-
-    `batch.scores["doc_teacher"]` is its Teacher over every token that bears a loss.
-    """
+    """Distil the document teacher into samples that the student reads over their cartridge.
+    `batch.scores["doc_teacher"]` is a TeacherDistribution over every token that bears a loss."""
 
     weight: float
     spec: LossSpec
@@ -83,22 +82,20 @@ class DocKL(LossChannel):
 
 
 def doc_kl(student: Tensor, teacher: TeacherDistribution, spec: LossSpec) -> tuple[Tensor, int]:
-    """The summed loss and its own denominator: (sum, count); the mean is sum / max(count, 1).
-
-    student [N, V] logits with gradient. The denominator is tokens, or (token, k) pairs for the
-    form "pairs". N = 0 gives (0, 0) with a graph, never NaN.
-    """
+    """Return (summed loss, denominator); the mean is sum / max(count, 1). student [N, V] are logits
+    with gradient. The denominator is tokens, or (token, k) pairs for the form "pairs". N = 0 gives
+    (0, 0) with a graph, never NaN."""
     return doc_kl_tokens(student, teacher, spec).sum(), doc_kl_count(teacher, spec)
 
 
 def doc_kl_tokens(student: Tensor, teacher: TeacherDistribution, spec: LossSpec) -> Tensor:
-    """What each token adds to the summed loss, [N]."""
+    """Return each token's part of the summed loss, [N]."""
     log_s, log_t = aligned(student, teacher, spec.form, spec.temperature)
     return divergence(log_s, log_t, spec)
 
 
 def doc_kl_count(teacher: TeacherDistribution, spec: LossSpec) -> int:
-    """doc_kl's denominator: known before the student has been asked."""
+    """Return doc_kl's denominator, which does not depend on the student."""
     if spec.form == "pairs" and teacher.logprobs is not None:
         return teacher.logprobs.numel()
     return teacher.tokens
@@ -107,12 +104,9 @@ def doc_kl_count(teacher: TeacherDistribution, spec: LossSpec) -> int:
 def aligned(
     student: Tensor, teacher: TeacherDistribution, form: str, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [N, K] of student and teacher over the same K outcomes.
-
-    K is V for a teacher with all its logits; for a top-k one what `form` makes of its entries.
-    student [N, V] logits with gradient. Raises SpecError for a temperature that a top-k teacher
-    cannot follow.
-    """
+    """Return log-probabilities [N, K] of student and teacher over the same K outcomes. K is V for a
+    teacher with all its logits; for a top-k teacher `form` decides it. student [N, V] are logits
+    with gradient. Raises SpecError for a temperature other than 1 with a top-k teacher."""
     if student.shape[0] != teacher.tokens:
         raise AssertionError(
             f"student has {student.shape[0]} response tokens and teacher {teacher.tokens}: "
@@ -141,7 +135,7 @@ def aligned(
 
 
 def divergence(log_s: Tensor, log_t: Tensor, spec: LossSpec) -> Tensor:
-    """The chosen divergence per token [N], from log-probabilities [N, K]."""
+    """Return the divergence chosen by `spec` per token [N], from log-probabilities [N, K]."""
     if spec.direction == "forward":
         return _kl(log_t, log_s)
     if spec.direction == "reverse":
@@ -153,20 +147,20 @@ def divergence(log_s: Tensor, log_t: Tensor, spec: LossSpec) -> Tensor:
 
 
 def jensen_shannon(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
-    """Generalised JSD per token [N]; beta = 0 and 1 are the forward and reverse KL by convention
-    (J itself tends to 0 at both ends, J / beta to the forward KL as beta -> 0)."""
+    """Return the generalised JSD per token [N]. By convention beta = 0 and 1 are the forward and
+    reverse KL (J itself tends to 0 at both ends, J / beta to the forward KL as beta -> 0)."""
     parts = [weight * entries.sum(-1) for weight, entries in _parts(log_s, log_t, beta)]
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 def jensen_shannon_entries(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
-    """What each outcome contributes to the generalised JSD, [N, K]; an entry may be negative."""
+    """Return each outcome's part of the generalised JSD, [N, K]; an entry may be negative."""
     parts = [weight * entries for weight, entries in _parts(log_s, log_t, beta)]
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 def _parts(log_s: Tensor, log_t: Tensor, beta: float) -> list[tuple[float, Tensor]]:
-    """The KLs that make up the JSD: (weight, entries [N, K])."""
+    """Return the KLs that make up the JSD: (weight, entries [N, K])."""
     if beta == 0:
         return [(1.0, _kl_entries(log_t, log_s))]
     if beta == 1:
@@ -177,18 +171,18 @@ def _parts(log_s: Tensor, log_t: Tensor, beta: float) -> list[tuple[float, Tenso
 
 
 def log_tail(top: Tensor) -> Tensor:
-    """Log of the mass outside the given entries, [N, 1]; bounded away from log 0 so that a top-k
-    that holds everything has a finite tail and a finite gradient."""
+    """Return the log of the mass outside the given entries, [N, 1]. It is bounded away from log 0,
+    so that a top-k with all the mass has a finite tail and a finite gradient."""
     held = torch.logsumexp(top, dim=-1, keepdim=True).clamp(max=-1e-7)
     return torch.log(-torch.expm1(held))
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) per row."""
+    """Return KL(p || q) per row."""
     return _kl_entries(log_p, log_q).sum(-1)
 
 
 def _kl_entries(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """What each outcome contributes to KL(p || q); 0 log 0 = 0, also where log_p is -inf."""
+    """Return each outcome's part of KL(p || q); 0 log 0 = 0, also where log_p is -inf."""
     terms = log_p.exp() * (log_p - log_q)
     return torch.where(log_p == float("-inf"), torch.zeros_like(terms), terms)

@@ -1,12 +1,12 @@
-"""replay_dpo: completions that external teachers preferred, against those the student wrote.
+"""Compute replay_dpo: DPO on completions that external teachers preferred to the student's own.
 
     dpo                     m = (pi_c - ref_c) - (pi_r - ref_r)
     dpo_length_normalised   m = (pi_c - ref_c) / tokens_c - (pi_r - ref_r) / tokens_r
 
     loss = -log sigmoid(beta * m), the mean over pairs
 
-with `pi` and `ref` the log-probabilities of the chosen and the rejected completion, summed over the
-completion's tokens alone, under the student and under the reference.
+`pi` and `ref` are log-probabilities of the chosen (c) and the rejected (r) completion under the
+student and under the reference, summed over the completion's tokens only.
 
 Source: Rafailov et al. 2023 (DPO); Meng et al. 2024 (why length matters).
 """
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplayDPO(LossChannel):
-    """Preference pairs, whose references may be so many versions old."""
+    """Train on preference pairs, whose references may be at most `spec.max_reference_age` versions
+    old."""
 
     weight: float
     spec: DpoSpec
@@ -79,10 +80,8 @@ class ReplayDPO(LossChannel):
 def replay_dpo(
     chosen: Tensor, rejected: Tensor, pairs: Sequence[PreferencePair], spec: DpoSpec
 ) -> LossTerm:
-    """The summed loss of M pairs; chosen, rejected [M] log-probabilities with gradient.
-
-    The denominator is pairs. Facts are sums over pairs: margin m, and how often it is > 0.
-    """
+    """Return the summed loss of M pairs; chosen, rejected [M] are log-probabilities with gradient.
+    The denominator is pairs. Facts are sums over pairs: the margin m, and how often it is > 0."""
     gain = chosen - chosen.new_tensor([p.ref_chosen for p in pairs])
     loss_of = rejected - rejected.new_tensor([p.ref_rejected for p in pairs])
     if spec.variant == "dpo_length_normalised":
@@ -99,7 +98,7 @@ def replay_dpo(
 
 
 def summed_by_pair(logprobs: Tensor, pairs: Sequence[PreferencePair]) -> tuple[Tensor, Tensor]:
-    """(chosen, rejected) [M] from token log-probabilities in the order of `completions`."""
+    """Return (chosen, rejected) [M] from token log-probabilities in the order of `completions`."""
     lengths = [n for p in pairs for n in (len(p.chosen_ids), len(p.rejected_ids))]
     if not lengths:
         return logprobs, logprobs
@@ -108,7 +107,7 @@ def summed_by_pair(logprobs: Tensor, pairs: Sequence[PreferencePair]) -> tuple[T
 
 
 def is_stale(pair: PreferencePair, version: int, max_age: int | None) -> bool:
-    """Whether a pair's reference must be recomputed before it is trained on at `version`: it is
+    """Return whether a pair's reference must be recomputed before training at `version`: it is
     older than the bound, or of a version that does not exist yet."""
     age = version - pair.ref_version
     return age < 0 or (max_age is not None and age > max_age)

@@ -1,12 +1,12 @@
-"""grpo: the policy gradient of rewarded episodes, clipped, over any of the field's denominators.
+"""Compute grpo: the clipped policy gradient of rewarded episodes, with a choice of denominators.
 
-Per trained token t, with `pi` the student's log-probability of the token, `old` the trainer's under
+Per trained token t, `pi` is the student's log-probability of the token, `old` the trainer's under
 the version that sampled it, `sampler` the inference engine's own, `ref` a frozen reference's:
 
     r_t    = exp(pi - old); "sequence": exp of the mean over the episode's tokens, one for each
     loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
              for A_t < 0 at most -dual_clip * A_t
-    w_t    = exp(old - sampler), no gradient: the sampler is not quite the trainer's model
+    w_t    = exp(old - sampler), no gradient: corrects the sampler's deviation from the trainer
     k3_t   = exp(d) - d - 1,  d = ref - pi
 
     sum over t of  w_t * loss_t + kl * k3_t,  divided by
@@ -16,9 +16,8 @@ the version that sampled it, `sampler` the inference engine's own, `ref` a froze
     bnpo       tokens of this trainer's batch
     dapo       tokens of all trainers' batches
 
-A trainer's batch is all its micro-batches on all its ranks; where there is one trainer, bnpo and
-dapo are equal.
-With one update for each rollout, `old` is `pi` without its gradient: the ratio is 1, its gradient
+A trainer's batch is all its micro-batches on all its ranks; with one trainer, bnpo and dapo are
+equal. With one update per rollout, `old` is `pi` without its gradient: the ratio is 1, its gradient
 is not.
 
 Sources: Shao et al. 2024 (GRPO); Yu et al. 2025 (DAPO: clip-higher, token mean); Liu et al. 2025
@@ -48,15 +47,13 @@ if TYPE_CHECKING:
     from learning.micro_batch import ChannelTokens, Item, MicroBatch
     from learning.model.chunked_logits import ChunkedLogits
 
-LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a ratio says "wrong", not "how much"
+LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: larger ratios carry no information
 
 
 class PolicyGradientSpec(GrpoSpec):
-    """The section, and what a run has no data for yet.
-
-    `kl` weighs k3, which needs `batch.scores["ref"]`; `distill` is the price of a nat between
-    student and teacher in the advantage, which needs `batch.scores["distill"]`.
-    """
+    """Extend the GRPO section by two options that runs provide no data for yet. `kl` weighs k3 and
+    needs `batch.scores["ref"]`. `distill` is the price of a nat between student and teacher in the
+    advantage and needs `batch.scores["distill"]`."""
 
     kl: float = Field(default=0.0, ge=0)
     distill: float = Field(default=0.0, ge=0)
@@ -64,11 +61,11 @@ class PolicyGradientSpec(GrpoSpec):
 
 @dataclass(frozen=True)
 class GRPO(LossChannel):
-    """Episodes with a reward, compared within their group.
+    """Train on episodes with a reward, compared within their group.
 
     `batch.scores` may have "old", "ref" and "distill": log-probabilities of *all* response tokens
     of all episodes in order (those not trained on are never read), under the version that sampled
-    them (without it: the one being trained), the reference, and the distilling teacher.
+    them (by default the one being trained), the reference, and the distilling teacher.
     """
 
     weight: float
@@ -124,8 +121,8 @@ class GRPO(LossChannel):
         )
 
     def _advantages(self, batch: TrainBatch) -> dict[int, float]:
-        """By index, of the episodes that can be trained on: with a reward and a token of their own.
-        They are those of the whole batch, whatever the micro-batch."""
+        """Return the advantages of the whole batch by index, for episodes with a reward and a
+        trained token."""
         judged = [i for i, r in enumerate(batch.rl) if r.reward is not None and any(r.trained)]
         values = group_advantages(
             [batch.rl[i].reward for i in judged],
@@ -141,8 +138,8 @@ def episodes_of(batch: TrainBatch) -> list[tuple[Sample, ...]]:
 
 
 def check_episodes(batch: TrainBatch) -> int:
-    """Return how many response tokens the episodes have; raise DataError for two of one id, or
-    `old` that speaks of other tokens."""
+    """Return the number of response tokens of all episodes. Raises DataError for two episodes of
+    one id, or `old` scores over other tokens."""
     twice = [i for i, n in Counter(r.sample.id for r in batch.rl).items() if n > 1]
     if twice:
         raise DataError(f"the batch has several RL samples of the ids {twice}; ids must be unique")
@@ -152,7 +149,8 @@ def check_episodes(batch: TrainBatch) -> int:
 
 
 def check_policy(batch: TrainBatch, r: PolicySample, version: int) -> None:
-    """Raise DataError, or StaleTokenError, for an episode whose policy's ratio is not known."""
+    """Raise DataError for an episode drawn with altered sampling. Raise StaleTokenError for one of
+    another version without "old" scores."""
     s, drawn = r.sample, r.sampling
     if (drawn.temperature, drawn.top_p, drawn.top_k) != (1.0, 1.0, 0):
         raise DataError(
@@ -169,8 +167,8 @@ def check_policy(batch: TrainBatch, r: PolicySample, version: int) -> None:
 
 
 def old_logprobs(pi: Tensor, batch: TrainBatch, tokens: ChannelTokens) -> Tensor:
-    """Return the log-probabilities under the policy that sampled, without gradient: with one update
-    for each rollout it is the policy itself."""
+    """Return the log-probabilities under the policy that sampled, without gradient. With one update
+    per rollout they are those of `pi`."""
     old = batch.scores.get("old")
     return pi.detach() if old is None else old[tokens.inside].to(pi)
 
@@ -185,11 +183,12 @@ def grpo(
     sampler: Tensor | None = None,
     ref: Tensor | None = None,
 ) -> LossTerm:
-    """The summed loss of B episodes of `lengths` trained tokens, laid end to end: all are [N].
+    """Return the summed loss of B episodes of `lengths` trained tokens, laid end to end: all are
+    [N].
 
-    `pi` has gradient, `old`, `sampler` and `ref` none. `sampler` is needed for a mismatch
-    correction and `ref` for kl > 0. Facts are sums over tokens: clipped, ratio, k3, the mismatch
-    weight and the share that it corrected.
+    `pi` has gradient, `old`, `sampler` and `ref` none. A mismatch correction needs `sampler`,
+    kl > 0 needs `ref`. Facts are sums over tokens: clipped, ratio, k3, the mismatch weight and the
+    share that it corrected.
     """
     log_ratio = pi - old
     if spec.ratio == "sequence":
@@ -224,7 +223,8 @@ def grpo(
 
 
 def grpo_count(lengths: Sequence[int], spec: GrpoSpec) -> int:
-    """The denominator, known before the student has been asked; adds up over micro-batches."""
+    """Return grpo's denominator under `spec.reduction`, from the episodes' numbers of trained
+    tokens. It does not depend on the student and adds up over micro-batches."""
     if spec.reduction == "grpo":
         return len(lengths)
     if spec.reduction == "dr_grpo":
@@ -234,8 +234,8 @@ def grpo_count(lengths: Sequence[int], spec: GrpoSpec) -> int:
 
 
 def k3_divergence(pi: Tensor, ref: Tensor) -> Tensor:
-    """Per token exp(d) - d - 1 with d = ref - pi: never negative, and unbiased for KL(pi || ref)
-    under pi's own samples."""
+    """Return exp(d) - d - 1 per token with d = ref - pi: never negative, and unbiased for
+    KL(pi || ref) under pi's own samples."""
     d = ref - pi
     return d.exp() - d - 1
 
@@ -243,7 +243,7 @@ def k3_divergence(pi: Tensor, ref: Tensor) -> Tensor:
 def mismatch_weight(
     old: Tensor, sampler: Tensor, lengths: Sequence[int], spec: MismatchSpec
 ) -> tuple[Tensor, Tensor]:
-    """(weight, 1.0 where it was truncated or masked), [N] each, without gradient."""
+    """Return (weight, 1.0 where it was truncated or masked), [N] each, without gradient."""
     log_weight = (old - sampler).detach()
     if spec.level == "sequence":
         log_weight = per_episode(log_weight, lengths, torch.sum)
@@ -257,18 +257,16 @@ def mismatch_weight(
 
 
 def distilled(advantages: Tensor, student: Tensor, teacher: Tensor, price: float) -> Tensor:
-    """On-policy distillation as a reward: A - price * (student - teacher), [N], no gradient.
-
-    `student` and `teacher` are log-probabilities of the sampled tokens: their difference is the
-    reverse KL's one-sample estimate.
-    """
+    """Return A - price * (student - teacher), [N], without gradient: on-policy distillation as a
+    reward. `student` and `teacher` are log-probabilities of the sampled tokens; their difference is
+    the one-sample estimate of the reverse KL."""
     return advantages - price * (student - teacher).detach()
 
 
 def per_episode(
     values: Tensor, lengths: Sequence[int], reduce: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """`reduce` over each episode's tokens, given to every one of them: [N] to [N]."""
+    """Return `reduce` over each episode's tokens, repeated for every token: [N] to [N]."""
     if not lengths:
         return values
     parts = values.split_with_sizes(list(lengths))

@@ -1,9 +1,9 @@
-"""The combined objective: the table of channels, and those that weigh something in a step.
+"""List the loss channels, and select those with a nonzero weight in a step.
 
     total = sum over channels of  weight * total / denominator
 
-A channel of weight 0 is left out: not packed, not checked, not computed; the step is then bit for
-bit the step without it. A channel without data contributes 0 and no gradient.
+A channel of weight 0 is not packed, checked or computed, so the step is bit for bit the step
+without it. A channel without data contributes 0 and no gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHANNELS: dict[str, type[LossChannel]] = {
 def active_channels(
     objective: ObjectiveSpec, loss: LossSpec | None = None, step: int = 0
 ) -> list[LossChannel]:
-    """Return the channels that weigh something in 0-based `step`, in the order of CHANNELS."""
+    """Return the channels of nonzero weight in 0-based `step`, in the order of CHANNELS."""
     loss = loss or LossSpec()
     made = [channel.of(objective, loss, step) for channel in CHANNELS.values()]
     return [channel for channel in made if channel.weight]

@@ -1,7 +1,7 @@
-"""sdpo: the turn that went wrong, against the same model that has read a hint.
+"""Compute sdpo: distil a failed turn from the same model with a hint in its context.
 
-Student and teacher score the same tokens of the turn; the teacher's context has the hint. Two
-variants (S student, T teacher, at one token of the turn):
+Student and teacher score the same tokens of the turn; the teacher's context has the hint. There are
+two variants (S student, T teacher, at one token of the turn):
 
     jsd       the generalised JSD of `learning.losses.doc_kl` over the vocabulary (beta 0 and 1 are
               the forward and reverse KL), every outcome's contribution clamped to at most
@@ -52,10 +52,8 @@ RATIO_CAP = 2.0
 
 @dataclass(frozen=True)
 class SDPO(LossChannel):
-    """Hinted turns of the batch's episodes, against the same model that has read the hint.
-
-    `batch.scores["sdpo_teacher"]` is its Teacher over every token of every turn.
-    """
+    """Distil hinted turns of the batch's episodes from the same model, which has read the hint.
+    `batch.scores["sdpo_teacher"]` is a TeacherDistribution over every token of every turn."""
 
     weight: float
     spec: SdpoSpec
@@ -99,12 +97,12 @@ class SDPO(LossChannel):
 def sdpo_tokens(
     student: Tensor, teacher: TeacherDistribution, targets: Tensor, old: Tensor, spec: SdpoSpec
 ) -> tuple[Tensor, ...]:
-    """Each hinted token's loss and its facts, in the order of FACTS[spec.variant]: [N] each.
+    """Return each hinted token's loss and its facts, in the order of FACTS[spec.variant]: [N] each.
 
-    student [N, V] logits with gradient; `targets` [N] the sampled tokens; `old` [N] their
-    log-probability under the version that sampled them, read by "sampled" alone. Facts of "jsd":
-    the share of outcomes clamped, and whether the token is below zero. "sampled" needs the
-    teacher's probability of the sampled token: all its logits.
+    student [N, V] are logits with gradient, `targets` [N] the sampled tokens, `old` [N] their
+    log-probability under the version that sampled them, which only "sampled" reads. Facts of "jsd"
+    are the share of outcomes clamped, and whether the token's loss is negative. "sampled" needs all
+    the teacher's logits, for its probability of the sampled token.
     """
     if spec.variant == "sampled":
         return _sampled(student, teacher, targets, old)
@@ -112,14 +110,15 @@ def sdpo_tokens(
 
 
 def sdpo_term(tokens: tuple[Tensor, ...], spec: SdpoSpec) -> LossTerm:
-    """The sums of what `sdpo_tokens` gave."""
+    """Sum what `sdpo_tokens` returned into a LossTerm."""
     loss, *values = tokens
     facts = zip(FACTS[spec.variant], values, strict=True)
     return LossTerm(loss.sum(), len(loss), len(loss), {k: v.detach().sum() for k, v in facts})
 
 
 def alpha_at(step: int, alpha: float, warmup_steps: int) -> float:
-    """The channel's weight at 0-based `step`: from 0 up over `warmup_steps`, then constant."""
+    """Return the channel's weight at 0-based `step`: linear from 0 over `warmup_steps`, then
+    constant."""
     return alpha * min(1.0, step / warmup_steps) if warmup_steps else alpha
 
 

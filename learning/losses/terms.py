@@ -1,4 +1,4 @@
-"""Terms: what each channel adds to the loss of one step, and how micro-batches add them up."""
+"""Describe each channel's part of a step's loss, and add the parts of micro-batches up."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One channel over one micro-batch; its value is total / max(1, count over all of them).
+    """Hold one channel's term over one micro-batch; the loss is total / max(1, count over all of
+    them).
 
     total   scalar with graph
-    count   its own denominator
+    count   the channel's own denominator
     facts   detached scalars summed over `items` (trained tokens, or pairs), for the report
     """
 
@@ -27,10 +28,8 @@ class LossTerm:
 
 
 class LossAccumulator:
-    """What the micro-batches of one step add up to, for the channels that weigh something.
-
-    `values[channel]` is 0 for a channel without data.
-    """
+    """Add up the terms of a step's micro-batches, for channels of nonzero weight. `values[channel]`
+    is 0 for a channel without data."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
@@ -53,11 +52,9 @@ class LossAccumulator:
     def add_gradients(
         self, means: Mapping[str, Tensor], parameter: Tensor, nothing: Tensor | None = None
     ) -> None:
-        """Add each channel's own gradient; the graph is kept for the backward that trains.
-
-        With `nothing`, a zero with graph, there is a backward for every channel that weighs
-        something: ranks that share a base make as many.
-        """
+        """Add each channel's own gradient; the graph is kept for the backward that trains. With
+        `nothing`, a zero with graph, every channel of nonzero weight runs a backward: ranks that
+        share a base must run equally many."""
         for name in means if nothing is None else self._weights:
             mean = means.get(name, nothing)
             assert mean is not None
@@ -67,7 +64,7 @@ class LossAccumulator:
                 self._gradients[name] = gradient if held is None else held + gradient
 
     def sums(self) -> dict[str, Any]:
-        """What this rank added up, JSON-able."""
+        """Return this rank's sums, JSON-able."""
         return {
             "values": self.values,
             "counts": self._counts,
@@ -79,8 +76,8 @@ class LossAccumulator:
     def merge(
         self, sums: Sequence[Mapping[str, Any]], add: Callable[[Tensor], None], like: Tensor
     ) -> None:
-        """Become what all ranks' `sums` add up to, in the order of ranks; `add` sums a tensor of
-        the shape of `like` over the ranks."""
+        """Replace the sums by those of all ranks, added in the order of ranks. `add` sums a tensor
+        of the shape of `like` over the ranks."""
         first, *others = sums
         self.values, self._counts = dict(first["values"]), dict(first["counts"])
         self._items = dict(first["items"])
@@ -102,7 +99,8 @@ class LossAccumulator:
     def terms(
         self, counts: Mapping[str, int], facts: Mapping[str, Mapping[str, float]]
     ) -> dict[str, dict[str, float]]:
-        """By channel: value, count, weight, the means of its facts, those given, and grad_norm."""
+        """Return by channel: value, count, weight, the means of its facts, those given, and
+        grad_norm."""
         found = {}
         for name, weight in self._weights.items():
             assert self._counts[name] == counts[name], (name, self._counts[name], counts[name])
@@ -119,8 +117,8 @@ class LossAccumulator:
         return found
 
     def cosines(self) -> dict[str, float]:
-        """The cosine between the gradients of every two channels, {"doc_kl/grpo": 0.31}; a pair of
-        which one is zero has no angle and is left out."""
+        """Return the cosine between the gradients of every two channels, {"doc_kl/grpo": 0.31},
+        without pairs in which one gradient is zero."""
         flat = {name: g.flatten().double() for name, g in self._gradients.items() if g.any()}
         return {
             f"{a}/{b}": (flat[a] @ flat[b] / (flat[a].norm() * flat[b].norm())).item()

@@ -1,21 +1,21 @@
-"""Attention over a shared key/value prefix: one mechanism under students, teachers and sampling.
+"""Compute attention over a shared key/value prefix, for students, teachers and sampling alike.
 
-Registered with transformers as the attention implementation "cartridge", so that any model family
-whose layers call the attention interface (Llama, Qwen3, ...) runs unmodified. A batch of C*R rows
-is read as C prefixes with R rows each: each prefix's keys and values exist once, never repeated
-per row, and query heads that share a key/value head are folded into the query axis, so grouped
-heads are never repeated either.
+It is registered with transformers as the attention implementation "cartridge", so that any model
+family whose layers call the attention interface (Llama, Qwen3, ...) runs unmodified. A batch of C*R
+rows is read as C prefixes with R rows each. Each prefix's keys and values exist once and are not
+repeated per row. Query heads that share a key/value head are folded into the query axis, so
+key/value heads are not repeated either.
 
-A query sees every valid token of its prefix and, through `attention_mask`, its own row.
+A query attends to every valid token of its prefix and, through `attention_mask`, to its own row.
 
-    scores up to SCORE_BYTES    formed at once, in float32, and kept for the backward pass; where
-                                there is none, on a CPU, up to CACHED_SCORE_BYTES
+    scores up to SCORE_BYTES    formed at once, in float32, and kept for the backward pass; without
+                                a backward pass, on a CPU, up to CACHED_SCORE_BYTES
     more, on CUDA               FlexAttention (`learning.model.flex_attention`), which never forms
-    them
+                                the scores
     more, otherwise             formed for a chunk of queries at a time, and again in the backward
-                                pass: no more than a few times SCORE_BYTES, whatever the lengths
+                                pass: at most a few times SCORE_BYTES, whatever the lengths
 
-rows x heads x T x (P + S) x 4 bytes are a layer's scores.
+A layer's scores take rows x heads x T x (P + S) x 4 bytes.
 """
 
 from __future__ import annotations
@@ -31,16 +31,14 @@ from learning.model.flex_attention import Blocks, flex_attention_over
 
 IMPLEMENTATION = "cartridge"
 SCORE_BYTES = 256 * 2**20
-# Without a backward pass nothing is formed twice, and scores that stay in a CPU's caches cost half.
+# Without a backward pass chunks cost nothing extra, and scores that fit a CPU's caches cost half.
 CACHED_SCORE_BYTES = 8 * 2**20
 
 
 @dataclass
 class DecodeCache:
-    """Keys and values of the rows being decoded, [L, B, H_kv, S, D], filled up to `used` columns.
-
-    Rows are left-padded, so that every row writes the same columns.
-    """
+    """Hold keys and values of the rows being decoded, [L, B, H_kv, S, D], filled up to `used`
+    columns. Rows are left-padded, so that every row writes the same columns."""
 
     keys: Tensor
     values: Tensor
@@ -59,13 +57,13 @@ class DecodeCache:
         return self.keys[layer, :, :, :stop], self.values[layer, :, :, :stop]
 
     def keep(self, rows: Tensor, trim: int = 0) -> None:
-        """Keep these rows alone, without their first `trim` columns."""
+        """Keep only these rows, without their first `trim` columns."""
         self.keys, self.values = self.keys[:, rows, :, trim:], self.values[:, rows, :, trim:]
         self.used -= trim
 
     def join(self, other: DecodeCache, size: int) -> None:
-        """Append another's rows, both right-aligned at the longer's `used`, with room for `size`
-        columns in all."""
+        """Append another cache's rows, both right-aligned at the larger `used`, with room for
+        `size` columns in all."""
         mine, used = self.keys.shape[1], max(self.used, other.used)
         layers, rows, heads, _, width = self.keys.shape
         shape = (layers, rows + other.keys.shape[1], heads, size, width)
@@ -81,14 +79,14 @@ class DecodeCache:
 
 @dataclass
 class PrefixContext:
-    """What one forward pass needs to know beyond its tokens.
+    """Hold the inputs of one forward pass besides its tokens.
 
     kv       [C, L, 2, H_kv, P, D] post-RoPE keys and values, or None for no prefix
     lengths  [C] valid tokens of each prefix when they differ (the rest is padding), else None
     cache    where to keep this pass's keys and values while decoding
     captured filled with [B, 2, H_kv, T, D] per layer when `capture` is set
     queries  filled with [B, H_q, T, D] per layer, times its scale, when `capture` is set
-    blocks   what FlexAttention needs to know of the masks, which are every layer's
+    blocks   FlexAttention's block masks, shared by all layers
     """
 
     kv: Tensor | None = None
@@ -110,13 +108,10 @@ def cartridge_attention(
     prefix: PrefixContext | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """softmax([q k_prefix ; q k_row]) [v_prefix ; v_row], prefix shared by the rows of its group.
-
-    query [B, H_q, T, D]; key, value [B, H_kv, T, D]; attention_mask bool [B or 1, 1, T, S] (True =
-    may see), None = every token of the row. Returns [B, T, H_q, D].
-    """
+    """Return softmax([q k_prefix ; q k_row]) [v_prefix ; v_row], prefix shared by the rows of its
+    group. query [B, H_q, T, D]; key, value [B, H_kv, T, D]; attention_mask bool [B or 1, 1, T, S]
+    (True = may attend), None = every token of the row. The result is [B, T, H_q, D]."""
     context = prefix or PrefixContext()
-    # To mypy an attribute of any module is a Tensor or a Module; this one is an int.
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int, typed as Tensor | Module
     if context.capture:
         context.captured.append(torch.stack([key, value], dim=1))
@@ -148,7 +143,8 @@ def cartridge_attention(
 
 
 def query_chunk(rows_heads: int, seen: int, most: int) -> int:
-    """Queries of a row whose float32 scores over `seen` keys fit into `most` bytes, or one."""
+    """Return how many queries of a row have float32 scores over `seen` keys within `most` bytes; at
+    least 1."""
     return max(1, most // (4 * rows_heads * seen))
 
 
@@ -161,7 +157,7 @@ def _explicit(
     kv: Tensor | None,
     lengths: Tensor | None,
 ) -> Tensor:
-    """All scores of these queries; kv [C, 2, H_kv, P, D] of one layer."""
+    """Form all scores of these queries; kv [C, 2, H_kv, P, D] of one layer."""
     rows, query_heads, length, size = query.shape
     heads = key.shape[1]
     grouped = query_heads // heads
@@ -196,9 +192,9 @@ def _explicit(
 
 
 def register() -> str:
-    """Make it known to transformers, once or again; returns its name there, for
+    """Register the implementation with transformers, at any number of calls; return its name, for
     `attn_implementation`."""
-    from transformers import AttentionInterface  # seconds, and who only names our types needs none
+    from transformers import AttentionInterface  # takes seconds: only when a model is loaded
 
     AttentionInterface.register(IMPLEMENTATION, cartridge_attention)
     return IMPLEMENTATION

@@ -1,9 +1,9 @@
-"""The vocabulary projection: what is wanted of the logits, without ever having all of them.
+"""Project hidden states to the vocabulary in chunks, so that not all logits exist at once.
 
-With a vocabulary of 128K the logits of one token are half a megabyte, and those of a batch more
-than its model. The losses want a number or two of each token. So logits are made for a chunk of
-tokens, read and dropped, and made once more in the backward pass, which costs one projection more
-and no more memory than a few times a chunk's.
+With a vocabulary of 128K the logits of one token take half a megabyte, and those of a batch more
+than its model. The losses need a few numbers per token. Logits are therefore computed for a chunk
+of tokens, read, dropped, and computed again in the backward pass. This costs one more projection,
+and memory of a few times a chunk's.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from torch.utils.checkpoint import checkpoint
 
 LOGIT_BYTES = 4  # float32
 
-# What is wanted of n tokens' logits [n, V]: some numbers for each, [n] tensors. The slice says
-# which of the tokens asked about they are.
+# Computes [n] tensors from n tokens' logits [n, V]. The slice gives their place among the tokens
+# that are read.
 Reader = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
 class ChunkedLogits:
-    """N tokens' hidden states [N, width] and the tokens [N] that they predict; `project` makes
-    logits [n, V] in float32 of [n, width].
-
-    `chunk` is the most tokens whose logits exist at a time; None: all of them, made once.
-    """
+    """Hold N tokens' hidden states [N, width] and the tokens [N] that they predict. `project`
+    computes logits [n, V] in float32 of [n, width]. `chunk` is the most tokens whose logits exist
+    at a time; None: all of them, computed once."""
 
     hidden: Tensor
     targets: Tensor
@@ -40,15 +38,13 @@ class ChunkedLogits:
 
     @cached_property
     def logits(self) -> Tensor:
-        """All tokens' logits, [N, V]."""
+        """Return all tokens' logits, [N, V]."""
         return self.project(self.hidden)
 
     def read(self, rows: slice | Tensor, reader: Reader) -> tuple[Tensor, ...]:
-        """What `reader` says of the tokens `rows`, in their order.
-
-        A reader is called once for each chunk, and again in the backward pass: it gives the same
-        answers then, and changes nothing.
-        """
+        """Return what `reader` computes for the tokens `rows`, in their order. A reader is called
+        once for each chunk, and again in the backward pass: it must be deterministic and have no
+        side effects."""
         if self.chunk is None or len(self.hidden) <= self.chunk:
             logits = self.logits[rows]
             return reader(logits, slice(0, len(logits)))
@@ -66,10 +62,8 @@ class ChunkedLogits:
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     def logprobs(self, at: slice | Tensor, first: int = 0) -> Tensor:
-        """Return the log-probabilities [n] of the tokens `at`, none of which is before `first`.
-
-        Those of all tokens from `first` on are read at once, for all that ask.
-        """
+        """Return the log-probabilities [n] of the tokens `at`, all at or after `first`. All tokens
+        from `first` on are read once and kept for later calls."""
         if not any(start <= first for start in self._logprobs):
             rest = self.targets[first:]
             (self._logprobs[first],) = self.read(
@@ -81,10 +75,10 @@ class ChunkedLogits:
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-probability [N] of each target [N] under logits [N, V]."""
+    """Return the log-probability [N] of each target [N] under logits [N, V]."""
     return -F.cross_entropy(logits, targets.to(logits.device), reduction="none")
 
 
 def chunk_tokens(vocabulary: int, max_bytes: int | None) -> int | None:
-    """How many tokens' logits fit into `max_bytes`, one at least; None bounds nothing."""
+    """Return how many tokens' logits fit into `max_bytes`, at least 1; None for no bound."""
     return None if max_bytes is None else max(1, max_bytes // (LOGIT_BYTES * vocabulary))

@@ -1,4 +1,4 @@
-"""Which device a process's model lies on."""
+"""Choose the device of a process's model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ DEVICES = ("cpu", "cuda")
 
 
 def claim_device(asked: str, rank: int = 0) -> torch.device:
-    """The device that `asked` names, "cpu" or "cuda", made this process's own.
-
-    Rank `rank` of several that see the same GPUs takes the one of its number; one that sees its own
-    alone takes that. Raises SpecError where a GPU is asked for and torch sees none.
-    """
+    """Return the device that `asked` names, "cpu" or "cuda", and make it this process's current
+    one. A rank that sees several GPUs takes the one of its number, modulo their count. Raises
+    SpecError where a GPU is requested and torch sees none."""
     if asked not in DEVICES:
         raise SpecError(f"a device is one of {DEVICES}: got {asked!r}")
     if asked == "cpu":
@@ -26,5 +24,5 @@ def claim_device(asked: str, rank: int = 0) -> torch.device:
             "for CUDA, check nvidia-smi and CUDA_VISIBLE_DEVICES, or set the role's gpus to 0"
         )
     device = torch.device("cuda", rank % there)
-    torch.cuda.set_device(device)  # what FSDP and NCCL take when they are not told
+    torch.cuda.set_device(device)  # the default of FSDP and NCCL
     return device

@@ -1,13 +1,13 @@
-"""Ranks: the processes that train one bank together, each on its share of every batch.
+"""Connect the ranks that train one bank together, each on its share of every batch.
 
-    every rank is driven by the same calls with the same arguments, and
+    every rank gets the same calls with the same arguments, and
       takes its share of the batch        (`learning.batch`)
-      gathers what the others counted     two small collectives a step
+      gathers the others' counts          two small collectives a step
       adds the cartridges' gradient       one collective a step: the bank is one tensor
       makes the same update               cartridges and moments are replicated, bit for bit
 
 A rank that loses the others raises RanksLostError, at once where one died and after the timeout
-where one is silent. Its group is of no use then: all ranks are started anew, and `recover`.
+where one does not answer. Its group is unusable then: all ranks are restarted and call `recover`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """Rank `rank` of `world`; a lone one needs no group and its collectives do nothing.
-
-    `device` is where its model lies: "cpu" or "cuda".
-    """
+    """Describe rank `rank` of `world`, with its model on `device`: "cpu" or "cuda". A single rank
+    needs no group, and its collectives do nothing."""
 
     rank: int = 0
     world: int = 1
@@ -41,13 +39,13 @@ class ProcessGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes what one alone writes: rank 0."""
+        """Return whether this rank writes files for all: rank 0."""
         return self.rank == 0
 
     @contextmanager
     def abreast(self) -> Iterator[None]:
-        """What all ranks do alike. A batch that is refused is refused by all of them, and a fault
-        is told to all; any other error is this rank's alone, and it leaves, for the others would
+        """Run code that all ranks run alike. DataError, StaleTokenError and RunError are raised by
+        all ranks alike. After any other error this rank leaves the group, because the others would
         wait for it."""
         try:
             yield
@@ -58,19 +56,19 @@ class ProcessGroup:
             raise
 
     def add(self, tensor: Tensor) -> None:
-        """Make a tensor, in place, the sum of all ranks' tensors: the same bits on each."""
+        """Replace a tensor, in place, by the sum of all ranks' tensors: the same bits on each."""
         if self.world > 1:
             with _losing(self):
                 dist.all_reduce(tensor)
 
     def follow(self, tensor: Tensor) -> None:
-        """Make a tensor, in place, that of rank 0."""
+        """Replace a tensor, in place, by that of rank 0."""
         if self.world > 1:
             with _losing(self):
                 dist.broadcast(tensor, src=0)
 
     def gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's JSON-able facts, by rank."""
+        """Return every rank's JSON-able facts, by rank."""
         if self.world == 1:
             return [facts]
         told = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8, device=self.device)
@@ -94,12 +92,12 @@ ALONE = ProcessGroup()
 def join(
     rank: int, world: int, rendezvous: str, *, device: str = "cpu", timeout_s: float = 60.0
 ) -> ProcessGroup:
-    """Meet the other ranks; returns once all `world` of them are there.
+    """Connect to the other ranks; return the group once all `world` of them are connected.
 
     `rendezvous` is a URL of torch.distributed: "env://" for MASTER_ADDR and MASTER_PORT,
-    "tcp://10.0.0.7:29500" for an address of rank 0, "file:///a/new/path" on one host. gloo speaks
-    over the interface GLOO_SOCKET_IFNAME ("lo" on one host). A collective that takes longer than
-    `timeout_s` seconds fails. Raises RanksLostError when the others do not come.
+    "tcp://10.0.0.7:29500" for an address of rank 0, "file:///a/new/path" on one host. gloo uses the
+    interface GLOO_SOCKET_IFNAME ("lo" on one host). A collective that takes longer than `timeout_s`
+    seconds fails. Raises RanksLostError when the others do not connect.
     """
     if world == 1:
         return ProcessGroup(device=device)
@@ -116,7 +114,7 @@ def join(
 
 
 def leave(ranks: ProcessGroup) -> None:
-    """Close this rank's connections: another that waits for it fails at once."""
+    """Close this rank's connections: another rank that waits for it fails at once."""
     if ranks.world > 1 and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -125,7 +123,7 @@ def leave(ranks: ProcessGroup) -> None:
 def _losing(ranks: ProcessGroup) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # torch's DistError and gloo's own are both
+    except RuntimeError as error:  # the base class of torch's DistError and gloo's errors
         leave(ranks)
         raise RanksLostError(
             f"trainer rank {ranks.rank} of {ranks.world} lost the others: one of them failed or "

@@ -1,8 +1,8 @@
-"""A bounded cache of frozen document KV: each document is read once, then reused.
+"""Cache frozen document KV within a bound: each document is read once, then reused.
 
-What the device has no room for goes to host memory, where there is one beside it, and comes back
-by a copy: of Llama-3.2-3B a document of 12,000 tokens is 1.4 GB, which is 30 ms over a link of
-50 GB/s, and some 80 TFLOP to read anew.
+KV that does not fit the device moves to host memory, where there is any beside the device, and
+returns by a copy. For Llama-3.2-3B a document of 12,000 tokens is 1.4 GB: 30 ms over a link of 50
+GB/s, against some 80 TFLOP to read it again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from protocols.types import CacheStats
 
 @dataclass(frozen=True)
 class HostCache:
-    """A second place of `max_bytes`: `out` copies a document's KV there, `back` to the device.
-
-    Both return a tensor equal to what they were given, and may share no memory with it.
-    """
+    """Describe a second cache of `max_bytes`: `out` copies a document's KV to it, `back` to the
+    device. Both return a tensor equal to their input, which may share no memory with it."""
 
     max_bytes: int
     out: Callable[[Tensor], Tensor]
@@ -31,8 +29,8 @@ class HostCache:
 
 
 def host_spill(device: torch.device, max_bytes: int) -> HostCache | None:
-    """Page-locked host memory beside `device`; None on a CPU, whose own memory that would be:
-    there the first bound is the only one."""
+    """Return a cache in page-locked host memory beside `device`. Return None on a CPU, whose own
+    memory that is, so that the first bound is the only one."""
     if device.type == "cpu":
         return None
     pinned = device.type == "cuda"
@@ -40,17 +38,16 @@ def host_spill(device: torch.device, max_bytes: int) -> HostCache | None:
     def out(kv: Tensor) -> Tensor:
         return torch.empty(kv.shape, dtype=kv.dtype, pin_memory=pinned).copy_(kv)
 
-    # Page-locked memory is not given to another before the copies from it have ended.
+    # torch reuses page-locked memory only after the copies from it have ended.
     return HostCache(max_bytes, out, lambda kv: kv.to(device, non_blocking=pinned))
 
 
 class DocumentKVCache:
-    """Least-recently-used cache of document KV [L, 2, H_kv, T, D], bounded in bytes.
+    """Hold document KV [L, 2, H_kv, T, D] in a least-recently-used cache, bounded in bytes.
 
-    `read` computes the KV of a token sequence (`learning.model.loading.document_kv` bound to a
-    model), on
-    the device. A document is held on the device or in `spill`, never in both. `counts` are those
-    since the start.
+    `read` computes the KV of a token sequence on the device (`learning.model.loading.document_kv`
+    bound to a model). A document is held on the device or in `spill`, never in both. `counts` are
+    those since the start.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class DocumentKVCache:
 
     @property
     def held_bytes(self) -> int:
-        """On the device."""
+        """Return the bytes held on the device."""
         return sum(kv.nbytes for kv in self._held.values())
 
     @property
@@ -85,11 +82,9 @@ class DocumentKVCache:
         return name in self._documents
 
     def get(self, name: str) -> Tensor:
-        """The document's KV on the device; read now if it is held nowhere.
-
-        The least recently used make room for it. A document larger than the device's bound is
-        served but not kept there. Raises DataError for an unknown name.
-        """
+        """Return the document's KV on the device; read it now if it is not cached. The least
+        recently used documents make room for it. A document larger than the device's bound is
+        returned but not kept there. Raises DataError for an unknown name."""
         if name in self._held:
             self.hits += 1
             self._held.move_to_end(name)
@@ -117,7 +112,7 @@ class DocumentKVCache:
         return kv
 
     def _put_out(self, name: str, kv: Tensor) -> None:
-        """Keep what the device does not, as far as there is a place for it."""
+        """Keep KV that the device does not hold, as far as the host cache has room."""
         spill = self._spill
         if spill is None or kv.nbytes > spill.max_bytes:
             return

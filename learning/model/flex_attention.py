@@ -1,12 +1,12 @@
-"""Attention over a shared prefix by FlexAttention: what a GPU does where scores would be large.
+"""Compute attention over a shared prefix by FlexAttention, for GPUs and large scores.
 
     over the prefix    the rows of a group one after the other, against its keys, held once
     over the row       each row against its own keys, under the mask of the forward pass
     joined             by the log of each part's sum of exponentials
 
-The kernel is compiled for each shape that it meets, which takes seconds. So sizes are padded up to
-buckets: few shapes, and little that is computed in vain. No GPU has run this; tests hold it against
-the explicit form with the same functions uncompiled.
+The kernel is compiled for each shape, which takes seconds. Sizes are therefore padded up to
+buckets, which keeps shapes few and adds little computation. No GPU has run this; tests compare it
+with the explicit form, using the same functions uncompiled.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from torch.nn.attention.flex_attention import (
 TOKENS = 128  # queries and keys of one block of the kernel
 SHAPES = 256  # most shapes that are compiled in a process
 
-# Made by a forward pass's first layer, read by the others: by "prefix" and "row".
+# By "prefix" and "row"; the first layer of a forward pass writes them, the others read them.
 Blocks = dict[str, "BlockMask | None"]
 
 
 def bucket(count: int, unit: int = 1) -> int:
-    """`count` or a little more: a multiple of `unit`, of which there are eight between two powers
-    of two. At most an eighth is added, or less than `unit`."""
+    """Return `count` rounded up to a multiple of `unit`, with eight sizes between two powers of
+    two. At most an eighth is added, or less than `unit`."""
     step = max(unit, 1 << max(0, (count - 1).bit_length() - 4))
     return -(-count // step) * step
 
@@ -49,8 +49,9 @@ def flex_attention_over(
     lengths: Tensor | None,
     blocks: Blocks,
 ) -> Tensor:
-    """What `learning.model.attention` computes, [B, T, H_q, D]: query [B, H_q, T, D]; key, value
-    [B, H_kv, S, D]; mask bool [B or 1, 1, T, S]; kv [C, 2, H_kv, P, D] with `lengths` [C] valid."""
+    """Return the attention of `learning.model.attention`, [B, T, H_q, D]: query [B, H_q, T, D];
+    key, value [B, H_kv, S, D]; mask bool [B or 1, 1, T, S]; kv [C, 2, H_kv, P, D] with `lengths`
+    [C] valid."""
     rows, heads, length, size = query.shape
     if "row" not in blocks:
         blocks["row"] = _row_blocks(mask, rows, length, key)
@@ -73,7 +74,7 @@ def flex_attention_over(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Read values and the log of the sum of exponentials, in buckets and back."""
+    """Return the values read and the log of the sum of exponentials, computed in buckets."""
     rows, _, length, _ = query.shape
     kernel: Any = _compiled() if query.device.type == "cuda" else flex_attention
     out, aux = kernel(
@@ -85,21 +86,23 @@ def _attend(
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """Beyond torch's own limit of shapes it would form all scores instead."""
+    """Compile the kernel. Beyond torch's default limit of shapes it would form all scores
+    instead."""
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, SHAPES)
     return torch.compile(flex_attention, dynamic=False)
 
 
 def _padded(x: Tensor) -> Tensor:
-    """[B, H, T, D] with rows and tokens of 0 up to their buckets."""
+    """Pad rows and tokens of [B, H, T, D] with zeros up to their buckets."""
     rows, _, tokens, _ = x.shape
     more = (0, 0, 0, bucket(tokens, TOKENS) - tokens, 0, 0, 0, bucket(rows) - rows)
     return F.pad(x, more) if any(more) else x
 
 
 def _row_blocks(mask: Tensor | None, rows: int, length: int, key: Tensor) -> BlockMask:
-    """Which keys of its row a query sees; a query that is padding sees the first."""
+    """Return which keys of its row a query attends to; a query that is padding attends to the
+    first."""
     seen, device = key.shape[2], key.device
     wide = (bucket(rows), bucket(length, TOKENS), bucket(seen, TOKENS))
     sees = torch.zeros(wide, dtype=torch.bool, device=device)
@@ -113,7 +116,7 @@ def _row_blocks(mask: Tensor | None, rows: int, length: int, key: Tensor) -> Blo
 
 
 def _prefix_blocks(queries: int, kv: Tensor, lengths: Tensor | None) -> BlockMask | None:
-    """Which keys of its prefix a query sees: all that are no padding. None: all there are."""
+    """Return which keys of its prefix a query attends to: all but padding. None: all keys."""
     count, tokens = kv.shape[0], kv.shape[3]
     wide = (bucket(count), bucket(queries, TOKENS), bucket(tokens, TOKENS))
     if lengths is None and wide[2] == tokens:

@@ -1,10 +1,10 @@
-"""The frozen base sharded over the ranks (FSDP2): each holds 1/N, and gathers a layer to run it.
+"""Shard the frozen base over the ranks (FSDP2): each rank holds 1/N and gathers a layer to run it.
 
-Every forward and backward of a sharded base is collective: all ranks must make as many, also one
-that has nothing to compute. There is no gradient to reduce, for nothing of the base is trained.
+Every forward and backward of a sharded base is collective: all ranks must run equally many, even a
+rank that has nothing to compute. There is no gradient to reduce, because the base is not trained.
 
-The vocabulary projection, which is often the embedding too, is gathered once for each forward, and
-kept until its backward is done.
+The vocabulary projection, which is often the embedding too, is gathered once for each forward and
+kept until its backward ends.
 """
 
 from __future__ import annotations
@@ -17,20 +17,15 @@ from torch.nn import functional as F
 
 from learning.model.distributed import ProcessGroup
 
-# torch's distributed tensors, too, are imported where they are used: a second, and who has a model
-# has them already.
-if (
-    TYPE_CHECKING
-):  # importing it takes seconds, which learning.model.loading leaves to who loads one
+# torch's distributed tensors take a second to import and are imported where they are used, too.
+if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
     from transformers import PreTrainedModel
 
 
 def shard_base(model: PreTrainedModel, ranks: ProcessGroup) -> None:
-    """Leave each rank its share of every parameter, in place. One rank alone keeps all.
-
-    The model is whole on every rank before, in the memory of its host; on "cuda" its shares move
-    to the device.
-    """
+    """Shard every parameter in place, so that each rank holds its share; a single rank keeps all.
+    Before, every rank has the whole model in host memory. On "cuda" the shares move to the
+    device."""
     if ranks.world == 1:
         return
     from torch.distributed.device_mesh import init_device_mesh
@@ -51,16 +46,15 @@ def shard_base(model: PreTrainedModel, ranks: ProcessGroup) -> None:
 
 
 def is_sharded(model: PreTrainedModel) -> bool:
+    """Return whether the base is sharded."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model.base_model, FSDPModule)
 
 
 def vocabulary(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """The projection of hidden states [n, width] to logits [n, V] in float32.
-
-    That of a sharded base is gathered now (all ranks must ask), and dropped with what is returned.
-    """
+    """Return the projection of hidden states [n, width] to logits [n, V] in float32. The head of a
+    sharded base is gathered now (all ranks must call this), and freed with the result."""
     head = model.lm_head
     if not is_sharded(model):
         return lambda hidden: head(hidden).float()
@@ -69,19 +63,19 @@ def vocabulary(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 
 def held_bytes(model: PreTrainedModel) -> int:
-    """Bytes of parameters that this rank holds between steps."""
+    """Return the bytes of parameters that this rank holds between steps."""
     return sum(local(p).nbytes for p in model.parameters())
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's share of a sharded tensor; a whole one itself."""
+    """Return this rank's share of a sharded tensor; any other tensor as it is."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor, gathered (all ranks must ask); a whole one itself."""
+    """Return a sharded tensor gathered (all ranks must call this); any other tensor as it is."""
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

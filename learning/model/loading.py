@@ -1,4 +1,4 @@
-"""The frozen base model: loading it with prefix attention, reading document KV, its hash."""
+"""Load the frozen base model with prefix attention, compute document KV, and hash the weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from learning.model.attention import PrefixContext, register
 from learning.model.fsdp import whole
 from protocols.errors import DataError
 
-# transformers takes seconds, three quarters of them for models: the controller, which only names
-# our types and has a tokenizer, does without those.
+# Importing transformers takes seconds, three quarters of them for models, which the controller does
+# not need: it only uses types and a tokenizer.
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -30,11 +30,8 @@ PREFILL_CHUNK = 512  # tokens: bounds the score matrix while a long document is 
 def load_model(
     path: str, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
-    """Load a causal LM from a directory (or a hub id where a hub is at hand), frozen, in eval mode,
-    on `device`: whatever works with it goes where it is.
-
-    Raises DataError when there is no model there.
-    """
+    """Load a causal LM from a directory (or a hub id if the hub is reachable), frozen, in eval
+    mode, on `device`. Raises DataError when there is no model at `path`."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -53,17 +50,17 @@ def load_model(
 
 
 def flush_denormals() -> None:
-    """Let this thread, and those that it starts, compute as if the tiniest numbers were 0.
+    """Make this thread, and those that it starts, treat denormal numbers as 0.
 
-    Attention weights of tokens that are not looked at underflow, and a CPU computes with such
-    numbers many times slower: a prefill of 16 rows took 178 ms with them, and 112 without. For
-    threads of models alone: other code may mean such numbers.
+    Attention weights of tokens without attention underflow, and a CPU computes with denormals many
+    times slower: a prefill of 16 rows took 178 ms with them, and 112 without. Call it only in
+    threads that run models: other code may need denormals.
     """
     torch.set_flush_denormal(True)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model; it must carry a chat template."""
+    """Return the tokenizer beside a model. Raises DataError for one without a chat template."""
     tokenizer = _tokenizer(path)
     if not tokenizer.chat_template:
         raise DataError(f"the tokenizer at {path!r} has no chat template; add one to its files")
@@ -71,8 +68,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def _tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """AutoTokenizer's. It imports every model's code to find out which class to take; where the
-    files say that they need none, as those of our own models do, that is taken at once."""
+    """Load a tokenizer. AutoTokenizer imports every model's code to choose a class;
+    TokenizersBackend, which the files of our own models name, is loaded directly."""
     config = Path(path) / "tokenizer_config.json"
     named = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else ""
     if named == "TokenizersBackend":
@@ -86,8 +83,8 @@ def _tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def text_of(path: str) -> Callable[[Sequence[int]], str]:
-    """What ids say, without special tokens, by the tokenizer beside a model; it is loaded when it
-    is first needed."""
+    """Return a function from ids to text without special tokens, by the tokenizer beside a model,
+    which is loaded on the first call."""
 
     tokenizer = cache(partial(_tokenizer, path))
 
@@ -98,14 +95,15 @@ def text_of(path: str) -> Callable[[Sequence[int]], str]:
 
 
 def text_ids(path: str) -> list[int]:
-    """The ids of the tokenizer beside a model that stand for text: all but the special ones."""
+    """Return the ids that stand for text in the tokenizer beside a model: all but the special
+    ones."""
     tokenizer = load_tokenizer(path)
     special = set(tokenizer.all_special_ids)
     return sorted(i for i in tokenizer.get_vocab().values() if i not in special)
 
 
 def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    """(layers L, key/value heads H_kv, head size D)."""
+    """Return (layers L, key/value heads H_kv, head size D)."""
     config = model.config
     head_dim = getattr(config, "head_dim", None)
     return (
@@ -117,10 +115,8 @@ def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
 
 @torch.no_grad()
 def document_kv(model: PreTrainedModel, token_ids: list[int] | tuple[int, ...]) -> Tensor:
-    """Keys (post-RoPE) and values of a token sequence read from position 0: [L, 2, H_kv, T, D].
-
-    Read in chunks, each attending to the chunks before it as a prefix.
-    """
+    """Return keys (post-RoPE) and values of a token sequence read from position 0:
+    [L, 2, H_kv, T, D]. It is read in chunks, each attending to the chunks before it as a prefix."""
     ids = torch.tensor([list(token_ids)], device=model.device)
     done: Tensor | None = None
     for start in range(0, ids.shape[1], PREFILL_CHUNK):
@@ -139,7 +135,8 @@ def document_kv(model: PreTrainedModel, token_ids: list[int] | tuple[int, ...]) 
 def hidden_states(
     model: PreTrainedModel, ids: Tensor, positions: Tensor, mask: Tensor, context: PrefixContext
 ) -> Tensor:
-    """Final hidden states [B, T, width] for ids, positions [B, T] and a bool mask [B, 1, T, S]."""
+    """Return final hidden states [B, T, width] for ids, positions [B, T] and a bool mask
+    [B, 1, T, S]."""
     out = model.base_model(
         input_ids=ids,
         position_ids=positions,
@@ -153,8 +150,9 @@ def hidden_states(
 
 @contextmanager
 def recomputing(model: PreTrainedModel) -> Iterator[None]:
-    """In a forward pass made here, each layer keeps its input alone, and is run again in the
-    backward pass: the memory of one layer's activations instead of all, for a forward more."""
+    """Checkpoint each layer in forward passes run inside: a layer keeps only its input and runs
+    again in the backward pass. Activations take the memory of one layer, at the cost of one more
+    forward."""
     layers: Any = model.base_model.layers
     for layer in layers:
         layer.forward = partial(
@@ -164,14 +162,12 @@ def recomputing(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         for layer in layers:
-            del layer.forward  # the class's own shows again
+            del layer.forward  # restores the class's method
 
 
 def base_hash(model: PreTrainedModel) -> str:
-    """SHA-256 over every parameter and persistent buffer, by name: proves the base never moved.
-
-    The same of a sharded base, gathered tensor by tensor: all ranks must ask.
-    """
+    """Return the SHA-256 over every parameter and persistent buffer, by name, which proves that the
+    base did not change. A sharded base is gathered tensor by tensor: all ranks must call this."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())

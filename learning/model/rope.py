@@ -1,9 +1,9 @@
-"""Moving post-RoPE keys to other positions, and so composing prefixes.
+"""Move post-RoPE keys to other positions, and compose prefixes.
 
-A rotary embedding turns pairs of a key's numbers by position x frequency, so turning a key that
-stands at p by the angle of `by` gives, exactly, the key at p + by: rotations add up. A query sees
-only the distance to a key, so a query and a key moved together score as before; negative positions
-are as good as any.
+A rotary embedding rotates pairs of a key's numbers by position x frequency, and rotations add up.
+Rotating a key at position p by the angle of `by` therefore gives exactly the key at p + by. A score
+depends only on the distance between query and key, so moving both changes no score; negative
+positions are valid.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from transformers import PreTrainedModel
 
 from protocols.errors import DataError
 
-# Frequencies that change with the length of the text: a key's angle is not its position's alone.
+# Frequencies that change with the length of the text: the angle depends on more than the position.
 BY_LENGTH = ("dynamic", "longrope")
 
 
 def frequencies(model: PreTrainedModel) -> Tensor:
-    """Radians per position of each rotated pair, [<= D/2] float64, scaling of the base included.
-
-    Raises DataError for a model whose frequencies depend on the length of the text.
-    """
+    """Return the radians per position of each rotated pair, [<= D/2] float64, the base's scaling
+    included. Raises DataError for a model whose frequencies depend on the length of the text."""
     rotary: Any = getattr(model.base_model, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
     if rotary is None or kind in BY_LENGTH:
@@ -40,13 +38,14 @@ def frequencies(model: PreTrainedModel) -> Tensor:
 
 @cache
 def frequencies_of(path: str) -> Tensor:
-    """`frequencies` of the model in this directory (or of this hub id), from its config alone: for
-    who computes with it elsewhere. Raises DataError as `frequencies` does."""
+    """Return `frequencies` of the model in this directory (or of this hub id) from its config
+    alone, for processes without the model. Raises DataError as `frequencies` does, and for an
+    unknown model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(path)
-        with torch.device("meta"):  # no memory, no numbers; unannotated in transformers
+        with torch.device("meta"):  # allocates no memory
             shell = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
         raise DataError(
@@ -60,9 +59,9 @@ def frequencies_of(path: str) -> Tensor:
 
 
 def shifted(kv: Tensor, by: int, frequencies: Tensor) -> Tensor:
-    """Keys and values [..., 2, H_kv, P, D] with the keys `by` positions further on; values as they
-    are. Pairs are (i, i + n) for n frequencies, as Llama's family has them; what lies behind the
-    2n rotated numbers is not turned."""
+    """Return keys and values [..., 2, H_kv, P, D] with the keys moved by `by` positions. Pairs are
+    (i, i + n) for n frequencies, as in Llama's family; numbers after the first 2n are not
+    rotated."""
     if by == 0:
         return kv
     angle = (frequencies * by).to(kv.device)
@@ -75,12 +74,9 @@ def shifted(kv: Tensor, by: int, frequencies: Tensor) -> Tensor:
 
 
 def composed(model: PreTrainedModel, prefixes: Sequence[Tensor]) -> Tensor:
-    """An ordered composition [L, 2, H_kv, P_1 + ... + P_n, D] of prefixes [L, 2, H_kv, P_i, D] that
-    each begin at position 0: every one is moved behind those before it.
-
-    It is as if the texts were read at those places without seeing one another. Raises DataError as
-    `frequencies` does.
-    """
+    """Return an ordered composition [L, 2, H_kv, P_1 + ... + P_n, D] of prefixes
+    [L, 2, H_kv, P_i, D] that each begin at position 0: each is moved behind those before it. The
+    texts do not attend to one another. Raises DataError as `frequencies` does."""
     first, *others = prefixes
     if not others:
         return first

@@ -1,16 +1,16 @@
-"""A provider of our own on loopback, which the official SDKs talk to as to any other.
+"""Serve a fake provider on loopback, with OpenAI's and Anthropic's wire formats.
 
-    with FakeProvider(rule, prices, faults=Faults(rate_limit=0.1, latency_s=0.2)) as provider:
+    with FakeProvider(rule, prices, faults=FaultRates(rate_limit=0.1, latency_s=0.2)) as provider:
         ...  base_url=provider.openai_url  ...  base_url=provider.url  ...
-    provider.money()   # nanodollars that it charged, by its own count
+    provider.money()   # nanodollars charged, by its own count
 
 /v1/chat/completions   OpenAI's, streaming too
 /v1/responses          OpenAI's newer one, whole answers only
 /v1/messages           Anthropic's, streaming too
 
-It answers by a rule of the caller's, fails at set rates, and keeps its own account of every call.
-Whether a call fails is drawn from a hash of the seed, the model, the prompt and how often that
-prompt came, so that it does not depend on the order in which K actors ask.
+It answers by a rule of the caller's, fails at set rates, and counts every call. Whether a call
+fails is drawn from a hash of the seed, the model, the prompt and how often that prompt was sent, so
+that it does not depend on the order of concurrent calls.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FREE = ("rate_limit", "server_error", "stall")  # never charged
 
 @dataclass(frozen=True)
 class ProviderRequest:
-    """A request as the provider's rule sees it: whichever wire it came over, the same."""
+    """Describe a request to the provider's rule, independent of its wire format."""
 
     model: str
     system: str
@@ -65,11 +65,11 @@ Rule = Callable[[ProviderRequest], str]
 
 @dataclass(frozen=True)
 class FaultRates:
-    """How often each fault comes, as shares of all calls; they exclude one another.
+    """Set how often each fault occurs, as shares of all calls; faults exclude one another.
 
     Charged like an answer: `cut_off` (the connection ends in the middle of the body), `malformed`
-    (a body that is no JSON), `garbage` (words that are not what was asked for), `refuse`. Free:
-    `rate_limit` (429 with Retry-After), `server_error` (500), `stall` (silence for `stall_s`).
+    (a body that is not JSON), `garbage` (text in place of the answer format), `refuse`. Free:
+    `rate_limit` (429 with Retry-After), `server_error` (500), `stall` (no response for `stall_s`).
     """
 
     rate_limit: float = 0.0
@@ -99,7 +99,7 @@ _RATES = tuple(f.name for f in fields(FaultRates) if not f.name.endswith(("_s", 
 
 @dataclass(frozen=True)
 class ServedCall:
-    """One call as the provider has it: `attempt` is the client's own name for it."""
+    """Record one call on the provider's side; `attempt` is the client's id of it."""
 
     attempt: str
     wire: Wire
@@ -111,8 +111,8 @@ class ServedCall:
 
 
 def sometimes_right(right: Rule, wrong: Rule, probability: float, seed: int = 0) -> Rule:
-    """Return a rule that is right with this probability, each model for itself, and always the
-    same on the same prompt."""
+    """Return a rule that is right with this probability, independently for each model, and always
+    the same for the same prompt."""
 
     def rule(request: ProviderRequest) -> str:
         drawn = uniform(seed, f"right/{request.prompt}")
@@ -122,13 +122,13 @@ def sometimes_right(right: Rule, wrong: Rule, probability: float, seed: int = 0)
 
 
 def uniform(seed: int, what: str) -> float:
-    """Return a number in [0, 1) that seed and text decide."""
+    """Return a number in [0, 1) that depends on seed and text only."""
     digest = hashlib.sha256(f"{seed}/{what}".encode("utf-8", "replace")).digest()
     return int.from_bytes(digest[:7]) / 2**56
 
 
 class FakeProvider(LoopbackServer):
-    """The server. `rule` and `faults` may be set anew while it runs."""
+    """Run the server. `rule` and `faults` may be replaced while it runs."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class FakeProvider(LoopbackServer):
         faults: FaultRates | None = None,
         key: str | None = None,
     ) -> None:
-        """`prices` by model. With `key`, any other API key is answered 401."""
+        """Take `prices` by model. With `key`, any other API key is answered 401."""
         self.rule, self.faults = rule, faults or FaultRates()
         self.served: list[ServedCall] = []
         self._prices, self._key = dict(prices), key
@@ -160,7 +160,8 @@ class FakeProvider(LoopbackServer):
             return _error("chat", 404, "no such path")
         key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         if self._key is not None and key != self._key:
-            return _error(wire, 401, f"Incorrect API key provided: {key}")  # as real ones do
+            # Real providers repeat the key, too.
+            return _error(wire, 401, f"Incorrect API key provided: {key}")
         try:
             plain = json.loads(body)
             request, max_tokens = read_request(wire, plain)
@@ -215,7 +216,7 @@ class FakeProvider(LoopbackServer):
 
 def read_request(wire: Wire, plain: Any) -> tuple[ProviderRequest, int]:
     """Return a request and the most tokens of its answer. Raises ValueError, KeyError or TypeError
-    for what is no request of this wire."""
+    for an invalid request of this wire."""
     if not isinstance(plain, dict) or not isinstance(plain.get("model"), str):
         raise ValueError("a request names its model")
     if plain.get("stream") and wire == "responses":
@@ -235,11 +236,11 @@ async def _sent(parts: Sequence[bytes], cut_off: bool) -> AsyncIterator[bytes]:
     for part in parts[: len(parts) // 2] if cut_off else parts:
         yield part
     if cut_off:
-        raise ConnectionError("cut off, as drawn")  # upon which the server ends the connection
+        raise ConnectionError("cut off, as drawn")  # makes the server end the connection
 
 
 async def _silence(http: Request, seconds: float) -> None:
-    """Wait until the client goes or time is up."""
+    """Wait until the client disconnects or time is up."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while (await http.receive())["type"] != "http.disconnect":
@@ -326,12 +327,12 @@ WRITERS = {"chat": openai_replies.write_completion, "responses": _response, "mes
 
 
 def _text(content: Any) -> str:
-    """Content is words, or a list of blocks with some."""
+    """Return the text of content that is a string, or a list of blocks."""
     if isinstance(content, str):
         return content
     return "".join(str(block.get("text", "")) for block in content)
 
 
 def _tokens(data: bytes) -> int:
-    """Its tokenizer: four bytes a token."""
+    """Count tokens at four bytes each."""
     return math.ceil(len(data) / 4)

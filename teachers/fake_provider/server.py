@@ -1,4 +1,4 @@
-"""A server on loopback, in a thread of its own, on a port that the system picks."""
+"""Run an ASGI application on loopback, in a thread of its own, on a free port."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STOP_TIMEOUT_S = 20.0
 
 
 class LoopbackServer:
-    """Serves an ASGI application inside its `with`, at `url`; it may be entered once."""
+    """Serve an ASGI application inside its `with`, at `url`; it may be entered once."""
 
     def __init__(
         self, app: ASGIApp, name: str, ws: Literal["none", "websockets-sansio"] = "none"
