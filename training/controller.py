@@ -39,7 +39,7 @@ ENGINE_STOP_SECONDS = 10.0  # an idle engine stops in 1 to 2 s
 
 
 class ControllerActor(Actor):
-    """Run one spec. `run` returns when the run has ended; `status` and `ask_to_stop` answer
+    """Run one spec. `run` returns at the end of the run; `status` and `ask_to_stop` answer
     meanwhile."""
 
     def __init__(self, spec: RunSpec, run_path: str, resume: bool) -> None:
@@ -73,8 +73,7 @@ class ControllerActor(Actor):
 
     @concurrent_endpoint
     async def run(self) -> str:
-        """Drive the run and return "finished" or "stopped". Raises the ForgeError that failed it,
-        RunError for any other exception."""
+        """Drive the run; return "finished" or "stopped". Raises a ForgeError when the run fails."""
         from services.control.commands import RunCommands, StopRequested
         from services.control.server import ControlPlane
         from services.telemetry.hub import open_sinks
@@ -139,8 +138,8 @@ class ControllerActor(Actor):
         return outcome
 
     async def _open(self, recorder: RunLog, begun: float) -> Mesh | None:
-        """Return the mesh once its hosts are there, None where a stop came first. Ends the run's
-        files where it raises."""
+        """Return the mesh, or None after a stop; close the run's records on both stop and
+        failure."""
         from services.mesh import open_mesh
 
         outcome: RunOutcome = "stopped"

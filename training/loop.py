@@ -61,8 +61,7 @@ class Rollouts:
         self._preparing: asyncio.TimerHandle | None = None
 
     async def take(self, step: int) -> Rollout:
-        """Return the rollout of `step`, once all rollouts that may run beside it have been
-        started."""
+        """Start all rollouts that may run beside `step`, and return the rollout of `step`."""
         first = self._state.first_version
         for s in range(step, min(step + self._staleness, self._steps - 1) + 1):
             if s not in self._ahead:
@@ -77,8 +76,8 @@ class Rollouts:
         self._preparing = loop.call_later(0.001, self._course.prepare, later)
 
     async def settle(self) -> list[Rollout]:
-        """Return the rollouts that run ahead, when complete; they stay pending. A checkpoint saves
-        them."""
+        """Return the rollouts that run ahead, once complete, for a checkpoint; they stay
+        pending."""
         return [await self._ahead[s] for s in sorted(self._ahead)]
 
     async def close(self) -> None:

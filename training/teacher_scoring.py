@@ -45,8 +45,7 @@ class ScoreReply:
 
     @property
     def span(self) -> tuple[float, float]:
-        """Return (begin, end) of the teacher's computation, in seconds of `time.perf_counter`'s
-        clock."""
+        """Return (begin, end) of the teacher's computation, on `time.perf_counter`'s clock."""
         return self.came - self.scored.compute_seconds, self.came
 
 
@@ -70,8 +69,7 @@ class TeacherScoring:
         self._scored_in = 0  # the oldest plane that holds scores of the step
 
     def begin(self, key: str, version: int, role: str, samples: Sequence[Sample]) -> None:
-        """Start to score one group of the samples that `score` will get under this key. More groups
-        may follow."""
+        """Start to score one group of the samples that `score` will get under this key."""
         if not samples:
             return
         self._weights.begin(key)
@@ -180,8 +178,8 @@ class TeacherScoring:
 async def train_scored(
     trainer: TrainerClient, teachers: TeacherScoring, key: str, batch: TrainBatch, version: int
 ) -> TrainStepOutput:
-    """Train `version` on a scored batch and return the trainer's output. Scores that are lost with
-    the tensor plane are made again."""
+    """Train `version` on a scored batch. Scores that are lost with the tensor plane are made
+    again."""
     while True:
         try:
             output = await trainer.step(batch, version)

@@ -62,8 +62,7 @@ class PhaseTimes:
 
 def flat(kl: Sequence[float], window: int, gain: float) -> bool:
     """Return whether doc_kl has reached a plateau: the mean of the last `window` steps is less than
-    the share `gain` below the mean of the `window` steps before. False for window 0 or too few
-    steps."""
+    the share `gain` below the mean of the `window` before. False for window 0 or too few steps."""
     if not window or len(kl) < 2 * window:
         return False
     before, last = fmean(kl[-2 * window : -window]), fmean(kl[-window:])

@@ -267,8 +267,8 @@ class TrainingRun:
         return name
 
     async def resume(self, path: Path | None) -> None:
-        """Restore the run from a checkpoint, and cut its files back to that step; without one,
-        start anew."""
+        """Restore a checkpoint and cut the run's files back to its step; without one, start
+        anew."""
         if path is not None:
             self._state = RunState(**await self._trainer.restore(str(path)))
             self._resumed = True

@@ -106,8 +106,7 @@ class WeightSync:
         self._read.append((life, key))
 
     def begin(self, stem: str) -> None:
-        """Protect the keys that begin with `stem` from deletion until `ended`: they are being
-        written."""
+        """Protect keys that begin with `stem` from deletion until `ended`."""
         self._under_way.add(stem)
 
     def ended(self, stem: str) -> None:
@@ -122,9 +121,9 @@ class WeightSync:
         self._sweep.add("")
 
     async def tidy(self) -> None:
-        """Start to delete the keys that are no longer needed, beside the work that follows. First
-        wait for the previous deletion: so the plane holds at most one step's tensors too many, and
-        a failed deletion is raised here."""
+        """Start to delete keys that are no longer needed, beside the work that follows. First wait
+        for the previous deletion, and raise its error: the plane holds at most one step's tensors
+        too many."""
         await self.tidied()
         sweep, self._sweep = self._sweep, set()
         for prefix in sorted(sweep):

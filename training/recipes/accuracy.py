@@ -11,8 +11,7 @@ from training.recipes.longhealth_prompts import LongHealthQuestion
 
 
 def measure(exams: Sequence[LongHealthQuestion], answers: Sequence[str]) -> MeasuredAccuracy:
-    """Return accuracy over all questions with its 95% Wilson interval; unparsed answers count as
-    wrong."""
+    """Return accuracy with its 95% Wilson interval; unparsed answers count as wrong."""
     letters = [parse_answer(a, e.question) for e, a in zip(exams, answers, strict=True)]
     right = sum(
         letter is not None and e.question.is_correct(letter)

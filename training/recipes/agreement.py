@@ -20,8 +20,8 @@ from training.recipes.question_files import UserQuestion
 
 @dataclass(frozen=True)
 class StudyQuestion:
-    """Hold a self-study question as the student reads it. `answer_ids` is the answer that B wrote,
-    if any; `teacher_ids` and `teacher_logprobs` are B's likeliest tokens at each place of it, if
+    """Hold a self-study question as the student reads it. `answer_ids` is the answer that model B
+    wrote, if any; `teacher_ids` and `teacher_logprobs` are B's likeliest tokens at each place, if
     known."""
 
     key: str

@@ -20,8 +20,7 @@ from training.types import Rollout, ScoreGroup, StepRecord, TimedGenerate, unhea
 
 class Recipe(Protocol):
     """Choose prompts, make train batches and measure arms. `documents` maps each name to its token
-    ids from position 0; `end_ids` end a response. Methods that are not abstract do nothing by
-    default."""
+    ids from position 0; `end_ids` end a response. Methods that are not abstract do nothing."""
 
     documents: Mapping[str, tuple[int, ...]]
     end_ids: frozenset[int]
@@ -63,8 +62,7 @@ class Recipe(Protocol):
         return {}
 
     def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
-        """Return further fields of the step's event: values that depend on timing, not on the
-        seed."""
+        """Return further fields of the step's event, which may depend on timing."""
         return {}
 
     def saved(self) -> dict[str, Any]:

@@ -136,8 +136,8 @@ class DocumentsRecipe(Recipe):
         return self._conversation.opening(document, (AgentMessage("user", text),))
 
     def _prompts(self, arm: str, step: int) -> list[tuple[StudyQuestion, StudyPrompt]]:
-        """Return a step's prompts: documents take turns, each in a new random order of its
-        questions every round."""
+        """Return a step's prompts: documents take turns, their questions are reshuffled each
+        round."""
         rollout, seed = self._spec.rollout, self._spec.train.seed
         names = sorted(self._training)
         found = []
@@ -177,7 +177,7 @@ class DocumentsRecipe(Recipe):
         return as_rollout(step, prompts, completions, seconds, compute, False)
 
     async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
-        """Return one step of the answers that B wrote in the rows; a question without one is
+        """Return one step of answers that model B wrote in the rows; a question without one is
         answered by the model with the whole document."""
         await self._ready(generate)
         begun = time.perf_counter()
@@ -270,8 +270,7 @@ class DocumentsRecipe(Recipe):
     def _reading(
         self, exam: HeldOutQuestion, name: str, prefix: str, version: int
     ) -> GenerateRequest:
-        """Return a request with the teacher's answer at the end of its prompt, for
-        log-probabilities."""
+        """Return a request that reads the teacher's answer, for its log-probabilities."""
         bare = prefix == NO_DOCUMENT
         ids = exam.bare_ids if bare else exam.studied.prompt_ids
         ref = BARE if bare else PrefixRef(f"{prefix}/{exam.studied.document}", version)
@@ -334,8 +333,7 @@ def require_scores(studied: Sequence[StudyQuestion], where: str | None) -> None:
 
 
 def note_documents(parts: Corpus, directory: RunDirectory) -> None:
-    """Write documents.json of the run. Raises CheckpointError when a resumed run reads other
-    documents."""
+    """Write the run's list of documents. Raises CheckpointError when it differs on resume."""
     told = parts.as_dict()
     if directory.documents.exists():
         before = json.loads(directory.documents.read_bytes())

@@ -39,8 +39,8 @@ Turn = TypeVar("Turn")
 
 @dataclass(frozen=True)
 class LongHealthQuestion:
-    """Hold a held-out question as prompt ids after a prefix, and as `bare_ids` without any
-    document; `text` is the user's turn."""
+    """Hold a held-out question (`text`) as prompt ids after a prefix, and as `bare_ids` without
+    one."""
 
     question: PatientQuestion
     text: str
@@ -67,7 +67,7 @@ def read_patients(data: DataSpec) -> list[Patient]:
 
 
 class LongHealthPrompts:
-    """Make every prompt of a run, by step. Each draw has a generator named by seed, step and
+    """Make every prompt of a run by step. Each draw's generator is named by seed, step and
     index."""
 
     def __init__(self, spec: LearnSpec, patients: Sequence[Patient], tokenizer: Any) -> None:
@@ -165,8 +165,8 @@ class LongHealthPrompts:
         version: int,
         sampled: bool,
     ) -> list[GenerateRequest]:
-        """Return the requests of one arm: prefix "cartridge", "document" or "none" (no document at
-        all)."""
+        """Return the requests of one arm: prefix "cartridge", "document" or "none" (no
+        document)."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
         sampling = Sampling(
             temperature=evaluate.temperature if sampled else 0.0, max_tokens=evaluate.max_tokens
@@ -223,7 +223,6 @@ def over(prompt: StudyPrompt, prefix: PrefixRef) -> StudyPrompt:
 
 
 def in_turns(rows: Sequence[Sequence[Turn]]) -> list[Turn]:
-    """Return the items column by column, skipping rows that have ended: [[a, b], [c]] -> [a, c,
-    b]."""
+    """Return items column by column; rows may end early: [[a, b], [c]] -> [a, c, b]."""
     longest = max((len(r) for r in rows), default=0)
     return [r[i] for i in range(longest) for r in rows if i < len(r)]

@@ -90,8 +90,7 @@ class PreferenceQueue:
 
     async def due(self, step: int, version: int) -> list[PreferencePair]:
         """Return the pairs that join `step`, which trains `version`. Waits for no vote, only for
-        the reference log-probabilities, under this version, of pairs that join for the first
-        time."""
+        reference log-probabilities under this version, for pairs that join for the first time."""
         self._gather(step)
         waiting = [h for h in self._held if step - h.begun <= self._dpo.max_age]
         self.counts["given_up"] += sum(not h.used for h in self._held if h not in waiting)
@@ -114,14 +113,13 @@ class PreferenceQueue:
         return counted
 
     def told(self) -> list[dict[str, Any]]:
-        """Return rows since the last call, for votes.jsonl: states, verdicts with every vote, and
-        pairs."""
+        """Return new rows for the record: states, verdicts with every vote, and pairs."""
         told, self._told = self._told, []
         return told
 
     def saved(self) -> dict[str, Any]:
-        """Return unfinished work as JSON: states under vote (asked again after a resume; paid
-        answers are in the ledger) and waiting pairs."""
+        """Return unfinished work as JSON: waiting pairs, and states under vote (they are asked
+        again after a resume, and paid answers come from the ledger)."""
         return {
             "asked": [_as_json(q) for q, _ in self._asked],
             "held": [asdict(h) for h in self._held],

@@ -75,14 +75,13 @@ class UserQuestion:
 
 
 def normalised(text: str) -> str:
-    """Normalise text as SQuAD does to compare answers: lower case, no punctuation, no articles,
-    single spaces."""
+    """Normalize as SQuAD does: lower case, no punctuation, no articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def f1(said: str, answer: str) -> float:
-    """Return the harmonic mean of precision and recall over words (Rajpurkar et al., 2016); 1.0 for
-    two empty texts."""
+    """Return the harmonic mean of precision and recall over words (Rajpurkar et al., 2016). Two
+    empty texts are equal."""
     a, b = normalised(said).split(), normalised(answer).split()
     if not a or not b:
         return float(a == b)

@@ -41,8 +41,8 @@ def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None
 
 @contextmanager
 def teachers(spec: RunSpec) -> Iterator[RunSpec]:
-    """Yield the spec with reachable teachers: with `replay.local`, those of a local provider that
-    ends with the context."""
+    """Yield the spec; with `replay.local`, its teachers are at a local provider until the context
+    ends."""
     replay = spec.learn.replay
     if replay is None or replay.local is None:
         yield spec

@@ -1,7 +1,7 @@
 """Train on runs of recursive self-aggregation (RSA); the samples are their candidates.
 
-   step  problems -> runs (generators and aggregators, population by population) -> rewards
-         -> TrainBatch: every candidate, with its run's reward (grpo) or its own score
+    step  problems -> runs (generators and aggregators, population by population) -> rewards
+          -> TrainBatch: every candidate, with its run's reward (grpo) or its own score
 
 So a cartridge learns both to answer and to aggregate several answers into one.
 """
@@ -125,7 +125,7 @@ class RSARecipe(Recipe):
         return self._conversation.opening(document, (AgentMessage("user", prompt),))
 
     def _fitting(self, problem: RSAProblem, prompt: str) -> tuple[int, ...]:
-        """Return the ids of a training prompt. Raises DataError where no row holds it with its
+        """Return a training prompt's ids. Raises DataError where no row holds it with its
         response."""
         ids = self._ids(problem.document, prompt)
         needed = len(ids) + self._spec.rollout.max_tokens
@@ -214,8 +214,7 @@ def populations(runs: Sequence[PlayedRun]) -> PopulationMeans:
 
 
 def measured(runs: Sequence[PlayedRun]) -> MeasuredAccuracy:
-    """Return the accuracy of one run a question; the interval is of the mean over questions, by
-    Student's t."""
+    """Return accuracy, one run a question, with an interval over questions by Student's t."""
     found = populations(runs)
     low, high = mean_interval([run.metrics(-1)["mean_accuracy"] for run in runs]) or (0.0, 1.0)
     return MeasuredAccuracy(

@@ -55,8 +55,7 @@ class ProblemSource(Protocol):
 
 
 def open_source(spec: LearnSpec, draw: Draw) -> ProblemSource:
-    """Return the problem source of a spec; `draw` requests problems by number from an
-    aggregator."""
+    """Return the problem source of a spec; `draw` gets problems by number from an aggregator."""
     assert spec.rsa is not None
     return OfPatients(spec) if spec.rsa.problems.kind in OF_DOCUMENTS else ByNumber(spec, draw)
 

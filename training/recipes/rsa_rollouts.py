@@ -28,7 +28,7 @@ Ids = Callable[[RSAProblem, str], tuple[int, ...]]  # the student's token ids of
 
 @dataclass(frozen=True)
 class RSAStart:
-    """Describe a run to play: `stream` names all of its draws, `group` the runs it is compared
+    """Describe a run to play. `stream` names all of its draws, `group` the runs it competes
     with."""
 
     name: str
@@ -39,8 +39,7 @@ class RSAStart:
 
 @dataclass(frozen=True)
 class CandidateRecord:
-    """Hold a candidate, from its prompt to its score. `parents` are slots of the previous
-    population."""
+    """Hold a candidate, from prompt to score. `parents` are slots of the previous population."""
 
     prompt: str
     parents: tuple[int, ...]

@@ -1,8 +1,8 @@
 """Train on episodes at clinic desks, in which a student looks up a value with tools.
 
-   step  tasks -> episodes (generator and environment, turn by turn) -> monitors
-         -> TrainBatch: turns, episodes, hinted turns, pairs of earlier steps; the step's own
-            states go to the teachers, which are not awaited
+    step  tasks -> episodes (generator and environment, turn by turn) -> monitors
+          -> TrainBatch: turns, episodes, hinted turns, pairs of earlier steps; the step's own
+             states go to the teachers, which are not awaited
 
 A document is a desk's handbook. Every case draws its note and value anew, so a cartridge can learn
 how the desk works, but no answer.
@@ -75,8 +75,7 @@ class ToolEpisodesRecipe(Recipe):
     async def sample(
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
     ) -> Rollout:
-        """Return a step's episodes; those that end in the same turn are scored together, while
-        others go on."""
+        """Return a step's episodes; those that end in the same turn are scored together at once."""
         begun = time.perf_counter()
         each, seed = self._episodes.tasks, self._spec.train.seed
         tasks = [
@@ -205,8 +204,7 @@ class ToolEpisodesRecipe(Recipe):
         )
 
     def _questions(self, step: int, episodes: Sequence[Episode]) -> list[AskedState]:
-        """Return the episodes' states for the teachers, with the handbook in place of the
-        cartridge."""
+        """Return the episodes' states for the teachers, which get the handbook as text."""
         desks = {e.task.id: e.task.document for e in episodes}
         found = []
         for state, context, response in replay_states(episodes, DESK):
