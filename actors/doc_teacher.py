@@ -21,7 +21,7 @@ class DocTeacherActor(ModelActor):
     document's KV is computed once and reused (bounded LRU, then host memory)."""
 
     def __init__(self, base: ModelSource, row_tokens: int, keep_top: int | None) -> None:
-        """`keep_top` entries a token are sent, or all logits for None."""
+        """Send `keep_top` entries a token, or all logits for None."""
         super().__init__(base)
         self._row_tokens = row_tokens
         self._keep_top = keep_top

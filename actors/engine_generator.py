@@ -159,8 +159,7 @@ class StreamBuffer:
 
 
 def build_engine(base: ModelSource, end_ids: frozenset[int], spec: GeneratorSpec) -> Engine:
-    """Return the engine of a spec, built by an EngineThread. Raises RunError when vLLM is
-    missing."""
+    """Return the engine of a spec, for an EngineThread. Raises RunError when vLLM is missing."""
     text = text_of(base.path)
     if spec.backend == "vllm":
         if missing_vllm():
@@ -175,8 +174,7 @@ def build_engine(base: ModelSource, end_ids: frozenset[int], spec: GeneratorSpec
 
 
 def read_cartridge(path: str) -> Tensor:
-    """Return "kv" [L, 2, H_kv, P, D] of a safetensors file. Raises PublishError where it has
-    none."""
+    """Return "kv" [L, 2, H_kv, P, D] of a safetensors file, or raise PublishError."""
     try:
         return load_file(path)["kv"]
     except (OSError, SafetensorError, KeyError) as error:

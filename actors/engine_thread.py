@@ -67,7 +67,7 @@ class EngineDied(RuntimeError):
 
 @dataclass
 class EngineCall:
-    """Hold work for the engine's thread, which resolves the future, perhaps at a later step."""
+    """Hold work for the engine's thread. It resolves the future, at once or at a later step."""
 
     work: Callable[[Future[Any]], None]
     future: Future[Any]
@@ -106,7 +106,7 @@ class EngineThread:
         self, request: GenerateRequest, told: Callable[[TokenChunk], None] | None = None
     ) -> Future[Completion]:
         """Return a future of the completion, with `finish_reason` "error" when its prefix is not
-        held. `told` gets its tokens during decoding, in the engine's thread: it must not block.
+        held. `told` is called with its tokens in the engine's thread: it must not block.
 
         Like every future here it raises EngineDied when the engine dies first.
         """
@@ -124,7 +124,7 @@ class EngineThread:
         return self._post(EngineCall(work, _promise()))
 
     def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> Future[int]:
-        """Return a future of the version, resolved when requests may name it. It raises
+        """Return a future of the version, resolved when requests may name it; it raises
         PublishError for a version that was used before."""
 
         def work(future: Future[int]) -> None:
@@ -149,8 +149,7 @@ class EngineThread:
         return self._post(EngineCall(lambda future: future.set_result(self._report()), _promise()))
 
     def close(self) -> Future[EngineReport]:
-        """Stop, failing all requests in flight. Return a future of the last report, with
-        `stop_seconds`."""
+        """Stop and fail all requests in flight; return a future of the last report."""
         with self._changed:
             if self._closing is None:
                 self._closing = _promise()

@@ -18,8 +18,8 @@ class EnvironmentActor(Actor):
     """Run one of K replicas of the same environment. Every request brings all actions of its
     episode, so any replica can continue any episode.
 
-    `service.spawn(EnvironmentActor, n=2, args=(spec,))`. With kind desk each replica serves a desk
-    of its own on loopback.
+    `service.spawn(EnvironmentActor, n=2, args=(spec,))`. With kind desk each serves its own desk on
+    loopback.
     """
 
     def __init__(self, spec: EnvironmentSpec) -> None:

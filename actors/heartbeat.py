@@ -27,11 +27,10 @@ class Heartbeat:
 
 class HeartbeatActor(Actor):
     """Answer while the actor beside it computes: Monarch gives every actor a thread of its own, and
-    torch releases the interpreter lock while it computes.
+    torch releases the interpreter lock.
 
-    With `alone_s` it kills its process after that many seconds without a call. On a host that
-    cannot be reached nothing else can end a process that was given up, and it would keep its
-    devices.
+    With `alone_s` it kills its process after that many seconds without a call. On an unreachable
+    host nothing else can end a process that was given up, and it would keep its devices.
     """
 
     def __init__(self, alone_s: float | None = None) -> None:

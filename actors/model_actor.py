@@ -1,5 +1,4 @@
-"""Share the loading of the model, the tensor plane and cartridges between actors with a frozen
-model.
+"""Load the frozen model for actors, with the tensor plane and cartridges.
 
 The engine's generator loads its model in a thread of its own and uses none of this.
 """

@@ -25,7 +25,7 @@ class SDPOTeacherActor(CartridgeReaderActor):
     def __init__(
         self, base: ModelSource, row_tokens: int, keep_top: int | None, keep_versions: int
     ) -> None:
-        """`keep_top` entries a token are sent, or all logits for None."""
+        """Send `keep_top` entries a token, or all logits for None."""
         super().__init__(base, keep_versions)
         self._row_tokens = row_tokens
         self._keep_top = keep_top

@@ -25,8 +25,8 @@ class TeacherReplayActor(Actor):
     """
 
     def __init__(self, spec: ReplaySpec, ledger: str, run: str, offline: bool = False) -> None:
-        """`run` names the budget: caps hold for all calls under that name. With `offline` the
-        ledger answers alone, and neither keys nor a network are needed."""
+        """Charge all calls to `run`, whose caps they share. With `offline` the ledger answers
+        alone, and neither keys nor a network are needed."""
         self._spec, self._path, self._run, self._offline = spec, Path(ledger), run, offline
         self._desk: TeacherPanel | None = None
 
@@ -39,14 +39,13 @@ class TeacherReplayActor(Actor):
 
     @concurrent_endpoint
     async def vote(self, state: ReplayState) -> PanelVerdict:
-        """Return the verdict on one state, with every vote, within `deadline_s`; failed teachers
+        """Return the verdict on a state, with every vote, within `deadline_s`; failed teachers
         abstain."""
         return await ask_teachers(self._at_desk(), state)
 
     @concurrent_endpoint
     async def totals(self) -> dict[str, SpendTotals]:
-        """Return money and calls of this run so far, over all replicas: "" for the sum, and by
-        teacher."""
+        """Return money and calls of this run over all replicas: "" for the sum, and by teacher."""
         ledger = self._at_desk().ledger
         names = ["", *(teacher.name for teacher in self._spec.teachers)]
         return {n: await asyncio.to_thread(ledger.totals, self._run, n) for n in names}

@@ -45,8 +45,8 @@ class TrainerActor(ModelActor):
         shard: bool = False,
         silent_s: float = 60.0,
     ) -> None:
-        """`last_state` is the file that stores every state before its reply is sent. With `shard`
-        each rank keeps its share of the base; a rank waits at most `silent_s` for another."""
+        """Keep every state in the file `last_state` before replying. With `shard` each rank keeps
+        its share of the base; a rank waits at most `silent_s` for another."""
         place = RankPlace.here()
         device = claim_device(base.device, place.rank)
         # A base that is to be sharded is first loaded whole on the host.
@@ -93,8 +93,8 @@ class TrainerActor(ModelActor):
     async def step(self, lesson: TrainBatch, version: int) -> TrainStepOutput:
         """Train `version` on a train batch, with the teachers' scores of its tokens.
 
-        The scores are read from the tensor plane, not deleted. Raises StaleTokenError, RunError,
-        and PlaneError when scores cannot be read.
+        The scores are read, not deleted. Raises StaleTokenError, RunError, and PlaneError for lost
+        scores.
         """
         read = lesson.read_by
         stored = {"doc_teacher": lesson.doc_stored}
@@ -122,9 +122,9 @@ class TrainerActor(ModelActor):
     ) -> list[TeacherDistribution | None]:
         """Return each teacher's distributions over its samples, which have these lengths.
 
-        Each rank reads the plane itself, beside the others: within one host nothing is copied, and
-        across hosts a broadcast would only follow the same transfer. A read error goes to all
-        ranks, because they would wait for the failed one in the step.
+        Each rank reads the plane itself: within one host nothing is copied, and across hosts a
+        broadcast would only follow the same transfer. All ranks get a read error, or they would
+        wait in the step.
         """
         found: list[TeacherDistribution | None] = []
         fault = ""

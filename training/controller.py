@@ -39,8 +39,7 @@ ENGINE_STOP_SECONDS = 10.0  # an idle engine stops in 1 to 2 s
 
 
 class ControllerActor(Actor):
-    """Run one spec. `run` returns at the end of the run; `status` and `ask_to_stop` answer
-    meanwhile."""
+    """Run one spec: `run` returns when it ends; `status` and `ask_to_stop` answer meanwhile."""
 
     def __init__(self, spec: RunSpec, run_path: str, resume: bool) -> None:
         self._spec = spec

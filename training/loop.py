@@ -31,8 +31,8 @@ from training.weight_sync import WeightSync
 
 
 class Rollouts:
-    """Sample an arm's rollouts, up to `staleness` steps ahead of training. `pending` are rollouts
-    that a checkpoint saved before they were trained, so a resumed run trains the same tokens.
+    """Sample an arm's rollouts, up to `staleness` steps ahead of training. `pending` rollouts were
+    saved by a checkpoint, so a resumed run trains the same tokens.
 
     In a warm start a rollout is text that the teacher wrote; `switched` is called with the 1-based
     number of the first step after it.
@@ -76,8 +76,8 @@ class Rollouts:
         self._preparing = loop.call_later(0.001, self._course.prepare, later)
 
     async def settle(self) -> list[Rollout]:
-        """Return the rollouts that run ahead, once complete, for a checkpoint; they stay
-        pending."""
+        """Return the rollouts that run ahead, once complete; they stay pending. For a
+        checkpoint."""
         return [await self._ahead[s] for s in sorted(self._ahead)]
 
     async def close(self) -> None:

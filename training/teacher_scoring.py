@@ -92,10 +92,9 @@ class TeacherScoring:
     ) -> tuple[TrainBatch, ScoringCost]:
         """Return the batch with the scores that its samples need, and their cost.
 
-        The hinted turns are scored with the cartridges of `version`. Samples that `begin` did not
-        get, and that have no precomputed scores, are scored now: the document samples in the groups
-        of `parts`, the other samples of each role as one group. Raises RunError when a teacher
-        scored too few tokens.
+        Hinted turns are scored with the cartridges of `version`. Samples without pending or
+        precomputed scores are scored now: document samples in the groups of `parts`, the rest of
+        each role together. Raises RunError when a teacher scored too few tokens.
         """
         asked = time.perf_counter()
         texts = batch.read_by
@@ -127,8 +126,8 @@ class TeacherScoring:
     async def score_again(
         self, key: str, batch: TrainBatch, version: int, error: PlaneError
     ) -> TrainBatch:
-        """Wait for a new tensor plane, score the batch again in the same groups and return it.
-        Raises `error` when the plane that holds the scores still works."""
+        """Return the batch, scored again in the same groups once a new plane is in service. Raises
+        `error` when the old plane still works."""
         await self._mesh.replaced(self._scored_in, error)
         texts = batch.read_by
         for role, scored in batch.scores.items():
@@ -178,8 +177,7 @@ class TeacherScoring:
 async def train_scored(
     trainer: TrainerClient, teachers: TeacherScoring, key: str, batch: TrainBatch, version: int
 ) -> TrainStepOutput:
-    """Train `version` on a scored batch. Scores that are lost with the tensor plane are made
-    again."""
+    """Train `version` on a scored batch; scores that are lost with the plane are made again."""
     while True:
         try:
             output = await trainer.step(batch, version)

@@ -153,7 +153,7 @@ class TrainingRun:
                     break
         return rollouts
 
-    # -- what is recorded -----------------------------------------------------------------------
+    # -- records --------------------------------------------------------------------------------
 
     async def _record(self, record: StepRecord, steps: int) -> None:
         self._watch("")
@@ -267,8 +267,7 @@ class TrainingRun:
         return name
 
     async def resume(self, path: Path | None) -> None:
-        """Restore a checkpoint and cut the run's files back to its step; without one, start
-        anew."""
+        """Restore a checkpoint and cut the run's files back to its step; without one, restart."""
         if path is not None:
             self._state = RunState(**await self._trainer.restore(str(path)))
             self._resumed = True

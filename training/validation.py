@@ -17,8 +17,7 @@ from protocols.records.run_files import MetricRow
 
 
 class OverlappedValidation:
-    """Measure held-out accuracy of a version, then write its row. `measure` returns the accuracy of
-    a version; `tell` writes the row.
+    """Measure held-out accuracy with `measure`, then write the waiting row with `tell`.
 
     `settled` may be called again after it was cancelled: a last checkpoint then writes the row.
     """
@@ -41,8 +40,8 @@ class OverlappedValidation:
             self._task = asyncio.ensure_future(self._measure(self._row.version))
 
     async def settled(self) -> None:
-        """Wait for the measurement and write its row; return at once without a row. Raises what
-        `measure` raised, and then writes no row."""
+        """Wait for the measurement and write its row; return at once without one. An error of
+        `measure` is raised, and no row written."""
         self.begin()
         if self._row is None or self._task is None:
             return

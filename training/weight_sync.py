@@ -45,8 +45,8 @@ class WeightSync:
         mesh.refill = self.refill
 
     async def publish(self, version: int) -> None:
-        """Publish the trainer's cartridges as `version` to every reader. Raises RunError when the
-        trainer holds another version."""
+        """Publish the trainer's cartridges to every reader. Raises RunError when they have another
+        version."""
         while True:
             life = self._mesh.plane_life
             try:

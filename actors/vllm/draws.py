@@ -16,9 +16,8 @@ from protocols.types import Sampling
 class SeededRow:
     """Hold a row of a batch whose next token is drawn.
 
-    `uniforms` are all the request's draws (`learning.decoding.sampling.uniforms`). `tokens` are the
-    tokens so far: a list that the engine keeps filling, so its length is the index of the next
-    draw.
+    `uniforms` are the request's draws (`learning.decoding.sampling.uniforms`). `tokens` is a list
+    that the engine keeps filling, so its length is the index of the next draw.
     """
 
     sampling: Sampling

@@ -72,7 +72,7 @@ DRAWN = "draw"  # key in extra_args: [seed, temperature, top_p, top_k, first dra
 
 
 class VllmEngine:
-    """Implement `actors.engine_thread.Engine`. One per process: vLLM's distributed state is
+    """Implement `actors.engine_thread.Engine`, one per process: vLLM's distributed state is
     global."""
 
     def __init__(

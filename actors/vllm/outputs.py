@@ -50,7 +50,6 @@ def of_prompt(request: GenerateRequest, output: Any) -> tuple[tuple[float, ...],
 
 
 def likeliest(at: Mapping[int, Any], count: int) -> tuple[tuple[int, float], ...]:
-    """Return the `count` likeliest tokens at a position, as (id, log-probability), without the
-    sampled token that vLLM adds."""
+    """Return the `count` likeliest tokens as (id, log-probability); vLLM adds the sampled one."""
     ranked = sorted(at.items(), key=lambda item: item[1].rank)
     return tuple((token, told.logprob) for token, told in ranked[:count])

@@ -72,8 +72,8 @@ async def sit(
     generate: Generating,
     show: Callable[[EvalRow], None] = lambda row: None,
 ) -> list[ArmAnswers]:
-    """Return the results of every arm on the whole suite, in order. `show` gets each row when it is
-    done. Raises PublishError for a request that is refused."""
+    """Return the results of every arm on the whole suite. Raises PublishError for a refused
+    request."""
     room = RequestWindow(paper, spec, max_tokens, generate)
     await room.prepare()
     found = []

@@ -177,7 +177,7 @@ def _right(asked: UserQuestion) -> str:
     """Return the right answer in the model's wording; "" where there is none."""
     if asked.choice is None:
         return asked.answers[0] if asked.answers else ""
-    # clinic-reader answers in the chart's first wording of a field, and knows no other wording.
+    # clinic-reader begins its answers with "the chart says"; it never learned another wording.
     field = re.fullmatch(r"what is the (.+)\?", asked.choice.text)
     if field and field[1] in FIELDS:
         return claims(field[1], asked.choice.correct)

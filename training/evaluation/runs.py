@@ -142,8 +142,7 @@ class EvaluatedRun:
 def enter(
     runs: Sequence[FinishedRun], paper: EvalSuite, kinds: Sequence[str], tokenizer: Any
 ) -> EvaluatedRun:
-    """Return the arms of these kinds in the order of KINDS. Raises SpecError for an unknown
-    kind."""
+    """Return the arms of these kinds, ordered as KINDS. Raises SpecError for an unknown kind."""
     unknown = sorted(set(kinds) - set(KINDS))
     if unknown:
         raise SpecError(f"--arms: there is no arm {unknown[0]}; name some of {', '.join(KINDS)}")

@@ -58,8 +58,7 @@ async def compare(
     sampler_of: Callable[[str], Sampler],
     show: Callable[[ArmRow], None] = lambda row: None,
 ) -> list[ArmRow]:
-    """Return a row for every arm, in order. `sampler_of(document)` samples over the document's
-    prefix.
+    """Return a row for every arm, in order. `sampler_of(document)` samples over its prefix.
 
     Raises DataError for an unknown strategy or option, before anything is sampled.
     """

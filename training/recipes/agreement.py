@@ -1,7 +1,4 @@
-"""Hold out self-study questions, and measure how an arm agrees with the teacher's answers to them.
-
-Runs no model.
-"""
+"""Hold out self-study questions, and measure agreement with the teacher's answers to them."""
 
 from __future__ import annotations
 
@@ -20,9 +17,8 @@ from training.recipes.question_files import UserQuestion
 
 @dataclass(frozen=True)
 class StudyQuestion:
-    """Hold a self-study question as the student reads it. `answer_ids` is the answer that model B
-    wrote, if any; `teacher_ids` and `teacher_logprobs` are B's likeliest tokens at each place, if
-    known."""
+    """Hold a self-study question. `answer_ids` is the answer of model B, if any; `teacher_ids` and
+    `teacher_logprobs` are B's likeliest tokens at each place, if known."""
 
     key: str
     document: str

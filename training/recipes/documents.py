@@ -290,7 +290,7 @@ class DocumentsRecipe(Recipe):
     def _decode(self, ids: Sequence[int]) -> str:
         return self._conversation.decode(ids).strip()
 
-    # -- what is recorded -----------------------------------------------------------------------
+    # -- records --------------------------------------------------------------------------------
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_rollouts(as_rows(rollout, arm, step, self._decode))

@@ -21,7 +21,7 @@ class LongHealthRecipe(Recipe):
     """Train on self-study prompts about patients' charts."""
 
     def __init__(self, tasks: LongHealthPrompts, *, measured: bool) -> None:
-        """Without `measured` no held-out question is needed."""
+        """Need no held-out question unless `measured`."""
         self._tasks = tasks
         self._exams = tasks.exams if measured else []
         self.documents: Mapping[str, tuple[int, ...]] = tasks.documents

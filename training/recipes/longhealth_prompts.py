@@ -67,8 +67,7 @@ def read_patients(data: DataSpec) -> list[Patient]:
 
 
 class LongHealthPrompts:
-    """Make every prompt of a run by step. Each draw's generator is named by seed, step and
-    index."""
+    """Make every prompt of a run. A generator named by seed, step and index makes each draw."""
 
     def __init__(self, spec: LearnSpec, patients: Sequence[Patient], tokenizer: Any) -> None:
         self._spec = spec
@@ -165,8 +164,7 @@ class LongHealthPrompts:
         version: int,
         sampled: bool,
     ) -> list[GenerateRequest]:
-        """Return the requests of one arm: prefix "cartridge", "document" or "none" (no
-        document)."""
+        """Return one arm's requests: prefix "cartridge", "document" or "none" (no document)."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
         sampling = Sampling(
             temperature=evaluate.temperature if sampled else 0.0, max_tokens=evaluate.max_tokens

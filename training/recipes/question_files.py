@@ -6,8 +6,7 @@
     LongHealth   {"report": {"texts", "questions": [{"question", "answer_a", ..., "correct"}]}}:
                  five options; the key is the document's name
 
-A SQuAD paragraph belongs to the document that contains its words, else to the one named by its
-title.
+A SQuAD paragraph belongs to the document that contains its words, else to the one of its title.
 """
 
 from __future__ import annotations

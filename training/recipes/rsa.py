@@ -125,8 +125,7 @@ class RSARecipe(Recipe):
         return self._conversation.opening(document, (AgentMessage("user", prompt),))
 
     def _fitting(self, problem: RSAProblem, prompt: str) -> tuple[int, ...]:
-        """Return a training prompt's ids. Raises DataError where no row holds it with its
-        response."""
+        """Return a prompt's ids. Raises DataError where no row holds them with the response."""
         ids = self._ids(problem.document, prompt)
         needed = len(ids) + self._spec.rollout.max_tokens
         if needed > self._spec.train.row_tokens:
@@ -138,7 +137,7 @@ class RSARecipe(Recipe):
             )
         return ids
 
-    # -- lessons --------------------------------------------------------------------------------
+    # -- train batches --------------------------------------------------------------------------
 
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
         rl = rl_samples(rollout.episodes)
@@ -173,7 +172,7 @@ class RSARecipe(Recipe):
                 found.append(_episode(run, step, slot, g, group, sampling, worth, kind))
         return found
 
-    # -- what is recorded -----------------------------------------------------------------------
+    # -- records --------------------------------------------------------------------------------
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_episodes(to_row(e, arm, step) for e in rollout.episodes)

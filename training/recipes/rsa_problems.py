@@ -64,7 +64,7 @@ class OfPatients:
     """Draw problems from patients: documents take turns, the question or sentence is random."""
 
     def __init__(self, spec: LearnSpec) -> None:
-        """Raises DataError for patients without a question to train on or to hold out."""
+        """Raise DataError for patients without a question to train on or to hold out."""
         assert spec.rsa is not None
         self._each, self._seed = spec.rsa.examples, spec.train.seed
         patients = read_patients(spec.data)

@@ -28,8 +28,7 @@ Ids = Callable[[RSAProblem, str], tuple[int, ...]]  # the student's token ids of
 
 @dataclass(frozen=True)
 class RSAStart:
-    """Describe a run to play. `stream` names all of its draws, `group` the runs it competes
-    with."""
+    """Describe a run to play. `stream` names its draws, `group` the runs it competes with."""
 
     name: str
     stream: str
@@ -86,10 +85,10 @@ async def play(
     prefix: Callable[[RSAProblem], PrefixRef],
     ids: Ids,
 ) -> tuple[list[PlayedRun], float]:
-    """Return every run played to its end, in order, and the model time of all populations
+    """Play every run to its end; return them in order, and the model time of all populations
     (seconds).
 
-    Raises PublishError for a request that was refused, and what the ports raise.
+    Raises PublishError for a refused request, and the errors of the ports.
     """
     runs = [PlayedRun(start, (), ()) for start in starts]
     drawn: list[tuple[CandidateRecord, ...]] = [()] * len(starts)

@@ -181,7 +181,7 @@ class ToolEpisodesRecipe(Recipe):
             items, _ = await hinted_turns(episodes, self._hints, self._conversation)
             ended(HINTED_TEACHER, hinted(items, rl))
 
-    # -- lessons --------------------------------------------------------------------------------
+    # -- train batches --------------------------------------------------------------------------
 
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
         objective, episodes = self._objective, rollout.episodes
@@ -225,7 +225,7 @@ class ToolEpisodesRecipe(Recipe):
     async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
         raise RunError("no teacher writes episodes: remove offline from evaluate.arms")
 
-    # -- what is recorded -----------------------------------------------------------------------
+    # -- records --------------------------------------------------------------------------------
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_episodes(to_row(e, arm, step) for e in rollout.episodes)
