@@ -47,7 +47,7 @@ class ModelSource:
     device: str = "cpu"
 
     def load(self) -> PreTrainedModel:
-        """Return the model on its device. Raises DataError without a model, SpecError without the
+        """Return the model on its device. Raises DataError without a model, SpecError without a
         GPU."""
         from learning.model.device import claim_device
         from learning.model.loading import load_model

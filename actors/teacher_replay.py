@@ -39,7 +39,7 @@ class TeacherReplayActor(Actor):
 
     @concurrent_endpoint
     async def vote(self, state: ReplayState) -> PanelVerdict:
-        """Return the verdict on a state, with every vote, within `deadline_s`; failed teachers
+        """Return the verdict and every vote on a state within `deadline_s`; failed teachers
         abstain."""
         return await ask_teachers(self._at_desk(), state)
 

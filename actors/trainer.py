@@ -156,8 +156,8 @@ class TrainerActor(ModelActor):
 
     @endpoint
     async def save(self, directory: str, position: dict[str, Any], version: int) -> str:
-        """Write a checkpoint at `version`: cartridges, optimizer, versions and the run state
-        `position`."""
+        """Write a checkpoint of cartridges, optimizer, versions and the run state `position`, which
+        is at `version`; return its path."""
         return str(self._trainer.save(Path(directory), position, version))
 
     @endpoint

@@ -137,8 +137,7 @@ class ControllerActor(Actor):
         return outcome
 
     async def _open(self, recorder: RunLog, begun: float) -> Mesh | None:
-        """Return the mesh, or None after a stop; close the run's records on both stop and
-        failure."""
+        """Return the mesh, or None after a stop; end the run's records on stop or failure."""
         from services.mesh import open_mesh
 
         outcome: RunOutcome = "stopped"

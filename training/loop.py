@@ -76,8 +76,7 @@ class Rollouts:
         self._preparing = loop.call_later(0.001, self._course.prepare, later)
 
     async def settle(self) -> list[Rollout]:
-        """Return the rollouts that run ahead, once complete; they stay pending. For a
-        checkpoint."""
+        """Return the rollouts that run ahead, once complete; they stay pending for a checkpoint."""
         return [await self._ahead[s] for s in sorted(self._ahead)]
 
     async def close(self) -> None:

@@ -72,8 +72,7 @@ DRAWN = "draw"  # key in extra_args: [seed, temperature, top_p, top_k, first dra
 
 
 class VllmEngine:
-    """Implement `actors.engine_thread.Engine`, one per process: vLLM's distributed state is
-    global."""
+    """Implement `actors.engine_thread.Engine`, one per process: vLLM has global state."""
 
     def __init__(
         self,

@@ -37,8 +37,7 @@ class PromptCartridge:
 
 @dataclass(frozen=True)
 class KVFill:
-    """Describe positions first .. stop-1 of concatenated cartridges, to be written into
-    `blocks`."""
+    """Describe positions first .. stop-1 of concatenated cartridges, to be written to `blocks`."""
 
     parts: tuple[PromptCartridge, ...]
     first: int

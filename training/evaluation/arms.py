@@ -56,8 +56,7 @@ class EvalArm:
 
 @dataclass(frozen=True)
 class ArmAnswers:
-    """Hold an arm's row, its score for each question, by which arms are compared, and its
-    answers."""
+    """Hold an arm's row, its scores by question, to compare arms by, and its answers."""
 
     row: EvalRow
     scores: tuple[float, ...]
@@ -72,8 +71,7 @@ async def sit(
     generate: Generating,
     show: Callable[[EvalRow], None] = lambda row: None,
 ) -> list[ArmAnswers]:
-    """Return the results of every arm on the whole suite. Raises PublishError for a refused
-    request."""
+    """Return every arm's results on the whole suite. Raises PublishError for a refused request."""
     room = RequestWindow(paper, spec, max_tokens, generate)
     await room.prepare()
     found = []
@@ -86,8 +84,7 @@ async def sit(
 def pairs(
     sat: Sequence[ArmAnswers], documents: Sequence[str], spec: EvalSpec
 ) -> list[PairedDifference]:
-    """Compare every pair of arms over the same resamples; `documents[i]` is question i's
-    document."""
+    """Compare every pair of arms over the same resamples; `documents[i]` is of question i."""
     drawn = resamples(documents, spec.resamples, spec.seed)
     means = [resampled_means(one.scores, drawn) for one in sat]
     found = []

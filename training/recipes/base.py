@@ -34,8 +34,8 @@ class Recipe(Protocol):
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
     ) -> Rollout:
         """Return the on-policy rollout of 0-based `step`, over cartridge `version`. `ended` gets
-        samples that are complete before the rollout is, in groups that depend only on requests and
-        responses, never on timing."""
+        samples that are complete before that, in groups that depend on requests and responses,
+        never on timing."""
 
     @abstractmethod
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:

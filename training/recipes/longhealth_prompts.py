@@ -39,8 +39,7 @@ Turn = TypeVar("Turn")
 
 @dataclass(frozen=True)
 class LongHealthQuestion:
-    """Hold a held-out question (`text`) as prompt ids after a prefix, and as `bare_ids` without
-    one."""
+    """Hold a held-out question: its `text`, its ids after a prefix, and `bare_ids` without one."""
 
     question: PatientQuestion
     text: str

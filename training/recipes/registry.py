@@ -41,8 +41,7 @@ def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None
 
 @contextmanager
 def teachers(spec: RunSpec) -> Iterator[RunSpec]:
-    """Yield the spec; with `replay.local`, its teachers are at a local provider until the context
-    ends."""
+    """Yield the spec; with `replay.local`, its teachers are at a local provider meanwhile."""
     replay = spec.learn.replay
     if replay is None or replay.local is None:
         yield spec
