@@ -1,4 +1,4 @@
-"""What every model-bearing actor is built from, and the first thing its process does."""
+"""Describe the model source of an actor, and prepare its process before torch is imported."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from protocols.errors import PlaneError
 from protocols.ports import TensorPlane
 from protocols.types import TensorRef
 
-if TYPE_CHECKING:  # a process says how many threads it has before torch is imported
+if TYPE_CHECKING:  # a process sets its number of threads before torch is imported
     import torch
     from transformers import PreTrainedModel
 
 KEPT_BYTES = 256 * 1024**2
-PLACE = "FORGE_RANK_PLACE"  # a process that is one of several ranks finds its place there
+PLACE = "FORGE_RANK_PLACE"  # environment variable with the `RankPlace` of one of several ranks
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Which frozen model an actor loads, and the documents it may read.
+    """Describe the frozen model that an actor loads, and the documents it may read.
 
     `documents` maps a document's name to its token ids from position 0 (chat template included);
-    `max_kv_bytes` bounds the KV of documents that the actor keeps where the model computes, and
-    `host_kv_bytes` what it keeps of them in host memory beside a GPU. `device` is "cpu" or
-    "cuda" (`learning.model.device`).
+    `max_kv_bytes` bounds the KV of documents on the model's device, and `host_kv_bytes` their KV in
+    host memory beside a GPU. `device` is "cpu" or "cuda" (`learning.model.device`).
     """
 
     path: str
@@ -48,8 +47,8 @@ class ModelSource:
     device: str = "cpu"
 
     def load(self) -> PreTrainedModel:
-        """The model on its device. Raises DataError where there is none, SpecError where a GPU is
-        asked for and not there."""
+        """Return the model on its device. Raises DataError without a model, SpecError without a
+        GPU."""
         from learning.model.device import claim_device
         from learning.model.loading import load_model
 
@@ -57,7 +56,7 @@ class ModelSource:
 
 
 class NoPlane:
-    """Where no tensors travel between processes: generators that are served from files."""
+    """Raise PlaneError for every tensor: for generators that read cartridges from files."""
 
     async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> TensorRef:
         raise PlaneError(f"there is no tensor plane here to put {key} into; pass a file's path")
@@ -74,8 +73,8 @@ class NoPlane:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Which rank of how many a process is, and the file at which they meet, as a URL that
-    `learning.model.distributed.join` takes: "" for the only one."""
+    """Hold the rank and world size of a process, and the URL of the file at which the ranks meet
+    (`learning.model.distributed.join`); "" for a single process."""
 
     rank: int = 0
     world: int = 1
@@ -83,7 +82,7 @@ class RankPlace:
 
     @classmethod
     def here(cls) -> RankPlace:
-        """This process's, as its `bootstrap` left it."""
+        """Return this process's place, as `bootstrap` left it in the environment."""
         told = os.environ.get(PLACE)
         if told is None:
             return cls()
@@ -91,20 +90,20 @@ class RankPlace:
         return cls(int(rank), int(world), f"file://{tempfile.gettempdir()}/{meeting}")
 
     def left(self) -> None:
-        """All ranks have met: the file has served."""
+        """Delete the rendezvous file, once all ranks have met."""
         if self.rendezvous:
             Path(self.rendezvous.removeprefix("file://")).unlink(missing_ok=True)
 
 
 def bootstrap(threads: int, gpus: Sequence[int] = (), world: int = 1) -> Callable[[], None]:
-    """A process's first act, before torch is imported: its share of the cores and GPUs.
+    """Return a function that gives a process its share of cores and GPUs, before torch is imported.
 
     Without it every process that imports torch takes all cores, and spinning OpenMP workers of
-    several processes make each other ten times slower; they wait passively instead. With `gpus`
-    it sees those devices of the host alone; `world` processes that are one replica share them
-    evenly, in order, and each knows its `RankPlace`.
+    several processes make each other ten times slower; they wait passively instead. With `gpus` the
+    process sees only those devices of the host; `world` processes that are one replica share them
+    evenly, in order, and each gets its `RankPlace`.
     """
-    # New with each start: where ranks have met before, others cannot. A file, for torch's TCP
+    # A new name at each start: ranks cannot meet twice at one file. A file, because torch's TCP
     # store would listen on every interface; gloo's connections stay on this host's own.
     meeting = f"cartridge-forge-ranks-{uuid.uuid4().hex}"
 
@@ -132,24 +131,23 @@ def bootstrap(threads: int, gpus: Sequence[int] = (), world: int = 1) -> Callabl
 
 
 def named(devices: Sequence[int]) -> list[str]:
-    """What CUDA calls these devices, by number among those that this process was left itself: of
-    "4,7" number 1 is "7"."""
+    """Return these devices as CUDA_VISIBLE_DEVICES names them: with "4,7" device 1 is "7"."""
     left = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return [left[i] if i < len(left) else str(i) for i in devices]
 
 
 def share(gpus: Sequence[int], rank: int, world: int) -> Sequence[int]:
-    """One rank's of the devices of all: of (4, 5, 6, 7) rank 1 of 2 has (6, 7)."""
+    """Return one rank's share of the devices: of (4, 5, 6, 7) rank 1 of 2 has (6, 7)."""
     each = len(gpus) // world
     return gpus[rank * each : (rank + 1) * each]
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep up to KEPT_BYTES that it freed, instead of giving them back at once.
+    """Let this process keep up to KEPT_BYTES of freed memory.
 
-    A forward pass frees and takes again the same megabytes layer by layer; glibc returns them each
-    time, and the page faults of taking them again made half of a long prefill here (docs/log.md).
-    Other C libraries are left as they are.
+    A forward pass frees and allocates the same megabytes layer by layer. glibc returns them each
+    time, and the page faults took half of a long prefill here (docs/log.md). Other C libraries are
+    left unchanged.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
@@ -158,10 +156,9 @@ def keep_freed_memory() -> None:
 
 
 def warm_up(path: str, dtype: str) -> None:
-    """What takes a model-bearing actor seconds to start, done beforehand: its imports, which
-    loading the model completes (transformers imports a model's code when it is first asked for).
-    """
-    # Thousands of modules stay, and the collector would look through them all again and again: a
+    """Import beforehand the modules of a model-bearing actor. Loading the model completes them:
+    transformers imports a model's code when it is first needed."""
+    # The imported modules stay, and the collector would scan thousands of them repeatedly: a
     # sixth of the time.
     gc.disable()
     try:
@@ -173,13 +170,13 @@ def warm_up(path: str, dtype: str) -> None:
 
 
 def fresh_key(stem: str) -> str:
-    """A key of the tensor plane that nobody else has, not even who was asked the same before and
-    died of it. Keys decide nothing, so their suffix need not come from a seeded generator."""
+    """Return a unique key of the tensor plane, even when a call is repeated after its replica died.
+    Keys affect no result, so their suffix need not come from a seeded generator."""
     return f"{stem}/{uuid.uuid4().hex[:12]}"
 
 
 def gpus_here() -> int:
-    """How many GPUs torch sees on this machine. Imports torch: for who wants one."""
+    """Return how many GPUs torch sees on this machine. Imports torch."""
     import torch
 
     return torch.cuda.device_count()
@@ -191,5 +188,5 @@ VLLM_REMEDY = (
 
 
 def missing_vllm() -> bool:
-    """Whether vLLM is not installed here; imports nothing."""
+    """Return whether vLLM is not installed here; imports nothing."""
     return importlib.util.find_spec("vllm") is None

@@ -1,4 +1,4 @@
-"""DocTeacherActor: the same frozen model with the document in context, scoring given tokens."""
+"""Score given tokens with the frozen base model that has the document in context."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from protocols.types import Sample, ScoreOutput
 
 
 class DocTeacherActor(ModelActor):
-    """Scores exactly the sampled tokens: all of a call's in one pass, those of one document over
-    one prefix. A document's KV is read once and reused (bounded LRU, then host memory)."""
+    """Score the sampled tokens of a call in one pass, samples of one document over one prefix. A
+    document's KV is computed once and reused (bounded LRU, then host memory)."""
 
     def __init__(self, base: ModelSource, row_tokens: int, keep_top: int | None) -> None:
-        """`keep_top` entries a token are sent, or all logits for None."""
+        """Send `keep_top` entries a token, or all logits for None."""
         super().__init__(base)
         self._row_tokens = row_tokens
         self._keep_top = keep_top

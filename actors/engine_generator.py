@@ -1,4 +1,4 @@
-"""EngineGeneratorActor: an engine, vLLM's or the embedded one, steps in a thread of this process.
+"""Run a generation engine, vLLM's or the embedded one, in a thread of this process.
 
 Many calls are in flight at a time; each request ends in its own time, may be streamed, and may be
 cancelled.
@@ -37,13 +37,13 @@ from protocols.types import (
     TokenChunk,
 )
 
-TELL_SECONDS = 0.02  # how long tokens of a stream gather before they are sent
+TELL_SECONDS = 0.02  # how long the tokens of a stream are collected before they are sent
 
 
 class EngineGeneratorActor(Actor):
-    """One replica of the `Generate` port, as GeneratorActor is; many calls may be in flight.
+    """Run one replica of the `Generate` port, as GeneratorActor does; many calls may be in flight.
 
-    Needs a process of its own: vLLM reads the environment and keeps global state.
+    It needs a process of its own: vLLM reads the environment and keeps global state.
     """
 
     def __init__(
@@ -62,20 +62,21 @@ class EngineGeneratorActor(Actor):
 
     @concurrent_endpoint
     async def ready(self) -> int:
-        """This process's id, once the engine serves."""
+        """Return this process's id, once the engine serves."""
         await asyncio.wrap_future(self._engine.started)
         return os.getpid()
 
     @concurrent_endpoint
     async def use_plane(self, plane: TensorPlane) -> None:
-        """Tensors pass over this plane from now on: the one before was lost."""
+        """Pass tensors over this plane from now on: the previous one was lost."""
         self._plane = plane
 
     @concurrent_endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
-        """Take a published version from the tensor plane; requests may name it from now on.
+        """Load a published version from the tensor plane; requests may name it from now on.
 
-        With `in_flight: drain` it first waits for the requests in flight, and later ones for it.
+        With `in_flight: drain` it first waits for the requests in flight, and later ones wait for
+        it.
         """
         tensors = await self._plane.get(snapshot.packet)
         held = self._engine.hold(snapshot.version, snapshot.names, tensors["kv"])
@@ -83,24 +84,24 @@ class EngineGeneratorActor(Actor):
 
     @concurrent_endpoint
     async def load_file(self, version: int, name: str, path: str) -> int:
-        """Take one cartridge, "kv" [L, 2, H_kv, P, D] of a safetensors file, as a version of its
-        own. Raises PublishError for a file that is none, or does not fit the model."""
+        """Load one cartridge, "kv" [L, 2, H_kv, P, D] of a safetensors file, as a version of its
+        own. Raises PublishError for a file without one, or one that does not fit the model."""
         kv = await asyncio.to_thread(read_cartridge, path)
         return await asyncio.wrap_future(self._engine.hold(version, (name,), kv[None]))
 
     @concurrent_endpoint
     async def drop(self, version: int) -> None:
-        """Serve a version no more; requests in flight over it end first."""
+        """Stop serving a version, after the requests in flight over it have ended."""
         await asyncio.wrap_future(self._engine.drop(version))
 
     @concurrent_endpoint
     async def generate(
         self, requests: Sequence[GenerateRequest], stream: Any | None = None
     ) -> GenerateOutput:
-        """Completions in the order of the requests; raises DataError for a malformed one.
+        """Return completions in the order of the requests. Raises DataError for a malformed one.
 
-        `stream`, a Monarch port, is sent lists of `TokenChunk` while they are sampled; all of a
-        request's tokens have been sent when its call returns.
+        `stream`, a Monarch port, gets lists of `TokenChunk` during sampling; all of a request's
+        tokens have been sent when its call returns.
         """
         begun = time.perf_counter()
         told = None if stream is None else StreamBuffer(stream)
@@ -118,7 +119,7 @@ class EngineGeneratorActor(Actor):
 
     @concurrent_endpoint
     async def cancel(self, ids: Collection[str]) -> None:
-        """End the requests of these ids, where they are here."""
+        """End the requests of these ids, where this replica has them."""
         await asyncio.wrap_future(self._engine.cancel(ids))
 
     @concurrent_endpoint
@@ -127,12 +128,12 @@ class EngineGeneratorActor(Actor):
 
     @concurrent_endpoint
     async def shut_down(self) -> EngineReport:
-        """Stop the engine and its processes; the last report."""
+        """Stop the engine and its processes, and return its last report."""
         return await asyncio.wrap_future(self._engine.close())
 
 
 class StreamBuffer:
-    """Gathers what comes, and sends it to a port a few times a second: a message for every token
+    """Collect token chunks and send them to a port a few times a second: a message for every token
     would cost more than the token."""
 
     def __init__(self, port: Any) -> None:
@@ -142,7 +143,7 @@ class StreamBuffer:
         self._due = False
 
     def add(self, came: TokenChunk) -> None:
-        """From the engine's thread."""
+        """Add a chunk; called from the engine's thread."""
         self._loop.call_soon_threadsafe(self._add, came)
 
     def flush(self) -> None:
@@ -158,7 +159,7 @@ class StreamBuffer:
 
 
 def build_engine(base: ModelSource, end_ids: frozenset[int], spec: GeneratorSpec) -> Engine:
-    """The engine of a spec, for an EngineThread to build in its thread."""
+    """Return the engine of a spec, for an EngineThread. Raises RunError when vLLM is missing."""
     text = text_of(base.path)
     if spec.backend == "vllm":
         if missing_vllm():
@@ -173,7 +174,7 @@ def build_engine(base: ModelSource, end_ids: frozenset[int], spec: GeneratorSpec
 
 
 def read_cartridge(path: str) -> Tensor:
-    """ "kv" [L, 2, H_kv, P, D] of a safetensors file. Raises PublishError for one without it."""
+    """Return "kv" [L, 2, H_kv, P, D] of a safetensors file, or raise PublishError."""
     try:
         return load_file(path)["kv"]
     except (OSError, SafetensorError, KeyError) as error:
@@ -181,12 +182,12 @@ def read_cartridge(path: str) -> Tensor:
 
 
 def environment(base: ModelSource) -> dict[str, str]:
-    """What vLLM and torch read from the environment, before either is told anything else."""
+    """Return the environment variables that vLLM and torch must find before they start."""
     chosen = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core steps in this process
-        # vLLM 0.32 has two model runners; on CPUs it takes this one. What is tested is what runs.
+        # vLLM 0.32 has two model runners; this is its choice on CPUs, so GPUs run the tested path.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the mesh says how many threads; none has a core
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the mesh sets the number of threads, unpinned
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),

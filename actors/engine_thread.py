@@ -1,12 +1,12 @@
-"""An engine that steps in a thread of its own, so that its actor goes on answering. No vLLM.
+"""Step an engine in a thread of its own, so that its actor stays responsive. Imports no vLLM.
 
-    submit, hold, ask  ->  inbox, in order  ->  the thread: jobs that are due, then one step, ...
+    submit, hold, ...  ->  inbox, in order  ->  the thread: calls that are due, then one step, ...
                                                 finished requests -> their futures
-                                                tokens of streams -> whoever was named for them
+                                                tokens of streams -> their callbacks
 
-What is published while requests are in flight either joins between two steps (`finish`: they end
-on the version they started with) or waits, and everything behind it, until they have (`drain`).
-An engine that raises is dead: everything that waits for it, and every later call, gets the reason.
+With `finish`, a version that is published while requests are in flight joins between two steps, and
+the requests end on the version they started with. With `drain`, it and all later calls wait until
+the requests have ended. An engine that raises is dead: all pending and later calls get its error.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ CARTRIDGE = "cartridge/"
 
 
 class Engine(Protocol):
-    """What is stepped. Every method is called by the one thread that also built it."""
+    """Decode requests step by step. One thread builds the engine and calls all its methods."""
 
     first_token_seconds: float | None
 
     def add(self, key: str, request: GenerateRequest, stream: bool = False) -> None:
-        """Take a request whose prefix is held. Raises DataError for a malformed one."""
+        """Add a request whose prefix is held. Raises DataError for a malformed one."""
         ...
 
     def step(self) -> Iterable[tuple[str, TokenChunk | Completion]]:
-        """One forward pass: the requests that ended with it, and what came of streams."""
+        """Run one forward pass; return the requests that it ended and new tokens of streams."""
         ...
 
     def cancel(self, key: str) -> None:
-        """End a request that is not wanted any more: it ends, "cancelled", with a later step."""
+        """End a request early: a later step returns it as "cancelled"."""
         ...
 
     def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> None:
@@ -55,19 +55,19 @@ class Engine(Protocol):
     def let_go(self, version: int) -> None: ...
 
     def loads(self) -> tuple[int, int]:
-        """Loads so far, and the tokens they wrote."""
+        """Return the number of loads so far, and of the tokens they wrote."""
         ...
 
     def close(self) -> None: ...
 
 
 class EngineDied(RuntimeError):
-    """The engine failed and serves nothing any more; its replica must be replaced."""
+    """Report that the engine failed and serves no more; its replica must be replaced."""
 
 
 @dataclass
 class EngineCall:
-    """Work for the engine's thread. It resolves the future, now or when its request has ended."""
+    """Hold work for the engine's thread. It resolves the future, at once or at a later step."""
 
     work: Callable[[Future[Any]], None]
     future: Future[Any]
@@ -77,13 +77,13 @@ class EngineCall:
 @dataclass
 class RequestInFlight:
     future: Future[Completion]
-    versions: tuple[int, ...]  # of the cartridges, to be kept meanwhile
+    versions: tuple[int, ...]  # of the cartridges, kept until the request ends
     id: str
     told: Callable[[TokenChunk], None] | None
 
 
 class EngineThread:
-    """Builds an engine in a new thread and steps it there until it is closed or dies."""
+    """Build an engine in a new thread and step it there until it is closed or dies."""
 
     def __init__(
         self, build: Callable[[], Engine], keep: int, in_flight: Literal["finish", "drain"]
@@ -105,15 +105,15 @@ class EngineThread:
     def submit(
         self, request: GenerateRequest, told: Callable[[TokenChunk], None] | None = None
     ) -> Future[Completion]:
-        """The completion to come; of `finish_reason` "error" when its prefix is not held. `told`
-        gets its tokens as they come, in the engine's thread: it must not wait for anything.
+        """Return a future of the completion, with `finish_reason` "error" when its prefix is not
+        held. `told` is called with its tokens in the engine's thread: it must not block.
 
-        Like every future here it raises EngineDied when the engine does not live to answer.
+        Like every future here it raises EngineDied when the engine dies first.
         """
         return self._post(EngineCall(lambda future: self._begin(request, future, told), _promise()))
 
     def cancel(self, ids: Collection[str]) -> Future[None]:
-        """End the requests of these ids that are here; their completions say "cancelled"."""
+        """End the requests of these ids that are here; their `finish_reason` is "cancelled"."""
 
         def work(future: Future[None]) -> None:
             for key, running in self._running.items():
@@ -124,7 +124,8 @@ class EngineThread:
         return self._post(EngineCall(work, _promise()))
 
     def hold(self, version: int, names: tuple[str, ...], kv: Tensor) -> Future[int]:
-        """The version, once requests may name it. PublishError for an id that was used before."""
+        """Return a future of the version, resolved when requests may name it; it raises
+        PublishError for a version that was used before."""
 
         def work(future: Future[int]) -> None:
             self._ledger.check_new(version)
@@ -135,8 +136,8 @@ class EngineThread:
         return self._post(EngineCall(work, _promise(), when_idle=self._drain))
 
     def drop(self, version: int) -> Future[None]:
-        """Serve a version no more; requests in flight over it end first. PublishError for one that
-        is not held."""
+        """Stop serving a version after its requests in flight have ended. The future raises
+        PublishError for one that is not held."""
 
         def work(future: Future[None]) -> None:
             self._let_go(self._ledger.drop(version))
@@ -148,7 +149,7 @@ class EngineThread:
         return self._post(EngineCall(lambda future: future.set_result(self._report()), _promise()))
 
     def close(self) -> Future[EngineReport]:
-        """Stop, failing what is in flight. The last report, with the seconds that this took."""
+        """Stop and fail all requests in flight; return a future of the last report."""
         with self._changed:
             if self._closing is None:
                 self._closing = _promise()
@@ -189,7 +190,7 @@ class EngineThread:
                             told(news)
         except BaseException as error:
             self._fail_all(error)
-            with contextlib.suppress(Exception):  # it is dead: how it falls does not matter
+            with contextlib.suppress(Exception):  # the engine is dead already
                 self._engine.close()
             if self._closing is not None and not self._closing.done():
                 self._closing.set_exception(EngineDied(f"the engine died before: {error!r}"))
@@ -197,7 +198,7 @@ class EngineThread:
         self._stop(self._closing)
 
     def _work_off(self) -> None:
-        """Do what is due; with nothing in flight, wait until something is."""
+        """Run the calls that are due; with nothing in flight, wait for one."""
         while self._closing is None:
             with self._changed:
                 while not (self._inbox or self._running or self._closing):
@@ -261,7 +262,7 @@ class EngineThread:
         closing.set_result(dataclasses.replace(report, stop_seconds=seconds))
 
     def _fail_all(self, error: BaseException) -> None:
-        """Nothing is left waiting: all get the reason, and so does who comes later."""
+        """Fail all pending and later calls with this error."""
         with self._changed:
             self._dead = EngineDied(f"the engine serves no more: {type(error).__name__}: {error}")
             self._dead.__cause__ = error
@@ -272,7 +273,7 @@ class EngineThread:
 
 
 def _promise() -> Future[Any]:
-    """A future that nobody can cancel: who gives up waiting does not stop the engine's work."""
+    """Return a future that cannot be cancelled: a caller that gives up does not stop the engine."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future

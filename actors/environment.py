@@ -1,4 +1,4 @@
-"""EnvironmentActor: steps the environment for many episodes at a time."""
+"""Step the environment for many episodes at a time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from protocols.spec.environment import EnvironmentSpec
 
 
 class EnvironmentActor(Actor):
-    """One of K that step the same environment: any of them can go on with any episode, since a
-    move brings all of its actions.
+    """Run one of K replicas of the same environment. Every request brings all actions of its
+    episode, so any replica can continue any episode.
 
-    `service.spawn(EnvironmentActor, n=2, args=(spec,))`. With kind desk each serves a desk of its
-    own on loopback.
+    `service.spawn(EnvironmentActor, n=2, args=(spec,))`. With kind desk each serves its own desk on
+    loopback.
     """
 
     def __init__(self, spec: EnvironmentSpec) -> None:
@@ -29,7 +29,7 @@ class EnvironmentActor(Actor):
 
     @concurrent_endpoint
     async def ready(self) -> int:
-        """This process's id. Raises RunError where its own server cannot start."""
+        """Return this process's id. Raises RunError where its own server cannot start."""
         if self._client is None:
             url = self._spec.url
             if url is None:
@@ -39,8 +39,8 @@ class EnvironmentActor(Actor):
 
     @concurrent_endpoint
     async def move(self, moves: Sequence[EnvironmentRequest]) -> list[Observation]:
-        """What the environment says to each, in their order. Within the spec's `timeout_s`: an
-        environment that fails says so in `error`."""
+        """Return the environment's observation for each request, in their order, within the spec's
+        `timeout_s`; a failure is reported in `error`."""
         assert self._client is not None, "the service asks `ready` first"
         return list(await asyncio.gather(*(self._client.move(move) for move in moves)))
 

@@ -1,6 +1,6 @@
-"""GeneratorActor: samples whole batches over cartridge versions and documents (embedded torch).
+"""Sample whole batches over cartridge versions and documents (embedded torch).
 
-`actors.engine_generator` serves requests that come and go.
+`actors.engine_generator` serves requests that arrive and end at any time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from protocols.types import GenerateOutput, GenerateRequest, PrefixRef
 
 
 class GeneratorActor(CartridgeReaderActor):
-    """One replica of the `Generate` port. Holds the last few published versions, newest by request.
+    """Run one replica of the `Generate` port. Holds the last few published versions.
 
     Prefix names: "cartridge/<document>" for a published version, "document/<document>" for a
     document's own KV. A request may name an ordered composition of them.

@@ -1,4 +1,4 @@
-"""HeartbeatActor: lives beside the actor of a replica, and answers for its process."""
+"""Answer heartbeats for the process of a replica, beside its actor."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life: the process and its resident memory."""
+    """Hold a process id and its resident memory."""
 
     pid: int
     memory_bytes: int
 
 
 class HeartbeatActor(Actor):
-    """Answers while the actor beside it is deep in a computation: Monarch gives every actor a
-    thread of its own, and torch lets go of the interpreter while it computes.
+    """Answer while the actor beside it computes: Monarch gives every actor a thread of its own, and
+    torch releases the interpreter lock.
 
-    With `alone_s` it ends its process once nobody has asked it for so many seconds: on a host that
-    cannot be reached nobody else can, and what was given up there must not keep its devices.
+    With `alone_s` it kills its process after that many seconds without a call. On an unreachable
+    host nothing else can end a process that was given up, and it would keep its devices.
     """
 
     def __init__(self, alone_s: float | None = None) -> None:
@@ -46,14 +46,14 @@ class HeartbeatActor(Actor):
     @concurrent_endpoint
     async def warm(self, prepare: Callable[[], None]) -> None:
         """Run `prepare` (slow imports), so that an actor spawned here later starts at once."""
-        self._asked = math.inf  # it cannot hear meanwhile
+        self._asked = math.inf  # no call can arrive meanwhile
         prepare()
         self._asked = time.monotonic()
 
     @concurrent_endpoint
     async def look(self, paths: Sequence[str]) -> dict[str, tuple[str, bool]]:
-        """What this process sees of files: each's digest ("" where there is none to read), and
-        whether it may write beside it."""
+        """Return, for each path, the digest of the file ("" where this process cannot read it) and
+        whether this process may write beside it."""
         return {path: (digest(Path(path)), os.access(Path(path).parent, os.W_OK)) for path in paths}
 
     def _end_alone(self, alone_s: float) -> None:
@@ -63,7 +63,7 @@ class HeartbeatActor(Actor):
 
 
 class StoreActor(Actor):
-    """Stands for a process whose work is done by others spawned into it: TorchStore's volume."""
+    """Represent a process in which other actors do the work: TorchStore's volume."""
 
     @concurrent_endpoint
     async def ready(self) -> int:
@@ -71,7 +71,7 @@ class StoreActor(Actor):
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file of this host, in hex; "" where it cannot be read."""
+    """Return the SHA-256 of a file of this host, in hex; "" where it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
@@ -79,7 +79,7 @@ def digest(path: Path) -> str:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process of this host; 0 where the system does not say."""
+    """Return the resident memory of a process of this host; 0 where it is unknown."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
     except OSError:

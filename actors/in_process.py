@@ -1,4 +1,4 @@
-"""A `Sampler` over a model in this very process, embedded or vLLM's: for scripts, without a mesh.
+"""Give scripts a `Sampler` over a model in this process, embedded or vLLM's, without a mesh.
 
 with local_sampler("models/clinic-panel", document=chart) as sampler:
     RSAEngine(sampler, N=8, K=4, T=3, task="clinic").run([question])
@@ -40,10 +40,10 @@ def local_sampler(
     threads: int = 1,
     kv_gib: float = 1.0,
 ) -> Iterator[TokenSampler]:
-    """Samples over `model`, a directory or a hub id, with the whole `document` before every
+    """Yield a sampler over `model`, a directory or a hub id, with the whole `document` before every
     conversation, or a cartridge of it: "kv" [L, 2, H_kv, P, D] of a safetensors file.
 
-    vLLM reads the environment once, and so takes one such engine a process. Raises DataError,
+    vLLM reads the environment once, so a process can have one such engine. Raises DataError,
     PublishError for a cartridge of another model, RunError for an engine that cannot start.
     """
     keep_freed_memory()

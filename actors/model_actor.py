@@ -1,6 +1,6 @@
-"""What actors that hold the frozen model have in common: loading it, the tensor plane, cartridges.
+"""Load the frozen model for actors, with the tensor plane and cartridges.
 
-The engine's generator loads its model in a thread of its own and shares none of this.
+The engine's generator loads its model in a thread of its own and uses none of this.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class ModelActor(Actor):
-    """Holds the model and the tensor plane of its process."""
+    """Hold the model and the tensor plane of its process."""
 
     def __init__(
         self, base: ModelSource, load: Callable[[], PreTrainedModel] | None = None
     ) -> None:
-        """Load the model by `load`, or as `base` says, once this process has its threads."""
+        """Load the model by `load`, or from `base`, after the number of threads is set."""
         torch.set_num_threads(base.threads)
         flush_denormals()
         self._model = (load or base.load)()
@@ -41,12 +41,12 @@ class ModelActor(Actor):
 
     @endpoint
     async def use_plane(self, plane: TensorPlane) -> None:
-        """Pass tensors over this plane from now on: the one before was lost."""
+        """Pass tensors over this plane from now on: the previous one was lost."""
         self._plane = plane
 
 
 class CartridgeReaderActor(ModelActor):
-    """Holds the last few published cartridge versions beside the model."""
+    """Hold the last few published cartridge versions beside the model."""
 
     def __init__(self, base: ModelSource, keep_versions: int) -> None:
         super().__init__(base)
@@ -54,7 +54,7 @@ class CartridgeReaderActor(ModelActor):
 
     @endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
-        """Take a published version from the tensor plane; requests may name it from now on."""
+        """Load a published version from the tensor plane; requests may name it from now on."""
         tensors = await self._plane.get(snapshot.packet)
         kv = tensors["kv"].to(self._model.device, self._model.dtype)
         self._cartridges.add(snapshot.version, snapshot.names, kv)

@@ -1,4 +1,4 @@
-"""RSAAggregatorActor: judges populations of candidates, and says what the next ones are asked."""
+"""Judge populations of RSA candidates, and make the prompts of the next ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from strategies.rsa.prompts import as_task
 
 
 class RSAAggregatorActor(Actor):
-    """One of K that hold nothing between two calls: any of them goes on with any run, since a
-    Standing says all of it (docs/adr/0007-rsa-aggregator.md).
+    """Run one of K stateless replicas. An AggregationInput holds all of a run's state, so any
+    replica can continue any run (docs/adr/0007-rsa-aggregator.md).
 
-    `service.spawn(RSAAggregatorActor, n=2, args=(spec,))`. Answers are compared and judged in
-    processes below this one, which may hang or die of what a model wrote.
+    `service.spawn(RSAAggregatorActor, n=2, args=(spec,))`. Answers are compared and judged in child
+    processes, because model-written text may make them hang or die.
     """
 
     def __init__(self, spec: RsaSpec) -> None:
@@ -33,18 +33,18 @@ class RSAAggregatorActor(Actor):
 
     @concurrent_endpoint
     async def ready(self) -> int:
-        """This process's id."""
+        """Return this process's id."""
         return os.getpid()
 
     @concurrent_endpoint
     async def problems(self, numbers: Sequence[int], document: str) -> list[RSAProblem]:
-        """The problems of these numbers, over the cartridge of `document`. Raises DataError for
-        those that are not there."""
+        """Return the problems of these numbers, over the cartridge of `document`. Raises DataError
+        for unknown numbers."""
         return await self._problems.draw(numbers, document)
 
     @concurrent_endpoint
     async def turn(self, standings: Sequence[AggregationInput]) -> list[JudgedPopulation]:
-        """Each run's last population judged, and its next one's prompts, in their order."""
+        """Return for each run, in order, the judged last population and the next prompts."""
         judge = self._problems.judge
         turns = (aggregate(s, self._shape, self._task, judge) for s in standings)
         return list(await asyncio.gather(*turns))

@@ -1,7 +1,7 @@
-"""SDPOTeacherActor: the student's own model and cartridges, reading what the student had not read.
+"""Score with the student's model and cartridges over a context that the student did not have.
 
-A hint before the turn that went wrong (sdpo), or a teacher's preferred action in place of the
-student's (the reference of replay_dpo).
+The context is a hint before the turn that went wrong (SDPO), or a teacher's preferred action in
+place of the student's (the reference of replay DPO).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from protocols.types import Sample, ScoreOutput
 
 
 class SDPOTeacherActor(CartridgeReaderActor):
-    """Holds the last few published cartridge versions, as a generator does."""
+    """Hold the last few published cartridge versions, as a generator does."""
 
     def __init__(
         self, base: ModelSource, row_tokens: int, keep_top: int | None, keep_versions: int
     ) -> None:
-        """`keep_top` entries a token are sent, or all logits for None."""
+        """Send `keep_top` entries a token, or all logits for None."""
         super().__init__(base, keep_versions)
         self._row_tokens = row_tokens
         self._keep_top = keep_top
 
     @endpoint
     async def score(self, stem: str, samples: Sequence[Sample], version: int) -> ScoreOutput:
-        """Put the distributions over every response token of hinted turns under a key of this
-        stem: with the cartridges of `version`, each sample's context before its own tokens."""
+        """Put the distributions over every response token of hinted turns under a key of this stem:
+        with the cartridges of `version`, each sample's context before its own tokens."""
         begun = time.perf_counter()
         prefixes = self._prefixes([s.document for s in samples], version)
         tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
@@ -45,7 +45,7 @@ class SDPOTeacherActor(CartridgeReaderActor):
     async def references(
         self, pairs: Sequence[PreferencePair], version: int
     ) -> list[PreferencePair]:
-        """The pairs with reference log-probabilities of `version`."""
+        """Return the pairs with reference log-probabilities of `version`."""
         prefixes = self._prefixes([p.document for p in pairs], version)
         return with_references(self._model, pairs, prefixes, self._row_tokens, version, 0)
 

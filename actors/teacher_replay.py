@@ -1,4 +1,4 @@
-"""TeacherReplayActor: asks external teachers what they would have done in the student's states."""
+"""Ask external teachers for the actions that they prefer in the student's states."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from teachers.panel import TeacherPanel, ask_teachers, limits_of
 
 
 class TeacherReplayActor(Actor):
-    """One of K that share a ledger, and with it the purse, the rates and the breakers.
+    """Run one of K replicas that share a ledger, and through it budget, rates and circuit breakers.
 
-    `service.spawn(TeacherReplayActor, n=8, args=(spec, "runs/x/teachers.jsonl", "run-7"))`; how
-    many states one replica has in hand at a time is the role's `max_ongoing`. All K run on the
-    ledger's host.
+    `service.spawn(TeacherReplayActor, n=8, args=(spec, "runs/x/teachers.jsonl", "run-7"))`; the
+    role's `max_ongoing` bounds the states in progress on one replica. All K run on the ledger's
+    host.
     """
 
     def __init__(self, spec: ReplaySpec, ledger: str, run: str, offline: bool = False) -> None:
-        """`run` is whose money it is: caps hold for all calls under that name. `offline`: the
-        ledger alone answers, and neither keys nor a network are needed."""
+        """Charge all calls to `run`, whose caps they share. With `offline` the ledger answers
+        alone, and neither keys nor a network are needed."""
         self._spec, self._path, self._run, self._offline = spec, Path(ledger), run, offline
         self._desk: TeacherPanel | None = None
 
     @concurrent_endpoint
     async def ready(self) -> int:
-        """This process's id. Raises SpecError for a missing key, DataError for a bad ledger: here,
-        and not in `__init__`, for the service to see whose mistake it is."""
+        """Return this process's id. Raises SpecError for a missing key, DataError for a bad ledger:
+        here and not in `__init__`, so that the service can report the cause."""
         await asyncio.to_thread(self._open)
         return os.getpid()
 
     @concurrent_endpoint
     async def vote(self, state: ReplayState) -> PanelVerdict:
-        """The verdict on one state, with every vote. Within the spec's `deadline_s`, whatever the
-        teachers do: those that fail abstain."""
+        """Return the verdict and every vote on a state within `deadline_s`; failed teachers
+        abstain."""
         return await ask_teachers(self._at_desk(), state)
 
     @concurrent_endpoint
     async def totals(self) -> dict[str, SpendTotals]:
-        """Money and calls of this run so far, over all actors: "" in all, and by teacher."""
+        """Return money and calls of this run over all replicas: "" for the sum, and by teacher."""
         ledger = self._at_desk().ledger
         names = ["", *(teacher.name for teacher in self._spec.teachers)]
         return {n: await asyncio.to_thread(ledger.totals, self._run, n) for n in names}

@@ -1,7 +1,7 @@
-"""TrainerActor: owns the cartridges and their optimiser; everything else about it is learning/.
+"""Own the cartridges and their optimizer; the computation itself is in learning/.
 
-Of several ranks each is an actor in a process of its own, all driven by the same calls. What only
-one may do, rank 0 does; the others answer what nobody reads.
+With several ranks each is an actor in a process of its own, and all get the same calls. Rank 0 does
+what only one may do; the replies of the others are ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from protocols.types import CartridgeSnapshot, TrainStepOutput
 
 
 class TrainerActor(ModelActor):
-    """One trainer process. The port speaks of samples and versions only, never of ranks."""
+    """Run one trainer process. Its endpoints speak of samples and versions only, never of ranks."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class TrainerActor(ModelActor):
         shard: bool = False,
         silent_s: float = 60.0,
     ) -> None:
-        """`last_state` is the file in which every state is kept before it is told of. With `shard`
-        each rank keeps its share of the base; one waits at most `silent_s` for another."""
+        """Keep every state in the file `last_state` before replying. With `shard` each rank keeps
+        its share of the base; a rank waits at most `silent_s` for another."""
         place = RankPlace.here()
         device = claim_device(base.device, place.rank)
-        # A base that is to be sharded is whole on the host alone.
+        # A base that is to be sharded is first loaded whole on the host.
         shard = shard and place.world > 1
         whole = "cpu" if shard else device
         super().__init__(base, partial(load_model, base.path, base.dtype, whole))
@@ -81,7 +81,7 @@ class TrainerActor(ModelActor):
 
     @endpoint
     async def recover(self) -> int:
-        """Stand where the trainer that died stood; its version."""
+        """Restore the state of the trainer that died, and return its version."""
         return self._trainer.recover()
 
     @endpoint
@@ -91,9 +91,10 @@ class TrainerActor(ModelActor):
 
     @endpoint
     async def step(self, lesson: TrainBatch, version: int) -> TrainStepOutput:
-        """Train `version` on a lesson, with the teachers' scores of the same tokens.
+        """Train `version` on a train batch, with the teachers' scores of its tokens.
 
-        The scores are read off the tensor plane, not deleted. Raises StaleTokenError, RunError.
+        The scores are read, not deleted. Raises StaleTokenError, RunError, and PlaneError for lost
+        scores.
         """
         read = lesson.read_by
         stored = {"doc_teacher": lesson.doc_stored}
@@ -119,11 +120,12 @@ class TrainerActor(ModelActor):
     async def _scores(
         self, *scored: tuple[Sequence[TeacherScores], Sequence[PrecomputedScores], Sequence[int]]
     ) -> list[TeacherDistribution | None]:
-        """What each teacher said of its samples, which have so many tokens, now or before.
+        """Return each teacher's distributions over its samples, which have these lengths.
 
-        Each rank reads the plane itself, beside the others: where they share a host's memory
-        nothing is copied, and elsewhere a broadcast would only follow the same transfer. What one
-        of them cannot read is told to all: they would wait for it in the step."""
+        Each rank reads the plane itself: within one host nothing is copied, and across hosts a
+        broadcast would only follow the same transfer. All ranks get a read error, or they would
+        wait in the step.
+        """
         found: list[TeacherDistribution | None] = []
         fault = ""
         with self._ranks.abreast():
@@ -145,7 +147,7 @@ class TrainerActor(ModelActor):
 
     @endpoint
     async def publish(self, version: int) -> CartridgeSnapshot | None:
-        """Put one packed snapshot of every cartridge as it was at `version`: rank 0 alone."""
+        """Put one packed snapshot of every cartridge at `version` into the plane; rank 0 only."""
         if not self._ranks.leads:
             return None
         names, kv = self._trainer.snapshot(version)
@@ -154,16 +156,16 @@ class TrainerActor(ModelActor):
 
     @endpoint
     async def save(self, directory: str, position: dict[str, Any], version: int) -> str:
-        """Write a checkpoint of cartridges, optimiser, versions and the controller's `position`,
-        which stands at `version`."""
+        """Write a checkpoint of cartridges, optimizer, versions and the run state `position`, which
+        is at `version`; return its path."""
         return str(self._trainer.save(Path(directory), position, version))
 
     @endpoint
     async def restore(self, path: str) -> dict[str, Any]:
-        """Continue from a checkpoint; returns the position that was saved with it."""
+        """Continue from a checkpoint; return the run state that was saved with it."""
         return self._trainer.restore(read_checkpoint(Path(path)))
 
     @endpoint
     async def base_hash(self) -> str:
-        """SHA-256 of the base model as it is now: constant over a run."""
+        """Return the SHA-256 of the base model as it is now: constant over a run."""
         return self._trainer.base_hash()

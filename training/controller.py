@@ -1,13 +1,12 @@
-"""ControllerActor: supervises the roles and drives one run from start, or a checkpoint, to results.
+"""Supervise the roles and drive one run from its start, or a checkpoint, to results.
 
     spawn roles -> evaluate none, document, untrained
                 -> train on policy (training.loop) -> evaluate
                 -> train offline on as many tokens -> evaluate -> results
 
-It owns every role's process mesh, so a death anywhere reaches `__supervise__` here; the service
-(services.pool.service) replaces who died, and a run ends for it only when a role's budget of
-restarts is
-spent: with the role's name, a checkpoint and a summary. This module imports no torch, so that the
+ControllerActor owns the process mesh of every role, so every death reaches its `__supervise__`. The
+service (services.pool.service) replaces dead replicas. The run fails only when a role has used up
+its restarts: with the role's name, a checkpoint and a summary. This module imports no torch, so the
 client that spawns it needs none.
 """
 
@@ -40,7 +39,7 @@ ENGINE_STOP_SECONDS = 10.0  # an idle engine stops in 1 to 2 s
 
 
 class ControllerActor(Actor):
-    """One run. `run` returns when it has ended; `status` and `ask_to_stop` answer meanwhile."""
+    """Run one spec: `run` returns when it ends; `status` and `ask_to_stop` answer meanwhile."""
 
     def __init__(self, spec: RunSpec, run_path: str, resume: bool) -> None:
         self._spec = spec
@@ -55,7 +54,7 @@ class ControllerActor(Actor):
         self._recorder: RunLog | None = None
 
     def __supervise__(self, failure: MeshFailure) -> bool:
-        """A process or actor that we own died. The service replaces it; this actor lives on."""
+        """Return whether the service handles the death of an owned process or actor."""
         return self._mesh is None or self._mesh.service.noticed(failure)
 
     @concurrent_endpoint
@@ -64,16 +63,16 @@ class ControllerActor(Actor):
 
     @concurrent_endpoint
     async def ask_to_stop(self) -> None:
-        """End after the step in progress, with a checkpoint and results so far."""
+        """End the run after the step in progress, with a checkpoint and the results so far."""
         self._stop_asked = True
         if self._helm is not None:
             await self._helm.stop()
-        elif self._opening is not None:  # hosts may be waited for, in a queue for hours
+        elif self._opening is not None:  # hosts may wait in a queue for hours
             self._opening.cancel()
 
     @concurrent_endpoint
     async def run(self) -> str:
-        """Drive the run; returns its status "finished", "stopped" or raises what failed it."""
+        """Drive the run; return "finished" or "stopped". Raises a ForgeError when the run fails."""
         from services.control.commands import RunCommands, StopRequested
         from services.control.server import ControlPlane
         from services.telemetry.hub import open_sinks
@@ -138,8 +137,7 @@ class ControllerActor(Actor):
         return outcome
 
     async def _open(self, recorder: RunLog, begun: float) -> Mesh | None:
-        """The mesh, once its hosts are there; None where the run was asked to stop before. What
-        this raises is the run's end."""
+        """Return the mesh, or None after a stop; end the run's records on stop or failure."""
         from services.mesh import open_mesh
 
         outcome: RunOutcome = "stopped"
@@ -182,7 +180,7 @@ class ControllerActor(Actor):
 
         self._show(stage="starting the mesh")
         course = open_course(spec, mesh, self._directory)
-        # An interrupted run's: this one starts where we say.
+        # It is left from an interrupted run; this one starts from its own checkpoint.
         self._directory.last_state.unlink(missing_ok=True)
         await spawn_roles(spec, course.documents, course.end_ids, mesh, self._directory)
         for role, pool in mesh.pools.items():
@@ -207,7 +205,7 @@ class ControllerActor(Actor):
         return found[-1] if found else None
 
     async def _last_checkpoint(self, recorder: RunLog) -> None:
-        """After a stop or a failure: keep what is there, if the trainer still answers."""
+        """Save a checkpoint after a stop or a failure, if the trainer still answers."""
         assert self._run is not None
         try:
             await asyncio.wait_for(self._run.checkpoint(), 5.0)
@@ -215,7 +213,7 @@ class ControllerActor(Actor):
             recorder.event("failed", error="checkpoint", message=str(error))
 
     async def _stop_engines(self, recorder: RunLog, mesh: Mesh) -> None:
-        """Shut vLLM's engines down in order, and note what they did."""
+        """Shut down vLLM's engines and record their reports."""
         from services.clients import GeneratorClient
 
         if "generator" not in mesh.pools or self._spec.learn.generator.backend != "vllm":
@@ -230,7 +228,7 @@ class ControllerActor(Actor):
             recorder.event("engine", replica=replica, **asdict(report))
 
     async def _or_failure(self, work: Any, mesh: Mesh) -> None:
-        """Await the work, or raise what the service cannot heal any more."""
+        """Await the work, or raise the service's failure."""
         task = asyncio.ensure_future(work)
         await asyncio.wait({task, mesh.service.failure}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -240,7 +238,7 @@ class ControllerActor(Actor):
         await task
 
     def _report_sink(self, sink: str, message: str) -> None:
-        """A sink failed and is left out from now on. Called in whichever thread met it."""
+        """Record a failed telemetry sink; called from any thread."""
         if self._recorder is not None:
             self._loop.call_soon_threadsafe(
                 partial(self._recorder.event, "sink_failed", sink=sink, message=message)

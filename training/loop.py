@@ -1,16 +1,16 @@
-"""The on-policy loop: rollout -> score -> train -> publish.
+"""Run the on-policy loop: rollout -> score -> train -> publish.
 
-    rollout(s)   consumes prompts(s) and cartridge version max(0, s - staleness); what of it is
-                 complete goes to the teachers at once, part by part
-    score(s)     waits for rollout(s), and for what the teachers have not scored of it yet
+    rollout(s)   reads prompts(s) and cartridge version max(0, s - staleness); each completed
+                 sample group goes to the teachers at once
+    score(s)     waits for rollout(s) and for the sample groups that are not yet scored
     train(s)     waits for score(s) and version s; produces version s + 1
     publish(s)   waits for train(s); unblocks rollout(s + 1 + staleness)
 
-With staleness 0 this is strictly sequential and every token is trained by the version that
-sampled it. With staleness b > 0, rollouts of up to b later steps run beside this step's training,
-each pinned to the version exactly b behind, so a run is as deterministic as a strict one and no
-token is ever older than b: the trainer checks that again, token by token (`learning.step`).
-Versions here count from the arm's first one.
+With staleness 0 the steps are strictly sequential, and every token is trained by the version that
+sampled it. With staleness b > 0, rollouts of up to b later steps run beside this step's training.
+Each is pinned to the version exactly b behind, so a run stays deterministic and no token is older
+than b; the trainer checks the age of every token again (`learning.step`). Versions here count from
+the arm's first one.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from training.weight_sync import WeightSync
 
 
 class Rollouts:
-    """Samples an arm's rollouts, up to `staleness` steps ahead of training. `pending` were sampled
-    ahead before a checkpoint, which took them along: a resumed run trains the very same tokens.
+    """Sample an arm's rollouts, up to `staleness` steps ahead of training. `pending` rollouts were
+    saved by a checkpoint, so a resumed run trains the same tokens.
 
-    While a warm start lasts, the teacher's text is the rollout; `switched` is told its last step.
+    In a warm start a rollout is text that the teacher wrote; `switched` is called with the 1-based
+    number of the first step after it.
     """
 
     def __init__(
@@ -53,14 +54,14 @@ class Rollouts:
         self._course, self._generate, self._teachers = course, generate, teachers
         self._state, self._steps, self._staleness = state, steps, staleness
         self._warm, self._switched = warm, switched
-        self._written: dict[int, Rollout] = {}  # what the teacher wrote of steps yet to be trained
+        self._written: dict[int, Rollout] = {}  # teacher-written rollouts of later steps
         self._ahead: dict[int, asyncio.Task[Rollout]] = {}
         for rollout in pending:
             self._ahead[rollout.step] = asyncio.ensure_future(_ready(rollout))
         self._preparing: asyncio.TimerHandle | None = None
 
     async def take(self, step: int) -> Rollout:
-        """Return the rollout of `step`, once all that may run beside it have begun."""
+        """Start all rollouts that may run beside `step`, and return the rollout of `step`."""
         first = self._state.first_version
         for s in range(step, min(step + self._staleness, self._steps - 1) + 1):
             if s not in self._ahead:
@@ -69,17 +70,17 @@ class Rollouts:
         return await self._ahead.pop(step)
 
     def prepare_after(self, step: int) -> None:
-        """Make the next prompts to be sampled, in a moment: while the trainer works on `step`."""
+        """Prepare the prompts of the next rollout shortly, while the trainer works on `step`."""
         later = step + 1 + self._staleness
         loop = asyncio.get_running_loop()
         self._preparing = loop.call_later(0.001, self._course.prepare, later)
 
     async def settle(self) -> list[Rollout]:
-        """Wait for the rollouts that run ahead; they stay pending. For a checkpoint."""
+        """Return the rollouts that run ahead, once complete; they stay pending for a checkpoint."""
         return [await self._ahead[s] for s in sorted(self._ahead)]
 
     async def close(self) -> None:
-        """Cancel whatever runs ahead."""
+        """Cancel the rollouts that run ahead."""
         if self._preparing is not None:
             self._preparing.cancel()
         for task in self._ahead.values():
@@ -99,7 +100,7 @@ class Rollouts:
         return replace(rollout, parts=self._teachers.parts(key))
 
     def _is_warm(self, step: int) -> bool:
-        """Whether a step trains on the teacher's text: the hybrid's first ones."""
+        """Return whether a step trains on the teacher's text."""
         warm, state = self._warm, self._state
         if warm is None or state.warm_over:
             return False
@@ -110,8 +111,8 @@ class Rollouts:
 
 
 class OnPolicyLoop:
-    """Runs the steps of the on-policy arm; version 0 of the arm is `first_version`. `watch` is told
-    each phase as it begins."""
+    """Run the steps of the on-policy arm. `first_version` is the arm's version 0; `watch` is called
+    with the name of each phase when it begins."""
 
     def __init__(
         self,
@@ -130,24 +131,24 @@ class OnPolicyLoop:
         self.first_version, self.watch = first_version, watch
 
     async def step(self, step: int) -> StepRecord:
-        """Make one optimiser update. Rollouts that run ahead keep running when it returns."""
+        """Make one optimizer update and return its record. Rollouts of later steps keep running."""
         version, key = self.first_version + step, score_key("on_policy", step)
         timer = PhaseTimer(self.watch)
 
         with timer("rollout"):
             rollout = await self.rollouts.take(step)
         with timer("score"):
-            self.validation.begin()  # the generators have nothing else to do
+            self.validation.begin()  # the generators are idle from here on
             batch = await self.course.lesson(rollout, version)
             batch, scoring = await self.teachers.score(key, batch, version, rollout.parts)
         with timer("train"):
             self.rollouts.prepare_after(step)
             output = await train_scored(self.trainer, self.teachers, key, batch, version)
         with timer("publish"):
-            await self.validation.settled()  # it asks about the version before
+            await self.validation.settled()  # it still reads the previous version
             await self.weights.publish(version + 1)
 
-        # Of a rollout that ran ahead only the waiting belongs to this step.
+        # A rollout that ran ahead counts only as long as this step waited for it.
         waited = timer.seconds["rollout"]
         compute = min(rollout.compute, waited) + scoring.compute_seconds + output.compute_seconds
         return StepRecord(rollout, output, timer.times(compute), scoring)

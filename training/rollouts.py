@@ -1,4 +1,4 @@
-"""Rollouts: from completions to samples, to rows of the record, and back from a checkpoint."""
+"""Convert completions to samples, to rows of rollouts.jsonl, and rollouts from a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def as_rollout(
     compute: float,
     offline: bool,
 ) -> Rollout:
-    """Completions as samples to train on; text that the teacher wrote carries no version."""
+    """Return a step's completions as a Rollout; text that the teacher wrote carries no version."""
     samples = [
         as_sample(p.document, p.request, c, offline)
         for p, c in zip(prompts, completions, strict=True)
@@ -45,7 +45,7 @@ def as_sample(
 def handed_over(
     prompts: Sequence[StudyPrompt], ended: ScoreGroup
 ) -> Callable[[Sequence[Completion]], None]:
-    """Hand the samples of each reply to the document teacher."""
+    """Return a callback that gives the samples of each reply to the document teacher."""
     asked = {p.request.id: p for p in prompts}
 
     def came(completions: Sequence[Completion]) -> None:
@@ -59,14 +59,14 @@ def handed_over(
 
 
 def is_offline(rollout: Rollout) -> bool:
-    """Whether the teacher wrote it."""
+    """Return whether the teacher wrote all samples of a rollout."""
     return all(v == OFFLINE_VERSION for s in rollout.samples for v in s.versions)
 
 
 def as_rows(
     rollout: Rollout, arm: str, step: int, decode: Callable[[Sequence[int]], str]
 ) -> list[RolloutRow]:
-    """What rollouts.jsonl keeps of each response, its text included."""
+    """Return a row of rollouts.jsonl for each response, with its text."""
     return [
         RolloutRow(
             arm=arm, step=step, id=s.id, document=s.document, kind=p.kind,
@@ -80,7 +80,7 @@ def as_rows(
 
 
 def rollout_from(saved: dict[str, Any]) -> Rollout:
-    """The inverse of `asdict` on a Rollout after JSON, which turned tuples into lists."""
+    """Return a Rollout from `asdict` of it, read from JSON, which turned tuples into lists."""
     prompts = []
     for p in saved["prompts"]:
         request = dict(p["request"])

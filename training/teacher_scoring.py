@@ -1,13 +1,13 @@
-"""Teacher scoring for one training step.
+"""Score the samples of a training step with the teachers.
 
-    rollout, part by part -> begin    \
-    doc_teacher.score(doc samples)     | beside one another -> Lesson with packets -> train_scored
+    rollout, sample groups -> begin    \
+    doc_teacher.score(doc samples)     | concurrently -> TrainBatch with tensor refs -> train_scored
     hinted teacher.score(turns)       /
 
-Samples are sent to the document teacher and the teacher with hints in parts, as soon as a part of
-the rollout is complete; each teacher writes its distributions to the tensor plane. If the plane is
-lost, the parts are scored again. Parts depend only on the rollout, never on timing, because
-floating-point rounding depends on which samples share a batch: a rescored part has the same values.
+A group of samples goes to the document teacher and the hinted teacher as soon as the rollout has
+completed it. Each teacher writes its distributions to the tensor plane. If the plane is lost, the
+groups are scored again. Groups depend only on the rollout, never on timing, because floating-point
+rounding depends on which samples share a batch: a rescored group has identical values.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from training.weight_sync import WeightSync
 
 
 def score_key(arm: str, step: int) -> str:
-    """Return what the keys of a step's scores begin with in the tensor plane."""
+    """Return the prefix of the tensor-plane keys of a step's scores: "scores/<arm>/<step>"."""
     return f"scores/{arm}/{step}"
 
 
 @dataclass(frozen=True)
 class ScoreReply:
-    """A teacher's scores of a part: the plane's life that they were put in, and when they came."""
+    """Hold a teacher's scores of one sample group. `life` numbers the tensor plane that stores them
+    (`Mesh.plane_life`); `came` is the time of the reply on `time.perf_counter`'s clock."""
 
     scored: ScoreOutput
     life: int
@@ -44,13 +45,13 @@ class ScoreReply:
 
     @property
     def span(self) -> tuple[float, float]:
-        """When the teacher computed, on `time.perf_counter`'s clock."""
+        """Return (begin, end) of the teacher's computation, on `time.perf_counter`'s clock."""
         return self.came - self.scored.compute_seconds, self.came
 
 
 @dataclass(frozen=True)
 class PendingScore:
-    """A part whose scoring has begun."""
+    """Hold a sample group whose scoring has begun."""
 
     role: str
     samples: tuple[Sample, ...]
@@ -58,18 +59,17 @@ class PendingScore:
 
 
 class TeacherScoring:
-    """Has the teachers score the samples of steps, each under its `score_key`."""
+    """Score the samples of steps with the teachers, each step under its `score_key`."""
 
     def __init__(self, mesh: Mesh, weights: WeightSync) -> None:
         self._mesh, self._weights = mesh, weights
         self._doc_teacher = DocTeacherClient(mesh.pools)
         self._hinted_teacher = HintedTeacherClient(mesh.pools)
         self._begun: dict[str, list[PendingScore]] = {}  # by key
-        self._scored_in = 0  # the first life of the plane that holds scores of the step
+        self._scored_in = 0  # the oldest plane that holds scores of the step
 
     def begin(self, key: str, version: int, role: str, samples: Sequence[Sample]) -> None:
-        """Begin to score a part of what `score` will be given under this key; the rest may be yet
-        to come."""
+        """Start to score one group of the samples that `score` will get under this key."""
         if not samples:
             return
         self._weights.begin(key)
@@ -77,8 +77,8 @@ class TeacherScoring:
         self._begun.setdefault(key, []).append(PendingScore(role, tuple(samples), task))
 
     def parts(self, key: str) -> tuple[tuple[str, ...], ...]:
-        """Return what the document teacher was given under this key so far, by the samples' ids;
-        sorted, for they came in no order."""
+        """Return the groups that the document teacher was given under this key so far, as sample
+        ids; sorted, because their order depends on timing."""
         return tuple(
             sorted(
                 tuple(s.id for s in part.samples)
@@ -90,11 +90,11 @@ class TeacherScoring:
     async def score(
         self, key: str, batch: TrainBatch, version: int, parts: Sequence[tuple[str, ...]] = ()
     ) -> tuple[TrainBatch, ScoringCost]:
-        """Return the batch with the scores that its samples need, and what they cost.
+        """Return the batch with the scores that its samples need, and their cost.
 
-        The hinted turns are read with the cartridges of `version`. What was not begun, nor has
-        stored scores, is begun now: the document's samples by `parts`, and the rest of each role
-        together. Raises RunError for a teacher that scored too few tokens.
+        Hinted turns are scored with the cartridges of `version`. Samples without pending or
+        precomputed scores are scored now: document samples in the groups of `parts`, the rest of
+        each role together. Raises RunError when a teacher scored too few tokens.
         """
         asked = time.perf_counter()
         texts = batch.read_by
@@ -109,7 +109,7 @@ class TeacherScoring:
         replies: list[ScoreReply] = await gather(part.task for part in calls)
 
         self._scored_in = min((r.life for r in replies), default=self._mesh.plane_life)
-        times = 1 + self._mesh.pools["trainer"].spec.procs  # put once, got by every rank
+        times = 1 + self._mesh.pools["trainer"].spec.procs  # one put, one get by every rank
         spans = [reply.span for reply in replies]
         waited = busy((max(begin, asked), end) for begin, end in spans if end > asked)
         scored = {role: _in_order(role, texts[role], calls, replies) for role in texts}
@@ -126,8 +126,8 @@ class TeacherScoring:
     async def score_again(
         self, key: str, batch: TrainBatch, version: int, error: PlaneError
     ) -> TrainBatch:
-        """Return the batch with its scores made again in the same parts, once another plane is in
-        service. Raises the error where the plane that holds them is well."""
+        """Return the batch, scored again in the same groups once a new plane is in service. Raises
+        `error` when the old plane still works."""
         await self._mesh.replaced(self._scored_in, error)
         texts = batch.read_by
         for role, scored in batch.scores.items():
@@ -137,16 +137,16 @@ class TeacherScoring:
         return again
 
     def trained(self, key: str, batch: TrainBatch) -> None:
-        """Give up the scores of a batch, which the trainer has read."""
+        """Release the scores of a batch, which the trainer has read."""
         self._weights.ended(key)
         if self._scored_in == self._mesh.plane_life:
             for packet in batch.packets:
                 self._weights.read(packet.key, self._scored_in)
-        else:  # replaced meanwhile: nobody can tell where they lie
+        else:  # replaced meanwhile: unknown which plane has them
             self._weights.replica_lost()
 
     async def close(self) -> None:
-        """Give up what was begun and is not wanted any more."""
+        """Cancel all scoring that has begun."""
         tasks = [part.task for parts in self._begun.values() for part in parts]
         self._begun.clear()
         for task in tasks:
@@ -156,7 +156,7 @@ class TeacherScoring:
     async def _score(
         self, role: str, key: str, samples: Sequence[Sample], version: int
     ) -> ScoreReply:
-        """One pass of a teacher; again where the plane was lost under it."""
+        """Return one teacher pass, repeated when the plane is lost meanwhile."""
         stem = f"{key}/{role}"
         while True:
             life = self._mesh.plane_life
@@ -191,7 +191,7 @@ async def train_scored(
 def _in_order(
     role: str, texts: Sequence[Sample], calls: Sequence[PendingScore], replies: Sequence[ScoreReply]
 ) -> tuple[TeacherScores, ...]:
-    """A role's parts, by their samples' places: they were begun in any order."""
+    """Return a role's scores, sorted by the indices of their samples."""
     places = {s.id: i for i, s in enumerate(texts)}
     found = []
     for part, reply in zip(calls, replies, strict=True):

@@ -1,4 +1,4 @@
-"""Where the seconds of a run go: means per phase, the orchestration share, time left."""
+"""Measure the seconds of a run: means per phase, the orchestration share, time left."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from training.types import StepTimes
 
 
 class PhaseTimer:
-    """Times the phases of one step in wall seconds: `with timer("score"): ...`. A phase begins
-    where the one before ended; `watch` is told of it."""
+    """Time the phases of one step in wall seconds: `with timer("score"): ...`. Each phase begins
+    where the one before ended; `watch` is called with its name."""
 
     def __init__(self, watch: Callable[[str], None] = lambda phase: None) -> None:
         self.seconds: dict[str, float] = {}
@@ -34,7 +34,7 @@ class PhaseTimer:
 
 
 class PhaseTimes:
-    """Sums of step times by arm."""
+    """Sum step times by arm."""
 
     def __init__(self) -> None:
         self._sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -61,9 +61,8 @@ class PhaseTimes:
 
 
 def flat(kl: Sequence[float], window: int, gain: float) -> bool:
-    """Return whether doc_kl has come to a plateau: the mean of the last `window` steps is no more
-    than the share `gain` below that of the `window` before. Window 0, or too few steps: it has
-    not."""
+    """Return whether doc_kl has reached a plateau: the mean of the last `window` steps is less than
+    the share `gain` below the mean of the `window` before. False for window 0 or too few steps."""
     if not window or len(kl) < 2 * window:
         return False
     before, last = fmean(kl[-2 * window : -window]), fmean(kl[-window:])

@@ -1,4 +1,4 @@
-"""One run over a running mesh: the arms in order, what is recorded, checkpoints and results."""
+"""Run one training run over a running mesh: its arms in order, records, checkpoints and results."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from training.weight_sync import WeightSync
 
 
 class TrainingRun:
-    """Drives the arms. `show` updates the display's view; `between_steps` does what was asked for
-    from outside, and raises Stopped."""
+    """Train and evaluate the arms. `show` updates the run's status. `between_steps` carries out the
+    run commands that arrived (checkpoint, pause, stop), and raises StopRequested."""
 
     def __init__(
         self,
@@ -60,7 +60,8 @@ class TrainingRun:
     # -- the arms -------------------------------------------------------------------------------
 
     async def go(self) -> None:
-        """Every arm of the spec that has no result yet. Raises Stopped when asked to."""
+        """Run every arm of the spec that has no result yet. Raises StopRequested when a stop was
+        requested, RunError when the base model's weights changed."""
         base = await self._trainer.base_hash()
         try:
             if self._state.arm == "on_policy":
@@ -109,7 +110,7 @@ class TrainingRun:
         await self._evaluate("on_policy", "cartridge", state.version)
 
     async def _train_offline(self) -> None:
-        """The baseline: the teacher writes the responses, as many tokens as on policy trained."""
+        """Train the baseline: responses by the teacher, as many tokens as on policy."""
         state = self._state
         self._show(stage="writing offline data", arm="offline", step=state.step)
         self._watch("rollout")
@@ -126,7 +127,7 @@ class TrainingRun:
         await self._evaluate("offline", "cartridge", state.version)
 
     async def _offline_step(self, rollout: Rollout) -> StepRecord:
-        """Make one update on what the teacher wrote beforehand; nobody reads what it makes."""
+        """Make one update on a teacher-written rollout; nothing is published."""
         version, key = self._state.version, score_key("offline", rollout.step)
         timer = PhaseTimer(self._watch)
         with timer("score"):
@@ -140,7 +141,7 @@ class TrainingRun:
         return StepRecord(rollout, output, timer.times(compute), scoring)
 
     async def _offline_data(self, budget: int) -> list[Rollout]:
-        """Teacher-written rollouts, step by step, until they hold at least `budget` tokens."""
+        """Return teacher-written rollouts that hold at least `budget` tokens."""
         rollouts: list[Rollout] = []
         tokens = 0
         while tokens < budget:
@@ -152,7 +153,7 @@ class TrainingRun:
                     break
         return rollouts
 
-    # -- what is recorded -----------------------------------------------------------------------
+    # -- records --------------------------------------------------------------------------------
 
     async def _record(self, record: StepRecord, steps: int) -> None:
         self._watch("")
@@ -170,7 +171,7 @@ class TrainingRun:
             self._validation.hold(row)
         else:  # the offline arm publishes nothing while it trains
             self._recorder.metric(row)
-        # Only now does the state move: a checkpoint never claims a step without its rows.
+        # The state moves after the rows are written: a checkpoint never claims a step without them.
         state.step = step
         state.tokens[arm] = state.tokens.get(arm, 0) + output.tokens
         if arm == "on_policy":
@@ -199,14 +200,14 @@ class TrainingRun:
         await self._checkpoint_due(steps)
 
     async def _validate(self, version: int) -> float:
-        """Accuracy on the first few held-out questions, for the display."""
+        """Return accuracy on the first `evaluate.probe_questions` held-out questions."""
         most = self._learn.evaluate.probe_questions
         measured = await self._measure("probe", "cartridge", version, most=most, sampled=False)
         self._show(accuracy=measured["accuracy"])
         return measured["accuracy"]
 
     async def _evaluate(self, arm: str, prefix: str, version: int) -> None:
-        """Measure one arm, once."""
+        """Measure one arm, unless the spec leaves it out or it has a result."""
         if arm not in self._learn.evaluate.arms or arm in self._state.arms:
             return
         await self._look_up()
@@ -237,11 +238,11 @@ class TrainingRun:
             await self.checkpoint()
 
     async def checkpoint(self) -> str:
-        """Save trainer and position; rollouts that run ahead are waited for and kept. Returns the
-        checkpoint's name, "" where there is nothing to keep yet.
+        """Save trainer and run state, and return the checkpoint's name; "" where there is nothing
+        to save yet. Rollouts that run ahead are awaited and saved.
 
-        Raises CheckpointError when the trainer stands elsewhere than the position (a step that
-        failed half-way): the checkpoint before it stands.
+        Raises CheckpointError when trainer and run state are at different steps, after a step that
+        failed half-way; the previous checkpoint remains.
         """
         if not self._begun_arm:
             return ""
@@ -254,7 +255,7 @@ class TrainingRun:
             and 0 < state.step < self._learn.train.steps
             and self._learn.train.staleness
         ):
-            return ""  # a failure took the rollouts that ran ahead; the checkpoint before it stands
+            return ""  # a failure cancelled the rollouts ahead; the previous checkpoint remains
         state.course = self._course.saved()
         self._watch("checkpoint")
         path = await self._trainer.save(
@@ -266,7 +267,7 @@ class TrainingRun:
         return name
 
     async def resume(self, path: Path | None) -> None:
-        """Stand where a checkpoint was written, files included; without one, at the start."""
+        """Restore a checkpoint and cut the run's files back to its step; without one, restart."""
         if path is not None:
             self._state = RunState(**await self._trainer.restore(str(path)))
             self._resumed = True
@@ -276,11 +277,11 @@ class TrainingRun:
         self._show(step=self._state.step, arm=self._state.arm)
 
     def replica_lost(self) -> None:
-        """A replica died: it may have left tensors behind."""
+        """Search for tensors that the lost replica left behind."""
         self._weights.replica_lost()
 
     def write_results(self, status: RunOutcome, wall_seconds: float) -> None:
-        """results.json as far as the run came; the report is made from it."""
+        """Write results.json for the arms done so far."""
         documents = [
             len(ids) for name, ids in self._course.documents.items() if name != NO_DOCUMENT
         ]
@@ -311,13 +312,13 @@ class TrainingRun:
         self._directory.write_results(results)
 
     def _watch(self, phase: str) -> None:
-        """What the run does now, for who looks at it."""
+        """Record the phase that the run is in."""
         self._show(phase=phase)
         state = self._state
         self._recorder.phase(phase, arm=state.arm, step=state.step + 1, version=state.version)
 
     async def _look_up(self) -> None:
-        """Between two steps: checkpoint, pause or stop, if that was asked for."""
+        """Carry out the run commands that arrived."""
         try:
             await self._between_steps(self.checkpoint)
         except StopRequested:

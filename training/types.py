@@ -1,7 +1,7 @@
-"""Records of a training run, and what a recipe is called with.
+"""Define the records of a training run and the call interface of recipes.
 
-Prompt > Rollout > Lesson > StepRecord > MetricRow      one step
-RunState                                                what a checkpoint keeps between two
+StudyPrompt > Rollout > TrainBatch > StepRecord > MetricRow    one step
+RunState                                                       saved between two steps
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from protocols.types import CacheStats, Completion, GenerateRequest, Sample, Tra
 from services.clients import Replied
 
 ScoreGroup = Callable[[str, Sequence[Sample]], None]
-"""Of a teacher's role: samples that are complete and are to be scored together, now."""
+"""Called with a teacher's role and completed samples, which it scores together, now."""
 
 
 def unheard(role: str, samples: Sequence[Sample]) -> None:
-    """A `ScoreGroup` where nobody scores beside the rollout."""
+    """Ignore the samples: the `ScoreGroup` of callers that do not score beside the rollout."""
 
 
 class TimedGenerate(Protocol):
     """Return completions in the order of the requests, and the seconds that any generator computed.
-
-    `replied` is told of each reply's completions as soon as it is there.
-    """
+    `replied` is called with the completions of each reply when it arrives."""
 
     def __call__(
         self, requests: Sequence[GenerateRequest], replied: Replied = None, /
@@ -35,7 +33,7 @@ class TimedGenerate(Protocol):
 
 @dataclass(frozen=True)
 class StudyPrompt:
-    """A self-study prompt ready to be sampled."""
+    """Hold a self-study prompt ready to be sampled."""
 
     document: str
     kind: str
@@ -44,11 +42,11 @@ class StudyPrompt:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What one step samples: samples with what was asked, and how long it took (seconds).
+    """Hold what one step samples: samples with their prompts and completions.
 
-    `compute` is for how much of it any generator computed. Of `episodes`, the samples are the
-    turns. `parts` are the ids of samples that the document teacher scores together, where that is
-    not all: they are the same whenever it does so.
+    `seconds` is the wall time, `compute` the part of it in which any generator computed. With
+    `episodes`, the samples are their turns. `parts` are groups of sample ids that the document
+    teacher scores together, where that is not all of them at once.
     """
 
     step: int
@@ -63,11 +61,11 @@ class Rollout:
 
 @dataclass(frozen=True)
 class ScoringCost:
-    """What the teachers' scores of one step cost.
+    """Hold the cost of one step's teacher scores.
 
-    `compute_seconds` are the teachers' while the step waited for nothing else, `hidden_seconds`
-    those beside the rollout. `documents` are the document teacher's look-ups, `moved_bytes` what
-    the scores took over the tensor plane, put and got.
+    `compute_seconds` is teacher time that the step waited for, `hidden_seconds` teacher time beside
+    the rollout. `documents` counts the document teacher's cache look-ups; `moved_bytes` is what the
+    scores moved over the tensor plane, puts and gets together.
     """
 
     compute_seconds: float = 0.0
@@ -78,8 +76,8 @@ class ScoringCost:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step. `orchestration` is what no model computed. `score` is the waiting: what
-    the teachers did beside the rollout is not in it."""
+    """Hold the seconds of one step. `orchestration` is time in which no model computes. `score` is
+    only the time waited, without what the teachers did beside the rollout."""
 
     rollout: float
     score: float
@@ -91,7 +89,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One finished training step, for the record."""
+    """Hold one finished training step."""
 
     rollout: Rollout
     output: TrainStepOutput
@@ -101,12 +99,12 @@ class StepRecord:
 
 @dataclass
 class RunState:
-    """Where a run stands between two steps, all of it JSON: saved with every checkpoint.
+    """Hold the position of a run between two steps, all of it JSON: saved with every checkpoint.
 
-    `step` steps of `arm` are done; `first_version` is the arm's version 0; `arms` the results so
-    far; `tokens` trained by each arm; `pending` the rollouts that ran ahead; `course` what the
-    course itself has under way; `warm` the doc_kl of every step on the teacher's text, and
-    `warm_over` whether those steps are done.
+    `step` steps of `arm` are done; `first_version` is the arm's version 0; `arms` holds the results
+    so far, `tokens` the tokens trained by each arm, `pending` the rollouts that ran ahead. `course`
+    is the recipe's own state, `warm` the doc_kl of every warm-start step. `warm_over` is true once
+    the warm start has ended.
     """
 
     arm: str = "on_policy"
@@ -125,5 +123,5 @@ class RunState:
 
     @property
     def version(self) -> int:
-        """The cartridge version that stands after the steps done."""
+        """Return the cartridge version after the steps done."""
         return self.first_version + self.step

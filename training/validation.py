@@ -1,10 +1,10 @@
-"""Validation in the background of the next training step, while the generators are idle.
+"""Run validation in the background of the next training step, while the generators are idle.
 
-    step s ends, its row is held  ->  rollout s + 1  ->  validation begins; scores and training
-    beside it  ->  the row is written  ->  publish s + 1
+    step s ends, its row is held  ->  rollout s + 1  ->  validation beside scoring and training
+    ->  the row is written  ->  publish s + 1
 
-Generators idle while teachers and trainer work, and hold the version that is asked about until the
-publish, which waits. So validation costs a step only what it takes longer than both.
+The generators hold the measured version until the next publish, which waits for validation. So
+validation costs a step only the time by which it outlasts scoring and training.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from protocols.records.run_files import MetricRow
 
 
 class OverlappedValidation:
-    """`measure` tells the accuracy of a version; `tell` is given the row that waited for it.
+    """Measure held-out accuracy with `measure`, then write the waiting row with `tell`.
 
-    Who was cancelled while it waited may ask again: for a last checkpoint, which claims the row.
+    `settled` may be called again after it was cancelled: a last checkpoint then writes the row.
     """
 
     def __init__(
@@ -30,18 +30,18 @@ class OverlappedValidation:
         self._task: asyncio.Future[float] | None = None
 
     def hold(self, row: MetricRow) -> None:
-        """Keep a step's row until its version is measured; one at a time."""
+        """Keep a step's row until its version is measured; one row at a time."""
         assert self._row is None, "the row before was not settled"
         self._row = row
 
     def begin(self) -> None:
-        """Start to measure what is held, if nothing did yet, or it was given up."""
+        """Start to measure the held row's version, unless a measurement runs already."""
         if self._row is not None and (self._task is None or self._task.cancelled()):
             self._task = asyncio.ensure_future(self._measure(self._row.version))
 
     async def settled(self) -> None:
-        """Wait for the measure, and write its row; nothing to do without one. Raises what `measure`
-        raised: the row is not written then."""
+        """Wait for the measurement and write its row; return at once without one. An error of
+        `measure` is raised, and no row written."""
         self.begin()
         if self._row is None or self._task is None:
             return

@@ -1,10 +1,10 @@
-"""What a run keeps in the tensor plane: the published cartridges and the scores of a step.
+"""Keep a run's tensors in the tensor plane: published cartridges and the scores of a step.
 
-    publish(v)   trainer -> plane -> every reader in service, and those that come later
-    read(key)    nobody needs it any more; `tidy` deletes it beside the work that follows
+    publish(v)   trainer -> plane -> every reader in service, and readers that join later
+    read(key)    marks a key as no longer needed; `tidy` deletes it beside the next work
 
-When the plane is lost with the process that held it, another is opened and `refill` publishes the
-cartridges into it anew; whatever was under way meets a PlaneError and is done again (`replaced`).
+A plane that is lost with its process is replaced, and `refill` publishes the cartridges into the
+new one. Calls that were using the lost plane raise PlaneError and are repeated (`Mesh.replaced`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from services.pool.pool import Pool
 
 
 class WeightSync:
-    """Publishes cartridge versions and deletes what was read. `keep` versions stay published.
+    """Publish cartridge versions and delete tensors that were read. `keep` versions stay published.
 
-    `moved_bytes` are those of the last version, put once and got by every reader. What lies in the
-    plane is listed with the life of the plane that it was written in: nothing is
-    looked for, or deleted, in another.
+    `moved_bytes` is the size of the last version, counted once for the put and once for each
+    reader. Every key is kept with the number of the plane that it was written to
+    (`Mesh.plane_life`), and is never looked up or deleted in another plane.
     """
 
     def __init__(self, mesh: Mesh, keep: int) -> None:
@@ -36,16 +36,17 @@ class WeightSync:
         self.moved_bytes = 0
         self._published: list[tuple[int, CartridgeSnapshot]] = []
         self._read: list[tuple[int, str]] = []
-        # A key is in the plane before it is in these lists; who looks for unknown keys waits.
+        # A key is in the plane before it is in these lists; `_forgotten` waits for that.
         self._moving = asyncio.Lock()
         self._deleting: asyncio.Task[None] | None = None
-        self._sweep: set[str] = set()  # prefixes of keys to look through; "" is all
+        self._sweep: set[str] = set()  # key prefixes to search; "" is all keys
         self._under_way: set[str] = set()
         self._spared: set[str] = set()
         mesh.refill = self.refill
 
     async def publish(self, version: int) -> None:
-        """Make the trainer's cartridges visible to every reader."""
+        """Publish the trainer's cartridges to every reader. Raises RunError when they have another
+        version."""
         while True:
             life = self._mesh.plane_life
             try:
@@ -57,7 +58,7 @@ class WeightSync:
                             written, old = self._published.pop(0)
                             self._read.append((written, old.packet.key))
                         break
-                    self._sweep.add("")  # replaced meanwhile: nobody can tell where it lies
+                    self._sweep.add("")  # replaced meanwhile: unknown which plane has it
             except PlaneError as error:
                 await self._mesh.replaced(life, error)
         await self.tidy()
@@ -80,10 +81,8 @@ class WeightSync:
         return [pools[role] for role in CARTRIDGE_READERS if role in pools]
 
     async def refill(self) -> None:
-        """Publish what is published into a plane that replaced the lost one, under new keys.
-
-        A publish that the loss cut short is forgotten first: it is made again (`publish`).
-        """
+        """Publish all published versions into the plane that replaced the lost one, under new keys.
+        A publish that the loss interrupted is not repeated here: `publish` repeats it."""
         async with self._moving:
             life = self._mesh.plane_life
             there: list[tuple[int, CartridgeSnapshot]] = []
@@ -91,11 +90,11 @@ class WeightSync:
                 if written != life:
                     try:
                         snapshot = await self._trainer.publish(snapshot.version)
-                    except PublishError:  # a trainer that recovered is past it; so are rollouts
+                    except PublishError:  # a recovered trainer has a later version; so do rollouts
                         continue
                 there.append((life, snapshot))
-            # In one turn, once all are there: this plane may be lost as well, and then the next
-            # one gets all of them.
+            # Assigned at once when all are published: if this plane is lost too, the next one
+            # must get all of them.
             self._published = there
             for pool in self._readers:
                 remember_cartridges(pool, [snapshot for _, snapshot in there])
@@ -103,28 +102,28 @@ class WeightSync:
                 await pool.tell()
 
     def read(self, key: str, life: int) -> None:
-        """Nobody reads this key any more. It is in the plane of that life."""
+        """Mark a key as no longer needed. `life` numbers the plane that has it."""
         self._read.append((life, key))
 
     def begin(self, stem: str) -> None:
-        """Keys of this stem are being written, until it is `ended`: whoever writes them knows."""
+        """Protect keys that begin with `stem` from deletion until `ended`."""
         self._under_way.add(stem)
 
     def ended(self, stem: str) -> None:
-        """All that is wanted under this stem is read, and nothing more is written."""
+        """End the protection of `stem`: its keys are read, and no more are written."""
         self._under_way.discard(stem)
         if stem in self._spared:
             self._spared.remove(stem)
             self._sweep.add(f"{stem}/")
 
     def replica_lost(self) -> None:
-        """It may have left a packet that nobody knows of: the next `tidy` looks."""
+        """Make the next `tidy` search for keys that the lost replica wrote but never reported."""
         self._sweep.add("")
 
     async def tidy(self) -> None:
-        """Delete what nobody reads any more, beside the work that follows. The time before is
-        waited for first: the store holds one step's tensors too many at most, and a failure to
-        delete is met here."""
+        """Start to delete keys that are no longer needed, beside the work that follows. First wait
+        for the previous deletion, and raise its error: the plane holds at most one step's tensors
+        too many."""
         await self.tidied()
         sweep, self._sweep = self._sweep, set()
         for prefix in sorted(sweep):
@@ -133,14 +132,13 @@ class WeightSync:
         self._deleting = asyncio.create_task(self._delete(keys))
 
     async def _forgotten(self, prefix: str) -> list[tuple[int, str]]:
-        """Keys of replicas that died after a put and before they told of it. Those under way are
-        looked through once they have ended."""
+        """Return unlisted keys, written by replicas that died before they reported them."""
         life, plane = self._mesh.plane_life, self._mesh.plane
         assert plane is not None
         async with self._moving:
             try:
                 found = await plane.keys(prefix)
-            except PlaneError:  # it is being replaced, and they went with it
+            except PlaneError:  # the plane is being replaced, and its keys are gone
                 return []
             known = {s.packet.key for _, s in self._published} | {key for _, key in self._read}
             lost = []
@@ -164,7 +162,7 @@ class WeightSync:
         assert plane is not None
         try:
             for written, key in keys:
-                if written == life:  # what was in a plane that was lost went with it
+                if written == life:  # keys of a lost plane are gone already
                     await plane.delete(key)
         except PlaneError as error:
-            await self._mesh.replaced(life, error)  # then they went with it
+            await self._mesh.replaced(life, error)  # the keys went with the plane

@@ -1,4 +1,4 @@
-"""The embedded backend's draws, for an engine that chooses greedily. Pure: no vLLM."""
+"""Draw tokens as the embedded backend does, for an engine that decodes greedily; without vLLM."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from protocols.types import Sampling
 
 @dataclass(frozen=True)
 class SeededRow:
-    """A row of a batch whose next token is drawn.
+    """Hold a row of a batch whose next token is drawn.
 
-    `uniforms` are all the request's draws (`learning.decoding.sampling.uniforms`), `tokens` the
-    tokens so far: a list that the engine goes on filling, so its length says which draw is next.
+    `uniforms` are the request's draws (`learning.decoding.sampling.uniforms`). `tokens` is a list
+    that the engine keeps filling, so its length is the index of the next draw.
     """
 
     sampling: Sampling
@@ -26,10 +26,10 @@ class SeededRow:
 
 
 def leave_drawn(logits: Tensor, rows: Mapping[int, SeededRow]) -> Tensor:
-    """In logits [B, V], leave each drawn row its drawn token alone to be chosen; in place.
+    """Return logits [B, V], changed in place, in which each drawn row allows only its drawn token.
 
-    Draw t of a request is decided by its seed and t: by nothing else in the batch, nor by the
-    chunks in which its prompt was read, nor by preemptions.
+    Draw t of a request depends on its seed and t alone: not on the rest of the batch, nor on
+    chunked prefill, nor on preemptions.
     """
     groups: dict[Sampling, list[int]] = {}
     for index, row in rows.items():

@@ -1,12 +1,12 @@
-"""vLLM's V1 engine with cartridges as prefixes: the one file that imports vLLM (0.32).
+"""Run vLLM's V1 engine with cartridges as prefixes: the one file that imports vLLM (0.32).
 
-    VllmEngine            what an engine thread steps; translates requests and outputs
-    CartridgeConnector    a KV connector, in the scheduler and in every worker: the placeholders'
-                          blocks are filled with a cartridge's keys and values
-    CartridgeExtension    mixed into vLLM's worker class: takes and drops the tensors
-    SeededDraw            a logits processor: the embedded backend's draws, so its very tokens
+    VllmEngine            the engine of an EngineThread; translates requests and outputs
+    CartridgeConnector    a KV connector, in the scheduler and in every worker: fills the
+                          placeholders' blocks with a cartridge's keys and values
+    CartridgeExtension    mixed into vLLM's worker class: holds and drops the tensors
+    SeededDraw            a logits processor with the embedded backend's draws, for equal tokens
 
-vLLM finds the last three by their names. The mechanism is told in docs/adr/0004.
+vLLM finds the last three by their names. docs/adr/0004 describes the mechanism.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ from protocols.errors import DataError, RunError
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import Completion, GenerateRequest, Sampling, TokenChunk
 
-MAX_LOGPROBS = 20  # at a place; vLLM's own choice, and the most that others' APIs give
-MAX_REQUESTS = 256  # in one step; vLLM's own choice for most machines
+MAX_LOGPROBS = 20  # at a position; vLLM's default, and the maximum of other APIs
+MAX_REQUESTS = 256  # in one step; vLLM's default on most machines
 GIB = 1024**3
 LOADED = "cartridges"  # key in kv_transfer_params: [name, version, P] of each, in order
 DRAWN = "draw"  # key in extra_args: [seed, temperature, top_p, top_k, first draw]
 
 
 class VllmEngine:
-    """An `actors.engine_thread.Engine`. One a process: vLLM's distributed state is global."""
+    """Implement `actors.engine_thread.Engine`, one per process: vLLM has global state."""
 
     def __init__(
         self,
@@ -91,13 +91,13 @@ class VllmEngine:
         self._tensor_parallel = spec.tensor_parallel
         self._first_request: float | None = None
         self._running: dict[str, GenerateRequest] = {}
-        self._followed: dict[str, DecodeState] = {}  # those that are looked at token by token
+        self._followed: dict[str, DecodeState] = {}  # requests that are inspected token by token
         self._streams: set[str] = set()
         self._to_cancel: list[str] = []
         self._tokens: dict[int, int] = {}  # version -> P
         try:
             self._engine = LLMEngine.from_engine_args(engine_arguments(path, dtype, spec))
-        except ValueError as error:  # how vLLM says that model and settings do not go together
+        except ValueError as error:  # vLLM's error for settings that do not fit the model
             raise RunError(
                 f"vLLM cannot start: {error} (its paged memory is generator.kv_gib: "
                 f"{spec.kv_gib:g} GiB)"
@@ -122,7 +122,7 @@ class VllmEngine:
         salt: str | None = None
         if parts:
             if len(parts) > 1:
-                frequencies_of(self._path)  # raises for a model whose keys cannot be moved
+                frequencies_of(self._path)  # raises for a model whose keys cannot be rotated
             before = (PLACEHOLDER,) * sum(part.tokens for part in parts)
             extra["kv_transfer_params"] = {LOADED: [astuple(part) for part in parts]}
             # Blocks found in the prefix cache have no logits, so prompt log-probabilities are
@@ -159,8 +159,8 @@ class VllmEngine:
             # vLLM would skip the connector as well, and compute the placeholders as tokens.
             skip_reading_prefix_cache=False if salt else None,
             detokenize=False,
-            # The first request tells of its first token; the others, unless somebody looks at their
-            # tokens as they come, need not be built twice.
+            # The first request reports its first token; outputs of others are built once, unless
+            # their tokens are inspected during decoding.
             output_kind=RequestOutputKind.DELTA
             if followed
             else RequestOutputKind.FINAL_ONLY
@@ -195,7 +195,7 @@ class VllmEngine:
     def _follow(
         self, key: str, output: RequestOutput
     ) -> Iterable[tuple[str, TokenChunk | Completion]]:
-        """The new tokens of a request that is looked at as it goes on."""
+        """Yield the new tokens of a request that is inspected token by token."""
         row, (made,) = self._followed[key], output.outputs
         if made.finish_reason not in (None, "stop", "length"):
             del self._followed[key]
@@ -235,7 +235,7 @@ class VllmEngine:
         check_shape(kv.shape, *self._shape, len(names))
         if self._tensor_parallel == 1:
             self._engine.collective_rpc("hold_cartridges", args=(version, names, kv))
-        else:  # other processes: vLLM's messages do not carry tensors
+        else:  # workers are other processes, and vLLM's messages carry no tensors
             directory = "/dev/shm" if os.path.isdir("/dev/shm") else None
             with tempfile.TemporaryDirectory(prefix="forge-vllm-", dir=directory) as made:
                 path = os.path.join(made, f"{version}.safetensors")
@@ -256,7 +256,7 @@ class VllmEngine:
 
 
 def engine_arguments(path: str, dtype: str, spec: GeneratorSpec) -> EngineArgs:
-    """vLLM's arguments for a replica of this spec."""
+    """Return vLLM's arguments for a replica of this spec."""
     return EngineArgs(
         model=path,
         dtype=dtype,
@@ -272,7 +272,7 @@ def engine_arguments(path: str, dtype: str, spec: GeneratorSpec) -> EngineArgs:
         kv_cache_memory_bytes=int(spec.kv_gib * GIB),
         tensor_parallel_size=spec.tensor_parallel,
         enforce_eager=current_platform.is_cpu(),  # compiling pays off on GPUs alone
-        async_scheduling=False,  # as vLLM does on CPUs: what is tested is what runs
+        async_scheduling=False,  # vLLM's choice on CPUs, so that GPUs run the tested path
         disable_log_stats=True,
         use_tqdm_on_load=False,
         logits_processors=[f"{__name__}:{SeededDraw.__name__}"],
@@ -287,18 +287,18 @@ def engine_arguments(path: str, dtype: str, spec: GeneratorSpec) -> EngineArgs:
 
 @dataclass
 class PendingFills(KVConnectorMetadata):
-    """What the workers load before the next forward pass."""
+    """Hold the fills that workers load before the next forward pass."""
 
     fills: list[KVFill]
 
 
 class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
-    """Fills the blocks of a request's placeholders with its cartridges.
+    """Fill the blocks of a request's placeholders with its cartridges.
 
-    In the scheduler it says that their tokens need no computing and notes the blocks; in a worker
-    it writes them there, just before the forward pass that first reads them, the keys turned to
-    where they stand. A block that the prefix cache knows under the request's salt was filled before
-    and is left alone.
+    In the scheduler it reports their tokens as already computed and notes the blocks. In a worker
+    it writes them just before the forward pass that first reads them, with the keys rotated to
+    their positions. Blocks that the prefix cache has under the request's salt were filled before
+    and are skipped.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
         """Keep this rank's heads of [C, L, 2, H_kv, P, D], on the host."""
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         mine = kv[:, :, :, kv_heads(kv.shape[3], rank, ranks)]
-        # With one rank it stays where the tensor plane put it; others keep no more than their own.
+        # With one rank the tensor is not copied; several ranks keep their own heads only.
         self._held[version] = (names, mine.clone() if ranks > 1 else mine)
 
     def drop(self, version: int) -> None:
@@ -368,7 +368,7 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
             for name, layer in forward_context.no_compile_layers.items()
             if getattr(layer, "kv_cache", None) is not None
         ]
-        with gpu_sync_allowed():  # vLLM may be told to refuse copies from host memory otherwise
+        with gpu_sync_allowed():  # vLLM may be set to refuse copies from host memory
             for fill in metadata.fills:
                 self._load(fill, layers)
 
@@ -400,27 +400,27 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
         return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loading is done before the forward pass."""
+        """Return at once: loading is done before the forward pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, *_: Any, **__: Any) -> None:
-        """Nothing is saved."""
+        """Save nothing."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Return at once: nothing is saved."""
 
 
 def _parts(request: Any) -> tuple[PromptCartridge, ...]:
-    """The cartridges of a vLLM request, as `VllmEngine.add` sent them."""
+    """Return the cartridges of a vLLM request, as `VllmEngine.add` sent them."""
     return tuple(
         PromptCartridge(*sent) for sent in (request.kv_transfer_params or {}).get(LOADED, ())
     )
 
 
 class SeededDraw(LogitsProcessor):
-    """Draws the tokens of `temperature` > 0 by the request's own stream (actors/vllm/draws.py).
+    """Draw the tokens of `temperature` > 0 by the request's own stream (actors/vllm/draws.py).
 
     With equal logits these are the embedded backend's tokens. vLLM's own seeds promise less, and
-    on CPUs fail where a seeded prompt is read in chunks. Log-probabilities are taken before this.
+    fail on CPUs where a seeded prompt is read in chunks. Log-probabilities are taken before this.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -449,10 +449,10 @@ def _drawn_row(
 
 
 class CartridgeExtension:
-    """Methods that vLLM mixes into its worker class, called by `collective_rpc`."""
+    """Add methods to vLLM's worker class, called by `collective_rpc`."""
 
     def hold_cartridges(self, version: int, names: tuple[str, ...], kv: Tensor | str) -> None:
-        """Take [C, L, 2, H_kv, P, D], or the path of a safetensors file with it as "kv"."""
+        """Hold [C, L, 2, H_kv, P, D], or the path of a safetensors file with it as "kv"."""
         tensor = load_file(kv)["kv"] if isinstance(kv, str) else kv
         _connector().hold(version, tuple(names), tensor)
 

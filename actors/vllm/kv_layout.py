@@ -1,4 +1,4 @@
-"""Where cartridges' tokens lie in vLLM's paged memory, and under which name. Pure: no vLLM.
+"""Lay out cartridges' tokens in vLLM's paged memory, and name their blocks. Imports no vLLM.
 
 A request over a cartridge of P tokens is sent as P placeholder ids and then its prompt. The blocks
 of the placeholders are filled with the cartridge's keys and values instead of being computed:
@@ -8,10 +8,9 @@ of the placeholders are filled with the cartridge's keys and values instead of b
     slots        224 ............. 255 | 96 ..... 113 | 114 .. 121
                   cartridge, shared     cartridge      prompt, computed
 
-A block is shared among requests when all its tokens are equal, so a cartridge that ends inside a
-block has a tail that every request fills for itself. A composition is filled as one cartridge of
-all its tokens would be: [a, b] of 50 and 30 takes positions 0 .. 49 and 50 .. 79, and b's keys are
-turned by 50.
+Requests share a block when all its tokens are equal, so every request fills the last, partial block
+of a cartridge for itself. A composition is filled like one cartridge of all its tokens: [a, b] of
+50 and 30 takes positions 0 .. 49 and 50 .. 79, and b's keys are rotated by 50.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from actors.engine_thread import CARTRIDGE
 from protocols.errors import DataError, PublishError
 from protocols.types import GenerateRequest
 
-PLACEHOLDER = 0  # any id of the vocabulary: it is never embedded
+PLACEHOLDER = 0  # any id of the vocabulary, because it is never embedded
 
 
 @dataclass(frozen=True)
 class PromptCartridge:
-    """One of the cartridges before a prompt, `tokens` long."""
+    """Describe one of the cartridges before a prompt, `tokens` long."""
 
     name: str
     version: int
@@ -38,8 +37,7 @@ class PromptCartridge:
 
 @dataclass(frozen=True)
 class KVFill:
-    """Positions first .. stop-1 of the cartridges laid end to end, to be written into a request's
-    blocks."""
+    """Describe positions first .. stop-1 of concatenated cartridges, to be written to `blocks`."""
 
     parts: tuple[PromptCartridge, ...]
     first: int
@@ -49,7 +47,7 @@ class KVFill:
 
 @dataclass(frozen=True)
 class CartridgeSlice:
-    """Tokens first .. stop-1 of one cartridge, whose token 0 stands at position `start`."""
+    """Describe tokens first .. stop-1 of one cartridge, whose token 0 has position `start`."""
 
     part: PromptCartridge
     start: int
@@ -60,8 +58,8 @@ class CartridgeSlice:
 def cartridges_of(
     request: GenerateRequest, tokens: Mapping[int, int]
 ) -> tuple[PromptCartridge, ...]:
-    """The cartridges before a request's prompt, in order; none where a document is its prefix.
-    `tokens` is every version's P. Raises DataError for a document that is composed with others."""
+    """Return the cartridges before a request's prompt, in order; () where its prefix is a document.
+    `tokens` maps a version to P. Raises DataError for a document that is composed with others."""
     refs = request.prefix.parts
     documents = [ref.name for ref in refs if not ref.name.startswith(CARTRIDGE)]
     if documents and len(refs) > 1:
@@ -79,8 +77,8 @@ def cartridges_of(
 
 
 def pieces(parts: Sequence[PromptCartridge], first: int, stop: int) -> list[CartridgeSlice]:
-    """What of each cartridge lies at positions first .. stop-1 of all laid end to end; those of
-    which nothing does are left out."""
+    """Return the slices of the cartridges at positions first .. stop-1 of their concatenation;
+    cartridges outside are left out."""
     found, start = [], 0
     for part in parts:
         begin, end = max(first - start, 0), min(stop - start, part.tokens)
@@ -91,29 +89,30 @@ def pieces(parts: Sequence[PromptCartridge], first: int, stop: int) -> list[Cart
 
 
 def slots(blocks: Sequence[int], block_tokens: int, first: int, stop: int) -> list[int]:
-    """The slot of each position first .. stop-1 of a request that holds these blocks."""
+    """Return the slot of each position first .. stop-1 of a request that holds these blocks."""
     return [
         blocks[at // block_tokens] * block_tokens + at % block_tokens for at in range(first, stop)
     ]
 
 
 def cache_salt(parts: Sequence[PromptCartridge], private_to: str = "") -> str:
-    """What keeps blocks of different prefixes apart in the prefix cache: "a@7", "a@7,b@7".
+    """Return the salt that separates blocks of different prefixes in the prefix cache: "a@7",
+    "a@7,b@7".
 
-    Blocks of one salt and equal tokens are shared. Placeholders are all equal, so the salt alone
-    says whose keys they hold: cartridges and versions in their order, which together never change
-    their meaning. `private_to` names a request that must share with nobody.
+    Requests share blocks with the same salt and equal tokens. Placeholders are all equal, so the
+    salt alone identifies their keys: by cartridges and versions in their order, which never change
+    meaning. `private_to` names a request that must share with no other.
     """
-    # Quoted, so that no name can hold what stands between names.
+    # Quoted, so that no name contains a separator.
     salt = ",".join(f"{quote(part.name, safe='')}@{part.version}" for part in parts)
     return salt + (f"#{private_to}" if private_to else "")
 
 
 def kv_heads(heads: int, rank: int, ranks: int) -> slice:
-    """Which of a model's key/value heads tensor-parallel rank `rank` of `ranks` holds.
+    """Return the key/value heads that tensor-parallel rank `rank` of `ranks` holds.
 
-    As vLLM lays them out: split evenly; with more ranks than heads, each head on several ranks in
-    a row. `kv_heads(8, 1, 4)` is heads 2 and 3; `kv_heads(2, 1, 4)` is head 0.
+    The layout is vLLM's: split evenly; with more ranks than heads, each head on several ranks in a
+    row. `kv_heads(8, 1, 4)` is heads 2 and 3; `kv_heads(2, 1, 4)` is head 0.
     """
     if heads >= ranks:
         each = heads // ranks

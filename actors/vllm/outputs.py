@@ -1,7 +1,7 @@
-"""What vLLM tells of a request, as our completions. Pure: no vLLM.
+"""Convert vLLM's outputs to completions, without importing vLLM.
 
-An output is a `vllm.outputs.RequestOutput`; its log-probabilities are a mapping from token id to
-what has `logprob` and `rank`, one for each place.
+An output is a `vllm.outputs.RequestOutput`; its log-probabilities are, for each position, a mapping
+from token id to an object with `logprob` and `rank`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from protocols.types import Completion, GenerateRequest, refused
 
 
 def completed(request: GenerateRequest, output: Any) -> Completion:
-    """What vLLM made of a request."""
+    """Return the completion of a finished request, or a refusal where vLLM aborted it."""
     (made,) = output.outputs
     if made.finish_reason not in ("stop", "length"):
         asked = [f"{part.name} version {part.version}" for part in request.prefix.parts]
@@ -36,11 +36,11 @@ def completed(request: GenerateRequest, output: Any) -> Completion:
 
 
 def of_prompt(request: GenerateRequest, output: Any) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """The prompt's log-probabilities and the likeliest token at each of their places."""
+    """Return the prompt's log-probabilities and the likeliest token at each of their positions."""
     wanted = len(request.prompt_ids) - 1
     if not request.prompt_logprobs or not wanted:
         return (), ()
-    # Counted from the end: what stands before depends on where computing began.
+    # Counted from the end: the entries before depend on where computing began.
     assert output.prompt_logprobs is not None
     last = output.prompt_logprobs[-wanted:]
     told = zip(last, request.prompt_ids[1:], strict=True)
@@ -50,6 +50,6 @@ def of_prompt(request: GenerateRequest, output: Any) -> tuple[tuple[float, ...],
 
 
 def likeliest(at: Mapping[int, Any], count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` likeliest tokens at a place, as (id, log-probability); vLLM adds the chosen."""
+    """Return the `count` likeliest tokens as (id, log-probability); vLLM adds the sampled one."""
     ranked = sorted(at.items(), key=lambda item: item[1].rank)
     return tuple((token, told.logprob) for token, told in ranked[:count])

@@ -1,10 +1,10 @@
-"""The arms of `forge eval` sit the same exam; what each did, question by question.
+"""Run the arms of `forge eval` on one evaluation suite, and keep every answer.
 
 teacher   the whole document: sampled answers to every question, once
 bare      no document: sampled answers to every probe, once
 arm       answers greedily -> right, exact, F1, unparsed
           reads the right answers, the passages -> perplexity
-          reads the teacher's answers -> agreement; the bare model's -> what it forgot
+          reads the teacher's answers -> agreement; the bare model's -> forgetting
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ AT_ONCE = 64  # requests of a call: more would wait in the engines until it time
 
 @dataclass(frozen=True)
 class EvalArm:
-    """What stands before the questions. `prefixes` has that of each document, None: no document
-    at all; `tokens` is its mean length."""
+    """Describe the prefix before the questions. `prefixes` has one for each document, None stands
+    for no document at all; `tokens` is the mean length of a prefix."""
 
     name: str
     kind: str
@@ -56,8 +56,7 @@ class EvalArm:
 
 @dataclass(frozen=True)
 class ArmAnswers:
-    """What an arm came to: its row, what pairs of arms are compared by, question by question, and
-    what it answered."""
+    """Hold an arm's row, its scores by question, to compare arms by, and its answers."""
 
     row: EvalRow
     scores: tuple[float, ...]
@@ -72,7 +71,7 @@ async def sit(
     generate: Generating,
     show: Callable[[EvalRow], None] = lambda row: None,
 ) -> list[ArmAnswers]:
-    """Every arm on the whole paper, in order. Raises PublishError for a request that is refused."""
+    """Return every arm's results on the whole suite. Raises PublishError for a refused request."""
     room = RequestWindow(paper, spec, max_tokens, generate)
     await room.prepare()
     found = []
@@ -85,8 +84,7 @@ async def sit(
 def pairs(
     sat: Sequence[ArmAnswers], documents: Sequence[str], spec: EvalSpec
 ) -> list[PairedDifference]:
-    """Every arm against every arm before it, over the same resamples. `documents[i]` is question
-    i's."""
+    """Compare every pair of arms over the same resamples; `documents[i]` is of question i."""
     drawn = resamples(documents, spec.resamples, spec.seed)
     means = [resampled_means(one.scores, drawn) for one in sat]
     found = []
@@ -112,7 +110,7 @@ class RequestWindow:
         self._bare_accuracy = 0.0
 
     async def prepare(self) -> None:
-        """What arms are held against."""
+        """Sample the answers of the teacher and of the bare model, once for all arms."""
         names = [name for name in self._paper.heads if name != NO_DOCUMENT]
         whole = EvalArm("document", "", {n: PrefixRef(f"document/{n}", 0) for n in names}, 0.0)
         bare = EvalArm("none", "", None, 0.0)
@@ -185,12 +183,12 @@ class RequestWindow:
             for r, c in zip(readings, read, strict=True)
             for x in c.prompt_logprobs[-len(r.answer_ids) :]
         )
-        # A prefix that came apart may make any token all but impossible: a float holds no more.
+        # A diverged prefix may make a token all but impossible: keep the value within a float.
         return Perplexity(value=math.exp(min(lost / tokens, 700.0)), tokens=tokens)
 
     async def _exams(self, arm: EvalArm, items: Sequence[EvalQuestion]) -> list[HeldOutQuestion]:
-        """Answers that an arm samples, untruncated and at temperature 1, for only then is the mean
-        of log T - log S an estimate of KL(T || S); and how it reads them itself."""
+        """Sample an arm's answers and its own log-probabilities of them: untruncated, at
+        temperature 1, or the mean of log T - log S would not estimate KL(T || S)."""
         sampling = Sampling(max_tokens=self._max_tokens)
         made = await self._all(
             [
@@ -233,7 +231,7 @@ class RequestWindow:
         seed: int,
         answer: tuple[int, ...] = (),
     ) -> GenerateRequest:  # fmt: skip
-        """`answer` at the end of the prompt, so that its log-probabilities are told."""
+        """Return a request; `answer` goes to the end of the prompt for its log-probabilities."""
         document = of.asked.document if isinstance(of, EvalQuestion) else of.document
         bare = arm.prefixes is None
         ids = of.bare_ids if bare else of.prompt_ids

@@ -1,11 +1,11 @@
-"""What every arm of `forge eval` is asked: questions, passages, and probes of what is forgotten.
+"""Make the evaluation suite of `forge eval`: questions, passages, and probes for forgetting.
 
-    questions   held out by the run, or of a file; the right answers as readings where known
-    passages    windows of each document, to be read word by word
+    questions   held out by the run, or from a file; the right answers as readings where known
+    passages    windows of each document, to be read token by token
     probes      questions that no document of the run answers: another patient's chart in the
                 prompt (clinic, LongHealth), or general ones (configs/forgetting.json)
 
-A reading is a text whose log-probabilities an arm tells. Nothing here runs a model.
+A reading is a text of which an arm returns the log-probabilities. This module runs no model.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from training.recipes.longhealth_prompts import in_turns, read_patients
 from training.recipes.question_files import UserQuestion, read_questions
 
 GENERAL = REPOSITORY / "configs" / "forgetting.json"
-LEAD = "answer:"  # as LongHealth's instruction asks for it
-CUE_WORDS = 3  # of a passage, that point at it
+LEAD = "answer:"  # the form that LongHealth's instruction requires
+CUE_WORDS = 3  # words of a passage that identify it
 WORD_START = re.compile(r"\S")
 
 
 @dataclass(frozen=True)
 class QuestionReading:
-    """`answer_ids` after a prompt, over the prefix of `document` and without any."""
+    """Hold `answer_ids` after a prompt, with the prefix of `document` and without any."""
 
     id: str
     document: str
@@ -56,8 +56,8 @@ class QuestionReading:
 
 @dataclass(frozen=True)
 class EvalQuestion:
-    """A question as the model reads it; `right` is the right answer to be read, None where nobody
-    knows it. `known` says whether a response can be judged."""
+    """Hold a question as the model reads it. `right` is a reading of the right answer, None where
+    it is unknown; `known` tells whether a response can be judged."""
 
     asked: UserQuestion
     prompt_ids: tuple[int, ...]
@@ -68,8 +68,8 @@ class EvalQuestion:
 
 @dataclass(frozen=True)
 class EvalSuite:
-    """The whole exam; `heads` are the documents' ids by name, `texts` their words. `user_file`
-    tells whether the questions come from a file and not from here."""
+    """Hold all questions, passages and probes. `heads` are the documents' token ids by name,
+    `texts` their words. `user_file` tells whether the questions come from a user's file."""
 
     source: str
     user_file: bool
@@ -83,7 +83,7 @@ class EvalSuite:
 
     @property
     def placed(self) -> list[LocatedText]:
-        """The questions as contamination is looked for: without their options, and each once."""
+        """Return the distinct questions without their options, to search for contamination."""
         found: dict[tuple[str, str], LocatedText] = {}
         for item in self.items:
             q = item.asked
@@ -96,9 +96,9 @@ class EvalSuite:
 def set_paper(
     spec: EvalSpec, learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
 ) -> EvalSuite:
-    """The exam of a run; `asked` is a file of questions in place of its own.
+    """Return the evaluation suite of a run; the file `asked` replaces its own questions.
 
-    Raises DataError for data that is not as the run saw it, or without any question.
+    Raises DataError for data that changed since the run, or without any question.
     """
     if learn.data.source == "documents":
         texts, own = _of_documents(learn, directory, tokenizer, asked)
@@ -138,8 +138,8 @@ def set_paper(
 
 
 def first_tokens_of(paper: EvalSuite, tokens: int, tokenizer: Any) -> dict[str, tuple[int, ...]]:
-    """Each document cut so that its whole head, the template's words included, has at most
-    `tokens`: what fits into a prompt of a cartridge's budget.
+    """Return each document cut so that its prompt, chat template included, has at most `tokens`
+    tokens: what fits into a cartridge's budget.
 
     Raises DataError where the template alone is longer.
     """
@@ -174,10 +174,10 @@ def _item(asked: UserQuestion, conversation: ChatRenderer, known: bool = True) -
 
 
 def _right(asked: UserQuestion) -> str:
-    """The right answer as the model would say it; "" where there is none."""
+    """Return the right answer in the model's wording; "" where there is none."""
     if asked.choice is None:
         return asked.answers[0] if asked.answers else ""
-    # The clinic's reader says what the chart says first: of what it never says it knows nothing.
+    # clinic-reader begins its answers with "the chart says"; it never learned another wording.
     field = re.fullmatch(r"what is the (.+)\?", asked.choice.text)
     if field and field[1] in FIELDS:
         return claims(field[1], asked.choice.correct)
@@ -199,7 +199,7 @@ def _by_document(
 
 def _of_patients(learn: LearnSpec) -> tuple[dict[str, str], list[UserQuestion]]:
     patients = read_patients(learn.data)
-    # All that were held out, not the first few that the run itself measured.
+    # All held-out questions, not only the first few that the run itself measured.
     every = [
         [_choice(q, learn) for q in p.questions if is_held_out(q, learn.data.held_out)]
         for p in sorted(patients, key=lambda p: p.id)
@@ -215,7 +215,7 @@ def _choice(question: Any, learn: LearnSpec) -> UserQuestion:
 def _of_documents(
     learn: LearnSpec, directory: RunDirectory, tokenizer: Any, asked: str | None
 ) -> tuple[dict[str, str], list[UserQuestion] | None]:
-    """The documents, as the run read them, and the questions of self-study that it held out."""
+    """Return the documents and the self-study questions that the run held out."""
     parts = read_parts(learn, tokenizer)
     require_same_documents(parts.as_dict()["documents"], directory)
     if asked or learn.data.questions:
@@ -249,8 +249,8 @@ def _passages(
     conversation: ChatRenderer,
     tokenizer: Any,
 ) -> list[QuestionReading]:
-    """Windows of each document that begin with a word, drawn by its name, as an answer to a turn
-    that quotes their first words."""
+    """Return windows of each document that begin with a sentence, drawn by its name, each as the
+    answer to a turn that quotes its first words."""
     found = []
     for name, text in texts.items():
         cut = tokenised(tokenizer, text)
@@ -268,7 +268,7 @@ def _passages(
             found.append(
                 QuestionReading(
                     f"{name}/passage/{number}", name, _opening(conversation, name, turn),
-                    # Without its end token, for the document goes on.
+                    # Without an end token, because the document continues.
                     _opening(conversation, None, turn), conversation.saying(words)[:-1],
                 )
             )  # fmt: skip
@@ -276,8 +276,8 @@ def _passages(
 
 
 def _sentence_starts(text: str, places: Sequence[int]) -> list[int]:
-    """Which of these tokens, by their first characters, begin a sentence; or the first, if none
-    does. A token may bring the space before it along."""
+    """Return which of these tokens, given by their first characters, begin a sentence; or the first
+    token, if none does. A token may include the space before its word."""
     starts = {0, *(m.end() for m in SENTENCE.finditer(text))}
     words = [word.start() if (word := WORD_START.search(text, at)) else at for at in places]
     return [i for i, at in enumerate(words) if at in starts] or [0]
@@ -286,12 +286,12 @@ def _sentence_starts(text: str, places: Sequence[int]) -> list[int]:
 def _probes(
     spec: EvalSpec, learn: LearnSpec, names: Sequence[str], conversation: ChatRenderer
 ) -> list[EvalQuestion]:
-    """Each is asked over the cartridge of one document, which take turns."""
+    """Return the probes; each is asked over the cartridge of one document, in turn."""
     if not spec.probes:
         return []
     others = [] if learn.data.source == "documents" else _others(learn)
     if others:
-        # The chart stands in the user's turn: can the model still read one there?
+        # The chart is in the user's turn, to test whether the model can still read one there.
         asked = in_turns(
             [
                 [replace(_choice(q, learn), text=f"{p.document} {_choice(q, learn).text}")
@@ -309,7 +309,7 @@ def _probes(
 
 
 def _others(learn: LearnSpec) -> list[Patient]:
-    """Patients that the run knows nothing of: of another clinic, or further ones of the file."""
+    """Return patients outside the run: of another clinic, or later ones of the file."""
     data = learn.data
     if data.path is not None:
         return load_patients(data.path)[data.patients :]

@@ -1,4 +1,4 @@
-"""Finished runs as arms of one exam: what must be the same in all, and the prefixes they bring.
+"""Read finished runs as arms of one evaluation, and check that they are comparable.
 
 run       spec, results, the last checkpoint of every arm -> cartridges
 runs      one base model, one set of documents            -> arms: none, document, and of each
@@ -31,12 +31,12 @@ from training.evaluation.arms import EvalArm
 from training.evaluation.questions import EvalSuite, first_tokens_of
 
 KINDS = ("none", "document", "truncated", "untrained", "offline", "hybrid", "on_policy")
-TRAINED = ("offline", "on_policy")  # as checkpoints name them; a hybrid is on_policy's
+TRAINED = ("offline", "on_policy")  # names in checkpoints; a hybrid is under on_policy
 
 
 @dataclass(frozen=True)
 class TrainedArm:
-    """What one arm of a run came to."""
+    """Hold the trained cartridges of one arm of a run."""
 
     kind: str
     step: int
@@ -47,7 +47,7 @@ class TrainedArm:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run with its trained arms."""
+    """Hold a run with its trained arms."""
 
     directory: RunDirectory
     spec: RunSpec
@@ -60,8 +60,8 @@ class FinishedRun:
 
 
 def read_run(path: Path) -> FinishedRun:
-    """Raises SpecError for a folder that is no run, CheckpointError for one that did not finish or
-    has no checkpoint left."""
+    """Return a finished run. Raises SpecError for a folder that is no run, CheckpointError for a
+    run that did not finish or has no checkpoint left."""
     directory = RunDirectory(path.resolve())
     if not directory.spec.is_file():
         raise SpecError(f"{path} is no run directory: name one, such as runs/longhealth/latest")
@@ -98,7 +98,7 @@ def read_run(path: Path) -> FinishedRun:
 
 
 def require_comparable(runs: Sequence[FinishedRun]) -> None:
-    """Raise SpecError where runs differ in what every arm must share."""
+    """Raise SpecError where runs differ in anything that all arms must share."""
     first = runs[0]
     for run in runs[1:]:
         who = f"runs {first.directory.id} and {run.directory.id}"
@@ -120,7 +120,7 @@ def require_comparable(runs: Sequence[FinishedRun]) -> None:
 
 
 def require_documents(run: FinishedRun, paper: EvalSuite) -> None:
-    """Raise DataError where a run's cartridges stand in for other documents than the paper's."""
+    """Raise DataError where a run's cartridges replace other documents than the suite's."""
     names = set(paper.heads) - {NO_DOCUMENT}
     for trained in run.trained:
         if set(trained.cartridges) != names:
@@ -132,7 +132,7 @@ def require_documents(run: FinishedRun, paper: EvalSuite) -> None:
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """Arms with what generators must hold for them: ids to be read, cartridges by version."""
+    """Hold arms with what generators need for them: document ids, and cartridges by version."""
 
     arms: tuple[EvalArm, ...]
     documents: Mapping[str, tuple[int, ...]]
@@ -142,7 +142,7 @@ class EvaluatedRun:
 def enter(
     runs: Sequence[FinishedRun], paper: EvalSuite, kinds: Sequence[str], tokenizer: Any
 ) -> EvaluatedRun:
-    """The arms of these kinds, in the order of KINDS. Raises SpecError for a kind there is not."""
+    """Return the arms of these kinds, ordered as KINDS. Raises SpecError for an unknown kind."""
     unknown = sorted(set(kinds) - set(KINDS))
     if unknown:
         raise SpecError(f"--arms: there is no arm {unknown[0]}; name some of {', '.join(KINDS)}")
@@ -195,7 +195,7 @@ def _mean(ids: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> float:
 
 
 def trained_on(run: FinishedRun, conversation: ChatRenderer) -> Iterator[LocatedText]:
-    """What the user said in every prompt that the run trained on, options left out, each once."""
+    """Yield the user's turn of every prompt that the run trained on, without options, each once."""
     wraps: dict[str, tuple[int, int]] = {}
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for row in iter_rows(run.directory.rollouts):
@@ -213,7 +213,7 @@ def trained_on(run: FinishedRun, conversation: ChatRenderer) -> Iterator[Located
 
 
 def _wrap(conversation: ChatRenderer, document: str) -> tuple[int, int]:
-    """How many ids the template puts before a user's words and after them."""
+    """Return how many ids the template puts before and after a user's words."""
     one, two = (
         conversation.opening(document, (AgentMessage("user", words),))
         for words in ("cat", "why dog")

@@ -1,8 +1,8 @@
-"""Accuracy against compute: strategies over the same cartridges, on the same held-out questions.
+"""Compare strategies by accuracy and compute, over the same cartridges and held-out questions.
 
 arm      strategy, options, budget
 for each every question at once, each over its document's prefix -> answers, tokens, calls
-row      accuracy with its interval, gain over the first arm question by question, what was spent
+row      accuracy with its interval, gain over the first arm question by question, compute spent
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ AT_ONCE = 32  # questions: more would wait in the engines until their calls time
 
 @dataclass(frozen=True)
 class ArmRow:
-    """One arm. Tokens and calls are means a question; `latency` is the mean of a question's own
-    wall seconds beside all others, `seconds` those of the whole arm. `gain` is the mean over
-    questions of being right minus the first arm's, in `gain_ci95` by Student's t (None: the first).
-    """
+    """Hold the results of one arm. Tokens and calls are means a question. `latency` is the mean
+    wall time of a question beside all others, `seconds` the wall time of the arm. `gain` is the
+    mean over questions of being right minus the first arm's (None: the first), with Student's t
+    interval."""
 
     name: str
     strategy: str
@@ -48,7 +48,7 @@ class ArmRow:
     gain_ci95: tuple[float, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
@@ -58,9 +58,9 @@ async def compare(
     sampler_of: Callable[[str], Sampler],
     show: Callable[[ArmRow], None] = lambda row: None,
 ) -> list[ArmRow]:
-    """A row of every arm, in order. `sampler_of` a document samples over its prefix.
+    """Return a row for every arm, in order. `sampler_of(document)` samples over its prefix.
 
-    Raises DataError for a strategy or an option that there is not, before anything is sampled.
+    Raises DataError for an unknown strategy or option, before anything is sampled.
     """
     strategies = [parse(arm.strategy, arm.options) for arm in spec.arms]
     chosen = exams[: spec.questions]
@@ -101,7 +101,7 @@ async def _solve(
             max_tokens=spec.max_tokens,
             temperature=spec.temperature,
             budget=arm.budget,
-            # Draws hang on the question alone: arms share the samples that they have in common.
+            # Draws depend on the question alone, so arms share their common samples.
             name=exam.question.id,
         )
 

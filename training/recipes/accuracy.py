@@ -1,4 +1,4 @@
-"""Scoring the arms on held-out questions."""
+"""Score the arms on held-out questions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from training.recipes.longhealth_prompts import LongHealthQuestion
 
 
 def measure(exams: Sequence[LongHealthQuestion], answers: Sequence[str]) -> MeasuredAccuracy:
-    """Accuracy over all questions with its 95% Wilson interval; unparsed answers count as wrong."""
+    """Return accuracy with its 95% Wilson interval; unparsed answers count as wrong."""
     letters = [parse_answer(a, e.question) for e, a in zip(exams, answers, strict=True)]
     right = sum(
         letter is not None and e.question.is_correct(letter)
@@ -27,8 +27,8 @@ def measure(exams: Sequence[LongHealthQuestion], answers: Sequence[str]) -> Meas
 
 
 def aggregation_gain(arms: Mapping[str, ArmResult]) -> AggregationGain | None:
-    """What training gained of populations, and how much of it aggregating; None where the arms
-    untrained and on_policy have no populations."""
+    """Return the gain of training in population accuracy, and the part of it that aggregation adds;
+    None where the arms untrained and on_policy have no populations."""
     both = [arms[arm].get("populations") for arm in ("untrained", "on_policy") if arm in arms]
     if len(both) < 2 or both[0] is None or both[1] is None:
         return None

@@ -1,5 +1,4 @@
-"""Self-study questions that are held out, and how an arm's reading of the teacher's answers to them
-is measured. Pure."""
+"""Hold out self-study questions, and measure agreement with the teacher's answers to them."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from training.recipes.question_files import UserQuestion
 
 @dataclass(frozen=True)
 class StudyQuestion:
-    """A question of self-study as the student reads it; `answer_ids` are what B said, if it did,
-    and `teacher_ids`, `teacher_logprobs` its likeliest tokens there, if they are known."""
+    """Hold a self-study question. `answer_ids` is the answer of model B, if any; `teacher_ids` and
+    `teacher_logprobs` are B's likeliest tokens at each place, if known."""
 
     key: str
     document: str
@@ -33,8 +32,8 @@ class StudyQuestion:
 
 @dataclass(frozen=True)
 class HeldOutQuestion:
-    """A held-out question with the teacher's answer: `logprobs` and `likeliest` are the teacher's
-    at each of its tokens."""
+    """Hold a held-out question with the teacher's answer: `logprobs` and `likeliest` are the
+    teacher's log-probability and likeliest token at each place of the answer."""
 
     studied: StudyQuestion
     bare_ids: tuple[int, ...]
@@ -46,10 +45,10 @@ class HeldOutQuestion:
 def split(
     studied: Iterable[StudyQuestion], share: float
 ) -> tuple[dict[str, list[StudyQuestion]], list[StudyQuestion]]:
-    """(training questions by document, held-out ones with the documents in turn): of every document
-    the `share` whose words hash lowest, one at least, is held out, and one at least is not.
+    """Return (training questions by document, held-out questions with the documents in turn).
 
-    So neither the order of rows nor other documents move a question across.
+    Of every document the `share` of questions whose words hash lowest is held out: at least one,
+    and not all. So the order of rows and other documents never change the split.
     """
     by_document: dict[str, list[StudyQuestion]] = {}
     for s in studied:
@@ -67,8 +66,8 @@ def split(
 def compared(
     exams: Sequence[HeldOutQuestion], completions: Sequence[Completion]
 ) -> tuple[list[float], list[float]]:
-    """Of each question KL(T || S), nats a token, and the share of tokens at which both hold the
-    same token likeliest."""
+    """Return for each question KL(T || S), nats a token, and the share of tokens at which teacher
+    and student have the same likeliest token."""
     kl, same = [], []
     for exam, c in zip(exams, completions, strict=True):
         n = len(exam.answer_ids)
@@ -81,8 +80,8 @@ def compared(
 def agreement(
     exams: Sequence[HeldOutQuestion], completions: Sequence[Completion]
 ) -> MeasuredAccuracy:
-    """Mean KL(T || S), nats a token, and the share of tokens at which both hold the same token
-    likeliest; intervals are those of the mean over questions, by Student's t."""
+    """Return the mean KL(T || S), nats a token, and the share of tokens at which both have the same
+    likeliest token; intervals are of the mean over questions, by Student's t."""
     kl, same = compared(exams, completions)
     tokens = sum(len(exam.answer_ids) for exam in exams)
     top1, of_kl = fmean(same), fmean(kl)
@@ -98,7 +97,7 @@ def agreement(
 
 
 def answered(asked: Sequence[UserQuestion], responses: Sequence[str]) -> MeasuredAccuracy:
-    """The share of questions that are answered rightly (an option, or SQuAD's exact match) with its
+    """Return the share of questions answered correctly (by option, or SQuAD's exact match) with its
     Wilson interval, and the mean F1."""
     scores = [q.scores(r) for q, r in zip(asked, responses, strict=True)]
     right = sum(exact == 1.0 for exact, _, _ in scores)

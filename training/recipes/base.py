@@ -1,9 +1,9 @@
-"""What a run studies: a step's rollout, what is learned of it, and how arms are measured.
+"""Define the Recipe interface: a step's rollout, its train batch, and how arms are measured.
 
-SelfStudy       one answer to each prompt about a document     (training.recipes.longhealth)
-Cases           episodes of several turns with a desk's tools  (training.recipes.tool_episodes)
-RsaCourse       runs of recursive self-aggregation             (training.recipes.rsa)
-DocumentCourse  answers about a user's own documents           (training.recipes.documents)
+LongHealthRecipe    one answer to each prompt about a document     (training.recipes.longhealth)
+ToolEpisodesRecipe  episodes of several turns with a desk's tools  (training.recipes.tool_episodes)
+RSARecipe           runs of recursive self-aggregation             (training.recipes.rsa)
+DocumentsRecipe     answers about a user's own documents           (training.recipes.documents)
 """
 
 from __future__ import annotations
@@ -19,62 +19,60 @@ from training.types import Rollout, ScoreGroup, StepRecord, TimedGenerate, unhea
 
 
 class Recipe(Protocol):
-    """`documents` maps each name to its token ids from position 0; `end_ids` end a response.
-
-    A course inherits what it has no need of: nothing is prepared, saved or told.
-    """
+    """Choose prompts, make train batches and measure arms. `documents` maps each name to its token
+    ids from position 0; `end_ids` end a response. Methods that are not abstract do nothing."""
 
     documents: Mapping[str, tuple[int, ...]]
     end_ids: frozenset[int]
 
     def prepare(self, step: int) -> None:
-        """Make what `step` will ask beforehand, while the models work."""
+        """Make the prompts of `step` beforehand, while the models work."""
         return
 
     @abstractmethod
     async def sample(
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
     ) -> Rollout:
-        """The on-policy rollout of 0-based `step`, over cartridge `version`. What of its lesson is
-        complete before the rollout is told to `ended`, in parts that hang on the requests and on
-        what was said alone, never on who was faster."""
+        """Return the on-policy rollout of 0-based `step`, over cartridge `version`. `ended` gets
+        samples that are complete before that, in groups that depend on requests and responses,
+        never on timing."""
 
     @abstractmethod
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
-        """What `version` learns of a rollout, still without the teachers' scores."""
+        """Return the train batch of a rollout for `version`, without the teachers' scores."""
 
     @abstractmethod
     async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
-        """What the document teacher itself writes for the next few steps, from `first`."""
+        """Return rollouts that the document teacher writes for the next few steps, from `first`."""
 
     @abstractmethod
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: TimedGenerate,
     ) -> MeasuredAccuracy:  # fmt: skip
-        """One arm on the first `most` held-out questions (None: all), greedily or by sampling;
-        prefix "cartridge", "document" or "none"."""
+        """Measure one arm on the first `most` held-out questions (None: all), greedily or by
+        sampling; prefix "cartridge", "document" or "none"."""
 
     @abstractmethod
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
-        """Write a trained rollout down."""
+        """Write a trained rollout to the run's directory."""
 
     def facts(self, record: StepRecord) -> Mapping[str, Any]:
-        """What the step's row of metrics.jsonl has beside the usual."""
+        """Return further columns of the step's row of metrics.jsonl."""
         return {}
 
     def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
-        """What the step's event has beside the usual: what a clock decides, and no seed."""
+        """Return further fields of the step's event, which may depend on timing."""
         return {}
 
     def saved(self) -> dict[str, Any]:
-        """What is under way, as JSON, for a checkpoint."""
+        """Return the recipe's unfinished work as JSON, for a checkpoint."""
         return {}
 
     def stand(self, saved: Mapping[str, Any]) -> None:
-        """Take up what a checkpoint's `saved` had under way."""
+        """Resume the unfinished work of a checkpoint's `saved`."""
         return
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel unfinished work."""
         return

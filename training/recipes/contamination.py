@@ -1,4 +1,4 @@
-"""What is done about training prompts that double evaluation questions: fail, or tell."""
+"""Fail or warn when training prompts duplicate evaluation questions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from protocols.errors import DataError
 from protocols.files import json_lines, write_atomically
 
 Rule = Literal["fail", "warn"]
-TOLD = 5  # in an error's message; the file has them all
+TOLD = 5  # in an error message; the file has all of them
 
 
 def clean(found: Sequence[PromptOverlap], rule: Rule, file: Path) -> None:
-    """Write the doubles to `file`, one JSON object a line, or remove it where there are none.
+    """Write the duplicates to `file`, one JSON object a line, or remove it where there are none.
 
-    Raises DataError that names the first few where the rule is "fail".
+    Raises DataError with the first few when the rule is "fail".
     """
     if not found:
         file.unlink(missing_ok=True)

@@ -1,13 +1,13 @@
-"""DocumentsRecipe: a user's own documents, with no questions but those of self-study.
+"""Train on a user's own documents, with self-study questions only.
 
-    questions   A asks about passages (documents.synthesis), some held out by the hash of their
-                words
-    step        questions that are not held out -> answers on policy -> doc_kl of the teacher
+    questions   A writes questions about passages (documents.synthesis); some are held out by the
+                hash of their words
+    step        other questions -> answers on policy -> doc_kl of the teacher
     measure     held-out questions: the teacher's own sampled answers, read by each arm
 
-Of an answer y that the teacher T sampled, the sum of log T(y_t) - log S(y_t) is an unbiased
-estimate of KL(T || S), and needs no more of the arm S than the log-probabilities of y; it is told a
-token. Beside it stands how often both hold the same token likeliest.
+For an answer y sampled by the teacher T, the sum of log T(y_t) - log S(y_t) is an unbiased estimate
+of KL(T || S). It needs only the arm S's log-probabilities of y, and is reported per token, with the
+share of tokens at which both have the same likeliest token.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from training.types import (
 
 
 class DocumentsRecipe(Recipe):
-    """Over the documents of the spec; writes its questions into the run's directory."""
+    """Train on the documents of the spec; write their questions into the run's directory."""
 
     def __init__(
         self, spec: LearnSpec, parts: Corpus, tokenizer: Any, directory: RunDirectory
@@ -76,7 +76,7 @@ class DocumentsRecipe(Recipe):
     # -- questions ------------------------------------------------------------------------------
 
     async def _ready(self, generate: TimedGenerate) -> None:
-        """The questions of self-study, read or written, once."""
+        """Read or write the self-study questions, once."""
         async with self._getting_ready:
             if self._training:
                 return
@@ -102,7 +102,7 @@ class DocumentsRecipe(Recipe):
     def _require_clean(
         self, training: Mapping[str, Sequence[StudyQuestion]], held_out: Sequence[StudyQuestion]
     ) -> None:
-        """Before anything is trained. Raises DataError as `clean` does."""
+        """Raise DataError, as `clean` does, before anything is trained."""
         evaluate = self._spec.evaluate
         trained = [
             LocatedText(s.document, s.text, f"self-study: {s.key}")
@@ -136,7 +136,7 @@ class DocumentsRecipe(Recipe):
         return self._conversation.opening(document, (AgentMessage("user", text),))
 
     def _prompts(self, arm: str, step: int) -> list[tuple[StudyQuestion, StudyPrompt]]:
-        """Documents take turns; each goes through its questions in an order drawn anew for every
+        """Return a step's prompts: documents take turns, their questions are reshuffled each
         round."""
         rollout, seed = self._spec.rollout, self._spec.train.seed
         names = sorted(self._training)
@@ -177,8 +177,8 @@ class DocumentsRecipe(Recipe):
         return as_rollout(step, prompts, completions, seconds, compute, False)
 
     async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
-        """One step of what B said in the rows; of questions without an answer, what the model with
-        the whole document says."""
+        """Return one step of answers that model B wrote in the rows; a question without one is
+        answered by the model with the whole document."""
         await self._ready(generate)
         begun = time.perf_counter()
         prompts = self._prompts("offline", first)
@@ -205,8 +205,8 @@ class DocumentsRecipe(Recipe):
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: TimedGenerate,
     ) -> MeasuredAccuracy:  # fmt: skip
-        """Agreement with the teacher on held-out questions; where the user gave questions, their
-        answers decide the accuracy."""
+        """Return the agreement with the teacher on held-out questions; where the user gave
+        questions, their answers decide the accuracy."""
         await self._ready(generate)
         await self._examine(generate)
         bare = prefix == NO_DOCUMENT
@@ -235,7 +235,7 @@ class DocumentsRecipe(Recipe):
         return {**answered(asked, said), "agreement": measured["agreement"]}
 
     async def _examine(self, generate: TimedGenerate) -> None:
-        """The teacher's answers to the held-out questions, once."""
+        """Sample the teacher's answers to the held-out questions, once."""
         async with self._getting_ready:
             if self._exams:
                 return
@@ -270,7 +270,7 @@ class DocumentsRecipe(Recipe):
     def _reading(
         self, exam: HeldOutQuestion, name: str, prefix: str, version: int
     ) -> GenerateRequest:
-        """The teacher's answer as the end of a prompt, so that its log-probabilities are told."""
+        """Return a request that reads the teacher's answer, for its log-probabilities."""
         bare = prefix == NO_DOCUMENT
         ids = exam.bare_ids if bare else exam.studied.prompt_ids
         ref = BARE if bare else PrefixRef(f"{prefix}/{exam.studied.document}", version)
@@ -290,19 +290,19 @@ class DocumentsRecipe(Recipe):
     def _decode(self, ids: Sequence[int]) -> str:
         return self._conversation.decode(ids).strip()
 
-    # -- what is recorded -----------------------------------------------------------------------
+    # -- records --------------------------------------------------------------------------------
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_rollouts(as_rows(rollout, arm, step, self._decode))
 
 
 def studied_of(row: StudyRow, spec: LearnSpec, conversation: ChatRenderer) -> StudyQuestion | None:
-    """None for a question that no row of the trainer holds with its answer."""
+    """Return the question of a row; None when a trainer row cannot hold it with its answer."""
     ids = conversation.opening(row.document, (AgentMessage("user", row.question),))
     if len(ids) + spec.rollout.max_tokens > spec.train.row_tokens:
         return None
     room = spec.train.row_tokens - len(ids)
-    # Ids of another tokenizer mean nothing: what B said is then put in words of this one.
+    # Ids of another model's tokenizer mean nothing here: its answer text is tokenized again.
     own = row.model == model_name(spec.model.path) and row.answer_ids
     answer = row.answer_ids if own else ()
     if row.answer and not own:
@@ -316,7 +316,7 @@ def studied_of(row: StudyRow, spec: LearnSpec, conversation: ChatRenderer) -> St
 
 
 def require_scores(studied: Sequence[StudyQuestion], where: str | None) -> None:
-    """Raises DataError unless every answer has as many of its teacher's tokens at every place."""
+    """Raise DataError unless every answer has the same number of teacher tokens at every place."""
     lacking = [s.key for s in studied if not s.teacher_ids]
     if lacking:
         raise DataError(
@@ -333,7 +333,7 @@ def require_scores(studied: Sequence[StudyQuestion], where: str | None) -> None:
 
 
 def note_documents(parts: Corpus, directory: RunDirectory) -> None:
-    """Write which documents a run reads; a run that goes on must read the same."""
+    """Write the run's list of documents. Raises CheckpointError when it differs on resume."""
     told = parts.as_dict()
     if directory.documents.exists():
         before = json.loads(directory.documents.read_bytes())
@@ -347,7 +347,7 @@ def note_documents(parts: Corpus, directory: RunDirectory) -> None:
 
 
 def of_parts(rows: Sequence[StudyRow], parts: Corpus, where: str) -> list[StudyRow]:
-    """The rows, which must be about these very texts."""
+    """Return the rows. Raises DataError when one is about a text that is not in `parts`."""
     for row in rows:
         part = parts.parts.get(row.document)
         if part is None or part.document.sha256 != row.sha256:
@@ -359,6 +359,6 @@ def of_parts(rows: Sequence[StudyRow], parts: Corpus, where: str) -> list[StudyR
 
 
 def said(studied: StudyQuestion, prompt: StudyPrompt) -> Completion:
-    """What B said, as if it were sampled; nobody knows its log-probabilities under this model."""
+    """Return B's written answer as a Completion, with zeros for its unknown log-probabilities."""
     ids = studied.answer_ids
     return Completion(prompt.request.id, ids, (0.0,) * len(ids), (0,) * len(ids), "stop")

@@ -1,4 +1,4 @@
-"""Self-study: single answers to prompts about a document, measured on five-option questions."""
+"""Train on single answers to prompts about a document; measure on five-option questions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ OFFLINE_CHUNK = 4  # steps of teacher-written text generated in one call
 
 
 class LongHealthRecipe(Recipe):
-    """Knows what the document teacher itself would write."""
+    """Train on self-study prompts about patients' charts."""
 
     def __init__(self, tasks: LongHealthPrompts, *, measured: bool) -> None:
-        """Without `measured` no held-out question is needed."""
+        """Need no held-out question unless `measured`."""
         self._tasks = tasks
         self._exams = tasks.exams if measured else []
         self.documents: Mapping[str, tuple[int, ...]] = tasks.documents
@@ -41,7 +41,7 @@ class LongHealthRecipe(Recipe):
         return as_rollout(step, prompts, completions, seconds, compute, False)
 
     async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
-        """The teacher's answers to the prompts of the next few steps."""
+        """Return the teacher's answers to the prompts of the next OFFLINE_CHUNK steps."""
         steps = range(first, first + OFFLINE_CHUNK)
         prompts = [self._tasks.offline(s) for s in steps]
         flat = [p for step in prompts for p in step]

@@ -1,11 +1,10 @@
-"""What is asked when: prompts of a run as token ids, from patients, tokenizer and config. Pure.
+"""Make the prompts of a run as token ids, from patients, tokenizer and config.
 
     document    <bos> system(document)              position 0 .. T-1     (prefix: cartridge or KV)
-    prompt      user(question) + generation prompt   what follows the prefix, whichever it is
+    prompt      user(question) + generation prompt   the tokens after any prefix
 
-The chat template is applied to the whole conversation and cut where the document ends, so a
-prompt's tokens are the same whatever stands before it, and no second beginning-of-sequence token
-ever appears in the middle.
+The chat template is applied to the whole conversation and cut where the document ends. So a prompt
+has the same tokens after every prefix, and no second beginning-of-sequence token appears.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ Turn = TypeVar("Turn")
 
 @dataclass(frozen=True)
 class LongHealthQuestion:
-    """A held-out question ready to be answered, over a prefix and without any document; `text` is
-    what is asked."""
+    """Hold a held-out question: its `text`, its ids after a prefix, and `bare_ids` without one."""
 
     question: PatientQuestion
     text: str
@@ -50,7 +48,7 @@ class LongHealthQuestion:
 
 
 def read_patients(data: DataSpec) -> list[Patient]:
-    """The run's patients: from `data.path`, or generated. Raises DataError when too few."""
+    """Return the run's patients, from `data.path` or generated. Raises DataError when too few."""
     if data.path is not None:
         patients = load_patients(data.path)
     else:
@@ -68,7 +66,7 @@ def read_patients(data: DataSpec) -> list[Patient]:
 
 
 class LongHealthPrompts:
-    """Every prompt of a run, by step. Each draw has a generator named by seed, step and index."""
+    """Make every prompt of a run. A generator named by seed, step and index makes each draw."""
 
     def __init__(self, spec: LearnSpec, patients: Sequence[Patient], tokenizer: Any) -> None:
         self._spec = spec
@@ -91,16 +89,16 @@ class LongHealthPrompts:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end a response."""
+        """Return the tokens that end a response."""
         return frozenset({self._tokenizer.eos_token_id})
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a response, without special tokens: for people and for answer parsing."""
+        """Return a response's text without special tokens, for people and for answer parsing."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text.strip()
 
     def rollout(self, step: int, version: int) -> list[StudyPrompt]:
-        """The on-policy prompts of 0-based `step`, over cartridge `version`."""
+        """Return the on-policy prompts of 0-based `step`, over cartridge `version`."""
         prompts = self._prepared.pop(step, None) or self._prompts("on_policy", step)
         train = self._spec.train
         return in_company(prompts, version, sorted(self.patients), train.compose, train.seed)
@@ -110,12 +108,12 @@ class LongHealthPrompts:
         self._prepared = {step: self._prompts("on_policy", step)}
 
     def offline(self, step: int) -> list[StudyPrompt]:
-        """The same prompts, to be answered by the document teacher itself."""
+        """Return the prompts of `step` over the documents themselves, for the document teacher."""
         return self._prompts("offline", step)
 
     def _prompts(self, arm: str, step: int) -> list[StudyPrompt]:
-        """Prompts of one step over the documents themselves, which take turns, so that every
-        cartridge trains in every step that has at least as many prompts as there are documents."""
+        """Return one step's prompts over the documents, which take turns: with as many prompts as
+        documents, every cartridge trains in every step."""
         rollout, seed = self._spec.rollout, self._spec.train.seed
         ids = sorted(self.patients)
         prompts = []
@@ -141,7 +139,8 @@ class LongHealthPrompts:
 
     @cached_property
     def exams(self) -> list[LongHealthQuestion]:
-        """The held-out questions to evaluate on, patients in turn, at most `evaluate.questions`."""
+        """Return the held-out questions to evaluate, patients in turn, at most
+        `evaluate.questions`. Raises DataError when there is none."""
         by_patient = [list(self._held_out[p]) for p in sorted(self._held_out)]
         chosen = in_turns(by_patient)[: self._spec.evaluate.questions]
         if not chosen:
@@ -164,7 +163,7 @@ class LongHealthPrompts:
         version: int,
         sampled: bool,
     ) -> list[GenerateRequest]:
-        """Requests for one arm: prefix "cartridge", "document" or "none" (no document at all)."""
+        """Return one arm's requests: prefix "cartridge", "document" or "none" (no document)."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
         sampling = Sampling(
             temperature=evaluate.temperature if sampled else 0.0, max_tokens=evaluate.max_tokens
@@ -191,8 +190,7 @@ class LongHealthPrompts:
 def _doubles(
     patients: Sequence[Patient], held_out: Mapping[str, Sequence[PatientQuestion]], alike: float
 ) -> set[str]:
-    """Questions that are nearly the words of a held-out one about the same patient: training on
-    them would be training on it."""
+    """Return ids of questions that nearly repeat a held-out one on the same patient."""
     asked = [LocatedText(p, q.text, q.id) for p, some in held_out.items() for q in some]
     every = [LocatedText(p.id, q.text, q.id) for p in patients for q in p.questions]
     near = {(x.training.document, x.training.text) for x in overlaps(every, asked, alike)}
@@ -202,8 +200,8 @@ def _doubles(
 def in_company(
     prompts: Sequence[StudyPrompt], version: int, names: Sequence[str], share: float, seed: int
 ) -> list[StudyPrompt]:
-    """The prompts over their documents' cartridges of `version`; about `share` of them with the
-    cartridge of another of `names` before or behind it."""
+    """Return the prompts over their documents' cartridges of `version`; for about `share` of them,
+    the cartridge of another of `names` stands before or after it."""
     found = []
     for prompt in prompts:
         rng = random.Random(f"compose/{seed}/{prompt.request.id}")
@@ -217,11 +215,11 @@ def in_company(
 
 
 def over(prompt: StudyPrompt, prefix: PrefixRef) -> StudyPrompt:
-    """The same prompt with another prefix before it."""
+    """Return the prompt with another prefix."""
     return replace(prompt, request=replace(prompt.request, prefix=prefix))
 
 
 def in_turns(rows: Sequence[Sequence[Turn]]) -> list[Turn]:
-    """Column by column, skipping rows that have ended: [[a, b], [c]] -> [a, c, b]."""
+    """Return items column by column; rows may end early: [[a, b], [c]] -> [a, c, b]."""
     longest = max((len(r) for r in rows), default=0)
     return [r[i] for i in range(longest) for r in rows if i < len(r)]

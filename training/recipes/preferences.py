@@ -1,8 +1,8 @@
-"""The replay channel beside the training loop: states go to the teachers, pairs come back later.
+"""Run the replay channel beside training: states go to the teachers, pairs return later.
 
-step s       states worth a vote -> teacher_replay.vote (nobody waits for them)
-step s + lag pairs whose verdicts are there join, oldest first, for `uses` steps; later ones
-             join later, and are given up after s + max_age
+step s       states worth a vote -> teacher_replay.vote (not awaited)
+step s + lag pairs with a verdict join, oldest first, for `uses` steps; later verdicts join later
+             steps, and are dropped after s + max_age
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from teachers.prompts import state_hash
 from teachers.vote_records import from_row, to_row
 from teachers.voting import pair_of, worth_asking
 
-UNKNOWN = -1  # the version of a reference that is yet to be made
+UNKNOWN = -1  # the version of a reference that is not computed yet
 
 
 @dataclass(frozen=True)
 class AskedState:
-    """A state of step `step`, with the student's exact tokens in it."""
+    """Hold a state of step `step`, with the student's exact tokens."""
 
     step: int
     document: str
@@ -46,7 +46,7 @@ class AskedState:
 
 @dataclass(frozen=True)
 class HeldPair:
-    """A pair of step `begun`, and in how many steps it was trained on."""
+    """Hold a pair of step `begun`, and the number of steps that trained on it."""
 
     begun: int
     pair: PreferencePair
@@ -57,7 +57,8 @@ _HELD = TypeAdapter(HeldPair)
 
 
 class PreferenceQueue:
-    """Asks, keeps and hands out. `counts` is what became of states since they were last told."""
+    """Send states to the teachers, and keep the pairs until they are trained. `counts` holds the
+    outcomes of states since the last `counted`."""
 
     def __init__(
         self, pools: Mapping[str, Pool], spec: ReplaySpec, dpo: DpoSpec,
@@ -75,7 +76,7 @@ class PreferenceQueue:
         self.counts: Counter[str] = Counter()
 
     def ask(self, questions: Sequence[AskedState]) -> None:
-        """Begin to ask about those that are most worth it, each state once; returns at once."""
+        """Start votes on the states that are most worth one, each state once; return at once."""
         worth = [q for q in questions if worth_asking(q.state, self._gate)]
         worth.sort(key=lambda q: 1.0 if q.state.confidence is None else q.state.confidence)
         there = {state_hash(q.state) for q, _ in self._asked}
@@ -88,8 +89,8 @@ class PreferenceQueue:
                 self._begin(question)
 
     async def due(self, step: int, version: int) -> list[PreferencePair]:
-        """The pairs that join `step`, which trains `version`. Waits for no teacher: only for the
-        references of pairs that join for the first time, which are of this version."""
+        """Return the pairs that join `step`, which trains `version`. Waits for no vote, only for
+        reference log-probabilities under this version, for pairs that join for the first time."""
         self._gather(step)
         waiting = [h for h in self._held if step - h.begun <= self._dpo.max_age]
         self.counts["given_up"] += sum(not h.used for h in self._held if h not in waiting)
@@ -102,24 +103,23 @@ class PreferenceQueue:
             joining = [replace(h, pair=by_id.get(h.pair.id, h.pair)) for h in joining]
         self.counts["trained"] += len(new)
         used = [replace(h, used=h.used + 1) for h in joining]
-        # Who has begun to be trained on goes on first.
+        # Pairs that were trained before go first.
         self._held = [*(h for h in used if h.used < self._dpo.uses), *rest]
         return [h.pair for h in joining]
 
     def counted(self) -> Counter[str]:
-        """`counts` since the last call."""
+        """Return `counts` since the last call."""
         counted, self.counts = +self.counts, Counter()
         return counted
 
     def told(self) -> list[dict[str, Any]]:
-        """What came since the last call, for the record: rows of states and of their verdicts,
-        with every vote, and of the pairs that they make."""
+        """Return new rows for the record: states, verdicts with every vote, and pairs."""
         told, self._told = self._told, []
         return told
 
     def saved(self) -> dict[str, Any]:
-        """What is under way: states that are asked about (asked again, what was paid for is in the
-        ledger) and pairs that wait."""
+        """Return unfinished work as JSON: waiting pairs, and states under vote (they are asked
+        again after a resume, and paid answers come from the ledger)."""
         return {
             "asked": [_as_json(q) for q, _ in self._asked],
             "held": [asdict(h) for h in self._held],
@@ -127,14 +127,14 @@ class PreferenceQueue:
         }
 
     def stand(self, saved: Mapping[str, Any]) -> None:
-        """Take up what `saved` had under way."""
+        """Resume the unfinished work of `saved`."""
         self.counts = Counter(saved["counts"])
         self._held = [_HELD.validate_python(h) for h in saved["held"]]
         for question in saved["asked"]:
             self._begin(_from_json(question))
 
     async def close(self) -> None:
-        """Give up what was asked."""
+        """Cancel all votes."""
         asked, self._asked = [task for _, task in self._asked], []
         for task in asked:
             task.cancel()
@@ -145,7 +145,7 @@ class PreferenceQueue:
         self._asked.append((question, asyncio.ensure_future(vote)))
 
     def _gather(self, step: int) -> None:
-        """Take in the verdicts that are there, in the order in which they were asked for."""
+        """Collect the verdicts that have arrived, in the order of their requests."""
         asked, self._asked = self._asked, []
         for question, task in asked:
             if not task.done():
@@ -157,7 +157,7 @@ class PreferenceQueue:
                 continue
             try:
                 verdict = task.result()
-            except RunError:  # the pool lost it again and again: the run goes on without
+            except RunError:  # the pool lost the call repeatedly: the run continues without
                 self.counts["unanswered"] += 1
                 continue
             self.counts[verdict.reason] += 1

@@ -1,12 +1,12 @@
-"""A user's own questions about their documents: SQuAD's JSON, or LongHealth's. Pure.
+"""Read a user's own questions about their documents, in SQuAD's or LongHealth's JSON.
 
     SQuAD        {"data": [{"title", "paragraphs": [{"context", "qas": [{"question", "answers"},
-                 ...]}]}]}: free answers; F1 and exact match over the best of the given ones;
-                 2.0's unanswerable questions, where they are asked for, want to be declined
+                 ...]}]}]}: free answers; F1 and exact match over the best given answer; a response
+                 to one of 2.0's unanswerable questions, where they are included, must decline
     LongHealth   {"report": {"texts", "questions": [{"question", "answer_a", ..., "correct"}]}}:
                  five options; the key is the document's name
 
-A SQuAD paragraph belongs to the document that holds its words, else to that of its title's name.
+A SQuAD paragraph belongs to the document that contains its words, else to the one of its title.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from protocols.errors import DataError
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _LABEL = re.compile(r"^\W*[a-eA-E][).:]+\s*")
-# How a response says that the document has no answer, as `normalised` leaves it.
+# Responses that decline to answer, in `normalised` form.
 _DECLINES = re.compile(
     r"^$|\b(?:unanswerable|not answerable|no answer|cannot be answered|cant be answered"
     r"|(?:not|isnt|is never|never) (?:stated|mentioned|given|specified|said|provided)"
@@ -37,8 +37,8 @@ _DECLINES = re.compile(
 
 @dataclass(frozen=True)
 class UserQuestion:
-    """A question about a document: with options (`choice`), with answers that are right, or, with
-    neither, one that the document does not answer."""
+    """Hold a question about a document: with options (`choice`), with accepted answers, or, with
+    neither, a question that the document does not answer."""
 
     id: str
     document: str
@@ -47,7 +47,7 @@ class UserQuestion:
     choice: PatientQuestion | None = None
 
     def scores(self, response: str) -> tuple[float, float, bool]:
-        """(right: 0 or 1, F1, whether it gave an answer at all) of a response."""
+        """Return (right: 0 or 1, F1, whether an answer was given) for a response."""
         if self.choice is not None:
             letter = parse_answer(response, self.choice)
             right = float(letter is not None and self.choice.is_correct(letter))
@@ -60,8 +60,8 @@ class UserQuestion:
         return exact, max(f1(said, a) for a in self.answers), bool(normalised(said))
 
     def words(self, response: str) -> tuple[float, float]:
-        """(exact match, F1) of what a response says with the right answer's words; of a question
-        with options, a letter alone stands for its option's text."""
+        """Return (exact match, F1) of a response against the words of the right answer. Of a
+        question with options, a letter alone counts as its option's text."""
         if self.choice is None:
             exact, score, _ = self.scores(response)
             return exact, score
@@ -74,13 +74,13 @@ class UserQuestion:
 
 
 def normalised(text: str) -> str:
-    """As SQuAD compares answers: lower case, no punctuation, no articles, single spaces."""
+    """Normalize as SQuAD does: lower case, no punctuation, no articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def f1(said: str, answer: str) -> float:
-    """Harmonic mean of precision and recall over words (Rajpurkar et al., 2016). Two empty texts
-    are the same."""
+    """Return the harmonic mean of precision and recall over words (Rajpurkar et al., 2016). Two
+    empty texts are equal."""
     a, b = normalised(said).split(), normalised(answer).split()
     if not a or not b:
         return float(a == b)
@@ -91,8 +91,8 @@ def f1(said: str, answer: str) -> float:
 def read_questions(
     path: str, texts: Mapping[str, str], instruction: str, *, unanswerable: bool = False
 ) -> list[UserQuestion]:
-    """The questions of a file about the documents of these texts, by name; those that SQuAD calls
-    impossible where `unanswerable` asks for them.
+    """Return the questions of a file about the documents in `texts`; SQuAD's impossible ones only
+    with `unanswerable`.
 
     Raises DataError for a file of another shape, and for a question about no document of the run.
     """

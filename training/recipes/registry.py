@@ -1,4 +1,4 @@
-"""Which course a run takes, and who stands in for its external teachers."""
+"""Open the recipe of a run, and a local stand-in for its external teachers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from training.recipes.base import Recipe
 
 
 def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None) -> Recipe:
-    """The course of a spec, over pools that are yet to be spawned into `mesh`. One on a user's
-    documents writes its questions into the run's `directory`."""
+    """Return the recipe of a spec, over pools that are yet to be spawned into `mesh`.
+    DocumentsRecipe writes its questions into the run's `directory`."""
     learn = spec.learn
     tokenizer = load_tokenizer(learn.model.path)
     if learn.episodes is not None:
@@ -41,8 +41,7 @@ def open_course(spec: RunSpec, mesh: Mesh, directory: RunDirectory | None = None
 
 @contextmanager
 def teachers(spec: RunSpec) -> Iterator[RunSpec]:
-    """The spec with its teachers where they can be asked: where it says so, at a provider of our
-    own, which ends with the context."""
+    """Yield the spec; with `replay.local`, its teachers are at a local provider meanwhile."""
     replay = spec.learn.replay
     if replay is None or replay.local is None:
         yield spec

@@ -1,9 +1,9 @@
-"""RSARecipe: runs of recursive self-aggregation are the rollouts, their candidates the samples.
+"""Train on runs of recursive self-aggregation (RSA); the samples are their candidates.
 
     step  problems -> runs (generators and aggregators, population by population) -> rewards
-          -> Lesson: every candidate, with its run's reward (grpo) or its own score
+          -> TrainBatch: every candidate, with its run's reward (grpo) or its own score
 
-A cartridge so learns to answer, and to make one answer out of several.
+So a cartridge learns both to answer and to aggregate several answers into one.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from training.types import (
 
 @dataclass(frozen=True)
 class RSARollout(Rollout):
-    """A rollout whose episodes are the candidates of `runs`, in order."""
+    """Hold a rollout whose episodes are the candidates of `runs`, in order."""
 
     runs: Sequence[PlayedRun] = ()
 
 
 class RSARecipe(Recipe):
-    """Over the pools of a mesh."""
+    """Train on RSA runs over the pools of a mesh."""
 
     def __init__(self, spec: LearnSpec, tokenizer: Any, mesh: Mesh) -> None:
         assert spec.rsa is not None
@@ -72,7 +72,7 @@ class RSARecipe(Recipe):
     async def sample(
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
     ) -> RSARollout:
-        """A population is scored while the next is sampled."""
+        """Return the rollout of a step; a population is scored while the next is sampled."""
         begun = time.perf_counter()
         starts = []
         for i, problem in enumerate(await self._source.training(step)):
@@ -105,7 +105,7 @@ class RSARecipe(Recipe):
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: TimedGenerate,
     ) -> MeasuredAccuracy:  # fmt: skip
-        """Mean accuracy of the last population of one run a question, always sampled."""
+        """Return the mean accuracy of the last population, one run a question, always sampled."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
         bare = prefix == NO_DOCUMENT
         # The draws do not depend on the arm, so that arms differ by their prefix alone.
@@ -125,7 +125,7 @@ class RSARecipe(Recipe):
         return self._conversation.opening(document, (AgentMessage("user", prompt),))
 
     def _fitting(self, problem: RSAProblem, prompt: str) -> tuple[int, ...]:
-        """A prompt to train on. Raises DataError where no row holds it with its response."""
+        """Return a prompt's ids. Raises DataError where no row holds them with the response."""
         ids = self._ids(problem.document, prompt)
         needed = len(ids) + self._spec.rollout.max_tokens
         if needed > self._spec.train.row_tokens:
@@ -137,7 +137,7 @@ class RSARecipe(Recipe):
             )
         return ids
 
-    # -- lessons --------------------------------------------------------------------------------
+    # -- train batches --------------------------------------------------------------------------
 
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
         rl = rl_samples(rollout.episodes)
@@ -152,7 +152,7 @@ class RSARecipe(Recipe):
         raise RunError("no teacher writes populations: remove offline from evaluate.arms")
 
     def reward(self, run: PlayedRun) -> float | None:
-        """What a run was worth; None where a candidate of it could not be judged."""
+        """Return a run's reward; None when one of its candidates could not be judged."""
         if run.error:
             return None
         rsa = self._rsa
@@ -160,7 +160,7 @@ class RSARecipe(Recipe):
         return reward(run.metrics(-1), metric, run.scores, weight)
 
     def _episodes(self, run: PlayedRun, sampling: Sampling) -> list[Episode]:
-        """Each candidate as an episode of one turn, with the reward that it is trained on."""
+        """Return each candidate as an episode of one turn, with its training reward."""
         own = self._rsa.advantage == "population"
         whole, why = self.reward(run), run.error.partition(":")[0]
         found = []
@@ -172,7 +172,7 @@ class RSARecipe(Recipe):
                 found.append(_episode(run, step, slot, g, group, sampling, worth, kind))
         return found
 
-    # -- what is recorded -----------------------------------------------------------------------
+    # -- records --------------------------------------------------------------------------------
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_episodes(to_row(e, arm, step) for e in rollout.episodes)
@@ -203,7 +203,7 @@ def _document(request: GenerateRequest) -> str:
 
 
 def populations(runs: Sequence[PlayedRun]) -> PopulationMeans:
-    """Means over runs; a candidate that could not be judged counts as wrong."""
+    """Return means over runs; a candidate that could not be judged counts as wrong."""
     steps = [[run.metrics(t) for run in runs] for t in range(len(runs[0].populations))]
     return PopulationMeans(
         accuracy=[fmean(m["mean_accuracy"] for m in step) for step in steps],
@@ -213,7 +213,7 @@ def populations(runs: Sequence[PlayedRun]) -> PopulationMeans:
 
 
 def measured(runs: Sequence[PlayedRun]) -> MeasuredAccuracy:
-    """One run a question: the interval is that of the mean over questions, by Student's t."""
+    """Return accuracy, one run a question, with an interval over questions by Student's t."""
     found = populations(runs)
     low, high = mean_interval([run.metrics(-1)["mean_accuracy"] for run in runs]) or (0.0, 1.0)
     return MeasuredAccuracy(

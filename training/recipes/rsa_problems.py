@@ -1,12 +1,12 @@
-"""What a course of recursive self-aggregation is about: problems to train on, problems held out.
+"""Choose the problems of an RSA recipe: to train on, and held out.
 
     clinic       option questions of the run's patients, split by their words as in
                  `training.recipes.longhealth_prompts`
-    sentences    trained on: how a document's own sentence ends, with look-alikes (self-study's
+    sentences    trained on: how a document's sentence ends, with look-alikes (self-study's
                  "choice"); held out: as of clinic
     all others   problems by number, from the aggregators: the first evaluate.questions are held out
 
-The documents that cartridges begin as are the patients', or a page on solving problems.
+Cartridges are initialized from the patients' documents, or from a page on solving problems.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ Draw = Callable[[Sequence[int], str], Awaitable[Sequence[RSAProblem]]]
 
 
 class ProblemSource(Protocol):
-    """`documents` are the texts that cartridges stand in for, by name."""
+    """Give problems by step. `documents` are the texts that the cartridges replace, by name."""
 
     documents: Mapping[str, str]
 
     async def training(self, step: int) -> Sequence[RSAProblem]:
-        """The problems of 0-based `step`."""
+        """Return the problems of 0-based `step`."""
 
     async def held_out(self, most: int | None) -> Sequence[RSAProblem]:
-        """The first `most` problems to measure with (None: all)."""
+        """Return the first `most` held-out problems (None: all)."""
 
 
 def open_source(spec: LearnSpec, draw: Draw) -> ProblemSource:
-    """The problems of a spec; `draw` asks an aggregator for those of some numbers."""
+    """Return the problem source of a spec; `draw` gets problems by number from an aggregator."""
     assert spec.rsa is not None
     return OfPatients(spec) if spec.rsa.problems.kind in OF_DOCUMENTS else ByNumber(spec, draw)
 
 
 class OfPatients:
-    """Documents take turns; which of a document's questions or sentences is asked is drawn."""
+    """Draw problems from patients: documents take turns, the question or sentence is random."""
 
     def __init__(self, spec: LearnSpec) -> None:
-        """Raises DataError for patients without a question to train on, or to measure with."""
+        """Raise DataError for patients without a question to train on or to hold out."""
         assert spec.rsa is not None
         self._each, self._seed = spec.rsa.examples, spec.train.seed
         patients = read_patients(spec.data)
@@ -110,7 +110,7 @@ class OfPatients:
         return random.Random(f"problem/{self._seed}/{step}/{i}")
 
     def _of_sentence(self, patient: str, name: str, rng: random.Random) -> RSAProblem:
-        """How a sentence of the document goes on, among what looks like it."""
+        """Return a problem that asks how a sentence ends, among similar endings."""
         cue, end = rng.choice(self._askable[patient])
         options = [end, *look_alikes(end, self._ends, len(LETTERS) - 1, rng)]
         rng.shuffle(options)
@@ -122,7 +122,7 @@ class OfPatients:
 
 
 class ByNumber:
-    """The problems after those held out, in their order and round again."""
+    """Give the problems after the held-out ones, in order, starting over at the end."""
 
     def __init__(self, spec: LearnSpec, draw: Draw) -> None:
         assert spec.rsa is not None

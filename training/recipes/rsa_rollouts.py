@@ -1,12 +1,10 @@
-"""Runs of recursive self-aggregation in lockstep, in exact tokens: one call of each port a
-population. Pure.
+"""Play RSA runs in lockstep, in exact tokens: one call of each port per population.
 
-    turn       every Standing -> prompts of population 0
+    turn       every AggregationInput -> prompts of population 0
     generate   M * N prompts of every run, together -> texts
     turn       candidates judged, prompts of population 1  ...  T times, and a last turn judges
 
-What a run asks and says hangs on its own stream, step and slot alone, never on who else is in the
-batch.
+The tokens of a run depend only on its stream, step and slot, never on other runs of the batch.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from training.types import TimedGenerate
 UNJUDGED = JudgedCandidate(None, None)
 
 Turn = Callable[[Sequence[AggregationInput]], Awaitable[Sequence[JudgedPopulation]]]
-Ids = Callable[[RSAProblem, str], tuple[int, ...]]  # what the student reads of a prompt
+Ids = Callable[[RSAProblem, str], tuple[int, ...]]  # the student's token ids of a prompt
 
 
 @dataclass(frozen=True)
 class RSAStart:
-    """A run to be: `stream` names all of its draws, `group` the runs that it is compared with."""
+    """Describe a run to play. `stream` names its draws, `group` the runs it competes with."""
 
     name: str
     stream: str
@@ -40,7 +38,7 @@ class RSAStart:
 
 @dataclass(frozen=True)
 class CandidateRecord:
-    """A candidate, from its prompt to its judgement. `parents` are of the population before."""
+    """Hold a candidate, from prompt to score. `parents` are slots of the previous population."""
 
     prompt: str
     parents: tuple[int, ...]
@@ -52,8 +50,8 @@ class CandidateRecord:
 
 @dataclass(frozen=True)
 class PlayedRun:
-    """A whole run: T populations of M * N generations. `chosen` has the slot that speaks for each
-    population's majority, None where no answer was given."""
+    """Hold a whole run: T populations of M * N candidates. `chosen` has, for each population, the
+    slot of the majority answer; None where no answer was given."""
 
     start: RSAStart
     populations: tuple[tuple[CandidateRecord, ...], ...]
@@ -61,18 +59,18 @@ class PlayedRun:
 
     @property
     def error(self) -> str:
-        """Why a candidate could not be judged, of the first such; "" where all could."""
+        """Return the error of the first candidate that could not be judged; "" where all could."""
         return next(
             (g.candidate.error for p in self.populations for g in p if g.candidate.error), ""
         )
 
     @property
     def scores(self) -> list[list[float]]:
-        """Of every candidate; one that could not be judged has 0."""
+        """Return the score of every candidate, by population; 0 where it could not be judged."""
         return [[g.candidate.score or 0.0 for g in p] for p in self.populations]
 
     def metrics(self, step: int) -> dict[str, float]:
-        """`strategies.rsa.populations.METRICS` of one population; -1 is the last."""
+        """Return `strategies.rsa.populations.METRICS` of one population; -1 is the last."""
         return measure(self.scores[step], self.chosen[step])
 
 
@@ -87,9 +85,10 @@ async def play(
     prefix: Callable[[RSAProblem], PrefixRef],
     ids: Ids,
 ) -> tuple[list[PlayedRun], float]:
-    """Every run to its end, in order, and the model time of all populations (seconds).
+    """Play every run to its end; return them in order, and the model time of all populations
+    (seconds).
 
-    Raises PublishError for a request that was refused, and what the ports raise.
+    Raises PublishError for a refused request, and the errors of the ports.
     """
     runs = [PlayedRun(start, (), ()) for start in starts]
     drawn: list[tuple[CandidateRecord, ...]] = [()] * len(starts)
@@ -127,7 +126,7 @@ async def play(
 def _with(
     run: PlayedRun, drawn: tuple[CandidateRecord, ...], verdict: JudgedPopulation
 ) -> PlayedRun:
-    """The run with one more population, judged."""
+    """Return the run with one more judged population."""
     pairs = zip(drawn, verdict.candidates, strict=True)
     population = tuple(replace(g, candidate=candidate) for g, candidate in pairs)
     return PlayedRun(run.start, (*run.populations, population), (*run.chosen, verdict.chosen))
@@ -141,7 +140,7 @@ def _requests(
     prefix: Callable[[RSAProblem], PrefixRef],
     ids: Ids,
 ) -> list[GenerateRequest]:
-    known: dict[str, tuple[int, ...]] = {}  # the prompts of step 0 are one
+    known: dict[str, tuple[int, ...]] = {}  # all prompts of step 0 are equal
     found = []
     for slot, prompt in enumerate(verdict.prompts):
         if prompt not in known:

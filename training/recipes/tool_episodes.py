@@ -1,11 +1,11 @@
-"""Cases: episodes at clinic desks, where a student with tools looks a value up.
+"""Train on episodes at clinic desks, in which a student looks up a value with tools.
 
     step  tasks -> episodes (generator and environment, turn by turn) -> monitors
-          -> Lesson: turns, episodes, hinted turns, pairs of steps before; the step's own states
-             go to the teachers, and nobody waits for them
+          -> TrainBatch: turns, episodes, hinted turns, pairs of earlier steps; the step's own
+             states go to the teachers, which are not awaited
 
-A document is a desk's handbook. Every case draws its note and value anew, so that a cartridge can
-learn how the desk works and no answer.
+A document is a desk's handbook. Every case draws its note and value anew, so a cartridge can learn
+how the desk works, but no answer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from training.types import Rollout, ScoreGroup, StepRecord, TimedGenerate, unhea
 
 
 class ToolEpisodesRecipe(Recipe):
-    """Over the pools of a mesh."""
+    """Train on desk episodes over the pools of a mesh."""
 
     def __init__(self, spec: LearnSpec, tokenizer: Any, mesh: Mesh) -> None:
         assert spec.episodes is not None
@@ -75,7 +75,7 @@ class ToolEpisodesRecipe(Recipe):
     async def sample(
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
     ) -> Rollout:
-        """Episodes that end in the same turn are scored together, while others go on."""
+        """Return a step's episodes; those that end in the same turn are scored together at once."""
         begun = time.perf_counter()
         each, seed = self._episodes.tasks, self._spec.train.seed
         tasks = [
@@ -101,7 +101,7 @@ class ToolEpisodesRecipe(Recipe):
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
         generate: TimedGenerate,
     ) -> MeasuredAccuracy:  # fmt: skip
-        """The share of held-out cases that were answered rightly."""
+        """Return the share of held-out cases that were answered correctly."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
         tasks = [
             self._task(f"{arm}/{i}", i, f"exam/{seed}/{i}")
@@ -127,7 +127,7 @@ class ToolEpisodesRecipe(Recipe):
         )  # fmt: skip
 
     def _task(self, name: str, turn: int, stream: str) -> Task:
-        """A case; desks take turns."""
+        """Return a case; desks take turns."""
         number = turn % len(self._desks)
         arguments = {
             "desk_seed": self._spec.data.seed,
@@ -148,8 +148,8 @@ class ToolEpisodesRecipe(Recipe):
         generate: TimedGenerate,
         ended: Callable[[Sequence[Episode]], Awaitable[None]] | None = None,
     ) -> tuple[list[Episode], float]:
-        """The episodes, and the model time of all their turns. `stream` and what follows the arm
-        in a request's name decide its draws."""
+        """Return the episodes and the model time of all their turns. Draws depend on `stream` and
+        on the part of a request's name after the arm."""
         spent: list[float] = []
 
         async def timed(requests: Sequence[GenerateRequest]) -> list[Completion]:
@@ -173,7 +173,7 @@ class ToolEpisodesRecipe(Recipe):
         return episodes, sum(spent)
 
     async def _hand_over(self, ended: ScoreGroup, episodes: Sequence[Episode]) -> None:
-        """What the teachers score of episodes that have ended: as `lesson` has it."""
+        """Send samples of ended episodes to the teachers, as `lesson` makes them."""
         rl = rl_samples(episodes)
         if self._objective.w_doc:
             ended("doc_teacher", [r.sample for r in rl])
@@ -181,7 +181,7 @@ class ToolEpisodesRecipe(Recipe):
             items, _ = await hinted_turns(episodes, self._hints, self._conversation)
             ended(HINTED_TEACHER, hinted(items, rl))
 
-    # -- lessons --------------------------------------------------------------------------------
+    # -- train batches --------------------------------------------------------------------------
 
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
         objective, episodes = self._objective, rollout.episodes
@@ -204,8 +204,7 @@ class ToolEpisodesRecipe(Recipe):
         )
 
     def _questions(self, step: int, episodes: Sequence[Episode]) -> list[AskedState]:
-        """The episodes' states as teachers are shown them: with the handbook, which the student
-        has in its cartridge."""
+        """Return the episodes' states for the teachers, which get the handbook as text."""
         desks = {e.task.id: e.task.document for e in episodes}
         found = []
         for state, context, response in replay_states(episodes, DESK):
@@ -226,7 +225,7 @@ class ToolEpisodesRecipe(Recipe):
     async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
         raise RunError("no teacher writes episodes: remove offline from evaluate.arms")
 
-    # -- what is recorded -----------------------------------------------------------------------
+    # -- records --------------------------------------------------------------------------------
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
         directory.append_episodes(to_row(e, arm, step) for e in rollout.episodes)
@@ -257,7 +256,7 @@ class ToolEpisodesRecipe(Recipe):
         return {"channels": output.terms, "cosines": output.cosines, "episodes": counts}
 
     def heard(self, directory: RunDirectory) -> Mapping[str, Any]:
-        """What the calls to the teachers came to since the run began."""
+        """Return what the teacher calls have cost since the run began."""
         if self._preferences is None:
             return {}
         if self._spending is None:
