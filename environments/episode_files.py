@@ -56,8 +56,7 @@ _ROW = TypeAdapter(EpisodeFileRow)
 
 
 def to_row(episode: Episode, arm: str, step: int) -> dict[str, Any]:
-    """Return the episode as plain JSON values; `arm` and `step` name the run's arm and step that it
-    was sampled for."""
+    """Return the episode as plain JSON values; `arm` and `step` are those of its run."""
     branches: list[tuple[int, ...]] = []
     spans: list[TurnSpan] = []
     for turn in episode.turns:

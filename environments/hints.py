@@ -1,5 +1,4 @@
-"""Write hints for failed turns, from templates or a writer, and reject hints that leak the
-answer."""
+"""Write hints for failed turns, and reject hints that leak the answer."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def holds(text: str, part: str) -> bool:
-    """Return whether the words of `part` occur consecutively in `text`; False if `part` has no
-    words."""
+    """Return whether the words of `part`, if any, occur consecutively in `text`."""
     inner, outer = words(part), words(text)
     return bool(inner) and any(
         outer[i : i + len(inner)] == inner for i in range(len(outer) - len(inner) + 1)
@@ -71,8 +69,7 @@ def holds(text: str, part: str) -> bool:
 
 
 def leaks(hint: str, answer: str) -> bool:
-    """Return whether a hint contains the answer: as words, or as the same letters spaced
-    differently."""
+    """Return whether a hint contains the answer: its words, or its letters spaced differently."""
     squeezed = "".join(words(answer))
     inside = len(squeezed) >= _SQUEEZED and squeezed in "".join(words(hint))
     return inside or holds(hint, answer)

@@ -33,8 +33,7 @@ def messages_so_far(opening: Observation, turns: Sequence[Turn]) -> tuple[AgentM
 
 
 class ChatRenderer:
-    """Render a student's contexts as token ids. `documents` maps names to the texts that cartridges
-    replace.
+    """Render contexts as token ids. `documents` maps names to the texts that cartridges replace.
 
     `document` is one of those names, or None for a conversation without a document. Methods raise
     DataError for a template that does not support the operation.
@@ -53,7 +52,7 @@ class ChatRenderer:
         return text
 
     def head(self, document: str | None) -> tuple[int, ...]:
-        """Return the ids before an opening: the system block, or only the first token without a
+        """Return the ids before an opening: the system block, or the first token without a
         document."""
         if document not in self._heads:
             if document is None:
@@ -69,8 +68,8 @@ class ChatRenderer:
         messages: Sequence[AgentMessage],
         tools: Sequence[AgentTool] = (),
     ) -> tuple[int, ...]:
-        """Return the ids of a conversation after its head, up to and including the generation
-        prompt."""
+        """Return the ids of a conversation after its head, with the generation prompt at the
+        end."""
         head = self.head(document)
         text = self._text(document, messages, tools)
         if text != self._newest[0]:
@@ -126,8 +125,7 @@ class ChatRenderer:
         return (*context[: len(context) - len(prompt)], *block, *prompt)
 
     def saying(self, text: str) -> tuple[int, ...]:
-        """Return the ids of `text` as a response, as the template writes one, up to its end
-        token."""
+        """Return the ids of `text` as a response in the template's form, up to its end token."""
         user = (AgentMessage("user", "x"),)
         asked = self._text(None, user)
         whole = self._text(None, (*user, AgentMessage("assistant", text)), generation=False)
@@ -145,8 +143,7 @@ class ChatRenderer:
         return self._tokenise(text)
 
     def _hint_block(self, hint: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids of the hint as a user message after others, and of the generation
-        prompt."""
+        """Return the ids of the hint as a later user message, and of the generation prompt."""
         user = (AgentMessage("user", "x"),)
         one = self._text(None, user, generation=False)
         two = self._text(None, (*user, AgentMessage("user", hint)), generation=False)

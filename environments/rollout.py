@@ -1,12 +1,10 @@
-"""Sample episodes turn by turn in lockstep, with one generator call and one environment call a
-turn.
+"""Sample episodes turn by turn in lockstep, one generator and one environment call a turn.
 
     reset    move([EnvironmentRequest(task)] of every member)                -> openings
     turn t   generate([context t] of all open episodes)                      -> responses
-             move([EnvironmentRequest(task, actions 0..t)] of the same)      -> observations
+             move([EnvironmentRequest(task, actions 0..t)] of these)         -> observations
 
-An episode's contexts and seeds depend only on its own task, member and turn, not on the batch. The
-module does no I/O.
+An episode's contexts and seeds depend only on its own task, member and turn. No I/O.
 """
 
 from __future__ import annotations
