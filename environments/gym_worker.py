@@ -1,5 +1,4 @@
-"""Draw and score problems of reasoning_gym in a separate process that imports nothing of this
-project.
+"""Draw and score problems of reasoning_gym in a process that imports nothing of this project.
 
     stdout   {"ready": true}
     stdin    {"task": "countdown", "arguments": {}, "seed": 7, "seconds": 20.0}
@@ -7,9 +6,9 @@ project.
     stdin    {"task": "countdown", "arguments": {}, "seed": 7, "seconds": 20.0, "answer": "9**9**9"}
     stdout   {"score": 0.01}                                  or {"error": "ValueError: ..."}
 
-Some tasks evaluate the answer in C code, which Python exceptions cannot interrupt. Each line
-therefore sets an alarm of `seconds`; the kernel ends this process when it expires, and the parent
-starts another. The process also ends when stdin ends.
+Some tasks evaluate an answer in C code, where Python exceptions do not arrive. Each line therefore
+sets an alarm of `seconds`; when it expires, the kernel ends this process and the parent starts
+another. The process also ends when stdin ends.
 """
 
 from __future__ import annotations

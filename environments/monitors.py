@@ -46,8 +46,7 @@ def count_flags(episodes: Sequence[Episode]) -> Counter[str]:
 
 
 def claimed(action: Action) -> str:
-    """Return the text that an action gives as its answer: a call's arguments, an option, or the
-    text."""
+    """Return what an action gives as its answer: a call's arguments, an option, or the text."""
     match action:
         case ToolAction(_, arguments):
             return " ".join(str(value) for value in arguments.values())

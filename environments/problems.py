@@ -1,5 +1,4 @@
-"""Draw problems and score answers to them: clinic questions, reasoning_gym tasks, verifiers
-tasksets.
+"""Draw and score problems of the clinic, of reasoning_gym and of verifiers tasksets.
 
     clinic          an option question; its letter, or the option's text, is right or wrong
     reasoning_gym   problem i has seed `seed` + i; the task's own score of the extracted answer
@@ -183,8 +182,7 @@ async def _line(process: Process, seconds: float) -> dict[str, Any] | None:
 
 
 class Taskset:
-    """Play every text as an episode of one turn of a verifiers taskset, in the verifiers
-    process."""
+    """Play every text as a one-turn episode of a verifiers taskset, in the verifiers process."""
 
     def __init__(self, spec: ProblemsSpec, extract: Extract) -> None:
         self._spec, self._extract = spec, extract

@@ -52,8 +52,8 @@ class ChatRenderer:
         return text
 
     def head(self, document: str | None) -> tuple[int, ...]:
-        """Return the ids before an opening: the system block, or the first token without a
-        document."""
+        """Return the ids before an opening: the system block, or for no document the first
+        token."""
         if document not in self._heads:
             if document is None:
                 ids = self._ids(None, (AgentMessage("user", "x"),))[:1]
@@ -68,8 +68,7 @@ class ChatRenderer:
         messages: Sequence[AgentMessage],
         tools: Sequence[AgentTool] = (),
     ) -> tuple[int, ...]:
-        """Return the ids of a conversation after its head, with the generation prompt at the
-        end."""
+        """Return the ids of a conversation after its head, up to the generation prompt's end."""
         head = self.head(document)
         text = self._text(document, messages, tools)
         if text != self._newest[0]:

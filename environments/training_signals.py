@@ -31,8 +31,7 @@ HINTS_AT_ONCE = 8
 
 
 def rl_samples(episodes: Sequence[Episode]) -> list[PolicySample]:
-    """Return one sample for every branch of every episode with turns; each has the episode's
-    reward.
+    """Return one sample for every branch of every episode, with the episode's reward.
 
     The first branch has the episode's id, branch 1 that id and "/branch1". Tokens that tools and
     the template add between two turns are context and not trained on.
@@ -45,8 +44,7 @@ def rl_samples(episodes: Sequence[Episode]) -> list[PolicySample]:
 
 
 def turn_samples(episodes: Sequence[Episode]) -> list[Sample]:
-    """Return every turn as a response to its whole context: `Sample("desk/12/0/1/3", ...)` is turn
-    3."""
+    """Return every turn as a response to its whole context: turn 3 has the id "desk/12/0/1/3"."""
     return [
         Sample(
             f"{e.task.id}/{t}", e.task.document, turn.context_ids, turn.response_ids,
@@ -60,8 +58,7 @@ def turn_samples(episodes: Sequence[Episode]) -> list[Sample]:
 async def hinted_turns(
     episodes: Sequence[Episode], hints: Hints, conversation: ChatRenderer
 ) -> tuple[list[HintedTurn], Counter[str]]:
-    """Return the failed turns, each with its hint, and the number of turns left out for each
-    reason.
+    """Return the failed turns, each with its hint, and a count of turns left out by reason.
 
     The reasons are those of `Hints.hint` and "empty_turn". A hinted turn refers to the sample that
     `rl_samples` makes of its branch.
@@ -98,8 +95,7 @@ async def hinted_turns(
 
 
 def expected_of(episode: Episode) -> str | None:
-    """Return the right answer, or None if the environment has not revealed it; many do so only at
-    the end."""
+    """Return the right answer, or None; many environments reveal it only at the end."""
     seen = (episode.opening, *(turn.observation for turn in episode.turns))
     return next((o.expected for o in reversed(seen) if o.expected is not None), None)
 
@@ -143,8 +139,7 @@ def training_pair(
     ref_rejected: float,
     ref_version: int,
 ) -> PreferencePair | None:
-    """Return the teachers' action as a response in token ids, preferred over the student's own
-    response.
+    """Return the teachers' action, in token ids, as preferred over the student's own response.
 
     `context_ids` and `response_ids` are those of the pair's state. Returns None for an action that
     the format cannot express, and for one whose ids equal the student's response.

@@ -115,7 +115,7 @@ class VerifiersWorker:
         return [Task(f"{taskset}/{r['index']}", document, {**plain, **r}) for r in rows]
 
     async def play(self, task: Task, url: str) -> VerifiersOutcome:
-        """Return the outcome of one rollout with the model under `url`; never raises."""
+        """Return the outcome of one rollout with the model under `url`, a failed one included."""
         wanted = {k: task.arguments[k] for k in ("taskset", "arguments", "index")}
         request = {"ask": "play", "url": url, "timeout_s": self._timeout_s, **wanted}
         try:
