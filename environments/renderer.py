@@ -52,8 +52,7 @@ class ChatRenderer:
         return text
 
     def head(self, document: str | None) -> tuple[int, ...]:
-        """Return the ids before an opening: the system block, or for no document the first
-        token."""
+        """Return the ids before an opening: the system block, or only the begin token."""
         if document not in self._heads:
             if document is None:
                 ids = self._ids(None, (AgentMessage("user", "x"),))[:1]

@@ -122,8 +122,7 @@ class CaseState:
 
 
 def draw_desk(seed: int, index: int, fields: int) -> ClinicDesk:
-    """Return desk `index` (from 1) of a seed with `fields` fields. Raises DataError for too
-    many."""
+    """Return desk `index` (from 1) of a seed. Raises DataError for a wrong number of `fields`."""
     if not 1 <= fields <= len(words.FIELDS):
         raise DataError(
             f"a handbook has 1 to {len(words.FIELDS)} fields, those there are: got {fields}; "

@@ -15,8 +15,7 @@ def aggregation_prompt(question: str, candidates: Sequence[str]) -> str:
     """Return the question (from `prompts.option_prompt`) with numbered candidate responses below.
 
     Every candidate takes one line, without its own line breaks; an empty one keeps its number. A
-    line begins with a space, else its first word is encoded as bytes. Raises DataError without
-    candidates.
+    line begins with a space, else its first word is encoded as bytes. Raises DataError if empty.
     """
     if not candidates:
         raise DataError("there are no candidates to aggregate; give at least one, or just ask")

@@ -81,8 +81,7 @@ def play(
     hint: bool,
     seed: int,
 ) -> list[CaseRollout]:
-    """Play each case after its head's tokens. With `hint`, give `where` at the first missing
-    record."""
+    """Play each case after its head's tokens; `hint`: give `where` at the first missing record."""
     generator = torch.Generator().manual_seed(seed)
     end, assistant = (tokenizer.get_vocab()[token] for token in ("<|end|>", "<|assistant|>"))
 
@@ -150,8 +149,7 @@ def draw_asked(
     seed: int, patients: int, chart: bool, count: int = 0, right: int = 0
 ) -> list[PanelQuestion]:
     """Return one question for each fact of seeded charts, after the chart or after nothing. Each
-    has `count` candidates in random order: `right` of them right, the others wrong and all
-    different."""
+    has `count` candidates in random order: `right` right ones, the others wrong and distinct."""
     rng = random.Random(f"panel/measure/{seed}/{count}/{right}")
     asked = []
     for patient in parse_patients(generate_clinic(seed, patients, FACTS, NOTES), "measured"):

@@ -81,8 +81,7 @@ LADDER = (
     Difficulty((6, 16), 0.8),
     Difficulty((8, 26), 1.0),
 )
-# Recitation first: it is dense and makes retrieval emerge. Option lists are long and teach little
-# before that.
+# Recitation first: it is dense and makes retrieval emerge. Before that option lists teach little.
 FIRST_TURNS = ["recite", "recite", "recite", "question", "question"]
 # Later turns teach to find a note by its number and to distinguish findings from remarks.
 LATER_TURNS = [

@@ -130,8 +130,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, rows: Iterable[Row]) -> PretrainB
 
 
 def block_mask(segment: torch.Tensor) -> torch.Tensor:
-    """Return a causal [B, 1, T, T] bool mask: each token attends to its row's head and own
-    segment."""
+    """Return a causal [B, 1, T, T] bool mask: a token attends to its row's head and own segment."""
     length = segment.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     same = segment[:, :, None] == segment[:, None, :]
@@ -142,8 +141,8 @@ def block_mask(segment: torch.Tensor) -> torch.Tensor:
 def losses(
     model: LlamaForCausalLM, batch: PretrainBatch
 ) -> tuple[torch.Tensor, dict[str, list[bool]]]:
-    """Return the mean cross-entropy of the taught tokens (nats), and per kind whether each message
-    is exact."""
+    """Return the mean cross-entropy of taught tokens (nats) and, by kind, which messages are
+    exact."""
     hidden = model.model(
         input_ids=batch.ids,
         position_ids=batch.position,
@@ -166,8 +165,7 @@ def losses(
 def new_optimizers(
     model: LlamaForCausalLM, lr: float, muon_lr: float
 ) -> list[torch.optim.Optimizer]:
-    """Return AdamW for embeddings and norms, and Muon (Jordan, 2024) for the matrices if `muon_lr`
-    > 0."""
+    """Return AdamW for embeddings and norms; if `muon_lr` > 0, Muon (Jordan, 2024) for the rest."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     chosen = {id(p) for p in matrices} if muon_lr > 0 else set()
     rest = [p for p in model.parameters() if id(p) not in chosen]
