@@ -1,4 +1,4 @@
-"""Write hints for failed turns, and reject hints that leak the answer."""
+"""Write hints for failed turns, by template or writer; reject those that leak the answer."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
     turn t   generate([context t] of all open episodes)                      -> responses
              move([EnvironmentRequest(task, actions 0..t)] of these)         -> observations
 
-An episode's contexts and seeds depend only on its own task, member and turn. No I/O.
+An episode's contexts and seeds depend only on its own task, member and turn, never on the batch.
+The module does no I/O.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@
 
 A step that ends the response is its own look-ahead. After a step with an empty answer the
 look-ahead starts before that step and is the final answer. A look-ahead is a whole response. If
-depth stops the search, the result is the look-ahead of the largest cluster with the most weight,
-else the heaviest of the last beams.
+depth stops the search, the result is the heaviest look-ahead of the largest cluster, else that of
+the heaviest of the last beams.
 """
 
 from __future__ import annotations

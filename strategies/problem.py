@@ -41,7 +41,7 @@ class StrategyProblem:
         top_logprobs: int = 0,
         most: int | None = None,
     ) -> SampleRequest:
-        """Return the request "question/`name`" for at most `most` tokens (None: no own limit)."""
+        """Return the request "question/`name`" for at most `most` tokens, or a whole response."""
         sampling = self.sampling if most is None else replace(self.sampling, max_tokens=most)
         name = f"{self.name}/{name}"
         seed = stream_seed(f"{self.seed}/{name}")

@@ -82,7 +82,7 @@ class StepSampler:
     async def candidates(
         self, paths: Sequence[StepPath], count: int, name: str
     ) -> list[list[StepPath]]:
-        """Return `count` next steps of each path from one call; `name` seeds it. Raises
+        """Return `count` next steps of each path from one call, drawn by `name`. Raises
         BudgetSpent."""
         return await self._sample(paths, count, name, whole=False)
 

@@ -1,4 +1,4 @@
-"""Simulate a clinic desk whose tools a tiny model uses to look up one value. No I/O.
+"""Simulate a clinic desk whose tools a tiny model uses to look up one value.
 
 A desk has a handbook that maps each field to the department with its records. Asked for a field's
 value, a clerk finds the note, reads it and answers:
@@ -11,7 +11,8 @@ value, a clerk finds the note, reads it and answers:
     assistant   answer weber.
 
 Notes and values are drawn anew for every case, so only the tools reveal them. A clerk without the
-handbook guesses departments and gets errors: `missing_record`, `unknown_tool`, `bad_arguments`.
+handbook guesses departments and gets errors: `missing_record`, `unknown_tool`, `bad_arguments`. The
+module does no I/O.
 """
 
 from __future__ import annotations

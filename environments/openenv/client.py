@@ -1,6 +1,7 @@
 """Run episodes on any OpenEnv server, and recover from a lost connection or a restarted server.
 
-    EnvironmentRequest(task, ("find surgeon in cardiology.",)) --/ws--> Observation(...)
+    EnvironmentRequest(task, ("find surgeon in cardiology.",))
+    --/ws--> Observation((AgentMessage("tool", ..),))
 
 One /ws session is one episode. Idle sessions are keyed by task and actions played; the next action
 of such an episode takes any session with its key, because equal actions must give equal

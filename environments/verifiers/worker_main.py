@@ -244,8 +244,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, end)
     threading.Thread(target=read, daemon=True).start()
     while not serving.done():
-        # A task that calls exit stops the loop; its error still reaches the coroutine that awaits
-        # it.
+        # A task that calls exit stops the loop; its error still reaches the awaiting coroutine.
         with contextlib.suppress(SystemExit, KeyboardInterrupt, asyncio.CancelledError):
             loop.run_until_complete(serving)
     os._exit(0)  # threads of a taskset may still be blocked

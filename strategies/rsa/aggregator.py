@@ -23,8 +23,8 @@ async def aggregate(
 ) -> JudgedPopulation:
     """Return the last population judged, and the next one's prompts; none after the last of T.
 
-    Equal inputs give equal results in any process. Raises DataError for a `standing` of other
-    shape.
+    Equal inputs give equal results in any process. Raises DataError for a `standing` that does not
+    fit.
     """
     step, texts, problem = standing.step, standing.texts, standing.problem
     if not 0 <= step <= shape.T or len(texts) != (shape.slots if step else 0):

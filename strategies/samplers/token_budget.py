@@ -15,8 +15,7 @@ class BudgetSpent(Exception):
 
 @dataclass(frozen=True)
 class TokenSpend:
-    """Count `tokens` sampled, `prompt_tokens` read, `calls`, `asks` (requests) and wall
-    `seconds`."""
+    """Count `tokens` sampled, `prompt_tokens` read, `calls`, requests (`asks`) and `seconds`."""
 
     tokens: int = 0
     prompt_tokens: int = 0

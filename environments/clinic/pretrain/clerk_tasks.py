@@ -32,8 +32,8 @@ FIELDS = (6, 24)  # of a handbook, on the highest rung
 LADDER = ((2, 3), (2, 5), (4, 9), (6, 16), FIELDS)
 HANDBOOK_RATE = 0.5  # of the rows, below: of their episodes
 HINTED_WITH_HANDBOOK, HINTED_WITHOUT = 0.1, 0.3
-# Episodes a handbook that are cut after the first taught call. In whole episodes looking up is one
-# token in fifty; the skill did not emerge from those alone (docs/log.md).
+# Episodes for each handbook that are cut after the first taught call. In whole episodes looking up
+# is one token in fifty; the skill did not emerge from those alone (docs/log.md).
 OPENINGS = 8
 UNNAMED_RATE = 0.1  # the handbook lacks the field (it may be cut): the clerk guesses
 STUMBLING_RATE = 0.25  # with a handbook: the first calls ignore it

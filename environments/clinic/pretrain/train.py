@@ -141,7 +141,7 @@ def block_mask(segment: torch.Tensor) -> torch.Tensor:
 def losses(
     model: LlamaForCausalLM, batch: PretrainBatch
 ) -> tuple[torch.Tensor, dict[str, list[bool]]]:
-    """Return the mean cross-entropy of taught tokens (nats) and, by kind, which messages are
+    """Return the mean cross-entropy of taught tokens, nats, and by kind whether each message is
     exact."""
     hidden = model.model(
         input_ids=batch.ids,
