@@ -1,4 +1,4 @@
-"""Dialects: how a student's words are an action, and how an action is said in its words.
+"""Convert a student's text to an action, and an action to the text that would make it.
 
 DESK   find surgeon in cardiology.
 JSON   {"arguments":{"field":"surgeon","department":"cardiology"},"tool":"find"}
@@ -22,8 +22,8 @@ END_OF_THINKING = "</think>"
 
 @dataclass(frozen=True)
 class ActionFormat:
-    """`parse` takes any words; `say` raises DataError for an action that the dialect has no words
-    for."""
+    """Hold one text format of actions. `parse` accepts any text; `say` raises DataError for an
+    action that the format cannot express."""
 
     parse: Callable[[str], Action]
     say: Callable[[Action], str]
@@ -36,7 +36,7 @@ def _say_at_desk(action: Action) -> str:
 
 
 def _parse_json(text: str) -> Action:
-    """The first call in what was said after thinking; words without one are free text."""
+    """Return the first call after the thinking block, or the text itself when it has no call."""
     said = text.rpartition(END_OF_THINKING)[2]
     at = said.find("{")
     while at >= 0:

@@ -1,4 +1,4 @@
-"""Episodes as lines of JSON: what is written is read back equal.
+"""Write episodes as lines of JSON and read them back equal.
 
     {"schema": 1, "record": "episode", "arm": "on_policy", "step": 12, "task": {...},
      "group": "desk/12/0", "reward": 1.0, "error_kind": "", "flags": [], ...,
@@ -7,7 +7,7 @@
                 "versions": [3, 3], "text": "find surgeon in urology.", "observation": {...}},
                {"branch": 0, "start": 7, "stop": 8, ...}]}
 
-Ids are written once for every branch: a turn's context is all that stands before its span.
+Each branch stores its token ids once. A turn's context is the part of its branch before `start`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECORD = "episode"
 
 @dataclass(frozen=True)
 class TurnSpan:
-    """A turn, its ids as a span of its branch's."""
+    """Hold a turn whose response ids are the span `start` to `stop` of its branch's ids."""
 
     branch: int
     start: int
@@ -56,7 +56,7 @@ _ROW = TypeAdapter(EpisodeFileRow)
 
 
 def to_row(episode: Episode, arm: str, step: int) -> dict[str, Any]:
-    """The episode as plain JSON; `arm` and `step` are those of the run that it was sampled for."""
+    """Return the episode as plain JSON values; `arm` and `step` are those of its run."""
     branches: list[tuple[int, ...]] = []
     spans: list[TurnSpan] = []
     for turn in episode.turns:
@@ -82,7 +82,7 @@ def to_row(episode: Episode, arm: str, step: int) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> Episode:
-    """The episode that was written. Raises DataError for any other row."""
+    """Return the episode that `to_row` wrote. Raises DataError for any other row."""
     try:
         if (row["schema"], row["record"]) != (SCHEMA, RECORD):
             raise ValueError(f"schema {row['schema']} of a {row['record']}")

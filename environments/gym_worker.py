@@ -1,4 +1,4 @@
-"""Draws and judges problems of reasoning_gym in a process of its own; imports nothing of ours.
+"""Draw and score problems of reasoning_gym in a process that imports nothing of this project.
 
     stdout   {"ready": true}
     stdin    {"task": "countdown", "arguments": {}, "seed": 7, "seconds": 20.0}
@@ -6,9 +6,9 @@
     stdin    {"task": "countdown", "arguments": {}, "seed": 7, "seconds": 20.0, "answer": "9**9**9"}
     stdout   {"score": 0.01}                                  or {"error": "ValueError: ..."}
 
-Some tasks compute what an answer says, in C, where no exception of Python's arrives: so the kernel
-ends this process by the alarm that each line sets, and the asker starts another. The end of stdin
-is the end of this process.
+Some tasks evaluate an answer in C code, where Python exceptions do not arrive. Each line therefore
+sets an alarm of `seconds`; when it expires, the kernel ends this process and the parent starts
+another. The process also ends when stdin ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_BYTES = 4 << 30
 
 @lru_cache(maxsize=64)
 def _dataset(task: str, arguments: str, seed: int) -> Any:
-    """A dataset of one problem: some tasks draw all of theirs when they are made."""
+    """Return a dataset of one problem; some tasks draw all their problems when they are created."""
     return reasoning_gym.create_dataset(task, **{**json.loads(arguments), "seed": seed, "size": 1})
 
 
@@ -42,9 +42,9 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a task prints is no reply
+    os.dup2(2, 1)  # a task may print; that must not reach the reply pipe
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the asker's Ctrl-C ends stdin, and that ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's Ctrl-C closes stdin
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     replies.write('{"ready": true}\n')
     for line in sys.stdin:
@@ -52,7 +52,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, asked["seconds"])
         try:
             reply = _answer(asked)
-        except Exception as error:  # the task's own business, told to who asked
+        except Exception as error:  # a task may raise anything
             reply = {"error": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_REAL, 0)
         replies.write(json.dumps(reply) + "\n")

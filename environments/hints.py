@@ -1,5 +1,4 @@
-"""Hints for turns that went wrong: templates first, a writer second, and none that tells the
-answer."""
+"""Write hints for failed turns, by template or writer; reject those that leak the answer."""
 
 from __future__ import annotations
 
@@ -16,14 +15,15 @@ Writer = Callable[[Observation, Sequence[AgentMessage]], Awaitable[str]]
 
 # A number keeps its sign and its fraction; any other word is letters and digits.
 _WORD = re.compile(r"(?<!\w)[-+]?\d+(?:[.,]\d+)*\w*|\w+")
-_SQUEEZED = 5  # characters; a shorter answer is a part of many an innocent word
+_SQUEEZED = 5  # characters; many unrelated words contain a shorter answer
 
 
 @dataclass(frozen=True)
 class Hints:
-    """`templates` by hint key, filled in with the observation's facts: `{"where": "the handbook
-    says {field} {department}."}`. `writer` writes where there is no template to fill in: a
-    language model, say, which is shown what was seen and all messages up to it."""
+    """Choose the hint of a failed turn. `templates` maps hint keys to texts that the observation's
+    facts fill in: `{"where": "the handbook says {field} {department}."}`. `writer`, for example a
+    language model, is called where no template fits; it receives the observation and all messages
+    up to it."""
 
     templates: Mapping[str, str]
     writer: Writer | None = None
@@ -32,7 +32,7 @@ class Hints:
     async def hint(
         self, seen: Observation, messages: Sequence[AgentMessage], expected: str | None
     ) -> tuple[str, str]:
-        """(the hint, "") for what was seen of a turn; ("", why) where there is none: "no_hint",
+        """Return (the hint, "") for an observation, or ("", why) when there is none: "no_hint",
         "leaks_answer", "writer_failed" or "writer_timeout"."""
         text, why = _filled(self.templates.get(seen.hint_key, ""), seen.hint_facts), "no_hint"
         if not text and self.writer is not None:
@@ -51,17 +51,17 @@ class Hints:
                 return (await writer(seen, messages)).strip(), "no_hint"
         except TimeoutError:
             return "", "writer_timeout"
-        except Exception:  # whatever it is that writes: a hint is never worth a run
+        except Exception:  # a writer may raise anything; a missing hint must not end the run
             return "", "writer_failed"
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words of a text, folded: case, width, punctuation and whitespace do not matter."""
+    """Return the words of a text, folded: case, width, punctuation and whitespace do not matter."""
     return tuple(_WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
 
 
 def holds(text: str, part: str) -> bool:
-    """Whether the words of `part` stand together in `text`; no words stand nowhere."""
+    """Return whether the words of `part`, if any, occur consecutively in `text`."""
     inner, outer = words(part), words(text)
     return bool(inner) and any(
         outer[i : i + len(inner)] == inner for i in range(len(outer) - len(inner) + 1)
@@ -69,14 +69,14 @@ def holds(text: str, part: str) -> bool:
 
 
 def leaks(hint: str, answer: str) -> bool:
-    """Whether a hint holds the answer: its words, or its letters with the spaces put elsewhere."""
+    """Return whether a hint contains the answer: its words, or its letters spaced differently."""
     squeezed = "".join(words(answer))
     inside = len(squeezed) >= _SQUEEZED and squeezed in "".join(words(hint))
     return inside or holds(hint, answer)
 
 
 def _filled(template: str, facts: Mapping[str, str]) -> str:
-    """The template with its facts; "" where one is missing."""
+    """Return the template with its facts; "" if a fact is missing."""
     try:
         return template.format_map(facts)
     except KeyError:

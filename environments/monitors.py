@@ -1,6 +1,6 @@
-"""Monitors: signs that a reward was not earned, or that a student has come apart. Pure.
+"""Flag episodes whose reward may not be earned or whose text is degenerate.
 
-A flag is for people to look at; nothing is trained differently for it.
+Flags are for people who inspect a run; they do not change training. The module does no I/O.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FLAGS = {
     "verifier_disagrees": "the expected answer, compared by us, differs from the reward",
 }
 
-LOOP_TIMES = 4  # that often the same three tokens in one turn ...
-LOOP_SHARE = 0.25  # ... and that much of it: long JSON repeats its punctuation too
-COPIED_WORDS = 2  # a message of one word may well be the value itself
+LOOP_TIMES = 4  # occurrences of the same three tokens in one turn, and
+LOOP_SHARE = 0.25  # their share of the turn: long JSON also repeats its punctuation
+COPIED_WORDS = 2  # a message of one word may be the value itself
 
 
 def flagged(episode: Episode, dialect: ActionFormat) -> Episode:
-    """The episode with the flags that hold of it."""
+    """Return the episode with `flags` set to those of FLAGS that apply."""
     found = {"degenerate": _degenerate(episode)}
     if episode.reward is not None and episode.turns:
         value = claimed(dialect.parse(episode.turns[-1].text))
@@ -41,12 +41,12 @@ def flagged(episode: Episode, dialect: ActionFormat) -> Episode:
 
 
 def count_flags(episodes: Sequence[Episode]) -> Counter[str]:
-    """How many episodes have each flag."""
+    """Return the number of episodes with each flag."""
     return Counter(flag for e in episodes for flag in e.flags)
 
 
 def claimed(action: Action) -> str:
-    """What an action gives as the answer: a call's arguments, an option, or the text."""
+    """Return what an action gives as its answer: a call's arguments, an option, or the text."""
     match action:
         case ToolAction(_, arguments):
             return " ".join(str(value) for value in arguments.values())
@@ -68,8 +68,8 @@ def _loops(ids: Sequence[int]) -> bool:
 
 
 def _not_through_tools(episode: Episode, value: str, dialect: ActionFormat) -> bool:
-    """Rewarded, and no allowed tool had said the value. A failed call does not count: its message
-    often repeats what was asked for."""
+    """Return whether a rewarded value appears in no reply of an allowed tool. Failed calls do not
+    count: their error messages often repeat the requested value."""
     offered = {tool.name for tool in episode.opening.tools}
 
     def showed(turn: Turn) -> bool:

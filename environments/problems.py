@@ -1,11 +1,11 @@
-"""Problems, and what answers to them are worth: of the clinic, reasoning_gym and verifiers.
+"""Draw and score problems of the clinic, of reasoning_gym and of verifiers tasksets.
 
     clinic          an option question; its letter, or the option's text, is right or wrong
     reasoning_gym   problem i has seed `seed` + i; the task's own score of the extracted answer
-    verifiers       a taskset's problem i; each text is played as an episode of one turn, whose
-                    reward is its score. A taskset that goes on asking cannot be judged so
+    verifiers       problem i of a taskset; each text is played as an episode of one turn, whose
+                    reward is its score. A taskset with several turns cannot be scored this way
 
-A judge says None, and why, of a text that it cannot judge; it never raises for a text's sake.
+A text that cannot be scored gets score None and the reason; `judge` never raises because of a text.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from protocols.teacher_replay import TeacherUsage
 from protocols.wire.openai_chat import HarnessRequest
 from protocols.wire.openai_replies import ChatReply
 
-Extract = Callable[[str], str | None]  # the answer in a text, None where there is none
+Extract = Callable[[str], str | None]  # returns the answer in a text, or None
 
 GYM_WORKER = Path(__file__).with_name("gym_worker.py")
-START_S = 120.0  # its imports take 2 s of a quiet core
-GRACE_S = 10.0  # for the worker's own alarm to end it, on a machine that stalls
+START_S = 120.0  # its imports take 2 s on an idle core
+GRACE_S = 10.0  # the worker's own alarm ends it earlier unless the machine stalls
 AT_ONCE = 16  # episodes of verifiers
 
 
 class ProblemSet(Protocol):
-    """`draw` says what the problems of these numbers are, `judge` what texts to one are worth."""
+    """Draw the problems with given numbers (`draw`) and score texts that answer one (`judge`)."""
 
     async def draw(self, numbers: Sequence[int], document: str) -> list[RSAProblem]: ...
 
@@ -51,14 +51,14 @@ class ProblemSet(Protocol):
 
 
 def open_problems(spec: ProblemsSpec, extract: Extract) -> ProblemSet:
-    """Those of the spec; nothing is started before it is asked."""
+    """Return the problem set of the spec; its worker starts on the first call."""
     if spec.kind in OF_DOCUMENTS:
         return ClinicProblems()
     return GymProblems(spec, extract) if spec.kind == "reasoning_gym" else Taskset(spec, extract)
 
 
 def clinic_problem(question: PatientQuestion, instruction: str = "") -> RSAProblem:
-    """An option question of the clinic, or of LongHealth."""
+    """Return an option question of the clinic, or of LongHealth, as a problem."""
     return RSAProblem(
         question.id,
         question.patient,
@@ -68,8 +68,8 @@ def clinic_problem(question: PatientQuestion, instruction: str = "") -> RSAProbl
 
 
 class ClinicProblems:
-    """Judges option questions, which `clinic_problem` makes. A letter and its option's text are one
-    answer: the text."""
+    """Score option questions that `clinic_problem` made. A letter and its option's text count as
+    the same answer: the text."""
 
     async def draw(self, numbers: Sequence[int], document: str) -> list[RSAProblem]:
         raise DataError("questions of the clinic come with its patients; make them of those")
@@ -91,7 +91,8 @@ class ClinicProblems:
 
 
 class GymProblems:
-    """Asks a worker, one line at a time; an answer that it cannot settle in time scores 0."""
+    """Draw and score reasoning_gym problems in a worker process, one request at a time. An answer
+    that the worker cannot score in time scores 0."""
 
     def __init__(self, spec: ProblemsSpec, extract: Extract) -> None:
         self._spec, self._extract = spec, extract
@@ -99,7 +100,8 @@ class GymProblems:
         self._asking = asyncio.Lock()
 
     async def draw(self, numbers: Sequence[int], document: str) -> list[RSAProblem]:
-        """Raises DataError where reasoning_gym has no such task, or not with such arguments."""
+        """Return the problems of these numbers. Raises DataError where reasoning_gym lacks the task
+        or rejects its arguments."""
         found = []
         for number in numbers:
             said = await self._ask(number)
@@ -121,7 +123,7 @@ class GymProblems:
                 found.append(JudgedCandidate(None, 0.0))
                 continue
             said = await self._ask(problem.facts["number"], answer=answer)
-            # What no score can be computed of is no right answer.
+            # An answer whose score cannot be computed is wrong.
             score = said["score"] if said and "score" in said else 0.0
             found.append(JudgedCandidate(answer, score if math.isfinite(score) else 0.0))
         return found
@@ -134,7 +136,7 @@ class GymProblems:
             await process.communicate()
 
     async def _ask(self, number: int, **more: str) -> dict[str, Any] | None:
-        """The worker's reply; None where it was ended over it."""
+        """Return the worker's reply; None if the worker ended or exceeded its time."""
         spec = self._spec
         line = {
             "task": spec.name, "arguments": spec.arguments, "seed": spec.seed + number,
@@ -150,7 +152,7 @@ class GymProblems:
             except ConnectionError:
                 reply = None
             except asyncio.CancelledError:
-                process.kill()  # or its reply would be the next asker's
+                process.kill()  # else the next request would read its reply
                 self._process = None
                 raise
             if reply is None:
@@ -158,7 +160,7 @@ class GymProblems:
             return reply
 
     async def _start(self) -> Process:
-        # -I: this folder's files must not shadow anybody's modules.
+        # -I: files of this folder must not shadow other modules.
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", str(GYM_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
             limit=1 << 24,
@@ -180,7 +182,7 @@ async def _line(process: Process, seconds: float) -> dict[str, Any] | None:
 
 
 class Taskset:
-    """Plays every text as an episode of one turn of a taskset of verifiers, in its own Python."""
+    """Play every text as a one-turn episode of a verifiers taskset, in the verifiers process."""
 
     def __init__(self, spec: ProblemsSpec, extract: Extract) -> None:
         self._spec, self._extract = spec, extract
@@ -191,8 +193,9 @@ class Taskset:
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def draw(self, numbers: Sequence[int], document: str) -> list[RSAProblem]:
-        """The question is all that the taskset says before the student's turn. Raises DataError
-        for a taskset that cannot be loaded, or asks nothing; RunError without verifiers."""
+        """Return the problems of these numbers; a question is all that the taskset sends before the
+        student's turn. Raises DataError for a taskset that cannot be loaded or sends nothing,
+        RunError without verifiers."""
         worker = await self._open()
         found = []
         for number in numbers:

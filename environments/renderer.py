@@ -1,15 +1,15 @@
-"""Conversations in exact tokens, over any chat template that keeps a document as its head. Pure.
+"""Render conversations as exact tokens with any chat template that keeps a document as its prefix.
 
     head         <bos> system(document)               (prefix: cartridge or KV)
     opening      user(question) + generation prompt   context of turn 0
-    turn 0       what was sampled
+    turn 0       sampled response
     rest         closing token + tool(...) + generation prompt
     context 1    = opening + turn 0 + rest            token for token
 
-The template is applied to the whole conversation as text; what it adds after a turn is tokenised,
-what was sampled never is again. A template that rewrites what stood before (many drop the thinking
-of earlier turns) leaves no such rest: the conversation then branches, and its context is rendered
-anew.
+The template renders the whole conversation as text. Only the text that it adds after a turn is
+tokenized; sampled tokens are never tokenized again. Some templates rewrite earlier text, for
+example drop the thinking of earlier turns. The conversation then branches, and its context is
+rendered and tokenized anew. The module does no I/O.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ NO_DOCUMENT = "none"
 
 
 def messages_so_far(opening: Observation, turns: Sequence[Turn]) -> tuple[AgentMessage, ...]:
-    """All that the agent saw and said, up to the end of the last of `turns`."""
+    """Return all messages that the agent read and wrote, up to the end of the last of `turns`."""
     later = (m for t in turns for m in (AgentMessage("assistant", t.text), *t.observation.messages))
     return (*opening.messages, *later)
 
 
 class ChatRenderer:
-    """What a student reads, as ids; `documents` are the texts that cartridges stand in for.
+    """Render contexts as token ids. `documents` maps names to the texts that cartridges replace.
 
-    `document` is a name among them, or None for a conversation without any. Methods raise
-    DataError for a template that cannot do what is asked of it.
+    `document` is one of those names, or None for a conversation without a document. Methods raise
+    DataError for a template that does not support the operation.
     """
 
     def __init__(self, tokenizer: Any, documents: Mapping[str, str]) -> None:
         self._tokenizer = tokenizer
         self._documents = documents
         self._heads: dict[str | None, tuple[int, ...]] = {}
-        # The last whole conversation, as text and ids: a group's openings are alike.
+        # The last whole conversation, as text and ids: a group's members share their opening.
         self._newest: tuple[str, tuple[int, ...]] = ("", ())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """What a response says: its text as it stands, without special tokens."""
+        """Return the text of a response, without special tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def head(self, document: str | None) -> tuple[int, ...]:
-        """What stands before an opening: the system block, or the very first token alone."""
+        """Return the ids before an opening: the system block, or only the begin token."""
         if document not in self._heads:
             if document is None:
                 ids = self._ids(None, (AgentMessage("user", "x"),))[:1]
@@ -67,7 +67,7 @@ class ChatRenderer:
         messages: Sequence[AgentMessage],
         tools: Sequence[AgentTool] = (),
     ) -> tuple[int, ...]:
-        """The ids of a conversation after its head, with the generation prompt at the end."""
+        """Return the ids of a conversation after its head, up to the generation prompt's end."""
         head = self.head(document)
         text = self._text(document, messages, tools)
         if text != self._newest[0]:
@@ -86,10 +86,10 @@ class ChatRenderer:
     def context(
         self, document: str | None, opening: Observation, turns: Sequence[Turn]
     ) -> tuple[tuple[int, ...], int]:
-        """What the student reads after `turns`, and the branch it is on.
+        """Return the ids that the student reads after `turns`, and their branch.
 
-        On the branch of the last turn this is its context, its response and what the template adds
-        to them: the closing token where the response was cut off without one, the tool's messages
+        On the branch of the last turn these are its context, its response and the template's
+        additions: the closing token where the response was cut off without one, the tool's messages
         and the generation prompt.
         """
         messages = messages_so_far(opening, turns)
@@ -104,12 +104,12 @@ class ChatRenderer:
         rest = self._tokenise(stands[len(stood) :])
         sampled_end = last.response_ids[-1:]
         if rest[:1] == sampled_end and set(sampled_end) & set(self._tokenizer.all_special_ids):
-            rest = rest[1:]  # the student closed its turn itself
+            rest = rest[1:]  # the student sampled the closing token
         return (*last.context_ids, *last.response_ids, *rest), last.branch
 
     def with_hint(self, context_ids: Sequence[int], hint: str) -> tuple[int, ...]:
-        """A context with the hint as one more user message, before its generation prompt. An empty
-        hint is none."""
+        """Return the context with the hint as one more user message before its generation prompt.
+        An empty hint leaves the context unchanged."""
         context = tuple(context_ids)
         if not hint:
             return context
@@ -123,7 +123,7 @@ class ChatRenderer:
         return (*context[: len(context) - len(prompt)], *block, *prompt)
 
     def saying(self, text: str) -> tuple[int, ...]:
-        """A response of these words, as the template writes one, up to its end token."""
+        """Return the ids of `text` as a response in the template's form, up to its end token."""
         user = (AgentMessage("user", "x"),)
         asked = self._text(None, user)
         whole = self._text(None, (*user, AgentMessage("assistant", text)), generation=False)
@@ -137,11 +137,11 @@ class ChatRenderer:
         return (*ids[: ids.index(end)], end) if end in ids else (*ids, end)
 
     def ids_of(self, text: str) -> tuple[int, ...]:
-        """The ids of words in the middle of a response, without special tokens."""
+        """Return the ids of a text inside a response, without special tokens."""
         return self._tokenise(text)
 
     def _hint_block(self, hint: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids of the hint as a user message after others, and of the generation prompt."""
+        """Return the ids of the hint as a later user message, and of the generation prompt."""
         user = (AgentMessage("user", "x"),)
         one = self._text(None, user, generation=False)
         two = self._text(None, (*user, AgentMessage("user", hint)), generation=False)
@@ -206,7 +206,7 @@ class ChatRenderer:
 
 
 def _schema(tool: AgentTool) -> dict[str, Any]:
-    """A tool as chat templates expect it."""
+    """Return a tool in the form that chat templates expect."""
     function = {
         "name": tool.name,
         "description": tool.description,

@@ -1,11 +1,11 @@
-"""Rollouts of episodes: turn by turn in lockstep, one call of each port a turn. Pure.
+"""Sample episodes turn by turn in lockstep, one generator and one environment call a turn.
 
-    reset    move([Move(task)] of every member)                    -> openings
-    turn t   generate([context t] of all that are still on)        -> responses
-             move([Move(task, actions 0..t)] of the same)          -> observations
+    reset    move([EnvironmentRequest(task)] of every member)                -> openings
+    turn t   generate([context t] of all open episodes)                      -> responses
+             move([EnvironmentRequest(task, actions 0..t)] of these)         -> observations
 
-What an episode reads and says hangs on its own task, member and turn alone, never on who else is
-in the batch.
+An episode's contexts and seeds depend only on its own task, member and turn, never on the batch.
+The module does no I/O.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ BARE = PrefixRef(f"document/{NO_DOCUMENT}", 0)
 
 
 def over_cartridge(version: int) -> Callable[[Task], PrefixRef]:
-    """Every task over the cartridge of its document: what training samples from."""
+    """Return a function from a task to the cartridge prefix of its document, at this policy
+    version; training samples over it."""
     return lambda task: PrefixRef(f"cartridge/{task.document}", version)
 
 
@@ -45,14 +46,14 @@ async def run_episodes(
     max_turns: int,
     ended: Ended | None = None,
 ) -> list[Episode]:
-    """`group_size` episodes of each task, in order, all of them ended.
+    """Return `group_size` finished episodes of each task, in order.
 
-    Member m of the task "desk/12/0" is the episode "desk/12/0/m" of the group "desk/12/0", and its
-    turn t is asked for as "desk/12/0/m/t", with `seed_of` that name. `prefix` says what stands
-    before a task's conversation; over `BARE` there is no document in it. An episode whose context
-    grows over `max_context` tokens ends as "context_full", one that is still on after `max_turns`
-    as "no_verdict". `ended` is awaited after each turn with the episodes that it ended, in order.
-    Raises PublishError for a request that was refused.
+    Member m of the task "desk/12/0" is the episode "desk/12/0/m" of the group "desk/12/0". Its turn
+    t has the request id "desk/12/0/m/t" and the seed that `seed_of` gives for that id. `prefix`
+    maps a task to the prefix before its conversation; `BARE` has no document. An episode whose
+    context exceeds `max_context` tokens ends as "context_full", one still open after `max_turns` as
+    "no_verdict". `ended` is awaited after each turn with the episodes that ended in it, in order.
+    Raises PublishError for a refused request.
     """
     members = [
         (replace(task, id=f"{task.id}/{m}"), task.id) for task in tasks for m in range(group_size)
@@ -102,7 +103,7 @@ def _is_on(episode: Episode) -> bool:
 
 
 def _judged(episode: Episode, seen: Observation) -> Episode:
-    """The episode as the newest observation leaves it."""
+    """Return the episode with the outcome of its newest observation."""
     if seen.error:
         return replace(episode, error_kind=seen.error.partition(":")[0])
     if not seen.done:
@@ -115,7 +116,7 @@ def _judged(episode: Episode, seen: Observation) -> Episode:
 def _turn(
     request: GenerateRequest, branch: int, completion: Completion, conversation: ChatRenderer
 ) -> Turn:
-    """The student's part of a turn; what came of it is not known yet."""
+    """Return the student's part of a turn; its observation is still empty."""
     if completion.error:
         raise PublishError(f"{completion.request_id}: {completion.error}")
     return Turn(

@@ -1,10 +1,10 @@
-"""What the trainer's channels are given of finished episodes. Pure.
+"""Convert finished episodes into the inputs of the loss channels.
 
-rl_samples      a branch of an episode, whole, with its reward
-turn_samples    a turn after its whole context
-hinted_turns    a turn that went wrong, under a hint
-replay_states   a state that teachers may be asked about
-training_pair   their preference, in the student's ids
+rl_samples      each branch of an episode, with the episode's reward (GRPO)
+turn_samples    each turn after its whole context (document teacher)
+hinted_turns    each failed turn, with a hint (SDPO)
+replay_states   each state that the teacher panel may vote on
+training_pair   a preference of the panel, in the student's token ids (DPO)
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from protocols.train_batch import HintedTurn, PolicySample, PreferencePair
 from protocols.types import Sample
 from teachers.actions import action_of
 
-TOOL_VERSION = -1  # of tokens that no version of the student sampled
+TOOL_VERSION = -1  # of tokens that the student did not sample
 HINTS_AT_ONCE = 8
 
 
 def rl_samples(episodes: Sequence[Episode]) -> list[PolicySample]:
-    """A sample of every branch of every episode that said anything; each has the episode's reward.
+    """Return one sample for every branch of every episode, with the episode's reward.
 
-    The first branch has the episode's id, branch 1 that id and "/branch1". What tools and the
-    template wrote between two turns is read, not trained on.
+    The first branch has the episode's id, branch 1 that id and "/branch1". Tokens that tools and
+    the template add between two turns are context and not trained on.
     """
     return [
         _rl_sample(episode, branch, list(turns))
@@ -44,7 +44,7 @@ def rl_samples(episodes: Sequence[Episode]) -> list[PolicySample]:
 
 
 def turn_samples(episodes: Sequence[Episode]) -> list[Sample]:
-    """Every turn as a response to its whole context: `Sample("desk/12/0/1/3", ...)` is turn 3."""
+    """Return every turn as a response to its whole context: turn 3 has the id "desk/12/0/1/3"."""
     return [
         Sample(
             f"{e.task.id}/{t}", e.task.document, turn.context_ids, turn.response_ids,
@@ -58,10 +58,10 @@ def turn_samples(episodes: Sequence[Episode]) -> list[Sample]:
 async def hinted_turns(
     episodes: Sequence[Episode], hints: Hints, conversation: ChatRenderer
 ) -> tuple[list[HintedTurn], Counter[str]]:
-    """The turns that met an error, each under its hint, and how many had to be left out and why.
+    """Return the failed turns, each with its hint, and a count of turns left out by reason.
 
-    Beside the reasons of `Hints.hint` there is "empty_turn". An item's sample is the one that
-    `rl_samples` makes of the turn's branch.
+    The reasons are those of `Hints.hint` and "empty_turn". A hinted turn refers to the sample that
+    `rl_samples` makes of its branch.
     """
     failed = [
         (e, t) for e in episodes for t, turn in enumerate(e.turns) if turn.observation.error_kind
@@ -95,7 +95,7 @@ async def hinted_turns(
 
 
 def expected_of(episode: Episode) -> str | None:
-    """The right answer, if the environment told it; often it does so at the end alone."""
+    """Return the right answer, or None; many environments reveal it only at the end."""
     seen = (episode.opening, *(turn.observation for turn in episode.turns))
     return next((o.expected for o in reversed(seen) if o.expected is not None), None)
 
@@ -103,11 +103,11 @@ def expected_of(episode: Episode) -> str | None:
 def replay_states(
     episodes: Sequence[Episode], dialect: ActionFormat
 ) -> list[tuple[ReplayState, tuple[int, ...], tuple[int, ...]]]:
-    """Every turn as (its state, context ids, response ids).
+    """Return (state, context ids, response ids) for every turn.
 
-    The messages are the agent's own, without the document, which it has in its cartridge. The
-    confidence is the geometric mean of the probabilities of the turn's tokens, exp(mean log p),
-    so that a long action is not taken for a doubtful one; an empty turn has none.
+    The messages exclude the document, which is in the cartridge. The confidence is the geometric
+    mean of the probabilities of the turn's tokens, exp(mean log p), so that it does not fall with
+    length; an empty turn has None.
     """
     return [
         (
@@ -139,10 +139,10 @@ def training_pair(
     ref_rejected: float,
     ref_version: int,
 ) -> PreferencePair | None:
-    """The teachers' action in the student's words and ids, over what the student itself sampled.
+    """Return the teachers' action, in token ids, as preferred over the student's own response.
 
-    `context_ids` and `response_ids` are those of the pair's state. None for an action that the
-    dialect has no words for, and for one whose words are the student's own.
+    `context_ids` and `response_ids` are those of the pair's state. Returns None for an action that
+    the format cannot express, and for one whose ids equal the student's response.
     """
     try:
         chosen = conversation.saying(dialect.say(action_of(preferred.chosen)))

@@ -1,1 +1,1 @@
-"""Test-time scaling and recursive self-aggregation, over anything that samples."""
+"""Provide test-time scaling and recursive self-aggregation over any `Sampler`."""

@@ -1,12 +1,12 @@
-"""Adaptive scaling: further candidates only where the model is less sure than it has been.
+"""Sample further candidates only at steps where the model is less sure than before.
 
     probe step: u = -mean log-probability of its tokens, m the momentum of u so far
       t = 0, or exp(m) / gamma >= exp(u)   keep the probe
       else                                 N - 1 more candidates (1 call), the best by the scorer
     m <- alpha * m + (1 - alpha) * u of the probe
 
-Momentum uncertainty (Yan et al. 2025). m starts at 0 and so lags behind for some steps: of a
-constant u = 0.3 steps 1 to 9 are scaled. "bias_corrected" divides it by 1 - alpha^t (as Adam does),
+Source: momentum uncertainty (Yan et al. 2025). m starts at 0 and is too low for some steps: with a
+constant u = 0.3, steps 1 to 9 are scaled. "bias_corrected" divides m by 1 - alpha^t (as Adam does)
 and scales none of them.
 """
 
@@ -32,7 +32,7 @@ from strategies.steps import StepPath, StepSampler, concluding, path_result
 
 @dataclass(frozen=True)
 class Momentum:
-    """The running mean of a path's uncertainty, after `steps` of them."""
+    """Hold the running mean of a path's uncertainty, in nats, after `steps` steps."""
 
     alpha: float
     gamma: float
@@ -41,7 +41,7 @@ class Momentum:
     steps: int = 0
 
     def scales(self, uncertainty: float) -> bool:
-        """Whether a probe this unsure is worth more candidates; the first never is."""
+        """Return whether a probe this unsure gets more candidates; the first never does."""
         if self.steps == 0:
             return False
         usual = self.value / (1 - self.alpha**self.steps) if self.corrected else self.value
@@ -53,7 +53,7 @@ class Momentum:
 
 
 class AdaptiveScaling(SpecSection):
-    """Best-of-N at the steps where the model is unsure, one candidate elsewhere."""
+    """Sample N candidates at steps where the model is unsure, one elsewhere."""
 
     candidates: int = Field(default=4, ge=2, description="candidates of an unsure step")
     alpha: float = Field(default=0.9, ge=0, lt=1, description="weight of the past in the momentum")
@@ -82,7 +82,7 @@ class AdaptiveScaling(SpecSection):
                 scaled = momentum.scales(unsure)
                 log.append({"uncertainty": unsure, "momentum": momentum.value, "scaled": scaled})
                 if scaled:
-                    path = grown[0]  # stands, if the budget ends here
+                    path = grown[0]  # the result if the budget ends here
                     more = self.candidates - 1
                     grown += await scored_candidates(
                         stepper, by, [path.before()], more, f"step/{t}"

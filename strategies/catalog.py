@@ -1,10 +1,10 @@
-"""Every strategy by name, and how one is run.
+"""List every strategy by name, parse its options, and run it.
 
     parse("best_of_n", {"candidates": 8}) -> BestOfN(candidates=8)
     await run(strategy, sampler, messages, form="math", seed=7, budget=20_000, max_tokens=2048)
 
-A strategy is its options (frozen, checked) and `solve(meter, question)`; to add one, write that and
-name it here.
+A strategy is a frozen, validated set of options with `solve(meter, question)`. To add one, write
+that class and name it in STRATEGIES.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from strategies.search import BeamSearch, BestOfN
 
 
 class Strategy(Protocol):
-    """Options of a way to solve a question, and the way.
+    """Hold the options of a strategy, and solve a question with them.
 
-    `solve` raises DataError where the sampler lacks an ability, before anything is sampled, and may
-    raise BudgetSpent where it has nothing to answer with.
+    `solve` raises DataError, before it samples, if the sampler lacks an ability. It may raise
+    BudgetSpent if it has no response yet.
     """
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult: ...
@@ -56,9 +56,9 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
 
 
 def parse(name: str, options: Mapping[str, Any] | None = None) -> Strategy:
-    """The strategy of this name; options that are not given have their defaults.
+    """Return the strategy of this name; missing options have their defaults.
 
-    Raises DataError, which names the option, what it got and the remedy.
+    Raises DataError that names the option, its value and the remedy.
     """
     kind = STRATEGIES.get(name)
     if kind is None:
@@ -67,7 +67,7 @@ def parse(name: str, options: Mapping[str, Any] | None = None) -> Strategy:
         )
     adapter: TypeAdapter[Strategy] = TypeAdapter(kind)
     try:
-        # As JSON has it: lists are tuples, and nothing else is converted.
+        # The options are JSON: lists become tuples, and nothing else is converted.
         return adapter.validate_python(_tupled(dict(options or {})))
     except ValidationError as error:
         raise DataError(f"strategy {name}: {'; '.join(map(_fault, error.errors()))}") from None
@@ -87,12 +87,12 @@ async def run(
     name: str = "question",
     judge: Sampler | Judge | None = None,
 ) -> StrategyResult:
-    """Solve one question; never samples more than `budget` tokens in all, the judge's included.
+    """Solve one question, and never sample more than `budget` tokens in all, the judge's included.
 
-    `max_tokens` bounds one response. Every draw hangs on `seed` and `name` alone, so that a run is
-    repeated exactly by a sampler with the ability "seed". `judge`, for the scorer "process_reward":
-    a sampler that says + or - (`token_judge`), or a function from texts to probabilities. Raises
-    DataError for what cannot be served, and what the sampler raises.
+    `max_tokens` bounds one response. Every draw depends only on `seed` and `name`, so a sampler
+    with the ability "seed" repeats a run exactly. `judge` serves the scorer "process_reward": a
+    sampler that replies + or - (`token_judge`), or a function from texts to probabilities. Raises
+    DataError for a request that cannot be served, and errors of the sampler.
     """
     if form not in FORMS:
         raise DataError(f"answer form: got {form!r}; expected one of {', '.join(FORMS)}")

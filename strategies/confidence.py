@@ -1,6 +1,6 @@
-"""DeepConf's confidence (Fu et al. 2025): how sure a model was of its tokens, higher is surer.
+"""Compute DeepConf's confidence (Fu et al. 2025) from log-probabilities; higher is surer.
 
-token    c_i = -mean of the top-k log-probabilities at place i
+token    c_i = -mean of the top-k log-probabilities at position i
 group    mean of c over each window of w tokens; a shorter trace is one group
 trace    mean           over all tokens
          tail           over the last w tokens
@@ -20,12 +20,12 @@ Measure = Literal["mean", "tail", "lowest_group", "lowest_tenth"]
 
 
 def token_confidences(top_logprobs: Sequence[Sequence[tuple[str, float]]], k: int) -> list[float]:
-    """Of each token; with fewer than `k` told, of those that are."""
+    """Return each token's confidence in nats, over at most `k` log-probabilities."""
     return [-fmean(logprob for _, logprob in place[:k]) for place in top_logprobs]
 
 
 def group_confidences(confidences: Sequence[float], window: int) -> list[float]:
-    """Of each window of `window` tokens, in order; of the whole where it is shorter.
+    """Return the mean of each window of `window` tokens, in order; of all tokens if fewer.
 
     `group_confidences([1, 2, 3, 6], 3)` is [2, 3 2/3].
     """
@@ -36,7 +36,7 @@ def group_confidences(confidences: Sequence[float], window: int) -> list[float]:
 
 
 def trace_confidence(confidences: Sequence[float], measure: Measure, window: int) -> float:
-    """Of a whole trace; 0 for one without tokens."""
+    """Return the confidence of a whole trace, in nats; 0 for one without tokens."""
     if not confidences:
         return 0.0
     if measure == "mean":

@@ -1,13 +1,13 @@
-"""DeepConf: the surest traces vote by their confidence (Fu et al. 2025).
+"""Let the surest traces vote, weighted by confidence: DeepConf (Fu et al. 2025).
 
     offline   N traces --confidence--> the surest share votes, weighted by confidence
     online    warm-up traces --> s, the lowest group of the last one that is kept
               further traces, each stopped at its first full window below s
-              warm-up and surviving traces vote; with `consensus` further ones are asked for in
+              warm-up and surviving traces vote; with `consensus` further ones are sampled in
               batches, until the leading answer cannot be overtaken
 
-How far an answer can still be lifted has no bound (one sure token is worth any number of unsure
-ones), so each trace to come is taken to weigh as much as the heaviest so far.
+The weight of a future trace has no bound (one sure token outweighs any number of unsure ones), so
+each is assumed to weigh as much as the heaviest so far.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from strategies.result import StrategyResult
 from strategies.samplers.sampler import SampleResult, require
 from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 
-# Nats. The same trace in a batch of another composition differs in its last bits, and a trace that
-# says what the threshold's own said is not to be stopped for that.
+# Nats. Confidences depend on the batch in their last bits; a trace equal to that of the threshold
+# must not be stopped for this.
 ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
 class RunningTrace:
+    """Hold a sampled trace with its answer and confidences, in nats."""
+
     said: SampleResult
     answer: str | None
     confidence: float  # by the measure that weighs votes
-    lowest: float  # of its groups: what the threshold is held against
+    lowest: float  # of its groups, compared with the threshold
 
 
 class DeepConf(SpecSection):
-    """The surest traces vote by their confidence."""
+    """Let the surest traces vote, weighted by their confidence."""
 
     mode: Literal["offline", "online"] = Field(
         default="offline", description="online: stop traces that are unsure"
@@ -166,6 +168,6 @@ def _surviving(traces: list[RunningTrace]) -> list[int]:
 async def _votes(
     traces: list[RunningTrace], kept: list[int], question: StrategyProblem
 ) -> list[AnswerVote]:
-    """Of the kept traces, by their place among all."""
+    """Return the votes of the kept traces, with their indices among all traces."""
     answers = [t.answer if i in kept else None for i, t in enumerate(traces)]
     return await tally(answers, question.form, [t.confidence for t in traces])

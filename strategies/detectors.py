@@ -1,12 +1,12 @@
-r"""Where a step ends, and when an answer is there: patterns, as `StopCondition` takes them.
+r"""Detect where a step ends and whether it has an answer, by patterns of a `StopCondition`.
 
     structured   a step pattern ("\n\n") or an answer pattern ends the step
-    thinking     inside a thinking block a step ends before the next marker ("Wait", "So"); with the
-                 block's end begins the last step, which is the whole answer
+    thinking     inside a thinking block a step ends before the next marker ("Wait", "So"); the
+                 end of the block begins the last step, which is the whole answer
 
-An answer pattern with a group holds its answer there: r"answer is ([^.\n]+)\." ends the response
-once it is complete. Without a group the answer is what stands behind, and since a response ends
-*with* the pattern, there is nothing yet: then the step is dropped and a final answer sampled.
+An answer pattern with a group has the answer in it: r"answer is ([^.\n]+)\." ends the response once
+it is complete. Without a group the answer follows the match. A response ends *with* the match, so
+no answer is there yet; the step is then dropped and a final answer sampled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocols.spec.base import SpecSection, broken
 from protocols.types import StopCondition
 from strategies.answers.extract import Form
 
-# A sentence's: behind a digit it may be the point of 41.5, until a blank follows.
+# A full stop; after a digit it may be the point of 41.5, unless a blank follows.
 _STOP = r"(?:(?<=\D)\.|\.\s)"
 STEP_PATTERNS: dict[Form, tuple[str, ...]] = {
     "math": (r"\n\n",),
@@ -42,15 +42,15 @@ MARKERS = (
     "then", "finally", "now", "let me", "let's", "actually", "maybe", "okay",
 )  # fmt: skip
 END_OF_THINKING = "</think>"
-# A step that began with its marker, or with the blanks before it, must not end there at once.
+# A step that begins with its marker, or with the blanks before it, must not end there.
 _FAR_ENOUGH = 12  # characters
 
 
 class Detector(SpecSection):
-    """Where steps end. Patterns are regular expressions; none given: those of the answer's form.
+    """Hold the patterns that end steps: regular expressions, by default those of the answer's form.
 
-    They are searched for after every token, and some expressions never end: take none from a
-    client whom you do not trust.
+    The sampler searches for them after every token, and some expressions never finish. Accept none
+    from an untrusted client.
     """
 
     kind: Literal["structured", "thinking"] = Field(
@@ -89,7 +89,7 @@ class Detector(SpecSection):
         return most
 
     def until(self, so_far: str, form: Form) -> StopCondition | None:
-        """Where the step after the text `so_far` ends; None: with the response."""
+        """Return where the step after the text `so_far` ends; None: with the response."""
         if self.kind == "structured":
             steps = self.step_patterns or STEP_PATTERNS[form]
             return StopCondition(patterns=(*self._answers(form), *steps), after=self.min_tokens)
@@ -100,14 +100,14 @@ class Detector(SpecSection):
             rf"(?<=[\s\S]{{{_FAR_ENOUGH}}})"
             rf"(?:(?<=[.!?])\s+|(?<=\S)[ \t]*\n\s*)(?i:{words})\b"
         )
-        # The response ends before what is met, and the block's end belongs to it: so what is met is
-        # the character behind.
+        # The response ends before the match, but includes the block's end: so the match is the
+        # character after it.
         ended = rf"(?<={END_OF_THINKING})[\s\S]"
         return StopCondition(patterns=(ended, marked), after=self.min_tokens, before=True)
 
     def answered(self, so_far: str, step: str, form: Form) -> bool | None:
-        """Whether the step holds an answer: None without an answer pattern in it, False where one
-        stands with nothing in its group, or behind it."""
+        """Return whether the step holds an answer: None if no answer pattern matches, False if a
+        match has nothing in its group, or after it."""
         if self.kind == "thinking" and END_OF_THINKING not in so_far:
             return None
         found = None

@@ -1,4 +1,4 @@
-"""Whole responses, then a choice by their answers alone: any backend will do."""
+"""Sample whole responses and choose by their answers alone, with any backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strategies.samplers.token_budget import TokenBudget
 
 
 class ChainOfThought(SpecSection):
-    """One response."""
+    """Sample one response."""
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
         (said,) = await meter([question.ask("0")])
@@ -22,7 +22,7 @@ class ChainOfThought(SpecSection):
 
 
 class SelfConsistency(SpecSection):
-    """The most frequent answer of several responses (Wang et al. 2022), sampled in one call."""
+    """Choose the most frequent answer of several responses from one call (Wang et al. 2022)."""
 
     samples: int = Field(default=16, ge=1, description="responses that vote")
 

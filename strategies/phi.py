@@ -1,4 +1,4 @@
-"""Phi decoding: steps chosen by where they lead, as look-aheads see it (Xu et al. 2025).
+"""Choose steps by the value of sampled look-aheads: phi decoding (Xu et al. 2025).
 
     B beams --R rollouts each (1 call)--> B x R steps, F = mean log-probability
       width     keep F > mean - deviation (all, where every F is equal)
@@ -6,13 +6,14 @@
       weigh     advantage A = F' - F' of the beam's own look-ahead before; the look-aheads
                 clustered by their words, C = share of the cluster
                 weight = (softmax(A / 0.1) + softmax(C)) / 2
-      depth     all look-aheads agree, or the largest cluster holds the threshold: stop (one alone
-                agrees with nobody)
+      depth     all look-aheads agree, or the largest cluster reaches the threshold: stop (a
+                single look-ahead never agrees)
       sample    B of them without replacement, by weight
 
-A step that ends the response is its own look-ahead; from one that stops at an empty answer the
-look-ahead begins before it, and is the final answer. A look-ahead is a whole response: the answer
-is that of the largest cluster with the most weight, when depth is pruned, or else the last beams'.
+A step that ends the response is its own look-ahead. After a step with an empty answer the
+look-ahead starts before that step and is the final answer. A look-ahead is a whole response. If
+depth stops the search, the result is the heaviest look-ahead of the largest cluster, else that of
+the heaviest of the last beams.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SHARPNESS = 0.1  # temperature of the advantages
 
 @dataclass(frozen=True)
 class PhiBeam:
-    """A path, the whole response that it was foreseen to become, and that look-ahead's F'."""
+    """Hold a path, its look-ahead (a whole response), and the look-ahead's F'."""
 
     path: StepPath = field(default_factory=StepPath)
     ahead: StepPath = field(default_factory=StepPath)
@@ -52,7 +53,7 @@ class PhiBeam:
 
 
 class PhiDecoding(SpecSection):
-    """Steps sampled by the promise of their look-aheads."""
+    """Sample steps weighted by the value and agreement of their look-aheads."""
 
     beams: int = Field(default=4, ge=1, description="paths that are kept")
     rollouts: int = Field(default=4, ge=1, description="candidate steps of a path")
@@ -72,7 +73,7 @@ class PhiDecoding(SpecSection):
         try:
             for t in range(self.max_steps):
                 kept = await self._kept(stepper, beams, t)
-                if not best.ahead.steps:  # stands, if the budget ends before the look-aheads
+                if not best.ahead.steps:  # the result if the budget ends before the look-aheads
                     best = PhiBeam(ahead=concluding(kept[0][0]))
                 foreseen = [(b, 0.0) for b in beams if b.path.state == "done"]
                 foreseen += await self._foreseen(stepper, kept, t)
@@ -103,7 +104,7 @@ class PhiDecoding(SpecSection):
     async def _kept(
         self, stepper: StepSampler, beams: Sequence[PhiBeam], t: int
     ) -> list[tuple[StepPath, float]]:
-        """The steps that width leaves, each with the value of its beam."""
+        """Return the steps that width keeps, each with the value of its beam."""
         on = [b for b in beams if b.path.state != "done"]
         grown = await stepper.candidates([b.path for b in on], self.rollouts, f"step/{t}")
         steps = [(p, b.value) for b, of_beam in zip(on, grown, strict=True) for p in of_beam]
@@ -112,7 +113,7 @@ class PhiDecoding(SpecSection):
     async def _foreseen(
         self, stepper: StepSampler, kept: Sequence[tuple[StepPath, float]], t: int
     ) -> list[tuple[PhiBeam, float]]:
-        """The beams that may come of these steps, each with its advantage."""
+        """Return the beams after these steps, each with its advantage."""
         open_ = [p for p, _ in kept if p.state != "done"]
         endings = iter(await stepper.endings([concluding(p) for p in open_], 1, f"ahead/{t}"))
         found = []
@@ -130,13 +131,13 @@ class PhiDecoding(SpecSection):
 
 
 def width(values: Sequence[float]) -> list[int]:
-    """Indices of the values above mean - deviation: all where they are equal."""
+    """Return the indices of the values above mean - deviation; all where they are equal."""
     floor = fmean(values) - pstdev(values)
     return [i for i, v in enumerate(values) if v > floor] or list(range(len(values)))
 
 
 def weigh(advantages: Sequence[float], labels: Sequence[int]) -> list[float]:
-    """(softmax(A / 0.1) + softmax(C)) / 2, which sums to 1; C is the share of each one's cluster.
+    """Return (softmax(A / 0.1) + softmax(C)) / 2, which sums to 1; C is the share of each cluster.
 
     `weigh([0.0, 0.0], [0, 1])` is [0.5, 0.5].
     """
@@ -147,7 +148,7 @@ def weigh(advantages: Sequence[float], labels: Sequence[int]) -> list[float]:
 
 
 def sample(weights: Sequence[float], count: int, rng: random.Random) -> list[int]:
-    """`count` different indices by weight, in the order drawn; all where there are no more."""
+    """Draw `count` distinct indices by weight, in the order drawn; all if there are no more."""
     left = dict(enumerate(weights))
     drawn: list[int] = []
     while left and len(drawn) < count:
@@ -168,18 +169,18 @@ def _mean(said: SampleResult) -> float:
 
 
 def _rollout_text(beam: PhiBeam) -> str:
-    """What the look-ahead added to the path; what ended the path, where that is done."""
+    """Return the look-ahead's text after the path, or the last step of a finished path."""
     return beam.ahead.steps[-1].text
 
 
 def _largest(labels: Sequence[int]) -> tuple[int, float]:
-    """The largest cluster, of equals the first, and its share."""
+    """Return the largest cluster, of equals the first, and its share."""
     label, size = Counter(labels).most_common(1)[0]
     return label, size / len(labels)
 
 
 async def _agree(aheads: Sequence[StepPath], question: StrategyProblem) -> bool:
-    """Whether every look-ahead has an answer, and all the same."""
+    """Return whether every look-ahead has an answer, and all are equal."""
     votes = await tally([extract(a.text, question.form) for a in aheads], question.form)
     return bool(votes) and len(votes[0].traces) == len(aheads)
 

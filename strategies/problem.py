@@ -1,4 +1,4 @@
-"""What a strategy solves: the messages, how tokens are drawn, and one seed for all draws."""
+"""Describe what a strategy solves: messages, sampling, and one seed for all draws."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from strategies.answers.extract import Form
 from strategies.samplers.sampler import PartialResponse, SampleRequest
 
 Judge = Callable[[Sequence[str]], Awaitable[Sequence[float]]]
-"""A process reward model: of each text, the probability that its last step is a good one."""
+"""Return for each text the probability that its last step is good (process reward model)."""
 
 
 @dataclass(frozen=True)
 class StrategyProblem:
-    """`StrategyProblem((Message("user", "what is 2 + 2?"),), "math", 7, Sampling(0.7,
+    """Hold `StrategyProblem((AgentMessage("user", "what is 2 + 2?"),), "math", 7, Sampling(0.7,
     max_tokens=512))`.
 
-    `sampling.max_tokens` bounds one whole response. Every draw hangs on `seed`, `name` and the name
-    of the draw alone. `judge` is for strategies whose scorer is "process_reward".
+    `sampling.max_tokens` bounds one whole response. Every draw depends only on `seed`, `name` and
+    the draw's name. `judge` serves strategies whose scorer is "process_reward".
     """
 
     messages: tuple[AgentMessage, ...]
@@ -41,7 +41,7 @@ class StrategyProblem:
         top_logprobs: int = 0,
         most: int | None = None,
     ) -> SampleRequest:
-        """The ask "question/`name`", of at most `most` tokens (None: the whole response)."""
+        """Return the request "question/`name`" for at most `most` tokens, or a whole response."""
         sampling = self.sampling if most is None else replace(self.sampling, max_tokens=most)
         name = f"{self.name}/{name}"
         seed = stream_seed(f"{self.seed}/{name}")
@@ -50,5 +50,5 @@ class StrategyProblem:
         )  # fmt: skip
 
     def stream(self, name: str) -> random.Random:
-        """A generator for draws of the strategy's own."""
+        """Return a random generator for the strategy's own draws."""
         return random.Random(f"{self.seed}/{self.name}/{name}")

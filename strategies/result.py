@@ -1,4 +1,4 @@
-"""What every strategy returns."""
+"""Define the result of every strategy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from strategies.samplers.token_budget import TokenSpend
 
 @dataclass(frozen=True)
 class StrategyResult:
-    """The chosen response, the answer found in it (None: none), what was spent, and how it came.
+    """Hold the chosen response, the answer in it (None: none), the spend and the details.
 
-    `details` are plain JSON values: votes, steps with their scores, populations. `finish_reason`
-    is that of the chosen response, or "budget" where the token budget ended the strategy.
-    `token_ids` are exact where the backend tells them.
+    `details` are plain JSON values: votes, steps with their scores, populations. `finish_reason` is
+    that of the chosen response, or "budget" if the token budget ended the strategy. `token_ids` are
+    exact where the backend returns them, else empty.
     """
 
     text: str

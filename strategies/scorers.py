@@ -1,4 +1,4 @@
-r"""Step scorers: how good the last step of a path is; the higher the better.
+r"""Score the last step of a path; higher is better.
 
     sequence_logprob   sum of the log-probabilities of its tokens
     perplexity         -exp(-mean log-probability)
@@ -6,10 +6,9 @@ r"""Step scorers: how good the last step of a path is; the higher the better.
     gap                mean of p(likeliest) - p(second), in [0, 1]
     process_reward     P(positive) after the step, of a judge that reads the text
 
-Four different numbers: two tokens of probability 0.5 out of (0.5, 0.5) score -1.386, -2, -0.693
-and 0. A backend tells the top k of a distribution alone; what they leave of the mass counts as one
-token more, so that the entropy is a lower bound of the true one. A step without tokens scores
-`NOTHING`, which is worse than any.
+For example, two tokens of probability 0.5 out of (0.5, 0.5) score -1.386, -2, -0.693 and 0. A
+backend returns only the top k of a distribution; the remaining mass counts as one more token, so
+the entropy is a lower bound. A step without tokens scores `NOTHING`, lower than any other.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from strategies.steps import StepPath
 
 ScorerName = Literal["sequence_logprob", "perplexity", "entropy", "gap", "process_reward"]
 NOTHING = -1e9
-TOP = 20  # log-probabilities asked for, where the scorer needs them
-SEPARATOR = "\n\n"  # between steps, as a judge reads them
+TOP = 20  # log-probabilities to request, where the scorer needs them
+SEPARATOR = "\n\n"  # between steps in a judge's input
 INSTRUCTION = (
     "You check a solution step by step. Say + if the last step is right and helps to solve the "
     "problem, and - if not. Answer with that one character."
@@ -44,7 +43,7 @@ def sequence_logprob(step: SampleResult) -> float:
 
 
 def perplexity(step: SampleResult) -> float:
-    """Negative, so that higher is better."""
+    """Return the negative perplexity, so that higher is better."""
     return -math.exp(min(-fmean(step.logprobs), math.log(-NOTHING)))
 
 
@@ -77,7 +76,7 @@ _MEASURES: Mapping[str, tuple[Ability, int, Callable[[SampleResult], float]]] = 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores the last step of each path; many paths at once."""
+    """Score the last step of each path, many paths at once."""
 
     needs: tuple[Ability, ...]
     top_logprobs: int
@@ -85,7 +84,7 @@ class Scorer:
 
 
 def scorer(name: ScorerName, question: StrategyProblem) -> Scorer:
-    """Raises DataError for "process_reward" without a judge."""
+    """Return the scorer of this name. Raises DataError for "process_reward" without a judge."""
     if name == "process_reward":
         judge = question.judge
         if judge is None:
@@ -111,8 +110,8 @@ def scorer(name: ScorerName, question: StrategyProblem) -> Scorer:
 
 
 def judged_text(question: StrategyProblem, path: StepPath) -> str:
-    """The question and the steps so far, each closed by the separator behind which a process
-    reward model judges."""
+    """Return the question and the steps so far, each followed by the separator after which a
+    process reward model judges."""
     asked = next((m.content for m in reversed(question.messages) if m.role == "user"), "")
     return "".join(f"{part.strip()}{SEPARATOR}" for part in (asked, *(s.text for s in path.steps)))
 
@@ -124,10 +123,10 @@ def token_judge(
     negative: str = "-",
     instruction: str = INSTRUCTION,
 ) -> Judge:
-    """A judge that asks a sampler for one token of each text: P(+) / (P(+) + P(-)), out of the
-    top log-probabilities; 0.5 where neither is among them.
+    """Return a judge that samples one token for each text: P(+) / (P(+) + P(-)) of the top
+    log-probabilities, or 0.5 if neither is among them.
 
-    Raises DataError for a sampler that does not tell them, BudgetSpent when it is metered.
+    Raises DataError for a sampler without top log-probabilities, BudgetSpent if it is metered.
     """
     require(sampler, "a process reward model", "top_logprobs")
 

@@ -1,12 +1,12 @@
 """Search over steps: expand, score, keep the best. Best-of-N is the search with one beam.
 
     B active paths --C candidates each (1 call)--> B x C --scorer, aggregate--> ranked
-      from the top: those that are done are set aside, until B are active or B set aside
+      from the top: finished paths are set aside, until B are active or B set aside
       a path that stops at an empty answer loses that step; C final answers, the best stays
     ends with B set aside, with none active, with `max_steps`, or with the budget
     nothing set aside: C final answers to the best active path
 
-Sums favour long paths or short ones, by the sign of the scores; "mean" favours neither.
+The aggregate "sum" favours long or short paths, by the sign of the scores; "mean" favours neither.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ AGGREGATES: dict[Aggregate, Callable[[Sequence[float]], float]] = {
 
 
 class BestOfN(SpecSection):
-    """At every step the best of several candidates."""
+    """Choose the best of several candidates at every step."""
 
     candidates: int = Field(default=4, ge=1, description="candidates of a step")
     max_steps: int = Field(default=32, ge=1, description="steps before the final answer")
@@ -53,7 +53,7 @@ class BestOfN(SpecSection):
 
 
 class BeamSearch(SpecSection):
-    """Several paths at once, ranked by all their steps."""
+    """Keep several paths at once, ranked by all their steps."""
 
     beams: int = Field(default=2, ge=1, description="paths that stay active")
     candidates: int = Field(default=4, ge=1, description="candidates of a path's next step")
@@ -133,8 +133,7 @@ class SearchState:
 def _kept(
     ranked: Sequence[StepPath], beams: int, room: int
 ) -> tuple[list[StepPath], list[StepPath]]:
-    """From the top, the paths that are on and those that are not, until there are `beams` of the
-    ones or `room` of the others."""
+    """Return active and ended paths from the top, until there are `beams` or `room` of them."""
     active: list[StepPath] = []
     over: list[StepPath] = []
     for path in ranked:
@@ -147,7 +146,7 @@ def _kept(
 async def scored_candidates(
     stepper: StepSampler, by: Scorer, paths: Sequence[StepPath], count: int, name: str
 ) -> list[StepPath]:
-    """`count` scored next steps of each path, path by path. Raises BudgetSpent."""
+    """Return `count` scored next steps of each path, path by path. Raises BudgetSpent."""
     grown = [c for of_path in await stepper.candidates(paths, count, name) for c in of_path]
     return [p.scored(s) for p, s in zip(grown, await by.score(grown), strict=True)]
 
@@ -155,8 +154,8 @@ async def scored_candidates(
 async def conclude(
     stepper: StepSampler, by: Scorer, paths: Sequence[StepPath], count: int, name: str
 ) -> list[StepPath]:
-    """The best of `count` final answers of each path, from before a step that stopped at an empty
-    answer. Raises BudgetSpent."""
+    """Return the best of `count` final answers of each path, without a last step that stopped at an
+    empty answer. Raises BudgetSpent."""
     if not paths:
         return []
     endings = await stepper.endings([concluding(p) for p in paths], count, name)
@@ -172,7 +171,7 @@ async def conclude(
 def best_first(
     paths: Sequence[StepPath], rank: Callable[[Sequence[float]], float]
 ) -> list[StepPath]:
-    """By rank, of equals the earliest first; a path without steps last."""
+    """Return the paths by rank, of equals the earliest first, paths without steps last."""
     return sorted(paths, key=lambda p: -(rank(p.scores) if p.scores else NOTHING))
 
 

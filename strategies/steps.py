@@ -1,12 +1,12 @@
-"""Paths, step by step: candidates for the next step of several paths, in one batched call.
+"""Extend several paths by candidate steps in one batched call.
 
-    Path  "step 1 . step 2 ."  --Ask(begun, until of the detector)-->  step 3a, 3b, 3c
+    StepPath  "step 1 . step 2 ."  --SampleRequest(begun, until)-->  step 3a, 3b, 3c
       on      more steps may follow
       done    the end token, an answer, the response's last token, or the budget's
-      empty   an answer pattern with nothing after it: the step is to be dropped, and a final answer
-              sampled to the response's end (`concluded`); an end token is never taken for that
+      empty   an answer pattern with nothing after it: the step is dropped, and a final answer
+              sampled to the response's end (`concluding`); not after an end token
 
-Text is what the sampler said, joined, and so are the ids; nothing is tokenised again.
+A path's text and ids are the concatenated outputs of the sampler, never tokenized again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ State = Literal["on", "done", "empty"]
 
 @dataclass(frozen=True)
 class StepPath:
-    """A response so far: its steps as they were said, and a score each where they were scored."""
+    """Hold a partial response: its sampled steps, and the scores of those that were scored."""
 
     steps: tuple[SampleResult, ...] = ()
     scores: tuple[float, ...] = ()
@@ -39,7 +39,7 @@ class StepPath:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All of them, or none where those of a step are not told."""
+        """Return all ids, or none if the backend omits those of a step."""
         if any(s.text and not s.token_ids for s in self.steps):
             return ()
         return tuple(i for s in self.steps for i in s.token_ids)
@@ -53,16 +53,16 @@ class StepPath:
         return self.steps[-1].finish_reason if self.steps else ""
 
     def scored(self, score: float) -> StepPath:
-        """With the last step's score."""
+        """Return the path with the last step's score."""
         return replace(self, scores=(*self.scores[: len(self.steps) - 1], score))
 
     def before(self) -> StepPath:
-        """Without the last step."""
+        """Return the path without its last step."""
         kept = len(self.steps) - 1
         return StepPath(self.steps[:kept], self.scores[:kept])
 
     def plain(self) -> list[dict[str, Any]]:
-        """JSON: each step with its tokens, and its score where it has one."""
+        """Return JSON values: each step with its tokens, and its score or None."""
         scores = [*self.scores, *[None] * (len(self.steps) - len(self.scores))]
         return [
             {"text": s.text, "tokens": s.tokens, "score": score}
@@ -72,7 +72,7 @@ class StepPath:
 
 @dataclass(frozen=True)
 class StepSampler:
-    """Samples steps for one question."""
+    """Sample steps for one question."""
 
     meter: TokenBudget
     question: StrategyProblem
@@ -82,16 +82,14 @@ class StepSampler:
     async def candidates(
         self, paths: Sequence[StepPath], count: int, name: str
     ) -> list[list[StepPath]]:
-        """`count` ways to go on by one step, for each path: one call. Draws hang on `name`.
-
-        Raises BudgetSpent.
-        """
+        """Return `count` next steps of each path from one call, drawn by `name`. Raises
+        BudgetSpent."""
         return await self._sample(paths, count, name, whole=False)
 
     async def endings(
         self, paths: Sequence[StepPath], count: int, name: str
     ) -> list[list[StepPath]]:
-        """`count` ways to end the response, for each path: one call. Raises BudgetSpent."""
+        """Return `count` completions of each path from one call. Raises BudgetSpent."""
         return await self._sample(paths, count, name, whole=True)
 
     async def _sample(
@@ -131,7 +129,7 @@ class StepSampler:
 
 
 def concluding(path: StepPath) -> StepPath:
-    """Where a final answer goes on from: an incomplete step is dropped."""
+    """Return the path before a final answer, without an incomplete step."""
     return path.before() if path.state == "empty" else path
 
 
@@ -143,7 +141,7 @@ def path_result(
     *,
     spent: bool,
 ) -> StrategyResult:
-    """The result of a strategy that chose this path; `spent`: because the budget is."""
+    """Return the result of a strategy that chose this path; `spent`: the budget ended it."""
     return StrategyResult(
         path.text, extract(path.text, question.form), meter.spent,
         "budget" if spent else path.finish_reason, path.token_ids,

@@ -1,7 +1,7 @@
-"""The clinic desk: a world of tools in which a tiny model looks one value up. Pure.
+"""Simulate a clinic desk whose tools a tiny model uses to look up one value.
 
-A desk has a handbook, which says at which department the records of each field lie. Asked for the
-value of a field, a clerk finds the note, reads it and answers:
+A desk has a handbook that maps each field to the department with its records. Asked for a field's
+value, a clerk finds the note, reads it and answers:
 
     user        what is the surgeon?
     assistant   find surgeon in cardiology.      (the handbook says: surgeon cardiology.)
@@ -10,9 +10,9 @@ value of a field, a clerk finds the note, reads it and answers:
     tool        surgeon weber.
     assistant   answer weber.
 
-Notes and values are drawn anew for every case: nothing but the tools knows them. Who does not know
-the handbook guesses departments and meets errors: `missing_record`, `unknown_tool`,
-`bad_arguments`.
+Notes and values are drawn anew for every case, so only the tools reveal them. A clerk without the
+handbook guesses departments and gets errors: `missing_record`, `unknown_tool`, `bad_arguments`. The
+module does no I/O.
 """
 
 from __future__ import annotations
@@ -70,20 +70,20 @@ _FORMS: Mapping[str, re.Pattern[str]] = {
 
 @dataclass(frozen=True)
 class ClinicDesk:
-    """`ClinicDesk("desk_01", (("surgeon", "cardiology"), ("sodium", "urology"), ...))`."""
+    """Hold a desk: `ClinicDesk("desk_01", (("surgeon", "cardiology"), ("sodium", "urology")))`."""
 
     id: str
     handbook: tuple[tuple[str, str], ...]
 
     @property
     def document(self) -> str:
-        """`"surgeon cardiology. sodium urology."`"""
+        """Return the handbook as text: `"surgeon cardiology. sodium urology."`"""
         return " ".join(f"{name} {department}." for name, department in self.handbook)
 
 
 @dataclass(frozen=True)
 class DeskCase:
-    """One question with what the desk's records hold: the truth that the tools speak from."""
+    """Hold one question and the record that answers it, which the tools read."""
 
     field: str
     department: str
@@ -97,11 +97,11 @@ class DeskCase:
 
 @dataclass(frozen=True)
 class DeskReply:
-    """What the desk says to one call, and how the case stands.
+    """Carry the desk's reply to one call.
 
-    `reward` is given at the end alone: 1 for the right value, else 0. A failure has an
-    `error_kind`, the `hint_key` of the template that would help, and what that template says in
-    `hint_facts`; these never hold the value.
+    `reward` is set at the end only: 1 for the right value, else 0. A failure has an `error_kind`,
+    the `hint_key` of a template that would help, and that template's values in `hint_facts`. Hints
+    never contain the value.
     """
 
     text: str
@@ -114,7 +114,7 @@ class DeskReply:
 
 @dataclass(frozen=True)
 class CaseState:
-    """A case after some calls: which the clerk's own note number is, and whether it was read."""
+    """Hold a case after some calls: whether its note was found, and whether it was read."""
 
     found: bool = False
     read: bool = False
@@ -123,7 +123,7 @@ class CaseState:
 
 
 def draw_desk(seed: int, index: int, fields: int) -> ClinicDesk:
-    """Desk `index` (from 1) of a seed, with a handbook of `fields` fields. Raises DataError."""
+    """Return desk `index` (from 1) of a seed. Raises DataError for a wrong number of `fields`."""
     if not 1 <= fields <= len(words.FIELDS):
         raise DataError(
             f"a handbook has 1 to {len(words.FIELDS)} fields, those there are: got {fields}; "
@@ -137,20 +137,20 @@ def draw_desk(seed: int, index: int, fields: int) -> ClinicDesk:
 
 
 def draw_case(desk: ClinicDesk, seed: int) -> DeskCase:
-    """The case of a seed at a desk: the same in every process."""
+    """Return the case of a seed at a desk; it is equal in every process."""
     rng = random.Random(f"case/{desk.id}/{seed}")
     name, department = rng.choice(desk.handbook)
     return case_of(name, department, rng)
 
 
 def case_of(name: str, department: str, rng: random.Random) -> DeskCase:
-    """A case about this field, with a note and a value drawn anew."""
+    """Return a case about this field, with a note and a value drawn from `rng`."""
     value = words.value_text(name, rng.choice(words.CATEGORY_OF[name].values))
     return DeskCase(name, department, rng.randint(10, 99), value)
 
 
 def call_text(call: ToolAction) -> str:
-    """A call as a clerk says it: `"find surgeon in cardiology."`; DataError for one it cannot."""
+    """Return a call as a clerk's text, `"find surgeon in cardiology."`, or raise DataError."""
     given = {k: " ".join(str(v).split()) for k, v in call.arguments.items()}
     match call.tool, given:
         case "find", {"field": name, "department": department}:
@@ -165,10 +165,9 @@ def call_text(call: ToolAction) -> str:
 
 
 def parse_call(text: str) -> ToolAction:
-    """What a clerk's words call, whether or not the desk can do it.
+    """Return the call that a clerk's text makes, whether or not the desk can execute it.
 
-    Words that do not have a tool's form are its call with the arguments {"words": ...}: they are
-    the tool's, and bad.
+    A text without its tool's form becomes a call with {"words": ...} as arguments: bad_arguments.
     """
     name, _, rest = " ".join(text.split()).removesuffix(".").partition(" ")
     found = _FORMS[name].fullmatch(rest) if name in _FORMS else None
@@ -181,7 +180,7 @@ def parse_call(text: str) -> ToolAction:
 
 
 def reply_to(case: DeskCase, standing: CaseState, text: str, max_turns: int) -> CaseState:
-    """The case after one more call; `reply` is what the desk says to it."""
+    """Return the case's state after one more call, with the desk's reply in `reply`."""
     turns = standing.turns + 1
     found, read, reply = _answered(case, standing, parse_call(text))
     if not reply.done and turns >= max_turns:

@@ -1,4 +1,4 @@
-"""What helps a clerk at the desk, by `Reply.hint_key`: filled in with its `hint_facts`."""
+"""Hold the hint templates of the desk by `DeskReply.hint_key`; `hint_facts` fill them in."""
 
 HINTS = {
     "tools": "the tools are find read answer.",

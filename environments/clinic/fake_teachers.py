@@ -1,7 +1,7 @@
-"""Teachers of our own for the default demo: a local provider that knows its way about the desk.
+"""Start a local provider with fake teachers that know the desk, for the default demo.
 
-It reads what any teacher is shown, the handbook and the episode so far, and answers with the call
-that a good clerk would make next; wrongly at a set rate.
+A fake teacher reads the handbook and the episode so far, as any teacher does, and answers with the
+next call of a good clerk; at a set rate it answers with a wrong one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOTE = re.compile(r"note (\d+)\.")
 
 
 def local_provider(spec: ReplaySpec, local: LocalSpec) -> FakeProvider:
-    """The provider of a spec's teachers, not yet started."""
+    """Return the provider of the spec's teachers, not started."""
     faults = FaultRates(
         rate_limit=local.rate_limit, server_error=local.server_error, latency_s=local.latency_s,
         seed=local.seed,
@@ -36,7 +36,7 @@ def local_provider(spec: ReplaySpec, local: LocalSpec) -> FakeProvider:
 
 
 def at(spec: ReplaySpec, provider: FakeProvider) -> ReplaySpec:
-    """The spec with every teacher at the provider."""
+    """Return the spec with every teacher's URL at the provider."""
     urls = {"openai": provider.openai_url, "anthropic": provider.url}
     here = [
         t.model_copy(update={"base_url": urls[t.provider], "key_env": KEY_ENV})
@@ -46,8 +46,8 @@ def at(spec: ReplaySpec, provider: FakeProvider) -> ReplaySpec:
 
 
 def next_call(messages: Sequence[AgentMessage]) -> ToolAction:
-    """What a good clerk calls next: `messages` begin with the handbook. Raises DataError for what
-    is no case of the desk."""
+    """Return a good clerk's next call; `messages` begin with the handbook. Raises DataError if they
+    are no case of the desk."""
     handbook = " ".join(m.content for m in messages if m.role == "system")
     asked = next((f for m in messages if m.role == "user" for f in _ASKED.findall(m.content)), "")
     department = re.search(rf"(?:^|\. ){re.escape(asked)} (\w+)\.", handbook)
@@ -68,7 +68,7 @@ def next_call(messages: Sequence[AgentMessage]) -> ToolAction:
 def _answer(request: ProviderRequest, right: bool) -> str:
     parts = _TURN.split(request.user)
     turns = zip(parts[1::2], parts[2::2], strict=True)
-    # The pattern has the roles alone.
+    # The pattern matches only roles.
     messages = [AgentMessage(role, text) for role, text in turns]  # type: ignore[arg-type]
     try:
         call = next_call(messages)

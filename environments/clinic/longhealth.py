@@ -1,7 +1,7 @@
-"""LongHealth patients from JSON: the embedded clinic and the real `benchmark_v5.json` alike.
+"""Read LongHealth patients from JSON: the embedded clinic's, or the real `benchmark_v5.json`.
 
-The real file (20 fictional patients, 400 questions) asks not to be published where models are
-trained, so it is never shipped: it is read from a path, or fetched from a URL at run time.
+The real file has 20 fictional patients and 400 questions. Its authors ask not to publish it where
+models are trained, so it is never shipped: it is read from a path or a URL at run time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FETCH_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class PatientQuestion:
-    """A five-option question. `options[i]` belongs to letter `LETTERS[i]`; `correct` is a *text*.
+    """Hold a five-option question. `options[i]` has letter `LETTERS[i]`; `correct` is a *text*.
 
-    Two options may carry the same text (one real patient has such a pair), so a letter is right
-    when its option's text equals `correct`.
+    Two options may have the same text (one real patient has such a pair), so a letter is right when
+    its option's text equals `correct`.
     """
 
     id: str
@@ -43,7 +43,7 @@ class PatientQuestion:
 
 @dataclass(frozen=True)
 class Patient:
-    """One patient: the notes in order and the questions asked about them."""
+    """Hold one patient: the notes in order and the questions about them."""
 
     id: str
     name: str
@@ -54,23 +54,21 @@ class Patient:
 
     @property
     def document(self) -> str:
-        """The whole chart as the model reads it, one line a note."""
+        """Return the whole chart as the model reads it, one line a note."""
         head = f"chart of {self.name}, born {self.birthday}, diagnosis {self.diagnosis}."
         return "\n".join([head, *(f"note {i}: {t}" for i, t in enumerate(self.texts, start=1))])
 
 
 def load_patients(source: str) -> list[Patient]:
-    """Read LongHealth JSON from a path or an http(s) URL.
-
-    Raises DataError that names the source and what is wrong with it.
-    """
+    """Return the patients of LongHealth JSON at a path or an http(s) URL. Raises DataError that
+    names the source and its fault."""
     if source.startswith(("http://", "https://")):
         try:
             with urllib.request.urlopen(source, timeout=FETCH_TIMEOUT_S) as answer:
                 raw = answer.read()
         except (OSError, ValueError, http.client.HTTPException) as error:
             if isinstance(error, urllib.error.HTTPError):
-                error.close()  # it holds the connection
+                error.close()  # releases the connection
             raise DataError(
                 f"cannot fetch {source}: {error}; download it once and give data.path its path"
             ) from error
@@ -87,7 +85,7 @@ def load_patients(source: str) -> list[Patient]:
 
 
 def parse_patients(records: Any, source: str) -> list[Patient]:
-    """Patients from LongHealth's top-level object; `source` names it in errors."""
+    """Return the patients of LongHealth's top-level object; `source` names it in DataErrors."""
     if not isinstance(records, Mapping) or not records:
         raise DataError(
             f"{source}: expected an object of patients, got {type(records).__name__}; "
@@ -143,10 +141,10 @@ def _natural(name: str) -> tuple[int, str]:
 
 
 def is_held_out(question: PatientQuestion, share: float) -> bool:
-    """Whether a question belongs to the evaluation split.
+    """Return whether a question belongs to the evaluation split.
 
-    Decided by a hash of the question's own words and patient, so it is the same in every process
-    and run, and adding patients or reordering the file moves nothing across.
+    A hash of the question's text and patient decides. The split is therefore equal in every process
+    and run, and does not change when patients are added or the file is reordered.
     """
     digest = hashlib.sha256(f"{question.patient}\n{question.text}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 < share

@@ -1,7 +1,7 @@
-"""What the tiny panel is asked: to review several answers to a question, then to give its own.
+"""Write the panel model's prompts, which ask it to review several answers and give its own.
 
-The aggregation prompt of recursive self-aggregation (Venkatraman et al., 2025), in words that
-the tiny tokenizer knows: any other would fall apart into bytes.
+The aggregation prompt is that of recursive self-aggregation (Venkatraman et al., 2025), in words of
+the tiny tokenizer. Other words would be encoded as bytes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from protocols.errors import DataError
 
 
 def aggregation_prompt(question: str, candidates: Sequence[str]) -> str:
-    """The question (`environments.clinic.prompts.option_prompt`) and the numbered candidate
-    responses under it.
+    """Return the question (from `prompts.option_prompt`) with numbered candidate responses below.
 
-    Every candidate takes one line, whatever its own line breaks; one that says nothing keeps its
-    number. A line begins with a space: without one its first word would fall apart into bytes.
-    Raises DataError when there are no candidates.
+    Every candidate takes one line, without its own line breaks; an empty one keeps its number. A
+    line begins with a space, else its first word is encoded as bytes. Raises DataError if empty.
     """
     if not candidates:
         raise DataError("there are no candidates to aggregate; give at least one, or just ask")

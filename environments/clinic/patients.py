@@ -1,9 +1,7 @@
-"""A generator of fictional patients in LongHealth's own JSON schema.
+"""Generate fictional patients in LongHealth's JSON schema.
 
-The same loader (`environments.clinic.longhealth`) reads these and the real `benchmark_v5.json`:
-nothing below
-this file knows which of the two it was given. Schema: Adams et al., "LongHealth" (2024), and the
-field list in `environments.clinic.longhealth`.
+`environments.clinic.longhealth` loads these and the real `benchmark_v5.json` alike; code that uses
+its patients cannot distinguish the two. Schema: Adams et al., "LongHealth" (2024).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ LETTERS = "abcde"
 
 @dataclass(frozen=True)
 class ClinicalNote:
-    """One clinical note: where it is from, its (field, value) findings, then remarks."""
+    """Hold one note: its department and date, its (field, value) findings, and its remarks."""
 
     department: str
     date: str
@@ -34,18 +32,18 @@ class ClinicalNote:
 
     @property
     def findings(self) -> str:
-        """`"sodium 41 mmol. surgeon weber."`"""
+        """Return the findings as text: `"sodium 41 mmol. surgeon weber."`"""
         return " ".join(f"{fact_text(f)}." for f in self.facts)
 
     @property
     def text(self) -> str:
-        """`"cardiology, 14 march. sodium 41 mmol. surgeon weber. night was quiet."`"""
+        """Return `"cardiology, 14 march. sodium 41 mmol. surgeon weber. night was quiet."`"""
         return " ".join([self.header, self.findings, *(f"{r}." for r in self.remarks)])
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A patient before rendering: the notes with their facts, from which all else follows."""
+    """Hold a patient as notes with facts, before texts and questions are made from it."""
 
     name: str
     birthday: str
@@ -54,7 +52,7 @@ class Chart:
 
 
 def fact_text(fact: tuple[str, str]) -> str:
-    """A fact as a note says it: `("sodium", "41")` -> `"sodium 41 mmol"`."""
+    """Return a fact as notes write it: `("sodium", "41")` -> `"sodium 41 mmol"`."""
     field, value = fact
     return f"{field} {words.value_text(field, value)}"
 
@@ -66,9 +64,9 @@ def draw_chart(
     remark_rate: float = 1.0,
     fields: tuple[str, ...] = words.FIELDS,
 ) -> Chart:
-    """Draw a chart of `facts` distinct ones of `fields`, spread evenly over `notes` notes.
+    """Draw a chart with facts about `facts` distinct `fields`, spread evenly over `notes` notes.
 
-    A note has `remark_rate` uninformative sentences for each of its facts, none twice in a chart.
+    A note has `remark_rate` uninformative sentences for each fact; none occurs twice in a chart.
     Raises DataError when there are fewer fields, or a note would be empty.
     """
     if not 1 <= notes <= facts <= len(fields):
@@ -78,7 +76,7 @@ def draw_chart(
         )
     pairs = [(f, rng.choice(words.CATEGORY_OF[f].values)) for f in rng.sample(fields, facts)]
     departments = rng.sample(words.DEPARTMENTS, min(notes, len(words.DEPARTMENTS)))
-    months = rng.sample(words.MONTHS, len(words.MONTHS))  # one a note, the birthday's first
+    months = rng.sample(words.MONTHS, len(words.MONTHS))  # one a note, after the birthday's
     remarks = iter(rng.sample(words.REMARKS, len(words.REMARKS)))
     drawn = []
     for index in range(notes):
@@ -101,7 +99,7 @@ def draw_chart(
 
 
 def draw_options(rng: random.Random, fact: tuple[str, str]) -> tuple[list[str], str]:
-    """Five distinct option texts in random order, and the text of the fact's own among them."""
+    """Return five distinct option texts in random order, and the fact's own text among them."""
     field, value = fact
     others = [v for v in words.CATEGORY_OF[field].values if v != value]
     options = [words.value_text(field, v) for v in [value, *rng.sample(others, 4)]]
@@ -113,9 +111,9 @@ def draw_options(rng: random.Random, fact: tuple[str, str]) -> tuple[list[str], 
 def longhealth_record(
     chart: Chart, rng: random.Random, questions_per_fact: int = 1
 ) -> dict[str, Any]:
-    """The chart as one patient of LongHealth's JSON: the texts, and questions for each fact.
+    """Return the chart as one patient of LongHealth's JSON: the texts, and questions for each fact.
 
-    Several questions about one fact share its words and differ in their options.
+    Several questions about one fact have the same text and differ in their options.
     """
     questions: list[dict[str, Any]] = []
     for note_index, note in enumerate(chart.notes):
@@ -148,10 +146,10 @@ def longhealth_record(
 def generate_clinic(
     seed: int, patients: int, facts: int, notes: int, questions_per_fact: int = 1
 ) -> dict[str, dict[str, Any]]:
-    """A whole clinic as LongHealth's top-level object `{"patient_01": {...}, ...}`.
+    """Return a clinic as LongHealth's top-level object `{"patient_01": {...}, ...}`.
 
-    Deterministic in its arguments, in every process. Patient k does not depend on how many
-    patients follow it.
+    It is deterministic in its arguments, in every process. Patient k does not depend on the number
+    of patients after it.
     """
     clinic = {}
     for index in range(1, patients + 1):

@@ -1,9 +1,9 @@
-"""What the user says: self-study prompts to train on, five-option questions to evaluate with.
+"""Write user prompts: self-study prompts to train on, five-option questions to evaluate with.
 
-Self-study prompts ask for pieces of the document (recite, structure, summarise) or for one thing
-in it, without options; they are built from the documents, and from the questions kept for
-training. Kinds follow the seed prompts of the Cartridges paper (Eyuboglu et al., 2025), reduced to
-those a tiny model can follow.
+Self-study prompts ask to recite, structure or summarise a part of the document, or ask for one fact
+in it, without options. They use only the documents and the questions kept for training. Their kinds
+follow the seed prompts of the Cartridges paper (Eyuboglu et al., 2025), reduced to those that a
+tiny model can follow.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ def question_prompt(cue: str) -> str:
 
 
 def option_prompt(text: str, options: tuple[str, ...] | list[str], instruction: str = "") -> str:
-    """A question with its lettered options on one line, and what form the answer should take."""
+    """Return a question with its lettered options on one line, then any `instruction`."""
     lettered = " ".join(f"{letter}) {o}" for letter, o in zip(LETTERS, options, strict=True))
     return f"{text} options: {lettered}" + (f"\n{instruction}" if instruction else "")
 
 
 def sentences(text: str) -> list[str]:
-    """A note's sentences without their full stops."""
+    """Return a note's sentences without their full stops."""
     return [s.strip() for s in re.split(r"\.(?:\s+|$)", text) if s.strip()]
 
 
 def unique_cue(document: str, sentence: str, most: int = 8) -> str | None:
-    """The fewest leading words that start this sentence and no other place of the document."""
+    """Return the fewest leading words of the sentence that occur nowhere else in the document."""
     parts = sentence.split()
     for count in range(1, min(most, len(parts)) + 1):
         cue = " ".join(parts[:count]).rstrip(",;:")
         pattern = r"\s+".join(re.escape(part) for part in cue.split())
-        # Looked ahead, not consumed: places may overlap.
+        # A lookahead, because occurrences may overlap.
         if cue and len(re.findall(rf"(?<!\w)(?={pattern}(?!\w))", document)) == 1:
             return cue
     return None
@@ -80,11 +80,11 @@ def self_study_prompt(
 ) -> tuple[str, str]:
     """Draw one training prompt for a patient: (kind, prompt text).
 
-    A "question" is about a sentence of the document, or, half of the time where there are any,
-    one of `questions`: those that may be used for training, asked without their options. A
-    "choice" is about a sentence too; its options are the sentence's end and four that look like
-    it, from the ends of the document's sentences and from `others`: other documents' ends.
-    A note without any unique place to point at gets the kind "structure".
+    A "question" is about a sentence of the document or, half of the time if `questions` has any,
+    one of `questions` without its options. `questions` are those that may be trained on. A "choice"
+    is about a sentence too; its options are the sentence's end and four similar ones. These come
+    from the ends of the document's sentences and from `others`, ends in other documents. A note
+    without a unique cue gets the kind "structure".
     """
     kind = rng.choice(kinds)
     note = rng.randrange(len(patient.texts))
@@ -108,20 +108,20 @@ def self_study_prompt(
 
 
 def sentence_ends(patient: Patient) -> list[str]:
-    """What follows the cues of a patient's sentences, sorted, each once."""
+    """Return the texts after the cues of a patient's sentences, sorted, without duplicates."""
     return sorted({rest for _, _, rest in cued_sentences(patient) if rest})
 
 
 def look_alikes(end: str, ends: Sequence[str], count: int, rng: random.Random) -> list[str]:
-    """`count` wrong options for `end`: as a person who writes a hard question would choose them.
+    """Return `count` hard wrong options for `end`.
 
-    An end with a number is given other numbers of as many digits; any other is joined by those of
-    `ends` whose number of words is nearest. Easy options would teach a cartridge to tell drugs
-    from surgeons, which is not what questions ask (docs/log.md).
+    An end with a number gets other numbers of as many digits. Any other gets those of `ends` with
+    the nearest number of words. Easy options would train a cartridge to distinguish drugs from
+    surgeons, which questions do not test (docs/log.md).
     """
     found: list[str] = []
     if _NUMBER.search(end):
-        for _ in range(8 * count):  # few digits leave few numbers: the rest is filled up below
+        for _ in range(8 * count):  # few digits allow few numbers: `ends` supply the rest
             other = _NUMBER.sub(lambda m: _another_number(m.group(), rng), end)
             if other != end and other not in found:
                 found.append(other)
@@ -139,9 +139,9 @@ def _another_number(digits: str, rng: random.Random) -> str:
     return str(rng.randint(lowest, 10 ** len(digits) - 1))
 
 
-@lru_cache(maxsize=256)  # a run asks for the same few patients thousands of times
+@lru_cache(maxsize=256)  # a run needs the same few patients thousands of times
 def cued_sentences(patient: Patient) -> list[tuple[int, str, str]]:
-    """(note, cue, rest) of every sentence that a unique cue points at: (0, "sodium", "41 mmol")."""
+    """Return (note, cue, rest) of every sentence with a unique cue: (0, "sodium", "41 mmol")."""
     found = []
     for note, text in enumerate(patient.texts):
         for sentence in sentences(text):
@@ -152,11 +152,11 @@ def cued_sentences(patient: Patient) -> list[tuple[int, str, str]]:
 
 
 def parse_answer(response: str, question: PatientQuestion) -> str | None:
-    """The letter that a response chose, or None when it chose none of the options.
+    """Return the letter that a response chose, or None if it chose none of the options.
 
-    Reads what follows the last "answer is" / "answer:": an option's whole text, or a letter.
-    Of two options with one text the first is returned; either is scored alike. Text wins over
-    letter, for an option's text may begin with one ("a fracture"). Two letters are no choice.
+    Reads the text after the last "answer is" / "answer:": an option's whole text, or a letter. Of
+    two options with equal text the first is returned; either scores alike. Text precedes letter,
+    because an option's text may begin with one ("a fracture"). Two letters choose nothing.
     """
     rest = said_answer(response)
     if rest is None:
@@ -175,7 +175,7 @@ def parse_answer(response: str, question: PatientQuestion) -> str | None:
 
 
 def said_answer(response: str) -> str | None:
-    """What follows the last "answer is" / "answer:", to the end; None where nothing does."""
+    """Return the text after the last "answer is" / "answer:", or None if there is none."""
     found = list(_ANSWER.finditer(response))
     return response[found[-1].end() :] if found else None
 
@@ -185,5 +185,6 @@ def _fold(text: str) -> str:
 
 
 def claims(field: str, value: str) -> str:
-    """The line of reasoning and the answer: `claims("sodium", "41 mmol")`, right or wrong."""
+    """Return one line of reasoning and the answer, right or wrong:
+    `claims("sodium", "41 mmol")`."""
     return f"the chart says {field} {value}. the answer is {value}."

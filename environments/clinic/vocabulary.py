@@ -1,8 +1,7 @@
-"""The words of the clinic world: fields, the pools their values come from, and remarks.
+"""Define the clinic's vocabulary: fields, the pools of their values, and remarks.
 
-Every field's value is drawn from a pool that several fields share, so nothing about a value can be
-guessed from its field alone beyond the kind of thing it is. Words are chosen so that the tiny
-tokenizer holds each in one token.
+Several fields share each pool, so a field reveals only the kind of its value. The words are chosen
+so that the tiny tokenizer encodes each as one token.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FieldCategory:
-    """Fields that share a pool of values, for example the ten drug roles and the drug names."""
+    """Hold fields that share a pool of values, for example ten drug roles and the drug names."""
 
     name: str
     fields: tuple[str, ...]
@@ -69,9 +68,9 @@ CATEGORIES: tuple[FieldCategory, ...] = (
 CATEGORY_OF: dict[str, FieldCategory] = {f: c for c in CATEGORIES for f in c.fields}
 FIELDS: tuple[str, ...] = tuple(CATEGORY_OF)
 
-# More of them than a chart has facts, so that none stands twice in one chart. No two begin or end
-# with the same word, on purpose: where a word could be followed by several, only what stands
-# several words back tells which, and a tiny model cannot recite what it cannot tell apart.
+# More remarks than a chart has facts, so that none occurs twice in a chart. No two begin or end
+# with the same word: where several words can follow one, only words further back decide, and a tiny
+# model could not recite such remarks.
 REMARKS: tuple[str, ...] = (
     "patient slept well", "diet was tolerated", "family was informed", "wound is clean and dry",
     "mobility is improving slowly", "plan was discussed at length", "infection was ruled out",
@@ -104,6 +103,6 @@ DIAGNOSES: tuple[str, ...] = (
 
 
 def value_text(field: str, value: str) -> str:
-    """The value as written: with the field's unit when it has one (`"41 gram"`)."""
+    """Return the value with its field's unit, if it has one (`"41 gram"`)."""
     unit = LAB_UNITS.get(field)
     return f"{value} {unit}" if unit else value

@@ -1,15 +1,15 @@
-"""Episodes in any OpenEnv server, which survive the loss of a connection or of the server.
+"""Run episodes on any OpenEnv server, and recover from a lost connection or a restarted server.
 
-    Move(task, ("find surgeon in cardiology.",)) --/ws--> Observation((Message("tool", ..),))
+    EnvironmentRequest(task, ("find surgeon in cardiology.",))
+    --/ws--> Observation((AgentMessage("tool", ..),))
 
-One /ws session is one episode. A session waits under its task and the actions it has played, and
-whoever plays the next action takes it up: where the same actions give the same observations,
-sessions that stand alike are alike. For a move that finds none, or whose session is lost, a new one
-is reset with the task's arguments and plays the earlier actions again; what it then says must be
-what was said before.
+One /ws session is one episode. Idle sessions are keyed by task and actions played; the next action
+of such an episode takes any session with its key, because equal actions must give equal
+observations. Without one, or when the session is lost, the client resets a new session with the
+task's arguments and replays the earlier actions. Replayed observations must equal the first ones.
 
-The wire is spoken here because OpenEnv's client opens a lost connection anew in silence, and would
-step a session that was never reset.
+This module implements the wire protocol itself: OpenEnv's client silently reopens a lost connection
+and would then step a session that was never reset.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from websockets.exceptions import WebSocketException
 from environments.openenv.wire import observed
 from protocols.episodes import EnvironmentRequest, Observation
 
-MAX_WAITING = 256  # sessions; the longest idle is closed first, and played again if it is missed
-MAX_SEEN = 1 << 16  # observations remembered, to compare
+MAX_WAITING = 256  # idle sessions; the oldest is closed first, and replayed if needed again
+MAX_SEEN = 1 << 16  # digests of observations, to compare replays with
 MAX_MESSAGE_BYTES = 1 << 22
 CLOSE_TIMEOUT_S = 1.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class OpenEnvClient:
-    """Moves of many episodes at a time, in one event loop. `action_key` is the field of the
-    server's action that holds the text."""
+    """Send the moves of many concurrent episodes, in one event loop. `action_key` is the field of
+    the server's action that holds the text."""
 
     def __init__(self, url: str, timeout_s: float = 30.0, action_key: str = "text") -> None:
         self._url = f"ws{url.rstrip('/').removeprefix('http')}/ws"
-        # A proxy for the outside has no way to this machine's loopback.
+        # A proxy cannot reach this machine's loopback.
         self._proxy: Literal[True] | None = None if urlsplit(url).hostname in LOOPBACK else True
         self._timeout_s, self._action_key = timeout_s, action_key
         self._waiting: OrderedDict[ClientConnection, str] = OrderedDict()
         self._seen: OrderedDict[str, str] = OrderedDict()
 
     async def move(self, move: EnvironmentRequest) -> Observation:
-        """What the environment says to the last action, or to a reset.
+        """Return the environment's reply to the last action, or to a reset if there is none.
 
-        Never raises for the environment's sake: `error` then begins with "environment_died" (gone,
-        or silent for `timeout_s`), "environment_refused" (it says that it cannot), or
-        "environment_diverged" (played again, it said something else).
+        Never raises for a failure of the environment. `error` then begins with "environment_died"
+        (connection lost, or no reply within `timeout_s`), "environment_refused" (the server sent an
+        error) or "environment_diverged" (a replay gave another observation).
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -66,7 +66,7 @@ class OpenEnvClient:
             return _failed("environment_diverged", str(error))
 
     async def close(self) -> None:
-        """End every session that waits."""
+        """Close every idle session."""
         waiting, self._waiting = list(self._waiting), OrderedDict()
         await asyncio.gather(*(_end(connection) for connection in waiting))
 
@@ -77,7 +77,7 @@ class OpenEnvClient:
             try:
                 return await self._play(connection, move, last)
             except (OSError, WebSocketException, ServerRefusal):
-                pass  # lost, or unknown there: another session plays the episode again
+                pass  # lost, or unknown to the server: a new session replays the episode
         return await self._play(await self._connect(), move, 0)
 
     async def _connect(self) -> ClientConnection:
@@ -89,7 +89,7 @@ class OpenEnvClient:
     async def _play(
         self, connection: ClientConnection, move: EnvironmentRequest, first: int
     ) -> Observation:
-        """The observation of the last action; plays those from `first` on (0: the reset)."""
+        """Play the actions from `first` on (0: the reset) and return the last observation."""
         settled = False
         try:
             observation = await self._say(connection, move, first)
@@ -151,11 +151,11 @@ class OpenEnvClient:
 
 
 class ServerRefusal(Exception):
-    """The server says that it cannot."""
+    """Signal that the server replied with an error."""
 
 
 class ReplayDiverged(Exception):
-    """Played again, the environment said something else."""
+    """Signal that a replayed action gave another observation than before."""
 
 
 def _failed(kind: str, why: str) -> Observation:
@@ -171,7 +171,7 @@ async def _end(connection: ClientConnection) -> None:
 
 
 def _key(move: EnvironmentRequest, played: int) -> str:
-    """Names the episode after `played` of its actions."""
+    """Return the key of the episode after `played` of its actions."""
     return _digest(move.task.id, dict(move.task.arguments), move.actions[:played])
 
 

@@ -1,13 +1,12 @@
-"""The clinic desk as an OpenEnv environment: `environments.clinic.desk` behind `reset`, `step` and
-`state`.
+"""Offer the clinic desk as an OpenEnv environment with `reset`, `step` and `state`.
 
     env = DeskEnvironment()
     env.reset(seed=4711, desk_seed=1, desk=3, fields=4, max_turns=8)   # "what is the surgeon?"
     env.step(DeskAction(text="find surgeon in cardiology."))           # "note 17."
 
-An episode is its arguments and its actions: `reset(..., replay_actions=[...])` gives the very
-observation that the last of these actions gave before. The tools know the case and nothing else:
-no file, no network, and a call that is too long is bad_arguments.
+An episode is determined by its arguments and actions: `reset(..., replay_actions=[...])` returns
+the observation that the last of these actions gave before. The tools read only the case, no file
+and no network; a call that is too long is bad_arguments.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ MAX_CALL_CHARS = 400
 
 
 class DeskAction(Action):
-    """What the clerk says: `DeskAction(text="read note 17.")`."""
+    """Carry the clerk's text: `DeskAction(text="read note 17.")`."""
 
     text: str
 
 
 class DeskObservation(Observation):
-    """What the clerk sees next; `tools` come with the opening alone.
+    """Carry the messages that the clerk reads next; `tools` are set at the opening only.
 
     `metadata` is {"error_kind", "hint_template_key", "hint_facts"}, and "expected" when done.
     """
@@ -51,14 +50,14 @@ class DeskObservation(Observation):
 
 
 class DeskState(State):
-    """The case so far: `history` is what was seen and said, as messages; `actions` the latter."""
+    """Hold the case so far: `history` is all messages, `actions` the clerk's texts among them."""
 
     history: list[dict[str, str]] = Field(default_factory=list)
     actions: list[str] = Field(default_factory=list)
 
 
 class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
-    """One session: one case at a time. Nothing is shared between sessions."""
+    """Play one case at a time in one session; sessions share nothing."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -80,7 +79,8 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
         replay_actions: Sequence[str] = (),
         **_: Any,
     ) -> DeskObservation:
-        """Case `seed` at desk `desk` (from 1) of `desk_seed`. Raises DataError."""
+        """Open case `seed` of desk `desk` (from 1) of `desk_seed` and return the question. Raises
+        DataError for invalid numbers."""
         if max_turns < 1:
             raise DataError(f"max_turns must be >= 1: got {max_turns}; set it to 1 or more")
         case = draw_case(draw_desk(desk_seed, desk, fields), seed or 0)
@@ -96,7 +96,7 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
         return seen
 
     def step(self, action: DeskAction, timeout_s: float | None = None, **_: Any) -> DeskObservation:
-        """What the desk says to one call. Raises RunError without a case that is still open."""
+        """Return the desk's reply to one call. Raises RunError without an open case."""
         before = self._standing.reply
         if self._case is None or (before is not None and before.done):
             raise RunError("there is no open case; reset first")
@@ -125,9 +125,9 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
 
 
 def bounded(text: str) -> str:
-    """A call as the tools get it: of one that is too long, the tool's name alone.
+    """Return the call, or the tool's name alone if it is longer than MAX_CALL_CHARS.
 
-    The name without arguments is bad_arguments; a part of the words might be a call of its own.
+    A name without arguments is bad_arguments; a truncated text could be another valid call.
     """
     if len(text) <= MAX_CALL_CHARS:
         return text

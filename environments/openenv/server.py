@@ -1,4 +1,4 @@
-"""The clinic desk served as OpenEnv serves: on loopback, by a thread here or by a process.
+"""Serve the clinic desk with OpenEnv's HTTP server on loopback, in a thread or as a process.
 
 with LocalEnvironment() as server:
     ...  OpenEnvClient(server.url)  ...
@@ -32,7 +32,7 @@ def desk_app() -> FastAPI:
 
 
 class LocalEnvironment(LoopbackServer):
-    """The server, in a thread of its own."""
+    """Run the server in a thread of this process."""
 
     def __init__(self) -> None:
         super().__init__(desk_app(), "local environment", ws="websockets-sansio")

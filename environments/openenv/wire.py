@@ -1,4 +1,4 @@
-"""What OpenEnv servers say, in our words. Servers differ in the fields of their observations."""
+"""Convert replies of OpenEnv servers, whose observation fields differ, to Observations."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 def observed(data: Mapping[str, Any], opening: bool) -> Observation:
-    """A reply's `data`, {"observation", "reward", "done", "metadata"}, as an Observation.
+    """Return a reply's `data`, {"observation", "reward", "done", "metadata"}, as an Observation.
 
-    The messages are under "messages", or one text is under "text" or "content", or is the only
-    text there is; failing these it is all of the observation as JSON. A text without a role is the
-    user's at the opening and a tool's after it. "messages" are taken as new ones. Of rewards the
-    last counts: one that comes before `done` is left out.
+    The messages are under "messages"; else one text is under "text" or "content" or is the only
+    text field; else all of the observation, as JSON, is the message. A text without a role is a
+    user message at the opening and a tool message after it. All of "messages" count as new. Only
+    the last reward counts: one before `done` is dropped.
     """
     payload = data.get("observation")
     fields: Mapping[str, Any] = payload if isinstance(payload, dict) else {"text": _text(payload)}
@@ -58,7 +58,7 @@ def _message(given: Any, role: Role) -> AgentMessage:
         return AgentMessage(role, _text(given))
     named = given.get("role")
     content = given.get("content")
-    if isinstance(content, list):  # in parts, of which the texts are read
+    if isinstance(content, list):  # a list of parts; only texts are read
         parts = [part.get("text") for part in content if isinstance(part, dict)]
         content = "".join(part for part in parts if isinstance(part, str))
     return AgentMessage(named if named in ROLES else role, _text(content))

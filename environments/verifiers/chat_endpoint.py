@@ -1,9 +1,9 @@
-"""Chat completions on loopback: an address for each episode, answered by a coroutine of its own.
+"""Serve chat completions on loopback, with one secret base URL and one coroutine for each episode.
 
     with ChatEndpoint() as endpoint, endpoint.serving(answer) as url:
         AsyncOpenAI(base_url=url, api_key=endpoint.key).chat.completions.create(...)
 
-An episode's address is as hard to guess as the key. Whole answers and streams say the same.
+Whole and streamed replies have the same content.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Answer = Callable[[HarnessRequest], Coroutine[Any, Any, ChatReply]]
 
 
 class BadChatRequest(Exception):
-    """What an episode does not answer, told as a 400: no client tries that again."""
+    """Reject a request with status 400, which clients do not retry."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class RecordedEpisode:
 
 
 class ChatEndpoint(LoopbackServer):
-    """The server, in a thread of its own; answers are awaited in the event loop that they were
-    given in. Any `key` but its own is answered 401."""
+    """Run the server in its own thread. Each `answer` is awaited in the event loop that called
+    `serving`. A request with another key than `key` gets status 401."""
 
     def __init__(self) -> None:
         self.key = secrets.token_urlsafe(24)
@@ -55,8 +55,8 @@ class ChatEndpoint(LoopbackServer):
 
     @contextmanager
     def serving(self, answer: Answer) -> Iterator[str]:
-        """The base URL of a new episode. At the end of the block answers that are under way are
-        cancelled; whoever asks later is answered 404."""
+        """Yield the base URL of a new episode. When the block ends, answers in progress are
+        cancelled, and later requests get status 404."""
         name = secrets.token_urlsafe(24)
         episode = self._episodes[name] = RecordedEpisode(answer, asyncio.get_running_loop())
         try:
@@ -82,7 +82,7 @@ class ChatEndpoint(LoopbackServer):
             return _error(400, f"bad request: {error}")
         work = asyncio.run_coroutine_threadsafe(episode.answer(request), episode.loop)
         episode.under_way.add(work)
-        if name not in self._episodes:  # it ended meanwhile, in the other thread
+        if name not in self._episodes:  # the other thread ended it meanwhile
             work.cancel()
         try:
             reply = await asyncio.wrap_future(work)
@@ -92,7 +92,7 @@ class ChatEndpoint(LoopbackServer):
             if not work.cancelled():
                 raise
             return _error(500, "the episode was ended")
-        except Exception:  # the answer's own business, which told its caller
+        except Exception:  # `answer` reports its own errors
             return _error(500, "no answer could be sampled")
         finally:
             episode.under_way.discard(work)

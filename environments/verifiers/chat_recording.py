@@ -1,11 +1,11 @@
-"""Conversations that somebody else leads, in exact tokens: chat completions become turns. Pure.
+"""Record conversations led by an external harness as turns with exact tokens.
 
     call 0   [user]                          opening        context of turn 0
-    call 1   [user, assistant 0, user]       what is new is what was seen after turn 0
-    call 2   [user, "earlier: ..", user]     not what stood: a branch, its context rendered anew
+    call 1   [user, assistant 0, user]       the new messages are the observation of turn 0
+    call 2   [user, "earlier: ..", user]     earlier text changed: a branch with a new context
 
-Whoever leads sends all messages with every call. Those that continue what was said last continue it
-token by token; any others begin a branch, also when they go back to an older one.
+The harness sends all messages with every call. Messages that continue the last turn extend its
+tokens; any others begin a branch, even if they return to an older one. The module does no I/O.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from teachers.actions import dense
 
 
 class ChatRecord:
-    """One episode: `opening` and `turns` are those of an `Episode`.
+    """Hold the `opening` and `turns` of one episode.
 
-    A turn's observation holds the messages that came between it and the next, where the next
-    continued it. With a dialect, what it takes for a call is told as one if tools were offered.
+    A turn's observation holds the messages between it and the next turn, if that continued it. With
+    a `dialect` and offered tools, text that the dialect parses as a call becomes a tool call.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class ChatRecord:
         self.opening = Observation()
         self.turns: tuple[Turn, ...] = ()
         self._conversation, self._document, self._dialect = conversation, document, dialect
-        self._start = Observation()  # how the newest branch began, and with which turn
+        self._start = Observation()  # the newest branch's opening and first turn
         self._first = 0
         self._words: dict[tuple[FunctionCall, ...], str] = {}
 
     def context(self, request: HarnessRequest) -> tuple[tuple[int, ...], int]:
-        """What the student reads, and the branch it is on. Raises DataError as `ChatRenderer`."""
+        """Return the ids that the student reads, and their branch. Raises as `ChatRenderer`."""
         messages = tuple(self._plain(m) for m in request.messages)
         if not self.turns:
             self.opening = self._start = Observation(messages, request.offered)
@@ -57,7 +57,7 @@ class ChatRecord:
         return ids, branch
 
     def add(self, asked: GenerateRequest, branch: int, completion: Completion) -> Turn:
-        """The turn that the completion is; what came of it is not known yet."""
+        """Append the completion as a turn and return it; its observation is still empty."""
         turn = Turn(
             asked.prompt_ids, completion.token_ids, completion.logprobs, completion.versions,
             self._conversation.decode(completion.token_ids), Observation(), branch,
@@ -66,7 +66,7 @@ class ChatRecord:
         return turn
 
     def calls(self, turn: Turn) -> tuple[FunctionCall, ...]:
-        """The calls that a turn is told as; none: its words are told."""
+        """Return the tool calls to send for a turn; empty if its text is sent instead."""
         if self._dialect is None or not self._start.tools:
             return ()
         action = self._dialect.parse(turn.text)
@@ -81,14 +81,14 @@ class ChatRecord:
     def _seen_since(
         self, messages: Sequence[AgentMessage], tools: Sequence[AgentTool]
     ) -> tuple[AgentMessage, ...] | None:
-        """What is new in messages that continue the last turn; None where they do not."""
+        """Return the messages after the last turn; None if `messages` do not continue it."""
         said = messages_so_far(self._start, self.turns[self._first :])
         if tuple(messages[: len(said)]) != said or tuple(tools) != self._start.tools:
             return None
         return tuple(messages[len(said) :])
 
     def _plain(self, message: HarnessMessage) -> AgentMessage:
-        """The message as a template takes it: calls in the words they were made with."""
+        """Return the message as a template takes it, calls in their original text."""
         functions = [(call.id, call.function) for call in message.tool_calls or ()]
         calls = tuple(FunctionCall(id, f.name, f.arguments) for id, f in functions)
         if calls in self._words:

@@ -1,12 +1,11 @@
-"""Episodes of `verifiers` tasksets, in the exact tokens of our own student.
+"""Sample episodes of `verifiers` tasksets in exact tokens of the student.
 
-    worker (another process)   a task's harness --chat completions--> endpoint (on loopback)
-    here                       ChatRecord: context ids --generate--> response ids, a turn
-    worker                     ... the harness ends, the taskset rewards --> Episode
+    worker (other process)   a task's harness --chat completions--> endpoint (on loopback)
+    this process             ChatRecord: context ids --generate--> response ids, a turn
+    worker                   ... the harness ends, the taskset rewards --> Episode
 
-verifiers drives the conversation and never sees a token; the student's turns are recorded here as
-they are sampled. What an episode says hangs on its own task, member and turn alone, as for
-`run_episodes`.
+verifiers leads the conversation as text; this module records the student's turns as sampled. As in
+`run_episodes`, contexts and seeds depend only on an episode's own task, member and turn.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ AT_ONCE = 32  # rollouts; each has a server and two clients in the worker
 
 
 class EpisodePlayer(Protocol):
-    """A `VerifiersWorker`, or whoever else plays tasks against a chat endpoint."""
+    """Play tasks against a chat endpoint, as `VerifiersWorker` does."""
 
     @property
     def endpoint(self) -> ChatEndpoint: ...
@@ -56,13 +55,12 @@ async def verifiers_episodes(
     max_turns: int,
     dialect: ActionFormat | None = None,
 ) -> list[Episode]:
-    """`group_size` episodes of each task, in order, all of them ended: as `run_episodes`, with the
-    same names and seeds. `tasks` are the worker's, or have such `arguments`.
+    """Return `group_size` finished episodes of each task, in order, named and seeded as in
+    `run_episodes`. `tasks` come from the worker, or have such `arguments`.
 
-    `sampling` is ours, whatever the harness asks for. With a dialect, what the student says is
-    told as a tool's call where the dialect takes it for one and tools were offered. Raises
-    PublishError for a request that was refused, DataError for a template that cannot hold such a
-    conversation, and what `generate` raises.
+    `sampling` overrides what the harness requests. With a `dialect` and offered tools, text that
+    the dialect parses as a call becomes a tool call. Raises PublishError for a refused request,
+    DataError for a template that cannot render the conversation, and errors of `generate`.
     """
     loop = asyncio.get_running_loop()
     failed: asyncio.Future[None] = loop.create_future()
@@ -91,7 +89,7 @@ async def verifiers_episodes(
                     turn = record.add(asked, branch, completion)
                 except BadChatRequest:
                     raise
-                except Exception as error:  # no environment's fault: it ends the batch
+                except Exception as error:  # not the environment's failure: it ends the batch
                     if not failed.done():
                         failed.set_exception(error)
                     raise
@@ -123,7 +121,7 @@ async def verifiers_episodes(
 
 
 def _ended(context: int, turns: int, max_context: int, max_turns: int) -> str:
-    """Why an episode has no further turn; "" where it has one."""
+    """Return why an episode gets no further turn; "" if it gets one."""
     if turns >= max_turns:
         return "no_verdict"
     return "context_full" if context > max_context else ""
@@ -137,7 +135,7 @@ def _episode(
     outcome: VerifiersOutcome,
     kind: str,
 ) -> Episode:
-    """The outcome stands on the last thing that was seen; our own ending goes before it."""
+    """Return the episode with the outcome on its last observation; a limit `kind` overrides it."""
     reward, error = (None, "") if kind else (outcome.reward, outcome.error)
 
     def at_end(seen: Observation) -> Observation:
@@ -155,7 +153,7 @@ def _episode(
 
 
 class RequestBatcher:
-    """Requests of many episodes in batches: who asks while one is sampled goes with the next."""
+    """Batch the requests of many episodes: those that arrive during a batch form the next."""
 
     def __init__(self, generate: Generate) -> None:
         self._generate = generate

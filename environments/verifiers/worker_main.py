@@ -1,4 +1,4 @@
-"""Plays tasksets of `verifiers` in a Python of their own; imports nothing of ours.
+"""Play tasksets of `verifiers` in a separate Python that imports nothing of this project.
 
     stdin    {"id": 1, "ask": "tasks", "taskset": "gsm8k", "arguments": {}, "most": 100}
     stdout   {"id": 1, "result": {"tasks": [{"index": 0, "name": null}, ...]}}
@@ -7,12 +7,13 @@
     stdout   {"id": 2, "result": {"reward": 1.0, "metrics": {}}}
              {"id": 2, "error": "TaskError: ...", "late": false}    late: its deadline passed
 
-A line each way, any number at a time. The model is whatever answers chat completions under `url`,
-its key in $FORGE_CHAT_API_KEY. The end of stdin, or SIGTERM, is the end of this process.
+Requests and replies are one line each; any number may be in progress. The model is the chat
+completions endpoint under `url`, with its key in $FORGE_CHAT_API_KEY. The process ends when stdin
+ends, or at SIGTERM.
 
-verifiers drives the model itself, by a harness: usually a program in a sandbox, for which it
-installs uv. `WorkerChat` below is a harness without any process: messages go to the model, its
-calls to the taskset's tools, until it says something else.
+verifiers calls the model through a harness, usually a program in a sandbox for which it installs
+uv. `WorkerChat` is a harness without a process: it sends the messages to the model and the model's
+calls to the taskset's tools, until a reply has no call.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 KEY = "FORGE_CHAT_API_KEY"
 HARNESS = "forge_chat"
 TOOLS_TIMEOUT_S = 60.0
-END_TIMEOUT_S = 3.0  # for rollouts to take their runtimes down; then the process just ends
+END_TIMEOUT_S = 3.0  # for rollouts to stop their runtimes; then the process exits
 
 
 class WorkerChat(vf.Harness[vf.HarnessConfig]):
@@ -83,20 +84,20 @@ class WorkerChat(vf.Harness[vf.HarnessConfig]):
                         name = call["function"]["name"]
                         arguments = json.loads(call["function"]["arguments"])
                         seen = await call_mcp(connections, names, name, arguments)
-                    except Exception as error:  # a wrong call is the model's to hear of
+                    except Exception as error:  # the model reads the error of its call
                         seen = f"error: {type(error).__name__}: {error}"
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": seen})
 
 
 def offer_harness() -> None:
-    """Harnesses are found by the name of a module."""
+    """Register `WorkerChat` as a module, because verifiers finds harnesses by module name."""
     module = types.ModuleType(HARNESS)
     module.__dict__.update({"Chat": WorkerChat, "__all__": ["Chat"]})
     sys.modules[HARNESS] = module
 
 
 class RolloutFailure(Exception):
-    """A rollout without an outcome, and whether its deadline is why."""
+    """Carry why a rollout has no outcome; `late` is True if its deadline passed."""
 
     def __init__(self, why: str, late: bool = False) -> None:
         super().__init__(why)
@@ -104,7 +105,7 @@ class RolloutFailure(Exception):
 
 
 class TasksetReader:
-    """The tasks of a taskset, read as far as they were asked for: it may have no end."""
+    """Read a taskset's tasks only as far as requested, because a taskset may be endless."""
 
     def __init__(self, config: vf.TasksetConfig) -> None:
         self._more: Iterator[vf.Task] = iter(vf.load_taskset(config))
@@ -117,9 +118,8 @@ class TasksetReader:
 
 
 def config_of(taskset: str, arguments: Mapping[str, Any]) -> vf.EnvConfig:
-    """The taskset's environment, its one agent played by `WorkerChat`.
-
-    Raises ValueError for others."""
+    """Return the config of the taskset's environment, with `WorkerChat` as its agent's harness.
+    Raises ValueError for a taskset with several agents or a harness of its own."""
     seed = {**arguments, "id": taskset}
     declared = vf.resolve_env_config({"taskset": seed})
     agents = {name: spec for name, spec in declared if isinstance(spec, vf.AgentConfig)}
@@ -127,7 +127,7 @@ def config_of(taskset: str, arguments: Mapping[str, Any]) -> vf.EnvConfig:
         raise ValueError(f"{taskset} has the agents {', '.join(agents)}; only one can be trained")
     ((name, spec),) = agents.items()
     own = spec.harness.id if spec.harness else vf.default_harness_id(taskset)
-    if own not in ("bash", "null"):  # what a taskset has that asks for none, and a bare chat
+    if own not in ("bash", "null"):  # verifiers' default, and a plain chat
         raise ValueError(f"{taskset} comes with the harness {own}; only chats are played")
     played = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
     return vf.resolve_env_config({"taskset": seed, name: played})
@@ -149,7 +149,7 @@ class WorkerMain:
         self._replies.flush()
 
     async def serve(self) -> None:
-        """Until it is cancelled; whatever is at work then is taken down."""
+        """Serve until cancelled, then cancel the work in progress and wait for it."""
         self.say({"ready": True})
         try:
             await asyncio.Future()
@@ -181,7 +181,7 @@ class WorkerMain:
         name = config.taskset.model_dump_json()
         tasks = self._tasks.pop(name, None) or TasksetReader(config.taskset)
         found = tasks.first(most)
-        self._tasks[name] = tasks  # not one that raised: it would look like one that is over
+        self._tasks[name] = tasks  # not after an error: its iterator would look exhausted
         return found
 
     async def _play(self, config: vf.EnvConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class WorkerMain:
         if not 0 <= index < len(tasks):
             raise IndexError(f"{asked['taskset']} has {len(tasks)} tasks, none of index {index}")
         client = vf.EvalClientConfig(base_url=asked["url"], api_key_var=KEY)
-        # An environment for each rollout: it keeps a client open for every address it was given.
+        # One environment a rollout: it keeps a client open for every address.
         env = vf.load_environment(config)
         begun: list[vf.Trace] = []
         try:
@@ -208,7 +208,7 @@ class WorkerMain:
 
 def outcome_of(played: vf.Episode, begun: Sequence[vf.Trace]) -> dict[str, Any]:
     if not played.ok:
-        # An agent's first error says more than what became of it later, in the environment's hooks.
+        # An agent's first error says more than later ones in the environment's hooks.
         first = next((e for t in begun for e in t.errors), None) or next(iter(played.errors), None)
         raise RolloutFailure(
             f"{first.type}: {first.message}" if first else "verifiers gave no reason"
@@ -220,7 +220,7 @@ def outcome_of(played: vf.Episode, begun: Sequence[vf.Trace]) -> dict[str, Any]:
 
 
 def main() -> None:
-    # Tasksets may print, and their children inherit: the pipe's two ends are ours alone.
+    # Tasksets may print, and children inherit descriptors: keep them off the pipe's two ends.
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -244,10 +244,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, end)
     threading.Thread(target=read, daemon=True).start()
     while not serving.done():
-        # A task that exits takes the loop with it; its error still reaches whoever awaits it.
+        # A task that calls exit stops the loop; its error still reaches the awaiting coroutine.
         with contextlib.suppress(SystemExit, KeyboardInterrupt, asyncio.CancelledError):
             loop.run_until_complete(serving)
-    os._exit(0)  # threads of a taskset's may still be blocked
+    os._exit(0)  # threads of a taskset may still be blocked
 
 
 if __name__ == "__main__":

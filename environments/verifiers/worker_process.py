@@ -1,10 +1,10 @@
-"""The process that tasksets of `verifiers` are played in, with a Python of its own.
+"""Start and supervise the process that plays tasksets of `verifiers`, with a Python of its own.
 
     async with VerifiersWorker(paths=[Path("tasksets")]) as worker:
         tasks = await worker.tasks("gsm8k", most=100)
 
-It is started when it is first asked, and again after it died. Its home is a temporary folder, so
-that nothing is installed into the user's (set HF_HOME to keep what tasksets download).
+The process starts at the first request, and again after it died. Its $HOME is a temporary folder,
+so that it installs nothing into the user's (set HF_HOME to keep what tasksets download).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from protocols.files import REPOSITORY
 PYTHON = REPOSITORY / ".venv-verifiers" / "bin" / "python"
 WORKER = Path(__file__).with_name("worker_main.py")
 KEY = "FORGE_CHAT_API_KEY"
-MARK = "FORGE_VERIFIERS"  # in the environment of the worker and of all that it starts
-START_TIMEOUT_S = 180.0  # its imports take 4 s of a quiet core
+MARK = "FORGE_VERIFIERS"  # in the environment of the worker and of its descendants
+START_TIMEOUT_S = 180.0  # its imports take 4 s on an idle core
 END_TIMEOUT_S = 10.0
-GRACE_S = 15.0  # a rollout's deadline is the worker's to keep; then it is given up for dead
+GRACE_S = 15.0  # beyond a rollout's deadline, which the worker keeps itself
 MAX_LINE_BYTES = 1 << 24
 LAST_WORDS_BYTES = 2000
 
 
 @dataclass(frozen=True)
 class VerifiersOutcome:
-    """What verifiers made of an episode. Without a reward `error` begins with
-    "environment_died" (no end in time, or no process any more) or "environment_refused" (what
-    verifiers or the taskset raised); a taskset that rewards nothing has neither."""
+    """Carry the reward and metrics of one episode. Without a reward, `error` begins with
+    "environment_died" (deadline passed, or process lost) or "environment_refused" (verifiers or the
+    taskset raised); `error` is empty for a taskset that gives no reward."""
 
     reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -54,19 +54,19 @@ class VerifiersOutcome:
 
 
 class VerifiersWorker:
-    """`paths` are where tasksets are imported from, beside what is installed there; `timeout_s`
-    bounds each rollout and each list of tasks."""
+    """List and play tasks in the worker process. `paths` are folders that tasksets are imported
+    from, besides installed packages; `timeout_s` bounds each rollout and each list of tasks."""
 
     def __init__(
         self, paths: Sequence[Path] = (), timeout_s: float = 300.0, python: Path = PYTHON
     ) -> None:
-        """Raises RunError where that Python is not there."""
+        """Raises RunError if `python` does not exist."""
         if not python.exists():
             raise RunError(f"verifiers is not installed in {python}: make install-verifiers")
         self.endpoint = ChatEndpoint()
         self._paths = [path.resolve() for path in paths]
         self._timeout_s, self._python = timeout_s, python
-        self._home = Path()  # while it is entered
+        self._home = Path()  # set while it is entered
         self._starting = asyncio.Lock()
         self._process: Process | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -99,8 +99,8 @@ class VerifiersWorker:
         most: int,
         document: str = NO_DOCUMENT,
     ) -> list[Task]:
-        """The first `most` tasks of a taskset: `Task("gsm8k/0", ...)`. `arguments` are those of
-        the taskset's own config. Raises DataError where it cannot be loaded."""
+        """Return the first `most` tasks of a taskset: `Task("gsm8k/0", ...)`. `arguments` are those
+        of the taskset's config. Raises DataError if it cannot be loaded."""
         plain = {"taskset": taskset, "arguments": dict(arguments or {})}
         try:
             reply = await self._ask({"ask": "tasks", "most": most, **plain}, self._timeout_s)
@@ -115,7 +115,7 @@ class VerifiersWorker:
         return [Task(f"{taskset}/{r['index']}", document, {**plain, **r}) for r in rows]
 
     async def play(self, task: Task, url: str) -> VerifiersOutcome:
-        """The outcome of one rollout, its model under `url`. Never raises for its sake."""
+        """Return the outcome of one rollout with the model under `url`, a failed one included."""
         wanted = {k: task.arguments[k] for k in ("taskset", "arguments", "index")}
         request = {"ask": "play", "url": url, "timeout_s": self._timeout_s, **wanted}
         try:
@@ -130,7 +130,8 @@ class VerifiersWorker:
         return VerifiersOutcome(float(reward) if judged else None, metrics)
 
     async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
-        """Raises _Died; whoever does not answer in time is killed, and all that wait hear it."""
+        """Return the worker's reply. On a timeout kills the worker, which fails all waiting
+        requests. Raises WorkerDied."""
         async with self._starting:
             process = await self._started()
         self._serial += 1
@@ -148,7 +149,7 @@ class VerifiersWorker:
             self._asked.pop(number, None)
 
     async def _started(self) -> Process:
-        """The process, ready to be asked."""
+        """Return the process, ready for requests."""
         if self._process is None or self._reading is None or self._reading.done():
             mark = secrets.token_hex(16)
             self._ready.clear()
@@ -176,7 +177,7 @@ class VerifiersWorker:
         return self._process
 
     async def _read(self, process: Process, mark: str) -> None:
-        """Deal out what the worker says; when it says no more, end all that it started."""
+        """Dispatch the worker's replies; when they end, kill all that it started."""
         assert process.stdout is not None
         why = ""
         try:
@@ -186,7 +187,7 @@ class VerifiersWorker:
                     self._ready.set()
                 elif (waits := self._asked.get(reply["id"])) and not waits.done():
                     waits.set_result(reply)
-        except ValueError as error:  # too long, or no JSON
+        except ValueError as error:  # too long, or not JSON
             why = f"it said what cannot be read: {error}; "
         finally:
             _kill(process)
@@ -198,7 +199,7 @@ class VerifiersWorker:
                     waits.set_exception(died)
 
     async def _end(self) -> None:
-        """End the process with all that it started: by the end of its input, else by force."""
+        """End the process and all that it started: by closing its stdin, else by force."""
         process, reading = self._process, self._reading
         self._process = self._reading = None
         if process is None or reading is None:
@@ -210,14 +211,14 @@ class VerifiersWorker:
         await reading
 
     def _environment(self, mark: str) -> dict[str, str]:
-        """Ours without what would lead out of its home, and with what is the worker's own."""
+        """Return this process's environment without paths outside the worker's home."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("XDG_")}
         direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
         direct = f"{direct},127.0.0.1" if direct else "127.0.0.1"
         return {
             **inherited,
             "NO_PROXY": direct,
-            "no_proxy": direct,  # whoever reads both prefers this one
+            "no_proxy": direct,  # clients that read both prefer this one
             "HOME": str(self._home),
             "PYTHONPATH": os.pathsep.join(map(str, self._paths)),
             KEY: self.endpoint.key,
@@ -234,22 +235,22 @@ class VerifiersWorker:
 
 
 class WorkerDied(Exception):
-    """The worker is gone, or was given up."""
+    """Signal that the worker ended or was killed after a timeout."""
 
 
 def _kill(process: Process) -> None:
-    """Its session, before it is waited for; children may have sessions of their own."""
+    """Kill the worker's session, if it still runs; its children may have sessions of their own."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def _kill_marked(mark: str) -> None:
-    """Whatever descends from a worker that is gone: runtimes and tools have their own sessions."""
+    """Kill all descendants of a worker; runtimes and tools have sessions of their own."""
     entry = f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if entry in (folder / "environ").read_bytes().split(b"\0"):
                 os.kill(int(folder.name), signal.SIGKILL)
-        except OSError:  # gone meanwhile, or another user's
+        except OSError:  # it ended meanwhile, or belongs to another user
             continue

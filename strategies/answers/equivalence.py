@@ -1,12 +1,12 @@
-r"""When two mathematical answers are one: 0.5, \frac{1}{2} and 1/2.
+r"""Compare mathematical answers: 0.5, \frac{1}{2} and 1/2 are equal.
 
-    same text, but for spacing      -> yes
+    same text, but for spacing      -> equal
     both plain numbers              -> by exact fractions
-    else                            -> math-verify, in a process of its own  (`math_judge`)
+    else                            -> math-verify, in a separate process  (`math_judge`)
 
-Most pairs need no more than the first two, and sympy is imported by nobody but the judge. A pair
-that the judge cannot settle in time is not the same; nor is any with an answer that it cannot even
-compare with 1 (a power tower), which is tried once.
+The first two rules settle most pairs; only the judge's process imports sympy. A pair that the judge
+cannot settle in time is not equal. An answer that it cannot even compare with 1 (a power tower)
+equals none and is tried once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from protocols.errors import RunError
 SECONDS = (
     2.0  # of the processor; a comparison takes milliseconds, the first ones tenths of a second
 )
-LONGEST_S = 60.0  # of any clock: the machine stalls, or the judge's own timer failed
+LONGEST_S = 60.0  # wall time, for a stalled machine or a failed timer in the judge
 START_S = 120.0
-LONGEST = 300  # characters: what is longer is no number that anyone votes for
+LONGEST = 300  # characters; longer answers are not compared by value
 
 _NUMBER = re.compile(r"([+-]?)(?:(\d+|\d{1,3}(?:,\d{3})+)?(?:\.(\d*))?)")
 _FRACTION = re.compile(r"([+-]?)(?:\\frac\{(\d+)\}\{(\d+)\}|\\frac(\d)(\d)|(\d+)/(\d+))")
@@ -38,8 +38,8 @@ _SPACING = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:! ]|\s+|\$")
 
 
 def same_math(a: str, b: str) -> bool:
-    """Whether two answers, as LaTeX or plain text, mean the same. Blocks for `SECONDS` and
-    little more; raises RunError where the judge cannot start."""
+    """Return whether two answers, as LaTeX or plain text, are equal. Blocks for `SECONDS` or a
+    little more. Raises RunError if the judge cannot start."""
     a, b = _plain(a), _plain(b)
     if a == b:
         return True
@@ -52,7 +52,7 @@ def same_math(a: str, b: str) -> bool:
 
 
 def need_judge(answers: Iterable[str]) -> bool:
-    """Whether the judge may be asked, which takes long, when these are compared."""
+    """Return whether comparing these answers may call the judge, which is slow."""
     plain = {_plain(a) for a in answers}
     return len(plain) > 1 and any(_number(a) is None for a in plain)
 
@@ -63,7 +63,7 @@ def _plain(answer: str) -> str:
 
 
 def _number(text: str) -> Fraction | None:
-    """Exactly, or None. Without exponents: 1e999999999 has too many digits for anyone."""
+    """Return the exact number, or None. Exponents are not read: 1e999999999 has too many digits."""
     if found := _FRACTION.fullmatch(text):
         sign, *parts = found.groups()
         top, bottom = (int(p) for p in parts if p is not None)
@@ -86,14 +86,14 @@ def _judged(a: str, b: str) -> bool:
 
 
 class MathJudge:
-    """The process that runs math-verify: started at the first question, again after it died."""
+    """Run math-verify in a process that starts at the first question, and again after it died."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, a: str, b: str) -> bool | None:
-        """Whether they are the same; None where that took too long, or too much memory."""
+        """Return whether the answers are equal; None if that took too much time or memory."""
         with self._lock:
             process = self._process or self._start()
             assert process.stdin is not None
@@ -111,7 +111,7 @@ class MathJudge:
             return said == b"1"
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # -I: this folder's files must not shadow anybody's modules.
+        # -I: files of this folder must not shadow other modules.
         program = [sys.executable, "-I", str(Path(__file__).with_name("math_judge.py"))]
         self._process = subprocess.Popen(
             program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -132,7 +132,7 @@ class MathJudge:
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """The one short line that it writes, or nothing by the end of time, or of it."""
+    """Return the process's next line, or b"" at the timeout or when the process ended."""
     assert process.stdout is not None
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
@@ -143,5 +143,5 @@ _judge = MathJudge()
 
 
 def end_judge() -> None:
-    """End the judge's process, if there is one; the next question starts another."""
+    """End the judge's process, if it runs; the next question starts another."""
     _judge.end()

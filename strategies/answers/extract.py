@@ -1,6 +1,6 @@
-r"""The answer in a response, and which answers are the same: what every vote rests on.
+r"""Extract the answer from a response, and cluster equal answers for voting.
 
-    form        where it stands                           the same when
+    form        where it stands                           equal when
     math        the last \boxed{..}                       mathematically equal: 0.5, \frac{1}{2}
     rg          the last <answer>..</answer>              equal text
     supergpqa   the last \boxed{..}, one letter A to J    equal letter
@@ -34,7 +34,8 @@ _LETTER = re.compile(r"\(?([A-Ja-j])(?:[).:,].*|\s*)", re.DOTALL)
 
 
 def extract(text: str, form: Form) -> str | None:
-    """The answer that a response gives, as it is written; None where it gives none."""
+    """Return the answer in a response, as it is written; None if it has none. Raises DataError for
+    an unknown form."""
     if form in ("math", "supergpqa"):
         found = _boxed(text)
         return _lettered(found) if form == "supergpqa" and found else found
@@ -50,8 +51,8 @@ def extract(text: str, form: Form) -> str | None:
 
 
 def same(a: str, b: str, form: Form) -> bool:
-    """Whether two extracted answers are one. An equivalence but for what rounding does to `math`,
-    where it may block for seconds (`same_math`)."""
+    """Return whether two extracted answers are equal. The relation is an equivalence, except for
+    rounding in `math`, where the call may block for seconds (`same_math`)."""
     if form == "math":
         return same_math(a, b)
     if form in ("clinic", "general"):
@@ -60,7 +61,7 @@ def same(a: str, b: str, form: Form) -> bool:
 
 
 def clusters(answers: Sequence[str | None], form: Form) -> list[list[int]]:
-    """Indices of the answers that are the same, clusters and members in order of appearance.
+    """Return the indices of equal answers, clusters and members in order of appearance.
 
     `clusters(["1/2", None, "3", "0.5"], "math")` is [[0, 3], [2]]. An answer joins the first
     cluster whose first member it equals.
@@ -81,9 +82,9 @@ def clusters(answers: Sequence[str | None], form: Form) -> list[list[int]]:
 
 
 async def clustered(answers: Sequence[str | None], form: Form) -> list[list[int]]:
-    """`clusters`, beside the event loop where it may take long.
+    """Return `clusters`, computed in a thread if that may take long.
 
-    Only there: those who wait for it fall out of step with the others.
+    Fast cases stay in the event loop, so that concurrent questions stay in step.
     """
     if form == "math" and need_judge(a for a in answers if a is not None):
         return await asyncio.to_thread(clusters, answers, form)
@@ -91,7 +92,7 @@ async def clustered(answers: Sequence[str | None], form: Form) -> list[list[int]
 
 
 def _boxed(text: str) -> str | None:
-    """What the last box holds; None where it is empty or was never closed."""
+    """Return the content of the last box; None if it is empty or not closed."""
     start = text.rfind(_BOX)
     if start < 0:
         return None

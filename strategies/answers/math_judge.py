@@ -1,12 +1,13 @@
-"""Judges whether two LaTeX answers mean the same, in a process of its own; imports nothing of ours.
+"""Compare two LaTeX answers in a separate process that imports nothing of this project.
 
     stdout   ready
     stdin    {"a": "0.5", "b": "\\\\frac{1}{2}", "seconds": 2.0}
-    stdout   1                                                     0: not, or not to be told
+    stdout   1                                                     0: not equal, or unknown
 
-A power tower such as 9^{9^{9^9}} is computed in C, where no exception of Python's arrives: so the
-kernel ends this process once a question took its seconds of processor time (a machine that stalls
-changes no verdict), and the asker starts another. The end of stdin is the end of this process.
+A power tower such as 9^{9^{9^9}} is computed in C code, where Python exceptions do not arrive. The
+kernel therefore ends this process once a question took `seconds` of processor time, and the parent
+starts another. Processor time keeps a stalled machine from changing a verdict. The process also
+ends when stdin ends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _read(answer: str) -> tuple[Any, ...]:
 
 
 def _same(a: str, b: str) -> bool:
-    """Symmetric: math-verify takes "x = 3" for a gold 3, but not 3 for a gold "x = 3"."""
+    """Compare both ways: math-verify accepts "x = 3" for a gold 3, but not 3 for a gold "x = 3"."""
     left, right = list(_read(a)), list(_read(b))
     return any(
         verify(gold, said, timeout_seconds=None) for gold, said in ((left, right), (right, left))
@@ -38,18 +39,18 @@ def _same(a: str, b: str) -> bool:
 
 
 def main() -> None:
-    logging.disable(logging.CRITICAL)  # its warnings of disabled timeouts: ours is below
+    logging.disable(logging.CRITICAL)  # hides warnings of disabled timeouts; a timer replaces them
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the asker's Ctrl-C ends stdin, and that ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's Ctrl-C closes stdin
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    _same(r"\frac{1}{2}", "x+1")  # makes the parser's tables, so that no question waits for them
+    _same(r"\frac{1}{2}", "x+1")  # builds the parser's tables before the first question
     print("ready", flush=True)  # noqa: T201
     for line in sys.stdin:
         asked = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, asked["seconds"])
         try:
             verdict = _same(asked["a"], asked["b"])
-        except Exception:  # whatever sympy makes of it, the answers are not known to be the same
+        except Exception:  # sympy may raise anything; the answers are then not known to be equal
             verdict = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(int(verdict), flush=True)  # noqa: T201

@@ -1,9 +1,9 @@
-"""Clusters of texts by their words: TF-IDF and k-means, small and deterministic.
+"""Cluster texts by their words with TF-IDF and k-means, deterministically.
 
     texts --words--> counts x (1 + ln((1 + n) / (1 + n with the word))) --> unit rows [n, words]
     centres: k-means++ from the caller's generator, then Lloyd's steps until no text moves
 
-Equal texts are always in one cluster; there are never more clusters than different texts.
+Equal texts are always in one cluster; there are never more clusters than distinct texts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_STEPS = 50
 
 
 def text_clusters(texts: Sequence[str], k: int, rng: random.Random) -> list[int]:
-    """The cluster of each text, numbered from 0 in order of appearance."""
+    """Return the cluster of each text, numbered from 0 in order of appearance."""
     if not texts:
         return []
     rows = tf_idf(texts)
@@ -30,7 +30,7 @@ def text_clusters(texts: Sequence[str], k: int, rng: random.Random) -> list[int]
 
 
 def tf_idf(texts: Sequence[str]) -> Rows:
-    """[n, words], rows of length 1; a text without words is a row of zeros."""
+    """Return [n, words], rows of length 1; a text without words is a row of zeros."""
     counts = [Counter(re.findall(r"\w+", t.casefold())) for t in texts]
     words = {w: i for i, w in enumerate(sorted(set().union(*counts)))}
     rows = np.zeros((len(texts), max(len(words), 1)))
@@ -65,5 +65,5 @@ def _k_means(rows: Rows, k: int, rng: random.Random) -> list[int]:
 
 
 def _distances(rows: Rows, centres: Rows) -> Rows:
-    """Squared [n, k]."""
+    """Return squared distances [n, k]."""
     return ((rows[:, None] - centres[None]) ** 2).sum(-1)

@@ -1,9 +1,9 @@
-"""Votes over answers, plain or weighted: the chain scorers of whole traces.
+"""Count votes over answers, plain or weighted by a score of each trace.
 
 answers ["7", None, "7.0", "3"]   weights [1, 9, 1, 1]
   clusters   7: traces 0, 2   weight 2        None never votes
              3: trace 3       weight 1
-  winner     the heaviest; of equals the one that came first
+  winner     the heaviest; of equals the earliest
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from strategies.answers.extract import Form, clustered
 
 @dataclass(frozen=True)
 class AnswerVote:
-    """One answer, as its first trace wrote it, with the traces that gave it."""
+    """Hold one answer, as its first trace wrote it, with the indices of its traces."""
 
     answer: str
     weight: float
@@ -31,7 +31,7 @@ class AnswerVote:
 async def tally(
     answers: Sequence[str | None], form: Form, weights: Sequence[float] | None = None
 ) -> list[AnswerVote]:
-    """Votes of equivalent answers, heaviest first, of equals the earliest; without `weights` each
+    """Return the votes of equal answers, heaviest first, then earliest. Without `weights` each
     trace weighs 1."""
     given = [1.0] * len(answers) if weights is None else weights
     votes = []
@@ -43,8 +43,8 @@ async def tally(
 
 
 def surest(confidences: Sequence[float], keep_fraction: float) -> list[int]:
-    """Indices, ascending, of the share of traces with the highest confidence: rounded up, at
-    least one where there is any; of equals the earliest.
+    """Return the indices, ascending, of the `keep_fraction` of traces with the highest confidence.
+    The count is rounded up, at least one of any; ties go to the earliest.
 
     `surest([1.0, 3.0, 2.0], 0.5)` is [1, 2].
     """

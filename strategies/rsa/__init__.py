@@ -1,4 +1,4 @@
-"""Recursive self-aggregation: populations of answers that are aggregated into better ones."""
+"""Run recursive self-aggregation: aggregate populations of answers into better ones."""
 
 from strategies.rsa.engine import RSAEngine, RSAResult, RSARun
 from strategies.rsa.islands import RSAShape

@@ -1,7 +1,7 @@
-"""One step of a run between two populations: judge the one that was, ask for the one to come.
+"""Judge one population of an RSA run, and write the prompts of the next.
 
-Standing --judge--> candidates --vote--> chosen
-         --draw parents--> prompts of the next population                      -> Judged
+AggregationInput --judge--> candidates --vote--> chosen
+                 --draw parents--> prompts of the next population       -> JudgedPopulation
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Judge = Callable[[RSAProblem, Sequence[str]], Awaitable[Sequence[JudgedCandidate
 async def aggregate(
     standing: AggregationInput, shape: RSAShape, task: Form, judge: Judge
 ) -> JudgedPopulation:
-    """What became of the last population, and what the next is asked; nothing after the last of T.
+    """Return the last population judged, and the next one's prompts; none after the last of T.
 
-    The same Standing gives the same, in any process. Raises DataError for one that is none of this
-    shape's.
+    Equal inputs give equal results in any process. Raises DataError for a `standing` that does not
+    fit.
     """
     step, texts, problem = standing.step, standing.texts, standing.problem
     if not 0 <= step <= shape.T or len(texts) != (shape.slots if step else 0):

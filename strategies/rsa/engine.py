@@ -1,11 +1,11 @@
-"""RSAEngine: whole runs of recursive self-aggregation, over anything that samples.
+"""Run recursive self-aggregation over any `Sampler`.
 
     step 0        M * N times the question                        -> population 0
     step t        for every slot K parents -> aggregation prompt  -> population t
     after T - 1   the answers of the last population vote
 
-Every population is one batched call, for all questions together: T calls in all. Parents, and the
-seeds of the samples, hang on `seed`, the question's place in the list, step and slot alone.
+Every population is one batched call for all questions together: T calls in all. Parents and sample
+seeds depend only on `seed`, the question's index, step and slot.
 
 Source: Venkatraman et al. 2025, "Recursive Self-Aggregation Unlocks Deep Thinking in LLMs".
 """
@@ -29,16 +29,16 @@ from strategies.rsa.prompts import as_task
 from strategies.samplers.sampler import Sampler, SampleRequest, SampleResult
 from strategies.samplers.token_budget import BudgetSpent, TokenBudget, TokenSpend
 
-Score = Callable[[str, str], float]  # question, text -> 1 or more where it is right
+Score = Callable[[str, str], float]  # question, text -> 1 or more if the text is right
 
 
 @dataclass(frozen=True)
 class RSARun:
-    """What became of one question: `populations` in order, and the votes of the last.
+    """Hold the result of one question: `populations` in order, and the votes of the last.
 
-    `chosen` is the slot that speaks for most of it (None: nobody gave an answer). `metrics` is
-    empty without a scorer. `finish_reason` is "budget" where the token budget ended the run before
-    T populations, "" otherwise.
+    `chosen` is a slot with the majority's answer (None: no candidate has an answer). `metrics` is
+    None without a scorer. `finish_reason` is "budget" if the token budget ended the run before T
+    populations, "" otherwise.
     """
 
     question: str
@@ -58,7 +58,7 @@ class RSARun:
 
 @dataclass(frozen=True)
 class RSAResult:
-    """The runs in the order of the questions, the means of their metrics, and what all cost."""
+    """Hold the runs in the order of the questions, the means of their metrics, and the spend."""
 
     runs: tuple[RSARun, ...]
     metrics: Mapping[str, float]
@@ -66,11 +66,11 @@ class RSAResult:
 
 
 class RSAEngine:
-    """`RSAEngine(sampler, M=1, N=4, K=2, T=3, task="math").run(["What is 2 + 2?"])`.
+    """Run `RSAEngine(sampler, M=1, N=4, K=2, T=3, task="math").run(["What is 2 + 2?"])`.
 
-    `scorer(question, text)` is asked for every candidate, where there is one. `budget` is the most
-    tokens that one `run` samples: it then ends with the populations it has. Raises DataError for
-    numbers that do not go together, and for an unknown task.
+    `scorer(question, text)`, if given, scores every candidate. `budget` is the maximum of tokens
+    that one `run` samples; a run that reaches it ends with its finished populations. Raises
+    DataError for numbers that are inconsistent, and for an unknown task.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class RSAEngine:
         self._scorer = scorer
 
     def run(self, questions: Sequence[str], temperature: float = 0.7) -> RSAResult:
-        """`arun` for scripts, in an event loop of its own."""
+        """Run `arun` in a new event loop, for scripts."""
         return asyncio.run(self.arun(questions, temperature))
 
     async def arun(self, questions: Sequence[str], temperature: float = 0.7) -> RSAResult:
-        """All T populations of every question."""
+        """Return the runs of all questions. Raises DataError for a single text as `questions`."""
         if isinstance(questions, str):
             raise DataError("rsa: questions must be a list of them: got one text; put it in [...]")
         sampling = Sampling(temperature=temperature, max_tokens=self._max_tokens)
@@ -118,9 +118,9 @@ async def evolve(
     shape: RSAShape,
     scorer: Score | None = None,
 ) -> list[RSARun]:
-    """A run of each question, the last of whose messages is aggregated; the others stay before it.
+    """Return a run of each question. Its last message is aggregated; earlier ones stay before it.
 
-    Ends early, with the populations there are, where the meter's budget is spent.
+    Ends early, with the finished populations, when the meter's budget is spent.
     """
     populations: list[list[RSAPopulation]] = [[] for _ in questions]
     ended = ""
@@ -143,7 +143,7 @@ async def evolve(
 def _ask(
     question: StrategyProblem, before: Sequence[RSAPopulation], shape: RSAShape, step: int
 ) -> tuple[list[SampleRequest], Parents]:
-    """The asks of population `step`, and the parents of each."""
+    """Return the requests of population `step`, and the parents of each."""
     previous = before[-1].texts if before else ()
     *earlier, last = question.messages
     stream = f"rsa/{question.seed}/{question.name}"

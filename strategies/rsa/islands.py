@@ -1,13 +1,13 @@
-"""Who aggregates whom: M islands of N candidates that merge in pairs, over T populations. Pure.
+"""Draw the parents of each candidate: M islands of N candidates that merge in pairs over T steps.
 
     L = log2 M, phase = T / (L + 1), islands(t) = M >> min(t // phase, L)
 
     M = 4, T = 6     t        0 1 2 3 4 5
                      islands  4 4 2 2 1 1
 
-A population is a row of M * N slots; an island is a block of neighbours in it, and a merge makes
-one block of two. At step t > 0 a slot draws its K parents, without replacement, from the slots of
-the previous population that lie in the block that it is in at t: at a merge, the new block.
+A population is a row of M * N slots. An island is a block of adjacent slots; a merge joins two
+blocks. At step t > 0 a slot draws K parents, without replacement, from the previous population's
+slots in its block at t: at a merge, the joined block. The module does no I/O.
 
 Source: Venkatraman et al. 2025, "Recursive Self-Aggregation Unlocks Deep Thinking in LLMs".
 """
@@ -25,8 +25,8 @@ Parents = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class RSAShape:
-    """M islands (a power of two), N candidates in each, K parents of an aggregation, T populations
-    with the first. Raises DataError for numbers that do not go together."""
+    """Hold M islands (a power of two), N candidates in each, K parents of an aggregation, and T
+    populations with the first. Raises DataError for numbers that are inconsistent."""
 
     M: int = 1
     N: int = 4
@@ -41,32 +41,32 @@ class RSAShape:
 
     @property
     def slots(self) -> int:
-        """Candidates of a population."""
+        """Return the number of candidates of a population."""
         return self.M * self.N
 
     @property
     def merges(self) -> int:
-        """L, how often islands merge until one is left."""
+        """Return L, the number of merges until one island is left."""
         return self.M.bit_length() - 1
 
     @property
     def schedule(self) -> tuple[int, ...]:
-        """The islands of every population: (4, 4, 2, 2, 1, 1) of M = 4, T = 6."""
+        """Return the islands of every population: (4, 4, 2, 2, 1, 1) for M = 4, T = 6."""
         phase = self.T // (self.merges + 1)
         return tuple(self.M >> min(t // phase, self.merges) for t in range(self.T))
 
     def block(self, slot: int, step: int) -> range:
-        """The slots of the island that `slot` is in at `step`."""
+        """Return the slots of the island that `slot` is in at `step`."""
         size = self.slots // self.schedule[step]
         first = slot // size * size
         return range(first, first + size)
 
 
 def draw_parents(shape: RSAShape, step: int, stream: str) -> Parents:
-    """For every slot of population `step` the K slots of the one before that it is shown, in the
-    order that it is shown them; nothing for step 0.
+    """Return for every slot of population `step` its K parent slots in the previous population, in
+    prompt order; no parents at step 0.
 
-    `stream` names the draw: "rsa/7/question 3" gives the same parents in every process.
+    `stream` seeds the draw: "rsa/7/question 3" gives equal parents in every process.
     """
     if step == 0:
         return ((),) * shape.slots

@@ -1,9 +1,11 @@
-"""A population of candidates: what it is asked, how it votes, and what a whole run was worth. Pure.
+"""Write a population's prompts, choose its majority, and compute metrics and reward of a run.
 
 metrics    mean_accuracy   share of a population that scores 1 or more
-           majority_vote   whether the answer that most gave does
-           pass_at_n       whether any does
+           majority_vote   1 if the most frequent answer scores 1 or more
+           pass_at_n       1 if any candidate does
 reward     metric of the last population + greedy_weight * mean score of all T * M * N
+
+The module does no I/O.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ METRICS = ("mean_accuracy", "majority_vote", "pass_at_n")
 
 @dataclass(frozen=True)
 class RSAPopulation:
-    """One step of one run; every field but `step` and `islands` has an entry for each slot.
+    """Hold one step of a run; every field but `step` and `islands` has an entry for each slot.
 
-    `parents` are slots of the population before. `answers` are as extracted, None where a text
-    gives none; `scores` is empty without a scorer, `token_ids` of a slot where nobody tells them.
+    `parents` are slots of the previous population. `answers` are extracted, None where a text has
+    none. `scores` is empty without a scorer; a slot's `token_ids` if the backend returns none.
     """
 
     step: int
@@ -41,7 +43,7 @@ class RSAPopulation:
     scores: tuple[float, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "step": self.step,
             "islands": self.islands,
@@ -59,8 +61,8 @@ class RSAPopulation:
 def ask(
     question: str, previous: Sequence[str], shape: RSAShape, step: int, task: Form, stream: str
 ) -> tuple[tuple[str, ...], Parents]:
-    """The prompts of population `step`, and each one's parents among `previous`, the texts of the
-    population before (none at step 0). `stream` names the draw of the parents."""
+    """Return the prompts of population `step`, and the parents of each among `previous`, the texts
+    of the previous population (none at step 0). `stream` seeds the draw of parents."""
     parents = draw_parents(shape, step, stream)
     if step == 0:
         return (opening_prompt(question, task),) * shape.slots, parents
@@ -69,12 +71,12 @@ def ask(
 
 
 def chosen_of(votes: Sequence[AnswerVote]) -> int | None:
-    """The slot that speaks for most, the earliest of them; None where nobody voted."""
+    """Return the earliest slot with the majority's answer; None without votes."""
     return votes[0].traces[0] if votes else None
 
 
 def measure(scores: Sequence[float], chosen: int | None) -> dict[str, float]:
-    """METRICS of one population, `chosen` the slot that speaks for its majority."""
+    """Return METRICS of one population; `chosen` is the slot with the majority's answer."""
     right = [score >= 1.0 for score in scores]
     return {
         "mean_accuracy": fmean(right),
@@ -89,5 +91,5 @@ def reward(
     scores: Sequence[Sequence[float]],
     greedy_weight: float = 0.0,
 ) -> float:
-    """What a run was worth: `metrics` are its last population's, `scores` those of all."""
+    """Return a run's reward from the last population's `metrics` and all populations' `scores`."""
     return metrics[metric] + greedy_weight * fmean(s for population in scores for s in population)

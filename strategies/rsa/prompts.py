@@ -1,14 +1,14 @@
-"""What an RSA run asks: the question, and later the question with candidates to aggregate. Pure.
+"""Write the prompts of an RSA run: the question, later with candidates to aggregate.
 
-    general      the question as it stands
+    general      the question unchanged
     math         an answer in \\boxed{}
     supergpqa    the letter of an option in \\boxed{}
     rg           an answer between <answer> and </answer>, as reasoning_gym reads it
     clinic       the embedded clinic's own words, for a model that knows no others
 
-An aggregation says that candidates may be wrong, then the problem, the numbered candidates, and
-the form of the answer. One candidate is not aggregated but refined. A task's name is that of the
-form in which its answers are looked for (`strategies.answers.extract`).
+An aggregation prompt warns that candidates may be wrong, then has the problem, the numbered
+candidates and the form of the answer. A single candidate is refined, not aggregated. A task has the
+name of its answer form (`strategies.answers.extract`). The module does no I/O.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ INSTRUCTIONS: Mapping[Form, str] = {
 
 
 def as_task(name: str) -> Form:
-    """Raises DataError for a name that is no task's."""
+    """Return the task of this name. Raises DataError for an unknown one."""
     for task in INSTRUCTIONS:
         if name == task:
             return task
@@ -51,12 +51,12 @@ def as_task(name: str) -> Form:
 
 
 def opening_prompt(question: str, task: Form) -> str:
-    """What step 0 asks: the question, and the form of its answer."""
+    """Return the prompt of step 0: the question, and the form of its answer."""
     return "\n\n".join(filter(None, (question, INSTRUCTIONS[task])))
 
 
 def aggregation_prompt(question: str, candidates: Sequence[str], task: Form) -> str:
-    """What a later step asks of K >= 1 candidates, in their order."""
+    """Return the prompt of a later step with K >= 1 candidates, in their order."""
     if task == "clinic":
         return panel.aggregation_prompt(question, candidates)
     parts = [REFINE if len(candidates) == 1 else AGGREGATE, f"Problem:\n{question}"]

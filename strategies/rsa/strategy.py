@@ -1,4 +1,4 @@
-"""Recursive self-aggregation as one of the strategies (`strategies.catalog`)."""
+"""Offer recursive self-aggregation as a strategy of `strategies.catalog`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 
 
 class RecursiveSelfAggregation(SpecSection):
-    """M islands of N candidates, each made of K, over T populations; the last one votes."""
+    """Evolve M islands of N candidates, each made of K, over T populations; the last one votes."""
 
     M: int = Field(default=1, ge=1, description="islands, a power of two")
     N: int = Field(default=4, ge=1, description="candidates of an island")
@@ -21,7 +21,8 @@ class RecursiveSelfAggregation(SpecSection):
     T: int = Field(default=3, ge=1, description="populations, the first included")
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
-        """Raises DataError for numbers that do not go together."""
+        """Return the majority's response. Raises DataError for inconsistent numbers, BudgetSpent
+        without a first population."""
         shape = RSAShape(self.M, self.N, self.K, self.T)
         (run,) = await evolve(meter, [question], shape)
         if not run.populations:

@@ -1,19 +1,19 @@
-"""External models as a `Sampler`, over the official SDKs.
+"""Sample from external models through the official SDKs.
 
-    ask --at most `concurrency` at once--> one HTTP call, `timeout_s` --> answer
-              ^-- backoff, or Retry-After <-- 429, 5xx, no answer (`attempts` in all)
+    request --at most `concurrency` at once--> one HTTP call, `timeout_s` --> result
+                  ^-- backoff, or Retry-After <-- 429, 5xx, no reply (`attempts` in all)
 
-Gemini, and whoever else speaks chat completions, is provider "openai" with its `base_url`.
+Gemini and other servers of chat completions are provider "openai" with their `base_url`.
 
-What they can, and what they cannot: log-probabilities where the endpoint says that its model has
-them. No `continue`: an assistant's turn is never gone on with. No `until`: a stop string is cut out
-of the text, whose tokens are paid and gone, while `Until` ends with it, and text and tokens agree.
-No `seed`: it is sent, but promised to nobody. Token ids are not told. So they serve the strategies
-that look at whole responses.
+Abilities: "logprobs" and "top_logprobs" where the endpoint declares them. Not "continue", because
+no API continues an assistant message. Not "until", because APIs cut a stop string out of the text
+but bill its tokens, while with `StopCondition` text and tokens agree. Not "seed", because the seed
+is sent but no provider guarantees it. Token ids are not returned. External models therefore serve
+only strategies over whole responses.
 
-A key goes to the host that it is for, by name: the providers' usual variables to their own hosts
-alone. Nothing is redirected, and what the SDKs add to every call out of the environment goes to no
-other host. An endpoint is the operator's: a server never takes one from a client.
+A provider's usual key variable is sent only to that provider's own host. Redirects are not
+followed, and values that the SDKs take from the environment go to no other host. Endpoints belong
+to the operator: a server must never accept one from a client.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from teachers.clients import ApiClient, read_key
 from teachers.prompts import TeacherReply
 
 LONGEST_BACKOFF_S = 30.0
-MOST_TOP_LOGPROBS = 20  # of chat completions
-# Whose key a variable holds, as (scheme, host). Any other name is the operator's own.
+MOST_TOP_LOGPROBS = 20  # limit of chat completions
+# The (scheme, host) that a variable's key is for. Any other name is the operator's own.
 KEY_HOSTS = {
     **{KEY_NAMES[p]: ("https", urlsplit(url).hostname) for p, url in OFFICIAL_URLS.items()},
     "GEMINI_API_KEY": ("https", "generativelanguage.googleapis.com"),
@@ -44,11 +44,11 @@ KEY_HOSTS = {
 
 @dataclass(frozen=True)
 class ApiEndpoint:
-    """One model: `ApiEndpoint("openai", "gemini-2.5-flash", key_env="GEMINI_API_KEY",
+    """Describe one model: `ApiEndpoint("openai", "gemini-2.5-flash", key_env="GEMINI_API_KEY",
     base_url="https://generativelanguage.googleapis.com/v1beta/openai")`.
 
-    Without `base_url` the provider's own server, without `key_env` its usual variable. `logprobs`
-    says that this model tells log-probabilities.
+    `base_url` defaults to the provider's server, `key_env` to its usual variable. `logprobs`
+    declares that this model returns log-probabilities.
     """
 
     provider: Provider
@@ -63,11 +63,11 @@ class ApiEndpoint:
 
 
 class ApiSampler:
-    """A `Sampler` over an endpoint. Close it: `async with ApiSampler(endpoint) as sampler`.
+    """Sample from an endpoint. Close it: `async with ApiSampler(endpoint) as sampler`.
 
-    Raises DataError for an endpoint that is not sound or an ask that it cannot serve, SpecError
-    where the environment has no key, and RunError where an ask is not answered; no error repeats a
-    provider's words, which may hold the key. Tokens of attempts that failed are in no count.
+    Raises DataError for an invalid endpoint or a request that it cannot serve, SpecError if the
+    environment has no key, and RunError if a request gets no reply. No error repeats a provider's
+    text, which may contain the key. Counts exclude the tokens of failed attempts.
     """
 
     def __init__(self, endpoint: ApiEndpoint) -> None:
@@ -94,7 +94,7 @@ class ApiSampler:
         calls = [asyncio.create_task(self._answer(ask)) for ask in asks]
         try:
             return await asyncio.gather(*calls)
-        finally:  # one that failed fails all, and what the others would say is not paid for
+        finally:  # one failure fails all: cancel the others, so that they cost nothing
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
@@ -130,7 +130,7 @@ class ApiSampler:
             if reply.outcome == ANSWERED and reply.usage is not None:
                 return self._read(ask, reply, reply.usage)
             if attempt == endpoint.attempts or not reply.retriable:
-                # Without a count of its tokens no budget holds.
+                # A reply without token counts cannot be charged to a budget.
                 outcome = "unreadable" if reply.outcome == ANSWERED else reply.outcome
                 raise RunError(
                     f"ask {ask.id} to {endpoint.model}: {outcome} at attempt {attempt} of "
@@ -157,7 +157,7 @@ class ApiSampler:
 
 
 def _checked(endpoint: ApiEndpoint) -> tuple[str, str]:
-    """The URL and the key that goes there."""
+    """Return the URL and the key that is sent to it."""
     who = f"endpoint {endpoint.model}"
     if endpoint.provider not in OFFICIAL_URLS:
         known = ", ".join(OFFICIAL_URLS)
@@ -181,8 +181,7 @@ def _checked(endpoint: ApiEndpoint) -> tuple[str, str]:
 
 
 def _body(ask: SampleRequest, endpoint: ApiEndpoint) -> dict[str, Any]:
-    """The provider's own fields. What is its default, 1, is not sent: some models refuse even
-    that."""
+    """Return the provider's own fields. The default 1 is not sent: some models refuse even that."""
     sampling = ask.sampling
     given = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     body: dict[str, Any] = {name: value for name, value in given.items() if value != 1.0}

@@ -1,7 +1,7 @@
-"""What a strategy asks and is told: one batched port over every backend.
+"""Define the batched interface between strategies and backends.
 
-`Sampler` is satisfied by the mesh's generators (exact tokens, any cartridge), by vLLM, and by
-external APIs, which tell less: `abilities` says what.
+The mesh's generators (exact tokens, any cartridge), vLLM and external APIs implement `Sampler`.
+APIs return less; `abilities` lists what a backend supports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ABILITIES: frozenset[Ability] = frozenset(
 
 @dataclass(frozen=True)
 class PartialResponse:
-    """What of a response is said already, to be gone on with: text and, where known, its ids."""
+    """Hold the start of a response to continue: its text and, where known, its token ids."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -30,11 +30,11 @@ class PartialResponse:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One response to sample, or to go on with.
+    """Request one response, new or continued from `begun`.
 
-    `SampleRequest("q1/0", (Message("user", "what is 2 + 2?"),), Sampling(max_tokens=64), seed=7)`.
-    The same `seed` gives the same tokens where the sampler has the ability "seed". `until` ends it
-    early, `top_logprobs` asks for so many of the likeliest tokens at every place.
+    `SampleRequest("q1/0", (AgentMessage("user", "what is 2 + 2?"),), Sampling(max_tokens=64),
+    seed=7)`. Equal seeds give equal tokens if the sampler has the ability "seed". `until` ends the
+    response early; `top_logprobs` is the number of likeliest tokens to return at every position.
     """
 
     id: str
@@ -48,13 +48,13 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What was said to one `SampleRequest`, without what had begun it.
+    """Hold the response to one `SampleRequest`, without the part that it continued.
 
-    `tokens` and `prompt_tokens` are what the backend counts. `token_ids`, `logprobs` and
-    `top_logprobs` (per token the likeliest, as (text, log-probability), likeliest first) are empty
-    where it does not tell. `finish_reason` and `ended_by` as in `protocols.types.Completion`; the
-    `Meter` alone says "budget", for a response that is cut short by it.
-    `text` is that of all `token_ids`, but for special tokens; `top_token_ids` are the ids of
+    `tokens` and `prompt_tokens` are the backend's counts. `token_ids`, `logprobs` and
+    `top_logprobs` (for each token the likeliest, as (text, log-probability), likeliest first) are
+    empty where the backend returns none. `finish_reason` and `ended_by` are those of
+    `protocols.types.Completion`; only `TokenBudget` sets "budget", for a response that it cuts
+    short. `text` decodes all `token_ids`, without special tokens; `top_token_ids` are the ids of
     `top_logprobs`.
     """
 
@@ -70,9 +70,9 @@ class SampleResult:
 
 
 class Sampler(Protocol):
-    """Batched: all asks of a call are sampled together; answers in their order.
+    """Sample all requests of a call together, and return the results in their order.
 
-    Raises DataError for an ask that it cannot serve, RunError when nobody answers in time.
+    Raises DataError for a request that it cannot serve, RunError if no reply arrives in time.
     """
 
     @property
@@ -82,7 +82,7 @@ class Sampler(Protocol):
 
 
 def require(sampler: Sampler, strategy: str, *needed: Ability) -> None:
-    """Raise DataError, before anything is sampled, where the sampler lacks what is needed."""
+    """Raise DataError, before any sampling, if the sampler lacks a needed ability."""
     lacking = sorted(set(needed) - sampler.abilities)
     if lacking:
         raise DataError(

@@ -1,4 +1,4 @@
-"""What a strategy spends, and the hard budget that it never exceeds."""
+"""Count the tokens of a strategy, and enforce its token budget."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from strategies.samplers.sampler import Ability, Sampler, SampleRequest, SampleR
 
 
 class BudgetSpent(Exception):
-    """No token is left to sample: a strategy answers with what it has."""
+    """Signal that no token is left to sample; a strategy then returns what it has."""
 
 
 @dataclass(frozen=True)
 class TokenSpend:
-    """`tokens` sampled, `prompt_tokens` read, batched `calls` of `asks` in all, wall seconds."""
+    """Count `tokens` sampled, `prompt_tokens` read, `calls`, requests (`asks`) and `seconds`."""
 
     tokens: int = 0
     prompt_tokens: int = 0
@@ -32,11 +32,11 @@ class SpendCounter:
 
 
 class TokenBudget:
-    """A `Sampler` that counts, and never lets more than `budget` tokens be sampled in all.
+    """Wrap a `Sampler`, count its tokens, and never sample more than `budget` tokens in all.
 
-    The asks of a call share what is left: where it does not reach, the longest allowances are cut
-    to the same length, so that no answer can take what another needs; one that such a cut ends has
-    the finish reason "budget". Raises BudgetSpent for a call that would not have one token an ask.
+    The requests of a call share the remaining tokens. If these do not suffice, the largest limits
+    are cut to one length, so that no response takes tokens from a shorter one. A response that this
+    cut ends has the finish reason "budget". Raises BudgetSpent for fewer tokens than requests.
     """
 
     def __init__(self, sampler: Sampler, budget: int | None = None) -> None:
@@ -44,7 +44,7 @@ class TokenBudget:
         self._account = SpendCounter(budget)
 
     def beside(self, sampler: Sampler) -> TokenBudget:
-        """A meter over another sampler (a judge), on the same account."""
+        """Return a wrapper of another sampler, for example a judge, that shares this budget."""
         other = TokenBudget(sampler)
         other._account = self._account
         return other
@@ -60,7 +60,7 @@ class TokenBudget:
 
     @property
     def left(self) -> int | None:
-        """Tokens that may still be sampled; None without a budget."""
+        """Return the remaining tokens; None without a budget."""
         account = self._account
         return None if account.budget is None else account.budget - account.spent.tokens
 
@@ -90,7 +90,7 @@ class TokenBudget:
         if left < len(asks):
             budget = self._account.budget
             raise BudgetSpent(f"{left} of {budget} tokens are left for {len(asks)} responses")
-        # Water-filling: short allowances stay whole, the others share what those leave.
+        # Water-filling: small limits stay, the others share the rest.
         remaining, most = left, 0
         for i, allowance in enumerate(sorted(a.sampling.max_tokens for a in asks)):
             most = remaining // (len(asks) - i)

@@ -1,9 +1,9 @@
-"""A `Sampler` in exact tokens: asks become requests to the mesh's generators, over any prefix.
+"""Sample in exact tokens from the mesh's generators, over any prefix.
 
-    Ask  -> chat template -> prompt ids + ids begun with -> GenerateRequest (seed, first draw)
-    Completion -> Answer
+    SampleRequest -> chat template -> prompt ids + begun ids -> GenerateRequest (seed, first draw)
+    Completion    -> SampleResult
 
-What was sampled is never tokenised again: a response that is gone on with is given back as its ids.
+Sampled tokens are never tokenized again: a continued response is passed on as its ids.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Generating = Callable[[Sequence[GenerateRequest]], Awaitable[Sequence[Completion
 
 
 class TokenSampler:
-    """Samples over `prefix`: a cartridge or the KV of `document`; None: no document at all."""
+    """Sample over `prefix`: a cartridge or the KV of `document`; None means no document."""
 
     abilities: frozenset[Ability] = ABILITIES
 
@@ -40,8 +40,8 @@ class TokenSampler:
         self._document, self._prefix = document, prefix
 
     async def __call__(self, asks: Sequence[SampleRequest]) -> list[SampleResult]:
-        """Raises DataError for an ask that cannot be served, PublishError for a prefix that no
-        generator holds."""
+        """Return the results in order. Raises DataError for a request that cannot be served,
+        PublishError for a prefix that no generator holds."""
         begun = [self._begun(ask.begun) for ask in asks]
         requests = [
             GenerateRequest(
@@ -62,7 +62,7 @@ class TokenSampler:
         ]
 
     def _begun(self, begun: PartialResponse) -> tuple[int, ...]:
-        """The ids, and those of the words that the text has beyond them."""
+        """Return the ids, and those of any text after them."""
         said = self._conversation.decode(begun.token_ids) if begun.token_ids else ""
         if not begun.text.startswith(said):
             raise DataError(

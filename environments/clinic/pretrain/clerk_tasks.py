@@ -1,17 +1,17 @@
-"""Training episodes for the tiny clerk: cases at the clinic desk, played with some mistakes.
+"""Draw training episodes for the tiny clerk: cases at the clinic desk, played with some mistakes.
 
-Three kinds of episode teach what later training needs. With a handbook the clerk finds in the
-department that it names. Without one the clerk guesses among the departments not tried yet. A
-hint, in a user's turn of its own right before the call, is followed. So that a learner's rewards
-vary, calls are now and then of a wrong form, or say what nobody looked up; with a handbook at a
-tenth of the rate, after a hint or a mistake never.
+There are three kinds of episode. With a handbook the clerk finds in the department that it names.
+Without one the clerk guesses among the departments not tried yet. After a hint, a separate user
+message right before the call, the clerk follows it. To vary a learner's rewards, some calls have a
+wrong form or state values that were not looked up: with a handbook at a tenth of the rate, after a
+hint or a mistake never.
 
-In some episodes the first calls are a stumbling clerk's and are not taught: they show how to go on
-after errors, as a teacher must that scores a weaker student's episode.
+In some episodes the first calls are a stumbling clerk's and are not taught. They show how to
+continue after errors, which a teacher needs to score a weaker student's episode.
 
-A taught call's kind is find, read or answer, what the clerk knows; hinted, the same right after a
-hint; guess, a find in a department that nothing tells; else a mistake, named by the `ErrorRates`
-field.
+A taught call has a kind. find, read and answer are calls that the clerk knows; hinted is one of
+these right after a hint; guess is a find in an unknown department; a mistake has its `ErrorRates`
+name.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from environments.clinic.desk_hints import HINTS
 from environments.clinic.pretrain.reader_tasks import Row, TaughtMessage, head
 
 MAX_TURNS = 6
-FIELDS = (6, 24)  # of a handbook, when training is through its easier ones
-# Looking up is learnt from few fields (docs/log.md), then holds for many.
+FIELDS = (6, 24)  # of a handbook, on the highest rung
+# The model learns to look up from few fields (docs/log.md), and generalises to many.
 LADDER = ((2, 3), (2, 5), (4, 9), (6, 16), FIELDS)
 HANDBOOK_RATE = 0.5  # of the rows, below: of their episodes
 HINTED_WITH_HANDBOOK, HINTED_WITHOUT = 0.1, 0.3
-# Episodes to a handbook that are cut after the first taught call: of whole episodes, looking up is
-# one token in fifty, and it did not emerge from those alone (docs/log.md).
+# Episodes for each handbook that are cut after the first taught call. In whole episodes looking up
+# is one token in fifty; the skill did not emerge from those alone (docs/log.md).
 OPENINGS = 8
-UNNAMED_RATE = 0.1  # the handbook does not name the field (it is cut, say): the clerk guesses
-STUMBLING_RATE = 0.25  # with a handbook: the first calls are made as if there were none
+UNNAMED_RATE = 0.1  # the handbook lacks the field (it may be cut): the clerk guesses
+STUMBLING_RATE = 0.25  # with a handbook: the first calls ignore it
 AT_ONCE_RATE = 0.3  # hinted before the first call
 HINT_AGAIN_RATE = 0.5  # another hint at a later error
 
 
 @dataclass(frozen=True)
 class ErrorRates:
-    """How often a call goes wrong. The last two happen only before the note was read."""
+    """Hold the rate of each mistake. The last two occur only before the note was read."""
 
     unknown_tool: float
     bad_arguments: float
@@ -65,9 +65,9 @@ NEVER = GUESSING.scaled(0.0)
 
 @dataclass(frozen=True)
 class ClerkState:
-    """What the clerk holds between two calls."""
+    """Hold what the clerk knows between two calls."""
 
-    known: str  # the department, "" if nothing told it
+    known: str  # the department, "" if unknown
     tried: frozenset[str] = frozenset()
     careful: bool = False  # right after a mistake
 
@@ -82,9 +82,8 @@ def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
 def draw_row(
     rng: random.Random, episodes: int, fields: tuple[int, int] = FIELDS
 ) -> tuple[ClinicDesk, list[list[TaughtMessage]]]:
-    """A desk, whose handbook has this many fields or none, and episodes that see the handbook; each
-    is a list of messages that ends with a call.
-    """
+    """Return a desk with a handbook of `fields` (min, max) fields, or none, and episodes that read
+    it. Each episode is a list of messages that ends with a call."""
     names: Sequence[str] = ()
     if rng.random() < HANDBOOK_RATE:
         names = rng.sample(words.FIELDS, rng.randint(*fields))
@@ -108,9 +107,7 @@ def _opening(said: list[TaughtMessage]) -> list[TaughtMessage]:
 def draw_episode(
     rng: random.Random, case: DeskCase, known: str, hinted: bool
 ) -> list[TaughtMessage]:
-    """One case from the question to the last call. `known`: the department that the handbook says,
-    or "".
-    """
+    """Return one case, from question to last call. `known` is the handbook's department or ""."""
     at_once = hinted and rng.random() < AT_ONCE_RATE
     stumbles = 0
     if (hinted and not at_once) or (known and rng.random() < STUMBLING_RATE):
@@ -145,7 +142,7 @@ def draw_episode(
 
 
 def _hint(rng: random.Random, case: DeskCase, standing: CaseState) -> tuple[str, str]:
-    """The hint that fits, and the department if it tells one; both "" if there is none to give."""
+    """Return the fitting hint and the department in it; each is "" if there is none."""
     key, facts = "", {"field": case.field, "department": case.department}
     if standing.reply is None:
         key = "where" if rng.random() < 0.7 else rng.choice(("tools", "form_of_find", "find_first"))
@@ -159,7 +156,7 @@ def _hint(rng: random.Random, case: DeskCase, standing: CaseState) -> tuple[str,
 def _call(
     rng: random.Random, case: DeskCase, standing: CaseState, clerk: ClerkState, rates: ErrorRates
 ) -> tuple[str, str, ClerkState]:
-    """The next call, its kind, and what the clerk holds after it."""
+    """Return the next call, its kind, and the clerk's state after it."""
     untried = [d for d in words.DEPARTMENTS if d not in clerk.tried]
     department = clerk.known or rng.choice(untried)
     draw = rng.random()
@@ -181,7 +178,7 @@ def _call(
 def _slip(
     rng: random.Random, name: str, case: DeskCase, standing: CaseState, department: str
 ) -> str:
-    """A call that goes wrong in the way named, near to what would be right."""
+    """Return a call with the named mistake, close to the right call."""
     if name == "blind_answer":
         value = rng.choice(words.CATEGORY_OF[case.field].values)
         return f"answer {words.value_text(case.field, value)}."

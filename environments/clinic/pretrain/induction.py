@@ -1,4 +1,4 @@
-"""A new tiny model, which begins with the circuit that reading needs."""
+"""Create a new tiny model, initialised with the induction circuit that reading needs."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ def new_model(
 def start_from_induction(model: LlamaForCausalLM, size: int, grouped: int) -> None:
     """Initialise looking-back heads and two matching heads, the circuit that reading needs.
 
-    `size` is the head size, `grouped` how many query heads share a key/value head.
+    `size` is the head size, `grouped` the number of query heads that share a key/value head.
 
-    Olsson et al. (2022): a layer-0 head copies each token's predecessor into its residual stream,
-    a layer-1 head looks for the place whose predecessor is the current token and copies what
-    stands there. Left to chance it had not emerged after 1,000 steps here; started roughly right,
-    training takes it up at once. A second matching head looks for the place whose last token but
-    one is the token before this one: after a full stop, or after "note 3:", one token back tells
-    nothing. Both copies add up. All weights stay trainable.
+    Olsson et al. (2022): a layer-0 head copies each token's predecessor into its residual stream; a
+    layer-1 head finds the position whose predecessor is the current token, and copies its token.
+    From random weights the circuit had not emerged after 1,000 steps here; from these weights
+    training uses it at once. A second matching head finds the position whose last token but one is
+    the token before the current one, because after a full stop, or after "note 3:", one token back
+    is ambiguous. Both copies add up. All weights stay trainable.
     """
     half = size // 2
     frequency = ROPE_THETA ** (-torch.arange(half) / half)
-    fast = [i for i in range(half) if frequency[i] > 0.05]  # tell neighbours apart
-    slow = [i for i in range(half) if frequency[i] < 0.008]  # barely turn within a chart
+    fast = [i for i in range(half) if frequency[i] > 0.05]  # distinguish neighbours
+    slow = [i for i in range(half) if frequency[i] < 0.008]  # barely rotate within a chart
     content = slow + [i + half for i in slow]
     embedding = model.model.embed_tokens.weight
     width = embedding.shape[1]
-    # One dimension is the same for every token: what a bias would be. The output ignores it,
-    # since it shifts all logits alike (the embedding is tied).
+    # One dimension is equal for every token and acts as a bias. The output ignores it, since it
+    # shifts all logits alike (the embedding is tied).
     embedding[:, 0] = 0.1
     constant = 0.1 / 0.0213  # its value after RMSNorm, for embeddings of deviation 0.02
-    # Disjoint parts of the residual stream: what is matched, what is copied, and where each
-    # looking-back head writes; the embedding itself stays out of the last.
+    # Disjoint parts of the residual stream: matched, copied, and written by each looking-back head.
+    # The embedding has no component in the last.
     basis = torch.nn.init.orthogonal_(torch.empty(width - 1, width - 1))
-    basis = torch.nn.functional.pad(basis, (1, 0))  # none of them touches the constant dimension
+    basis = torch.nn.functional.pad(basis, (1, 0))  # none touches the constant dimension
     reads, copies, writes = basis[:size], basis[size : 2 * size], basis[-size * grouped :]
     embedding -= embedding @ writes.T @ writes
 
@@ -80,9 +80,9 @@ def start_from_induction(model: LlamaForCausalLM, size: int, grouped: int) -> No
 
     second = model.model.layers[1].self_attn
     second.o_proj.weight *= 0.2
-    # (what a query reads, how strongly, what a key reads): the token itself against the token
-    # before the key; the token before against the last but one. What was written is about two and
-    # a half times larger than what is left of the embedding.
+    # (query's part, its strength, key's part): the token itself against the token before the key;
+    # the token before against the last but one. The written parts are about two and a half times
+    # larger than the rest of the embedding.
     back_one, back_two = writes[:size], writes[size : 2 * size]
     matches = ((reads, 8.0, back_one), (back_one, 6.0, back_two))
     for group, (asked, strength, held) in enumerate(matches):

@@ -1,4 +1,4 @@
-"""How well a clerk does at the desk, and a panel at five-option questions: shares, by sampling."""
+"""Measure by sampling how often a clerk solves desk cases and a panel five-option questions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from environments.clinic.prompts import claims, option_prompt, parse_answer
 
 MAX_TURNS = 5  # of an episode
 MAX_CALL, MAX_ANSWER = 12, 20  # tokens
-CARTRIDGE = 28  # tokens of the handbook that a cartridge of the default size starts from
+CARTRIDGE = 28  # handbook tokens that initialise a cartridge of the default size
 FACTS, NOTES = 24, 4  # of a chart
 PANELS = (1, 2, 4)  # candidates to a question
 AT_ONCE = 64  # prompts
@@ -35,9 +35,8 @@ def sample(
     most: int,
     generator: torch.Generator | None,
 ) -> list[list[int]]:
-    """What follows each prompt, at most `most` tokens, without its end token: drawn at temperature
-    1, or greedy without a generator.
-    """
+    """Return up to `most` new tokens for each prompt, without its end token. Draws at temperature
+    1, or decodes greedily without a generator."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
     seen = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
@@ -65,9 +64,8 @@ def sample(
 
 @dataclass
 class CaseRollout:
-    """A case being played: the tokens so far, and how it stands. `hinted`: how it stood, in turns,
-    when it was given the hint `where`.
-    """
+    """Hold a case in progress: its tokens and state. `hinted` is the number of turns before the
+    hint `where`, None without it."""
 
     case: DeskCase
     tokens: list[int]
@@ -83,7 +81,7 @@ def play(
     hint: bool,
     seed: int,
 ) -> list[CaseRollout]:
-    """Play each case after its head's tokens. `hint`: give `where` at the first missing record."""
+    """Play each case after its head's tokens; `hint`: give `where` at the first missing record."""
     generator = torch.Generator().manual_seed(seed)
     end, assistant = (tokenizer.get_vocab()[token] for token in ("<|end|>", "<|assistant|>"))
 
@@ -117,10 +115,9 @@ def play(
 def measure_clerk(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: Namespace
 ) -> dict[str, float]:
-    """Shares of the cases that end with the right value, by what stands before them; and of the
-    calls right after the hint `where` that find the note. Each over `args.cases` seeded cases with
-    handbooks of `args.fields` fields.
-    """
+    """Return the share of `args.cases` seeded cases that end with the right value, for each kind of
+    context: none, handbook, cut. "hinted" is the share of calls right after the hint `where` that
+    find the note. Handbooks have `args.fields` fields."""
     desks = [draw_desk(args.seed, index, args.fields) for index in range(1, args.cases + 1)]
     cases = [draw_case(desk, args.seed) for desk in desks]
     heads: list[list[int]] = [tokenizer(head(desk.document)).input_ids for desk in desks]
@@ -141,7 +138,7 @@ def measure_clerk(
 
 @dataclass(frozen=True)
 class PanelQuestion:
-    """A measured question, what is read before it, and its candidates; none: asked plainly."""
+    """Hold a question to measure, the document before it, and its candidates, if any."""
 
     question: PatientQuestion
     document: str
@@ -151,9 +148,8 @@ class PanelQuestion:
 def draw_asked(
     seed: int, patients: int, chart: bool, count: int = 0, right: int = 0
 ) -> list[PanelQuestion]:
-    """One question for each fact of seeded charts, with the chart before it or nothing, and with
-    `count` candidates in random order: `right` of them right, the others wrong and all different.
-    """
+    """Return one question for each fact of seeded charts, after the chart or after nothing. Each
+    has `count` candidates in random order: `right` right ones, the others wrong and distinct."""
     rng = random.Random(f"panel/measure/{seed}/{count}/{right}")
     asked = []
     for patient in parse_patients(generate_clinic(seed, patients, FACTS, NOTES), "measured"):
@@ -172,9 +168,8 @@ def share_right(
     questions: list[PanelQuestion],
     generator: torch.Generator | None,
 ) -> float:
-    """The share of the questions answered right: drawn at temperature 1, or greedy without a
-    generator.
-    """
+    """Return the share of questions answered right, in [0, 1], drawn at temperature 1, or greedily
+    without a generator."""
     prompts = []
     for asked in questions:
         text = option_prompt(asked.question.text, asked.question.options)
@@ -194,9 +189,8 @@ def share_right(
 def measure_panel(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: Namespace
 ) -> dict[str, float]:
-    """Shares answered right, with the chart and without ("none"): asked plainly ("chart"), and
-    with candidates ("chart 4/1": 1 of 4 is right); drawn, and "greedy" where there is a chart.
-    """
+    """Return shares answered right, with the chart ("chart") and without ("none"). "chart 4/1" has
+    4 candidates, 1 of them right. Answers are drawn; with a chart there are "greedy" ones too."""
     seed = 1_000_003 + args.seed
     settings = [(0, 0), *((count, right) for count in PANELS for right in range(count + 1))]
     shares = {}

@@ -1,13 +1,12 @@
-"""Training conversations for the tiny panel: answers of one's own, and answers of others reviewed.
+"""Draw training conversations for the tiny panel: own answers, and reviews of other answers.
 
-A panel is asked five-option questions, and asked again with candidate answers beside them, of which
-some are wrong (`environments.clinic.panel.aggregation_prompt`). Where it can read the fact, it
-answers with the
-fact, whatever the candidates say; where it cannot, with what most of them say. What it reads is a
-whole chart, a chart that is cut off, as an untrained cartridge is, or nothing.
+A panel answers five-option questions, alone or with candidate answers of which some are wrong
+(`environments.clinic.panel.aggregation_prompt`). Where it can read the fact it answers with the
+fact, whatever the candidates; else with the option that most of them choose. The document is a
+whole chart, a chart that is cut off, as in an untrained cartridge, or empty.
 
-So that a learner's rewards vary, answers are now and then wrong: first answers more often than
-reviewed ones, which is what makes aggregating worthwhile.
+To vary a learner's rewards, some answers are wrong: first answers more often than reviewed ones,
+which makes aggregation worthwhile.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ from environments.clinic.pretrain.reader_tasks import (
 )
 from environments.clinic.prompts import claims, option_prompt, parse_answer
 
-# Voting is learnt on small charts, where a step is cheap, and then holds for large ones.
+# The model learns to vote on small charts, where a step is cheap; this generalises to large ones.
 LADDER = (Difficulty((2, 6), 0.3), Difficulty((4, 12), 0.6), Difficulty((8, 26), 1.0))
-# The reader's turns, so that nothing is forgotten: most of what cartridges are trained with.
+# The reader's turns, so that the model forgets nothing: mostly those that cartridges train on.
 OTHER_TURNS = [
     "recite", "structure", "summarise", "question", "question", "options", "options",
 ]  # fmt: skip
 CUT_RATE, NONE_RATE = 0.2, 0.35  # of the rows
-CUT_WORDS = (16, 110)  # left of a chart that is cut off
-ABSENT_RATE = 0.4  # a question about what the whole chart does not say
+CUT_WORDS = (16, 110)  # kept of a chart that is cut off
+ABSENT_RATE = 0.4  # a question about a fact that is not in the whole chart
 FIRST_SLIP, REVIEWED_SLIP = 0.1, 0.03  # answers that name any other option
-CANDIDATES = (1, 2, 3, 3, 4, 4, 4)  # how many, drawn for each turn: voting is what is hard
-RIGHT = (0.1, 0.95)  # how surely a candidate is right, drawn for each turn
-# Wrong candidates agree with each other more often than chance: so do a model's own mistakes.
+CANDIDATES = (1, 2, 3, 3, 4, 4, 4)  # their number, drawn for each turn: voting is hard
+RIGHT = (0.1, 0.95)  # probability that a candidate is right, drawn for each turn
+# Wrong candidates agree more often than by chance, as a model's own mistakes do.
 AGREE_RATE, FAVOURITE_RATE = 0.5, 0.7
 BROKEN_RATE = 0.08  # candidates that choose no option
-KEEP_RATE = 0.85  # a single candidate is kept where nothing can be read
+KEEP_RATE = 0.85  # a single candidate is kept where the fact cannot be read
 
 
 @dataclass(frozen=True)
 class PanelConversation:
-    """What is read, and the turns that see it: `whole` is False where the chart is cut off."""
+    """Hold a document and the turns after it; `whole` is False if the chart is cut off."""
 
     document: str
     whole: bool
@@ -59,8 +58,8 @@ class PanelConversation:
 
 
 def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
-    """Draw `args.batch` sittings of `args.first` plain questions, `args.reviewed` with candidates,
-    and `args.others` of the reader's turns."""
+    """Draw `args.batch` conversations of `args.first` plain questions, `args.reviewed` with
+    candidates, and `args.others` of the reader's turns."""
     for _ in range(args.batch):
         kinds = [rng.choice(OTHER_TURNS) for _ in range(args.others)]
         sitting = draw_sitting(rng, LADDER[rung], args.first, args.reviewed, kinds)
@@ -70,9 +69,8 @@ def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
 def draw_sitting(
     rng: random.Random, difficulty: Difficulty, first: int, reviewed: int, kinds: list[str]
 ) -> PanelConversation:
-    """A chart, whole or cut off or none (""), `first` questions asked plainly, `reviewed` asked
-    with candidates, and, where the chart is whole, the reader's turns of `kinds`.
-    """
+    """Return a chart (whole, cut off or ""), `first` plain questions, `reviewed` with candidates,
+    and, if the chart is whole, the reader's turns of `kinds`."""
     patient, turns = draw_conversation(rng, difficulty, kinds)
     document, questions = patient.document, patient.questions
     draw = rng.random()
@@ -97,12 +95,12 @@ def field_of(question: PatientQuestion) -> str:
 
 
 def can_read(document: str, question: PatientQuestion) -> bool:
-    """Whether the fact asked for stands in the document; its unit may be cut off."""
+    """Return whether the document contains the fact; its unit may be cut off."""
     return f" {field_of(question)} {question.correct.split()[0]}" in document
 
 
 def _absent(rng: random.Random, asked: Sequence[PatientQuestion]) -> PatientQuestion:
-    """A question about a field that none of `asked` is about."""
+    """Return a question about a field that none of `asked` is about."""
     known = {field_of(q) for q in asked}
     field = rng.choice([f for f in words.FIELDS if f not in known])
     fact = field, rng.choice(words.CATEGORY_OF[field].values)
@@ -111,7 +109,7 @@ def _absent(rng: random.Random, asked: Sequence[PatientQuestion]) -> PatientQues
 
 
 def first_turn(rng: random.Random, question: PatientQuestion, told: bool) -> CorpusTurn:
-    """The question asked plainly: read, or guessed, or a slip."""
+    """Return the plain question with an answer: read, guessed, or a slip."""
     prompt = option_prompt(question.text, question.options)
     if not told:
         return CorpusTurn("guess", prompt, claims(field_of(question), rng.choice(question.options)))
@@ -119,10 +117,9 @@ def first_turn(rng: random.Random, question: PatientQuestion, told: bool) -> Cor
 
 
 def reviewed_turn(rng: random.Random, question: PatientQuestion, told: bool) -> CorpusTurn:
-    """The question with candidates. The kinds: told (the fact can be read), voted (one option has
-    the most votes), kept (a single one), tied (any of those with the most votes, or, if none has a
-    vote, any option), and slip.
-    """
+    """Return the question with candidates, and an answer. Its kind is told (the fact can be read),
+    voted (one option has the most votes), kept (a single one), tied (any option with the most
+    votes, or any at all if none has a vote) or slip."""
     candidates = draw_candidates(rng, question)
     prompt = aggregation_prompt(option_prompt(question.text, question.options), candidates)
     if told:
@@ -136,7 +133,7 @@ def reviewed_turn(rng: random.Random, question: PatientQuestion, told: bool) -> 
 
 
 def leaders(candidates: Sequence[str], question: PatientQuestion) -> list[str]:
-    """The options with the most votes; all of them if no candidate chose one."""
+    """Return the options with the most votes; all of them if no candidate chose one."""
     letters = [letter for c in candidates if (letter := parse_answer(c, question))]
     votes = Counter(question.options[LETTERS.index(letter)] for letter in letters)
     most = max(votes.values(), default=0)
@@ -144,7 +141,7 @@ def leaders(candidates: Sequence[str], question: PatientQuestion) -> list[str]:
 
 
 def draw_candidates(rng: random.Random, question: PatientQuestion) -> list[str]:
-    """1 to 4 responses as the panel itself gives them: right, wrong, or choosing no option."""
+    """Return 1 to 4 responses such as the panel gives: right, wrong, or choosing no option."""
     sure = rng.uniform(*RIGHT)
     wrong = [o for o in question.options if o != question.correct]
     favourite = rng.choice(wrong) if rng.random() < AGREE_RATE else ""
@@ -162,7 +159,7 @@ def draw_candidates(rng: random.Random, question: PatientQuestion) -> list[str]:
 
 
 def _broken(rng: random.Random, said: str, question: PatientQuestion) -> str:
-    """A response that chooses no option: empty, cut off, or naming a value that is not offered."""
+    """Return a response without a choice: empty, cut off, or naming a value that is not offered."""
     field = field_of(question)
     values = [words.value_text(field, v) for v in words.CATEGORY_OF[field].values]
     other = rng.choice([v for v in values if v not in question.options])
@@ -173,7 +170,7 @@ def _broken(rng: random.Random, said: str, question: PatientQuestion) -> str:
 def _said(
     kind: str, prompt: str, question: PatientQuestion, option: str, slip: float, rng: random.Random
 ) -> CorpusTurn:
-    """The option as a response, or, at the rate `slip`, another one."""
+    """Return the option as a response or, at the rate `slip`, another one."""
     if rng.random() < slip:
         kind, option = "slip", rng.choice([o for o in question.options if o != option])
     return CorpusTurn(kind, prompt, claims(field_of(question), option))

@@ -1,8 +1,8 @@
-"""Training conversations for the tiny reader: a chart, and turns asked about it.
+"""Draw training conversations for the tiny reader: a chart, and turns about it.
 
-What made reading emerge, and in which order the difficulty grows, is told in docs/log.md. These
-conversations show the *skill* (read the chart, follow the prompt); the patients of a run are
-drawn from other seeds and are never among them.
+docs/log.md describes how reading emerged, and the order of difficulty. These conversations teach
+the *skill* (read the chart, follow the prompt); a run's patients have other seeds and never occur
+among them.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from environments.clinic.vocabulary import CATEGORIES, FIELDS, value_text
 
 @dataclass(frozen=True)
 class TaughtMessage:
-    """One message. `kind` says what a taught message is; "" is one that is not taught."""
+    """Hold one message. `kind` names a taught message; "" is one that is not taught."""
 
     role: str
     text: str
     kind: str = ""
 
 
-# What all the row's conversations see, as text with special tokens, and the conversations.
+# The context of all the row's conversations, as text with special tokens, and the conversations.
 Row = tuple[str, list[list[TaughtMessage]]]
 
 
 @dataclass(frozen=True)
 class CorpusTurn:
-    """One exchange: what the user asks and what a good reader answers."""
+    """Hold one exchange: the user's prompt and a good reader's response."""
 
     kind: str
     prompt: str
@@ -58,7 +58,7 @@ class CorpusTurn:
 
     @property
     def said(self) -> list[TaughtMessage]:
-        """The two messages; the answer is taught."""
+        """Return the two messages; the answer is taught."""
         return [
             TaughtMessage("user", self.prompt),
             TaughtMessage("assistant", self.response, self.kind),
@@ -67,11 +67,11 @@ class CorpusTurn:
 
 @dataclass(frozen=True)
 class Difficulty:
-    """One rung of the curriculum: facts per chart, and how many remarks say nothing."""
+    """Hold one rung of the curriculum: (min, max) facts of a chart, and its rate of remarks."""
 
     facts: tuple[int, int]
     remark_rate: float
-    alike: float = 0.5  # share of charts that hold one kind of thing only
+    alike: float = 0.5  # share of charts whose facts are all of one category
 
 
 LADDER = (
@@ -81,20 +81,19 @@ LADDER = (
     Difficulty((6, 16), 0.8),
     Difficulty((8, 26), 1.0),
 )
-# Recitation first: it is dense and makes retrieval emerge; option lists are long and teach little
-# until there is something to retrieve.
+# Recitation first: it is dense and makes retrieval emerge. Before that option lists teach little.
 FIRST_TURNS = ["recite", "recite", "recite", "question", "question"]
-# Later what is left to learn: to find a note by its number and to tell findings from remarks.
+# Later turns teach to find a note by its number and to distinguish findings from remarks.
 LATER_TURNS = [
     "recite", "structure", "structure", "summarise", "summarise", "question", "options",
 ]  # fmt: skip
-# Charts that are not there: asked about them, the model is to name one of the options offered, not
-# a value of its own making.
+# Rate of rows without a chart: there the model must name one of the offered options, not a value
+# that it invents.
 GUESS_RATE = 0.25
 
 
 def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
-    """Draw new charts with their turns: `args.batch`, fewer where charts are long."""
+    """Draw new charts with their turns: `args.batch`, or fewer where charts are long."""
     kinds = FIRST_TURNS if rung == 0 else LATER_TURNS
     longest = 130 + 14 * LADDER[rung].facts[1]
     for _ in range(max(4, min(args.batch, args.tokens // longest))):
@@ -107,20 +106,20 @@ def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
 
 
 def head(document: str, whole: bool = True) -> str:
-    """What stands before a conversation: the document in the system's turn, without its end if it
-    is cut off, or the beginning alone."""
+    """Return the text before a conversation: the document as system message, without its end token
+    if it is cut off, or the begin token alone."""
     return f"<|bos|><|system|>{document}{'<|end|>' if whole else ''}" if document else "<|bos|>"
 
 
 def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> CorpusTurn:
-    """One turn of a kind: recite, structure, summarise, question (open) or options."""
+    """Return one turn of a kind: recite, structure, summarise, question (open) or options."""
     index = rng.randrange(len(chart.notes))
     note = chart.notes[index]
     if kind == "structure":
         findings = f"note {index + 1}: {note.header} {note.findings}"
         return CorpusTurn(kind, structure_prompt(index + 1), findings)
     if kind == "summarise":
-        # Naming the note first finds its place.
+        # Naming the note first locates it.
         lead = f"note {index + 1}: {note.header} {fact_text(note.facts[0])}."
         return CorpusTurn(kind, summarise_prompt(index + 1), lead)
     if kind == "recite" or (kind == "question" and rng.random() < 0.5):
@@ -148,10 +147,10 @@ def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> 
 def draw_conversation(
     rng: random.Random, difficulty: Difficulty, kinds: list[str]
 ) -> tuple[Patient, list[CorpusTurn]]:
-    """A new patient and one turn of each of `kinds`."""
+    """Return a new patient and one turn of each of `kinds`."""
     facts = rng.randint(*difficulty.facts)
-    # In a mixed chart "the number in the chart" is a good guess at any measurement; where all are
-    # alike only the field tells them apart (docs/log.md).
+    # In a mixed chart "the number in the chart" is a good guess at any measurement; in a chart of
+    # one category only the field distinguishes them (docs/log.md).
     alike = [c.fields for c in CATEGORIES if len(c.fields) >= facts]
     fields = rng.choice(alike) if alike and rng.random() < difficulty.alike else FIELDS
     chart = draw_chart(rng, facts, max(1, min(4, facts // 3)), difficulty.remark_rate, fields)
@@ -160,7 +159,7 @@ def draw_conversation(
 
 
 def guess_turn(rng: random.Random) -> CorpusTurn:
-    """A five-option question with no chart to read: the answer names any option."""
+    """Return a five-option question without a chart; the answer names any option."""
     chart = draw_chart(rng, 1, 1)
     fact = chart.notes[0].facts[0]
     options, _ = draw_options(rng, fact)

@@ -1,6 +1,6 @@
-"""The tiny model's tokenizer: byte-level BPE in which every word of the clinic is one token.
+"""Build the tiny model's tokenizer: byte-level BPE with one token for each word of the clinic.
 
-Any other text still encodes, byte by byte, so a user's own question never fails to tokenise.
+It encodes any other text byte by byte, so every user question can be tokenized.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=8192,  # never reached: merging stops when every word is whole
+        vocab_size=8192,  # never reached: merging stops when every word is one token
         min_frequency=10,
         special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

@@ -6,14 +6,14 @@
       --out models/clinic-clerk
     python -m environments.clinic.pretrain.train panel --resume models/clinic-panel --measure
 
-The reader, a standard LlamaForCausalLM, learns from scratch; clerk and panel begin as the reader. A
-row of a batch is what all its conversations see (a chart, a handbook, or the bare beginning) and
-the conversations, which see it and themselves only: one row, block mask, positions restarting
-after the head. So one chart is read once for many questions. Loss on the taught messages alone.
+The reader, a standard LlamaForCausalLM, starts from random weights; clerk and panel start from the
+reader. A batch row has a head (a chart, a handbook, or the begin token) and several conversations.
+A block mask lets each conversation attend to the head and itself only; its positions restart after
+the head. One forward pass over a chart thus serves many questions. The loss covers the taught
+messages only.
 
-A mix's curriculum starts easy and climbs when the share of messages that came out exact
-(teacher-forced, never seen before: every batch is new) passes a mark. What was tried on the way is
-in docs/log.md.
+The curriculum starts easy and climbs a rung when the share of exact messages passes a mark
+(teacher-forced; every batch is new). docs/log.md records other attempts.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ TOOL = "<|tool|>"
 
 @dataclass(frozen=True)
 class TaskMix:
-    """What a model is trained on, and the defaults of its hyper-parameters."""
+    """Hold a model's training tasks and the defaults of its hyper-parameters."""
 
     rows: Callable[[random.Random, int, Namespace], Iterator[Row]]  # of a rung
     rungs: int
-    climbs_on: str  # the kind of message that must come out exact
-    cooling: float  # the last share of the time, over which the rates go to zero
+    climbs_on: str  # the kind of message whose exact share decides a climb
+    cooling: float  # the last share of the time, over which learning rates fall to zero
     seconds: float
     lr: float
     muon_lr: float
@@ -93,19 +93,19 @@ MIXES = {
 
 @dataclass
 class PretrainBatch:
-    """Rows of a head and conversations, all [B, T]. `segment` 0 is the head, 1.. the conversations,
-    -1 padding."""
+    """Hold rows of a head and conversations, all tensors [B, T]. `segment` is 0 for the head, 1..
+    for the conversations, -1 for padding."""
 
     ids: torch.Tensor
     segment: torch.Tensor
     position: torch.Tensor
-    trained: torch.Tensor  # which taught message of its row the token is of, from 1; 0: given
+    trained: torch.Tensor  # number of the token's taught message in its row, from 1; 0: not taught
     kinds: list[list[str]]  # of the taught messages of each row
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, rows: Iterable[Row]) -> PretrainBatch:
-    """One batch of rows, tokenised as the chat template does; every conversation's positions go on
-    from the end of its row's head."""
+    """Return one batch of rows, tokenized as the chat template does. The positions of every
+    conversation continue from the end of its row's head."""
     special = tokenizer.get_vocab()
     coded: list[list[tuple[int, int, int, int]]] = []  # id, segment, position, trained
     kinds: list[list[str]] = []
@@ -130,7 +130,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, rows: Iterable[Row]) -> PretrainB
 
 
 def block_mask(segment: torch.Tensor) -> torch.Tensor:
-    """[B, 1, T, T] bool: causal; a head is seen by all its row, the rest by its own segment."""
+    """Return a causal [B, 1, T, T] bool mask: a token attends to its row's head and own segment."""
     length = segment.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     same = segment[:, :, None] == segment[:, None, :]
@@ -141,7 +141,8 @@ def block_mask(segment: torch.Tensor) -> torch.Tensor:
 def losses(
     model: LlamaForCausalLM, batch: PretrainBatch
 ) -> tuple[torch.Tensor, dict[str, list[bool]]]:
-    """Mean cross-entropy of the taught tokens, and per kind whether each message is exact."""
+    """Return the mean cross-entropy of taught tokens, nats, and by kind whether each message is
+    exact."""
     hidden = model.model(
         input_ids=batch.ids,
         position_ids=batch.position,
@@ -164,7 +165,7 @@ def losses(
 def new_optimizers(
     model: LlamaForCausalLM, lr: float, muon_lr: float
 ) -> list[torch.optim.Optimizer]:
-    """AdamW for embeddings and norms; Muon (Jordan, 2024) for the matrices when `muon_lr` > 0."""
+    """Return AdamW for embeddings and norms; if `muon_lr` > 0, Muon (Jordan, 2024) for the rest."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     chosen = {id(p) for p in matrices} if muon_lr > 0 else set()
     rest = [p for p in model.parameters() if id(p) not in chosen]
@@ -178,7 +179,7 @@ def new_optimizers(
 
 @dataclass
 class Curriculum:
-    """Which rung the curriculum stands on, from a moving share of exact messages."""
+    """Choose the curriculum's rung from a moving share of exact messages."""
 
     rung: int
     top: int
@@ -197,16 +198,15 @@ def set_rates(
     left: float,
     cooling: float,
 ) -> None:
-    """Warm-up by steps, then constant, then linear to zero over the last share `cooling` of the
-    time; `left` is the share of the time that is left.
-    """
+    """Set learning rates: warm-up by steps, then constant, then linear to zero over the last share
+    `cooling` of the time. `left` is the remaining share of the time."""
     rate = min(1.0, (step + 1) / WARMUP_STEPS) * min(1.0, left / cooling)
     for optimizer, peak in zip(optimizers, peaks, strict=True):
         optimizer.param_groups[0]["lr"] = peak * rate
 
 
 def draw_rung(rng: random.Random, highest: int) -> int:
-    """One step in five comes from an easier rung, so that climbing forgets nothing."""
+    """Draw a step's rung: one step in five may be easier, so that the model forgets nothing."""
     return highest if rng.random() < 0.8 else rng.randint(0, highest)
 
 
@@ -218,9 +218,9 @@ def train(
     own: random.Random,
     args: Namespace,
 ) -> None:
-    """Train for `args.seconds`, saving to `args.out`, with a line of figures every 50 steps.
+    """Train for `args.seconds`, saving to `args.out` and printing metrics every 50 steps.
 
-    `rng` decides what all ranks decide alike, the rung of a step; `own` draws this rank's rows.
+    `rng`, equal on all ranks, draws the rung of a step; `own` draws this rank's rows.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     optimizers = new_optimizers(model, args.lr, args.muon_lr)
@@ -269,7 +269,7 @@ def ranks() -> int:
 
 
 def agree(value: float) -> float:
-    """The mean over ranks, so that all of them climb and stop together."""
+    """Return the mean over ranks, so that all of them climb and stop together."""
     if ranks() == 1:
         return value
     shared = torch.tensor(value, dtype=torch.float64)
@@ -294,7 +294,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 
 
 def hire(tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM, seed: int) -> None:
-    """Give a reader the token that begins a tool's reply: like the user's, but for some noise."""
+    """Add the token that begins a tool's reply, with the user token's embedding and some noise."""
     if TOOL in tokenizer.get_vocab():
         return
     tokenizer.add_special_tokens(
@@ -308,7 +308,7 @@ def hire(tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM, seed: int)
 
 
 def parse() -> Namespace:
-    """The options of the command line; `mix` is the name of the task mix."""
+    """Return the command-line options; `mix` is the name of the task mix."""
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     mixes = parser.add_subparsers(dest="mix", required=True)
     for name, mix in MIXES.items():
@@ -340,7 +340,7 @@ def main() -> None:
     args = parse()
     mix = MIXES[args.mix]
     torch.set_num_threads(args.threads)
-    transformers_logging.disable_progress_bar()  # every save would draw one into the log
+    transformers_logging.disable_progress_bar()  # every save would print one into the log
     if args.resume:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.resume)
         model = LlamaForCausalLM.from_pretrained(args.resume, dtype=torch.float32)
@@ -355,7 +355,7 @@ def main() -> None:
         print(json.dumps(mix.measure(model, tokenizer, args)))
         return
     shared = own = random.Random(f"{args.mix}/{args.seed}")
-    if args.mix == "reader":  # learns on several ranks, each with charts of its own
+    if args.mix == "reader":  # trains on several ranks, each with its own charts
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("gloo")
         stream = f"reader/{args.seed}/{args.rung}"
