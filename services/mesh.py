@@ -84,7 +84,7 @@ class Mesh:
         self.plane, self.plane_life = plane, life
         if before is None:
             return
-        with contextlib.suppress(PlaneError):  # its storage is gone; its list of keys goes too
+        with contextlib.suppress(PlaneError):  # its storage is gone; remove its list of keys
             await before.stop()
         if self.refill is not None:
             await self.refill()

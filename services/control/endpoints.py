@@ -33,7 +33,7 @@ class Endpoints:
 
 
 def write_endpoints(run: Path, endpoints: Endpoints) -> None:
-    """Write the file by rename, readable by this user alone, who controls the run."""
+    """Write the file by rename, readable by this user alone, because it gives access to the run."""
     write_atomically(run / FILE, json.dumps(asdict(endpoints)) + "\n", mode=0o600)
 
 
@@ -132,6 +132,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's: alive
+    except PermissionError:  # another user's process, which is alive
         return True
     return True

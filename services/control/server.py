@@ -36,7 +36,7 @@ from protocols.wire.control_messages import CONTROL, RUN_KEY, pool_message, run_
 from services.control.endpoints import read_token
 
 GRACE_SECONDS = 2.0  # for calls in flight when the run ends
-CALL_SECONDS = 10.0  # the longest that a call may take, whatever its client allows
+CALL_SECONDS = 10.0  # maximum for a call, even when its client allows more
 CHECKPOINT_SECONDS = 600.0  # waits for the step in progress
 MOST_CALLS = 64  # at one time; more are refused at once
 MESSAGE_BYTES = 64 * 1024  # the longest request
@@ -125,7 +125,7 @@ class ControlPlane:
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
-    """Implement the calls of control.proto, whose names its methods have."""
+    """Implement the calls of control.proto; method names follow that file."""
 
     def __init__(self, steering: RunControl, run: str) -> None:
         self._steering = steering
@@ -176,7 +176,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         ending = asyncio.create_task(self.ending.wait())
         try:
             await asyncio.wait((sending, ending), return_when=asyncio.FIRST_COMPLETED)
-        finally:  # also when the client went away, which cancels us
+        finally:  # also when the client disconnects, which cancels this call
             sending.cancel()
             ending.cancel()
             await asyncio.wait((sending, ending), timeout=GRACE_SECONDS)

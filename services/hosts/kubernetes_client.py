@@ -112,7 +112,7 @@ class KubernetesClient:
             said = error.body or error.reason
             raise self._error(error.status, said, "watch", "pods", "") from None
         except (ProtocolError, ReadTimeoutError):
-            return  # cut
+            return  # the connection was cut
         except HTTPError as error:
             raise self._unreachable(_cause(error)) from None
         finally:
@@ -169,7 +169,7 @@ class KubernetesClient:
     ) -> Object:
         """Return the answer as a dict, with retries, to a call that may be repeated."""
         # urllib3's own Retry counts attempts: it has no bound in seconds, and sleeps through a
-        # close(). So the client is told to try once, and the loop is here.
+        # close(). So the client tries once, and the loop is here.
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 

@@ -138,7 +138,7 @@ class SlurmHosts:
         from monarch.config import configure, get_global_config
         from monarch.job import SlurmJob
 
-        # Its handlers write to the terminal, in the middle of the display.
+        # SlurmJob's log handlers write to the terminal, into the run's display.
         for room in ("slurm", "job"):
             logging.getLogger(f"monarch._src.job.{room}").setLevel(logging.ERROR)
         slurm = self._spec
@@ -230,7 +230,7 @@ class SlurmHosts:
             meshes = [getattr(state, f"host{i}") for i in range(self._spec.nodes)]
             await asyncio.gather(*(initialized(mesh) for mesh in meshes))
             return meshes
-        except Exception as error:  # from Slurm's JSON to Monarch's sockets
+        except Exception as error:  # any error of Slurm's JSON or Monarch's sockets
             standing = await self._look()
             # SlurmJob itself cancels the job, and its error has the reason.
             if standing is not None and standing.state not in RUNS | {"CANCELLED"}:

@@ -90,7 +90,7 @@ class AddressedHosts:
 
 async def attach(workers: Sequence[str], timeout_s: float = 30.0) -> list[HostMesh]:
     """Return a mesh for each worker `tcp://host:port`. Raises RunError that names a silent one."""
-    from monarch.actor import attach_to_workers  # may read the environment first here
+    from monarch.actor import attach_to_workers  # imported late: it reads the environment
 
     meshes = [attach_to_workers(ca="trust_all_connections", workers=[w]) for w in workers]
 

@@ -39,7 +39,7 @@ async def open_plane(
     the plane. Shared memory needs none. Raises SpecError for an unknown kind, PlaneError when the
     plane cannot start.
     """
-    # Imported by kind: TorchStore takes two seconds that the other plane need not pay.
+    # Imported by kind: TorchStore's import takes two seconds, which the other plane saves.
     if kind == "torchstore":
         from services.planes.torchstore import TorchStorePlane
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 # Before torchstore is imported, in every process: where this is unset, importing it sets it *and*
-# takes over the root logger (level INFO, a handler on stdout). The value is its own.
+# takes over the root logger (level INFO, a handler on stdout). The value is torchstore's own.
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
 
 import torch
@@ -45,8 +45,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 # Without InfiniBand, 0.1.2 still asks Monarch for RDMA on every operation, by a function whose
-# deprecation warning is an error under `-W error`, and then sends the tensor in the message. Saying
-# so up front leaves the same transport, the only one that it has on such machines.
+# deprecation warning is an error under `-W error`, and then sends the tensor in the message. The
+# variable selects that transport directly, the only one that it has on such machines.
 os.environ.setdefault("TORCHSTORE_RDMA_ENABLED", "1" if is_ibverbs_available() else "0")
 
 # TorchStore's main branch logs the transport of every transfer.
@@ -68,11 +68,11 @@ def _as_async(method: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, A
 
 
 def _sync_endpoints(actor: type) -> dict[str, Any]:
-    """Async versions of the endpoints of `actor` that are plain functions.
+    """Return async versions of the endpoints of `actor` that are plain functions.
 
     TorchStore 0.1.2 mixes both kinds in its controller (get_controller_strategy, keys,
     locate_volumes, notify_delete and notify_put are plain), which newer Monarch refuses at spawn.
-    On TorchStore's main branch all are async and this finds none. To be removed, with `_as_async`
+    On TorchStore's main branch all are async, and this returns none. Remove it, with `_as_async`
     and the loop below, once a release has that.
     """
     methods = {name: getattr(value, "_method", None) for name, value in vars(actor).items()}
@@ -186,7 +186,7 @@ class TorchStorePlane:
 
         async def initialize() -> None:
             await mesh.spawn("prepare", VolumeProcess).return_freed_memory.call()
-            # Claims the name for our controller: initialize then finds it instead of its own.
+            # Spawn StoreController under this name first, so that `initialize` uses it.
             await plane._find_controller()
             await torchstore.initialize(
                 num_storage_volumes=1, strategy=OneVolume(), store_name=plane.store_name, mesh=mesh
@@ -277,12 +277,12 @@ class TorchStorePlane:
                 f"{operation} of {key!r} took longer than {limit:g} s; is the storage "
                 "process alive? Raise timeout_s if it is only slow"
             ) from error
-        except Exception as error:  # Monarch, TorchStore and the remote side raise all kinds
+        except Exception as error:  # Monarch, TorchStore and remote code raise any type
             if "Unable to locate" in str(error):
                 raise PlaneError(
                     f"{operation}: no key {key!r}; it was never put, or already deleted"
                 ) from error
-            if "torchstore.initialize" in str(error):  # its assertion in a controller torn down
+            if "torchstore.initialize" in str(error):  # assertion of a stopped controller
                 raise PlaneError(f"{operation} of {key!r}: the plane has been stopped") from error
             raise PlaneError(f"{operation} of {key!r} failed: {_last_line(error)}") from error
 

@@ -334,8 +334,8 @@ class ProcessManager:
                 ) from None
 
     def _is_one_of_several(self, host: ProcessHost) -> bool:
-        """Return whether another host takes the same role. False for this host, whose ends are
-        seen."""
+        """Return whether another host takes the same role. False for this host, whose processes are
+        watched directly."""
         role = host.worker.role
         others = (h for h in self._hosts if h is not host and h.worker.role in ("", role))
         return not host.local and any(others)

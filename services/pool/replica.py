@@ -148,7 +148,7 @@ async def _settled(call: Awaitable[Any]) -> CallOutcome:
 
 async def _call_rank(name: str, handle: Any, method: str, args: tuple[Any, ...]) -> Any:
     try:
-        # A mesh known to be dead refuses at the call, not in the await.
+        # A mesh known to be dead raises at the call, not in the await.
         return await getattr(handle, method).call_one(*args)
     except ActorError as error:
         cause = getattr(error, "exception", None)

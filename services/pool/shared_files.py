@@ -10,7 +10,7 @@ from actors.heartbeat import digest
 from protocols.errors import RunError
 from services.pool.process import ReplicaProcess
 
-LOOK_SECONDS = 30.0  # a shared file system may wake up first
+LOOK_SECONDS = 30.0  # a shared file system may be slow on first access
 
 
 async def same_files(

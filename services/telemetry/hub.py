@@ -135,7 +135,7 @@ def _open(name: str, spec: RunSpec, directory: RunDirectory) -> TelemetrySink:
 def _missing(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is None
-    except ModuleNotFoundError:  # the package that it is in
+    except ModuleNotFoundError:  # its parent package is missing
         return True
 
 

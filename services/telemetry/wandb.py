@@ -40,7 +40,7 @@ class WandbSink:
             disable_code=True,
             x_disable_stats=True,  # Prometheus has the machine's numbers
             init_timeout=START_SECONDS,
-            login_timeout=1,  # never wait for somebody to type a key
+            login_timeout=1,  # never wait for a key on the terminal
             finish_timeout=FINISH_SECONDS,
         )
         project = os.environ.get("WANDB_PROJECT", PROJECT)

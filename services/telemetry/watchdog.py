@@ -26,7 +26,7 @@ from services.pool.pool import Pool
 from services.telemetry.recorder import RunLog
 
 LOOK_SECONDS = 1.0  # between two looks at the run as a whole: sinks, watchdog
-STACK_SECONDS = 10.0  # for the stacks of every process of a run that stands still
+STACK_SECONDS = 10.0  # for the stacks of every process of a stalled run
 NAMED = 8  # requests that a message names, the oldest first
 ATTEMPTS = 8  # 2.5 s in all; of a process at work one reading in three was torn
 TORN = "Failed to get stack traces"  # py-spy's error for stacks that changed while it read them
