@@ -32,8 +32,7 @@ class LoadHistory:
 def decide(
     loads: LoadHistory, now_s: float, load: int, replicas: int, spec: AutoscaleSpec
 ) -> tuple[LoadHistory, int]:
-    """Return the history with this load added, and how many replicas the pool should have from now
-    on.
+    """Return the history with this load added, and how many replicas the pool should have now.
 
     `now_s` is of a monotonic clock. `load` counts the pool's ongoing and waiting requests.
     `replicas` is its last target, whether all have started or not.

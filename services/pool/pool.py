@@ -154,12 +154,10 @@ class Pool:
     async def update(
         self, topic: str, version: int, method: str, *args: Any, keep: int = 1
     ) -> None:
-        """Send an update to every replica, and keep the newest `keep` of the topic for later
-        replicas.
+        """Send every replica an update, and keep the newest `keep` of the topic for later replicas.
 
-        Sending a version again replaces the kept update, but replicas that have it do not receive
-        it again. A replica that is silent or dies receives it, or its successor does, when in
-        service.
+        Sending a version again replaces the kept update; replicas that have it do not get it again.
+        A silent replica, or the successor of a dead one, gets it when it comes into service.
         """
         kept = [u for u in self.updates.get(topic, []) if u.version != version]
         kept.append(PoolUpdate(topic, version, method, args))

@@ -1,5 +1,5 @@
-"""Start, keep warm and end the processes of replicas: one process mesh each, of one or several
-ranks.
+"""Start, keep warm and end the processes of replicas: one process mesh of one or several ranks
+each.
 
 Apart from the client that starts the controller, only this module calls `spawn_procs`. A process
 mesh with a failed actor accepts no new actors, so a replica's successor gets a new one.
@@ -56,7 +56,7 @@ class ProcessManager:
         self._spares: dict[
             asyncio.Task[ReplicaProcess], int
         ] = {}  # to the number of threads of the spare
-        self._threads: set[int] = set()  # thread numbers of replicas so far
+        self._threads: set[int] = set()  # thread counts of replicas so far
         self._wanted_spares = spares
         self._keeping = False
         self._warm = warm
@@ -124,8 +124,7 @@ class ProcessManager:
             self.warm([threads] * (self._wanted_spares - there))
 
     def warm(self, threads: Sequence[int]) -> None:
-        """Start a spare with so many threads for each entry, unless every worker belongs to one
-        role."""
+        """Start a spare with so many threads for each entry; none if every worker has one role."""
         if self._closed or not any(host.spot.fits("") for host in self._hosts):
             return
         for count in threads:
@@ -156,8 +155,7 @@ class ProcessManager:
             self._doubt(host)
 
     def mind(self) -> None:
-        """Send heartbeats to the spares of remote hosts. Called at every heartbeat of the
-        service."""
+        """Send heartbeats to the spares of remote hosts, at every heartbeat of the service."""
         for task, spare in self._warm_spares().items():
             if spare.local:
                 continue
@@ -225,8 +223,8 @@ class ProcessManager:
         return lack([host.spot for host in self._hosts], role)
 
     def crowded(self) -> Sequence[ReplicaProcess]:
-        """Return the processes at work on a host that has two more than another host of its role
-        with room."""
+        """Return the working processes of a host with two more than another of its role with
+        room."""
         idle = self._warm_spares().values()
         at_work = [[p for p in host.living if p not in idle] for host in self._hosts]
         most = crowded([host.spot for host in self._hosts], [len(there) for there in at_work])

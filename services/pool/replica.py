@@ -35,8 +35,7 @@ class ReplicaTimeout(Exception):
 
 @dataclass(eq=False)
 class Replica:
-    """Hold one process in a slot of a pool. Its replacement is another `Replica`, of the next
-    generation.
+    """Hold one process in a slot of a pool. Its replacement is a `Replica` of the next generation.
 
     `actor` is the actor's handle, or that of rank 0; `others` are the handles of the other ranks.
     `told` holds the newest version it received, by topic; `catching_up` is the task that sends
@@ -136,8 +135,7 @@ class CallOutcome:
 
 
 async def _settled(call: Awaitable[Any]) -> CallOutcome:
-    """Return the outcome. Raises ReplicaLost alone: once a rank is gone, the others may never
-    reply."""
+    """Return the outcome. Raises ReplicaLost alone: once a rank is gone, others may never reply."""
     try:
         return CallOutcome(await call)
     except ReplicaLost:
