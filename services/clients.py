@@ -1,11 +1,11 @@
-"""Typed calls to the roles of a mesh: every endpoint of an actor that a run or a server calls.
+"""Call the roles of a mesh by typed methods: every actor endpoint that a run or a server calls.
 
     trainer = TrainerClient(mesh.pools)
     output = await trainer.step(batch, version)
 
-A client looks its pool up at each call, so it may be made before the role is spawned. Retries and
-deadlines are the pool's: every method raises RunError where no replica answered, and what the
-actor itself raised. A pool of your own is called by name: `pool.route("work", x)`.
+A client looks its pool up at each call, so it can be constructed before the role is spawned. The
+pool applies retries and deadlines. Every method raises RunError when no replica answers, and any
+exception that the actor raised. A pool of another role is called by name: `pool.route("work", x)`.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from services.pool.pool import Pool, PoolUpdate
 from services.pool.replica import Replica, ask
 
 Replied = Callable[[Sequence[Completion]], None] | None
-"""Told the completions of each reply as soon as it is there."""
+"""Called with the completions of each reply as soon as that reply arrives."""
 
-CARTRIDGE = "cartridge"  # the topic of what replicas are told of published cartridges
+CARTRIDGE = "cartridge"  # the topic of updates about published cartridges
 CANCEL_SECONDS = 5.0
 RECOVER_SECONDS = 60.0
 
 
 class RoleClient:
-    """Calls the pool of one role."""
+    """Call the pool of one role."""
 
     role: ClassVar[str]
 
@@ -62,7 +62,7 @@ class RoleClient:
 
 
 async def use_plane(pool: Pool, life: int, plane: TensorPlane) -> None:
-    """Tell every replica to pass tensors over this plane, the `life`-th of the mesh."""
+    """Make every replica pass tensors over `plane`, the `life`-th tensor plane of the mesh."""
     await pool.update("plane", life, "use_plane", plane)
 
 
@@ -70,17 +70,17 @@ async def use_plane(pool: Pool, life: int, plane: TensorPlane) -> None:
 
 
 async def load_cartridges(pool: Pool, snapshot: CartridgeSnapshot, keep: int) -> None:
-    """Have every replica read a published version; who comes later reads the newest `keep`."""
+    """Load a published version in every replica, and the newest `keep` in later replicas."""
     await pool.update(CARTRIDGE, snapshot.version, "load", snapshot, keep=keep)
 
 
 def remember_cartridges(pool: Pool, snapshots: Sequence[CartridgeSnapshot]) -> None:
-    """Set what every replica reads that comes, or is told next."""
+    """Set the snapshots that a replica loads when it starts or at its next update."""
     pool.remember(CARTRIDGE, [PoolUpdate(CARTRIDGE, s.version, "load", (s,)) for s in snapshots])
 
 
 def remember_files(pool: Pool, files: Mapping[int, tuple[str, str]]) -> None:
-    """Set what every replica reads of files: a cartridge's name and path by version."""
+    """Set the files to load at a replica's start or next update: version -> (cartridge, path)."""
     updates = [PoolUpdate(CARTRIDGE, v, "load_file", (v, *files[v])) for v in sorted(files)]
     pool.remember(CARTRIDGE, updates)
 
@@ -89,8 +89,8 @@ def remember_files(pool: Pool, files: Mapping[int, tuple[str, str]]) -> None:
 
 
 class GeneratorClient(RoleClient):
-    """Samples responses. `chunk` is the most requests of one call whose reply somebody waits for
-    (None: a replica's share)."""
+    """Sample responses. `chunk` is the maximum number of requests in one call of `generate` that
+    has a callback (None: an equal share for each replica)."""
 
     role = "generator"
 
@@ -101,11 +101,11 @@ class GeneratorClient(RoleClient):
     async def generate(
         self, requests: Sequence[GenerateRequest], replied: Replied = None, /
     ) -> tuple[list[Completion], float]:
-        """Return completions in the order of the requests, and the seconds that any generator
-        computed. `replied` is told of each reply.
+        """Return completions in the order of the requests, and the seconds in which at least one
+        generator computed. `replied` is called with the completions of each reply.
 
-        Raises PublishError for a request that was refused: a run asks for nothing it has not
-        published.
+        Raises PublishError for a request that a generator refused, because a run requests only
+        versions that it published.
         """
         computed: list[tuple[float, float]] = []
 
@@ -129,10 +129,10 @@ class GeneratorClient(RoleClient):
         told: Callable[[TokenChunk], None] | None,
         timeout_s: float,
     ) -> list[Completion]:
-        """Return completions in the order of the requests, whose tokens are told while one replica
-        samples them: again another, when that one dies, which tells the same tokens anew.
+        """Return completions in the order of the requests. `told` receives their tokens while one
+        replica samples them; when that replica dies, another one passes the same tokens again.
 
-        Cancelling this ends the decoding.
+        Cancelling this call ends the decoding.
         """
         port, hearing = None, None
         if told is not None:
@@ -143,7 +143,7 @@ class GeneratorClient(RoleClient):
                 "generate", requests, port, timeout_s=timeout_s
             )
             return list(generated.completions)
-        except (asyncio.CancelledError, RunError):  # nobody waits for it any more
+        except (asyncio.CancelledError, RunError):  # the responses have no reader any more
             await asyncio.shield(self.cancel([r.id for r in requests]))
             raise
         finally:
@@ -153,40 +153,40 @@ class GeneratorClient(RoleClient):
                     await hearing
 
     async def cancel(self, ids: Collection[str]) -> None:
-        """End requests, whichever replicas decode them. One that dies meanwhile has ended them."""
+        """End requests on whichever replicas decode them. A dead replica counts as done."""
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.pool.fanout("cancel", tuple(ids)), CANCEL_SECONDS)
 
     async def drop(self, version: int) -> None:
-        """Have every replica serve a version no more."""
+        """Make every replica stop serving a version."""
         await self.pool.fanout("drop", version)
 
     async def shut_down(self) -> list[EngineReport]:
-        """Stop the engines of all replicas; return the last report of each."""
+        """Stop the engines of all replicas and return the last report of each."""
         reports: list[EngineReport] = await self.pool.fanout("shut_down")
         return reports
 
 
 class DocTeacherClient(RoleClient):
-    """Scores sampled tokens with the document in context."""
+    """Score sampled tokens with the document in context."""
 
     role = "doc_teacher"
 
     async def score(self, stem: str, samples: Sequence[Sample]) -> ScoreOutput:
-        """Put the distributions over every response token into the plane, under `stem`. One teacher
-        scores all of them: they are one tensor, in sample order."""
+        """Put the distributions over every response token into the tensor plane under `stem`. One
+        teacher scores all samples; the scores are one tensor, in sample order."""
         scored: ScoreOutput = await self.pool.route("score", stem, tuple(samples))
         return scored
 
 
 class HintedTeacherClient(RoleClient):
-    """Scores hinted turns, and the references of preference pairs, with the cartridges."""
+    """Score hinted turns, and compute references of preference pairs, with the cartridges."""
 
     role = HINTED_TEACHER
 
     async def score(self, stem: str, samples: Sequence[Sample], version: int) -> ScoreOutput:
-        """Put the distributions over every response token into the plane, under `stem`, as read
-        with the cartridges of `version`."""
+        """Put the distributions over every response token, computed with the cartridges of
+        `version`, into the tensor plane under `stem`."""
         scored: ScoreOutput = await self.pool.route("score", stem, tuple(samples), version)
         return scored
 
@@ -199,63 +199,63 @@ class HintedTeacherClient(RoleClient):
 
 
 class TrainerClient(RoleClient):
-    """Trains and publishes cartridges, and keeps checkpoints."""
+    """Train and publish cartridges, and write checkpoints."""
 
     role = "trainer"
 
     async def base_hash(self) -> str:
-        """Return the SHA-256 of the base model as it is now."""
+        """Return the SHA-256 of the base model as the trainer holds it now."""
         digest: str = await self.pool.route("base_hash")
         return digest
 
     async def begin(self, arm: str, steps: int) -> int:
-        """Start an arm of `steps` steps from the untrained cartridges; return its version 0."""
+        """Start an arm of `steps` steps from the untrained cartridges and return its version, 0."""
         version: int = await self.pool.route("begin", arm, steps)
         return version
 
     async def step(self, batch: TrainBatch, version: int) -> TrainStepOutput:
-        """Train `version` on a scored batch. Raises PlaneError where the scores are lost,
-        StaleTokenError where a token is older than the bound."""
+        """Train `version` on a scored batch. Raises PlaneError when the scores are lost,
+        StaleTokenError when a token is older than the bound."""
         output: TrainStepOutput = await self.pool.route("step", batch, version)
         return output
 
     async def publish(self, version: int) -> CartridgeSnapshot:
-        """Put the cartridges as they were at `version` into the plane. Raises PublishError for a
-        version that the trainer does not keep."""
+        """Put the cartridges of `version` into the tensor plane. Raises PublishError for a version
+        that the trainer does not keep."""
         snapshot: CartridgeSnapshot = await self.pool.route("publish", version)
         return snapshot
 
     async def save(self, directory: str, state: Mapping[str, Any], version: int) -> str:
-        """Write a checkpoint with the run's `state` at `version`; return its path. Raises
-        CheckpointError where the trainer stands at another version."""
+        """Write a checkpoint with the run's `state` at `version` and return its path. Raises
+        CheckpointError when the trainer is at another version."""
         path: str = await self.pool.route("save", directory, state, version)
         return path
 
     async def restore(self, path: str) -> dict[str, Any]:
-        """Continue from a checkpoint; return the run's state that was saved with it."""
+        """Continue from a checkpoint and return the run's state that was saved with it."""
         state: dict[str, Any] = await self.pool.route("restore", path)
         return state
 
     @staticmethod
     async def recover(replica: Replica) -> None:
-        """Have a trainer that replaces another stand where that one stood."""
+        """Make a replacement trainer continue from the last state of the trainer that was lost."""
         deadline = asyncio.get_running_loop().time() + RECOVER_SECONDS
         await ask(replica, "recover", (), deadline)
 
 
 class EnvironmentClient(RoleClient):
-    """Plays episodes' moves."""
+    """Execute the moves of episodes."""
 
     role = "environment"
 
     async def move(self, moves: Sequence[EnvironmentRequest]) -> list[Observation]:
-        """Return what each move is answered with, in order. Where a share of the moves was lost
-        again and again, its episodes end there as "environment_died"."""
+        """Return one observation for each move, in order. When a share of the moves is lost with
+        its replica in every attempt, its episodes end with the error "environment_died"."""
 
         async def share(some: Sequence[EnvironmentRequest]) -> list[Observation]:
             try:
                 said: list[Observation] = await self.pool.route("move", tuple(some))
-            except RunError as error:  # the others, and the run, go on
+            except RunError as error:  # the other episodes, and the run, continue
                 return [Observation(done=True, error=f"environment_died: {error}")] * len(some)
             return said
 
@@ -263,23 +263,24 @@ class EnvironmentClient(RoleClient):
 
 
 class TeacherReplayClient(RoleClient):
-    """Asks external teachers about states."""
+    """Ask external teachers about states."""
 
     role = "teacher_replay"
 
     async def vote(self, state: ReplayState) -> PanelVerdict:
-        """Return what the teachers make of a state."""
+        """Return the verdict of the teacher panel on a state."""
         verdict: PanelVerdict = await self.pool.route("vote", state)
         return verdict
 
 
 class RSAAggregatorClient(RoleClient):
-    """Draws problems, judges populations and asks for the next."""
+    """Draw problems, judge populations and build the requests of the next population."""
 
     role = "rsa_aggregator"
 
     async def turn(self, standings: Sequence[AggregationInput]) -> list[JudgedPopulation]:
-        """Return each run's last population judged, and what its next one is asked, in order."""
+        """Return each run's last population, judged, with the requests of its next one, in
+        order."""
 
         async def share(some: Sequence[AggregationInput]) -> list[JudgedPopulation]:
             judged: list[JudgedPopulation] = await self.pool.route("turn", tuple(some))
@@ -289,7 +290,7 @@ class RSAAggregatorClient(RoleClient):
 
     async def problems(self, numbers: Sequence[int], document: str) -> list[RSAProblem]:
         """Return the problems of these numbers, over the cartridge of `document`. Raises DataError
-        for those that are not there."""
+        for a number that does not exist."""
         found: list[RSAProblem] = await self.pool.route("problems", tuple(numbers), document)
         return found
 

@@ -1,10 +1,10 @@
-"""The running mesh of a run or a server: its service of replicas and its tensor plane.
+"""Open the mesh of a run or a server: its service of replicas and its tensor plane.
 
-    open_mesh        hosts attached, no process yet
-    spawn_roles      the plane, then every role of the spec, each ready
-    open_generators  generators alone, for a server
+    open_mesh        attaches hosts, starts no process
+    spawn_roles      starts the tensor plane, then every role of the spec, until each is ready
+    open_generators  starts generators alone, for a server
 
-A plane that is lost with the process that held it is replaced, and every replica is told.
+A tensor plane that is lost with its process is replaced, and every replica moves to the new one.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from services.roles import (
 from services.run_directory import RunDirectory
 
 ANSWER_SECONDS = 2.0  # a heartbeat takes milliseconds
-EVERY_VERSION = 2**31  # a server drops versions by name, whichever were used last
-SERVED_KV_BYTES = 2**20  # of the first token: a server reads no other document
+EVERY_VERSION = 2**31  # a server drops versions by name, not by age
+SERVED_KV_BYTES = 2**20  # for the KV of the first token: a server reads no other document
 
 
 class Mesh:
-    """A running mesh: the service that keeps its replicas alive, and the tensor plane.
+    """Hold the service that keeps the replicas alive, and the tensor plane.
 
-    `plane_life` counts the planes that there were. `refill` is awaited once a plane that was lost
-    is replaced, with every tensor that anyone still needs to be put into it anew.
+    `plane_life` is the number of the current plane, from 0. `refill` is awaited after a lost plane
+    is replaced; it puts every tensor that is still needed into the new one.
     """
 
     def __init__(self, service: Service, spec: RunSpec) -> None:
@@ -70,30 +70,29 @@ class Mesh:
         return self.service.pools
 
     async def open_plane(self, store: Replica | None = None) -> None:
-        """Open the plane in the store's process (TorchStore); where there was one, move to it."""
+        """Open the plane in the store's process (TorchStore), and replace an earlier plane."""
         procs = store.process.procs if store is not None and store.process is not None else None
         before, life = self.plane, next(self._lives)
         plane = await open_plane(self._kind, procs, self._timeout_s)
         if before is not None:
             for role, pool in self.pools.items():
                 if role != "store":
-                    # Who was still to be told of something in the lost plane cannot be: `refill`
-                    # brings it anew, after this.
+                    # An update that refers to the lost plane fails; `refill` sends it again.
                     with contextlib.suppress(PlaneError):
                         await use_plane(pool, life, plane)
-        # Only now: who fails on a plane of this life does not use the one before any more.
+        # Set last: a caller that fails with this `plane_life` already uses this plane.
         self.plane, self.plane_life = plane, life
         if before is None:
             return
-        with contextlib.suppress(PlaneError):  # its storage is gone; its list of keys goes too
+        with contextlib.suppress(PlaneError):  # its storage is gone; remove its list of keys
             await before.stop()
         if self.refill is not None:
             await self.refill()
 
     async def replaced(self, life: int, error: PlaneError) -> None:
-        """Return once the plane of that life was lost and another is in service; raise the error
-        when that plane is well, for then it means what it says."""
-        if "store" not in self.pools:  # shared memory dies with the host alone
+        """Return once the plane with number `life` is lost and another is in service. Raise `error`
+        when that plane is healthy, because the error then has another cause."""
+        if "store" not in self.pools:  # shared memory is lost only with the host
             raise error
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
@@ -106,7 +105,7 @@ class Mesh:
         raise error
 
     async def stop(self) -> None:
-        """Stop every process; a dead or silent one does not keep the others."""
+        """Stop every process. A dead or silent process does not delay the others."""
         plane, self.plane = self.plane, None
         if plane is not None:
             with contextlib.suppress(PlaneError, TimeoutError):
@@ -115,11 +114,11 @@ class Mesh:
 
 
 async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[TraceSpan], None]) -> Mesh:
-    """A mesh without any process yet, over the hosts of the spec.
+    """Return a mesh without any process, over the hosts of the spec.
 
-    Over other hosts, the store runs on the controller's own: there TorchStore's index lives anyway,
-    so its bytes go with the run and with nobody else, and no worker's end moves them. So does the
-    role whose provider listens on this host's loopback.
+    When the hosts are remote, the store runs on the controller's host. TorchStore's index is there
+    too, so no worker's end loses its bytes. A `teacher_replay` role whose provider listens on this
+    host's loopback also runs here.
     """
     mesh, model = spec.mesh, spec.learn.model
     import_plane(mesh.plane)
@@ -140,8 +139,8 @@ async def open_mesh(spec: RunSpec, note: Note, observe: Callable[[TraceSpan], No
 
 
 def host_source(spec: RunSpec) -> HostSource:
-    """Where the run's workers come from, by `hosts.kind`, imported by kind: each may need packages
-    of its own. Raises SpecError that names a missing one."""
+    """Return the source of workers for `hosts.kind`, imported on use because each kind may need
+    packages of its own. Raises SpecError that names a missing package."""
     kind = spec.mesh.hosts.kind
     try:
         if kind == "kubernetes":
@@ -162,7 +161,7 @@ def host_source(spec: RunSpec) -> HostSource:
 
 
 def roles_here(spec: RunSpec) -> tuple[str, ...]:
-    """The roles that run beside the controller while the others run on other hosts."""
+    """Return the roles that run on the controller's host when other roles run on remote hosts."""
     replay = spec.learn.replay
     return ("store", *(["teacher_replay"] if replay is not None and replay.local else []))
 
@@ -180,7 +179,7 @@ async def open_generators(
     spares: int = 0,
     note: Note = lambda event, **facts: None,
 ) -> tuple[Service, Pool]:
-    """Generators that serve, which start meanwhile, in a service of this process's own."""
+    """Start generators for a server, in a service of this process, without waiting for them."""
     service = await Service.of(
         this_host(),
         health=health,
@@ -204,7 +203,7 @@ async def spawn_roles(
     mesh: Mesh,
     directory: RunDirectory,
 ) -> None:
-    """Spawn the plane and every role of the spec into `mesh`, and wait until each is ready.
+    """Spawn the tensor plane and every role of the spec into `mesh`, and wait until each is ready.
 
     Raises RunError that names the role and replica.
     """
@@ -248,7 +247,7 @@ async def spawn_roles(
 
 
 def _check(name: str, spec: RunSpec, directory: RunDirectory) -> Check | None:
-    """That another host has the files that the role works with, as this one has them."""
+    """Return a check that another host has the files of the role, identical to this host's."""
     model = spec.learn.model.path
     read = [f"{model}/config.json"] if name in MODEL_ROLES and Path(model).is_dir() else []
     return partial(
@@ -268,6 +267,6 @@ async def _answers(store: Replica) -> bool:
     assert store.process is not None
     try:
         await asyncio.wait_for(store.process.beat(), ANSWER_SECONDS)
-    except Exception:  # however it fails: a process that is well answers
+    except Exception:  # any failure: a healthy process answers
         return False
     return True

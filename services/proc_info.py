@@ -1,4 +1,4 @@
-"""What the system says of the processes of this host (Linux' /proc)."""
+"""Read the state and the children of processes of this host from Linux' /proc."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process of this host is gone, or dead and not yet reaped."""
+    """Return whether a process of this host is gone, or dead and not yet reaped."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -16,7 +16,7 @@ def has_ended(pid: int) -> bool:
 
 
 def descendants(pid: int) -> set[int]:
-    """Its children, theirs and so on that live: not those that are dead and not yet reaped."""
+    """Return the ids of all live descendants of a process, without zombies."""
     parents = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone meanwhile
@@ -30,6 +30,6 @@ def descendants(pid: int) -> set[int]:
 
 
 def _fields(stat: str) -> tuple[str, str]:
-    """State and parent: what follows the name, which may hold blanks and parentheses."""
+    """Return state and parent id. They follow the name, which may hold blanks and parentheses."""
     state, parent = stat.rpartition(")")[2].split()[:2]
     return state, parent

@@ -1,4 +1,4 @@
-"""The one file that binds the mesh spec to code: which actor a role is, what it is built from."""
+"""Map the roles of a mesh spec to actors and their arguments; no other module does."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ ROLES: dict[str, type[Any]] = {
     "trainer": TrainerActor,
     "store": StoreActor,
 }
-ALONE = ("trainer", "store")  # roles of which there is one
+ALONE = ("trainer", "store")  # roles with exactly one replica
 WRITERS = ("trainer", "teacher_replay")  # roles that write into the run directory
 
 
 def device_of(role: RoleSpec) -> str:
-    """Where a role's model lies: `bootstrap` shows each process the GPUs that are its own."""
+    """Return "cuda" or "cpu". `bootstrap` shows each process only its own GPUs."""
     return "cuda" if role.gpus else "cpu"
 
 
 def actor_of(name: str, learn: LearnSpec) -> str:
-    """The key in ROLES of a role's actor: the generator's depends on its backend."""
+    """Return the key in ROLES of a role's actor. The generator's actor depends on its backend."""
     vllm = name == "generator" and learn.generator.backend == "vllm"
     return ENGINE_GENERATOR if vllm else name
 
@@ -49,10 +49,10 @@ def actor_of(name: str, learn: LearnSpec) -> str:
 def role_arguments(
     name: str, spec: RunSpec, base: ModelSource, end_ids: frozenset[int], directory: RunDirectory
 ) -> tuple[Any, ...]:
-    """What a role's actor is constructed with."""
+    """Return the constructor arguments of a role's actor."""
     learn = spec.learn
     if name == "generator":
-        # The version being sampled and those that rollouts running ahead are pinned to.
+        # The version being sampled, and the versions that earlier rollouts are pinned to.
         held = (base, end_ids, learn.train.staleness + 2)
         return (*held, learn.generator) if learn.generator.backend == "vllm" else held
     top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
@@ -68,7 +68,7 @@ def role_arguments(
     if name == "rsa_aggregator":
         return (learn.rsa,)
     assert name == "trainer", name
-    # A rank that is silent is found by its heartbeat; the call's own time bounds what is not.
+    # The heartbeat finds a silent rank; the call's timeout bounds a rank that hangs but answers.
     ranks = (learn.train.shard_base, spec.mesh.call_timeout_s)
     cartridge = learn.cartridge
     start = CartridgeInit(cartridge.init, cartridge.tokens, cartridge.frozen, learn.train.seed)

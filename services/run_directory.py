@@ -1,4 +1,5 @@
-"""The run directory: one folder per run, readable while it grows, whole after a kill.
+"""Read and write a run directory: one folder per run, readable while it grows, consistent after a
+kill.
 
     runs/longhealth/
     ├── latest -> 20260726T101530Z-3fa9
@@ -7,24 +8,24 @@
         ├── metrics.jsonl    one row per step, decided by the seed     appended
         ├── rollouts.jsonl   one row per sampled response              appended
         ├── episodes.jsonl   one row per episode, where there are any  appended
-        ├── votes.jsonl      what teachers said of its states          appended
-        ├── selfstudy.jsonl questions about a user's documents        appended
+        ├── votes.jsonl      teacher votes on the run's states         appended
+        ├── selfstudy.jsonl  questions about a user's documents        appended
         ├── documents.json   which documents, by hash                  written once
-        ├── contamination.jsonl  prompts that double its questions, if any  replaced whole
-        ├── teachers.jsonl   every call to a teacher: the ledger       the teachers' business
-        ├── events.jsonl     what happened when                        appended
+        ├── contamination.jsonl  duplicated evaluation questions       replaced whole
+        ├── teachers.jsonl   every call to a teacher: the ledger       by teachers/ledger.py
+        ├── events.jsonl     run events with their times               appended
         ├── trace.json       every request and phase, for Perfetto     appended
-        ├── checkpoints/     the trainer's business
-        ├── endpoints.json   where the run is reached                  while it runs
-        ├── stacks/          of every process, when nothing moved      written once
+        ├── checkpoints/     checkpoints of the trainer                by the trainer
+        ├── endpoints.json   addresses of the running run              while it runs
+        ├── stacks/          of every process, after a stall           written once
         ├── results.json     the arms, at the end                      replaced whole
-        ├── frontier.json    what strategies came to: `forge frontier` replaced whole
-        ├── eval.json        the arms compared: `forge eval`           replaced whole
+        ├── frontier.json    results of `forge frontier`               replaced whole
+        ├── eval.json        results of `forge eval`                   replaced whole
         └── report.html      made from the files above                 replaced whole
 
-Whole files are replaced by rename, so a reader sees the old one or the new one. Rows are appended
-by one writer; a kill can tear the last line only, readers pass over it, and `mend_events` and
-`truncate_after` cut it off before a resumed run appends again.
+A whole file is replaced by rename, so a reader sees the old or the new content. Each appended file
+has one writer. A kill can tear only the last line; readers skip it, and `mend_events` and
+`truncate_after` remove it before a resumed run appends.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ EVALUATION = "eval.json"
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files of one run. Holds a path and no open file, so it may be passed between processes.
+    """Give access to the files of one run. It holds a path and no open file, so it can be pickled.
 
-    `run = RunDirectory.create(Path("runs"), "longhealth", spec_text)` starts one,
-    `RunDirectory.open(Path("runs"), "longhealth")` finds the latest again.
+    `run = RunDirectory.create(Path("runs"), "longhealth", spec_text)` starts a run;
+    `RunDirectory.open(Path("runs"), "longhealth")` finds the latest one.
     """
 
     path: Path
@@ -69,7 +70,7 @@ class RunDirectory:
     def create(
         cls, root: Path, mesh: str, spec_text: str, now: datetime | None = None
     ) -> RunDirectory:
-        """Make `root/mesh/<run id>/` and let `latest` point to it; mkdir decides a race."""
+        """Make `root/mesh/<run id>/` and point `latest` to it; mkdir decides a race for the id."""
         started = now or datetime.now(UTC)
         while True:
             path = root / mesh / new_run_id(started)
@@ -82,14 +83,15 @@ class RunDirectory:
         run.checkpoints.mkdir()
         for file in (run.metrics, run.rollouts, run.events):
             file.touch()
-        # The spec comes last: a folder without it is not a run, and `open` refuses it.
+        # The spec is written last: `open` refuses a folder without it.
         write_atomically(run.spec, spec_text)
         run.make_latest()
         return run
 
     @classmethod
     def open(cls, root: Path, mesh: str, which: str | Path = LATEST) -> RunDirectory:
-        """The run named by its id, by a path to it, or "latest". Changes nothing on disk."""
+        """Return the run given by id, path or "latest". Raises CheckpointError when there is
+        none."""
         home = root / mesh
         candidates = [home / which] if str(which) == LATEST else [home / which, Path(which)]
         for candidate in candidates:
@@ -164,7 +166,7 @@ class RunDirectory:
         return self.path / "report.html"
 
     def make_latest(self) -> None:
-        """Swap `latest` by renaming a fresh link over it, so that it exists at every moment."""
+        """Replace the link `latest` by renaming a new link over it, so that it always exists."""
         latest = self.path.parent / LATEST
         fresh = self.path.parent / f".{LATEST}-{self.id}-{secrets.token_hex(4)}"
         os.symlink(self.id, fresh)
@@ -188,14 +190,14 @@ class RunDirectory:
         append_rows(self.episodes, list(rows))
 
     def append_votes(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append one step's votes (`teachers.vote_records.to_row`) in one write."""
+        """Append the votes of one step (`teachers.vote_records.to_row`) in one write."""
         append_rows(self.votes, list(rows))
 
     def append_event(
         self, event: EventName, *, now: datetime | None = None, **fields: object
     ) -> dict[str, object]:
-        """`run.append_event("checkpoint", arm="on_policy", step=20)`; the time is added here.
-        Returns the row."""
+        """Append an event with the current time and return the row, as in
+        `run.append_event("checkpoint", arm="on_policy", step=20)`."""
         row = {"time": utc_text(now), "event": event, **fields}
         append_rows(self.events, [row])
         return row
@@ -204,24 +206,23 @@ class RunDirectory:
         write_atomically(self.results, json.dumps(results, indent=2, allow_nan=False) + "\n")
 
     def read_results(self) -> dict[str, Any] | None:
-        """The results, or None while there are none."""
+        """Return the results, or None while there are none."""
         if not self.results.is_file():
             return None
         loaded: dict[str, Any] = json.loads(self.results.read_bytes())
         return loaded
 
     def mend_events(self) -> None:
-        """Cut off a torn last line, before anything is appended to it. Whole rows all stay: they
-        are history."""
+        """Remove a torn last line before anything is appended to it. All whole rows stay."""
         write_atomically(self.events, json_lines(iter_rows(self.events)))
 
     def truncate_after(self, arm: str, step: int) -> dict[str, int]:
         """Cut the files back to a checkpoint and return how many whole rows each lost.
 
-        `run.truncate_after("on_policy", 20)` keeps on_policy 1..20 and drops on_policy 21.. and
-        all of offline, which trains after it; step 0 drops the arm. A torn last line goes too.
-        `results.json` of the interrupted run is removed, as it does not describe the one that
-        goes on.
+        `run.truncate_after("on_policy", 20)` keeps on_policy 1..20 and drops on_policy 21.. and all
+        of offline, which trains after it; step 0 drops the arm. A torn last line is dropped too.
+        `results.json` of the interrupted run is removed, because it does not describe the resumed
+        run.
         """
         end = _position(arm, step)
         dropped: dict[str, int] = {}
@@ -236,15 +237,13 @@ class RunDirectory:
 
 
 def new_run_id(started: datetime) -> str:
-    """`20260726T101530Z-3fa9`: sorts by start; the suffix parts runs of one second.
-
-    The suffix comes from the operating system and leaves the seeded generators alone.
-    """
+    """Return an id such as `20260726T101530Z-3fa9`. Ids sort by start; the suffix separates runs of
+    the same second. It is drawn from the operating system, so seeded generators stay unchanged."""
     return f"{started.astimezone(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
 
 
 def outcome(events: Iterable[Mapping[str, Any]]) -> str:
-    """Where the last start led to: "finished", "stopped", "failed", or "unfinished" so far."""
+    """Return the outcome of the last start: "finished", "stopped", "failed" or "unfinished"."""
     ends = {"run_started": "unfinished", "stopping": "stopped"}
     ends |= {"failed": "failed", "finished": "finished"}
     status = "unfinished"
@@ -254,7 +253,8 @@ def outcome(events: Iterable[Mapping[str, Any]]) -> str:
 
 
 def phase_means(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """arm -> phase (and "step") -> mean seconds. A step done again after a resume counts once."""
+    """Return arm -> phase (and "step") -> mean seconds. A step repeated after a resume counts
+    once."""
     steps: dict[str, dict[int, Mapping[str, float]]] = {}
     for event in events:
         if event["event"] == "step" and event.get("seconds"):

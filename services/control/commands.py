@@ -1,4 +1,4 @@
-"""Steering a run: what is asked from outside, at any time, and done between two steps."""
+"""Accept commands for a run at any time, and execute them between two steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CHECKPOINT_SECONDS = 300.0  # until the step in progress has ended and its state
 
 
 class StopRequested(Exception):
-    """The run was asked to stop, between two steps. Not an error."""
+    """Report that the run was stopped by a command, between two steps. Not an error."""
 
 
 class RunCommands:
-    """The `Steering` port (protocols.ports) of one run. `between_steps` is the run's side of it."""
+    """Implement the `RunControl` port (protocols.ports) of one run, which calls `between_steps`."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class RunCommands:
         self._going = asyncio.Event()
         self._going.set()
         self._checkpoints: list[asyncio.Future[str]] = []
-        self._asked = asyncio.Event()  # something was asked for: a paused run looks up
+        self._asked = asyncio.Event()  # wakes a paused run for a new command
 
-    # -- from outside ---------------------------------------------------------------------------
+    # -- commands -------------------------------------------------------------------------------
 
     async def status(self) -> RunStatus:
         return self._status()
@@ -95,10 +95,10 @@ class RunCommands:
     def events(self, replay: int) -> AsyncIterator[Mapping[str, Any]]:
         return self._recorder.follow(replay)
 
-    # -- the run's side -------------------------------------------------------------------------
+    # -- called by the run ----------------------------------------------------------------------
 
     async def between_steps(self, checkpoint: Callable[[], Awaitable[str]]) -> None:
-        """Do what was asked for. Raises Stopped; returns from a pause when it is over."""
+        """Execute pending commands; after `pause`, wait for `resume`. Raises StopRequested."""
         await self._write(checkpoint)
         if not self._going.is_set() and not self._stopping:
             self._show(paused=True, message="paused")
@@ -113,7 +113,7 @@ class RunCommands:
             raise StopRequested
 
     def over(self) -> None:
-        """Nothing more will be done: whoever waits for a checkpoint gets to know."""
+        """Fail the commands that still wait for a checkpoint, after the run has ended."""
         _answer(self._checkpoints, RunError("the run ended before the checkpoint was written"))
         self._checkpoints.clear()
 
@@ -142,7 +142,7 @@ class RunCommands:
 
 def _answer(asked: Iterable[asyncio.Future[str]], answer: str | RunError) -> None:
     for future in asked:
-        if future.done():  # whoever asked went away
+        if future.done():  # the caller cancelled it
             continue
         if isinstance(answer, str):
             future.set_result(answer)

@@ -1,10 +1,9 @@
-"""Where a run is reached while it runs: `endpoints.json` in its directory.
+"""Write and find `endpoints.json` in a run's directory: the addresses of a running run.
 
     {"control": "127.0.0.1:41233", "metrics": "http://127.0.0.1:42345/metrics", "pid": 1234}
 
-The controller writes it and removes it at the end. A controller that is killed leaves it behind,
-so a reader trusts it no further than the process, and a client no further than the connection.
-The token that a control plane may ask for stays in the environment.
+The controller writes the file and removes it at the end. A killed controller leaves it behind, so
+readers check that the process is alive. The token of a control plane stays in the environment.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ FILE = "endpoints.json"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """`control` is the control plane's host:port, `metrics` the URL of Prometheus' metrics or None
-    for a run without, `pid` the controller's process."""
+    """Hold the control plane's host:port, the URL of Prometheus' metrics (None for a run without),
+    and the controller's process id."""
 
     control: str
     metrics: str | None
@@ -34,17 +33,17 @@ class Endpoints:
 
 
 def write_endpoints(run: Path, endpoints: Endpoints) -> None:
-    """Whole or not at all, and for this user alone: who can steer the run is its own business."""
+    """Write the file by rename, readable by this user alone, because it gives access to the run."""
     write_atomically(run / FILE, json.dumps(asdict(endpoints)) + "\n", mode=0o600)
 
 
 def remove_endpoints(run: Path) -> None:
-    """Called as the run ends; a file that is gone already is no error."""
+    """Remove the file as the run ends; a missing file is no error."""
     (run / FILE).unlink(missing_ok=True)
 
 
 def read_endpoints(run: Path) -> Endpoints:
-    """Where the run is reached. Raises ControlError for a run that has ended or was killed."""
+    """Return the run's endpoints. Raises ControlError for a run that has ended or was killed."""
     try:
         found = json.loads((run / FILE).read_bytes())
         endpoints = Endpoints(str(found["control"]), found["metrics"], int(found["pid"]))
@@ -57,14 +56,14 @@ def read_endpoints(run: Path) -> Endpoints:
             f"{run / FILE} must hold control, metrics and pid: got something else; name the run's "
             "address with --address"
         ) from None
-    # Only of a process on this host can we say that it is gone.
+    # Only a process on this host can be seen to be gone.
     if is_loopback(endpoints.control) and not _is_alive(endpoints.pid):
         raise not_running(run, f"its controller, process {endpoints.pid}, is gone")
     return endpoints
 
 
 def not_running(run: Path, why: str) -> ControlError:
-    """The error for a run that cannot be steered, with what can be done with it instead."""
+    """Return the error for a run that is not running, with the remedy."""
     results = RunDirectory(run).read_results()
     if results is not None and results.get("status") == "finished":
         return ControlError(f"run {run.name} is not running: it has finished; see {run}")
@@ -75,7 +74,7 @@ def not_running(run: Path, why: str) -> ControlError:
 
 
 def find_run(root: Path, which: str) -> Path:
-    """The directory of a run named by its path or its id. Raises ControlError for none such."""
+    """Return the directory of a run given by path or id. Raises ControlError for none such."""
     for candidate in (Path(which), root / which, *(home / which for home in _folders(root))):
         if (candidate / "spec.yaml").is_file():
             return candidate.resolve()
@@ -86,7 +85,7 @@ def find_run(root: Path, which: str) -> Path:
 
 
 def find_running(root: Path) -> Path:
-    """The run under `root` that was started last and still runs. Raises ControlError for none."""
+    """Return the run under `root` that started last and still runs. Raises ControlError."""
     newest: ControlError | None = None
     runs = [run for home in _folders(root) for run in _folders(home) if run.name != LATEST]
     for run in sorted(runs, key=lambda run: run.name, reverse=True):  # an id starts with its time
@@ -105,14 +104,14 @@ def find_running(root: Path) -> Path:
 
 
 def is_loopback(address: str) -> bool:
-    """`is_loopback("127.0.0.1:41233")` is true."""
+    """Return whether an address is on loopback, as `"127.0.0.1:41233"` is."""
     return address.rpartition(":")[0] in LOOPBACK
 
 
 def read_token(variable: str) -> str:
-    """The bearer token in an environment variable, for the control plane and its clients alike.
+    """Return the bearer token in an environment variable, for the control plane and its clients.
 
-    Raises SpecError for none, or one that gRPC cannot carry; the message does not hold it.
+    Raises SpecError for none, or one that gRPC cannot carry; the message does not contain it.
     """
     token = os.environ.get(variable, "")
     if not token or not token.isascii() or not token.isprintable() or " " in token:
@@ -133,6 +132,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's: alive
+    except PermissionError:  # another user's process, which is alive
         return True
     return True

@@ -1,9 +1,9 @@
-"""The gRPC control plane: lets `forge status`, `forge scale` and any gRPC client steer a run.
+"""Serve the gRPC control plane for `forge status`, `forge scale` and any gRPC client of a run.
 
-    client --- control.proto ---> ControlPlane --- protocols.ports.Steering ---> the run
+    client --- control.proto ---> ControlPlane --- protocols.ports.RunControl ---> the run
 
-It answers on the event loop of whoever starts it. On loopback it needs nothing; elsewhere the spec
-demands TLS and a token, which every call carries, health checks and reflection too.
+The server runs on the event loop of its caller. On loopback it needs no credentials; elsewhere the
+spec demands TLS and a token with every call, health checks and reflection included.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
-# Or gRPC's core tells the run's display of every stranger that shook hands badly.
+# Otherwise gRPC's core prints every failed handshake into the run's display.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import grpc
@@ -35,8 +35,8 @@ from protocols.wire import control_pb2_grpc
 from protocols.wire.control_messages import CONTROL, RUN_KEY, pool_message, run_message
 from services.control.endpoints import read_token
 
-GRACE_SECONDS = 2.0  # what a call in flight is given when the run ends
-CALL_SECONDS = 10.0  # the longest that a call may take, whatever its client allows
+GRACE_SECONDS = 2.0  # for calls in flight when the run ends
+CALL_SECONDS = 10.0  # maximum for a call, even when its client allows more
 CHECKPOINT_SECONDS = 600.0  # waits for the step in progress
 MOST_CALLS = 64  # at one time; more are refused at once
 MESSAGE_BYTES = 64 * 1024  # the longest request
@@ -47,10 +47,10 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class ControlPlane:
-    """Serves one run's `RunControl`: `async with ControlPlane(steering, spec, run_id) as control:`.
+    """Serve one run's `RunControl`: `async with ControlPlane(steering, spec, run_id) as control:`.
 
-    `address` is where it listens, with the port it was given. Raises SpecError on entry for
-    certificates or a token that cannot be read, and for an address that cannot be had.
+    `address` is where it listens, with the actual port. Raises SpecError on entry for certificates
+    or a token that cannot be read, and for an address that it cannot listen on.
     """
 
     def __init__(self, steering: RunControl, spec: ControlSpec, run: str) -> None:
@@ -69,10 +69,10 @@ class ControlPlane:
                 # A port that another run listens on is refused, not shared with it.
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", MESSAGE_BYTES),
-                # A client whose host is gone holds its stream no longer than this.
+                # Ends the stream of a client whose host is gone.
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
-                # Clients may ask as often whether we are there.
+                # Clients may ping as often.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
             ],
         )
@@ -87,7 +87,7 @@ class ControlPlane:
         self._server = server
 
     async def stop(self) -> None:
-        """Within GRACE_SECONDS: streams of events end at once, calls in flight may finish."""
+        """Stop within GRACE_SECONDS: event streams end at once, calls in flight may finish."""
         if self._server is None:
             return
         server, self._server = self._server, None
@@ -125,7 +125,7 @@ class ControlPlane:
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
-    """The calls of control.proto. The names of its methods are those of the .proto."""
+    """Implement the calls of control.proto; method names follow that file."""
 
     def __init__(self, steering: RunControl, run: str) -> None:
         self._steering = steering
@@ -176,7 +176,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         ending = asyncio.create_task(self.ending.wait())
         try:
             await asyncio.wait((sending, ending), return_when=asyncio.FIRST_COMPLETED)
-        finally:  # also when the client went away, which cancels us
+        finally:  # also when the client disconnects, which cancels this call
             sending.cancel()
             ending.cancel()
             await asyncio.wait((sending, ending), timeout=GRACE_SECONDS)
@@ -191,7 +191,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             async for event in events:
                 await context.write(_event_message(event))
         finally:
-            # A generator is closed here, and not whenever it is collected.
+            # Close a generator here, not whenever it is garbage-collected.
             if (close := getattr(events, "aclose", None)) is not None:
                 await close()
 
@@ -201,7 +201,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         question: Callable[[], Awaitable[Answer]],
         seconds: float = CALL_SECONDS,
     ) -> Answer:
-        """What the run answers, or its refusal as a gRPC status."""
+        """Return the run's reply, or end the call with its refusal as a gRPC status."""
         await self._check_run(context)
         try:
             async with asyncio.timeout(seconds):
@@ -210,8 +210,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             await _refuse(context, error)
 
     async def _check_run(self, context: grpc.aio.ServicerContext) -> None:
-        """Refuse a call that is meant for another run: a file of a dead run may name the port that
-        this one listens on now."""
+        """Refuse a call that is meant for another run: a dead run's endpoints.json may name the
+        port of this one."""
         meant = dict(context.invocation_metadata() or ()).get(RUN_KEY, self._run)
         if meant != self._run:
             await context.abort(
@@ -222,7 +222,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Lets through the calls that carry the token, or every call where there is none."""
+    """Pass the calls that carry the token, or every call where there is none."""
 
     def __init__(self, token: str | None) -> None:
         self._expected = None if token is None else f"Bearer {token}".encode()
@@ -254,8 +254,8 @@ async def _no_token(request: object, context: grpc.aio.ServicerContext) -> NoRet
 
 
 async def _refuse(context: grpc.aio.ServicerContext, error: BaseException) -> NoReturn:
-    """End the call with the status that the error means. Our own bugs keep their text: they go to
-    the log of the run, and not to whoever asked."""
+    """End the call with the status for the error. The text of an unexpected error goes to the run's
+    log and not to the client."""
     if isinstance(error, SpecError | DataError):
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
     if isinstance(error, ForgeError):
@@ -271,7 +271,7 @@ async def _refuse(context: grpc.aio.ServicerContext, error: BaseException) -> No
 
 
 def _event_message(event: Mapping[str, Any]) -> pb.EventsResponse:
-    """`{"time": "2026-07-26T10:15:42.120Z", "event": "step", "arm": ...}`, as in events.jsonl."""
+    """Convert an event `{"time": "2026-07-26T10:15:42.120Z", "event": "step", "arm": ...}`."""
     moment = Timestamp()
     moment.FromDatetime(datetime.fromisoformat(event["time"]))
     fields = {key: value for key, value in event.items() if key not in ("time", "event")}

@@ -1,10 +1,11 @@
-"""What a worker says of itself before it is attached to, on the port after Monarch's own.
+"""Serve and query worker info: versions and state that a run checks before it attaches to a worker.
 
     GET http://10.0.0.2:26601/hello
     {"versions": {"torchmonarch": "0.7.0", "python": "3.11", ...}, "incarnation": "5b1f...",
      "draining": false, "address": "tcp://10.0.0.2:41235"}
 
-Plain JSON over HTTP, since another version of Monarch may not even decode our messages.
+It is plain JSON over HTTP, on the port after Monarch's, since another version of Monarch may not
+even decode our messages.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from typing import Self
 from protocols.errors import RunError
 from protocols.spec.hosts import ADDRESS
 
-PACKAGES = ("cartridge-forge", "torchmonarch", "torch")  # must be the very same everywhere
+PACKAGES = ("cartridge-forge", "torchmonarch", "torch")  # must have equal versions on all hosts
 ANSWER_SECONDS = 3.0  # an answer takes a millisecond
 ANSWER_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """`incarnation` is another for each start of a worker; `address` is where it is attached to."""
+    """Describe a worker. `incarnation` differs for each start; `address` is to attach to."""
 
     versions: Mapping[str, str]
     incarnation: str
@@ -39,14 +40,15 @@ class WorkerInfo:
 
 
 class WorkerUnreachable(RunError):
-    """A worker did not answer: it may come up, or come back."""
+    """Report that a worker did not answer; it may start or return later."""
 
 
 def versions(*, torchstore: bool = True) -> dict[str, str]:
-    """What must be equal on both sides, as it is here; "none" for what is not installed.
+    """Return the versions that must be equal on both sides; "none" for what is not installed.
 
-    TorchStore counts where it is the tensor plane. A version for CPUs and one for GPUs
-    ("2.13.0+cpu") are the same. Imports none of them."""
+    TorchStore counts where it is the tensor plane. A build for CPUs ("2.13.0+cpu") equals one for
+    GPUs. Imports none of the packages.
+    """
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for package in (*PACKAGES, *(["torchstore"] if torchstore else [])):
         try:
@@ -57,16 +59,17 @@ def versions(*, torchstore: bool = True) -> dict[str, str]:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """`"tcp://10.0.0.2:26600"` -> `("10.0.0.2", 26600)`; an IPv6 host keeps its brackets."""
+    """Return host and port: `"tcp://10.0.0.2:26600"` -> `("10.0.0.2", 26600)`; IPv6 keeps its
+    brackets."""
     found = ADDRESS.fullmatch(address)
-    # The hello is on the next port, so the last one cannot be Monarch's.
+    # Worker info is on the next port, so Monarch cannot have the last one.
     if found is None or not 1 <= int(found[2]) < 65535:
         raise RunError(f"a worker's address must be tcp://host:port: got {address!r}")
     return found[1], int(found[2])
 
 
 def parse_hello(body: bytes) -> WorkerInfo:
-    """Raises ValueError for anything but a worker's answer."""
+    """Parse worker info. Raises ValueError for anything else."""
     try:
         told = json.loads(body)
         return WorkerInfo(
@@ -80,7 +83,7 @@ def parse_hello(body: bytes) -> WorkerInfo:
 
 
 async def ask_hello(address: str, timeout_s: float = ANSWER_SECONDS) -> WorkerInfo:
-    """What the worker at that address says. Raises Unheard, with the remedy."""
+    """Return the info of the worker at that address. Raises WorkerUnreachable with the remedy."""
     host, port = host_and_port(address)
     try:
         async with asyncio.timeout(timeout_s):
@@ -121,10 +124,8 @@ def require_same(address: str, theirs: Mapping[str, str], ours: Mapping[str, str
 
 
 class WorkerInfoServer:
-    """Says hello on `host`:`port` from a thread: `with WorkerInfoServer("10.0.0.2", 26601, tell):
-    ...`.
-
-    `tell` is called for each question. Raises RunError where the port cannot be had."""
+    """Serve worker info on `host`:`port` from a thread: `with WorkerInfoServer("10.0.0.2", 26601,
+    tell): ...`. `tell` is called for each request. Raises RunError where it cannot listen."""
 
     def __init__(self, host: str, port: int, tell: Callable[[], WorkerInfo]) -> None:
         class WorkerInfoHandler(BaseHTTPRequestHandler):
@@ -147,7 +148,7 @@ class WorkerInfoServer:
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             daemon_threads = True
 
-            def server_bind(self) -> None:  # without the look-up of our own name in DNS
+            def server_bind(self) -> None:  # without the look-up of this host's name in DNS
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 self.socket.bind(self.server_address)
                 self.server_address = self.socket.getsockname()

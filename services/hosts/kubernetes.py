@@ -1,14 +1,14 @@
-"""Workers that are pods: those of the MonarchMeshes of a mesh, one MonarchMesh a role.
+"""Provide workers that are pods: those of a mesh's MonarchMeshes, one MonarchMesh a role.
 
-    workers()  list, then watch: yields the pods to be attached to, whenever they change
-    want()     spec.replicas of a role's MonarchMesh; the operator adds pods, or takes the last away
-    provision  makes the MonarchMeshes at the start, and deletes those at the end
+    workers()  list, then watch: yields the pods to attach to, whenever they change
+    want()     sets spec.replicas of a role's MonarchMesh; the operator adds or removes pods
+    provision  makes the MonarchMeshes at the start, and deletes them at the end
 
-The rights that each needs are in deploy/k8s: base to attach, components/scaling to scale,
+deploy/k8s has the rights that each needs: base to attach, components/scaling to scale,
 components/provisioning to provision.
 
-Once its workers are known, a run does not end because the API server is away or refuses: it goes on
-with those it has, and asks again. Only what somebody waits for, such as `want`, fails.
+Once its workers are known, a run survives an API server that is unreachable or refuses: it
+continues with its present workers and asks again. Only awaited calls, such as `want`, fail.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from services.hosts.source import HostWorker
 MADE_BY = "cartridge-forge/made-by"  # annotation of a MonarchMesh: the controller that made it
 CLOSE_S = 4.0  # of close(), at most: a service gives a source 5 s
 LONGEST_PAUSE_S = 10.0  # between two attempts to watch
-LASTING_S = 1.0  # a watch that ended sooner was cut: what cuts it gets time
-POLL_S = 0.5  # of an object that is being deleted
+LASTING_S = 1.0  # a watch that ended sooner was cut: pause before the next
+POLL_S = 0.5  # between two looks at an object that is being deleted
 
 _log = logging.getLogger(__name__)
 
 
 class KubernetesHosts:
-    """The `HostSource` of `hosts.kind: kubernetes`."""
+    """Implement `HostSource` for `hosts.kind: kubernetes`."""
 
     def __init__(self, spec: RunSpec) -> None:
-        """Reads the cluster's configuration and asks nothing yet. Raises RunError without one."""
+        """Read the cluster's configuration, without a request. Raises RunError without one."""
         self._run = spec
         self._spec = spec.mesh.hosts.kubernetes or KubernetesSpec()
         self._space = self._spec.namespace or space_of(spec)
@@ -60,7 +60,7 @@ class KubernetesHosts:
         self._wanted = {name: role.replicas for name, role in spec.roles}
         self._made_by = os.environ.get("POD_UID") or uuid.uuid4().hex
         self._api = self._connect()
-        self._tried: list[str] = []  # MonarchMeshes that we may have made
+        self._tried: list[str] = []  # MonarchMeshes that this run may have made
         self._making: asyncio.Future[None] | None = None
         self._follower: PodWatcher | None = None
 
@@ -68,8 +68,8 @@ class KubernetesHosts:
         return KubernetesClient(self._space, self._spec.context)
 
     async def workers(self) -> AsyncGenerator[tuple[HostWorker, ...]]:
-        """At first once every role has its replicas. Raises RunError that says what each pod lacks,
-        when they have not after spawn_timeout_s."""
+        """Yield the workers, first once every role has its replicas. Raises RunError that names
+        each pod's problem when that takes longer than spawn_timeout_s."""
         limit_s = self._run.mesh.spawn_timeout_s
         end = time.monotonic() + limit_s
         if self._spec.provision:
@@ -110,8 +110,8 @@ class KubernetesHosts:
             follower.end()
 
     async def want(self, role: str, replicas: int) -> None:
-        """Change spec.replicas of a role's MonarchMesh. Its StatefulSet takes the pods of the
-        highest ordinals away first, as the order of `workers` has it."""
+        """Change spec.replicas of a role's MonarchMesh. Its StatefulSet removes the pods with the
+        highest ordinals first, which is the order of `workers`."""
         if replicas < 1:
             raise RunError(
                 f"{role} cannot have {replicas} replicas: a MonarchMesh has one at least; ask for 1"
@@ -127,12 +127,12 @@ class KubernetesHosts:
             await asyncio.to_thread(self._api.scale, name, replicas)
 
     async def close(self) -> None:
-        """End the watch, and delete what was made, within CLOSE_S. A second time: nothing."""
+        """End the watch and delete the run's MonarchMeshes within CLOSE_S. May be called twice."""
         if self._follower is not None:
             self._follower.end()
         try:
             async with asyncio.timeout(CLOSE_S):
-                if self._making is not None:  # its thread may still be at it
+                if self._making is not None:  # its thread may still run
                     await asyncio.gather(self._making, return_exceptions=True)
                 await self._unmake()
         except TimeoutError:
@@ -166,10 +166,10 @@ class KubernetesHosts:
             f"what they lack, or raise spawn_timeout_s:{told}"
         )
 
-    # -- what is made for the run ---------------------------------------------------------------
+    # -- MonarchMeshes of the run ---------------------------------------------------------------
 
     async def _provision(self, end: float) -> None:
-        """A MonarchMesh for each role; none where one of them cannot be made."""
+        """Make a MonarchMesh for each role, or none when one of them cannot be made."""
         size = model_size(self._run.learn.model)
         try:
             for name in self._roles:
@@ -179,8 +179,8 @@ class KubernetesHosts:
             raise
 
     def _manifest(self, mesh: Object) -> Object:
-        """With our namespace, image and mark. Its owner is the controller's pod, where it is one:
-        once that is deleted, the cluster deletes the mesh."""
+        """Set namespace, image, mark and owner. The owner is the controller's pod, if it is one:
+        when that pod is deleted, the cluster deletes the mesh."""
         metadata = mesh["metadata"]
         metadata["namespace"] = self._space
         metadata["annotations"] = {MADE_BY: self._made_by}
@@ -197,7 +197,7 @@ class KubernetesHosts:
         if name not in self._tried:
             self._tried.append(name)
         while True:
-            # A cancelled thread goes on: close() waits for it, or it would leave a mesh behind.
+            # A cancelled thread continues; close() waits for it, so that no mesh is left over.
             self._making = asyncio.ensure_future(asyncio.to_thread(self._api.create, mesh))
             try:
                 await asyncio.shield(self._making)
@@ -220,7 +220,7 @@ class KubernetesHosts:
             await asyncio.sleep(POLL_S)
 
     async def _take_over(self, found: Object) -> None:
-        """Delete a mesh whose controller has ended; raises RunError where it may still be used."""
+        """Delete a mesh whose controller has ended. Raises RunError where it may still be used."""
         metadata = found["metadata"]
         for owner in metadata.get("ownerReferences", ()):
             pod = await asyncio.to_thread(self._api.pod, owner["name"])
@@ -239,7 +239,7 @@ class KubernetesHosts:
         return bool(annotations.get(MADE_BY) == self._made_by)
 
     async def _unmake(self) -> None:
-        """Delete what we made, the last first. Raises the first failure, after trying all."""
+        """Delete the run's MonarchMeshes, the last first. Raises the first failure at the end."""
         failed: list[RunError] = []
         for name in reversed(self._tried[:]):
             try:
@@ -259,15 +259,15 @@ def _is_leaving(found: Object) -> bool:
 
 @dataclass
 class PodWatcher:
-    """All pods of a selector, into `news` whenever they change, from a thread of its own; the
-    RunErrors of the API server too, after each of which it tries again."""
+    """Watch the pods of a selector from a thread of its own. All pods are put into `news` at each
+    change, and so is each RunError of the API server, after which it tries again."""
 
     api: KubernetesClient
     selector: str
     news: asyncio.Queue[Sequence[Pod] | RunError] = field(default_factory=asyncio.Queue)
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Blocking until the first list is there. Raises RunError where it cannot be had."""
+        """Block until the first list arrives, then watch. Raises RunError when there is no list."""
         items, version = self.api.pods(self.selector)
         pods = {raw["metadata"]["name"]: pod_of(raw) for raw in items}
 
@@ -277,20 +277,20 @@ class PodWatcher:
                     loop.call_soon_threadsafe(self.news.put_nowait, news)
 
         tell(tuple(pods.values()))
-        # A daemon: the process may end before the API server has answered.
+        # A daemon thread: the process may end before the API server has answered.
         threading.Thread(
             target=self._follow, args=(pods, version, tell), name="pods", daemon=True
         ).start()
 
     async def latest(self) -> list[Sequence[Pod] | RunError]:
-        """All that came since the last time, at least one: who is slow gets no answers of old."""
+        """Return all news since the last call, at least one entry."""
         found = [await self.news.get()]
         while not self.news.empty():
             found.append(self.news.get_nowait())
         return found
 
     def end(self) -> None:
-        """Promptly: the connection is shut, and nothing is told any more."""
+        """Shut the connection at once; nothing is put into `news` any more."""
         self.api.close()
 
     def _follow(
@@ -324,6 +324,6 @@ class PodWatcher:
                 version = None
             except RunError as error:
                 tell(error)
-            except Exception as error:  # of a shut connection, where it was closed: told to nobody
+            except Exception as error:  # also of a connection that `end` shut: then `tell` drops it
                 version = None
                 tell(RunError(f"the watch failed ({type(error).__name__}); it is begun anew"))

@@ -1,11 +1,11 @@
-"""The API server of a cluster, as far as a run asks it: pods to see, MonarchMeshes to make.
+"""Call a cluster's API server: read pods; read, make, scale and delete MonarchMeshes.
 
-The official client, blocking: call it from threads. Every call ends by itself: connecting and each
-answer have their timeouts, and what the server puts off (429, 5xx, no connection) is asked again
-for PATIENCE_S at most. Failures are RunErrors that name the remedy. The client's own texts are not
-handed on: they hold headers, and a kubeconfig's parser quotes its lines.
+Uses the official client, which blocks: call it from threads. Every call is bounded: connecting and
+each answer have timeouts, and a temporary failure (429, 5xx, no connection) is retried for
+PATIENCE_S at most. Failures are RunErrors that name the remedy. The client's own messages are
+dropped, because they hold headers, and a kubeconfig's parser quotes its lines.
 
-`kubernetes` is imported when it is first needed: it takes half a second.
+`kubernetes` is imported on first use, because that takes half a second.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ Object = dict[str, Any]
 
 CONNECT_S = 3.0
 ANSWER_S = 10.0
-PATIENCE_S = 6.0  # of one call, its repetitions included
-PAUSE_S = 0.2  # before the first of them, then doubled
-WATCH_S = 30  # the server ends a watch after that, and it is begun again where it ended
+PATIENCE_S = 6.0  # of one call, its retries included
+PAUSE_S = 0.2  # before the first retry, then doubled
+WATCH_S = 30  # the server ends a watch after that, and the next one continues from there
 AGAIN = (409, 429, 500, 502, 503, 504)
 MESHES = "monarchmeshes.monarch.pytorch.org"
 
 
 class ApiRefusal(RunError):
-    """What the API server refuses however often it is asked: 401, 403, no such kind."""
+    """Report a permanent refusal of the API server: 401, 403, no such kind."""
 
 
 class WatchExpired(Exception):
-    """The version to watch from is no longer kept (410): list again."""
+    """Report that the version to watch from is no longer kept (410): list again."""
 
 
 class AlreadyExists(Exception):
-    """An object of that name is there already (409)."""
+    """Report that an object of that name exists (409)."""
 
 
 class KubernetesClient:
-    """Pods and MonarchMeshes of one namespace. Safe to call from several threads."""
+    """Access the pods and MonarchMeshes of one namespace. Safe to call from several threads."""
 
     def __init__(self, namespace: str, context: str | None) -> None:
-        """Within a pod by its service account, else by the kubeconfig's `context` (None: its
-        current one). Asks nothing yet. Raises RunError where there is no usable configuration."""
+        """Configure, without a request, from a pod's service account or the kubeconfig's `context`
+        (None: its current one). Raises RunError without a usable configuration."""
         from kubernetes import client
 
         self.namespace = namespace
         settings = client.Configuration()
-        settings.retries = False  # by us, with a bound
+        settings.retries = False  # `_asked` retries, with a bound
         settings.connection_pool_maxsize = 4
         _configure(settings, context)
         self.server: str = settings.host
@@ -63,10 +63,10 @@ class KubernetesClient:
         self._core = client.CoreV1Api(self._client)
         self._custom = client.CustomObjectsApi(self._client)
         self._closed = threading.Event()
-        self._response: Any = None  # of the watch, as long as it lasts
+        self._response: Any = None  # of the current watch
 
     def pods(self, selector: str) -> tuple[list[Object], str]:
-        """Every pod of a selector, and the version from which to watch them."""
+        """Return every pod of a selector, and the version from which to watch them."""
         found = self._asked(
             "list", "pods", "", self._core.list_namespaced_pod, self.namespace,
             label_selector=selector,
@@ -74,21 +74,21 @@ class KubernetesClient:
         return found["items"], found["metadata"]["resourceVersion"]
 
     def pod(self, name: str) -> Object | None:
-        """None where there is none of that name."""
+        """Return the pod, or None where there is none of that name."""
         return self._found(
             "get", "pods", name, self._core.read_namespaced_pod, name, self.namespace
         )
 
     def changes(self, selector: str, version: str) -> Iterator[tuple[str, Object]]:
-        """(ADDED, MODIFIED, DELETED or BOOKMARK, pod) from a version on, until the server ends the
-        watch or the connection is cut. Raises Expired, or RunError where it cannot be begun."""
+        """Yield (ADDED, MODIFIED, DELETED or BOOKMARK, pod) from a version on, until the watch ends
+        or the connection is cut. Raises WatchExpired, or RunError when it cannot begin."""
         from kubernetes import watch
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError, ProtocolError, ReadTimeoutError
 
         def begin(*args: Any, **kwargs: Any) -> Any:
             self._response = response = self._core.list_namespaced_pod(*args, **kwargs)
-            if self._closed.is_set():  # close() came too early to see it
+            if self._closed.is_set():  # close() ran before this response existed
                 _shut(response)
             return response
 
@@ -112,24 +112,24 @@ class KubernetesClient:
             said = error.body or error.reason
             raise self._error(error.status, said, "watch", "pods", "") from None
         except (ProtocolError, ReadTimeoutError):
-            return  # cut
+            return  # the connection was cut
         except HTTPError as error:
             raise self._unreachable(_cause(error)) from None
         finally:
             self._response = None
 
     def mesh(self, name: str) -> Object | None:
-        """A MonarchMesh; None where there is none of that name."""
+        """Return a MonarchMesh, or None where there is none of that name."""
         call = self._custom.get_namespaced_custom_object
         return self._found("get", MESHES, name, call, *self._meshes, name)
 
     def create(self, mesh: Object) -> None:
-        """Raises Exists."""
+        """Create a MonarchMesh. Raises AlreadyExists."""
         call = self._custom.create_namespaced_custom_object
         self._asked("create", MESHES, mesh["metadata"]["name"], call, *self._meshes, mesh)
 
     def scale(self, name: str, replicas: int) -> None:
-        """Have the operator keep so many pods of a MonarchMesh."""
+        """Set the number of pods that the operator keeps of a MonarchMesh."""
         self._asked(
             "patch", MESHES, name, self._custom.patch_namespaced_custom_object,
             *self._meshes, name, {"spec": {"replicas": replicas}},
@@ -137,17 +137,17 @@ class KubernetesClient:
         )  # fmt: skip
 
     def delete(self, name: str, uid: str) -> None:
-        """Let go of the MonarchMesh with that uid, and of its pods; nothing where it is gone."""
+        """Delete the MonarchMesh with that uid, and its pods; do nothing where it is gone."""
         body = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         call = self._custom.delete_namespaced_custom_object
         self._found("delete", MESHES, name, call, *self._meshes, name, body=body)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it was closed meanwhile."""
+        """Wait, and return whether the client was closed meanwhile."""
         return self._closed.wait(seconds)
 
     def close(self) -> None:
-        """End the watch, and what waits between two attempts. May be called from any thread."""
+        """End the watch and all pauses between retries. May be called from any thread."""
         self._closed.set()
         if (response := self._response) is not None:
             _shut(response)
@@ -167,9 +167,9 @@ class KubernetesClient:
     def _asked(
         self, verb: str, resource: str, name: str, call: Callable[..., Any], *args: Any, **kw: Any
     ) -> Object:
-        """The answer, as a dict, to what may be asked several times."""
+        """Return the answer as a dict, with retries, to a call that may be repeated."""
         # urllib3's own Retry counts attempts: it has no bound in seconds, and sleeps through a
-        # close(). So the client is told to try once, and the loop is here.
+        # close(). So the client tries once, and the loop is here.
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
@@ -180,7 +180,7 @@ class KubernetesClient:
             try:
                 response = call(*args, **kw)
                 status, body, headers = response.status, response.data, response.headers
-            except ApiException as error:  # how custom kinds are refused, and TLS
+            except ApiException as error:  # raised for refused custom kinds, and for TLS
                 status, body, headers = error.status, error.body, error.headers or {}
                 failure = None if status else self._unreachable(error.reason)
             except HTTPError as error:
@@ -211,7 +211,7 @@ class KubernetesClient:
     def _error(
         self, status: int, body: str | bytes | None, verb: str, resource: str, name: str
     ) -> RunError:
-        """What a refusal says, and what to do about it."""
+        """Return the error for a refusal, with its message and remedy."""
         said, details = _status(body)
         what = f"{resource}/{name}" if name else resource
         if status == 401:
@@ -242,7 +242,7 @@ class KubernetesClient:
 
 
 class ObjectMissing(RunError):
-    """No object of that name (404)."""
+    """Report that no object of that name exists (404)."""
 
 
 _GRANTS = {
@@ -271,7 +271,7 @@ def _configure(settings: Any, context: str | None) -> None:
             f"no cluster is configured: {_first_line(error)}; set KUBECONFIG, or "
             "hosts.kubernetes.context to a context of it (`kubectl config get-contexts`)"
         ) from None
-    except Exception as error:  # its parser's words quote the file, and it holds secrets
+    except Exception as error:  # its parser's messages quote the file, which holds secrets
         raise RunError(
             f"the kubeconfig cannot be read ({type(error).__name__}); check it with "
             "`kubectl config view`"
@@ -279,7 +279,7 @@ def _configure(settings: Any, context: str | None) -> None:
 
 
 def _shut(response: Any) -> None:
-    """End what another thread reads: closing would wait for it, and it for the server."""
+    """End a read of another thread: closing would wait for that, and it for the server."""
     connection = getattr(response.connection, "sock", None)
     if connection is not None:
         with contextlib.suppress(OSError):  # ended already
@@ -287,7 +287,7 @@ def _shut(response: Any) -> None:
 
 
 def _json(body: str | bytes | None) -> Object | None:
-    """None where it is no JSON object: of a proxy, and not of the API server."""
+    """Return the body as a dict, or None where it is no JSON object, such as a proxy's page."""
     try:
         found = json.loads(body or "{}")
     except ValueError:
@@ -296,7 +296,7 @@ def _json(body: str | bytes | None) -> Object | None:
 
 
 def _status(body: str | bytes | None) -> tuple[str, Object]:
-    """(message, details) of the Status object that the API server answers a refusal with."""
+    """Return (message, details) of the Status object of a refusal."""
     status = _json(body)
     if status is None:
         return f"{body!r:.200}", {}
@@ -304,7 +304,7 @@ def _status(body: str | bytes | None) -> tuple[str, Object]:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost reason: "Connection refused" rather than the pool's own words."""
+    """Return the innermost reason: "Connection refused" instead of the pool's own text."""
     inner = getattr(error, "reason", None) or error.__cause__ or error.__context__
     return _cause(inner) if isinstance(inner, BaseException) else f"{_first_line(error):.200}"
 

@@ -1,9 +1,9 @@
-"""Pods of a mesh, as the API server tells of them: whom to attach to, and what the others lack.
+"""Turn pods as the API server returns them into workers to attach to, or into messages.
 
-    raw pod -> Pod -> Worker("generator-0", "tcp://10.0.0.7:26600", "generator", 1)
+    raw pod -> Pod -> HostWorker("generator-0", "tcp://10.0.0.7:26600", "generator", 1)
                    -> "generator-1: Unschedulable: 0/3 nodes are available; add nodes or ..."
 
-Pure: nothing here asks the API server.
+All functions are pure: nothing here calls the API server.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Pod:
-    """`Pod("generator-0", "5f1c", "generator", "10.0.0.7", 0, runs=True, ready=True)`.
+    """Describe a pod: `Pod("generator-0", "5f1c", "generator", "10.0.0.7", 0, runs=True,
+    ready=True)`.
 
-    component  as labelled: a role with dashes
+    component  from the label: a role with dashes
     restarts   of its container, by kubelet: the address stays and the worker is another
-    runs       its container does, and nobody has asked it to end
+    runs       its container runs, and the pod is not being deleted
     reason     why it is not ready, in Kubernetes' words; "" where it is
     """
 
@@ -53,13 +54,13 @@ class Pod:
 
     @property
     def ordinal(self) -> int:
-        """Its place in its StatefulSet, which takes the highest away first."""
+        """Return its index in its StatefulSet, which removes the highest first."""
         number = self.name.rpartition("-")[2]
         return int(number) if number.isdecimal() else 0
 
 
 def selector(instance: str, roles: Iterable[str]) -> str:
-    """Of the pods of these roles of a mesh: the labels that the manifests give them."""
+    """Return the label selector of the pods of these roles, by the labels of the manifests."""
     components = ",".join(dashed(role) for role in roles)
     return (
         f"{DOMAIN}/part-of={PART_OF},{DOMAIN}/instance={instance},"
@@ -68,7 +69,7 @@ def selector(instance: str, roles: Iterable[str]) -> str:
 
 
 def pod_of(raw: Mapping[str, Any]) -> Pod:
-    """What matters of a pod as the API gives it."""
+    """Return the fields of a raw pod that this module uses."""
     metadata, status = raw["metadata"], raw.get("status", {})
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     containers = status.get("containerStatuses") or ()
@@ -96,7 +97,7 @@ def pod_of(raw: Mapping[str, Any]) -> Pod:
 def _why(
     status: Mapping[str, Any], conditions: Mapping[str, Any], leaving: bool
 ) -> tuple[str, str]:
-    """(reason, message) of a pod that is not ready."""
+    """Return (reason, message) of a pod that is not ready."""
     if leaving:
         return "Terminating", ""
     scheduled = conditions.get("PodScheduled", {})
@@ -124,10 +125,10 @@ def _ended(state: Mapping[str, Any]) -> str:
 
 
 def attachable(pods: Iterable[Pod], before: frozenset[Life]) -> frozenset[Life]:
-    """Those to be attached to: they run, and are ready or were so `before`.
+    """Return the (uid, restarts) of pods to attach to: those that run, and are ready or were
+    `before`.
 
-    A probe that fails for a while, on a busy node, ends no replica: whether a worker that is
-    attached lives is for the heartbeats to tell.
+    A probe that fails for a while on a busy node ends no replica; only missing heartbeats do.
     """
     return frozenset(p.life for p in pods if p.runs and p.ip and (p.ready or p.life in before))
 
@@ -135,7 +136,7 @@ def attachable(pods: Iterable[Pod], before: frozenset[Life]) -> frozenset[Life]:
 def workers(
     pods: Iterable[Pod], lives: frozenset[Life], roles: Iterable[str]
 ) -> tuple[HostWorker, ...]:
-    """Of `lives`: roles in their order, and within one by ordinal, as StatefulSets keep them."""
+    """Return the workers of `lives` in the order of `roles`, then by ordinal."""
     order = {dashed(role): (place, role) for place, role in enumerate(roles)}
     found = [p for p in pods if p.life in lives and p.component in order]
     found.sort(key=lambda p: (order[p.component][0], p.ordinal, p.name))
@@ -145,15 +146,15 @@ def workers(
 
 
 def address(ip: str) -> str:
-    """`"10.0.0.7"` -> `"tcp://10.0.0.7:26600"`; IPv6 in brackets. Of the pod's IP and not its name,
-    which would be that of the next pod too."""
+    """Return `"tcp://10.0.0.7:26600"` for `"10.0.0.7"`; IPv6 in brackets. By IP, because the next
+    pod has the same name."""
     host = f"[{ip}]" if ":" in ip else ip
     return f"tcp://{host}:{WORKER_PORT}"
 
 
 def missing(pods: Iterable[Pod], wanted: Mapping[str, int], space: str) -> list[str]:
-    """A line for each pod that is wanted (role to replicas) and not ready: which, why, and what to
-    do. Empty where none is missing."""
+    """Return a line for each wanted pod (role to replicas) that is not ready: name, reason, remedy.
+    Empty where none is missing."""
     lines = []
     known = list(pods)
     for role, replicas in wanted.items():

@@ -1,15 +1,15 @@
-"""Workers on the nodes of one Slurm job, submitted for the run by Monarch's SlurmJob.
+"""Provide workers on the nodes of one Slurm job, submitted for the run by Monarch's SlurmJob.
 
     sbatch -> wait in the queue -> a worker on every node is attached -> the run -> scancel
 
-Where `forge-run` starts, sbatch, squeue and scancel are on PATH (Slurm 24.05 or newer, of whose
-JSON SlurmJob reads the nodes), the nodes reach this host by its name, and they see the same
-directories: they run this very Python, so all versions are equal. Nodes are taken whole, for a
-worker listens on the same port of each. The job's output is in `<runs of the mesh>/slurm/`.
+On the host of `forge-run`, sbatch, squeue and scancel must be on PATH (Slurm 24.05 or newer, whose
+JSON SlurmJob reads). The nodes must reach this host by its name and see the same directories: they
+run the same Python, so all versions are equal. Nodes are taken whole, because a worker listens on
+the same port of each. The job's output is in `<runs of the mesh>/slurm/`.
 
-Slurm ends the job at its time limit, for a job that comes before it, or when a node fails. The run
-ends then with a checkpoint, and `--resume` goes on with a new job. If this process is killed
-(kill -9), nobody cancels the job: then the time limit ends it.
+Slurm ends the job at its time limit, for a job with priority, or when a node fails. The run then
+ends with a checkpoint, and `--resume` continues it with a new job. If this process is killed (kill
+-9), nothing cancels the job before its time limit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ASK_SECONDS = 30.0  # for one call of Slurm's tools: a busy controller takes sev
 SUBMIT_SECONDS = 60.0
 LIST_SECONDS = 30.0  # until a job that was submitted is listed
 QUEUE_SECONDS = 2.0  # between two looks at a job that waits
-WATCH_SECONDS = 10.0  # between two looks at one that runs
+WATCH_SECONDS = 10.0  # between two looks at a running job
 ATTACH_SECONDS = 120.0  # a node's Python may come over a busy network file system
 CANCEL_SECONDS = 15.0
 WAITS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"}
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job as squeue tells of it: `QueuedJob("4711", "PENDING", "Resources")`."""
+    """Hold a job as squeue reports it: `QueuedJob("4711", "PENDING", "Resources")`."""
 
     job: str
     state: str
@@ -68,7 +68,7 @@ NOBODY = QueuedJob("", "not in the queue", "")
 
 
 class SlurmHosts:
-    """A HostSource: `slurm.nodes` workers that every role may use. All fail with RunError."""
+    """Implement HostSource: `slurm.nodes` workers for every role. Failures are RunErrors."""
 
     def __init__(self, spec: RunSpec) -> None:
         slurm = spec.mesh.hosts.slurm or SlurmSpec()
@@ -80,7 +80,7 @@ class SlurmHosts:
                 )
         self._spec = slurm
         self._logs = spec.default_run_root.absolute() / "slurm"
-        # Of all jobs there are it is the only one called so: found again whatever sbatch said.
+        # The name is unique, so squeue finds the job even when sbatch's output is lost.
         self._name = f"forge-{spec.mesh.name}-{secrets.token_hex(4)}"
         self._job: SlurmJob | None = None
         self._submitting: asyncio.Future[None] | None = None
@@ -105,14 +105,14 @@ class SlurmHosts:
             raise
 
     async def want(self, role: str, replicas: int) -> None:
-        """The job's nodes are for all roles, and it cannot grow."""
+        """Do nothing: the job's nodes are for all roles, and the job cannot grow."""
 
     async def close(self) -> None:
-        """Cancel the job, whatever became of it. Raises RunError when it goes on all the same."""
+        """Cancel the job in any state. Raises RunError when it still runs."""
         job, self._job = self._job, None
         if job is None:
             return
-        if self._submitting is not None:  # sbatch cannot be called back: what it made can
+        if self._submitting is not None:  # sbatch cannot be stopped, only its job
             await asyncio.wait({self._submitting}, timeout=CANCEL_SECONDS)
         await asyncio.wait({in_thread(job.kill)}, timeout=CANCEL_SECONDS)
         deadline = time.monotonic() + CANCEL_SECONDS
@@ -120,11 +120,11 @@ class SlurmHosts:
             if time.monotonic() > deadline:
                 named = left.job if left else f"--name={self._name}_{os.getpid()}"
                 raise RunError(f"the Slurm job was not cancelled; end it with: scancel {named}")
-            if left is not None:  # one that sbatch made, and SlurmJob does not know of
+            if left is not None:  # submitted by sbatch, but unknown to SlurmJob
                 await ask("scancel", left.job)
             await asyncio.sleep(QUEUE_SECONDS / 4)
 
-    # -- its life -------------------------------------------------------------------------------
+    # -- the job --------------------------------------------------------------------------------
 
     def _make(self) -> SlurmJob:
         missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -133,22 +133,22 @@ class SlurmHosts:
                 f"hosts.kind slurm needs Slurm's tools, and {', '.join(missing)} is not on PATH; "
                 "start forge-run on a login node of the cluster, or choose another hosts.kind"
             )
-        if "SBATCH_EXPORT" in os.environ:  # it wins over what the job's script says
+        if "SBATCH_EXPORT" in os.environ:  # it takes precedence over the job's script
             raise RunError("SBATCH_EXPORT keeps the workers' settings from them; unset it")
         from monarch.config import configure, get_global_config
         from monarch.job import SlurmJob
 
-        # Its handlers write to the terminal, in the middle of the display.
+        # SlurmJob's log handlers write to the terminal, into the run's display.
         for room in ("slurm", "job"):
             logging.getLogger(f"monarch._src.job.{room}").setLevel(logging.ERROR)
         slurm = self._spec
         link = ",".join(f"{key}={value}" for key, value in LINK_ENVIRONMENT.items())
         chosen = get_global_config()["default_transport"]
         job = SlurmJob(
-            # A mesh each: one with a dead host among its hosts neither spawns nor shuts down.
+            # One mesh per node: a mesh with a dead host neither spawns nor shuts down.
             meshes={f"host{i}": 1 for i in range(slurm.nodes)},
             python_exe=sys.executable,
-            # Put back into the queue, its workers would wait for a run that has ended.
+            # After a requeue, its workers would wait for a run that has ended.
             slurm_args=(f"--export=ALL,{link}", "--no-requeue", *slurm.args),
             monarch_port=PORT,
             job_name=self._name,
@@ -158,9 +158,9 @@ class SlurmHosts:
             gpus_per_node=slurm.gpus_per_node,
             exclusive=True,
             log_dir=str(self._logs),
-            job_start_timeout=round(ASK_SECONDS),  # once squeue has said that it runs
+            job_start_timeout=round(ASK_SECONDS),  # once squeue has reported that it runs
         )
-        configure(default_transport=chosen)  # it set its own: how this process is reached
+        configure(default_transport=chosen)  # SlurmJob has replaced this process's transport
         return job
 
     async def _submitted(self, submitting: asyncio.Future[None]) -> None:
@@ -171,7 +171,7 @@ class SlurmHosts:
                 f"sbatch did not answer within {SUBMIT_SECONDS:g} s; is Slurm's controller up "
                 "(scontrol ping)?"
             ) from error
-        except Exception as error:  # what SlurmJob makes of sbatch's words
+        except Exception as error:  # SlurmJob's error from sbatch's output
             raise RunError(
                 f"Slurm did not take the job: {error}; check hosts.slurm against sinfo"
             ) from error
@@ -201,14 +201,14 @@ class SlurmHosts:
             await asyncio.sleep(QUEUE_SECONDS)
 
     async def _attached(self, job: SlurmJob) -> list[HostMesh]:
-        """A mesh for each node, once its worker answers; raises if the job ends meanwhile."""
+        """Return a mesh for each node once its worker answers. Raises RunError if the job ends."""
         attaching = asyncio.ensure_future(self._attach(job))
         ending = asyncio.ensure_future(self._ended())
         try:
             done, _ = await asyncio.wait(
                 {attaching, ending}, timeout=ATTACH_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
-            if ending in done:  # SlurmJob may have cancelled it, and then says why
+            if ending in done:  # SlurmJob may have cancelled it, and then raises the reason
                 await asyncio.wait({attaching}, timeout=QUEUE_SECONDS)
             if attaching.done():
                 return attaching.result()
@@ -225,14 +225,14 @@ class SlurmHosts:
 
     async def _attach(self, job: SlurmJob) -> list[HostMesh]:
         try:
-            # Without a path it keeps no copy of itself in .monarch/.
+            # Without a path, SlurmJob writes no copy of itself to .monarch/.
             state = await in_thread(partial(job.state, cached_path=None))
             meshes = [getattr(state, f"host{i}") for i in range(self._spec.nodes)]
             await asyncio.gather(*(initialized(mesh) for mesh in meshes))
             return meshes
-        except Exception as error:  # from Slurm's JSON to Monarch's sockets
+        except Exception as error:  # any error of Slurm's JSON or Monarch's sockets
             standing = await self._look()
-            # Cancelled it is by SlurmJob itself, whose error says why.
+            # SlurmJob itself cancels the job, and its error has the reason.
             if standing is not None and standing.state not in RUNS | {"CANCELLED"}:
                 raise self._end(standing) from error
             raise RunError(
@@ -241,7 +241,7 @@ class SlurmHosts:
             ) from error
 
     async def _ended(self) -> None:
-        """Raise RunError once Slurm says that the job no longer runs."""
+        """Raise RunError once squeue reports that the job no longer runs."""
         while True:
             standing = await self._look()
             if standing is not None and standing.state not in RUNS:
@@ -256,7 +256,7 @@ class SlurmHosts:
         )
 
     async def _look(self) -> QueuedJob | None:
-        """How the job stands; None when squeue does not say, as it does not when it is busy."""
+        """Return the job's state; None when squeue fails, as it does when it is busy."""
         told = await ask("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r|%j")
         if told is None:
             return None
@@ -272,7 +272,7 @@ async def initialized(mesh: HostMesh) -> None:
 
 
 async def ask(*command: str) -> str | None:
-    """What one of Slurm's tools says; None where it fails or takes more than ASK_SECONDS."""
+    """Return the output of one of Slurm's tools; None where it fails or takes over ASK_SECONDS."""
     asking = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
@@ -291,8 +291,8 @@ async def ask(*command: str) -> str | None:
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """What a blocking call returns. The thread keeps nobody from ending: unlike those of asyncio's
-    pool, for which the loop waits in its end, a call that hangs dies with the process."""
+    """Run a blocking call in a daemon thread and return a future of its result. Unlike a thread of
+    asyncio's pool, which the loop joins at its end, a call that hangs dies with the process."""
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -310,7 +310,7 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
             result = context.run(work)
         except Exception as failed:
             error = failed
-        except BaseException as panic:  # of Monarch's Rust: no Exception, and no reason to exit
+        except BaseException as panic:  # Monarch's Rust panic, which is no Exception
             error = RuntimeError(str(panic))
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)

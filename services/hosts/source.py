@@ -1,15 +1,14 @@
-"""Other hosts: each runs a Monarch worker, and is attached to as a mesh of its own.
+"""Describe workers on other hosts and attach to them: one Monarch worker, and one mesh, per host.
 
-    os.environ.update(LINK_ENVIRONMENT)              # and so in the environment of every worker
+    os.environ.update(LINK_ENVIRONMENT)                  # also in every worker's environment
     monarch.actor.enable_transport("tcp://10.0.0.1:0")   # where this host is reached
-    hosts = Addresses(["tcp://10.0.0.2:26600", "tcp://10.0.0.3:26600"])
-    service = await Service.of(hosts)                    # services.pool.membership greets and
-    attaches them
+    hosts = AddressedHosts(["tcp://10.0.0.2:26600", "tcp://10.0.0.3:26600"])
+    service = await Service.of(hosts)                    # services.pool.membership attaches them
 
-One mesh per worker: a mesh with a dead host among its hosts neither spawns nor shuts down.
+There is one mesh per worker because a mesh with a dead host neither spawns nor shuts down.
 
-A connection that was cut for long is tried again ever more seldom, by the kernel's rules: after
-35 s it took 18 s more, and 0.6 s with `sysctl net.ipv4.tcp_retries2=5` on all hosts.
+The kernel retries a cut connection at growing intervals: after a cut of 35 s it took 18 s more, and
+0.6 s with `sysctl net.ipv4.tcp_retries2=5` on all hosts.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
     from monarch.actor import HostMesh
 
 # Read by Monarch when it is imported. Once a message could not be delivered for that long (30 s by
-# default), its host is never reached again, not even by attaching anew: so Monarch keeps trying,
-# and who is lost is decided by our heartbeat. A start that Monarch gave up may still come up on the
-# lost host when the link returns: so it waits for that rather than trying many.
+# default), its host is never reached again, not even by attaching anew. So Monarch keeps trying,
+# and heartbeats decide which host is lost. A start that Monarch gave up may still come up on the
+# lost host when the connection returns, so one start waits for that instead of many retries.
 LINK_ENVIRONMENT = {
     "HYPERACTOR_CHANNEL_RECONNECT_TIMEOUT": "24h",
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "24h",
@@ -37,12 +36,12 @@ LINK_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class HostWorker:
-    """A Monarch worker that runs, as whoever found it tells of it.
+    """Describe a running Monarch worker, as a `HostSource` reports it.
 
-    name       in status and events: "generator-0"; of those there are at a time it is its alone
-    address    where it is attached to: "tcp://10.0.0.2:26600"; "" where `mesh` is attached already
+    name       in status and events: "generator-0"; unique among the workers of a time
+    address    the one to attach to: "tcp://10.0.0.2:26600"; "" where `mesh` is attached already
     role       the only role whose replicas run there; "" for any
-    capacity   most replicas there at a time; 0 for any number
+    capacity   maximum number of replicas there; 0 for any number
     """
 
     name: str
@@ -53,28 +52,27 @@ class HostWorker:
 
 
 class HostSource(Protocol):
-    """Where workers come from. Its failures are RunErrors that name the remedy."""
+    """Provide workers. Its failures are RunErrors that name the remedy."""
 
     def workers(self) -> AsyncGenerator[tuple[HostWorker, ...]]:
-        """All there are, whenever that changes, until it is closed: at first once those that were
-        asked for are there. Who is missing from a later answer is to be left, or is gone. Those of
-        a role are in the order in which `want` keeps them."""
+        """Yield all workers whenever they change, until the generator is closed; first once the
+        requested ones exist. A worker that is missing from a later tuple is to be left, or is gone.
+        The workers of a role are in the order in which `want` keeps them."""
         ...
 
     async def want(self, role: str, replicas: int) -> None:
-        """Have workers for so many replicas of a role: more come in time, the last are taken away
-        (they are empty by then). Where workers are not a role's own, nothing changes."""
+        """Request workers for so many replicas of a role: more come in time, or the last, which are
+        empty by then, are removed. Has no effect where workers take any role."""
         ...
 
     async def close(self) -> None:
-        """Give back what was made for the run."""
+        """Give back the workers that were made for the run."""
         ...
 
 
 class AddressedHosts:
-    """A `HostSource` of workers that somebody else starts and ends: always the same, for any role.
-
-    One that is drained or lost, and is started again at its address, is used again."""
+    """Provide workers started elsewhere: always the same, for any role. A worker that was drained
+    or lost is used again once it is restarted at its address."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._workers = tuple(HostWorker(a.removeprefix("tcp://"), a) for a in addresses)
@@ -91,8 +89,8 @@ class AddressedHosts:
 
 
 async def attach(workers: Sequence[str], timeout_s: float = 30.0) -> list[HostMesh]:
-    """A mesh for each worker, `tcp://host:port`. Raises RunError that names who did not answer."""
-    from monarch.actor import attach_to_workers  # may read the environment first here
+    """Return a mesh for each worker `tcp://host:port`. Raises RunError that names a silent one."""
+    from monarch.actor import attach_to_workers  # imported late: it reads the environment
 
     meshes = [attach_to_workers(ca="trust_all_connections", workers=[w]) for w in workers]
 

@@ -1,20 +1,18 @@
-"""A host of a mesh: `forge worker` (`python -m services.hosts.worker`) waits for controllers that
-attach.
+"""Run a worker, a host of a mesh: `forge worker` (`python -m services.hosts.worker`).
 
-    forge worker --address tcp://10.0.0.2:26600                  others call it so
+    forge worker --address tcp://10.0.0.2:26600                  others connect to it there
     forge worker --address tcp://w2:26600@tcp://0.0.0.0:26600    and it listens there
     forge worker                                                 its name in DNS, $MONARCH_PORT
 
-It serves Monarch at the address and, for each start, at a port of its own beside it, which its
-hello tells (services.hosts.handshake, at the port after the address): a controller that was
-attached to a
-worker cannot be attached to one that was started again at the same port (docs/adr/0009). The
-address itself is for those who know nothing of hellos, such as Kubernetes' probes.
+The worker serves Monarch at this address and, for each start, at another port that its worker info
+reports (services.hosts.handshake, at the port after the address). A controller that was attached to
+a worker cannot attach to one that was restarted at the same port (docs/adr/0009). The address
+itself serves clients that do not read worker info, such as Kubernetes' probes.
 
-The first SIGTERM (or Ctrl-C) drains it: its hello says so, controllers move away what they have
-there, and it exits once it has no child process, at the latest after the grace. A second ends it
-at once. There is no TLS and no authentication between workers: only the mesh's own pods or hosts
-may reach it (deploy/k8s has the network policy).
+The first SIGTERM (or Ctrl-C) drains the worker: its worker info reports it, controllers move their
+replicas away, and it exits once it has no child process, at the latest after the grace. A second
+signal ends it at once. There is no TLS and no authentication between workers: only the mesh's own
+pods or hosts may reach it (deploy/k8s has the network policy).
 """
 
 from __future__ import annotations
@@ -42,16 +40,16 @@ KILL_SECONDS = 5.0  # for children to be gone after SIGKILL
 
 
 def address(name: str, port: int) -> str:
-    """What others call and what it listens on, in Monarch's words:
+    """Return the address that others connect to and the one to listen on, in Monarch's form:
     `"tcp://generator-0.generator-svc:26600@tcp://0.0.0.0:26600"`."""
     return f"tcp://{name}:{port}@tcp://0.0.0.0:{port}"
 
 
 class StopSignals:
-    """SIGTERM and SIGINT, counted: the first drains, the second ends. Made in the main thread.
+    """Count SIGTERM and SIGINT: the first drains, the second ends. Made in the main thread.
 
-    A plain count that is looked at, and no event: a handler runs inside whatever the main thread
-    does, and one that sets the event that this thread is about to wait for waits for itself.
+    This is a polled count and no event: a handler runs inside the main thread, and would deadlock
+    when it sets an event that this thread is about to wait for.
     """
 
     def __init__(self) -> None:
@@ -64,10 +62,10 @@ class StopSignals:
 
 
 def work(at: str | None = None, grace_s: float = GRACE_SECONDS) -> int:
-    """Be a worker until told to end; returns the exit code once no child process is left.
+    """Run a worker until a signal ends it; return the exit code once no child process is left.
 
     `at` is `"tcp://called:port"` or `"tcp://called:port@tcp://listens:port"`. Raises RunError for
-    an address that it cannot have.
+    an address that it cannot listen on.
     """
     os.environ.update(LINK_ENVIRONMENT)  # read by Monarch when it is imported
     from monarch.actor import start_worker_loop_forever
@@ -102,7 +100,7 @@ def work(at: str | None = None, grace_s: float = GRACE_SECONDS) -> int:
 
 
 def end_children() -> None:
-    """SIGKILL for every process below this one, until none is left."""
+    """Send SIGKILL to every process below this one, until none is left."""
     deadline = time.monotonic() + KILL_SECONDS
     while (left := descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in left:
@@ -112,11 +110,11 @@ def end_children() -> None:
 
 
 def _watch(loop: Any, stop: StopSignals) -> None:
-    """A Monarch server that ends by itself ends the worker."""
+    """End the worker when a Monarch server ends by itself."""
     why = ""
     try:
         loop.get()
-    except Exception as error:  # whatever Monarch says of it
+    except Exception as error:  # any failure of Monarch's server
         why = f": {error}"
     if not stop.signals:
         sys.stderr.write(f"error: Monarch's server has ended{why}; start the worker again\n")
@@ -126,8 +124,8 @@ def _watch(loop: Any, stop: StopSignals) -> None:
 
 
 def _take(interface: str, port: int) -> int:
-    """A port that can be listened on, that one or, for 0, any: Monarch itself says nothing of one
-    that cannot until it is too late."""
+    """Return a port that can be listened on: `port`, or any free one for 0. Monarch itself reports
+    a port that it cannot have too late."""
     family = socket.AF_INET6 if ":" in interface else socket.AF_INET
     try:
         with socket.socket(family) as trial:
@@ -143,14 +141,14 @@ def _take(interface: str, port: int) -> int:
 
 
 def main(at: str | None = None, grace_s: float = GRACE_SECONDS) -> NoReturn:
-    """`work`, and the end of this process."""
+    """Call `work`, print its error, and exit this process."""
     try:
         code = work(at, grace_s)
     except RunError as error:
         sys.stderr.write(f"error: {error}\n")
         code = error.exit_code
     sys.stdout.flush()
-    os._exit(code)  # Monarch's own end would wait for who is attached
+    os._exit(code)  # Monarch's own exit would wait for attached controllers
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Many named tensors in one buffer, and back: what every tensor plane ships.
+"""Pack many named tensors into one buffer, as every tensor plane transports them, and unpack it.
 
-A transport charges per operation (about 2 ms a put or get) far more than per byte, so a snapshot
-travels as one 1-D uint8 tensor. Entries lie in the order of the mapping, each starting on a
-64-byte boundary; offsets follow from the layout and are never sent.
+Per operation (about 2 ms a put or get) costs far more than per byte, so a snapshot travels as one
+1-D uint8 tensor. Entries are in the order of the mapping, each on a 64-byte boundary; offsets
+follow from the layout and are never sent.
 
     pack({"indices": [120, 20] int32, "logprobs": [120, 20] float32})
     -> uint8 [19200], TensorLayout((("indices", (120, 20), "int32"), ("logprobs", ...)))
@@ -21,12 +21,12 @@ from protocols.types import TensorLayout
 
 # A cache line, and a multiple of every dtype's size: each entry can be viewed in place.
 ALIGNMENT = 64
-# What a file name holds (255 bytes) less the room for a suffix: the tightest of the transports.
+# The length of a file name (255 bytes) less a suffix: the smallest limit of the transports.
 MAX_KEY_BYTES = 240
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
-    """The layout that `pack` gives these tensors. Raises PlaneError for one it cannot pack."""
+    """Return the layout that `pack` gives these tensors. Raises PlaneError for a sparse one."""
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise PlaneError(
@@ -42,7 +42,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
 
 
 def packed_bytes(layout: TensorLayout) -> int:
-    """Length of the packed buffer in bytes; at least 64, since mmap and RDMA refuse nothing."""
+    """Return the packed buffer's bytes; at least 64, since mmap and RDMA refuse an empty one."""
     ends = [end for _, _, _, _, end in _spans(layout)]
     return max(_aligned(ends[-1]) if ends else 0, ALIGNMENT)
 
@@ -64,7 +64,7 @@ def pack(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, TensorLayou
 
 
 def packed_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
-    """The bytes of `pack`'s buffer piece by piece, without a copy where a source is contiguous.
+    """Yield the bytes of `pack`'s buffer in pieces, without a copy where a source is contiguous.
 
     For a transport that copies anyway, such as a file. A source must not change until the last
     piece has been consumed.
@@ -80,9 +80,9 @@ def packed_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
 
 
 def unpack(buffer: torch.Tensor, layout: TensorLayout) -> dict[str, torch.Tensor]:
-    """The named tensors, as views into `buffer` (which lives as long as any of them).
+    """Return the named tensors as views into `buffer`, which they keep alive.
 
-    Raises PlaneError for a buffer that cannot have come from `pack` with this layout.
+    Raises PlaneError for a buffer that `pack` cannot have made with this layout.
     """
     _check_buffer(buffer, layout)
     return {
@@ -92,7 +92,7 @@ def unpack(buffer: torch.Tensor, layout: TensorLayout) -> dict[str, torch.Tensor
 
 
 def check_key(key: str) -> str:
-    """The key itself, if every plane can hold it; PlaneError otherwise."""
+    """Return the key. Raises PlaneError when some plane cannot hold it."""
     if not key or not key.isprintable() or ".." in key.split("/"):
         raise PlaneError(f"a key must be printable, not empty and without '..': got {key!r}")
     if (size := len(quote(key, safe=""))) > MAX_KEY_BYTES:
@@ -116,7 +116,7 @@ def _dtype(name: str, dtype: str) -> torch.dtype:
 def _spans(
     layout: TensorLayout,
 ) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, int, int]]:
-    """Name, shape, dtype, first byte and byte past the last of each entry."""
+    """Yield name, shape, dtype, first byte and byte past the last of each entry."""
     end = 0
     for name, shape, dtype_name in layout.entries:
         dtype = _dtype(name, dtype_name)

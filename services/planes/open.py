@@ -1,4 +1,4 @@
-"""Which tensor plane a run uses: the spec's word for it, bound to code.
+"""Open the tensor plane that a spec names.
 
 torchstore      any number of hosts; bytes in a storage process on a mesh
 shared_memory   one host; bytes in /dev/shm, mapped by readers without a copy
@@ -18,14 +18,14 @@ PlaneKind = Literal["torchstore", "shared_memory"]
 
 
 class OwnedPlane(TensorPlane, Protocol):
-    """A plane as the one who opened it sees it: `stop` frees everything it holds."""
+    """Extend `TensorPlane` for the owner that opened it: `stop` frees everything that it holds."""
 
     async def stop(self) -> None: ...
 
 
 def import_plane(kind: PlaneKind) -> None:
-    """Import a plane's code ahead: TorchStore's takes seconds, on busy cores many, in which who has
-    processes to listen to hears none of them."""
+    """Import a plane's code ahead. TorchStore's import takes seconds, many on busy cores, during
+    which this process receives no heartbeats."""
     if kind == "torchstore":
         import services.planes.torchstore  # noqa: F401
 
@@ -35,11 +35,11 @@ async def open_plane(
 ) -> OwnedPlane:
     """Open a plane of that kind, from the root client or from inside an actor.
 
-    `mesh` is a mesh of one process that holds TorchStore's bytes; the caller spawns and stops it,
-    after the plane. Shared memory needs none. Raises SpecError for an unknown kind, PlaneError
-    where the plane cannot start.
+    `mesh` has one process, which holds TorchStore's bytes; the caller spawns it, and stops it after
+    the plane. Shared memory needs none. Raises SpecError for an unknown kind, PlaneError when the
+    plane cannot start.
     """
-    # Imported by kind: TorchStore takes two seconds that the other plane need not pay.
+    # Imported by kind: TorchStore's import takes two seconds, which the other plane saves.
     if kind == "torchstore":
         from services.planes.torchstore import TorchStorePlane
 

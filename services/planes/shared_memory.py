@@ -1,11 +1,11 @@
-"""The tensor plane of one host: a file in memory per key, mapped by its readers.
+"""Implement the tensor plane of one host: a file in memory per key, mapped by its readers.
 
     put     write a file under a temporary name, then link it to the key's name
     get     map the key's file privately: no copy, no message, about 0.1 ms at any size
-    delete  unlink; the bytes go when the last reader drops its tensors
+    delete  unlink; the bytes are freed when the last reader drops its tensors
 
-The link is what makes it safe: a name appears with all of its bytes or not at all, and linking
-onto a name that exists fails in the kernel, so two writers cannot both have one key.
+The link makes this safe: a name appears with all of its bytes or not at all, and linking onto an
+existing name fails in the kernel, so two writers cannot both have one key.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from services.planes.codec import check_key, layout_of, packed_bytes, packed_chu
 
 PREFIX = "cartridge-forge-"
 SUFFIX = ".tensors"  # keys end with it, temporary files do not
-# A shell that outlives the owner: `read` ends with the pipe that the owner holds, whatever killed
-# it. A Ctrl-C that reaches every process of a terminal, or a session's end, is not its end.
+# A shell that outlives the owner: `read` returns when the owner's end of the pipe closes, however
+# the owner died. The shell ignores a Ctrl-C and the end of the session.
 JANITOR = """trap '' INT TERM HUP
 echo
 read -r _
@@ -40,11 +40,11 @@ _counter = itertools.count()
 
 
 class SharedMemoryPlane:
-    """A `protocols.ports.TensorPlane` in the directory `root`, for processes of one host.
+    """Implement `protocols.ports.TensorPlane` in the directory `root`, for processes of one host.
 
-    Whoever calls `start` owns the directory; copies pickled into actors only use it. It goes with
-    its owner, also when that is killed. Tensors that `get` returns are views of a private mapping:
-    writing to one is safe and seen by nobody else.
+    The process that calls `start` owns the directory; copies pickled into actors only use it. The
+    directory is removed with its owner, also when that is killed. Tensors that `get` returns are
+    views of a private mapping: a write to one is safe and visible to no other process.
     """
 
     def __init__(self, root: str) -> None:
@@ -57,16 +57,16 @@ class SharedMemoryPlane:
 
     @classmethod
     async def start(cls, base: str | None = None) -> SharedMemoryPlane:
-        """A new directory under `base` (/dev/shm, or the temporary directory where there is none).
+        """Return a plane in a new directory under `base` (/dev/shm, or the temporary directory).
 
-        Directories that dead runs left in `base` (their janitors died too) are removed first.
+        Directories that dead runs left in `base` are removed first. Raises PlaneError on failure.
         """
         base = base or _memory_directory()
         try:
             _remove_stale(base)
             hidden = tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base)
-            # The lock, not the process id, tells the living from the dead: ids are reused, and
-            # containers that share /dev/shm do not share them. The kernel drops it with the
+            # The lock, not the process id, shows whether the owner is alive: ids are reused, and
+            # containers that share /dev/shm do not share ids. The kernel drops it with the
             # process. It is taken before the directory gets the name that _remove_stale looks for.
             lock = _try_lock(hidden)
             assert lock is not None
@@ -78,7 +78,7 @@ class SharedMemoryPlane:
                 start_new_session=True, cwd="/",
             )  # fmt: skip
             assert plane._janitor.stdout is not None
-            with plane._janitor.stdout as ready:  # it says so once a signal is none to it: in ms
+            with plane._janitor.stdout as ready:  # a line once it ignores signals: in ms
                 await asyncio.to_thread(ready.readline)
         except OSError as error:
             raise PlaneError(f"cannot start a tensor plane under {base}: {error}") from error
@@ -86,10 +86,10 @@ class SharedMemoryPlane:
         return plane
 
     async def stop(self) -> None:
-        """Remove the directory. Tensors already mapped stay readable; every later call fails."""
+        """Remove the directory. Mapped tensors stay readable; later calls raise PlaneError."""
         shutil.rmtree(self.root, ignore_errors=True)
         if self._janitor is not None:
-            # Its input ends, and so does it: in milliseconds.
+            # It exits within milliseconds after its input is closed.
             await asyncio.to_thread(self._janitor.communicate, timeout=JANITOR_SECONDS)
             self._janitor = None
         if self._lock is not None:
@@ -97,7 +97,7 @@ class SharedMemoryPlane:
             self._lock = None
 
     async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> TensorRef:
-        """Store a snapshot of the tensors, taken before the first await: no write is ever torn.
+        """Store a snapshot of the tensors, taken before the first await, so no write is ever torn.
 
         Raises PlaneError if the key exists, or if the memory file system is full.
         """
@@ -126,7 +126,7 @@ class SharedMemoryPlane:
         return packet
 
     async def get(self, packet: TensorRef) -> dict[str, torch.Tensor]:
-        """The tensors of the packet. PlaneError if the key is missing or the layout another's."""
+        """Return the ref's tensors. Raises PlaneError for a missing key or another layout."""
         path = self._path(packet.key)
         try:
             size = path.stat().st_size
@@ -137,14 +137,14 @@ class SharedMemoryPlane:
         return unpack(buffer, packet.layout)
 
     async def delete(self, key: str) -> None:
-        """Forget the key. PlaneError if it is missing."""
+        """Delete the key. Raises PlaneError if it is missing."""
         try:
             self._path(key).unlink()
         except FileNotFoundError as error:
             raise PlaneError(self._missing("delete", key)) from error
 
     async def keys(self, prefix: str = "") -> list[str]:
-        """The keys that start with `prefix`, sorted."""
+        """Return the keys that start with `prefix`, sorted. Raises PlaneError after `stop`."""
         try:
             names = os.listdir(self.root)
         except FileNotFoundError as error:
@@ -166,7 +166,7 @@ def _memory_directory() -> str:
 
 
 def _try_lock(directory: str) -> int | None:
-    """A descriptor that holds the directory's lock, or None while another process does."""
+    """Return a descriptor that holds the directory's lock, or None if another process has it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

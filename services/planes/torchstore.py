@@ -1,13 +1,13 @@
-"""The tensor plane over TorchStore, and the only module that imports it.
+"""Implement the tensor plane over TorchStore, in the only module that imports it.
 
     a process            the root client          the caller's mesh
     TorchStorePlane ---> controller (keys)
                     ---> storage volume (bytes) -----------------^
 
-`start` puts one storage volume on a mesh that the caller owns. The controller, an actor that knows
-which keys exist, always lives in the root client's process, wherever `start` is called: Monarch
-looks it up by name there (`get_or_spawn_controller`), which is how a plane pickled into any actor
-of the run finds it.
+`start` puts one storage volume on a mesh that the caller owns. The controller is an actor that
+knows which keys exist. It always runs in the root client's process, wherever `start` is called:
+Monarch looks it up by name there (`get_or_spawn_controller`), so a plane pickled into any actor of
+the run finds it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 # Before torchstore is imported, in every process: where this is unset, importing it sets it *and*
-# takes over the root logger (level INFO, a handler on stdout). The value is its own.
+# takes over the root logger (level INFO, a handler on stdout). The value is torchstore's own.
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
 
 import torch
@@ -45,11 +45,11 @@ except ModuleNotFoundError as error:
     ) from error
 
 # Without InfiniBand, 0.1.2 still asks Monarch for RDMA on every operation, by a function whose
-# deprecation warning is an error under `-W error`, and then sends the tensor in the message. Saying
-# so up front leaves the same transport, the only one that it has on such machines.
+# deprecation warning is an error under `-W error`, and then sends the tensor in the message. The
+# variable selects that transport directly, the only one that it has on such machines.
 os.environ.setdefault("TORCHSTORE_RDMA_ENABLED", "1" if is_ibverbs_available() else "0")
 
-# Main says on every transfer which transport it took.
+# TorchStore's main branch logs the transport of every transfer.
 logging.getLogger("torchstore").setLevel(logging.WARNING)
 
 # The storage process imports torch before it answers: seconds, on busy cores many.
@@ -68,11 +68,11 @@ def _as_async(method: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, A
 
 
 def _sync_endpoints(actor: type) -> dict[str, Any]:
-    """Async versions of the endpoints of `actor` that are plain functions.
+    """Return async versions of the endpoints of `actor` that are plain functions.
 
     TorchStore 0.1.2 mixes both kinds in its controller (get_controller_strategy, keys,
     locate_volumes, notify_delete and notify_put are plain), which newer Monarch refuses at spawn.
-    On TorchStore's main branch all are async and this finds none. To be removed, with `_as_async`
+    On TorchStore's main branch all are async, and this returns none. Remove it, with `_as_async`
     and the loop below, once a release has that.
     """
     methods = {name: getattr(value, "_method", None) for name, value in vars(actor).items()}
@@ -84,7 +84,7 @@ def _sync_endpoints(actor: type) -> dict[str, Any]:
 
 
 class StoreController(Controller):
-    """TorchStore's controller, which also lets each key be claimed by one writer only."""
+    """Extend TorchStore's controller so that only one writer can claim each key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class StoreController(Controller):
 
     @endpoint
     async def claim(self, key: str) -> bool:
-        """Reserve the key for the caller: True the first time, False until it is released."""
+        """Reserve the key and return True, or return False when it is reserved already."""
         if key in self._claimed:
             return False
         self._claimed.add(key)
@@ -108,9 +108,8 @@ for _name, _endpoint in _sync_endpoints(Controller).items():
 
 
 class OneVolume(TorchStoreStrategy):
-    """Every process uses the one storage volume. (The released and main branches each have such
-    a strategy, under different names; main's ignores the mesh.)
-    """
+    """Make every process use the one storage volume. (The released and main branches each have such
+    a strategy, under different names; main's ignores the mesh.)"""
 
     @classmethod
     def get_volume_id(cls) -> str:
@@ -122,32 +121,32 @@ class OneVolume(TorchStoreStrategy):
 
 
 class VolumeProcess(Actor):
-    """Makes a process fit to hold a storage volume; importing this module is half of it."""
+    """Prepare a process to hold a storage volume. Importing this module in it is half of that."""
 
     @endpoint
     async def return_freed_memory(self) -> None:
-        """Have glibc give every freed block above 256 KB back to the system at once.
+        """Make glibc return every freed block above 256 KB to the system at once.
 
         Its threshold otherwise adapts upwards and the heaps of Monarch's threads fragment: with
-        four writers of 1 MB this process grew by 110 MB in 1,000 publishes, and went on. Not for
-        processes that compute: torch is faster with the default.
+        four writers of 1 MB this process grew by 110 MB in 1,000 publishes, and continued to grow.
+        Not for processes that compute: torch is faster with the default.
         """
         m_mmap_threshold = -3  # malloc.h
         _call_libc("mallopt", m_mmap_threshold, 256 * 1024)
 
 
 def _call_libc(function: str, *arguments: int) -> None:
-    """Tell the C library's allocator something, if it is one that listens (glibc)."""
+    """Call a function of the C library's allocator, if it has that function (glibc)."""
     found = getattr(ctypes.CDLL(None), function, None)
     if found is not None:
         found(*arguments)
 
 
 class HeapTrimmer:
-    """Returns freed heap to the system once so many bytes have passed through this process.
+    """Return freed heap to the system once `every_bytes` have passed through this process.
 
-    Messages leave fragments as above: a reader grew by 110 MB in 2,400 gets of 1 MB. A trim takes
-    1-6 ms, against about 600 ms for the transfers between two of them.
+    Messages fragment the heap: a reader grew by 110 MB in 2,400 gets of 1 MB. A trim takes 1-6 ms,
+    against about 600 ms for the transfers between two trims.
     """
 
     def __init__(self, every_bytes: int) -> None:
@@ -165,9 +164,9 @@ _trimmer = HeapTrimmer(64 << 20)
 
 
 class TorchStorePlane:
-    """A `protocols.ports.TensorPlane` over the store of that name. Pickles as name and timeout.
+    """Implement `protocols.ports.TensorPlane` over a named store. Pickles as name and timeout.
 
-    Every call is given `timeout_s` seconds; PlaneError names the operation and the key.
+    Every call has `timeout_s` seconds; PlaneError names the operation and the key.
     """
 
     def __init__(self, store_name: str, timeout_s: float = 60.0) -> None:
@@ -180,15 +179,14 @@ class TorchStorePlane:
 
     @classmethod
     async def start(cls, mesh: ProcMesh, timeout_s: float = 60.0) -> TorchStorePlane:
-        """A new store whose bytes live on `mesh` (one process; the caller spawns and stops it).
-
-        May be called from the root client or inside any actor of the run.
-        """
+        """Return a plane over a new store with its bytes on `mesh` (one process, which the caller
+        spawns and stops). Callable from the root client or any actor. Raises PlaneError on
+        failure."""
         plane = cls(f"store{uuid.uuid4().hex[:12]}", timeout_s)
 
         async def initialize() -> None:
             await mesh.spawn("prepare", VolumeProcess).return_freed_memory.call()
-            # Claims the name for our controller: initialize then finds it instead of its own.
+            # Spawn StoreController under this name first, so that `initialize` uses it.
             await plane._find_controller()
             await torchstore.initialize(
                 num_storage_volumes=1, strategy=OneVolume(), store_name=plane.store_name, mesh=mesh
@@ -199,14 +197,14 @@ class TorchStorePlane:
         return plane
 
     async def stop(self) -> None:
-        """Forget every key and free its memory. Later calls, in any process, are PlaneErrors."""
+        """Delete every key and free its memory. Later calls, in any process, raise PlaneError."""
         await self._bounded("stop", self.store_name, torchstore.shutdown(self.store_name))
 
     async def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> TensorRef:
         """Store a snapshot of the tensors, taken before the first await.
 
-        Raises PlaneError if the key exists. A put that failed half-way keeps its key: it may
-        still arrive, so the key is not given to a second writer before `delete`.
+        Raises PlaneError if the key exists. A failed put keeps its key, because its data may still
+        arrive: no second writer gets the key before `delete`.
         """
         check_key(key)
         buffer, layout = pack(tensors)
@@ -225,7 +223,7 @@ class TorchStorePlane:
         return TensorRef(key, layout)
 
     async def get(self, packet: TensorRef) -> dict[str, torch.Tensor]:
-        """The tensors of the packet. PlaneError if the key is missing or the layout another's."""
+        """Return the ref's tensors. Raises PlaneError for a missing key or another layout."""
         check_key(packet.key)
 
         async def get() -> torch.Tensor:
@@ -237,7 +235,7 @@ class TorchStorePlane:
         return unpack(await self._bounded("get", packet.key, get()), packet.layout)
 
     async def delete(self, key: str) -> None:
-        """Forget the key and free its memory. PlaneError if it is missing."""
+        """Delete the key and free its memory. Raises PlaneError if it is missing."""
         check_key(key)
 
         async def delete() -> None:
@@ -251,7 +249,7 @@ class TorchStorePlane:
         await self._bounded("delete", key, delete())
 
     async def keys(self, prefix: str = "") -> list[str]:
-        """The keys that start with `prefix`, sorted."""
+        """Return the keys that start with `prefix`, sorted."""
 
         async def keys() -> list[str]:
             client = await torchstore.client(self.store_name)
@@ -270,7 +268,7 @@ class TorchStorePlane:
     async def _bounded(
         self, operation: str, key: str, work: Coroutine[Any, Any, T], limit: float | None = None
     ) -> T:
-        """The result of `work` within the timeout; every failure as a PlaneError."""
+        """Return the result of `work` within the timeout. Raises PlaneError for every failure."""
         limit = limit or self.timeout_s
         try:
             return await asyncio.wait_for(work, limit)
@@ -279,17 +277,17 @@ class TorchStorePlane:
                 f"{operation} of {key!r} took longer than {limit:g} s; is the storage "
                 "process alive? Raise timeout_s if it is only slow"
             ) from error
-        except Exception as error:  # Monarch, TorchStore and the remote side raise all kinds
+        except Exception as error:  # Monarch, TorchStore and remote code raise any type
             if "Unable to locate" in str(error):
                 raise PlaneError(
                     f"{operation}: no key {key!r}; it was never put, or already deleted"
                 ) from error
-            if "torchstore.initialize" in str(error):  # its assertion in a controller torn down
+            if "torchstore.initialize" in str(error):  # assertion of a stopped controller
                 raise PlaneError(f"{operation} of {key!r}: the plane has been stopped") from error
             raise PlaneError(f"{operation} of {key!r} failed: {_last_line(error)}") from error
 
 
 def _last_line(error: Exception) -> str:
-    """What went wrong, without the remote traceback that Monarch puts before it."""
+    """Return an error's message without the remote traceback that Monarch puts before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1][:300] if lines else 'no message'}"

@@ -1,15 +1,15 @@
-"""How many replicas a pool should have: a pure policy over the load of the last while.
+"""Decide how many replicas a pool should have, by a pure policy over its recent load.
 
     load    ongoing and waiting requests of the whole pool
     high    load > replicas * target_ongoing * (1 + tolerance), throughout the last up_delay_s
     low     load < replicas * target_ongoing * (1 - tolerance), throughout the last down_delay_s
     wanted  ceil(load / target_ongoing), within min..max: of the least load while it was high, of
-            the greatest while it was low; the size as it is where it was neither
+            the greatest while it was low; the current size where it was neither
 
-Taking the least of a high while and the greatest of a low one, a spike shorter than up_delay_s
-starts nothing and a dip shorter than down_delay_s stops nothing. At a constant load the size only
-grows or only shrinks, until the delays see nothing else, and `ceil(load / target_ongoing)` leads
-to itself: it never goes there and back.
+Because the least load of a high period counts, a spike shorter than up_delay_s starts nothing.
+Because the greatest load of a low period counts, a dip shorter than down_delay_s stops nothing. At
+a constant load the size changes in one direction only, and `ceil(load / target_ongoing)` is a fixed
+point, so the size never oscillates.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from protocols.spec.services import AutoscaleSpec
 
 @dataclass(frozen=True)
 class LoadHistory:
-    """What the pool's load was: (since when in seconds, requests), oldest first, no two in a row
-    alike. Each holds until the next. `LoadHistory(((0.0, 4), (2.5, 9)))`; empty at the start."""
+    """Hold the loads of a pool as (start in seconds, requests), oldest first, without equal
+    neighbours; each holds until the next. `LoadHistory(((0.0, 4), (2.5, 9)))`; empty at first."""
 
     seen: tuple[tuple[float, int], ...] = ()
 
@@ -32,15 +32,15 @@ class LoadHistory:
 def decide(
     loads: LoadHistory, now_s: float, load: int, replicas: int, spec: AutoscaleSpec
 ) -> tuple[LoadHistory, int]:
-    """The loads with this one, and how many replicas the pool should have from now on.
+    """Return the history with this load added, and how many replicas the pool should have now.
 
-    `now_s` is of a clock that never goes back; `load` the pool's ongoing and waiting requests;
-    `replicas` the size the pool was last given, be they all started yet or not.
+    `now_s` is of a monotonic clock. `load` counts the pool's ongoing and waiting requests.
+    `replicas` is its last target, whether all have started or not.
     """
     seen = loads.seen
     if not seen or seen[-1][1] != load:
         seen = (*seen, (now_s, load))
-    # The load in force when the longer delay began is the oldest that is still looked at.
+    # The load in force when the longer delay began is the oldest that still counts.
     begin = now_s - max(spec.up_delay_s, spec.down_delay_s)
     in_force = max((i for i, (since, _) in enumerate(seen) if since <= begin), default=0)
     seen = seen[in_force:]
@@ -57,7 +57,7 @@ def decide(
 
 
 def _during(seen: tuple[tuple[float, int], ...], begin: float) -> Iterable[int]:
-    """The loads from `begin` on; none where `begin` is before the first, as not all is known."""
+    """Return the loads from `begin` on, or none when the history starts after `begin`."""
     if seen[0][0] > begin:
         return []
     ends = [*(since for since, _ in seen[1:]), math.inf]

@@ -1,10 +1,10 @@
-"""A replica's health: pure transitions over one process's life.
+"""Compute a replica's health by pure transitions over the state of one process.
 
-    start:  DEAD --refit--> HEALTHY <--silence, heartbeat--> SUSPECT --silence--> DEAD, for good
-            any --drain--> DRAINING --silence or loss--> DEAD, for good
+    start:  DEAD --refit--> HEALTHY <--silence, heartbeat--> SUSPECT --silence--> DEAD, final
+            any --drain--> DRAINING --silence or loss--> DEAD, final
 
-What is not drawn changes nothing. So whatever order heartbeats, refits and losses arrive in, a
-process that was given up or is being drained takes no request again; a replacement is a new
+Any other transition changes nothing. In whatever order heartbeats, refits and losses arrive, a
+process that was given up or is draining never takes requests again. A replacement is a new
 `HealthState`.
 """
 
@@ -20,9 +20,9 @@ IN_SERVICE = (ReplicaState.HEALTHY, ReplicaState.SUSPECT)
 
 @dataclass(frozen=True)
 class HealthState:
-    """One process of a replica: its state, and whether that is its last.
+    """Hold the state of one process of a replica, and whether it is final.
 
-    `HealthState()` is being started: DEAD, but not `over`.
+    `HealthState()` is a starting process: DEAD, but not `over`.
     """
 
     state: ReplicaState = ReplicaState.DEAD
@@ -34,22 +34,22 @@ class HealthState:
 
 
 def judge(silent_s: float, spec: HealthSpec) -> ReplicaState:
-    """HEALTHY, SUSPECT or DEAD by the seconds since a replica in service was last heard."""
+    """Return HEALTHY, SUSPECT or DEAD by the seconds since a serving replica's last heartbeat."""
     if silent_s < spec.suspect_after_s:
         return ReplicaState.HEALTHY
     return ReplicaState.SUSPECT if silent_s < spec.dead_after_s else ReplicaState.DEAD
 
 
 def refitted(life: HealthState) -> HealthState:
-    """It was told everything that the replicas beside it were told: a starting one goes to work."""
+    """Return the state after all missed updates were sent: a starting process becomes HEALTHY."""
     starting = life.state is ReplicaState.DEAD and not life.over
     return HealthState(ReplicaState.HEALTHY) if starting else life
 
 
 def silent(life: HealthState, silent_s: float, spec: HealthSpec) -> HealthState:
-    """It was last heard `silent_s` seconds ago; 0 is a heartbeat.
+    """Return the state `silent_s` seconds after the last heartbeat; 0 is a heartbeat.
 
-    A starting process is left alone: how long it may take is its start's own timeout.
+    A starting process is unchanged: the start's own timeout bounds it.
     """
     judged = judge(silent_s, spec)
     if judged is ReplicaState.DEAD and life.state is not ReplicaState.DEAD:
@@ -58,10 +58,10 @@ def silent(life: HealthState, silent_s: float, spec: HealthSpec) -> HealthState:
 
 
 def drained(life: HealthState) -> HealthState:
-    """It is to end what it has, and gets nothing new."""
+    """Return the state of a process that finishes its requests and takes no new ones."""
     return life if life.over else HealthState(ReplicaState.DRAINING)
 
 
 def lost(life: HealthState) -> HealthState:
-    """Its process died, or was given up."""
+    """Return the final state of a process that died or was given up."""
     return HealthState(ReplicaState.DEAD, over=True)

@@ -1,9 +1,9 @@
-"""The lives of replicas: started, replaced when they die, drained when they are too many, moved.
+"""Start replicas, replace lost ones, drain surplus ones and move them between hosts.
 
-(start) process -> actor -> `prepare` -> what it missed -> service
-lost    calls end, the process is ended, a successor starts while the budget of restarts lasts
-drain   no new requests; ended once it has none
-move    drained where its host is left, or crowded; its successor starts elsewhere
+start   process -> actor -> `prepare` -> missed updates -> service
+lost    calls end, the process is ended, a successor starts while the restart budget lasts
+drain   takes no new requests; ended once it has none
+move    drained when its host is left or crowded; its successor starts on another host
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Note = Callable[..., None]
 
 @dataclass
 class PoolTemplate:
-    """How a pool's replicas are made, and the load that its size follows. `check` raises RunError
-    for a process that the actor cannot work in."""
+    """Hold the arguments for new replicas of a pool, and the load that its size follows. `check`
+    raises RunError for a process in which the actor cannot work."""
 
     actor: type[Any]
     args: tuple[Any, ...]
@@ -45,14 +45,14 @@ class PoolTemplate:
     check: Check | None = None
     loads: LoadHistory = field(default_factory=LoadHistory)
     scaling: asyncio.Lock = field(default_factory=asyncio.Lock)
-    refused: str = ""  # what the last scaling by load failed on
-    wait: float = 0.0  # until when (monotonic seconds) none is tried
+    refused: str = ""  # error of the last scaling by load
+    wait: float = 0.0  # time (monotonic seconds) before which no scaling by load is tried
 
 
 class ReplicaLifecycle:
-    """What `services.pool.service` decides, done: it says who is lost, this one replaces it.
+    """Carry out the decisions of `services.pool.service`, which finds lost replicas.
 
-    `pools` is the service's own; `failure` gets what cannot be healed.
+    `pools` belongs to the service. `failure` fails when the service cannot recover.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class ReplicaLifecycle:
     ) -> None:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.roles: dict[str, PoolTemplate] = {}
-        # Monarch finds out who is calling by a context variable. What starts processes must run
-        # in the context of who owns them, whoever's request or report set it off.
+        # Monarch identifies the caller by a context variable. Code that starts processes must run
+        # in the owner's context, whichever request or report triggered it.
         self.context = contextvars.copy_context()
         self._pools, self._processes, self._health = pools, processes, health
         self._spawn_timeout_s, self._note = spawn_timeout_s, note
@@ -84,13 +84,13 @@ class ReplicaLifecycle:
             pool.close("the service was stopped")
         await self._processes.stop()
         if self.failure.done():
-            self.failure.exception()  # seen
+            self.failure.exception()  # mark as retrieved
         else:
             self.failure.cancel()
 
     def resize(self, pool: Pool) -> None:
-        """Start the replicas that are missing; let the surplus drain: those on the last of the
-        role's own workers first, else the highest slots."""
+        """Start missing replicas and drain surplus ones. Replicas on the last of the role's own
+        workers drain first, otherwise those in the highest slots."""
         kept = _staying(pool)
         for replica in sorted(kept, key=self._rank)[pool.target :]:
             replica.life = drained(replica.life)
@@ -108,7 +108,7 @@ class ReplicaLifecycle:
         return on, replica.slot
 
     async def _live(self, pool: Pool, replica: Replica) -> None:
-        """Bring a replica into service, or bury it."""
+        """Bring a replica into service, or replace it."""
         try:
             await self._start(pool, replica, self.roles[pool.role])
         except Exception as error:
@@ -117,13 +117,13 @@ class ReplicaLifecycle:
                 return
             process = replica.process
             if isinstance(error, ForgeError) and not isinstance(error, RunError | PlaneError):
-                return self._fail(error)  # its user's mistake: another try would end the same
+                return self._fail(error)  # a user's mistake: another try would fail the same way
             replica.end(replica.ended or last_line(error))
             if not pool.served and process is not None and self._is_well(replica, process):
                 return self._fail(RunError(f"{replica.name} does not start: {replica.ended}"))
             await self._bury(pool, replica)
             return
-        if replica.process is None:  # scaled down before it had one
+        if replica.process is None:  # scaled down before its process started
             return
         pool.served = True
         lost_at = self._lost_at.pop((pool.role, replica.slot), None)
@@ -140,7 +140,7 @@ class ReplicaLifecycle:
         role: PoolTemplate,
         away_from: ReplicaProcess | None = None,
     ) -> None:
-        """Process, actor, `prepare`, everything that it missed; then, in one turn, service."""
+        """Start process and actor, call `prepare`, send missed updates, and put it into service."""
         spec = pool.spec
         each = spec.procs * spec.gpus
         gpus = range(replica.slot * each, (replica.slot + 1) * each)
@@ -164,7 +164,7 @@ class ReplicaLifecycle:
         while not replica.ended and not pool.is_current(replica):
             try:
                 await pool.catch_up(replica)
-            except PlaneError:  # the store is being replaced: its tensors come back under new keys
+            except PlaneError:  # the store is being replaced; its tensors get new keys
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(RETRY_SECONDS)
@@ -174,21 +174,21 @@ class ReplicaLifecycle:
         pool.changed()
 
     def lost(self, replica: Replica, reason: str) -> None:
-        """A replica died: fail its calls, and replace it."""
+        """Fail the calls of a dead replica, and replace it."""
         pool = self._pools[replica.role]
         if replica.ended or self._stopping:
             return
         served = replica.state in IN_SERVICE
         replica.end(reason)
         pool.changed()
-        if not served:  # whoever starts or drains it sees that it ended
+        if not served:  # the task that starts or drains it sees `ended`
             return
         self._lost_at[pool.role, replica.slot] = time.monotonic()
         self._note("replica_lost", role=pool.role, replica=replica.name, reason=reason)
         self.begin(self._bury(pool, replica))
 
     async def _bury(self, pool: Pool, replica: Replica) -> None:
-        """Replace a dead replica within the role's budget, and end what is left of it."""
+        """End what is left of a dead replica, and replace it within the role's restart budget."""
         if replica.process is not None:
             self._processes.lost(replica.process)
             self.begin(self._processes.discard(replica.process))
@@ -206,12 +206,12 @@ class ReplicaLifecycle:
         successor = Replica(pool.role, replica.slot, replica.generation + 1)
         pool.replicas.append(successor)
         pool.replicas.sort(key=lambda r: r.slot)
-        if replica.process is None:  # it did not even get a process: not at once again
+        if replica.process is None:  # no process started: pause before the next try
             await asyncio.sleep(RETRY_SECONDS)
         await self._live(pool, successor)
 
     async def _drain(self, pool: Pool, replica: Replica) -> None:
-        """Take a replica out of service once its requests have ended."""
+        """End a replica once its requests have ended."""
         begun = time.monotonic()
         while replica.ongoing and not replica.ended:
             if time.monotonic() - begun > DRAIN_SECONDS:
@@ -222,7 +222,7 @@ class ReplicaLifecycle:
             await self._processes.discard(replica.process)
 
     def balance(self) -> None:
-        """Once a host is back, move replicas there from the one that stood in, one at a time."""
+        """Move replicas one at a time from a crowded host to one that has come back."""
         pools = [p for p in self._pools.values() if self.roles[p.role].prepare is None]
         if self._moving or not all(p.is_settled() for p in self._pools.values()):
             return
@@ -234,7 +234,7 @@ class ReplicaLifecycle:
             self.begin(self._move(*chosen))
 
     def leave(self) -> None:
-        """Empty the hosts that are being left; called at every heartbeat."""
+        """Drain replicas on hosts that are being left, and start successors, at every heartbeat."""
         leaving = self._processes.leaving()
         for pool in self._pools.values() if leaving else ():
             for replica in [r for r in _staying(pool) if r.process in leaving]:
@@ -246,8 +246,8 @@ class ReplicaLifecycle:
                 self.begin(self._hand_over(pool, replica, successor))
 
     async def _hand_over(self, pool: Pool, replica: Replica, successor: Replica) -> None:
-        """Let a replica drain and its successor start: beside each other, where it is not one that
-        takes up what the one before left off."""
+        """Drain a replica and start its successor. Both run at once, unless the role has a
+        `prepare`, which continues from the state of the drained replica."""
         draining = self.begin(self._drain(pool, replica))
         if self.roles[pool.role].prepare is not None:
             await asyncio.wait({draining})
@@ -255,7 +255,7 @@ class ReplicaLifecycle:
             await self._live(pool, successor)
 
     async def _move(self, pool: Pool, replica: Replica) -> None:
-        """Start a replica's successor on another host, and drain it when that serves."""
+        """Start a replica's successor on another host, and drain the replica once that serves."""
         successor = Replica(pool.role, replica.slot, replica.generation + 1)
         pool.replicas.append(successor)
         pool.replicas.sort(key=lambda r: r.slot)
@@ -275,7 +275,7 @@ class ReplicaLifecycle:
         finally:
             self._moving = False
             if not self._stopping:
-                self.resize(pool)  # who was scaled or lost meanwhile
+                self.resize(pool)  # for replicas scaled or lost meanwhile
 
     def _fail(self, error: ForgeError) -> None:
         if not self.failure.done():
@@ -285,13 +285,13 @@ class ReplicaLifecycle:
         return not (process.gone() or process.given_up or self.lost_host(replica))
 
     def lost_host(self, replica: Replica) -> bool:
-        """Whether a process of another host is silent for so long, even while it starts, that it
-        may as well not be there: nobody sees that one's end."""
+        """Return whether a remote replica, starting or not, was silent for `dead_after_s`. The end
+        of a remote process is never seen, so silence counts as loss."""
         away = replica.process is not None and not replica.process.local
         return away and time.monotonic() - replica.beaten >= self._health.dead_after_s
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run it beside everything else; held until it is done, and cancelled by `stop`."""
+        """Run `work` as a background task, which `stop` cancels."""
         task = asyncio.create_task(work, context=self.context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -300,10 +300,10 @@ class ReplicaLifecycle:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # None of them raises for what happens to replicas: this is a defect of ours.
+            # No task raises for the loss of a replica, so this is a bug in this package.
             self._fail(RunError(f"the service failed: {error!r}"))
 
 
 def _staying(pool: Pool) -> list[Replica]:
-    """Its replicas that serve or start: neither on their way out nor dead for good."""
+    """Return the replicas that serve or start, without draining and dead ones."""
     return [r for r in pool.replicas if r.state is not ReplicaState.DRAINING and not r.life.over]

@@ -1,13 +1,13 @@
-"""Who is on duty: the hosts of a service follow what a source tells of its workers.
+"""Attach and leave hosts as their source reports workers.
 
-    source.workers() --> for each worker:  hello, same versions --> attach --> Processes.join
-                           ^                                                      |
-                           +-- started again <-- left, empty <-- Processes.leave -+
-                                                 once its hello says that it drains, it was started
-                                                 anew, or the source no longer has it
+    source.workers() --> worker info, same versions --> attach --> ProcessManager.join
+                           ^                                                  |
+                           +-- restarted <-- empty <-- ProcessManager.leave <-+
+                                             once the worker drains, was restarted, or the source
+                                             no longer has it
 
-A worker that only does not answer stays: whether its processes live is told by their heartbeats,
-and a link that was cut comes back.
+A worker that only does not answer stays attached, because a lost connection may come back;
+heartbeats decide whether its processes are alive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from services.hosts.source import HostSource, HostWorker, attach
 from services.pool.process import ProcessHost
 from services.pool.process_manager import ProcessManager
 
-POLL_SECONDS = 1.0  # between two hellos of a worker
+POLL_SECONDS = 1.0  # between two queries of a worker's info
 ATTACH_SECONDS = 30.0
 FIRST_SECONDS = 10.0  # for workers that are being started beside the run
 CLOSE_SECONDS = 5.0  # for a source to give back what it made
@@ -42,8 +42,8 @@ Begin = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
 @dataclass(eq=False)
 class HostMember:
-    """A worker that the source has. `gone` is set once it has it no longer; `joined` resolves when
-    it was attached for the first time, or could not be."""
+    """Hold a worker of the source. `gone` is set once the source no longer has it; `joined`
+    resolves when the first attach succeeded or failed."""
 
     worker: HostWorker
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,11 +53,11 @@ class HostMember:
 
 
 class HostMembership:
-    """Keeps `processes` on the workers of `source` whose versions are `needed`
+    """Keep `processes` on the workers of `source` whose versions are `needed`
     (services.hosts.handshake).
 
-    `begin` runs its work beside everything else; `silent_s` is for how long a host may say nothing
-    before that is noted.
+    `begin` starts background tasks. `silent_s` is the time without an answer after which
+    "host_lost" is noted.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class HostMembership:
         self._order: list[str] = []
 
     async def open(self) -> None:
-        """Attach the workers that there are at first. Raises RunError for one that cannot be."""
+        """Attach the first workers of the source. Raises RunError when one cannot be attached."""
         answers = self._source.workers()
         first = await anext(answers)
         self._follow(first)
@@ -91,7 +91,7 @@ class HostMembership:
         self._begin(self._keep_up(answers))
 
     async def close(self) -> None:
-        """Give back what the source made for the run; the processes have ended."""
+        """Give back the hosts that the source made for the run, after all processes have ended."""
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._source.close()
@@ -107,7 +107,7 @@ class HostMembership:
                     told = ""
                     self._follow(workers)
                 return
-            except ForgeError as error:  # the run goes on with the hosts that it has
+            except ForgeError as error:  # the run continues with its present hosts
                 if str(error) != told:
                     told = str(error)
                     self._note("failed", error="hosts", message=told)
@@ -117,7 +117,7 @@ class HostMembership:
             answers = self._source.workers()
 
     def _follow(self, workers: tuple[HostWorker, ...]) -> None:
-        # By its address as well: a pod that was replaced has the name of the one before.
+        # By address too: a replaced pod has the name of the one before.
         there = {(w.name, w.address): w for w in workers}
         for key in [key for key in self._members if key not in there]:
             self._members.pop(key).gone.set()
@@ -129,7 +129,7 @@ class HostMembership:
         self._processes.arrange(self._order)
 
     async def _attend(self, member: HostMember) -> None:
-        """One worker, for as long as the source has it: through all times that it is started."""
+        """Follow one worker through all its restarts, for as long as the source has it."""
         worker, told = member.worker, ""
         patience = time.monotonic() + FIRST_SECONDS
         while not member.gone.is_set():
@@ -141,8 +141,8 @@ class HostMembership:
                     continue
                 if not member.joined.done():
                     member.joined.set_exception(error)
-                    member.joined.exception()  # seen: who came later is not waited for
-                # Who is away says nothing new every second.
+                    member.joined.exception()  # mark as retrieved: `open` awaits the first only
+                # Note an unreachable worker once, not every second.
                 if str(error) != told and not (told and isinstance(error, WorkerUnreachable)):
                     told = str(error)
                     self._note("host_refused", host=worker.name, reason=told)
@@ -161,19 +161,19 @@ class HostMembership:
             self._note(event, host=worker.name, reason=reason, seconds=seconds)
 
     async def _join(self, worker: HostWorker) -> tuple[WorkerInfo | None, ProcessHost]:
-        if worker.mesh is not None:  # attached already, and its source tells of its end
+        if worker.mesh is not None:  # attached already; its source reports its end
             return None, self._processes.join(worker, worker.mesh)
         hello = await ask_hello(worker.address)
         require_same(worker.address, hello.versions, self._needed)
         if hello.draining:
             raise WorkerUnreachable(f"the worker at {worker.address} is draining; start it again")
-        # By the name under which it was just reached: its own may not be in DNS yet.
+        # By the host just reached: the worker's own name may not be in DNS yet.
         reached, port = host_and_port(worker.address)[0], host_and_port(hello.address)[1]
         [mesh] = await attach([f"tcp://{reached}:{port}"], ATTACH_SECONDS)
         return hello, self._processes.join(worker, mesh)
 
     async def _stay(self, member: HostMember, hello: WorkerInfo | None) -> tuple[str, str]:
-        """Return when the worker is to be left: the event to note, and why."""
+        """Wait until the worker is to be left; return the event to note and the reason."""
         address, name = member.worker.address, member.worker.name
         heard, silent = time.monotonic(), False
         while not member.gone.is_set():

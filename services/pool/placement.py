@@ -1,8 +1,8 @@
-"""On which host a process starts: pure choices over what the hosts are and how busy they are.
+"""Choose the host on which a process starts, by pure functions over hosts and their load.
 
 own workers first    a role's replicas go to the workers of that role, else to those of any
-fewest first         of those with room, the one with the fewest processes, the earlier of equals
-spares               only on workers of any role that take any number: a spare takes nobody's place
+fewest first         of hosts with room, the one with the fewest processes, the earlier of equals
+spares               only on workers of any role and any number, so a spare takes no replica's slot
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Slot:
-    """A host as placement sees it: `Slot("generator", capacity=1, busy=0)`.
+    """Describe a host for placement: `Slot("generator", capacity=1, busy=0)`.
 
-    `role` "" is for any, `capacity` 0 for any number, `busy` the processes there, those that start
-    or end among them (the ranks of one replica are one); `well` is false while it is doubted.
-    A host that is left is no spot.
+    `role` "" means any role and `capacity` 0 any number. `busy` counts the processes there, also
+    those that start or end (the ranks of one replica count as one). `well` is false while the host
+    is suspect. A host that is being left has no slot.
     """
 
     role: str = ""
@@ -26,7 +26,7 @@ class Slot:
     well: bool = True
 
     def fits(self, role: str) -> bool:
-        """Whether a process of that role ("" for a spare) may ever start there."""
+        """Return whether a process of that role ("" for a spare) may ever start there."""
         return self.role in ("", role) and bool(role or not self.capacity)
 
     @property
@@ -35,7 +35,7 @@ class Slot:
 
 
 def choose(spots: Sequence[Slot], role: str, without: int | None = None) -> int | None:
-    """The index of the host for one more process of the role; None while there is none."""
+    """Return the index of the host for one more process of the role, or None."""
     free = [
         i
         for i, spot in enumerate(spots)
@@ -45,8 +45,8 @@ def choose(spots: Sequence[Slot], role: str, without: int | None = None) -> int 
 
 
 def lack(spots: Sequence[Slot], role: str) -> str:
-    """Why no process of the role starts, for people: `"2 workers take generator: 1 full, 1
-    silent"`."""
+    """Return a message why no process of the role starts, such as `"2 workers take generator: 1
+    full, 1 silent"`."""
     fit = [spot for spot in spots if spot.fits(role)]
     if not fit:
         return f"no worker takes {role or 'spares'}"
@@ -57,7 +57,8 @@ def lack(spots: Sequence[Slot], role: str) -> str:
 
 
 def crowded(spots: Sequence[Slot], at_work: Sequence[int]) -> int | None:
-    """The index of a host that has two more at work than another of its role that has room."""
+    """Return the index of a host with at least two more working processes than another host of its
+    role that has room, or None."""
     for role in sorted({spot.role for spot in spots}):
         alike = [i for i, spot in enumerate(spots) if spot.role == role and spot.well]
         least = min((at_work[i] for i in alike if spots[i].has_room), default=None)

@@ -1,13 +1,13 @@
-"""A pool of actor replicas: requests are routed to those in service, and survive their deaths.
+"""Route requests to a pool of actor replicas and retry them when a replica dies.
 
-    route(method, ...)     to one replica; again to another if that one dies, within the deadline
-    fanout(method, ...)    to every replica in service, once
-    update(topic, version, method, ...)   to every replica, and to whoever replaces one later:
-                           a replica is told everything it missed before it serves
-    scale(n)               more replicas start beside the work; fewer drain first
+    route(method, ...)     calls one replica, and another one if that dies before the deadline
+    fanout(method, ...)    calls every replica in service, once
+    update(topic, version, method, ...)   calls every replica, and each later replacement before
+                           that one serves
+    scale(n)               starts more replicas, or drains some, while requests continue
 
-What an actor raises is the caller's exception and nothing else. Only a death, which a heartbeat
-or Monarch's supervision reports, is the replica's.
+An exception that an actor raises is raised to the caller. Only a death, which a heartbeat or
+Monarch's supervision reports, counts against the replica.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from services.pool.routing import ReplicaLoad, new_router
 
 T = TypeVar("T")
 
-DOUBT_SECONDS = 0.25  # how often it is looked at whether an update waits for a silent replica
+DOUBT_SECONDS = 0.25  # between two checks whether an update waits for a silent replica
 
 
 @dataclass(frozen=True)
 class PoolUpdate:
-    """Something that every replica is told; of one topic, higher versions come later."""
+    """Describe a call that every replica receives, by rising version within a topic."""
 
     topic: str
     version: int
@@ -43,7 +43,7 @@ class PoolUpdate:
 
 @dataclass
 class RequestStatus:
-    """A request in flight, for whoever asks what is waited for. `replica` is "" while it waits."""
+    """Describe a request in flight. `replica` is "" while the request waits for one."""
 
     id: str
     method: str
@@ -53,10 +53,10 @@ class RequestStatus:
 
 
 class Pool:
-    """Replicas of one role.
+    """Hold the replicas of one role and route requests to them.
 
-    Who owns the processes (`services.pool.service`) fills `replicas`, and is called back: `resize`
-    when the target changed, `report_death` when a call met a death before its supervision did.
+    The owner of the processes (`services.pool.service`) fills `replicas` and sets two callbacks:
+    `resize` is called when the target changes, `report_death` when a call finds a dead replica.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Pool:
         self.replicas: list[Replica] = []
         self.in_flight: dict[str, RequestStatus] = {}
         self.updates: dict[str, list[PoolUpdate]] = {}
-        self.served = False  # whether any replica ever came into service
-        self.closed = ""  # why no replica comes any more
+        self.served = False  # whether any replica was ever in service
+        self.closed = ""  # why no further replica starts
         self.requests = self.failures = self.retries = self.restarts = 0
         self.resize: Callable[[Pool], None] = lambda pool: None
         self.report_death: Callable[[Replica, str], None] = lambda replica, why: None
@@ -91,12 +91,12 @@ class Pool:
     async def route(
         self, method: str, *args: Any, session: str | None = None, timeout_s: float | None = None
     ) -> Any:
-        """The answer of one replica, within `timeout_s` (default: call_timeout_s), retries
-        included. With the router `session`, requests of one `session` go to the same replica
-        for as long as it serves and has room.
+        """Return the reply of one replica within `timeout_s` (default: call_timeout_s), retries
+        included. With the router `session`, requests of one `session` go to the same replica while
+        it serves and has room.
 
-        Raises what the actor raised, or RunError: nobody answered in time, or `attempts` replicas
-        died of it or under it.
+        Raises the actor's exception, or RunError when no reply arrives in time or `attempts`
+        replicas died during the request.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
@@ -113,7 +113,7 @@ class Pool:
         return answer
 
     def session(self, name: str) -> Callable[..., Awaitable[Any]]:
-        """`route` with that session: `ask = pool.session("u17"); await ask("generate", ...)`."""
+        """Return `route` for a session: `ask = pool.session("u17"); await ask("generate", ...)`."""
 
         async def ask_in_session(method: str, *args: Any, timeout_s: float | None = None) -> Any:
             return await self.route(method, *args, session=name, timeout_s=timeout_s)
@@ -121,8 +121,8 @@ class Pool:
         return ask_in_session
 
     async def fanout(self, method: str, *args: Any) -> list[Any]:
-        """The same call to every replica in service, once, without retries: answers in the order
-        of the replicas. The first failure is raised once all have ended."""
+        """Call every replica in service once, without retries, and return the replies in the order
+        of the replicas. Raises the first failure once all calls have ended."""
 
         async def one(replica: Replica) -> Any:
             try:
@@ -138,11 +138,11 @@ class Pool:
         work: Callable[[Sequence[T]], Awaitable[list[Any]]],
         most: int | None = None,
     ) -> list[Any]:
-        """Share items among `target` calls of `work`, or more of at most `most` items each; the
-        answers come back in order.
+        """Split items over `target` calls of `work`, or more calls of at most `most` items each,
+        and return the results in the order of the items.
 
-        Of n calls every n-th item is one share whoever gets it, so that a share's composition, and
-        with it the rounding of a batched computation, does not depend on who is alive.
+        Of n calls, call i gets every n-th item from i on. The content of a share, and with it the
+        rounding of a batched computation, therefore does not depend on which replicas are alive.
         """
         count = min(max(self.target, -(-len(items) // (most or len(items) or 1))), len(items))
         shares = await gather(work(items[i::count]) for i in range(count))
@@ -154,10 +154,10 @@ class Pool:
     async def update(
         self, topic: str, version: int, method: str, *args: Any, keep: int = 1
     ) -> None:
-        """Tell every replica, and remember the newest `keep` of the topic for those to come.
+        """Send every replica an update, and keep the newest `keep` of the topic for later replicas.
 
-        A version told again replaces what is remembered of it; who was told it is not told twice.
-        Who is silent or dies meanwhile is told when it, or its successor, comes into service.
+        Sending a version again replaces the kept update; replicas that have it do not get it again.
+        A silent replica, or the successor of a dead one, gets it when it comes into service.
         """
         kept = [u for u in self.updates.get(topic, []) if u.version != version]
         kept.append(PoolUpdate(topic, version, method, args))
@@ -165,24 +165,24 @@ class Pool:
         await self.tell()
 
     def remember(self, topic: str, updates: Sequence[PoolUpdate]) -> None:
-        """All that those who come, or are told next, are told of the topic."""
-        # The topic that changed last is told last: what it names may need what came before.
+        """Set the updates of a topic that replicas receive at their start or the next `tell`."""
+        # The topic that changed last is sent last: its update may need the earlier ones.
         self.updates.pop(topic, None)
         self.updates[topic] = list(updates)
 
     async def tell(self) -> None:
-        """Tell every replica in service what it missed. The first failure is raised."""
+        """Send every replica in service its missed updates. Raises the first failure."""
         await gather(self.catch_up(r) for r in self.replicas if r.state is ReplicaState.HEALTHY)
 
     # -- replicas -------------------------------------------------------------------------------
 
     def scale(self, replicas: int) -> None:
-        """Set the target. Returns at once: replicas start, or drain, beside the work."""
+        """Set the target and return at once. Replicas start or drain in the background."""
         self.target = replicas
         self.resize(self)
 
     async def settled(self, timeout_s: float) -> None:
-        """Wait until as many replicas as wanted are in service, and no other is left."""
+        """Wait until exactly `target` replicas exist and all are in service."""
 
         async with asyncio.timeout(timeout_s):
             while not self.is_settled():
@@ -193,10 +193,10 @@ class Pool:
         return len(states) == self.target and set(states) <= {ReplicaState.HEALTHY}
 
     async def catch_up(self, replica: Replica) -> None:
-        """Tell a replica what it missed. Returns without it when it falls silent or dies.
+        """Send a replica its missed updates. Returns early when the replica becomes silent or dies.
 
-        What a silent one was being told it may yet hear, and an update is not told twice: the call
-        stays, and the next to come waits for it too.
+        A silent replica may still receive an update that was sent, and an update is never sent
+        twice. So the pending call stays, and the next `catch_up` waits for the same call.
         """
         if replica.catching_up is None or replica.catching_up.done():
             replica.catching_up = asyncio.create_task(self._catch_up(replica))
@@ -212,20 +212,20 @@ class Pool:
         return not self._missed(replica)
 
     def forget(self, replica: Replica) -> None:
-        """It is no longer one of the pool's."""
+        """Remove a replica from the pool."""
         if replica in self.replicas:
             self.replicas.remove(replica)
         self.changed()
 
     def close(self, why: str) -> None:
-        """No replica comes any more: end those there are, and whoever waits for one."""
+        """End all replicas and all requests that wait for one; no further replica starts."""
         self.closed = why
         for replica in self.replicas:
             replica.end(why)
         self.changed()
 
     def changed(self) -> None:
-        """A replica's state changed: whoever waits for one looks again."""
+        """Wake all requests that wait for a replica after a replica's state changed."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -285,7 +285,7 @@ class Pool:
     async def _seat(
         self, session: str | None, deadline: float, request: RequestStatus, limit: float
     ) -> Replica:
-        """A replica that may take a request, waited for until the deadline."""
+        """Return a replica that may take a request, waiting for one until the deadline."""
         while True:
             most = self.spec.max_ongoing
             free = [r for r in self.replicas if r.life.takes_requests and r.ongoing < most]
@@ -312,7 +312,7 @@ class Pool:
             replica.told[update.topic] = update.version
 
     async def _tell(self, replica: Replica, method: str, args: tuple[Any, ...]) -> Any:
-        """One call to one replica, outside routing. Raises Lost, or what the actor raised."""
+        """Call one replica outside routing. Raises ReplicaLost, RunError or the actor's error."""
         begun = time.time()
         outcome = "failed"
         try:
@@ -357,13 +357,13 @@ class Pool:
 
 
 def _seen(task: asyncio.Task[None]) -> None:
-    """Who waited for it has its failure; where nobody waits any more, the next try meets it."""
+    """Mark the failure as retrieved: a waiter raised it, or the next `catch_up` will."""
     if not task.cancelled():
         task.exception()
 
 
 async def gather(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Await all, then raise the first failure: no call is left running unobserved."""
+    """Await all calls, then raise the first failure, so that no call is left running."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

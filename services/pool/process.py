@@ -1,5 +1,4 @@
-"""What a replica lives in: a process, or several ranks, each with an actor that answers for it.
-And a host that has such."""
+"""Hold a replica's process, or its ranks, each with a heartbeat actor, and the host they run on."""
 
 from __future__ import annotations
 
@@ -20,18 +19,18 @@ from services.hosts.source import HostWorker
 from services.pool.placement import Slot
 from services.proc_info import has_ended
 
-STOP_SECONDS = 3.0  # an idle process stops in 0.5 s, one in a computation not before its end
+STOP_SECONDS = 3.0  # an idle process stops in 0.5 s, a computing one after its computation
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class ReplicaProcess:
-    """One, or `ranks` of one host that live and end together: it is heard when all of them were,
-    and gone with any. `pids` are theirs, none until all answered; `heard` is when they last did
-    (monotonic seconds); `given_up` once Monarch reports it lost, as it does of one that only stood
-    still for too long. `gpus` are the devices of its host that they see; `taken` once a replica
-    lives in it."""
+    """Hold one process, or `ranks` of one host that start and end together. It has answered when
+    all ranks have, and is gone when any rank is. `pids` is empty until all have answered; `heard`
+    is the last time they did (monotonic seconds). `given_up` is set once Monarch reports the
+    process lost, which it may also do for one that was paused too long. `gpus` are the devices of
+    the host that it sees; `taken` is set once a replica uses it."""
 
     name: str
     host: str
@@ -46,12 +45,12 @@ class ReplicaProcess:
 
     @property
     def pulse(self) -> Any:
-        """The pulse of the only one, or of rank 0."""
+        """Return the heartbeat actor of the process, or of rank 0."""
         return self.pulses[0]
 
     @property
     def pid(self) -> int:
-        """That of the only one, or of rank 0; 0 until it answered."""
+        """Return the id of the process, or of rank 0; 0 until it has answered."""
         return self.pids[0] if self.pids else 0
 
     @property
@@ -59,7 +58,7 @@ class ReplicaProcess:
         return time.monotonic() - self.heard
 
     async def beat(self) -> int:
-        """Resident memory in bytes, of all of them."""
+        """Send a heartbeat to all ranks and return their resident memory in bytes."""
         beats: list[Heartbeat] = await asyncio.gather(
             *(finish(p.beat.call_one()) for p in self.pulses)
         )
@@ -67,12 +66,12 @@ class ReplicaProcess:
         return sum(beat.memory_bytes for beat in beats)
 
     def gone(self) -> int:
-        """The id of one that has surely ended, 0 for none: known of this host's alone."""
+        """Return the id of a local process that has ended, 0 for none. Remote ends are not seen."""
         return next((pid for pid in self.pids if has_ended(pid)), 0) if self.local else 0
 
     async def end(self) -> None:
-        """Stop it, and kill it where it does not: a stopped (SIGSTOP) process answers nobody."""
-        with contextlib.suppress(Exception):  # being thrown away: how does not matter
+        """Stop the process, or kill it: a paused (SIGSTOP) process never answers."""
+        with contextlib.suppress(Exception):  # a failed stop is followed by a kill
             await asyncio.wait_for(finish(self.procs.stop()), STOP_SECONDS)
         self.kill()
 
@@ -84,9 +83,9 @@ class ReplicaProcess:
 
 @dataclass(eq=False)
 class ProcessHost:
-    """A machine that processes are started on. `trial` runs while it is doubted, and ends once a
-    process has started there again; `gates` are what to resolve when it is doubted or left.
-    Processes of a `local` one can be killed, and their ends seen."""
+    """Hold a host on which processes are started. `trial` runs while the host is suspect, and ends
+    once a process has started there again. `gates` are resolved when the host becomes suspect or is
+    left. Processes of a `local` host can be killed, and their ends are seen."""
 
     worker: HostWorker
     mesh: HostMesh
@@ -105,14 +104,14 @@ class ProcessHost:
         return Slot(role, capacity, len(self.living), self.trial is None)
 
     def open_gates(self) -> None:
-        """Whoever waits for something there gives it up."""
+        """Wake all tasks that wait for this host, so that they give it up."""
         for gate in self.gates:
             if not gate.done():
                 gate.set_result(None)
 
     async def unless_lost(self, work: asyncio.Task[T], limit: float) -> T:
-        """What `work` returns. RunError when the host is doubted or left, or after `limit` seconds:
-        `work` goes on alone then."""
+        """Return the result of `work`. Raises RunError when the host becomes suspect or is left, or
+        after `limit` seconds; `work` then continues alone."""
         gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.gates.add(gate)
         try:
@@ -126,10 +125,10 @@ class ProcessHost:
 
 
 def by_rank(actors: Any, ranks: int) -> list[Any]:
-    """An actor mesh as one handle for each rank."""
+    """Return one handle for each rank of an actor mesh."""
     return [actors] if ranks == 1 else [actors.slice(procs=rank) for rank in range(ranks)]
 
 
 async def finish(future: Any) -> Any:
-    """A Monarch future as a coroutine, which asyncio can bound."""
+    """Await a Monarch future in a coroutine, which asyncio can bound."""
     return await future

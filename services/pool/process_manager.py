@@ -1,9 +1,9 @@
-"""Processes for replicas: one process mesh each, of one process or of several ranks; warm spares,
-and an end for the dead.
+"""Start, keep warm and end the processes of replicas: one process mesh of one or several ranks
+each.
 
-The only caller of `spawn_procs` beside the client that starts the controller. A process mesh with
-a failed actor takes no new ones, so a replica's successor always gets another. On which host one
-starts is services.pool.placement's; hosts come (`join`) and go (`leave`) meanwhile.
+Apart from the client that starts the controller, only this module calls `spawn_procs`. A process
+mesh with a failed actor accepts no new actors, so a replica's successor gets a new one.
+`services.pool.placement` chooses the host; hosts `join` and `leave` at any time.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from services.pool.process import ProcessHost, ReplicaProcess, by_rank, finish
 SPARE_SECONDS = 1.0  # an idle process answers in a millisecond
 RETRY_SECONDS = 1.0  # between two trials of a host that fails them at once
 START_SHARE = 0.25  # of the time for a start, for one host of several
-ALONE = 2.0  # times dead_after_s without a question: by then its owner has given it up
+ALONE = 2.0  # times dead_after_s without a heartbeat, after which a remote process exits
 
 T = TypeVar("T")
 
 
 class ProcessManager:
-    """Starts processes over the hosts that joined, and keeps `spares` warm ones of each number
-    of threads.
+    """Start processes on the hosts that joined, and keep `spares` warm ones per number of threads.
 
-    `warm` is what a spare does beforehand, in its own process (it is pickled): the imports that
-    take a replica seconds. Of several hosts that take a role, one on which a process fell silent
-    or did not start gets no others until one that is started there on trial answers.
+    `warm` is pickled and runs in a spare's process beforehand: the imports that take a replica
+    seconds. When several hosts take a role, a host on which a process was silent or did not start
+    gets no more of them until a trial process answers there.
     """
 
     def __init__(
@@ -52,12 +51,12 @@ class ProcessManager:
         timeout_s: float = 120.0,
     ) -> None:
         self._hosts: list[ProcessHost] = []
-        self._left: list[ProcessHost] = []  # nothing starts there any more
+        self._left: list[ProcessHost] = []  # hosts being left: no process starts there
         self._health = health
         self._spares: dict[
             asyncio.Task[ReplicaProcess], int
-        ] = {}  # to the threads that it was started for
-        self._threads: set[int] = set()  # that replicas were started with
+        ] = {}  # to the number of threads of the spare
+        self._threads: set[int] = set()  # thread counts of replicas so far
         self._wanted_spares = spares
         self._keeping = False
         self._warm = warm
@@ -76,18 +75,19 @@ class ProcessManager:
         role: str = "any",
         ranks: int = 1,
     ) -> ReplicaProcess:
-        """A process, or several `ranks`, for a replica: a spare, warm or still warming, where one
-        process without a device is asked for and no worker is the role's own, or a new one on a
-        host that takes the role, other than that of `away_from`. It waits for such a host as long
-        as for a start.
+        """Return a process of one or several `ranks` for a replica: a spare, warm or still warming,
+        for one process without a GPU where no worker belongs to the role alone. Otherwise start one
+        on a host that takes the role, not that of `away_from`, waiting for one as long as for a
+        start. Raises RunError at the timeout.
 
-        `name`: lower-case letters and digits; `gpus`: devices of all ranks by number on this host,
-        on another as many that are free there."""
+        `name`: lower-case letters and digits. `gpus`: devices of all ranks by number on this host;
+        on a remote host, as many free ones.
+        """
         if ranks == 1:
             self._threads.add(threads)
         own = any(host.worker.role == role for host in self._hosts)
         while not (gpus or own or self._closed or ranks > 1) and away_from is None:
-            # Of as many threads: OpenMP reads their number once, and torch's results depend on it.
+            # With equal threads: OpenMP reads their number once, and torch's results depend on it.
             fit = (spare for spare, count in self._spares.items() if count == threads)
             warming = next(fit, None)
             if warming is None:
@@ -97,11 +97,11 @@ class ProcessManager:
                 self.keep_spares()
             try:
                 spare = await asyncio.shield(warming)
-            except RunError:  # a spare is a convenience: who needs a process starts one itself
+            except RunError:  # the spare failed: try the next, or start a process
                 continue
             try:
                 await asyncio.wait_for(spare.beat(), SPARE_SECONDS)
-            except Exception:  # dead, stopped or out of reach while it waited: the next, or a new
+            except Exception:  # dead, paused or unreachable: try the next, or start a process
                 self._begin(self.discard(spare))
                 continue
             if self._host_of(spare) in self._left:
@@ -117,29 +117,27 @@ class ProcessManager:
         return process
 
     def keep_spares(self) -> None:
-        """From now on keep the spares: those that are missing, or taken later, start beside the
-        work."""
+        """Keep the wanted number of spares from now on; missing ones start in the background."""
         self._keeping = True
         for threads in sorted(self._threads or {1}):
             there = list(self._spares.values()).count(threads)
             self.warm([threads] * (self._wanted_spares - there))
 
     def warm(self, threads: Sequence[int]) -> None:
-        """Start a spare for each, of so many threads, beside one another; none where every worker
-        is a role's own."""
+        """Start a spare with so many threads for each entry; none if every worker has one role."""
         if self._closed or not any(host.spot.fits("") for host in self._hosts):
             return
         for count in threads:
             self._spares[self._begin(self._start_spare(count))] = count
 
     async def discard(self, process: ReplicaProcess) -> None:
-        """Throw a process away, dead or alive; once more does no harm."""
+        """End a process, dead or alive, and forget it. A second call has no effect."""
         process.kill()
         await process.end()
         self._forget(process)
 
     async def stop(self) -> None:
-        """Stop every process; a dead or silent one does not keep the others."""
+        """Stop every process. A dead or silent one does not delay the others."""
         self._closed = True
         ending = list(self._tasks)
         for task in ending:
@@ -151,14 +149,13 @@ class ProcessManager:
             host.living.clear()
 
     def lost(self, process: ReplicaProcess) -> None:
-        """Its host may be what was lost."""
+        """Mark the host of a lost process as suspect, unless the process is known to have ended."""
         host = self._host_of(process)
         if host is not None and not process.gone():
             self._doubt(host)
 
     def mind(self) -> None:
-        """Ask the spares of other hosts for a sign of life, as the service asks its replicas';
-        called at every heartbeat."""
+        """Send heartbeats to the spares of remote hosts, at every heartbeat of the service."""
         for task, spare in self._warm_spares().items():
             if spare.local:
                 continue
@@ -172,7 +169,7 @@ class ProcessManager:
     # -- hosts that come and go -----------------------------------------------------------------
 
     def join(self, worker: HostWorker, mesh: HostMesh, *, local: bool = False) -> ProcessHost:
-        """From now on processes start there too."""
+        """Add a host on which processes start from now on, and return it."""
         host = ProcessHost(worker, mesh, local)
         self._hosts.append(host)
         self._change()
@@ -181,13 +178,13 @@ class ProcessManager:
         return host
 
     def arrange(self, workers: Sequence[str]) -> None:
-        """Put the hosts in the order of their workers' names: the last are given up first."""
+        """Order the hosts by their workers' names as given; the last are given up first."""
         place = {name: i for i, name in enumerate(workers)}
         self._hosts.sort(key=lambda host: place.get(host.label, -1))
 
     def leave(self, host: ProcessHost) -> None:
-        """Start nothing there any more. Who owns replicas there moves them (`leaving`); spares
-        and whatever starts there end now."""
+        """Start nothing on a host any more, and end its spares and starting processes. The owner of
+        replicas there moves them (`leaving`)."""
         if host not in self._hosts:
             return
         self._hosts.remove(host)
@@ -206,28 +203,28 @@ class ProcessManager:
         self._change()
 
     async def left(self, host: ProcessHost) -> None:
-        """Return once no process is there, and forget the host."""
+        """Wait until the host has no process, and forget the host."""
         while host.living:
             await self._changed.wait()
         self._left.remove(host)
 
     def leaving(self) -> Sequence[ReplicaProcess]:
-        """Processes at work on hosts that are being left."""
+        """Return the processes at work on hosts that are being left."""
         return [p for host in self._left for p in host.living if p.taken]
 
     def rank(self, process: ReplicaProcess) -> int:
-        """Where its host comes among the workers of one role; 0 where they are for any."""
+        """Return the index of a process's host; 0 where its worker takes any role."""
         host = self._host_of(process)
         in_order = host in self._hosts and host is not None and host.worker.role
         return self._hosts.index(host) if in_order and host is not None else 0
 
     def lack(self, role: str) -> str:
-        """Why a process of the role is waited for, for people."""
+        """Return a message why a process of the role does not start."""
         return lack([host.spot for host in self._hosts], role)
 
     def crowded(self) -> Sequence[ReplicaProcess]:
-        """The processes at work on a host that has two more than another of its role, which could
-        take one."""
+        """Return the working processes of a host with two more than another of its role with
+        room."""
         idle = self._warm_spares().values()
         at_work = [[p for p in host.living if p not in idle] for host in self._hosts]
         most = crowded([host.spot for host in self._hosts], [len(there) for there in at_work])
@@ -259,11 +256,11 @@ class ProcessManager:
         without: ProcessHost | None = None,
         ranks: int = 1,
     ) -> tuple[ProcessHost, ReplicaProcess]:
-        """Where one host fails, or turns out to be lost, on another."""
+        """Start a process; when one host fails or is lost, on another."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             host = await self._choose(role, deadline, without)
-            # A name serves once: what Monarch reports of a start given up must not name its heir.
+            # Names are unique: a report about an abandoned start must not match a later process.
             name = f"{stem}x{next(self._count)}"
             limit = self._timeout_s * (START_SHARE if self._is_one_of_several(host) else 1)
             try:
@@ -284,11 +281,11 @@ class ProcessManager:
     def _spawn_on(
         self, host: ProcessHost, name: str, threads: int, gpus: Sequence[int], ranks: int = 1
     ) -> ReplicaProcess:
-        """A process that is being started. It counts at once, for whoever chooses next."""
+        """Return a starting process, which counts at once for the next choice of a host."""
         used = Counter(device for process in host.living for device in process.gpus)
         devices = tuple(d for d in range(len(used) + len(gpus)) if d not in used)[: len(gpus)]
         if host.local and gpus and (there := gpus_here()):
-            # Where there are too few, processes share them: those that the fewest have.
+            # With too few GPUs, processes share those that the fewest processes use.
             devices = tuple(sorted(range(there), key=lambda device: used[device])[: len(gpus)])
         try:
             procs = host.mesh.spawn_procs(
@@ -303,7 +300,7 @@ class ProcessManager:
         return process
 
     async def _started(self, process: ReplicaProcess, limit: float | None) -> ReplicaProcess:
-        """The process, once it has answered."""
+        """Return the process once it has answered."""
         try:
             await asyncio.wait_for(process.beat(), limit)
         except Exception as error:
@@ -315,7 +312,7 @@ class ProcessManager:
         return process
 
     async def _choose(self, role: str, deadline: float, without: ProcessHost | None) -> ProcessHost:
-        """The host for a process of the role, waited for until `deadline`."""
+        """Return the host for a process of the role, waiting for one until `deadline`."""
         while True:
             spots = [host.spot for host in self._hosts]
             at = self._hosts.index(without) if without in self._hosts and without else None
@@ -335,8 +332,8 @@ class ProcessManager:
                 ) from None
 
     def _is_one_of_several(self, host: ProcessHost) -> bool:
-        """Whether another takes what this one does. This host's own is never doubted: what ends
-        here is seen."""
+        """Return whether another host takes the same role. False for this host, whose processes are
+        watched directly."""
         role = host.worker.role
         others = (h for h in self._hosts if h is not host and h.worker.role in ("", role))
         return not host.local and any(others)
@@ -349,8 +346,8 @@ class ProcessManager:
         host.open_gates()
 
     async def _try(self, host: ProcessHost) -> None:
-        """Return once a process starts there. One start waits for the link as long as Monarch
-        lets it: every one that was given up could still come up when the link returns."""
+        """Return once a process starts there. One start waits for as long as Monarch allows: every
+        abandoned start could still come up when the connection returns."""
         while True:
             try:
                 name = f"trialx{next(self._count)}"
@@ -364,16 +361,16 @@ class ProcessManager:
             return
 
     async def _end_late(self, start: asyncio.Task[ReplicaProcess]) -> None:
-        """End a process that comes up when nobody waits for it any more."""
+        """End a process that starts after its start was abandoned."""
         with contextlib.suppress(RunError):
             await self.discard(await start)
 
     async def _hear(self, process: ReplicaProcess) -> None:
-        with contextlib.suppress(Exception):  # its silence is judged by the clock
+        with contextlib.suppress(Exception):  # `mind` judges its silence
             await asyncio.wait_for(process.beat(), self._health.dead_after_s)
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run it beside everything else; cancelled by `stop`."""
+        """Run `work` as a background task, which `stop` cancels."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -382,7 +379,7 @@ class ProcessManager:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # seen: who gave it up does not ask
+            task.exception()  # mark as retrieved: an abandoned start has no reader
 
     def _host_of(self, process: ReplicaProcess) -> ProcessHost | None:
         return next((h for h in (*self._hosts, *self._left) if process in h.living), None)
@@ -394,6 +391,6 @@ class ProcessManager:
             self._change()
 
     def _change(self) -> None:
-        """Hosts or their processes changed: whoever waits for room looks again."""
+        """Wake the tasks that wait for room, after hosts or their processes changed."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,7 +1,7 @@
-"""One replica of a pool: a process and its actor, whether it lives, and calls that know.
+"""Hold one replica of a pool, its process and actor, and call it until a deadline.
 
-A replica of several ranks is asked as one: every call goes to all of them, rank 0's answer counts,
-and the error of any is the call's.
+A call to a replica of several ranks goes to all of them. Rank 0's reply is returned; an error of
+any rank is raised.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.pool.process import ReplicaProcess
 
 
 class ReplicaLost(Exception):
-    """The replica that worked on a call is gone."""
+    """Report that the replica of a call is lost."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -30,17 +30,17 @@ class ReplicaLost(Exception):
 
 
 class ReplicaTimeout(Exception):
-    """No answer by the deadline. Not a TimeoutError: that is what an actor may raise itself."""
+    """Report a missing reply. Not a TimeoutError, which an actor may raise itself."""
 
 
 @dataclass(eq=False)
 class Replica:
-    """One process's life in a slot of a pool; who replaces it is another, of the next generation.
+    """Hold one process in a slot of a pool. Its replacement is a `Replica` of the next generation.
 
-    `actor` is the actor's handle, or that of rank 0, and `others` are those of the other ranks.
-    `told` holds the newest version that it was told, by topic; `catching_up` tells it what it
-    missed. `begun` and `beaten` are when its start began and when it was last heard of (monotonic
-    seconds). `calls` are the calls in flight, cancelled with `ended` set when it dies.
+    `actor` is the actor's handle, or that of rank 0; `others` are the handles of the other ranks.
+    `told` holds the newest version it received, by topic; `catching_up` is the task that sends
+    missed updates. `begun` and `beaten` are the start and the last heartbeat (monotonic seconds).
+    `calls` are the calls in flight; when it dies, `ended` is set and they are cancelled.
     """
 
     role: str
@@ -70,11 +70,11 @@ class Replica:
 
     @property
     def version(self) -> int:
-        """The newest cartridge version it was told; -1 for none."""
+        """Return the newest cartridge version that it received; -1 for none."""
         return self.told.get("cartridge", -1)
 
     def end(self, reason: str) -> None:
-        """It is dead: every call in flight fails with Lost now."""
+        """Mark the replica dead and fail every call in flight with ReplicaLost."""
         self.ended = self.ended or reason
         self.life = lost(self.life)
         for call in list(self.calls):
@@ -89,9 +89,9 @@ class Replica:
 
 
 async def ask(replica: Replica, method: str, args: tuple[Any, ...], deadline: float) -> Any:
-    """One call to one replica until `deadline` (monotonic seconds).
+    """Call one replica and return its reply, until `deadline` (monotonic seconds).
 
-    Raises Lost when it dies, Silent, or what its actor raised.
+    Raises ReplicaLost when it dies, ReplicaTimeout at the deadline, or the actor's exception.
     """
     if replica.ended:
         raise ReplicaLost(replica.ended)
@@ -115,7 +115,7 @@ async def _call(replica: Replica, method: str, args: tuple[Any, ...]) -> Any:
         return await _call_rank(replica.name, replica.actor, method, args)
     handles = (replica.actor, *replica.others)
     names = (f"{replica.name} rank {rank}" for rank in range(len(handles)))
-    # All of them, for of several errors the one that counts may come last; but for a death.
+    # Wait for all ranks, unless one dies: the error that matters may arrive last.
     calls = [_settled(_call_rank(n, h, method, args)) for n, h in zip(names, handles, strict=True)]
     outcomes = await asyncio.gather(*calls)
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
@@ -128,15 +128,14 @@ async def _call(replica: Replica, method: str, args: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """What came of a rank's call."""
+    """Hold the reply of a rank, or its error."""
 
     answer: Any = None
     error: Exception | None = None
 
 
 async def _settled(call: Awaitable[Any]) -> CallOutcome:
-    """What comes of it. Raises Lost alone: who waits for the other ranks of one that is gone may
-    wait for ever."""
+    """Return the outcome. Raises ReplicaLost alone: once a rank is gone, others may never reply."""
     try:
         return CallOutcome(await call)
     except ReplicaLost:
@@ -147,7 +146,7 @@ async def _settled(call: Awaitable[Any]) -> CallOutcome:
 
 async def _call_rank(name: str, handle: Any, method: str, args: tuple[Any, ...]) -> Any:
     try:
-        # A mesh known to be dead refuses at the call, not in the await.
+        # A mesh known to be dead raises at the call, not in the await.
         return await getattr(handle, method).call_one(*args)
     except ActorError as error:
         cause = getattr(error, "exception", None)
@@ -155,11 +154,11 @@ async def _call_rank(name: str, handle: Any, method: str, args: tuple[Any, ...])
             raise
         cause.add_note(f"raised by {name}.{method}")
         raise cause from error
-    except SupervisionError as error:  # Monarch's word that its process or its host is gone
+    except SupervisionError as error:  # its process or its host is gone
         raise ReplicaLost(last_line(error)) from error
 
 
 def last_line(error: BaseException) -> str:
-    """What went wrong, without the remote traceback that Monarch puts before it."""
+    """Return an error's message without the remote traceback that Monarch puts before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__

@@ -1,6 +1,6 @@
-"""Which replica takes a request: pure policies over the replicas that may take one.
+"""Choose the replica that takes a request, by pure policies.
 
-A replica is known by its slot in the pool, which its replacement keeps. Replicas come and go
+A replica is identified by its slot in the pool, which its replacement keeps. Replicas come and go
 between two choices; no policy assumes that it sees the same ones again.
 """
 
@@ -14,37 +14,35 @@ from protocols.spec.services import RouterName
 
 
 class ReplicaLoad(NamedTuple):
-    """A replica that may take a request: its slot in the pool, and the requests it works on. One
-    is made for each replica at each request, and a tuple is made fastest."""
+    """Hold the pool slot and the number of ongoing requests of a replica that may take a request.
+    One is made for each replica at each request; a tuple is the fastest to make."""
 
     slot: int
     ongoing: int
 
 
 class Router(Protocol):
-    """One policy of one pool. `choose` answers the slot of one of `seats`, which are one or more.
-
-    `session` names requests that are better served by one and the same replica.
-    """
+    """Choose a replica by one policy, for one pool. `choose` returns the slot of one of `seats`,
+    which is not empty. Requests of one `session` are served better by the same replica."""
 
     def choose(self, seats: Sequence[ReplicaLoad], session: str | None) -> int: ...
 
 
 class RoundRobin:
-    """Every replica in turn, by slot."""
+    """Choose every replica in turn, by slot."""
 
     def __init__(self) -> None:
         self._last = -1
 
     def choose(self, seats: Sequence[ReplicaLoad], session: str | None = None) -> int:
-        # By slot, not by place in `seats`: a replica that leaves or returns shifts nobody's turn.
+        # By slot, not by index in `seats`: a replica that leaves or returns shifts no other's turn.
         slots = [seat.slot for seat in seats]
         self._last = min((i for i in slots if i > self._last), default=min(slots))
         return self._last
 
 
 class LeastLoaded:
-    """A replica with the fewest ongoing requests; those with equally few take turns."""
+    """Choose a replica with the fewest ongoing requests, and replicas with equally few in turn."""
 
     def __init__(self) -> None:
         self._turns = RoundRobin()
@@ -55,11 +53,11 @@ class LeastLoaded:
 
 
 class SessionAffinity:
-    """The same replica for the same session; the least loaded one for a request without any.
+    """Choose the same replica for the same session, and the least loaded one without a session.
 
-    Rendezvous hashing: each session ranks all replicas, and takes the first of its ranking that is
-    there. So a replica that goes moves its own sessions alone, evenly over the others, and one
-    that comes takes only those that rank it first.
+    Uses rendezvous hashing: each session ranks all replicas and takes the first of its ranking that
+    is in service. A replica that leaves moves only its own sessions, evenly over the others. A
+    replica that joins takes only the sessions that rank it first.
     """
 
     def __init__(self) -> None:
@@ -84,5 +82,5 @@ ROUTERS: dict[RouterName, type[RoundRobin] | type[LeastLoaded] | type[SessionAff
 
 
 def new_router(name: RouterName) -> Router:
-    """The policy that a spec names, for one pool."""
+    """Return a new router of the policy that a spec names."""
     return ROUTERS[name]()

@@ -1,4 +1,4 @@
-"""Service: pools over one or several hosts, each replica a process of its own, kept alive.
+"""Keep pools of replicas alive over one or several hosts, each replica in a process of its own.
 
     service = await Service.of(this_host())
     pool = service.spawn(TeacherReplayActor, n=4, args=(...), role="teacher_replay")
@@ -7,10 +7,10 @@
     pool.scale(8)
     await service.stop()
 
-An actor needs one endpoint, `ready`, which answers once it can work. Every process is asked for a
-sign of life a few times a second: silence makes a replica SUSPECT, then DEAD, and so does Monarch's
-supervision or the end of its process. The dead are replaced until their role's budget of restarts
-is spent; then `failure` has the reason, and whoever drives the service ends it.
+An actor needs one endpoint, `ready`, which returns once the actor can work. Every process is sent
+heartbeats a few times a second. A replica becomes SUSPECT, then DEAD, when it is silent; it becomes
+DEAD when its process ends or Monarch's supervision reports it. Dead replicas are replaced until
+their role's budget of restarts is spent. Then `failure` holds the reason.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from services.pool.process import ReplicaProcess
 from services.pool.process_manager import ProcessManager
 from services.pool.replica import Replica, last_line
 
-# What Monarch says of any actor whose process did not answer it, in place of the actor's own error.
+# Monarch's text for any actor whose process did not answer, in place of the actor's own error.
 UNHEARD = "timeout waiting for message from proc mesh agent"
-WANT_SECONDS = 8.0  # for a source of hosts to take what is wanted; within a call of `forge scale`
-REFUSED_SECONDS = 30.0  # before a scaling by load that was refused is tried again
+WANT_SECONDS = 8.0  # for a source of hosts to accept a request; less than a call of `forge scale`
+REFUSED_SECONDS = 30.0  # before a refused scaling by load is tried again
 
 
 class Service:
-    """Owns processes and the replicas in them. `note(event, **facts)` is told of losses, returns
-    and scalings; `observe(span)` of every request."""
+    """Own processes and the replicas in them. `note(event, **facts)` is called for losses,
+    replacements and scalings, `observe(span)` for every request."""
 
     def __init__(
         self,
@@ -93,15 +93,15 @@ class Service:
         here: Mapping[str, HostMesh] | None = None,
         needed: Mapping[str, str] | None = None,
     ) -> Service:
-        """A service over these hosts; `local` says that their processes are this host's (for
-        those of others see services.hosts.source).
+        """Return a service over these hosts; `local` declares that their processes run on this host
+        (see services.hosts.source for remote hosts).
 
-        Over a source of hosts it follows whoever comes and goes there: workers have the `needed`
-        versions (services.hosts.handshake), and the roles in `here` run on this host, by its mesh.
-        Raises RunError for workers that cannot be used at first.
+        With a source of hosts, the service follows the workers that join and leave. Workers must
+        have the `needed` versions (services.hosts.handshake), and the roles in `here` run on this
+        host, in the given mesh. Raises RunError when the first workers cannot be used.
 
-        In the root client Monarch would end the process for a death that nobody handles: this
-        takes the hook for that. An actor passes what its `__supervise__` gets to `noticed`.
+        In the root client, Monarch would end the process for an unhandled death; this call sets
+        `unhandled_fault_hook` to `noticed`. An actor calls `noticed` from `__supervise__`.
         """
         health, name = health or HealthSpec(), socket.gethostname()
         processes = ProcessManager(health, spares=spares, warm=warm, timeout_s=spawn_timeout_s)
@@ -127,7 +127,7 @@ class Service:
 
     @property
     def failure(self) -> asyncio.Future[None]:
-        """Gets what cannot be healed: a budget that is spent, or a user's mistake."""
+        """Return a future that fails on a spent restart budget or a user's mistake."""
         return self._lives.failure
 
     def spawn(
@@ -141,11 +141,11 @@ class Service:
         prepare: Prepare | None = None,
         check: Check | None = None,
     ) -> Pool:
-        """A pool of `n` replicas of `actor(*args)`, which start meanwhile (`Pool.settled` waits).
+        """Return a pool of `n` replicas of `actor(*args)`; `Pool.settled` waits for their start.
 
-        `spec` says how they run and are routed (n overrides its replicas). `prepare(replica)` is
-        awaited for each new replica before it is told what it missed; `check(process)` before its
-        actor is spawned, and raises RunError for a process that it cannot work in.
+        `spec` defines processes and routing (`n` overrides its replicas). `prepare(replica)` is
+        awaited before a new replica gets its missed updates; `check(process)` before its actor is
+        spawned, and raises RunError for an unusable process.
         """
         name = role or actor.__name__.removesuffix("Actor").lower()
         if name in self.pools:
@@ -162,11 +162,11 @@ class Service:
         return pool
 
     async def scale(self, role: str, replicas: int) -> None:
-        """Set a pool's target, and have hosts for it where those are a role's own.
+        """Set a pool's target, and change the number of hosts where hosts belong to one role.
 
-        For more, hosts are asked for first: RunError where they are refused, and all stays as it
-        was. For fewer, replicas drain first, and then their hosts are given back; both beside the
-        work."""
+        To grow, hosts are requested first; raises RunError, and changes nothing, when refused. To
+        shrink, replicas drain and then hosts are given back, both in the background.
+        """
         pool, source = self.pools[role], self._source
         async with self._lives.roles[role].scaling:
             before = pool.target
@@ -187,8 +187,8 @@ class Service:
             ) from error
 
     async def _give_back(self, source: HostSource, pool: Pool, replicas: int) -> None:
-        """Want fewer hosts once the surplus replicas are gone."""
-        with contextlib.suppress(TimeoutError):  # then whoever is left on them is moved
+        """Request fewer hosts once the surplus replicas are gone."""
+        with contextlib.suppress(TimeoutError):  # replicas left on the hosts are then moved
             await pool.settled(DRAIN_SECONDS)
         async with self._lives.roles[pool.role].scaling:
             if pool.target == replicas:  # not scaled again meanwhile
@@ -198,11 +198,11 @@ class Service:
                     self._note("failed", error="scale", message=str(error))
 
     def warm(self, threads: Sequence[int]) -> None:
-        """Start a process of so many threads for each replica to come, beside other work."""
+        """Start one spare process in the background for each entry, with that many threads."""
         self._processes.warm(threads)
 
     async def ready(self) -> None:
-        """Wait until every pool is settled. Raises what kept one from it."""
+        """Wait until every pool is settled. Raises `failure`, or RunError at the timeout."""
         for pool in list(self.pools.values()):
             waiting = asyncio.ensure_future(pool.settled(self._spawn_timeout_s))
             await asyncio.wait({waiting, self.failure}, return_when=asyncio.FIRST_COMPLETED)
@@ -221,7 +221,7 @@ class Service:
                 ) from error
 
     def keep_spares(self) -> None:
-        """From now on processes wait warm; called once nothing else needs the cores to start."""
+        """Keep warm spares from now on. Called once nothing else needs the cores to start."""
         self._processes.keep_spares()
 
     async def stop(self) -> None:
@@ -231,9 +231,9 @@ class Service:
             await self._roster.close()
 
     def noticed(self, failure: MeshFailure) -> bool:
-        """What Monarch's supervision reports, from any thread. Always True: it is dealt with."""
+        """Handle a report of Monarch's supervision, from any thread. Returns True (handled)."""
         name, report = failure.mesh_name or "", str(failure)
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and the service with it
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(
                 self._supervised, name, report, context=self._lives.context
             )
@@ -242,12 +242,13 @@ class Service:
     # -- watching -------------------------------------------------------------------------------
 
     async def _keep_watch(self) -> None:
-        """Ask every process for a sign of life, judge the silent, and let pools follow load."""
+        """Send heartbeats to every process, judge silent replicas, and scale pools by load."""
         pause = self._health.heartbeat_s
         due = time.monotonic()
         while True:
-            late = time.monotonic() - due > pause  # this process was held up: who seems silent
-            for pool in list(self.pools.values()):  # may have answered meanwhile
+            # This process was held up: a replica that seems silent may have answered meanwhile.
+            late = time.monotonic() - due > pause
+            for pool in list(self.pools.values()):
                 for replica in list(pool.replicas):
                     self._look_at(replica, late)
                 self._autoscale(pool)
@@ -278,13 +279,13 @@ class Service:
         try:
             async with asyncio.timeout(self._health.dead_after_s):
                 memory_bytes = await process.beat()
-        except Exception:  # silence is judged by the clock, a death by supervision
+        except Exception:  # `_look_at` judges silence, supervision a death
             return
         replica.beaten = time.monotonic()
         replica.memory_bytes = memory_bytes
 
     async def _trust_again(self, replica: Replica, life: HealthState) -> None:
-        """It was silent and answers again: in service once it was told what it missed."""
+        """Return a replica that answers again to service, after its missed updates are sent."""
         pool = self.pools[replica.role]
         try:
             await pool.catch_up(replica)
@@ -299,7 +300,7 @@ class Service:
             pool.changed()
 
     def _supervised(self, mesh_name: str, report: str) -> None:
-        """Monarch names the mesh of actors that failed, with a suffix of its own."""
+        """Find the replica of a report, which names the failed actor mesh plus a suffix."""
         name = mesh_name.rpartition("-")[0]
         for replica in [r for pool in self.pools.values() for r in pool.replicas]:
             process = replica.process
@@ -309,7 +310,7 @@ class Service:
             if name in (pulse, replica.actor_name):
                 process.given_up |= name == pulse or UNHEARD in report
                 self._lives.lost(replica, last_reason(report))
-            elif gone := process.gone():  # an actor beside ours: TorchStore's, Monarch's logger
+            elif gone := process.gone():  # another actor failed: TorchStore's, Monarch's logger
                 self._lives.lost(replica, f"its process {gone} has ended")
 
     def _autoscale(self, pool: Pool) -> None:
@@ -336,6 +337,6 @@ class Service:
 
 
 def last_reason(report: str) -> str:
-    """Of Monarch's report of a failure, `MeshFailure(... lines ...)`, the last line."""
+    """Return the last line of Monarch's failure report `MeshFailure(... lines ...)`."""
     lines = [line.strip() for line in report.strip().removesuffix(")").splitlines()]
     return next((line[:300] for line in reversed(lines) if line), "Monarch reported a failure")

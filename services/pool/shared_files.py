@@ -1,4 +1,4 @@
-"""Files that several hosts must see alike: the run directory, the model."""
+"""Check the files that several hosts must share: the run directory and the model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from actors.heartbeat import digest
 from protocols.errors import RunError
 from services.pool.process import ReplicaProcess
 
-LOOK_SECONDS = 30.0  # a shared file system may wake up first
+LOOK_SECONDS = 30.0  # a shared file system may be slow on first access
 
 
 async def same_files(
     process: ReplicaProcess, *, role: str, read: Sequence[str], written: Sequence[str]
 ) -> None:
-    """Raise RunError unless the process sees these files as this one does, and may write beside
-    those in `written`: otherwise a run fails on it an hour later, at its first checkpoint."""
+    """Check that a process on another host has the same files, and can write beside those in
+    `written`. Raises RunError otherwise, instead of at the first checkpoint an hour later."""
     if process.local or not (read or written):
         return
     try:

@@ -1,6 +1,6 @@
-"""Everything that watches a run, behind one `TelemetrySink`.
+"""Combine all telemetry sinks of a run in one `TelemetrySink`.
 
-A sink that fails is told of once and left out from then on: watching never ends a run.
+A sink that fails is reported once and removed, so telemetry never ends a run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.run_directory import RunDirectory
 
 CLOSE_SECONDS = 5.0
 SINKS_REMEDY = "pip install 'cartridge-forge[sinks]', or leave it out"
-# What each optional sink imports, so that its absence is known before anything is started.
+# Imports of each optional sink, checked before anything is started.
 SINK_MODULES: Mapping[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
@@ -31,9 +31,8 @@ SINK_MODULES: Mapping[str, tuple[str, ...]] = {
 
 
 class Telemetry:
-    """A `TelemetrySink` over named sinks. `report(sink, message)` is called once for a sink that
-    failed,
-    in the thread that met the failure. `metrics_url` is None where metrics are not served."""
+    """Pass events to named sinks. `report(sink, message)` is called once for a sink that failed, in
+    the thread of the failure. `metrics_url` is None where metrics are not served."""
 
     def __init__(
         self,
@@ -58,8 +57,8 @@ class Telemetry:
         self._tell(lambda sink: sink.status(status))
 
     def close(self) -> None:
-        """Close all at the same time, within CLOSE_SECONDS together. A sink that takes longer is
-        reported and left to its thread, which does not outlive the process."""
+        """Close all sinks concurrently, within CLOSE_SECONDS. A sink that takes longer is reported
+        and left to its daemon thread."""
         sinks, self._sinks = self._sinks, {}
         done = _close_all(sinks, CLOSE_SECONDS)
         for name in sinks:
@@ -72,7 +71,7 @@ class Telemetry:
             try:
                 tell(sink)
             except Exception as error:
-                # Out before the report: what it does may well come back here as an event.
+                # Removed before the report, which may send an event to this method again.
                 if self._sinks.pop(name, None) is not None:
                     threading.Thread(target=_close, args=(sink, {}, name), daemon=True).start()
                     self._report(name, _message(error))
@@ -92,8 +91,8 @@ def require_sinks(spec: RunSpec) -> None:
 def open_sinks(
     spec: RunSpec, directory: RunDirectory, report: Callable[[str, str], None]
 ) -> Telemetry:
-    """Everything that `spec.mesh.telemetry` asks for, open. Raises SpecError for what cannot be
-    had, and leaves nothing open then."""
+    """Return every sink of `spec.mesh.telemetry`, open. Raises SpecError for one that cannot open,
+    and then closes the others."""
     require_sinks(spec)
     wanted, run, mesh = spec.mesh.telemetry, directory.id, spec.mesh.name
     sinks: dict[str, TelemetrySink] = {}
@@ -136,12 +135,12 @@ def _open(name: str, spec: RunSpec, directory: RunDirectory) -> TelemetrySink:
 def _missing(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is None
-    except ModuleNotFoundError:  # the package that it is in
+    except ModuleNotFoundError:  # its parent package is missing
         return True
 
 
 def _close_all(sinks: Mapping[str, TelemetrySink], seconds: float) -> dict[str, Exception | None]:
-    """name -> what its `close` raised, or None; without those that were not done in time."""
+    """Return name -> the error of its `close`, or None; without sinks not done in time."""
     done: dict[str, Exception | None] = {}
     threads = [
         threading.Thread(target=partial(_close, sink, done, name), daemon=True)

@@ -1,11 +1,11 @@
-"""OpenTelemetry export: spans as traces, steps as metrics, over OTLP/HTTP.
+"""Export to OpenTelemetry: spans as traces, steps as metrics, over OTLP/HTTP.
 
-Where to and how comes from the standard environment variables (OTEL_EXPORTER_OTLP_ENDPOINT,
+The standard environment variables configure it (OTEL_EXPORTER_OTLP_ENDPOINT,
 OTEL_EXPORTER_OTLP_HEADERS, OTEL_METRIC_EXPORT_INTERVAL, OTEL_RESOURCE_ATTRIBUTES, ...).
 
-Each training step is one trace: its root is the step, below it the phases and requests that name
-the same arm and step. The ids of step and trace follow from run, arm and step, because the root
-is known last; what belongs to no step is a trace of its own.
+Each training step is one trace: its root is the step, and its children are the phases and requests
+that name the same arm and step. The ids of step and trace are computed from run, arm and step,
+because the root is exported last. A span without a step is a trace of its own.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from services.telemetry.values import epoch_seconds, losses, role_of
 SERVICE = "cartridge-forge"
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 TIMEOUT = "OTEL_EXPORTER_OTLP_TIMEOUT"
-TIMEOUT_SECONDS = 2.0  # of one export, where the environment does not say: the end waits for it
+TIMEOUT_SECONDS = 2.0  # default for one export, which `close` waits for
 
 
 class OtlpSink:
-    """Exports from threads of the SDK; a collector that is away costs the run nothing.
+    """Export from threads of the SDK, so an unreachable collector does not delay the run.
 
-    Raises SpecError where the environment asks for another protocol than http/protobuf.
+    Raises SpecError where the environment sets a protocol other than http/protobuf.
     """
 
     def __init__(self, run: str, mesh: str) -> None:
@@ -139,20 +139,20 @@ class OtlpSink:
             self._request.record(max(0.0, span.end - span.begin), of)
 
     def status(self, status: RunStatus) -> None:
-        """Prometheus' business: a status is a look, not a measurement."""
+        """Ignore the status: Prometheus exports it."""
 
     def close(self) -> None:
         self._traces.shutdown()
         self._meters.shutdown(timeout_millis=TIMEOUT_SECONDS * 1000)
 
     def _step_ids(self, arm: str, step: int) -> tuple[int, int]:
-        """(trace id, span id) of a step's root."""
+        """Return (trace id, span id) of a step's root."""
         digest = hashlib.sha256(f"{self._run}/{arm}/{step}".encode()).digest()
         return int.from_bytes(digest[:16], "big"), int.from_bytes(digest[16:24], "big")
 
 
 class StepIds(RandomIdGenerator):
-    """Random ids, but for the one span whose (trace id, span id) is put into `next`."""
+    """Generate random ids, but for the one span whose (trace id, span id) is set as `next`."""
 
     next: tuple[int, int] | None = None
 

@@ -1,8 +1,8 @@
-"""What Prometheus scrapes: one registry of its own, fed by what the run tells.
+"""Serve a run's metrics to Prometheus from a registry of its own.
 
-Names, base units and suffixes follow Prometheus' conventions. Moments are exposed as timestamps,
-so that the reader subtracts, and a dead writer cannot claim to be fresh. Counts that the pools
-keep themselves are mirrored from the newest `RunStatus`, never counted a second time.
+Names, base units and suffixes follow Prometheus' conventions. Times are exported as timestamps, so
+that a stopped writer never looks fresh. Counts that the pools keep are copied from the newest
+`RunStatus`, never counted twice.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from protocols.types import TraceSpan
 from services.telemetry.prometheus_channels import ChannelMetrics, TeachersCollector
 from services.telemetry.values import losses, role_of
 
-# Seconds. From a cached answer of the tiny model to a long rollout of a large one.
+# Seconds, from a cached response of the tiny model to a long rollout of a large one.
 BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 )  # fmt: skip
-# What happens to a run without being progress of it.
+# Events that are no progress of the run.
 NO_PROGRESS = frozenset({"stalled", "paused", "resumed", "stopping", "replica_lost", "failed"})
 
-# A second series per counter and histogram, which says when it was made: nobody asks for it.
+# Drops the "_created" series of each counter and histogram, which nothing reads.
 disable_created_metrics()
 
 
 class PrometheusSink:
-    """Serves `/metrics` at `url` until it is closed.
+    """Serve `/metrics` at `url` until it is closed.
 
-    `address` is host:port; port 0 takes a free one. `staleness` is the most versions that a
-    trained token may be old. Raises SpecError for an address that cannot be had.
+    `address` is host:port; port 0 takes a free one. `staleness` is the most versions that a trained
+    token may be behind. Raises SpecError for an address that it cannot listen on.
     """
 
     def __init__(self, address: str, run: str, mesh: str, staleness: int) -> None:
@@ -65,7 +65,7 @@ class PrometheusSink:
                 f"telemetry.metrics: cannot listen on {address}: {error}; choose another address, "
                 "127.0.0.1:0 for any free port, or null for no metrics"
             ) from error
-        # A scraper or a probe that hangs up is not worth a traceback.
+        # Print no traceback for a scraper or a probe that disconnects.
         self._server.handle_error = lambda *_: None  # type: ignore[method-assign]
         self.url = f"http://{host}:{self._server.server_port}/metrics"
 
@@ -216,7 +216,7 @@ class PrometheusSink:
     def span(self, span: TraceSpan) -> None:
         self._progress_at.set_to_current_time()
         if "request" not in span.facts:
-            return  # a phase: its "step" event says the same
+            return  # a phase: its "step" event has the same seconds
         role = role_of(span.lane)
         outcome = str(span.facts["outcome"])
         self._request.labels(role, span.name, outcome).observe(max(0.0, span.end - span.begin))
@@ -233,9 +233,9 @@ class PrometheusSink:
 
 
 class StatusCollector:
-    """The newest `RunStatus` as metrics, made when they are asked for. Its counts are cumulative
-    at their source, so they are shown as they are. A status is frozen and replaced whole: the
-    thread of a scrape sees the old one or the new one."""
+    """Export the newest `RunStatus` when scraped. Its counts are already cumulative, so they are
+    exported unchanged. A status is frozen and replaced whole: the thread of a scrape reads the old
+    one or the new one."""
 
     def __init__(self) -> None:
         self.newest = RunStatus()

@@ -1,6 +1,6 @@
-"""What Prometheus sees of a run with episodes: channels, rewards, flags, and the external teachers.
+"""Export channels, rewards, flags and external teachers of a run with episodes to Prometheus.
 
-Of a run without episodes there is no sample.
+A run without episodes has no samples of these metrics.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from environments.monitors import FLAGS
 from protocols.records.run_files import MetricRow
 
-# What becomes of pairs; the other "teachers/..." of a row's episodes are states.
+# Outcomes of preference pairs; the other "teachers/..." of a row's episodes count states.
 PAIRS = ("trained", "given_up", "unsayable")
 
 
 class ChannelMetrics:
-    """Fed by the rows of metrics.jsonl; a fact that a row lacks stays as it was."""
+    """Update metrics from rows of metrics.jsonl. Facts that a row lacks stay unchanged."""
 
     def __init__(self, to: CollectorRegistry) -> None:
         channel = ["arm", "channel"]
@@ -73,7 +73,7 @@ class ChannelMetrics:
         self._episodes.labels(row.arm, "errored").inc(errored)
         if "reward" in row.episodes:
             self._reward.labels(row.arm).set(row.episodes["reward"])
-        for flag in FLAGS:  # also those that nothing has yet: a 0 says that somebody looked
+        for flag in FLAGS:  # all of them: a 0 shows that the monitor ran
             self._flags.labels(row.arm, flag).inc(row.episodes.get(f"flag/{flag}", 0))
         for name, count in row.episodes.items():
             about, _, what = name.partition("/")
@@ -82,8 +82,8 @@ class ChannelMetrics:
 
 
 class TeachersCollector:
-    """The field `teachers` of the newest "step" event. Its counts are cumulative at their source,
-    over all starts of the run, so they are shown as they are."""
+    """Export the field `teachers` of the newest "step" event. Its counts are already cumulative
+    over all starts of the run, so they are exported unchanged."""
 
     def __init__(self) -> None:
         self.newest: Mapping[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Everything that a run tells of itself, in one place: its files first, then whoever listens.
+"""Record everything that a run reports: first in its files, then to sinks and followers.
 
 event, metric  ->  events.jsonl, metrics.jsonl  ->  sinks (metrics, trace, ...), followers
 span, status   ->  sinks
@@ -20,17 +20,17 @@ from protocols.records.status import RunStatus
 from protocols.types import TraceSpan
 from services.run_directory import RunDirectory
 
-HELD_EVENTS = 1000  # of a follower that does not keep up; the oldest are dropped
+HELD_EVENTS = 1000  # queue length of a slow follower; the oldest are dropped
 
 
 class RunLog:
-    """Writes the run's record; a follower that is slow loses events, the run no time."""
+    """Write the run's files and call its sinks. A slow follower loses events."""
 
     def __init__(self, directory: RunDirectory, sink: TelemetrySink) -> None:
         self._directory = directory
         self._sink = sink
         self._followers: set[asyncio.Queue[Mapping[str, Any] | None]] = set()
-        self.moved = 0  # how often anything was told that is progress
+        self.moved = 0  # number of reports of progress
         self._phase: TraceSpan | None = None
 
     def event(self, name: EventName, **facts: Any) -> None:
@@ -47,7 +47,7 @@ class RunLog:
         self._sink.metric(row)
 
     def span(self, span: TraceSpan) -> None:
-        """A request as a replica served it, or a phase; the request's phase says where it was."""
+        """Report a request or a phase. A request gets the arm and step of the current phase."""
         if self._phase is not None and span.lane != self._phase.lane:
             where = {k: v for k, v in self._phase.facts.items() if k in ("arm", "step")}
             span = replace(span, facts={**where, **span.facts})
@@ -55,7 +55,7 @@ class RunLog:
         self._sink.span(span)
 
     def phase(self, name: str, **facts: str | int | float) -> None:
-        """The run is in this phase from now on, and no longer in the one before; "" for none."""
+        """Begin a phase and end the one before; "" for none."""
         now = time.time()
         if self._phase is not None:
             self.span(replace(self._phase, end=now))
@@ -65,7 +65,7 @@ class RunLog:
         self._sink.status(status)
 
     async def follow(self, replay: int) -> AsyncIterator[Mapping[str, Any]]:
-        """The last `replay` events, then each as it happens, until `end_streams`."""
+        """Yield the last `replay` events, then each new one, until `end_streams`."""
         queue: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue(HELD_EVENTS)
         past = deque(read_rows(self._directory.events), maxlen=replay)
         self._followers.add(queue)
@@ -78,12 +78,12 @@ class RunLog:
             self._followers.discard(queue)
 
     def end_streams(self) -> None:
-        """Nothing more comes: the followers' streams end."""
+        """End the streams of all followers."""
         for queue in self._followers:
             if queue.full():
                 queue.get_nowait()
             queue.put_nowait(None)
 
     def close(self) -> None:
-        """Have the sinks write out what they hold."""
+        """Close the sinks, which write out their buffers."""
         self._sink.close()

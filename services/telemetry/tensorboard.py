@@ -1,10 +1,10 @@
-"""TensorBoard event files, one TensorBoard run an arm, so that arms share charts.
+"""Write TensorBoard event files, one TensorBoard run an arm, so that arms share charts.
 
     <run>/tensorboard/on_policy/events.out.tfevents...
     <run>/tensorboard/offline/...
 
 Records are written at once with TensorBoard's own record writer: its larger writers keep a thread
-and a bounded queue, and a full queue would hold up the run.
+and a bounded queue, and a full queue would block the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _counter = itertools.count()
 
 
 class TensorBoardSink:
-    """Writes under `folder`, one file an arm and a start."""
+    """Write under `folder`, one file for each arm and start."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -50,10 +50,10 @@ class TensorBoardSink:
         self._write(row.arm, row.step, row_values(row))
 
     def span(self, span: TraceSpan) -> None:
-        """No scalar."""
+        """Ignore the span: it has no scalar."""
 
     def status(self, status: RunStatus) -> None:
-        """No scalar that the rows do not have."""
+        """Ignore the status: the rows have its scalars."""
 
     def close(self) -> None:
         for writer in self._arms.values():
@@ -74,7 +74,7 @@ class TensorBoardSink:
         writer = RecordWriter((folder / f"{name}.{next(_counter)}").open("wb"))
         self._arms[arm] = writer
         self._append(arm, Event(file_version="brain.Event:2"))
-        # A resumed run does some steps again: this tells readers to drop the first attempt.
+        # A resumed run repeats some steps: readers then drop the first attempt.
         self._append(arm, Event(step=step, session_log=SessionLog(status=SessionLog.START)))
         return writer
 

@@ -1,17 +1,17 @@
-"""trace.json: the run as Chrome trace events, which Perfetto and chrome://tracing open.
+"""Write trace.json: the run as Chrome trace events, which Perfetto and chrome://tracing open.
 
     controller    |rollout      |score  |train  |publish|rollout ...
     generator[0]  |generate |              |load|  |generate |
     generator[1]  |generate   |            |load|  |generate   |
     doc_teacher[0]              |score|
-    waiting for generator   |----|                  from the wish for a replica until one has it
+    waiting for generator   |----|                  from the request for a replica to its start
 
-A lane is a thread of one process. The viewers nest slices of a lane that lie within each other
-and garble those that merely overlap, so a span that overlaps its lane's last one gets a lane
-beside it ("generator[1] (2)"). Waiting is drawn as asynchronous slices, which may overlap.
+Each replica is a thread of one process. The viewers nest slices of a thread that contain each other
+and garble those that merely overlap, so a span that overlaps its thread's last one gets another
+thread ("generator[1] (2)"). Waiting is drawn as asynchronous slices, which may overlap.
 
 One event a line, written at once, the comma before it: a kill leaves an array without its end,
-which the viewers accept, and `TraceSink` takes up a file where a start before it left off.
+which the viewers accept, and `TraceSink` continues a file of an earlier start.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from services.telemetry.values import epoch_seconds, role_of
 
 NAME = "trace.json"
 CONTROLLER = "controller"
-PID = 1  # all lanes of a run are one process to the viewer
+PID = 1  # all threads of a run are one process to the viewer
 WAIT_MICROSECONDS = 1000  # a shorter wait is routing
 _HEAD, _TAIL = b"[\n", b"\n]\n"
 
 
 class TraceSink:
-    """Appends to `path`. Memory: one number a lane. Times in the file are microseconds since the
-    epoch, whole ones, so that slices that touch do not overlap by rounding."""
+    """Append trace events to `path`. Memory: one number a thread. Times in the file are whole
+    microseconds since the epoch, so that adjacent slices do not overlap by rounding."""
 
     def __init__(self, path: Path, run: str) -> None:
         self._lanes: dict[str, int] = {}  # name -> tid
@@ -50,8 +50,7 @@ class TraceSink:
         self._lane(CONTROLLER)
 
     def _take_up(self) -> None:
-        """Cut the end off a file that a start before this one wrote, torn or whole, and learn
-        its lanes."""
+        """Cut the end off a file of an earlier start, torn or whole, and read its threads."""
         end = 0
         with os.fdopen(os.dup(self._file), "rb") as file:
             file.seek(0)
@@ -77,7 +76,7 @@ class TraceSink:
             os.write(self._file, _HEAD)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Every event but a step's end is a mark on its replica's lane, or across the whole."""
+        """Write every event but "step" as a mark on its replica's thread, or across all threads."""
         name = event["event"]
         if name == "step":
             return
@@ -112,17 +111,17 @@ class TraceSink:
         )  # fmt: skip
 
     def metric(self, row: MetricRow) -> None:
-        """The losses are no part of a trace."""
+        """Ignore the row: a trace has no losses."""
 
     def status(self, status: RunStatus) -> None:
-        """What it says is in the spans."""
+        """Ignore the status: the spans show the same."""
 
     def close(self) -> None:
         os.write(self._file, _TAIL)
         os.close(self._file)
 
     def _free_lane(self, lane: str, begin: int) -> str:
-        """The lane, or the first beside it whose last slice has ended by `begin`."""
+        """Return the thread, or the first beside it whose last slice has ended by `begin`."""
         name, number = lane, 1
         while self._ends.get(name, begin) > begin:
             number += 1
@@ -134,13 +133,13 @@ class TraceSink:
             tid = self._lanes[name] = len(self._lanes) + 1
             at = {"ph": "M", "pid": PID, "tid": tid}
             self._write({"name": "thread_name", **at, "args": {"name": name}})
-            # Without it the viewers sort lanes by name, and the controller among its replicas.
+            # Without it the viewers sort by name, and put the controller among the replicas.
             order = 0 if role_of(name).startswith(CONTROLLER) else tid
             self._write({"name": "thread_sort_index", **at, "args": {"sort_index": order}})
         return self._lanes[name]
 
     def _write(self, event: Mapping[str, Any]) -> None:
         text = json.dumps(event, ensure_ascii=False, allow_nan=False).encode()
-        # One write a line: a kill tears no line, and nothing is held back in our memory.
+        # One write a line: a kill tears no line, and nothing is buffered.
         os.write(self._file, text if self._first else b",\n" + text)
         self._first = False

@@ -1,4 +1,4 @@
-"""The numbers that sinks share: one name for each, whoever shows it."""
+"""Name the numbers that all telemetry sinks show, each in one way."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from protocols.records.run_files import MetricRow
 
 
 def losses(row: MetricRow) -> dict[str, float]:
-    """Channel -> its loss in the step; a channel that had no data has none. A run without episodes
-    has doc_kl alone."""
+    """Return channel -> its loss in the step, without channels that had no data. A run without
+    episodes has doc_kl alone."""
     if not row.channels:
         return {} if row.kl is None else {"doc_kl": row.kl}
     return {name: facts["value"] for name, facts in row.channels.items() if facts["count"]}
 
 
 def row_values(row: MetricRow) -> dict[str, float]:
-    """`{"loss/doc_kl": 0.431, "optimizer/grad_norm": 0.87, ...}`: one step as the seed decides.
+    """Return a step's deterministic values: `{"loss/doc_kl": 0.431, "optimizer/grad_norm": 0.87,
+    ...}`.
 
-    With episodes there are also "grpo/ratio", "cosine/doc_kl/grpo", "episodes/reward" and the like:
-    every fact of the row under its own name.
+    With episodes, every fact of the row is added: "grpo/ratio", "cosine/doc_kl/grpo",
+    "episodes/reward".
     """
     values = {f"loss/{channel}": loss for channel, loss in losses(row).items()}
     for channel, facts in row.channels.items():
@@ -40,7 +41,7 @@ def row_values(row: MetricRow) -> dict[str, float]:
 
 
 def step_values(event: Mapping[str, Any]) -> dict[str, float]:
-    """`{"seconds/rollout": 0.14, "tokens_per_second": 978.3, ...}`: one step as a clock saw it."""
+    """Return a step's measured `{"seconds/rollout": 0.14, "tokens_per_second": 978.3, ...}`."""
     values = {f"seconds/{phase}": seconds for phase, seconds in event["seconds"].items()}
     values["tokens_per_second"] = event["tokens_per_second"]
     values |= {f"bytes/{kind}": count for kind, count in event.get("bytes", {}).items()}
@@ -50,7 +51,7 @@ def step_values(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def evaluated_values(event: Mapping[str, Any]) -> dict[str, float]:
-    """`{"accuracy/greedy": 0.85, "accuracy/sampled": 0.64}`, as far as both were measured."""
+    """Return `{"accuracy/greedy": 0.85, "accuracy/sampled": 0.64}`, as far as measured."""
     values = {"accuracy/greedy": event["accuracy"]}
     if event.get("sampled") is not None:
         values["accuracy/sampled"] = event["sampled"]["accuracy"]
@@ -58,10 +59,10 @@ def evaluated_values(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def role_of(lane: str) -> str:
-    """`role_of("generator[1]") == "generator"`."""
+    """Return the role of a replica's name: `role_of("generator[1]") == "generator"`."""
     return lane.partition("[")[0]
 
 
 def epoch_seconds(event: Mapping[str, Any]) -> float:
-    """When an event of events.jsonl happened, in seconds since the epoch."""
+    """Return the time of an event of events.jsonl, in seconds since the epoch."""
     return datetime.fromisoformat(event["time"]).timestamp()

@@ -1,4 +1,4 @@
-"""Weights & Biases: one W&B run a run, its files under the run directory.
+"""Log to Weights & Biases: one W&B run for each run, with its files under the run directory.
 
 Mode, key, host and project come from the environment (WANDB_MODE, WANDB_API_KEY, WANDB_BASE_URL,
 WANDB_PROJECT, WANDB_ENTITY). `WANDB_MODE=offline` sends nothing; `wandb sync` does later.
@@ -26,21 +26,21 @@ FINISH_SECONDS = 4.0
 
 
 class WandbSink:
-    """Logs under `<arm>/...`, each arm over its own step. A resumed run goes on with its W&B run.
+    """Log under `<arm>/...`, each arm over its own step. A resumed run continues its W&B run.
 
     `spec` becomes the W&B config. Raises SpecError when W&B will not start a run.
     """
 
     def __init__(self, folder: Path, run: str, mesh: str, spec: Mapping[str, Any]) -> None:
         settings = wandb.Settings(
-            console="off",  # a run's output is not W&B's business
+            console="off",  # do not capture the run's output
             quiet=True,
             silent=True,
             disable_git=True,
             disable_code=True,
             x_disable_stats=True,  # Prometheus has the machine's numbers
             init_timeout=START_SECONDS,
-            login_timeout=1,  # never wait for somebody to type a key
+            login_timeout=1,  # never wait for a key on the terminal
             finish_timeout=FINISH_SECONDS,
         )
         project = os.environ.get("WANDB_PROJECT", PROJECT)
@@ -66,10 +66,10 @@ class WandbSink:
         self._log(row.arm, {"step": row.step, "version": row.version, **row_values(row)})
 
     def span(self, span: TraceSpan) -> None:
-        """No scalar."""
+        """Ignore the span: it has no scalar."""
 
     def status(self, status: RunStatus) -> None:
-        """No scalar that the rows do not have."""
+        """Ignore the status: the rows have its scalars."""
 
     def close(self) -> None:
         self._run.finish()

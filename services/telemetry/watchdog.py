@@ -1,8 +1,8 @@
-"""The stall watchdog: notices that nothing moves, says who waits for whom, and keeps the stacks.
+"""Detect a stalled run, report which requests wait for which replicas, and write stack dumps.
 
 run directory/stacks/20260726T101530.120Z/
 ├── controller.txt
-└── generator[0].txt     py-spy's dump of that process, or why there is none and the remedy
+└── generator[0].txt     py-spy's dump of that process, or the reason for none and the remedy
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from services.pool.pool import Pool
 from services.telemetry.recorder import RunLog
 
 LOOK_SECONDS = 1.0  # between two looks at the run as a whole: sinks, watchdog
-STACK_SECONDS = 10.0  # for the stacks of every process of a run that stands still
-NAMED = 8  # requests that a message names; in a stall the oldest tell the story
+STACK_SECONDS = 10.0  # for the stacks of every process of a stalled run
+NAMED = 8  # requests that a message names, the oldest first
 ATTEMPTS = 8  # 2.5 s in all; of a process at work one reading in three was torn
-TORN = "Failed to get stack traces"  # py-spy's words for stacks that changed while it read them
+TORN = "Failed to get stack traces"  # py-spy's error for stacks that changed while it read them
 KILL_SECONDS = 1.0  # for py-spy to be gone after SIGKILL
 PERMISSION = (
     "this process may not read that one's memory; run with CAP_SYS_PTRACE (docker run "
@@ -46,7 +46,7 @@ async def watch(
     spec: WatchdogSpec,
     directory: Path,
 ) -> None:
-    """Once a second: show the sinks where the run stands, and tell when it does not move."""
+    """Send the run's status to the sinks once a second, and report when it makes no progress."""
     now = time.monotonic()
     progress, moved, phase, stalled = ProgressClock(now), recorder.moved, ("", ""), False
     while True:
@@ -71,13 +71,13 @@ async def watch(
         files = await write_stacks(local_processes(pools), directory, STACK_SECONDS)
         stacks = sorted({str(f.path.parent) for f in files if f.path is not None})
         recorder.event("stalled", message=message, stacks=stacks)
-        moved = recorder.moved  # to say so is no progress
+        moved = recorder.moved  # the event itself is no progress
         stalled = True
         show(message=message)
 
 
 def unanswered(pools: Mapping[str, Pool], now: float) -> list[InFlight]:
-    """The requests in flight, and the starts of replicas that have died."""
+    """Return the requests in flight, and the starts of replicas that have died."""
     found = []
     for role, pool in pools.items():
         for r in pool.in_flight.values():
@@ -91,7 +91,7 @@ def unanswered(pools: Mapping[str, Pool], now: float) -> list[InFlight]:
 
 
 def local_processes(pools: Mapping[str, Pool]) -> dict[str, int]:
-    """The processes of this host by name, which py-spy can read: this one's and the replicas'."""
+    """Return name -> process id of this process and of the replicas on this host, for py-spy."""
     here = socket.gethostname()
     return {"controller": os.getpid()} | {
         f"{r.name}.{rank}" if rank else r.name: pid
@@ -103,8 +103,8 @@ def local_processes(pools: Mapping[str, Pool]) -> dict[str, int]:
 
 
 class ProgressClock:
-    """When a run last moved, in seconds of one clock that never goes back. Paused time is not
-    counted."""
+    """Measure the time since a run last made progress, in seconds of a monotonic clock, without
+    paused time."""
 
     def __init__(self, now: float) -> None:
         self._moved = now
@@ -112,14 +112,14 @@ class ProgressClock:
         self._told = False
 
     def made(self, now: float) -> None:
-        """Something progressed: a request was answered, a phase ended, a replica came back."""
+        """Record progress: a request was answered, a phase ended, or a replica came back."""
         self._moved = now
         self._told = False
         if self._paused is not None:
             self._paused = now
 
     def pause(self, now: float) -> None:
-        """The run is held on purpose. Twice is once."""
+        """Stop counting while the run is paused. A second call has no effect."""
         if self._paused is None:
             self._paused = now
 
@@ -129,11 +129,11 @@ class ProgressClock:
             self._paused = None
 
     def silent_s(self, now: float) -> float:
-        """Seconds without progress, those paused left out."""
+        """Return the seconds without progress, paused time excluded."""
         return (now if self._paused is None else self._paused) - self._moved
 
     def stalled(self, now: float, spec: WatchdogSpec) -> bool:
-        """True once for each stall; progress rearms it."""
+        """Return True once for each stall; progress rearms it."""
         if self._told or self._paused is not None or self.silent_s(now) < spec.stall_s:
             return False
         self._told = True
@@ -142,11 +142,9 @@ class ProgressClock:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A request that has not been answered.
-
-    `InFlight("trainer", "trainer[0]", "step", "trainer/17", 61.2, 1)`; `replica` is None while it
-    waits for one, `seconds` counts from its first attempt, `attempt` from 1.
-    """
+    """Describe an unanswered request: `InFlight("trainer", "trainer[0]", "step", "trainer/17",
+    61.2, 1)`. `replica` is None while it waits for one, `seconds` counts from its first attempt,
+    `attempt` from 1."""
 
     role: str
     replica: str | None
@@ -164,7 +162,7 @@ def who_waits(
     stage: str,
     phase: str,
 ) -> str:
-    """One line for people: who waits for whom, oldest first.
+    """Return a one-line message of the waiting requests, oldest first.
 
     `in_service` counts the replicas of each role that take requests. For example "no progress for
     60 s in training on_policy, phase train: controller waits for trainer[0].step (request
@@ -193,9 +191,8 @@ def who_waits(
 
 @dataclass(frozen=True)
 class StackFile:
-    """What became of one process's stacks. `fault` is "" where they were written, else the reason
-    and the remedy, which the file holds too; `path` is None where not even that could be written.
-    """
+    """Describe one process's stack dump. `fault` is "" where it was written, else the reason and
+    the remedy, which the file holds too. `path` is None where the file could not be written."""
 
     name: str
     path: Path | None
@@ -208,9 +205,9 @@ async def write_stacks(
     """Write the Python stacks of local processes to `directory`/stacks/<time>/<name>.txt.
 
     `pids` maps a name ("generator[0]", "controller") to its process on this host. All are read
-    beside one another, within `timeout_s` and a second; no process is paused, so one that is
-    stopped or busy can be read as well. Never raises for what a process, the disk or the machine's
-    permissions do: that is a `fault`.
+    concurrently, within `timeout_s` and a second. No process is paused, so a stopped or busy one
+    can be read as well. Never raises for failures of a process, the disk or permissions: these
+    become a `fault`.
     """
     spy = find_py_spy()
     folder = directory / "stacks" / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}"[:-3]
@@ -230,13 +227,13 @@ async def write_stacks(
 
 
 def find_py_spy() -> str | None:
-    """py-spy beside this interpreter, else on PATH; None where there is none."""
+    """Return the path of py-spy beside this interpreter, else on PATH; None where there is none."""
     beside = os.path.dirname(sys.executable)
     return shutil.which("py-spy", path=beside) or shutil.which("py-spy")
 
 
 async def _dump(spy: str | None, pid: int, timeout_s: float) -> tuple[str, str]:
-    """The stacks and "", or "" and why there are none."""
+    """Return the stacks and "", or "" and the reason for their absence."""
     if pid <= 0:
         return "", "it has no process"
     if spy is None:
@@ -258,9 +255,9 @@ async def _dump(spy: str | None, pid: int, timeout_s: float) -> tuple[str, str]:
 
 
 async def _run_py_spy(spy: str, pid: int) -> tuple[int | None, str, str]:
-    """Its exit status, output and complaint. Ends it when cancelled."""
-    # Reading without pausing: a pause would be felt by a healthy process, is refused for a stopped
-    # one, and would outlast a py-spy that is killed for taking too long.
+    """Return py-spy's exit status, stdout and stderr. Kills it when cancelled."""
+    # Read without pausing: a pause delays a healthy process, is refused for a stopped one, and
+    # outlasts a py-spy that is killed for taking too long.
     command = (spy, "dump", "--nonblocking", "--pid", str(pid))
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
@@ -275,7 +272,7 @@ async def _run_py_spy(spy: str, pid: int) -> tuple[int | None, str, str]:
 
 
 def _reason(pid: int, complaint: str) -> str:
-    """py-spy's complaint in one line, and what helps."""
+    """Return py-spy's error in one line, with the remedy."""
     lines = complaint.partition("Stack backtrace:")[0].split("\n")
     said = " ".join(line.strip() for line in lines if line.strip())
     if not os.path.exists(f"/proc/{pid}") and os.path.isdir("/proc/self"):
