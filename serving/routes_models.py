@@ -1,4 +1,4 @@
-"""What there is to ask for, how the server stands, what it counts."""
+"""Define the routes for models, health and metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serving.routes import REFUSALS
 
 
 class ForgeModels(BaseModel):
-    """What may stand behind a model's name."""
+    """List what a model's name may be extended with."""
 
     cartridges: dict[str, list[int]] = Field(description="versions by name, oldest first")
     strategies: list[str]
@@ -34,7 +34,7 @@ class BaseModelEntry(ModelEntry):
 
 
 class ModelList(BaseModel):
-    """One model: its cartridges and strategies are named behind it, and listed in `forge`."""
+    """List the one served model; `forge` has the cartridges and strategies that extend its name."""
 
     object: Literal["list"] = "list"
     data: list[BaseModelEntry]
