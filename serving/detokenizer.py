@@ -64,8 +64,7 @@ def _beginning(text: str, stop: str) -> int:
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """Describe a token: `offset`, where its text begins in characters, and the likeliest ids `top`.
-    """
+    """Describe a token: its text begins at `offset` characters; `top` has the likeliest tokens."""
 
     id: int
     logprob: float

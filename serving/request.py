@@ -79,7 +79,7 @@ def requests_of(asked: ServingRequest, prefix: PrefixRef) -> list[GenerateReques
 
 
 def drawn_seed(request_id: str) -> int:
-    """Return the seed for a request without one; the reply states it, to get the response again."""
+    """Return the seed for a request without one; the reply states it, for repetition."""
     return _hashed(f"serving/{request_id}")
 
 

@@ -81,8 +81,7 @@ class CompletionWire:
         )
 
     def _likeliest(self, token: TokenRecord) -> dict[str, float]:
-        """Map texts, the sampled token's included, to log-probabilities; equal texts: the likelier.
-        """
+        """Map texts, the sampled token's too, to log-probabilities; equal texts: the likelier."""
         likeliest: dict[str, float] = {}
         for other, logprob in [*token.top[: self._top], (token.id, token.logprob)]:
             likeliest.setdefault(self._token(other)[0], max(logprob, LEAST))
