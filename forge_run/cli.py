@@ -25,11 +25,8 @@ Option = tuple[str, dict[str, Any]]  # its name, and the arguments of add_argume
 
 @dataclass(frozen=True)
 class Command:
-    """Describe a command, or with `verbs` a family of commands.
-
-    `handler` is module:function. It gets the options by name, and returns the exit code or the
-    tables to print.
-    """
+    """Describe a command, or with `verbs` a family of commands. `handler` is module:function. It
+    gets the options by name, and returns the exit code or the tables to print."""
 
     help: str
     handler: str = ""

@@ -32,10 +32,8 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class ConsoleDisplay:
-    """Show a run: `with ConsoleDisplay("longhealth") as display: display.update(status)`.
-
-    Call `update` after every poll; `line` prints a line above the panel. `clock` is for tests.
-    """
+    """Show a run: `with ConsoleDisplay("longhealth") as display: display.update(status)`. Call
+    `update` after every poll; `line` prints a line above the panel. `clock` is for tests."""
 
     def __init__(
         self,

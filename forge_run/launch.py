@@ -62,10 +62,8 @@ def monarch_environment(spec: RunSpec) -> dict[str, str]:
 
 
 def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
-    """Run to the end, or to a checkpoint when interrupted.
-
-    Returns the exit code: 0 finished, 130 / 143 stopped by SIGINT / SIGTERM. Raises ForgeError.
-    """
+    """Run to the end, or to a checkpoint when interrupted. Returns the exit code: 0 finished, 130 /
+    143 stopped by SIGINT / SIGTERM. Raises ForgeError."""
     os.environ.update(monarch_environment(spec))
     caught = SignalFlag()
     console = Console()
@@ -97,11 +95,9 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
 def open_directory(
     spec: RunSpec, run_dir: Path | None, resume: str | None, tell: Callable[[str], None]
 ) -> tuple[RunDirectory, bool]:
-    """Return a new run directory and False, or the one to resume and True.
-
-    A resumed run must have this spec, except for MAY_CHANGE: the hosts, which affect no result, and
-    the trainer's ranks, which affect rounding only. Raises CheckpointError otherwise.
-    """
+    """Return a new run directory and False, or the one to resume and True. A resumed run must have
+    this spec, except for MAY_CHANGE: the hosts, which affect no result, and the trainer's ranks,
+    which affect rounding only. Raises CheckpointError otherwise."""
     root = (run_dir or Path("runs")).absolute()
     if resume == UNFINISHED:
         resume = _unfinished(spec, root, tell)
@@ -149,11 +145,9 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
 
 
 class SignalFlag:
-    """Record SIGINT and SIGTERM instead of ending the process.
-
-    SIGINT is ignored while the mesh's processes are spawned, and they inherit that: a terminal's
-    Ctrl-C reaches the whole process group, but only this process must handle it.
-    """
+    """Record SIGINT and SIGTERM instead of ending the process. SIGINT is ignored while the mesh's
+    processes are spawned, and they inherit that: a terminal's Ctrl-C reaches the whole process
+    group, but only this process must handle it."""
 
     def __init__(self) -> None:
         self.first: int = 0
@@ -242,10 +236,8 @@ def _poll(controller: Any, timeout_s: float) -> Any:
 
 
 def kill_mesh() -> None:
-    """Kill every descendant of this process that Monarch started, with SIGKILL.
-
-    Others stay: the shared memory's janitor waits for its owner's death, and then cleans up.
-    """
+    """Kill every descendant of this process that Monarch started, with SIGKILL. Others stay: the
+    shared memory's janitor waits for its owner's death, and then cleans up."""
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):
             if b"monarch" in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -254,9 +246,7 @@ def kill_mesh() -> None:
 
 def _end(procs: Any) -> None:
     """Stop the controller's process and this client's part of the mesh within END_SECONDS each.
-
-    What does not stop in time (a process busy with its last call) dies with this process.
-    """
+    What does not stop in time (a process busy with its last call) dies with this process."""
     import monarch.actor as monarch
 
     for ending in (procs.stop, monarch.shutdown_context):

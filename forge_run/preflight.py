@@ -21,10 +21,8 @@ def resolved_place(key: str) -> SourceLocation:
 def require_runnable(
     spec: RunSpec, place: Callable[[str], SourceLocation] = resolved_place
 ) -> None:
-    """Raise SpecError when this machine cannot run the spec; every reason is a line.
-
-    `place` returns where a dotted key was written (`LoadedSpec.place`).
-    """
+    """Raise SpecError when this machine cannot run the spec; every reason is a line. `place`
+    returns where a dotted key was written (`LoadedSpec.place`)."""
     faults = unmet(spec, place)
     if faults:
         raise combined(faults)

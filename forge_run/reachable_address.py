@@ -13,10 +13,8 @@ ANYWHERE = ("192.0.2.1", 9)  # a documentation network: reached over the default
 
 def reached_at(hosts: HostsSpec) -> str:
     """Return this host's address: `hosts.reached_at`, else that of the route to the first worker,
-    else of the default route. IPv6 addresses are in brackets.
-
-    Raises SpecError for a name without an address, and where there is no such route.
-    """
+    else of the default route. IPv6 addresses are in brackets. Raises SpecError for a name without
+    an address, and where there is no such route."""
     named = hosts.reached_at
     try:
         if named is not None:

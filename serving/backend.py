@@ -22,18 +22,13 @@ class Backend(Protocol):
         self, requests: Sequence[GenerateRequest], on_tokens: OnTokens | None = None
     ) -> list[Completion]:
         """Return completions in the order of the requests; `on_tokens` gets their tokens as
-        sampled.
-
-        Cancelling ends the decoding. Raises DataError for a malformed request, RunError when no
-        replica answers.
-        """
+        sampled. Cancelling ends the decoding. Raises DataError for a malformed request, RunError
+        when no replica answers."""
         ...
 
     async def load(self, version: int, name: str, path: Path) -> None:
         """Load the file as `PrefixRef("cartridge/<name>", version)` on all current and future
-        replicas.
-
-        Versions only grow. Raises PublishError when the cartridge does not fit the model.
+        replicas. Versions only grow. Raises PublishError when the cartridge does not fit the model.
         """
         ...
 

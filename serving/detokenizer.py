@@ -18,11 +18,9 @@ from protocols.wire.openai_chat import FinishReason
 
 
 class StopFilter:
-    """Pass text on up to the first stop string, independent of how the text is cut into pieces.
-
-    The stop string that is completed first counts; of two that end at one place, the longer one.
-    `cut` is where it begins, in characters from the start of the text; None until one was found.
-    """
+    """Pass text on up to the first stop string, independent of how the text is cut into pieces. The
+    stop string that is completed first counts; of two that end at one place, the longer one. `cut`
+    is where it begins, in characters from the start of the text; None until one was found."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)

@@ -78,10 +78,8 @@ class ApiKeyMiddleware:
 
 class BodyLimitMiddleware:
     """Limit the size of request bodies, uploads separately, and the time in which they arrive.
-
     Reading more raises ApiError 413, or 408 when it is late; ClientDisconnected for an incomplete
-    body.
-    """
+    body."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_upload_bytes: int) -> None:
         self._app, self._max_bytes, self._max_upload_bytes = app, max_bytes, max_upload_bytes
@@ -149,11 +147,9 @@ async def _left(receive: Receive) -> None:
 
 
 class EventStream(EventSourceResponse):
-    """Send events until `[DONE]`, an error event, or the client's disconnect.
-
-    A comment is sent every `keep_alive_s` seconds. `close` is awaited however the stream ends,
-    after `longest_s` seconds at the latest.
-    """
+    """Send events until `[DONE]`, an error event, or the client's disconnect. A comment is sent
+    every `keep_alive_s` seconds. `close` is awaited however the stream ends, after `longest_s`
+    seconds at the latest."""
 
     def __init__(
         self,

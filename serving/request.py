@@ -27,11 +27,8 @@ class StrategyRequest:
 @dataclass(frozen=True)
 class ServingRequest:
     """Ask for `n` responses to each prompt. With `top_logprobs` None no log-probabilities are
-    returned.
-
-    `entries` are the cartridges in the order of their composition, empty for the bare model. With a
-    strategy, which reads `messages`, there is one prompt and one response.
-    """
+    returned. `entries` are the cartridges in the order of their composition, empty for the bare
+    model. With a strategy, which reads `messages`, there is one prompt and one response."""
 
     id: str
     model: str

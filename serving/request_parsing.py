@@ -38,11 +38,9 @@ class RequestLimits:
 
 
 class RequestParser:
-    """Parse requests for one model. Every method raises ApiError.
-
-    The time of a method grows with the length of the text; any thread may call it. `known_strategy`
-    tells whether a strategy of that name exists.
-    """
+    """Parse requests for one model. Every method raises ApiError. The time of a method grows with
+    the length of the text; any thread may call it. `known_strategy` tells whether a strategy of
+    that name exists."""
 
     def __init__(
         self,

@@ -33,11 +33,9 @@ def joined(pieces: Sequence[TextPiece]) -> TextPiece:
 
 
 class CompletionWire:
-    """Write the replies to one completion request.
-
-    `head` has id, created and model; in a stream with usage also `usage`, null except in the last
-    chunk. `token` returns a token's text and bytes. `top` is asked.top_logprobs.
-    """
+    """Write the replies to one completion request. `head` has id, created and model; in a stream
+    with usage also `usage`, null except in the last chunk. `token` returns a token's text and
+    bytes. `top` is asked.top_logprobs."""
 
     def __init__(
         self, head: dict[str, Any], token: Callable[[int], tuple[str, list[int]]], top: int | None

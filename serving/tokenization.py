@@ -27,10 +27,8 @@ class TokenizedPrompt:
 
 
 class Tokenization:
-    """Wrap one model's tokenizer. Methods raise ApiError for invalid text or ids.
-
-    The time to tokenise grows with the length of the text: call those methods in a thread.
-    """
+    """Wrap one model's tokenizer. Methods raise ApiError for invalid text or ids. The time to
+    tokenise grows with the length of the text: call those methods in a thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -26,10 +26,8 @@ async def cartridge_pool(
     cartridges: Mapping[int, tuple[str, Tensor]],
 ) -> AsyncIterator[PoolBackend]:
     """Yield a pool of generators configured as the run's own; they stop at the end of the block.
-
     `documents` (name -> token ids) and `cartridges` (version -> name and KV [L, 2, H_kv, P, D]) are
-    loaded.
-    """
+    loaded."""
     # Imported here: commands that only print do without torch.
     from safetensors.torch import save_file
 

@@ -45,11 +45,8 @@ class ControlTarget:
 
 class ControlClient:
     """Call one: `with ControlClient(ControlTarget("127.0.0.1:41233")) as c: c.scale("generator",
-    2)`.
-
-    Every method raises ControlError for a run that cannot be reached, does not answer in time, or
-    refuses.
-    """
+    2)`. Every method raises ControlError for a run that cannot be reached, does not answer in time,
+    or refuses."""
 
     def __init__(self, target: ControlTarget, connect_seconds: float = CONNECT_SECONDS) -> None:
         self._target = target
@@ -109,9 +106,7 @@ class ControlClient:
 
     def events(self, replay: int) -> Iterator[dict[str, Any]]:
         """Yield the rows of events.jsonl: the last `replay`, then each new one, until the run ends.
-
-        There is no deadline; a lost server is noticed within half a minute.
-        """
+        There is no deadline; a lost server is noticed within half a minute."""
         call = self._stub.Events(pb.EventsRequest(replay=replay), metadata=self._metadata)
         try:
             for answer in call:

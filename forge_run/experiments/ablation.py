@@ -77,10 +77,8 @@ def planned(
     mesh: str, *, overlays: Sequence[str], sets: Sequence[str], seeds: int
 ) -> tuple[Trial, ...]:
     """Return every run's trial, the arms of a seed in sequence; the first seed is the config's.
-
     Raises SpecError for a mesh without episodes, with a zero-weight channel, or without the arm
-    on_policy.
-    """
+    on_policy."""
     sets = (*PLAIN, *sets)
     base = load_spec(mesh, overlays=overlays, sets=(*sweep.PLAIN, *sets))
     learn, objective = base.spec.learn, base.spec.learn.objective
@@ -112,11 +110,9 @@ def planned(
 def ablate(
     plan: Sequence[Trial], root: Path, runner: Runner, say: Callable[[str], None]
 ) -> tuple[TableSection, ...]:
-    """Run what is not finished yet, write ablation.json and return the tables.
-
-    `say` gets a line as each run begins and ends. Raises RunError when a run fails, or when the
-    arms of a seed begin with different episodes.
-    """
+    """Run what is not finished yet, write ablation.json and return the tables. `say` gets a line as
+    each run begins and ends. Raises RunError when a run fails, or when the arms of a seed begin
+    with different episodes."""
     name = plan[0].spec.mesh.name
     record = root / f"ablate-{name}" / "ablation.json"
     first: dict[int, RunDirectory] = {}  # seed -> its first run
@@ -165,11 +161,9 @@ def _first_step(directory: RunDirectory) -> dict[str, Any]:
 
 
 def figures_of(directory: RunDirectory) -> dict[str, float]:
-    """Return reward, gain, accuracy, tokens, wall_seconds and dollars of one finished run.
-
-    Dollars are the spend ledger's: a vote reused from the ledger cost nothing, and a call that was
-    too late for its vote was paid.
-    """
+    """Return reward, gain, accuracy, tokens, wall_seconds and dollars of one finished run. Dollars
+    are the spend ledger's: a vote reused from the ledger cost nothing, and a call that was too late
+    for its vote was paid."""
     results = directory.read_results() or {}
     first, last = _rewards(directory)
     return {

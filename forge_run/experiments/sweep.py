@@ -81,10 +81,8 @@ def planned(
 def sweep(
     spec: SweepSpec, plan: Sequence[Trial], root: Path, runner: Runner, say: Callable[[str], None]
 ) -> list[SweepRow]:
-    """Run what is not finished yet, write the results and return a row of every arm.
-
-    Raises RunError when a run fails; finished runs are kept.
-    """
+    """Run what is not finished yet, write the results and return a row of every arm. Raises
+    RunError when a run fails; finished runs are kept."""
     home = root / f"sweep-{spec.name}"
     record = home / "sweep.json"
     done = {trial.name: run for trial, run in runs_of(plan, root, record, runner, say)}

@@ -48,11 +48,8 @@ NOTE = (
 @dataclass(frozen=True)
 class SweepRow:
     """Hold the results of one arm at one point; `accuracy` and `unparsed` have a value for each
-    seed.
-
-    `tokens` is the mean over the seeds of the tokens trained on; `compression` is 1 for an arm that
-    reads the document, None without a prefix.
-    """
+    seed. `tokens` is the mean over the seeds of the tokens trained on; `compression` is 1 for an
+    arm that reads the document, None without a prefix."""
 
     point: dict[str, Any]  # key of an axis -> its value
     arm: str
@@ -154,9 +151,7 @@ def _gain_cells(gain: Sequence[float] | None) -> tuple[str, str]:
 
 def _gains(spec: SweepSpec, rows: Sequence[SweepRow], row: SweepRow) -> list[float] | None:
     """Return a row's accuracy minus the reference's at its point, by seed; None for the reference.
-
-    Raises RunError for arms of other seeds.
-    """
+    Raises RunError for arms of other seeds."""
     other = next((r for r in rows if r.arm == spec.reference and r.point == row.point), row)
     if row.arm == other.arm:
         return None
@@ -166,8 +161,7 @@ def _gains(spec: SweepSpec, rows: Sequence[SweepRow], row: SweepRow) -> list[flo
 
 
 def interval_text(found: Sequence[float] | None, form: str, scale: float = 1) -> str:
-    """Return both ends as text: `((-0.1, 0.25), "+.1f", 100)` -> `"-10.0 .. +25.0"`; "-" for None.
-    """
+    """Return both ends as text: `((-0.1, 0.25), "+.1f", 100)` -> "-10.0 .. +25.0"; "-" for None."""
     return UNKNOWN if found is None else " .. ".join(format(scale * x, form) for x in found)
 
 
@@ -217,9 +211,7 @@ def _drawings(
 
 def positions(key: str, rows: Sequence[SweepRow]) -> tuple[dict[str, float], bool]:
     """Return the x position of each value of an axis, keyed by its JSON, and whether x is a number.
-
-    P is placed by its compression, other numbers by value, anything else by its index.
-    """
+    P is placed by its compression, other numbers by value, anything else by its index."""
     told = {json.dumps(row.point[key]): row.point[key] for row in rows}
     if key == P_KEY:
         ratios = {

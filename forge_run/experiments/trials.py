@@ -28,10 +28,8 @@ from services.run_directory import RunDirectory
 @dataclass(frozen=True)
 class Trial:
     """Describe one run of several: `Trial("+sdpo", 1, words=("mesh.yaml", "--set", ...),
-    spec=...)`.
-
-    `point` is its position on a sweep's axes, `arms` maps the run's arms to their shown names.
-    """
+    spec=...)`. `point` is its position on a sweep's axes, `arms` maps the run's arms to their shown
+    names."""
 
     arm: str
     seed: int
@@ -65,10 +63,7 @@ def runs_of(
     plan: Sequence[Trial], root: Path, record: Path, runner: Runner, say: Callable[[str], None]
 ) -> Iterator[tuple[Trial, RunDirectory]]:
     """Yield the finished run of every trial, those of earlier calls first, and keep `record`
-    current.
-
-    Raises RunError for a malformed record, and when a run fails or is not the trial's.
-    """
+    current. Raises RunError for a malformed record, and when a run fails or is not the trial's."""
     runs = read_runs(record)
     name = plan[0].spec.mesh.name
     record.parent.mkdir(parents=True, exist_ok=True)
@@ -122,8 +117,7 @@ def unfit(directory: RunDirectory, trial: Trial) -> str | None:
 
 
 def read_runs(record: Path) -> dict[str, str]:
-    """Return trial name -> run id; empty without a record. Raises RunError for a malformed record.
-    """
+    """Return trial name -> run id; empty without a record. Raises RunError for a bad record."""
     if not record.is_file():
         return {}
     try:

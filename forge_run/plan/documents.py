@@ -25,9 +25,7 @@ HEADS = ("document", "from", "tokens", "characters", "hash", "passages of self-s
 
 def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
     """Return the spec with the documents' number and mean tokens, and the plan's sections on them.
-
-    Raises DataError as `read_parts` does.
-    """
+    Raises DataError as `read_parts` does."""
     if learn.self_study is None or learn.data.path is None:
         return learn, []
     tokenizer = _tokenizer(learn.model.path)

@@ -54,8 +54,7 @@ def plan(
 
 
 def size_plan(spec: RunSpec) -> tuple[TableSection, ...]:
-    """Return each role's needs, item by item. Raises SpecError where the model's shape is unknown.
-    """
+    """Return each role's needs, item by item. Raises SpecError for a model of unknown shape."""
     size = model_size(spec.learn.model)
     return (sizing.summary(spec, size), *sizing.details(spec, size))
 
@@ -279,10 +278,8 @@ def step_phases(
     spec: RunSpec, shape: ShapeSpec, base: Workload
 ) -> tuple[tuple[PhaseCost, PhaseCost], ...]:
     """Return (least, most) of each phase on one device: all prompts of one document, or of many.
-
     The work of a phase is shared by the replicas of its role, the trainer's by its ranks. The
-    document re-read is for comparison; a step does not contain it.
-    """
+    document re-read is for comparison; a step does not contain it."""
     roles, learn = spec.mesh.roles, spec.learn
 
     def pair(

@@ -47,10 +47,8 @@ CHUNKED = AttentionKernel(
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """Hold an accelerator's peaks: dense bf16 FLOP/s, memory bytes/s, host link bytes/s.
-
-    `mfu` is the share of `flops` that is reached, 1 for a device whose ceilings were measured.
-    """
+    """Hold an accelerator's peaks: dense bf16 FLOP/s, memory bytes/s, host link bytes/s. `mfu` is
+    the share of `flops` that is reached, 1 for a device whose ceilings were measured."""
 
     name: str
     flops: float
@@ -111,9 +109,7 @@ def attention_flops(
     shape: ShapeSpec, tokens: int, prefix: int, kernel: AttentionKernel = FUSED
 ) -> float:
     """Return forward FLOPs of a causal sequence's attention; each token also sees `prefix` tokens.
-
-    Scores and weighted values cost 2 FLOPs each per query head, head dimension and seen token.
-    """
+    Scores and weighted values cost 2 FLOPs each per query head, head dimension and seen token."""
     seen = prefix + (tokens / 2 if kernel.causal else tokens)
     return 4.0 * shape.layers * shape.heads * shape.head_dim * tokens * seen
 
@@ -127,9 +123,7 @@ def reading(shape: ShapeSpec, tokens: int, value_bytes: int) -> PhaseCost:
 
 def rollout(shape: ShapeSpec, work: Workload, kernel: AttentionKernel = FUSED) -> PhaseCost:
     """Return the cost of decoding: each token reads weights, each distinct cartridge and all own
-    KV.
-
-    The last token is sampled but never read, and of the prompt only the last token has logits.
+    KV. The last token is sampled but never read, and of the prompt only the last token has logits.
     """
     kv = kv_values_per_token(shape) * work.value_bytes
     own = work.samples * (work.prompt + work.response / 2) * kv
@@ -155,10 +149,8 @@ def teacher_cached(shape: ShapeSpec, work: Workload, kernel: AttentionKernel = F
 
 
 def teacher_reading(shape: ShapeSpec, work: Workload) -> PhaseCost:
-    """Return the cost of scoring that reads the whole document again for every sample.
-
-    This is a plain forward with all logits; the cache saves the difference.
-    """
+    """Return the cost of scoring that reads the whole document again for every sample. This is a
+    plain forward with all logits; the cache saves the difference."""
     tokens = work.document + work.sample_tokens
     flops = work.samples * (linear_flops(shape, tokens, tokens) + attention_flops(shape, tokens, 0))
     return PhaseCost(
