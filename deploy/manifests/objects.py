@@ -172,8 +172,7 @@ def policy(
     ingress: Sequence[Object] | None = None,
     egress: Sequence[Object] | None = None,
 ) -> Object:
-    """Return a NetworkPolicy for the pods of `selector`; given directions allow their rules only.
-    """
+    """Return a NetworkPolicy for `selector`'s pods; a direction given allows only its rules."""
     rules = {"ingress": ingress, "egress": egress}
     given = {key: list(value) for key, value in rules.items() if value is not None}
     spec: Object = {"podSelector": {"matchLabels": dict(selector)} if selector else {}}

@@ -24,7 +24,7 @@ Draw = Callable[["Figure"], None]
 Points = Sequence[tuple[int, float]]  # (step, value)
 Curves = dict[str, list[tuple[int, float]]]  # arm -> its points
 
-LINES = dict(zip(TRAINED_ARMS, ("-", "--"), strict=True))  # of arms, where colour means another thing
+LINES = dict(zip(TRAINED_ARMS, ("-", "--"), strict=True))  # where colour is not the arm
 
 COLOURS = {  # (light mode, dark mode)
     "ink": ("#1d2126", "#e6e3dd"), "soft": ("#5a636e", "#a0a8b1"), "line": ("#dcd8cf", "#343a40"),
