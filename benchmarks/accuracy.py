@@ -222,6 +222,7 @@ def rows(study: StudyBench, name: str, kind: str) -> Iterator[list[str]]:
 
 
 def composition(options: argparse.Namespace) -> Iterator[Any]:
+    """Print and yield rows over each order of prefixes, with and without `train.compose`."""
     print("| | questions | " + " | ".join(ORDERS) + " |\n|" + "---|" * (len(ORDERS) + 2))
     for compose in (0.0, options.share):
         sets = [*options.set, f"train.compose={compose}"]

@@ -84,6 +84,7 @@ def teacher(samples: int, most: int, repeats: int) -> dict[str, Any]:
 
 
 def measured(once: Once, repeats: int) -> dict[str, Any]:
+    """Return medians of the seconds of `once`, and the peak memory that it added."""
     found: list[Tensor] = []
     grew = grown_mb(lambda: found.append(once()[1]))
     rounds = [once()[0] for _ in range(repeats)]

@@ -146,8 +146,8 @@ class MeshScale:
     """Describe a mesh of `hosts` with `replicas` readers each, and its step's model time.
 
     Options that shard the work: one heartbeat and one get per host in place of one per process;
-    `stores` that share the readers; `relays`, hosts that pass on what they got; `kept_seats`,
-    requests that do not look at every replica; `controllers` that share the replicas.
+    `stores` that share the readers; `relays`, hosts that forward a version; `kept_seats`, requests
+    that do not look at every replica; `controllers` that share the replicas.
     """
 
     hosts: int

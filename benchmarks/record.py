@@ -61,7 +61,7 @@ SUITE: Mapping[str, tuple[float, Sequence[str]]] = {
 Ratios = Mapping[str, Mapping[str, float]]  # by benchmark, then by name
 
 
-# -- what a benchmark writes ----------------------------------------------------------------------
+# -- records --------------------------------------------------------------------------------------
 
 
 def arguments(doc: str, name: str) -> argparse.ArgumentParser:
@@ -154,7 +154,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-# -- the comparison with the baseline -------------------------------------------------------------
+# -- comparison with the baseline -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def at_work(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, An
     return ratio, {"pools": pools}
 
 
-# -- from nothing ---------------------------------------------------------------------------------
+# -- starting -------------------------------------------------------------------------------------
 
 
 def start(generators: int) -> dict[str, float]:
@@ -226,6 +226,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def from_nothing(generators: int, runs: int) -> dict[str, Any]:
+    """Print and return the first start, the spread of `runs` more, and of the imports alone."""
     before = start(generators)
     starts = [start(generators) for _ in range(runs)]
     results = {

@@ -133,7 +133,7 @@ def bounds(
     }
 
 
-# -- what a piece of code does, counted while it runs, on fake tensors too ------------------------
+# -- counting the work of code while it runs, on fake tensors too ---------------------------------
 
 
 @dataclass
@@ -189,7 +189,7 @@ class _Traffic(TorchDispatchMode):
 
 
 def _bytes(tree: Any) -> int:
-    """Return bytes of the tensors' elements; an expanded one has fewer than its shape says."""
+    """Return bytes of the tensors' elements; an expanded one has fewer than its shape suggests."""
     return sum(
         min(leaf.numel() * leaf.element_size(), int(leaf.untyped_storage().nbytes()))
         for leaf in tree_leaves(tree)
@@ -197,7 +197,7 @@ def _bytes(tree: Any) -> int:
     )
 
 
-# -- what a device really reaches ----------------------------------------------------------------
+# -- measured ceilings of a device ---------------------------------------------------------------
 
 
 def synchronize(device: torch.device) -> None:
@@ -343,7 +343,7 @@ class PhaseStep:
         self._cartridge = tensors["kv"].to(self.device, copy=True)[0]
         await self._plane.delete(packet.key)
 
-    # -- counting: the same forwards without what asks a tensor for its values -------------------
+    # -- counting: the same forwards, without operations that read a tensor's values -------------
 
     def decoding(self, filled: int) -> Callable[[], Tensor]:
         """Return a function that decodes one token of every sample after `filled` tokens."""

@@ -1,7 +1,7 @@
 """Define the commands `forge-run MESH.yaml ...` and `forge COMMAND ...` in one table.
 
-Only argparse is imported here, so `--help` and a bad spec reply in well under a second. A command
-imports what it needs: pydantic for the spec, torch and Monarch for a run, gRPC for a call to one.
+Only argparse is imported here, so `--help` and a bad spec take well under a second. Each command
+imports the rest: pydantic for the spec, torch and Monarch for a run, gRPC for the control plane.
 """
 
 from __future__ import annotations

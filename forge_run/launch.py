@@ -245,8 +245,8 @@ def kill_mesh() -> None:
 
 
 def _end(procs: Any) -> None:
-    """Stop the controller's process and this client's part of the mesh within END_SECONDS each.
-    What does not stop in time (a process busy with its last call) dies with this process."""
+    """Stop the controller's process and this client's part of the mesh, END_SECONDS each. A process
+    that does not stop in time, busy with its last call, dies with this process."""
     import monarch.actor as monarch
 
     for ending in (procs.stop, monarch.shutdown_context):

@@ -52,7 +52,7 @@ TYPES = ("str", "int", "float", "bool", "none")  # added by pydantic to the `loc
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Hold what an application is made of. With `key` None requests need no API key."""
+    """Hold the parts of a server. With `key` None requests need no API key."""
 
     model: str
     backend: Backend
@@ -84,6 +84,7 @@ class Server:
 
 
 def create_door(house: ServerConfig) -> Server:
+    """Return the application with its middleware, its routes and their resources."""
     http = house.http
     admission = Admission(http.max_pending)
     metrics = ServingMetrics(lambda: admission.pending, house.backend.depth)

@@ -1,8 +1,8 @@
 """Convert the tokens of a response to text, up to a stop string. Pure.
 
-Pieces never end inside a character, nor contain a stop string or what may be the start of one.
+Pieces never end inside a character, nor contain a stop string or the possible start of one.
 
-    tokens -> TokenText -> StopFilter -> pieces of text, each with the tokens it is made of
+    tokens -> TokenText -> StopFilter -> pieces of text, each with its tokens
 
 The pieces' concatenation is the whole response, so streamed and whole replies are equal.
 """

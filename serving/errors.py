@@ -34,7 +34,7 @@ KINDS = {
 
 
 class ErrorBody(BaseModel):
-    """Describe an error in OpenAI's fields."""
+    """What went wrong, in OpenAI's fields."""
 
     message: str = Field(description="what is wrong, and the remedy")
     type: str = Field(description="the family of the error")
@@ -43,7 +43,7 @@ class ErrorBody(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """Wrap the error as the body of every response that is not a success."""
+    """The body of every answer that is no success."""
 
     error: ErrorBody
 
@@ -90,6 +90,7 @@ def plain_json(value: Any) -> bytes:
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
+    """Return an ApiError 400."""
     return ApiError(400, message, param=param, code=code)
 
 

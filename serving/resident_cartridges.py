@@ -24,6 +24,8 @@ Key = tuple[str, int]
 
 @dataclass
 class ResidentCartridge:
+    """Track one version: the task that loads it, and the number of requests that use it."""
+
     loading: asyncio.Task[int]
     users: int = 0
     dropped: bool = False

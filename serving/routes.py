@@ -119,6 +119,7 @@ class OpenAIRoutes:
 
 
 def routes(counter: OpenAIRoutes, reader: RequestParser) -> APIRouter:
+    """Return the routes that generate."""
     router = APIRouter(responses=REFUSALS)
 
     @router.post(

@@ -1,7 +1,7 @@
 """Define the admin routes: upload, list and drop cartridges of the library.
 
-With an API key they need it. Without one they serve loopback alone, and no browser: a page from
-elsewhere that makes a browser request 127.0.0.1 sends an Origin, or another Host.
+If the server has an API key, these routes require it. Otherwise they serve loopback alone, and no
+browser: a page that makes a browser request 127.0.0.1 sends an Origin, or another Host.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ Version = Annotated[int | None, Depends(_version)]
 def admin_routes(
     library: CartridgeStore, shelf: ResidentCartridges, *, has_key: bool, loopback: bool
 ) -> APIRouter:
-    """Return the admin routes. With `has_key` the middleware has checked the key; without it
-    requests are served only where `loopback`, so that the server listens on loopback alone."""
+    """Return the admin routes. With `has_key` the middleware checks the key; otherwise these routes
+    are served only if the server listens on `loopback` alone."""
 
     async def local(request: Request) -> None:
         if has_key:

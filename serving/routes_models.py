@@ -16,7 +16,7 @@ from serving.routes import REFUSALS
 
 
 class ForgeModels(BaseModel):
-    """List what a model's name may be extended with."""
+    """What may stand behind a model's name."""
 
     cartridges: dict[str, list[int]] = Field(description="versions by name, oldest first")
     strategies: list[str]
@@ -34,7 +34,7 @@ class BaseModelEntry(ModelEntry):
 
 
 class ModelList(BaseModel):
-    """List the one served model; `forge` has the cartridges and strategies that extend its name."""
+    """One model: its cartridges and strategies are named behind it, and listed in `forge`."""
 
     object: Literal["list"] = "list"
     data: list[BaseModelEntry]
@@ -56,6 +56,7 @@ def model_routes(
     started: int,
     draining: Callable[[], bool],
 ) -> APIRouter:
+    """Return the routes; `started` is in Unix seconds."""
     router = APIRouter(responses=REFUSALS)
 
     @router.get("/v1/models")

@@ -46,11 +46,11 @@ class CartridgeFields(RequestPart):
 
 
 class CartridgeCompletionRequest(CompletionRequest, CartridgeFields):
-    """Extend `/v1/completions` with a cartridge by its source."""
+    """As `/v1/completions`, with a cartridge by its source."""
 
 
 class CartridgeChatRequest(ChatRequest, CartridgeFields):
-    """Extend `/v1/chat/completions` with a cartridge by its source."""
+    """As `/v1/chat/completions`, with a cartridge by its source."""
 
     apply_chat_template_overrides: dict[Literal["enable_thinking"], bool] | None = Field(
         default=None, description="of no effect: taken for templates that do not think"

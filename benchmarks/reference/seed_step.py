@@ -1,4 +1,4 @@
-"""Run the training step of the seed, for comparison: one sample after the other.
+"""Run the seed's training step, for comparison: one sample after the other.
 
     for each sample: the teacher reads the whole document again, then prompt and response
     for each sample: a student forward for "old" log-probabilities
@@ -6,7 +6,7 @@
     clip, Adam, and the cartridge through a file that is flushed to disk
 
 The model is plain transformers with scaled dot-product attention; the loss is the one of
-`learning.losses.doc_kl`, over the same denominator. The cost lies in the order of the calls alone:
+`learning.losses.doc_kl`, over the same denominator. The cost is due to the order of the calls:
 nothing is slowed down, and the teacher's logits are computed for the response tokens only.
 """
 

@@ -65,10 +65,12 @@ class MeshFiles:
 
 
 def instance(spec: RunSpec) -> str:
+    """Return the mesh's name as the value of the instance label."""
     return dashed(spec.mesh.name)
 
 
 def space_of(spec: RunSpec) -> str:
+    """Return the namespace of the mesh."""
     return f"forge-{instance(spec)}"
 
 
@@ -157,7 +159,7 @@ def monarch_mesh(spec: RunSpec, name: str, size: ModelSize) -> Object:
         "forge-worker",
         mine,
         ports={"mesh": WORKER_PORT, "hello": HELLO_PORT},
-        # The worker answers there until it is told to end.
+        # The worker answers there until SIGTERM.
         probes={"readinessProbe": {"httpGet": {"path": "/hello", "port": "hello"}, **_OFTEN}},
         env=[
             _of_pod("POD_IP", "status.podIP"),
@@ -279,8 +281,8 @@ def _runs(spec: RunSpec) -> Object:
 
 
 def network(spec: RunSpec) -> list[Object]:
-    """Return policies that deny everything, then allow what the mesh needs. The mesh's own TCP is
-    neither encrypted nor authenticated: only these policies protect it."""
+    """Return policies that deny all traffic, and allow each connection that the mesh needs. The
+    mesh's own TCP is neither encrypted nor authenticated: only these policies protect it."""
     space, mine = space_of(spec), labels(instance(spec))
     here = labels(instance(spec), "controller")
     own: list[Object] = [{"podSelector": {"matchLabels": mine}}]

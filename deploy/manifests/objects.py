@@ -188,6 +188,7 @@ def budget(name: str, space: str, labelled: Mapping[str, str], **allowed: int) -
 
 
 def claim(name: str, space: str, labelled: Mapping[str, str], mode: str, size: str) -> Object:
+    """Return a PersistentVolumeClaim of access mode `mode`."""
     spec = {"accessModes": [mode], "resources": {"requests": {"storage": size}}}
     return made("v1", "PersistentVolumeClaim", name, space, labelled, spec=spec)
 
@@ -197,6 +198,7 @@ def tcp(*ports: int) -> list[Object]:
 
 
 def from_namespace(label: str, value: str) -> Object:
+    """Return a NetworkPolicy peer: the pods of namespaces with this label."""
     return {"namespaceSelector": {"matchLabels": {label: value}}}
 
 

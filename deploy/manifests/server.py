@@ -170,7 +170,7 @@ def _service(space: str, mine: dict[str, str]) -> Object:
 
 
 def _autoscaler(spec: ServeSpec, space: str, mine: dict[str, str]) -> Object:
-    """A door more before the calls of a door's generators fill half of what they decode at once."""
+    """Add a pod once the pods' calls fill half of what their generators decode at once."""
     role = spec.roles.generator
     half = max(1, role.replicas * role.max_ongoing // 2)
     depth = {"metric": {"name": QUEUE_DEPTH}}

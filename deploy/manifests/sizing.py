@@ -25,7 +25,7 @@ FLOAT = 4
 SCORE_BYTES = 256 * 2**20  # of one layer's scores at a time: learning.model.attention's bound
 SCORE_COPIES = 6  # of a chunk, float32: scores, joined, weights, and their gradients
 LOSS_COPIES = 3  # of the logits, float32: themselves, their log-softmax and its gradient
-HEADROOM = 1.25  # for what the allocator caches, and what is not counted
+HEADROOM = 1.25  # for the allocator's cache, and for uncounted memory
 
 
 def body_parameters(shape: ShapeSpec) -> int:
@@ -207,6 +207,7 @@ def score_bytes(size: ModelSize, rows: PackedShape, prefix: int) -> int:
 
 
 def trainable_numbers(learn: LearnSpec, size: ModelSize) -> int:
+    """Return the numbers that one step trains, over all cartridges."""
     tokens = learn.cartridge.tokens - learn.cartridge.frozen
     return learn.data.patients * tokens * size.kv_values
 
@@ -293,8 +294,8 @@ def model_size(model: ModelSpec) -> ModelSize:
 
 
 def pod_resources(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> Resources:
-    """Return one replica's resources: a core per thread, and host memory for what it holds. That
-    holds with a GPU too, because the overlay for CPUs removes the GPUs."""
+    """Return one replica's resources: a core per thread, and host memory as large as its needs. GPU
+    roles get that memory too, because the overlay for CPUs removes the GPUs."""
     held = role_needs(spec, name, size).held
     if name == "doc_teacher" and role.gpus:
         held = max(held, spilled_bytes(spec.learn, size))

@@ -39,7 +39,7 @@ def command(*, mesh: str, sets: Sequence[str], dry_run: bool) -> int | list[Tabl
 
 def serve(loaded: LoadedServeSpec) -> int:
     """Serve until a signal. Returns the exit code: 0 after SIGTERM, 130 after Ctrl-C. Raises
-    ForgeError for what prevents the start or ended the generators."""
+    ForgeError when the server cannot start or its generators fail."""
     faults = unmet(loaded)
     if faults:
         raise combined(faults)
@@ -62,7 +62,7 @@ def serve(loaded: LoadedServeSpec) -> int:
 
 
 def plan(loaded: LoadedServeSpec) -> list[TableSection]:
-    """Return tables of what would be served, and where; starts nothing."""
+    """Return tables of the model, the limits and the cartridges to serve; starts nothing."""
     from registry.formats.base_model import read_base
     from registry.store import CartridgeStore
 

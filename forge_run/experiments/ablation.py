@@ -110,7 +110,7 @@ def planned(
 def ablate(
     plan: Sequence[Trial], root: Path, runner: Runner, say: Callable[[str], None]
 ) -> tuple[TableSection, ...]:
-    """Run what is not finished yet, write ablation.json and return the tables. `say` gets a line as
+    """Run the unfinished trials, write ablation.json and return the tables. `say` gets a line as
     each run begins and ends. Raises RunError when a run fails, or when the arms of a seed begin
     with different episodes."""
     name = plan[0].spec.mesh.name

@@ -81,8 +81,8 @@ def planned(
 def sweep(
     spec: SweepSpec, plan: Sequence[Trial], root: Path, runner: Runner, say: Callable[[str], None]
 ) -> list[SweepRow]:
-    """Run what is not finished yet, write the results and return a row of every arm. Raises
-    RunError when a run fails; finished runs are kept."""
+    """Run the unfinished trials, write the results and return a row of every arm. Raises RunError
+    when a run fails; finished runs are kept."""
     home = root / f"sweep-{spec.name}"
     record = home / "sweep.json"
     done = {trial.name: run for trial, run in runs_of(plan, root, record, runner, say)}
@@ -125,7 +125,7 @@ def command(
 
 
 def plan_sections(spec: SweepSpec, plan: Sequence[Trial], jobs: int) -> tuple[TableSection, ...]:
-    """Return tables of what would be run."""
+    """Return tables of the planned runs and their budget."""
     learn = [trial.spec.learn for trial in plan]
     budget = (
         ("runs", str(len(plan))),

@@ -62,6 +62,7 @@ def require_documents(learn: LearnSpec) -> list[str]:
 
 
 def told(parts: Corpus) -> list[str]:
+    """Return remarks on documents left out, or read in an unusual way."""
     return [*(f"left out: {x}" for x in parts.left_out), *(f"note: {x}" for x in parts.notes)]
 
 
