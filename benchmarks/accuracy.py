@@ -56,7 +56,7 @@ from training.recipes.accuracy import measure
 from training.recipes.longhealth_prompts import LongHealthPrompts, LongHealthQuestion, read_patients
 from training.rollouts import as_rollout
 
-# Of the documents in a ring, starting with the one that is asked about.
+# The order of prefixes, from a ring of documents that starts with the question's own.
 ORDERS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
     "[A]": lambda ring: ring[:1],
     "[A, B]": lambda ring: ring[:2],
@@ -66,14 +66,14 @@ ORDERS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
 
 @dataclass(frozen=True)
 class RightCount:
-    """So many of n questions answered rightly."""
+    """Count `right` answers of `n` questions."""
 
     right: int
     n: int
 
 
 class StudyBench:
-    """One bank, from where `cartridge.init` starts it."""
+    """Train and evaluate one cartridge bank in this process, initialised by `cartridge.init`."""
 
     def __init__(self, learn: LearnSpec) -> None:
         torch.set_num_threads(1)
@@ -96,7 +96,7 @@ class StudyBench:
         )  # fmt: skip
 
     def train(self, steps: int) -> list[float]:
-        """doc_kl of every step."""
+        """Train and return the doc_kl of every step."""
         trainer, learn = self._trainer, self._learn
         top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
         trainer.begin("on_policy", steps)
@@ -115,24 +115,24 @@ class StudyBench:
         return kls
 
     def prefix(self, ref: PrefixRef) -> Tensor:
-        """What stands before a prompt, as a generator looks it up."""
+        """Return the prefix KV before a prompt, as a generator looks it up."""
         return composed(self._model, [self._single(part.name) for part in ref.parts])
 
     def unmoved(self, ref: PrefixRef) -> Tensor:
-        """The same prefixes with their keys where they were trained, one over the other."""
+        """Return the prefix with keys at the positions they were trained at, which overlap."""
         return torch.cat([self._single(part.name) for part in ref.parts], dim=3)
 
     def ask(
         self, exams: list[LongHealthQuestion], requests: list[GenerateRequest], moved: bool = True
     ) -> RightCount:
-        """Requests are over `moved` compositions, or over `unmoved` ones."""
+        """Answer requests over compositions with `moved` keys, or over `unmoved` ones."""
         lookup = self.prefix if moved else self.unmoved
         done = generate(self._model, requests, lookup, self.tasks.end_ids)
         found = measure(exams, [self.tasks.decode(c.token_ids) for c in done])
         return RightCount(round(found["accuracy"] * found["n"]), found["n"])
 
     def examined(self) -> RightCount:
-        """The held-out questions, each over its own cartridge."""
+        """Answer the held-out questions, each over its own cartridge."""
         exams = self.tasks.exams
         return self.ask(exams, self.tasks.exam_requests(exams, "bench", "cartridge", 0, False))
 
@@ -145,20 +145,20 @@ class StudyBench:
 
 
 def share(found: list[RightCount]) -> str:
-    """`63.1% (58.2% to 67.7%)` of the answers of all runs."""
+    """Return the accuracy over all runs as text: `63.1% (58.2% to 67.7%)`."""
     right, n = sum(f.right for f in found), sum(f.n for f in found)
     low, high = wilson_interval(right, n)
     return f"{right / n:.1%} ({low:.1%} to {high:.1%})"
 
 
 def told(*cells: str) -> list[str]:
-    """Print a row of a Markdown table."""
+    """Print a row of a Markdown table and return it."""
     print("| " + " | ".join(cells) + " |", flush=True)
     return list(cells)
 
 
 def started(mesh: str, sets: list[str], init: str, seed: int) -> dict[str, Any]:
-    """Right answers before and after, and doc_kl of the first and the last step."""
+    """Return the right answers before and after, and doc_kl of the first and the last step."""
     sets = [*sets, f"cartridge.init={init}", f"train.seed={seed}"]
     learn = load_spec(mesh, sets=sets).spec.learn
     study = StudyBench(learn)
@@ -171,7 +171,7 @@ def started(mesh: str, sets: list[str], init: str, seed: int) -> dict[str, Any]:
 
 
 def initialization(options: argparse.Namespace) -> Iterator[Any]:
-    """A row for each start; yields its runs."""
+    """Print a row for each initialization; yields its runs."""
     print("| init | untrained | trained | doc_kl, first step | last five |\n|---|---|---|---|---|")
     first = load_spec(options.mesh, sets=options.set).spec.learn.train.seed
     for init in get_args(Init):
@@ -187,7 +187,7 @@ def initialization(options: argparse.Namespace) -> Iterator[Any]:
 def asked(
     study: StudyBench, exams: list[LongHealthQuestion], kind: str, order: str, moved: bool
 ) -> str:
-    """Right answers over one order of prefixes of a kind, "cartridge" or "document"."""
+    """Return the right answers over one order of prefixes of a kind, "cartridge" or "document"."""
     requests = []
     plain = study.tasks.exam_requests(exams, "bench", kind, 0, False)
     for exam, request in zip(exams, plain, strict=True):
@@ -199,7 +199,7 @@ def asked(
 
 
 def by_owner(study: StudyBench) -> dict[str, list[LongHealthQuestion]]:
-    """The questions that B, the next document, does not have, and those that it has too."""
+    """Split the questions into those that the next document, B, lacks, and those that B has too."""
     names, patients = study.names, study.tasks.patients
     following = dict(zip(names, [*names[1:], names[0]], strict=True))
     texts = {name: {q.text for q in patients[name].questions} for name in names}
@@ -211,7 +211,7 @@ def by_owner(study: StudyBench) -> dict[str, list[LongHealthQuestion]]:
 
 
 def rows(study: StudyBench, name: str, kind: str) -> Iterator[list[str]]:
-    """A row for each kind of question, with keys moved and unmoved."""
+    """Yield a row for each kind of question, with keys moved and unmoved."""
     for whose, exams in by_owner(study).items():
         for moved in (True, False):
             cells = [
@@ -222,6 +222,7 @@ def rows(study: StudyBench, name: str, kind: str) -> Iterator[list[str]]:
 
 
 def composition(options: argparse.Namespace) -> Iterator[Any]:
+    """Print and yield rows over each order of prefixes, with and without `train.compose`."""
     print("| | questions | " + " | ".join(ORDERS) + " |\n|" + "---|" * (len(ORDERS) + 2))
     for compose in (0.0, options.share):
         sets = [*options.set, f"train.compose={compose}"]

@@ -38,11 +38,11 @@ from learning.scoring import score_kept
 SHAPE = SETTINGS["tiny"].shape
 TOKENS, DOCUMENT = 1024, 4096
 CHUNK_BYTES = 32 * 2**20
-Once = Callable[[], tuple[tuple[float, ...], Tensor]]  # processor seconds, and what was computed
+Once = Callable[[], tuple[tuple[float, ...], Tensor]]  # processor seconds, and the result
 
 
 def student(prefix: int, most: int, repeats: int) -> dict[str, Any]:
-    """Seconds forward and backward with at most `most` bytes of a layer's scores at once."""
+    """Return seconds forward and backward with at most `most` bytes of a layer's scores at once."""
     attention.SCORE_BYTES = most
     model = random_model(SHAPE, "float32", torch.device("cpu"))
     draws = torch.Generator().manual_seed(0)
@@ -57,17 +57,17 @@ def student(prefix: int, most: int, repeats: int) -> dict[str, Any]:
         begun = time.process_time()
         hidden = hidden_states(model, ids[:, :tokens], positions, mask, PrefixContext(kv=kv))
         middle = time.process_time()
-        hidden.square().mean().backward()  # type: ignore[no-untyped-call]  # torch's own
+        hidden.square().mean().backward()  # type: ignore[no-untyped-call]  # torch's
         ended = time.process_time()
         assert kv.grad is not None
         return (middle - begun, ended - middle), kv.grad
 
-    once(2)  # loads what is lazy
+    once(2)  # initialises what is lazy
     return measured(once, repeats)
 
 
 def teacher(samples: int, most: int, repeats: int) -> dict[str, Any]:
-    """Seconds of scoring a step's samples over a document whose keys and values are there."""
+    """Return seconds of scoring a step's samples over a document with cached keys and values."""
     attention.CACHED_SCORE_BYTES = most
     model = load_model(str(MODEL))
     vocabulary = model.config.vocab_size
@@ -84,6 +84,7 @@ def teacher(samples: int, most: int, repeats: int) -> dict[str, Any]:
 
 
 def measured(once: Once, repeats: int) -> dict[str, Any]:
+    """Return medians of the seconds of `once`, and the peak memory that it added."""
     found: list[Tensor] = []
     grew = grown_mb(lambda: found.append(once()[1]))
     rounds = [once()[0] for _ in range(repeats)]
@@ -92,7 +93,7 @@ def measured(once: Once, repeats: int) -> dict[str, Any]:
 
 
 def pair(who: str, at: int, forms: Mapping[str, Callable[[], dict[str, Any]]]) -> list[Any]:
-    """The rows of both forms, the usual one first; `ratios` of the second are over it."""
+    """Return the rows of both forms, the usual one first; `ratios` divides the second by it."""
     rows: list[dict[str, Any]] = []
     found: list[Tensor] = []
     for form, work in forms.items():
@@ -107,7 +108,7 @@ def pair(who: str, at: int, forms: Mapping[str, Callable[[], dict[str, Any]]]) -
 
 def run(prefixes: Sequence[int], samples: Sequence[int], repeats: int) -> list[Any]:
     torch.set_num_threads(1)
-    keep_freed_memory()  # this and the next as the actors' processes do
+    keep_freed_memory()  # this and the next line as in the actors' processes
     flush_denormals()
     rows = []
     for prefix in prefixes:
@@ -122,7 +123,7 @@ def run(prefixes: Sequence[int], samples: Sequence[int], repeats: int) -> list[A
 
 
 def compared(row: dict[str, Any], first: dict[str, Any]) -> tuple[float, float]:
-    """Seconds and memory, over those of the first form."""
+    """Return seconds and memory, relative to those of the first form."""
     return sum(row["seconds"]) / sum(first["seconds"]), row["grew_mb"] / first["grew_mb"]
 
 

@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from services.pool.service import Service
 
 ROUNDS = 60
-TURNS = 3  # of the loop, in which every task has sent what it sends
-SILENT = 3600.0  # seconds between heartbeats, where they are not to be measured
+TURNS = 3  # of the loop, after which every task has sent its messages
+SILENT = 3600.0  # seconds between heartbeats, where they must not disturb
 WATCHED_SECONDS = 4.0
-CHECK_HEARTBEAT = 0.05  # seconds: ten times as often as by default, to be seen on an idle loop
+CHECK_HEARTBEAT = 0.05  # seconds: a tenth of the default, to be measurable on an idle loop
 MIB = 1 << 20
 
 
 class LatencyProbe(Actor):
-    """Answers at once; `pull` gets a packet and reads it once."""
+    """Reply at once; `pull` gets a tensor and reads it once."""
 
     @concurrent_endpoint
     async def ready(self) -> int:
@@ -61,7 +61,7 @@ class LatencyProbe(Actor):
 
 
 class CpuClock:
-    """CPU seconds of this thread and of the whole process, and wall seconds, since it was made."""
+    """Measure CPU seconds of this thread and of the process, and wall seconds, since its start."""
 
     def __init__(self) -> None:
         self._then = time.thread_time(), time.process_time(), time.perf_counter()
@@ -77,12 +77,12 @@ class CpuClock:
 
 
 def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
+    """Return 1, 2, 4, ... up to `most`."""
     return [1 << i for i in range(most.bit_length())]
 
 
 def per_turn(work: Callable[[], Any], turns: int) -> float:
-    """Seconds on the loop of one call, the mean of so many."""
+    """Return the mean seconds on the loop of one call, over `turns` calls."""
     clock = CpuClock()
     for _ in range(turns):
         work()
@@ -90,7 +90,7 @@ def per_turn(work: Callable[[], Any], turns: int) -> float:
 
 
 async def service_of(replicas: int, heartbeat_s: float) -> tuple[Service, Pool, dict[str, float]]:
-    """A service with one pool that has settled, and what its start took."""
+    """Return a service with one pool that has settled, and the durations of its start."""
     from protocols.spec.services import HealthSpec
     from services.pool.service import Service
 
@@ -106,8 +106,8 @@ async def service_of(replicas: int, heartbeat_s: float) -> tuple[Service, Pool, 
 
 
 async def one_by_one(calls: list[Callable[[], Awaitable[Any]]]) -> dict[str, float]:
-    """Median over rounds of all calls at a time: seconds on the loop a call, to send it and to hear
-    its answer; of the process; and from the first sent to the last heard."""
+    """Return medians over rounds of all calls: seconds per call on the loop, to send it and to
+    receive its reply; of the process; and from the first sent to the last received."""
     rows = []
     for _ in range(ROUNDS):
         clock = CpuClock()
@@ -123,8 +123,8 @@ async def one_by_one(calls: list[Callable[[], Awaitable[Any]]]) -> dict[str, flo
 
 
 async def calls_and_starts(most: int) -> dict[str, list[dict[str, Any]]]:
-    """Starts, bare calls, beats, routed requests and updates, over 1, 2, 4, ... replicas: what the
-    controller sends to each, as it is, and as the service and its pools do."""
+    """Measure starts, bare calls, heartbeats, routed requests and updates, over 1, 2, 4, ...
+    replicas: the controller's messages alone, and as the service and its pools send them."""
     names = ("starts", "calls", "beats", "routes", "updates")
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for replicas in powers_of_two(most):
@@ -145,7 +145,7 @@ async def calls_and_starts(most: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def healthy_pool(size: int) -> Pool:
-    """A pool of so many replicas in good health, without processes."""
+    """Return a pool of `size` healthy replicas, without processes."""
     from protocols.records.status import ReplicaState
     from protocols.spec.mesh import RoleSpec
     from services.pool.health import HealthState
@@ -160,7 +160,7 @@ def healthy_pool(size: int) -> Pool:
 
 
 async def seats() -> list[dict[str, Any]]:
-    """Seconds to choose a replica for a request, which looks at every one of the pool."""
+    """Measure seconds to choose a replica for a request, which looks at every one of the pool."""
     from services.pool.pool import RequestStatus
 
     rows = []
@@ -175,7 +175,7 @@ async def seats() -> list[dict[str, Any]]:
 
 
 async def looks() -> list[dict[str, Any]]:
-    """Seconds of the run's own look once a second, and of the pools' states at a heartbeat."""
+    """Measure seconds of the run's check once a second, and of the pools' states at a heartbeat."""
     rows = []
     for size in (64, 512, 4096):
         pool = healthy_pool(size)
@@ -185,7 +185,7 @@ async def looks() -> list[dict[str, Any]]:
 
 
 def records() -> dict[str, float]:
-    """Seconds to write an event, and a span, with the sinks of a run by default."""
+    """Measure seconds to write an event, and a span, with a run's default sinks."""
     from protocols.spec.loading import load_spec
     from protocols.types import TraceSpan
     from services.run_directory import RunDirectory
@@ -210,7 +210,7 @@ def records() -> dict[str, float]:
 
 
 async def store(most_mib: int = 64) -> list[dict[str, Any]]:
-    """TorchStore: seconds of a put, of a get alone, and until 2 and 4 readers at once have it."""
+    """Measure TorchStore: seconds of a put, of a get, and of 2 and 4 concurrent gets."""
     import torch
 
     from services.planes.open import open_plane
@@ -243,7 +243,7 @@ async def store(most_mib: int = 64) -> list[dict[str, Any]]:
 
 
 async def idle() -> float:
-    """Seconds on the loop of one heartbeat of a service that has no replica."""
+    """Return seconds on the loop of one heartbeat of a service without replicas."""
     from protocols.spec.services import HealthSpec
     from services.pool.service import Service
 
@@ -256,8 +256,8 @@ async def idle() -> float:
 
 
 async def checks(most: int) -> list[dict[str, Any]]:
-    """A real service at work, to hold the simulation against: the share of its loop's time that
-    the watch takes, and seconds of a step's requests and of an update."""
+    """Measure a real service, to check the simulation: the share of its loop's time that the health
+    checks take, and seconds of a step's requests and of an update."""
     rows = []
     for replicas in powers_of_two(most):
         service, pool, _ = await service_of(replicas, CHECK_HEARTBEAT)

@@ -40,32 +40,32 @@ from protocols.spec.mesh import RunSpec
 MESH = "meshes/longhealth_3b.yaml"
 LATENCIES = Path(__file__).with_name("controller_latency.json")
 MOST_HOSTS = 1000
-LOOP_LIMIT = 0.5  # of the loop: beyond it what waits for it grows fast
+LOOP_LIMIT = 0.5  # of the loop: beyond it waiting times grow fast
 SHARE_LIMIT = 0.1  # of the step's model time
-PARTS = 16  # of a fan-out that are followed one by one: more are followed in groups
-HORIZON = 20.0  # seconds of a publish's transfers that are followed; the rest is more of the same
-OVERLOAD = 5.0  # seconds of work that lie before a server after HORIZON of the watch alone
+PARTS = 16  # of a fan-out that are simulated one by one: more are simulated in groups
+HORIZON = 20.0  # seconds of a publish's transfers that are simulated; the rest is extrapolated
+OVERLOAD = 5.0  # seconds of a server's queue after HORIZON of health checks alone
 
-# A task yields the time at which it goes on, or tasks of which it awaits the end.
+# A task yields the time at which it continues, or the tasks that it awaits.
 Task = Generator["float | list[Task]", None, None]
 
 
 @dataclass
 class SerialServer:
-    """Does one thing at a time, in the order of arrival."""
+    """Process one item at a time, in the order of arrival."""
 
     free: float = 0.0
     busy: float = 0.0
 
     def takes(self, now: float, seconds: float) -> float:
-        """When work that arrives now is done."""
+        """Return the time at which work that arrives at `now` is done."""
         self.free = max(now, self.free) + seconds
         self.busy += seconds
         return self.free
 
 
 class EventQueue:
-    """Runs tasks in the order of time; those of one time in the order in which they came."""
+    """Run tasks in the order of time, and at equal times in the order of arrival."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -73,11 +73,11 @@ class EventQueue:
         self._order = itertools.count()
 
     def begin(self, task: Task, at: float = 0.0, then: Callable[[], None] = lambda: None) -> None:
-        """Go on with a task `at` a time, or now where that is past; call `then` at its end."""
+        """Resume a task at time `at`, or now where that is past; call `then` at its end."""
         heapq.heappush(self._due, (max(at, self.now), next(self._order), task, then))
 
     def run(self, task: Task) -> float:
-        """Until this task has ended, whatever else goes on; returns when that was."""
+        """Run until this task has ended, among all others, and return the time of its end."""
         over: list[float] = []
         self.begin(task, then=lambda: over.append(self.now))
         while not over:
@@ -108,7 +108,7 @@ class EventQueue:
 
 @dataclass(frozen=True)
 class MessageCost:
-    """Seconds on the loop to send one, and to hear its answer."""
+    """Hold the seconds on the loop to send one message, and to receive its reply."""
 
     send: float
     receive: float
@@ -116,12 +116,12 @@ class MessageCost:
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Measured, in seconds: on the loop, but for `wire`, `trip`, `start_host` and the store's.
+    """Hold measured seconds: on the loop, except for `wire`, `trip`, `start_host` and the store's.
 
-    `wire` is what Monarch's own threads take for a message and its answer, taken as one thread.
-    `seat`, `look` and `status` are for each replica of the pool: of every request's choice, of
-    every heartbeat, of the look once a second. `start` is the loop's share of a process's start,
-    `start_host` what its host takes. A store takes `store_fixed + bytes * store_byte` for a get.
+    `wire` is the time of Monarch's own threads for a message and its reply, taken as one thread.
+    `seat`, `look` and `status` count once per replica of the pool: in every request's choice, in
+    every heartbeat, in the check once a second. `start` is the loop's share of a process's start,
+    `start_host` its host's. A store takes `store_fixed + bytes * store_byte` for a get.
     """
 
     beat: MessageCost
@@ -143,11 +143,11 @@ class MeasuredCosts:
 
 @dataclass(frozen=True)
 class MeshScale:
-    """A mesh of `hosts`, each with `replicas` readers of the cartridges, and its step's model time.
+    """Describe a mesh of `hosts` with `replicas` readers each, and its step's model time.
 
-    What shards it: one beat a host in place of one a process, one get a host, `stores` that share
-    the readers, `relays`: hosts pass on what they got, `kept_seats`: a request need not look at
-    every replica, `controllers` that share the replicas.
+    Options that shard the work: one heartbeat and one get per host in place of one per process;
+    `stores` that share the readers; `relays`, hosts that forward a version; `kept_seats`, requests
+    that do not look at every replica; `controllers` that share the replicas.
     """
 
     hosts: int
@@ -175,8 +175,8 @@ class MeshScale:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Of one step in the long run. A server's share is its busy time over all;
-    `silence` is the longest that a replica in good health seemed silent to a pass that judges."""
+    """Hold the steady state of a step. A server's share is its busy time over all time; `silence`
+    is the longest time without a heartbeat of a healthy replica, as a health check sees it."""
 
     step: float
     dispatch: float
@@ -189,12 +189,12 @@ class StepOutcome:
     start: float
 
     def overhead(self, scale: MeshScale) -> float:
-        """The share of a step that no model computes."""
+        """Return the share of a step that no model computes."""
         return 1 - scale.compute / self.step
 
 
 class SimulatedMesh:
-    """One simulated controller with its share of the replicas. `followed` is the share of a
+    """Simulate one controller with its share of the replicas. `followed` is the share of a
     publish's transfers that is simulated."""
 
     def __init__(self, scale: MeshScale, costs: MeasuredCosts, followed: float = 1.0) -> None:
@@ -244,8 +244,8 @@ class SimulatedMesh:
         self.heard = [0.0] * len(groups)
         due = 0.0
         while True:
-            yield self._on(self.loop, 0.0)  # it wakes when the loop comes to it
-            late = self.events.now - due > scale.heartbeat_s  # then the service judges nobody
+            yield self._on(self.loop, 0.0)  # it wakes when the loop is free
+            late = self.events.now - due > scale.heartbeat_s  # then the service judges no replica
             self.passes += 1
             self.late += late
             if not late:
@@ -268,7 +268,7 @@ class SimulatedMesh:
     def _fan(
         self, message: MessageCost, meanwhile: Callable[[int, int], Task], count: int | None = None
     ) -> list[Task]:
-        """So many messages at once, and all their answers."""
+        """Send `count` messages at once, and receive all their replies."""
         groups = grouped(self.replicas if count is None else count)
         return [self._ask(message, n, meanwhile(group, n)) for group, n in enumerate(groups)]
 
@@ -285,7 +285,7 @@ class SimulatedMesh:
         yield self._on(self.stores[0], self.followed * spreading(self.scale, self.costs))
 
     def _read(self, group: int, count: int) -> Task:
-        """So many replicas get what was published."""
+        """Let `count` replicas get the published version."""
         seconds = self.followed * reading(self.scale, self.costs)
         if self.scale.relays:
             yield self.events.now + seconds
@@ -299,12 +299,13 @@ def _one_get(scale: MeshScale, costs: MeasuredCosts) -> float:
 
 
 def spreading(scale: MeshScale, costs: MeasuredCosts) -> float:
-    """Seconds of the trainer's put and its copies to the other stores: each round doubles them."""
+    """Return seconds of the trainer's put and its copies to the other stores, which double per
+    round."""
     return (1 + math.ceil(math.log2(scale.stores))) * _one_get(scale, costs)
 
 
 def reading(scale: MeshScale, costs: MeasuredCosts) -> float:
-    """Seconds until every reader has what lies in the stores: in turn, or in rounds that double
+    """Return seconds until every reader has the stores' version: in turn, or in rounds that double
     the hosts that have it."""
     if scale.relays:
         return math.ceil(math.log2(scale.hosts + 1)) * _one_get(scale, costs)
@@ -313,17 +314,15 @@ def reading(scale: MeshScale, costs: MeasuredCosts) -> float:
 
 
 def grouped(count: int) -> list[int]:
-    """`count` as at most PARTS sizes, as equal as can be: `20 -> [2, 2, 2, 2, 1, ...]`."""
+    """Split `count` into at most PARTS nearly equal sizes: `20 -> [2, 2, 2, 2, 1, ...]`."""
     parts = min(count, PARTS)
     return [count // parts + (i < count % parts) for i in range(parts)] if parts else []
 
 
 def simulate(scale: MeshScale, costs: MeasuredCosts, steps: int = 2) -> StepOutcome:
-    """The mesh at work for so many steps. The same every time: nothing is drawn.
-
-    Where the watch alone is more than can be served, no step ends: `step` is infinite.
-    """
-    alone = SimulatedMesh(scale, costs)  # nothing but the watch
+    """Simulate `steps` steps of the mesh, deterministically. Where the health checks alone exceed
+    the loop's capacity, no step ends: `step` is infinite."""
+    alone = SimulatedMesh(scale, costs)  # health checks alone
     watched = alone.run(alone.rest(HORIZON))
     start = alone.replicas * costs.start + scale.replicas * costs.start_host
     if max(alone.loop.free, alone.wire.free) > watched + OVERLOAD:
@@ -336,7 +335,7 @@ def simulate(scale: MeshScale, costs: MeasuredCosts, steps: int = 2) -> StepOutc
     transfer = spreading(scale, costs) + reading(scale, costs)
     mesh = SimulatedMesh(scale, costs, followed=min(1.0, HORIZON / transfer) if transfer else 1.0)
     seconds = mesh.run(mesh.steps(steps))
-    beyond = (1 - mesh.followed) * transfer * steps  # nothing but the watch goes on then
+    beyond = (1 - mesh.followed) * transfer * steps  # with health checks alone
     whole = seconds + beyond
     return StepOutcome(
         step=whole / steps,
@@ -352,8 +351,8 @@ def simulate(scale: MeshScale, costs: MeasuredCosts, steps: int = 2) -> StepOutc
 
 
 def breaks_at(broken: Callable[[int], bool], most: int) -> int | None:
-    """The fewest hosts at which a limit is broken, up to `most`; None where it holds. A limit that
-    is broken stays broken with more hosts."""
+    """Return the fewest hosts, up to `most`, at which a limit is broken; None where it holds. A
+    broken limit stays broken with more hosts."""
     if not broken(most):
         return None
     low, high = 0, most
@@ -364,12 +363,12 @@ def breaks_at(broken: Callable[[int], bool], most: int) -> int | None:
 
 
 def doubling(most: int) -> Iterable[int]:
-    """1, 2, 4, ... and `most` itself."""
+    """Return 1, 2, 4, ... and `most` itself."""
     yield from itertools.takewhile(lambda n: n < most, (2**i for i in itertools.count()))
     yield most
 
 
-# What a mesh may outgrow, and whether an outcome has.
+# Each limit of a mesh, and whether an outcome breaks it.
 LIMITS: Mapping[str, Callable[[MeshScale, StepOutcome, RunSpec], bool]] = {
     "publish > 10%": lambda s, o, _: o.publish > SHARE_LIMIT * s.compute,
     "requests > 10%": lambda s, o, _: o.dispatch > SHARE_LIMIT * s.compute,
@@ -395,13 +394,13 @@ REMEDIES: Mapping[str, Mapping[str, Any]] = {
 
 
 def suspected(scale: MeshScale, spec: RunSpec) -> float:
-    """Silence that is doubted, seconds: it is raised with the heartbeat."""
+    """Return the seconds of silence that make a replica SUSPECT; they grow with the heartbeat."""
     health = spec.mesh.health
     return health.suspect_after_s * scale.heartbeat_s / health.heartbeat_s
 
 
 def costs_from(measured: Mapping[str, Any], byte_rate: float | None = None) -> MeasuredCosts:
-    """Measured latencies as the simulation's costs: those of the most replicas measured."""
+    """Return the costs measured with the most replicas."""
     last = {name: rows[-1] for name, rows in measured.items() if isinstance(rows, list)}
 
     def message(name: str) -> MessageCost:
@@ -430,7 +429,7 @@ def costs_from(measured: Mapping[str, Any], byte_rate: float | None = None) -> M
 
 
 def scale_of(spec: RunSpec, replicas: int) -> MeshScale:
-    """One host of this mesh. Raises SpecError where the plan has no roofline for it."""
+    """Return one host of this mesh. Raises SpecError where the plan has no roofline for it."""
     phases = {low.name: low for low, _ in step_workload(spec)}
     if not phases:
         raise SpecError(
@@ -449,7 +448,7 @@ def scale_of(spec: RunSpec, replicas: int) -> MeshScale:
 
 
 def row(scale: MeshScale, costs: MeasuredCosts) -> dict[str, Any]:
-    """What is shown of one number of hosts."""
+    """Return the shown figures for one number of hosts."""
     outcome = simulate(scale, costs)
     return {
         "hosts": scale.hosts,
@@ -471,14 +470,14 @@ def row(scale: MeshScale, costs: MeasuredCosts) -> dict[str, Any]:
 def limits(
     spec: RunSpec, scale: MeshScale, costs: MeasuredCosts, most: int = MOST_HOSTS
 ) -> dict[str, Any]:
-    """The fewest hosts at which each limit breaks, for every remedy; None where it holds."""
+    """Return the fewest hosts at which each limit breaks, by remedy; None where it holds."""
     outcome = cache(lambda grown: simulate(grown, costs))
 
     def first(limit: str, remedy: Mapping[str, Any]) -> int | None:
         def broken(hosts: int) -> bool:
             grown = replace(scale, hosts=hosts, **remedy)
             found = outcome(grown)
-            # Beyond the last step that ends, every limit is.
+            # Where no step ends, every limit is broken.
             return not math.isfinite(found.step) or LIMITS[limit](grown, found, spec)
 
         return breaks_at(broken, most)
@@ -489,13 +488,11 @@ def limits(
 
 
 def checks(measured: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Simulated over measured, of a real service on one machine: the ratio is 1 where it is right.
-
-    There replicas and controller share the cores: a message costs all of them `wall_s`.
-    """
+    """Return ratios of simulated to measured times, of a real service on one machine; 1 is exact.
+    There replicas and controller share the cores: a message costs all of them `wall_s`."""
     calls = measured["calls"][-1]
     costs = replace(costs_from(measured), wire=calls["wall_s"] / calls["replicas"], span=0.0)
-    # An update without a store: what it costs is the messages.
+    # An update without a store costs its messages alone.
     still = replace(costs, store_fixed=0.0, store_byte=0.0)
     rows = []
     for real in measured["checks"]:
@@ -518,7 +515,7 @@ def checks(measured: Mapping[str, Any]) -> list[dict[str, float]]:
 def text(
     scale: MeshScale, rows: Sequence[Mapping[str, Any]], broken: Mapping[str, Mapping[str, Any]]
 ) -> str:
-    """The figures as Markdown tables."""
+    """Return the figures as Markdown tables."""
     each = bytes_text(scale.published)
     lines = [
         f"{scale.replicas} generators a host; model time {seconds_text(scale.compute)} a step; "

@@ -42,7 +42,7 @@ Backend = Callable[[str, Sequence[tuple[int, ...]], int], list[tuple[int, ...]]]
 
 
 def through_engine(engine: Engine) -> Backend:
-    """An engine of the mesh's generators, stepped until all have ended."""
+    """Return a backend of the mesh's engine, stepped until all responses have ended."""
     from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 
     refs = {"cartridge": PrefixRef("cartridge/p", 0), "none": PrefixRef("document/none", 0)}
@@ -62,7 +62,7 @@ def through_engine(engine: Engine) -> Backend:
 
 
 def through_transformers(plain: Any, cartridge: Tensor, bos: int) -> Backend:
-    """`model.generate`, the cartridge [L, 2, H_kv, P, D] as a cache that is already filled."""
+    """Return `model.generate` with the cartridge [L, 2, H_kv, P, D] as an already filled cache."""
     import torch
     from transformers import DynamicCache
 
@@ -75,7 +75,7 @@ def through_transformers(plain: Any, cartridge: Tensor, bos: int) -> Backend:
         return cache
 
     def ask(prefix: str, prompts: Sequence[tuple[int, ...]], new: int) -> list[tuple[int, ...]]:
-        # Ids stand for what the cache holds, and are not read.
+        # Placeholder ids for the cached positions: generate does not read them.
         before = (0,) * cartridge.shape[3] if prefix == "cartridge" else (bos,)
         ids = torch.tensor([before + prompt for prompt in prompts])
         out = plain.generate(
@@ -91,7 +91,7 @@ def through_transformers(plain: Any, cartridge: Tensor, bos: int) -> Backend:
 
 
 def backends(tokens: int) -> dict[str, Backend]:
-    """All that are installed, over one model and one cartridge: the start of a drawn document."""
+    """Return the installed backends, over one model and a cartridge: a random document's start."""
     import os
 
     from actors.base import ModelSource, NoPlane
@@ -138,7 +138,7 @@ def backends(tokens: int) -> dict[str, Backend]:
 
 
 def same_words(found: dict[str, Backend], prompts: Sequence[tuple[int, ...]], new: int) -> float:
-    """The share of responses on which every backend agrees to the token."""
+    """Return the share of responses on which every backend agrees on every token."""
     equal = 0
     for prefix in PREFIXES:
         answers = [backend(prefix, prompts, new) for backend in found.values()]
@@ -175,8 +175,8 @@ def compared(
     prompts: Callable[[int], list[tuple[int, ...]]],
     draws: random.Random,
 ) -> dict[str, Any]:
-    """Every backend's speed in every round, and how many times faster ours is than each other."""
-    # Of every backend and round: seconds to the first token, tokens a second, processor seconds.
+    """Return every backend's speed per round, and the ratios of our speed to each other's."""
+    # By backend and round: seconds to the first token, tokens a second, processor seconds.
     laps: dict[str, list[tuple[float, float, float]]] = {name: [] for name in found}
     for turn in range(rounds + 1):
         asked = prompts(batch)

@@ -39,7 +39,7 @@ COLUMNS = ("forward_ms", "backward_ms", "tensors_mb", "process_mb", "makes", "di
 
 @dataclass(frozen=True)
 class LossInputs:
-    """N tokens: hidden states [N, W], projection [V, W], sampled tokens [N], a teacher."""
+    """Hold N tokens: hidden states [N, W], projection [V, W], sampled tokens [N], a teacher."""
 
     hidden: Tensor
     weight: Tensor
@@ -63,7 +63,7 @@ def scene(tokens: int, width: int, vocabulary: int) -> LossInputs:
 
 
 def losses(s: LossInputs) -> dict[str, Reader]:
-    """What each loss reads of logits."""
+    """Return the function of the logits that each loss computes."""
     doc, hint, old = LossSpec(), SdpoSpec(), torch.zeros(len(s.targets))
     return {
         "doc_kl, full": lambda z, of: (doc_kl_tokens(z, s.full.rows(of), doc),),
@@ -75,8 +75,8 @@ def losses(s: LossInputs) -> dict[str, Reader]:
 
 
 class LiveTensors(TorchDispatchMode):
-    """Of the tensors that operations returned, views of what was `given` aside: the most numbers of
-    one (`largest`), and the most bytes that were alive at once (`peak`)."""
+    """Record tensors that operations return, except views of `given`: the most numbers of one
+    (`largest`), and the most bytes alive at once (`peak`)."""
 
     def __init__(self, *given: Tensor | None) -> None:
         super().__init__()
@@ -97,34 +97,34 @@ class LiveTensors(TorchDispatchMode):
 
 
 def once(s: LossInputs, reader: Reader, chunk: int | None) -> tuple[float, float, Tensor]:
-    """Seconds forward and backward, and the gradient [N, W]."""
+    """Return seconds forward and backward, and the gradient [N, W]."""
     hidden = s.hidden.clone().requires_grad_()
     begun = time.process_time()
     projection = ChunkedLogits(hidden, s.targets, lambda h: F.linear(h, s.weight), chunk)
     loss = projection.read(slice(None), reader)[0].mean()
     middle = time.process_time()
-    loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+    loss.backward()  # type: ignore[no-untyped-call]  # torch's
     ended = time.process_time()
     assert hidden.grad is not None
     return middle - begun, ended - middle, hidden.grad
 
 
 def resident_mb(which: str) -> float:
-    """MiB of this process's memory, as Linux counts it: now (VmRSS), or at most (VmHWM)."""
+    """Return MiB of this process's memory, as Linux counts it: now (VmRSS), or the peak (VmHWM)."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{which}:")[1].split()[0]) / 1024
 
 
 def grown_mb(work: Callable[[], object]) -> float:
-    """MiB of this process's memory at most while it works, beyond what it began with."""
+    """Return this process's peak memory during `work`, in MiB above its start."""
     before = resident_mb("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     work()
     return resident_mb("VmHWM") - before
 
 
 def measure(s: LossInputs, reader: Reader, chunk: int | None, repeats: int) -> dict[str, Any]:
-    once(replace(s, hidden=s.hidden[:2]), lambda z, of: (z.sum(-1),), 1)  # loads what is lazy
+    once(replace(s, hidden=s.hidden[:2]), lambda z, of: (z.sum(-1),), 1)  # initialises what is lazy
     peak = grown_mb(lambda: once(s, reader, chunk))
     with LiveTensors(s.weight, s.full.logits) as live:
         gradient = once(s, reader, chunk)[2]
@@ -141,8 +141,8 @@ def measure(s: LossInputs, reader: Reader, chunk: int | None, repeats: int) -> d
 
 
 def in_a_process(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `work` returns when it is done by a fork of this process, which computed nothing with
-    gradients yet; its own peak of memory begins with what it shares."""
+    """Run `work` in a fork of this process and return its result. The process has computed nothing
+    with gradients yet; the fork's peak starts at the shared memory."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "told"
         fork = multiprocessing.get_context("fork")
@@ -177,7 +177,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """In chunks over whole, of each loss: the memory of tensors, and the time of both passes."""
+    """Return chunked over whole, by loss: the memory of tensors, and the time of both passes."""
     found = {}
     for whole, chunked in zip(rows[::2], rows[1::2], strict=True):
         found[f"{whole['loss']}: memory"] = chunked["tensors_mb"] / whole["tensors_mb"]

@@ -54,15 +54,15 @@ def at_work(eye: Eye, alive: int) -> None:
 
 
 def is_idle(pid: int) -> bool:
-    """Whether a process computed next to nothing for a second: then a spare is warm."""
+    """Return whether a process was nearly idle for a second: then a spare is warm."""
     before = processor_seconds(pid)
     time.sleep(1.0)
     return processor_seconds(pid) - before < 0.02
 
 
 def missing_s(eye: Eye, role: Role, number: signal.Signals, rng: random.Random) -> float:
-    """Strike one replica of the role; seconds until its successor is HEALTHY."""
-    eye.idle(rng.uniform(0, 0.5))  # anywhere in a step
+    """Signal one replica of the role; returns seconds until its replacement is HEALTHY."""
+    eye.idle(rng.uniform(0, 0.5))  # at a random point of a step
     victim = rng.choice(eye.replicas(role.name))
     begun = time.time()
     os.kill(victim.pid, number)
@@ -76,14 +76,14 @@ def missing_s(eye: Eye, role: Role, number: signal.Signals, rng: random.Random) 
 
 
 def since(event: dict[str, Any], begun: float) -> float:
-    """Seconds from a time of the clock to an event of the run."""
+    """Return seconds from a clock time to an event of the run."""
     return datetime.fromisoformat(event["time"]).timestamp() - begun
 
 
 def replaced(
     root: Path, role: Role, number: signal.Signals, count: int, rng: random.Random
 ) -> list[float]:
-    """`missing_s` of that many deaths, in a run of their own: the store has 10 restarts."""
+    """Return `missing_s` of `count` deaths, in a separate run: the store has 10 restarts."""
     figures: list[float] = []
     with running(command(root, **SETS), root) as run:
         eye = Eye(run, time.monotonic() + TIMEOUT_S)
@@ -99,7 +99,7 @@ def replaced(
 
 
 def resumed(root: Path, kills: int) -> list[float]:
-    """Seconds from the controller's death to the first step of the run that is resumed."""
+    """Return seconds from the controller's death to the first step of the resumed run."""
     figures: list[float] = []
     extra: tuple[str, ...] = ()
     begun = 0.0

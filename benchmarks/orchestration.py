@@ -29,7 +29,7 @@ CODE = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
 
 
 def finished_run(mesh: str, steps: int, sets: Iterable[str], directory: str) -> Path:
-    """The directory of a run of `steps` steps that ended well."""
+    """Run `steps` steps and return the directory of the finished run."""
     chosen = [
         f"train.steps={steps}", "train.warmup_steps=2", "train.checkpoint_every=0",
         f'evaluate.arms=["{ARM}"]', "evaluate.questions=4", "evaluate.probe_every=0",
@@ -49,7 +49,7 @@ def finished_run(mesh: str, steps: int, sets: Iterable[str], directory: str) -> 
 
 
 def step_seconds(events: Iterable[dict[str, Any]], arm: str) -> list[dict[str, float]]:
-    """The seconds of every step of an arm, the first left out: it opens connections."""
+    """Return the seconds of every step of an arm but the first, which opens connections."""
     steps = [e for e in events if e.get("event") == "step" and e.get("arm") == arm]
     return [e["seconds"] | {"hidden": e["hidden"]} for e in steps[1:]]
 

@@ -29,12 +29,12 @@ from services.pool.service import Service
 
 WAIT_S = 0.05
 SIZES = (1, 2, 4, 8)
-ONGOING = 4  # calls that one replica has in hand
+ONGOING = 4  # concurrent calls of one replica
 TIMEOUT_S = 120.0
 
 
 async def rate(ask: Callable[[], Awaitable[Any]], together: int, seconds: float) -> float:
-    """Calls per second with `together` of them in flight at all times."""
+    """Return calls per second with `together` of them always in flight."""
     done = 0
     end = time.perf_counter() + seconds
 
@@ -44,7 +44,7 @@ async def rate(ask: Callable[[], Awaitable[Any]], together: int, seconds: float)
             await ask()
             done += 1
 
-    await asyncio.gather(*(ask() for _ in range(together)))  # connections are opened
+    await asyncio.gather(*(ask() for _ in range(together)))  # opens connections
     begun = time.perf_counter()
     end = begun + seconds
     await asyncio.gather(*(caller() for _ in range(together)))
@@ -52,7 +52,7 @@ async def rate(ask: Callable[[], Awaitable[Any]], together: int, seconds: float)
 
 
 async def alone(ask: Callable[[], Awaitable[Any]], calls: int) -> float:
-    """The median seconds of a call, one after the other."""
+    """Return the median seconds of a call, made in sequence."""
     laps = []
     for _ in range(calls):
         begun = time.perf_counter()

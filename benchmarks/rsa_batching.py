@@ -32,14 +32,14 @@ MODEL = ROOT / "models" / "clinic-panel"
 
 
 def measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | int]:
-    """Medians of `repeats` runs: seconds of both, their ratio, and the calls of each."""
-    with ThreadPoolExecutor(1) as thread:  # what it sets of the processor is its own
+    """Return medians of `repeats` runs: seconds of both forms, their ratio, and calls of each."""
+    with ThreadPoolExecutor(1) as thread:  # its processor settings are its own
         return thread.submit(_measure, repeats, M, N, K, T).result()
 
 
 def _measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | int]:
     torch.set_num_threads(1)
-    keep_freed_memory()  # this and the next as the generators' processes do
+    keep_freed_memory()  # this and the next line as in the generators' processes
     flush_denormals()
     model, tokenizer = load_model(str(MODEL)), load_tokenizer(str(MODEL))
     (patient,) = read_patients(
@@ -70,7 +70,7 @@ def _measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | 
         texts = tuple(p.texts for p in result.runs[0].populations)
         return time.perf_counter() - begun, texts
 
-    asyncio.run(one("batched"))  # the first call of anything pays for more than itself
+    asyncio.run(one("batched"))  # warm-up
     calls.update(batched=0)
     seconds: dict[str, list[float]] = {"batched": [], "sequential": []}
     for _ in range(repeats):

@@ -42,7 +42,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "List all findings of this pa
 TOKENS = 48
 PATIENCE = 300.0
 STEP = 0.01
-# What the door imports before it starts a process, and what a generator does before it is ready.
+# Imports of the server before it starts a process, and a generator's work before it is ready.
 ALONE = {
     "door's imports": "import forge_run.commands.serve, services.roles, serving.app, uvicorn",
     "generator's imports": "import actors.generator, transformers.models.llama.modeling_llama",
@@ -55,7 +55,7 @@ ALONE = {
 
 @contextmanager
 def server(generators: int) -> Iterator[subprocess.Popen[str]]:
-    """A server that was just told to start, with so many generators."""
+    """Yield a server process just started, with `generators` generators."""
     with tempfile.TemporaryDirectory() as directory:
         sets = [f"roles.generator.replicas={generators}", "http.listen=127.0.0.1:0", "spares=0"]
         words = [w for s in [*sets, f"library={directory}/library"] for w in ("--set", s)]
@@ -71,7 +71,7 @@ def server(generators: int) -> Iterator[subprocess.Popen[str]]:
 
 
 def address(process: subprocess.Popen[str]) -> str:
-    """Where it listens, `127.0.0.1:40123`, once it says so."""
+    """Return the address it listens on, `127.0.0.1:40123`, once it prints it."""
     assert process.stdout is not None
     said = next((line for line in process.stdout if "serving" in line), "")
     found = re.search(r"on http://(\S+);", said)
@@ -81,7 +81,7 @@ def address(process: subprocess.Popen[str]) -> str:
 
 
 async def measure(url: str, requests: int, together: int) -> dict[str, float]:
-    """Seconds to the first token (median, 95th percentile), and tokens a second in all."""
+    """Return seconds to the first token (median, 95th percentile), and tokens per second in all."""
     import httpx2
     from openai import AsyncOpenAI
 
@@ -133,12 +133,12 @@ def at_work(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, An
     return ratio, {"pools": pools}
 
 
-# -- from nothing ---------------------------------------------------------------------------------
+# -- starting -------------------------------------------------------------------------------------
 
 
 def start(generators: int) -> dict[str, float]:
-    """Seconds of each part of one start, and of a second request's first token; what its processes
-    took of the cores says more where others use these too."""
+    """Return seconds of each part of one start, and of a second request's first token. On a shared
+    machine the processor seconds of its processes are the better measure."""
     begun = time.perf_counter()
     with server(generators) as process:
         spawned = until(lambda: has_child(process.pid))
@@ -155,7 +155,7 @@ def start(generators: int) -> dict[str, float]:
 
 
 def until(so: Callable[[], bool]) -> float:
-    """When it was so, by time.perf_counter."""
+    """Return the time.perf_counter at which the condition became true."""
     deadline = time.perf_counter() + PATIENCE
     while not so():
         if time.perf_counter() > deadline:
@@ -165,7 +165,7 @@ def until(so: Callable[[], bool]) -> float:
 
 
 def has_child(pid: int) -> bool:
-    """Whether it started a process of Monarch's."""
+    """Return whether it started a process of Monarch's."""
     return any(b"monarch" in Path(f"/proc/{c}/cmdline").read_bytes() for c in children(pid))
 
 
@@ -175,7 +175,7 @@ def children(pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process and all that descend from it took of the cores so far."""
+    """Return processor seconds of a process and all its descendants so far."""
     return processor_seconds(pid, reaped=True) + sum(map(cpu_seconds, children(pid)))
 
 
@@ -191,7 +191,7 @@ def is_ready(address: str) -> bool:
 
 
 def first_token(address: str) -> float:
-    """Seconds from the request to the first text of its stream."""
+    """Return seconds from the request to the first text of its stream."""
     body = {
         "model": "clinic-reader", "stream": True, "max_tokens": 8, "temperature": 2, "seed": 1,
         "messages": MESSAGES,
@@ -213,7 +213,7 @@ def first_token(address: str) -> float:
 
 
 def alone(code: str) -> float:
-    """Seconds of the cores that a fresh Python takes for it."""
+    """Return processor seconds of a fresh Python that runs `code`."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -226,6 +226,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def from_nothing(generators: int, runs: int) -> dict[str, Any]:
+    """Print and return the first start, the spread of `runs` more, and of the imports alone."""
     before = start(generators)
     starts = [start(generators) for _ in range(runs)]
     results = {

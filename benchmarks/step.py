@@ -62,7 +62,7 @@ def samples_of(batch: int, vocabulary: int, version: int) -> list[Sample]:
 async def compare(
     plane: SharedMemoryPlane, document_tokens: int, batch: int, steps: int, path: Path
 ) -> dict[str, Any]:
-    """Medians of `steps` steps of each, after our first; they take turns."""
+    """Return medians of `steps` steps of each form, in turns, after our first."""
     model, plain = load_model(str(MODEL)), load_plain(str(MODEL))
     vocabulary = model.config.vocab_size
     draws = random.Random(f"document/{document_tokens}")
@@ -80,7 +80,7 @@ async def compare(
         asked = [
             GenerateRequest(s.id, s.prompt_ids, PrefixRef("d", version), GREEDY, 0) for s in samples
         ]
-        generate(model, asked, lambda _: kv, frozenset())  # to the end: nothing ends a response
+        generate(model, asked, lambda _: kv, frozenset())  # no end ids: full length
         phases.done("rollout")
         prefixes = prefixes_of(samples, documents)
         teacher = TeacherDistribution(
@@ -104,7 +104,7 @@ async def compare(
         kl, norm, phases = await ours(samples, version)
         found["ours"].append(phases.seconds)
         if version == 0:
-            continue  # reads the document, and loads what is lazy
+            continue  # reads the document, and initialises what is lazy
         their_kl, their_norm, their_phases = seed_step(
             plain, theirs, optimizer, document, samples, lr=CONFIG.lr, clip=CONFIG.clip, path=path
         )
@@ -131,7 +131,7 @@ async def compare(
 def check_same(
     ours: tuple[float, float, CartridgeBank], theirs: tuple[float, float, CartridgeBank]
 ) -> None:
-    """That both stepped along the same gradient, or the comparison would mean nothing."""
+    """Raise AssertionError unless both steps have the same loss and gradient."""
     gradients: list[Tensor] = []
     for _, _, bank in (ours, theirs):
         assert bank.trainable.grad is not None
@@ -159,7 +159,8 @@ def header() -> str:
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of every row theirs over ours; of every batch our longest document over our shortest."""
+    """Return theirs over ours for every row; for every batch our longest document over our
+    shortest."""
     found = {}
     for row in rows:
         at = f"document {row['document']}, batch {row['batch']}"
@@ -175,7 +176,7 @@ def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """How a step's cost grows with the document, of both, for every batch: an SVG."""
+    """Write an SVG of a step's cost against the document's length, of both forms, by batch."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -208,7 +209,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 async def run(documents: list[int], batches: list[int], steps: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    keep_freed_memory()  # this and the next as the trainer's process does
+    keep_freed_memory()  # this and the next line as in the trainer's process
     flush_denormals()
     plane = await SharedMemoryPlane.start()
     rows = []

@@ -68,15 +68,15 @@ TOP = 20
 NAME = "document"
 PHASES = ("rollout", "teacher", "student", "publish")
 aten = torch.ops.aten
-# Ops that touch no memory though their schema does not say that they give a view.
+# Ops that touch no memory, although their schema does not declare a view.
 FREE = {aten._unsafe_view, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided}
-# Ops that read of their first input only what they give.
+# Ops that read only as much of their first input as they return.
 GATHERS = {aten.embedding, aten.index, aten.gather, aten.index_select}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A model's shape and one step's workload on it."""
+    """Describe a model's shape and one step's workload on it."""
 
     shape: ShapeSpec
     work: Workload
@@ -103,7 +103,7 @@ SETTINGS = {
 
 
 def random_model(shape: ShapeSpec, dtype: str, device: torch.device) -> PreTrainedModel:
-    """A Llama of this shape, frozen, its weights drawn on the device."""
+    """Return a frozen Llama of this shape, with random weights drawn on the device."""
     config = LlamaConfig(
         vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
@@ -122,7 +122,7 @@ def random_model(shape: ShapeSpec, dtype: str, device: torch.device) -> PreTrain
 def bounds(
     setting: Setting, kernel: roofline.AttentionKernel = roofline.FUSED
 ) -> dict[str, PhaseCost]:
-    """The analysis of each phase, and of reading the document once."""
+    """Return the analysis of each phase, and of reading the document once."""
     shape, work = setting.shape, setting.work
     return {
         "document": roofline.reading(shape, work.document, work.value_bytes),
@@ -133,14 +133,14 @@ def bounds(
     }
 
 
-# -- what a piece of code does, counted while it runs, on fake tensors too ------------------------
+# -- counting the work of code while it runs, on fake tensors too ---------------------------------
 
 
 @dataclass
 class Count:
-    """`flops` of matrix products. `traffic`, bytes: what every op reads and writes, as if nothing
-    stayed in a cache and no two ops were fused. `kernels`, ops that launch something. `saved`,
-    bytes kept for a backward, weights not among them."""
+    """Hold counts. `flops`: of matrix products. `traffic`: bytes that every op reads and writes, as
+    if nothing stayed in a cache and no two ops were fused. `kernels`: ops that launch something.
+    `saved`: bytes kept for a backward, without weights."""
 
     flops: int = 0
     traffic: int = 0
@@ -150,10 +150,10 @@ class Count:
 
 @contextmanager
 def counted(parameters: Iterator[Tensor] | None = None) -> Iterator[Count]:
-    """Count what is done inside. `parameters` are not counted as saved."""
+    """Count the block's work. `parameters` are not counted as saved."""
     count = Count()
     known = {p.untyped_storage()._cdata for p in parameters or ()}
-    kept: dict[int, Any] = {}  # storages, which live on: their ids are not given twice
+    kept: dict[int, Any] = {}  # storages, kept alive so that no id is reused
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -189,7 +189,7 @@ class _Traffic(TorchDispatchMode):
 
 
 def _bytes(tree: Any) -> int:
-    """What tensors' elements occupy; an expanded one has fewer than its shape says."""
+    """Return bytes of the tensors' elements; an expanded one has fewer than its shape suggests."""
     return sum(
         min(leaf.numel() * leaf.element_size(), int(leaf.untyped_storage().nbytes()))
         for leaf in tree_leaves(tree)
@@ -197,17 +197,17 @@ def _bytes(tree: Any) -> int:
     )
 
 
-# -- what a device really reaches ----------------------------------------------------------------
+# -- measured ceilings of a device ---------------------------------------------------------------
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was launched: without it a GPU's time is that of the launches."""
+    """Wait for launched work: otherwise a GPU's time is that of the launches."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds(work: Callable[[], object], device: torch.device, times: int) -> float:
-    """The median of `times` runs, after one that does not count."""
+    """Return the median of `times` runs, after one warm-up."""
     laps = []
     for _ in range(times + 1):
         synchronize(device)
@@ -219,8 +219,8 @@ def seconds(work: Callable[[], object], device: torch.device, times: int) -> flo
 
 
 def measured(device: torch.device, dtype: torch.dtype) -> DevicePeaks:
-    """The device's ceilings in this run: its memory's bandwidth counts bytes read and written, its
-    link's those that reach the host (on a CPU: a copy, which crosses no link)."""
+    """Measure the device's ceilings in this run. Memory bandwidth counts bytes read and written,
+    the link's those that reach the host (on a CPU: a copy, which crosses no link)."""
     large = device.type == "cuda"
     n = 8192 if large else 512
     a = torch.ones(n, n, dtype=dtype, device=device)
@@ -234,13 +234,13 @@ def measured(device: torch.device, dtype: torch.dtype) -> DevicePeaks:
     link = piece.nbytes / seconds(lambda: host.copy_(piece), device, 10)
     if large:
         del source, target, piece
-        torch.cuda.empty_cache()  # the step needs the room
+        torch.cuda.empty_cache()  # the step needs the memory
     name = torch.cuda.get_device_name(device) if large else "cpu"
     return DevicePeaks(f"{name}, measured", flops, bandwidth, link, mfu=1.0)
 
 
 class PhaseStep:
-    """One step over a random document and its cartridge; `laps` has each phase's last seconds."""
+    """Run one step over a random document and its cartridge; `laps` has each phase's seconds."""
 
     def __init__(
         self,
@@ -250,8 +250,8 @@ class PhaseStep:
         micro_tokens: int | None = None,
         document: Tensor | None = None,
     ) -> None:
-        """Without a plane nothing can be published. `document` is its KV [L, 2, H_kv, T, D], where
-        it need not be read."""
+        """Without a plane nothing can be published. `document` is its KV [L, 2, H_kv, T, D], if
+        already read."""
         self.setting, self.device, self._plane = setting, device, plane
         self._micro_tokens = micro_tokens
         self.model = random_model(setting.shape, setting.dtype, device)
@@ -291,7 +291,7 @@ class PhaseStep:
         return done
 
     def run(self) -> None:
-        """The four phases in their order, on what the rollout said."""
+        """Run the four phases in order, on the rollout's responses."""
         completions = self._try("rollout", self.rollout)
         if completions is not None:
             self.samples = [
@@ -305,7 +305,7 @@ class PhaseStep:
     def _try(self, phase: str, work: Callable[[], Any]) -> Any:
         try:
             return self.timed(phase, work)
-        except (RuntimeError, ValueError) as error:  # ours, and out of memory, are of these
+        except (RuntimeError, ValueError) as error:  # includes ours, and out of memory
             traced = traceback.extract_tb(error.__traceback__)
             last = [frame for frame in traced if "site-packages" not in frame.filename][-1]
             where = f"{os.path.relpath(last.filename, ROOT)}:{last.lineno}"
@@ -313,7 +313,7 @@ class PhaseStep:
             return None
 
     def rollout(self) -> list[Completion]:
-        """Every response to its full length, sampled at temperature 1."""
+        """Sample every response to its full length at temperature 1."""
         ref = PrefixRef(f"cartridge/{NAME}", 0)
         drawn = Sampling(max_tokens=self.setting.work.response)
         requests = [
@@ -336,17 +336,17 @@ class PhaseStep:
         )  # fmt: skip
 
     async def publish(self) -> None:
-        """From the trainer's float32 to a reader's device: snapshot, one packet, read, copy."""
+        """Publish from the trainer's float32 to a reader's device: snapshot, put, read, copy."""
         assert self._plane is not None
         packet = await self._plane.put("cartridges/0", {"kv": self.bank.snapshot(self.model.dtype)})
         tensors = await self._plane.get(packet)
         self._cartridge = tensors["kv"].to(self.device, copy=True)[0]
         await self._plane.delete(packet.key)
 
-    # -- counting: the same forwards without what asks a tensor for its values -------------------
+    # -- counting: the same forwards, without operations that read a tensor's values -------------
 
     def decoding(self, filled: int) -> Callable[[], Tensor]:
-        """What decodes one token of every sample, `filled` columns of its own KV before it."""
+        """Return a function that decodes one token of every sample after `filled` tokens."""
         layers, heads, _ = kv_shape(self.model)
         rows = self.setting.work.samples
         cache = DecodeCache.empty(self._cartridge[None], layers, rows, heads, filled + 1)
@@ -364,7 +364,7 @@ class PhaseStep:
         return decode
 
     def learn(self, teacher: TeacherDistribution) -> None:
-        """The student's forward and backward, without the optimiser."""
+        """Run the student's forward and backward, without the optimiser."""
         tokens = self.setting.work.sample_tokens
         packed = pack(self.samples, {NAME: self.setting.work.cartridge}, tokens)
         kv = self.bank.kv(packed.names).to(self.model.dtype)
@@ -372,7 +372,7 @@ class PhaseStep:
         (total / count).backward()
 
     def counts(self) -> dict[str, Count]:
-        """What each phase does. Decoding is counted half-way, where its cost is the mean one."""
+        """Return each phase's counts. Decoding is counted half-way, where its cost is the mean."""
         work = self.setting.work
         found = {}
         decode = self.decoding(work.prompt + work.response // 2)
@@ -390,7 +390,7 @@ class PhaseStep:
 
 @dataclass
 class PhaseRow:
-    """One phase: analysis, bound at the ceilings, and the medians that were measured."""
+    """Hold one phase: analysis, bound at the ceilings, and the measured medians."""
 
     phase: str
     flops: float
@@ -411,7 +411,7 @@ class PhaseRow:
 
 
 def measure(step: PhaseStep, ceilings: DevicePeaks, repeats: int) -> list[PhaseRow]:
-    """Rows of the document, the four phases and the whole step, after one step of warm-up."""
+    """Return rows of the document, the four phases and the whole step, after one warm-up step."""
     rounds: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for turn in range(repeats + 1):
         step.laps = {"document": step.laps["document"]}
@@ -433,7 +433,7 @@ def measure(step: PhaseStep, ceilings: DevicePeaks, repeats: int) -> list[PhaseR
     missing = "" if total is not None else "a phase failed"
     flops, moved = sum(row.flops for row in rows), sum(row.bytes for row in rows)
     document, whole, tokens = analysis["document"], rows[0], work.response
-    # The rollout's forward of one token alone: the rest of it is drawing, and Python.
+    # The rollout's forward of one token; the rest of its time is sampling and Python.
     lap = seconds(step.decoding(work.prompt + tokens // 2), step.device, 10)
     each = whole.flops / tokens, whole.bytes / tokens, whole.bound_s / tokens
     read = document.flops, document.bytes, document.seconds(ceilings)
@@ -446,13 +446,13 @@ def measure(step: PhaseStep, ceilings: DevicePeaks, repeats: int) -> list[PhaseR
 
 
 def published_bound(name: str, setting: Setting) -> tuple[str, float]:
-    """The cached bound at half of a known device's printed peaks: what the goal is stated in."""
+    """Return the cached bound at half of a known device's printed peaks: GOAL refers to it."""
     device = next((d for d in (H200, A100) if d.name in name), H200)
     return device.name, sum(bounds(setting)[phase].seconds(device) for phase in PHASES)
 
 
 def dry(setting: Setting) -> dict[str, Any]:
-    """The step counted on fake tensors, which have shapes and no memory."""
+    """Count the step on fake tensors, which have shapes and no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     shape, work = setting.shape, setting.work

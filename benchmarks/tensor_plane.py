@@ -35,20 +35,20 @@ from services.planes.open import PlaneKind, open_plane
 PLANES: tuple[PlaneKind, ...] = ("torchstore", "shared_memory")
 COLUMNS = ("memcpy", "put", "get", "read", "delete")
 MEGABYTE = 1 << 20
-OPERATION_BYTES = 16 << 10  # up to here an operation costs more than its bytes
-BUDGET_BYTES = 256 << 20  # repetitions of a size move about as much
+OPERATION_BYTES = 16 << 10  # up to this size an operation costs more than its bytes
+BUDGET_BYTES = 256 << 20  # the repetitions of a size move about this much
 
 
 @dataclass(frozen=True)
 class Cost:
-    """seconds = operation_s + bytes / bandwidth"""
+    """Hold a linear cost: seconds = operation_s + bytes / bandwidth."""
 
     operation_s: float
     bandwidth: float
 
 
 def sizes_up_to(max_mb: int) -> list[int]:
-    """Bytes: 1 KB, 16 KB, 256 KB, then megabytes."""
+    """Return sizes in bytes: 1 KB, 16 KB, 256 KB, then megabytes."""
     kib = [1, 16, 256, *(mb * 1024 for mb in (1, 4, 16, 64, 256, 512) if mb <= max_mb)]
     return [1024 * size for size in kib]
 
@@ -58,7 +58,7 @@ def repetitions(size: int) -> int:
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Cost:
-    """The medians over the small sizes, and over what the large ones take beyond that."""
+    """Return the median over the small sizes, and the time that large ones take beyond it."""
     pairs = list(zip(sizes, seconds, strict=True))
     operation = statistics.median(s for size, s in pairs if size <= OPERATION_BYTES)
     large = [(size, s - operation) for size, s in pairs if size >= max(sizes) / 4]
@@ -69,7 +69,7 @@ Move = Callable[[Any, int], Awaitable[tuple[float, float, float, float]]]
 
 
 def through_plane(plane: Any, reader: Any) -> Move:
-    """Seconds of put, get, read and delete of one tensor."""
+    """Return a function that measures seconds of put, get, read and delete of one tensor."""
 
     async def move(source: Any, turn: int) -> tuple[float, float, float, float]:
         began = time.perf_counter()
@@ -96,7 +96,7 @@ def by_rdma(reader: Any) -> Move:
     async def move(source: Any, turn: int) -> tuple[float, float, float, float]:
         began = time.perf_counter()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # no such network: it says so for every buffer
+            warnings.simplefilter("ignore")  # without RDMA it warns for every buffer
             buffer = RDMABuffer(source)
         put = time.perf_counter() - began
         get, read = await reader.pull.call_one(buffer, source.nbytes)
@@ -108,8 +108,8 @@ def by_rdma(reader: Any) -> Move:
 
 
 async def measure(name: str, move: Move, size: int) -> dict[str, Any]:
-    """Median milliseconds of each operation on one tensor of `size` bytes, and of a copy of it;
-    the ratio of put, get and read together to the copy, pair by pair."""
+    """Return median milliseconds of each operation on one tensor of `size` bytes, and of a copy of
+    it; and the ratio of put, get and read together to the copy, pair by pair."""
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.zeros_like(source)
     laps = []
@@ -118,7 +118,7 @@ async def measure(name: str, move: Move, size: int) -> dict[str, Any]:
         began = time.perf_counter()
         target.copy_(source)
         laps.append((time.perf_counter() - began, *moved))
-    times = list(zip(*laps[1:], strict=True))  # the first opens connections and grows heaps
+    times = list(zip(*laps[1:], strict=True))  # the first run opens connections and grows heaps
     medians = [round(1e3 * statistics.median(t), 4) for t in times]
     ratio = median_ratio([sum(lap[1:4]) for lap in laps[1:]], times[0])
     row = dict(zip(COLUMNS, medians, strict=True))
@@ -126,7 +126,7 @@ async def measure(name: str, move: Move, size: int) -> dict[str, Any]:
 
 
 class PlaneReader(Actor):
-    """Gets tensors in another process, and reads every byte once: returns the seconds of both."""
+    """Get tensors in another process, and read every byte once; methods return both seconds."""
 
     @endpoint
     async def read(self, plane: Any, packet: Any) -> tuple[float, float]:
@@ -183,7 +183,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def costs(rows: Sequence[dict[str, Any]]) -> dict[str, Cost]:
-    """Of every transport's moves, and of memcpy's."""
+    """Return the cost of every transport's moves, and of memcpy."""
     sizes: dict[str, list[int]] = {}
     seconds: dict[str, list[float]] = {}
     for row in rows:

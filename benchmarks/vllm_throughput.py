@@ -59,7 +59,7 @@ TIMEOUT = 600.0
 
 @dataclass
 class BenchPlacement:
-    """Where replicas run, and the plane they read from."""
+    """Hold the host of the replicas, and the plane they read from."""
 
     plane: OwnedPlane
     service: Service
@@ -86,7 +86,7 @@ async def replica(
     documents: dict[str, tuple[int, ...]],
     gib: float,
 ) -> Pool:
-    """A generator of one thread in a process of its own: on vLLM, or embedded for gib 0."""
+    """Start a generator of one thread in a new process: on vLLM, or on torch for gib 0."""
     base = ModelSource(model, dtype, 1, documents, 1 << 30, place.plane)
     common = (base, frozenset[int](), 2)
     if gib:
@@ -99,7 +99,7 @@ async def replica(
 
 
 def cartridge(shape: tuple[int, int, int], tokens: int, dtype: str) -> Tensor:
-    """Random keys and values [1, L, 2, H_kv, P, D]."""
+    """Return random keys and values [1, L, 2, H_kv, P, D]."""
     layers, heads, size = shape
     stream = torch.Generator().manual_seed(0)
     kv = torch.randn((1, layers, 2, heads, tokens, size), generator=stream)
@@ -107,7 +107,7 @@ def cartridge(shape: tuple[int, int, int], tokens: int, dtype: str) -> Tensor:
 
 
 async def throughput(place: BenchPlacement, options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens/s of each arm in every round, their medians and the ratios."""
+    """Return tokens/s of each arm in every round, their medians and the ratios."""
     draws = random.Random(0)
 
     def ids(count: int) -> tuple[int, ...]:
@@ -131,7 +131,7 @@ async def throughput(place: BenchPlacement, options: argparse.Namespace) -> dict
     processor = dict.fromkeys(arms, 0.0)
     for turn in range(options.rounds + 1):
         prompts = [ids(options.prompt) for _ in range(options.requests)]
-        # In any order: whoever follows the other process finds the processor's caches cold.
+        # In random order: the process that follows another finds the processor's caches cold.
         for arm in draws.sample(list(arms), k=len(arms)):
             pool, ref = arms[arm]
             asked = [request(ref, p, options.new) for p in prompts]
@@ -140,7 +140,7 @@ async def throughput(place: BenchPlacement, options: argparse.Namespace) -> dict
             seconds = time.perf_counter() - begun
             tokens = sum(len(c.token_ids) for c in done.completions)
             assert tokens == options.requests * options.new, "a request ended early"
-            if turn:  # the first fills the prefix cache and grows heaps
+            if turn:  # round 0 fills the prefix cache and grows heaps
                 speeds[arm].append(tokens / seconds)
                 processor[arm] += processor_seconds(pids[pool.role]) - before
     report = await vllm.route("shut_down")
@@ -174,11 +174,11 @@ def request(ref: Any, prompt: Sequence[int], new: int) -> GenerateRequest:
 async def publishing(
     place: BenchPlacement, name: str, model: str, dtype: str, kv: Tensor, gib: float, times: int
 ) -> dict[str, Any]:
-    """Median milliseconds from tensors here to the first token on the new version."""
+    """Return median milliseconds from tensors here to the first token on the new version."""
     pool = await replica(place, name, model, dtype, {"none": (1,)}, gib)
     laps: dict[str, list[float]] = {"put": [], "load": [], "first_token": [], "total": []}
     for version in range(times + 1):
-        kv = kv * 1.01  # another version is another tensor
+        kv = kv * 1.01  # a new version needs a new tensor
         marks = [time.perf_counter()]
         packet = await place.plane.put(f"{name}/{version}", {"kv": kv})
         marks.append(time.perf_counter())
@@ -204,7 +204,7 @@ async def publishing(
 
 
 def model_of_3b_cache(path: str) -> str:
-    """A random Llama with the key/value shape of Llama-3.2-3B and little else."""
+    """Return a random Llama with the key/value shape of Llama-3.2-3B, otherwise minimal."""
     layers, heads, size = SHAPE_3B
     config = LlamaConfig(
         vocab_size=1000, hidden_size=64, intermediate_size=64, num_hidden_layers=layers,

@@ -1,8 +1,7 @@
-"""The command line: `forge-run MESH.yaml ...`, and `forge COMMAND ...`: one table of commands.
+"""Define the commands `forge-run MESH.yaml ...` and `forge COMMAND ...` in one table.
 
-Only argparse is imported here: `--help` and a bad spec answer in well under a second. A command's
-module comes with the command: pydantic with the spec, torch and Monarch with the run, gRPC with a
-call to one.
+Only argparse is imported here, so `--help` and a bad spec take well under a second. Each command
+imports the rest: pydantic for the spec, torch and Monarch for a run, gRPC for the control plane.
 """
 
 from __future__ import annotations
@@ -17,20 +16,17 @@ from typing import Any
 
 from protocols.errors import ForgeError
 
-INTERRUPTED = 130  # what a shell expects of a process that Ctrl-C ended
+INTERRUPTED = 130  # a shell's code for a process that Ctrl-C ended
 FORMATS = ("forge", "hazy", "peft", "tokasaurus")
 DTYPES = ("float32", "bfloat16", "float16")
 
-Option = tuple[str, dict[str, Any]]  # its name, and what argparse is to know of it
+Option = tuple[str, dict[str, Any]]  # its name, and the arguments of add_argument
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command, or with `verbs` a family of them.
-
-    `handler` is module:function. It gets the options by name, and returns the exit code or the
-    tables to print.
-    """
+    """Describe a command, or with `verbs` a family of commands. `handler` is module:function. It
+    gets the options by name, and returns the exit code or the tables to print."""
 
     help: str
     handler: str = ""
@@ -51,7 +47,7 @@ def _sets(help: str) -> Option:
 
 
 def _count(text: str) -> int:
-    """A whole number that the protocol's uint32 holds."""
+    """Parse a whole number that fits the protocol's uint32."""
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more: got {text!r}")
     return int(text)
@@ -235,13 +231,13 @@ COMMANDS = {
 
 
 def forge_run(argv: Sequence[str] | None = None) -> int:
-    """`forge-run MESH.yaml [options]`: run a mesh. Returns the exit code."""
+    """Run a mesh: `forge-run MESH.yaml [options]`. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="forge-run", description=FORGE_RUN.help)
     return _main(parser, FORGE_RUN, argv)
 
 
 def forge(argv: Sequence[str] | None = None) -> int:
-    """`forge COMMAND ...`: run one of `COMMANDS`. Returns the exit code."""
+    """Run one of `COMMANDS`: `forge COMMAND ...`. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="forge", description="Cartridge Forge.")
     return _main(parser, Command("", verbs=COMMANDS), argv)
 

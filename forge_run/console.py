@@ -1,7 +1,7 @@
-"""What a run shows while it runs, and the last lines it prints.
+"""Show a run's progress while it runs, and print its last lines.
 
-On a terminal a live panel; elsewhere (a file, a pipe, CI) plain lines without control codes, one
-every few seconds and one whenever the stage or the probe's accuracy changes.
+On a terminal this is a live panel. Elsewhere (a file, a pipe, CI) it is plain lines without control
+codes: one every few seconds, and one whenever the stage or the probe's accuracy changes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,8 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class ConsoleDisplay:
-    """Shows a run: `with Display("longhealth") as display: display.update(status)`.
-
-    `update` may be called as often as one polls; `line` prints a line above the panel. `clock` is
-    for tests.
-    """
+    """Show a run: `with ConsoleDisplay("longhealth") as display: display.update(status)`. Call
+    `update` after every poll; `line` prints a line above the panel. `clock` is for tests."""
 
     def __init__(
         self,
@@ -55,7 +52,7 @@ class ConsoleDisplay:
         self._kl: dict[int, float] = {}  # step -> KL, of the arm now in training
         self._kl_arm = ""
         live = self.console.is_terminal and not self.console.is_dumb_terminal
-        # No refresh thread: the panel changes when `update` is called and at no other time.
+        # No refresh thread: only `update` changes the panel.
         self._live = Live(console=self.console, auto_refresh=False) if live else None
 
     def __enter__(self) -> ConsoleDisplay:
@@ -150,7 +147,7 @@ class ConsoleDisplay:
 
 
 def arms_table(results: Mapping[str, Any]) -> Table:
-    """The arms side by side: greedy accuracy with its interval, and sampled accuracy."""
+    """Return a table of the arms: greedy accuracy with its interval, and sampled accuracy."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("arm", no_wrap=True)
     for heading in ("accuracy", *HEADS, "sampled"):
@@ -165,7 +162,7 @@ def arms_table(results: Mapping[str, Any]) -> Table:
 
 
 def arm_cells(measured: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return an accuracy and what HEADS name beside it, as texts."""
+    """Return an accuracy and the columns HEADS beside it, as texts."""
     if not measured:
         return (UNKNOWN,) * (1 + len(HEADS))
     share = (percent(measured["accuracy"]), interval(measured["ci95"]))
@@ -173,7 +170,7 @@ def arm_cells(measured: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 
 def print_results(console: Console, results: Mapping[str, Any], run_path: Path) -> None:
-    """The last lines of a run: a summary, the table of arms, and where things are."""
+    """Print the last lines of a run: a summary, the table of arms, and paths."""
     console.print(Text(summary(results)), soft_wrap=True)
     console.print(arms_table(results))
     for label, name in (("report", "report.html"), ("results", "results.json"), ("run", ".")):
@@ -182,7 +179,7 @@ def print_results(console: Console, results: Mapping[str, Any], run_path: Path) 
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """`finished in 6m12s, KL 2.310 to 0.410, 9.2x fewer KV tokens, orchestration 4.1%`."""
+    """Return `finished in 6m12s, KL 2.310 to 0.410, 9.2x fewer KV tokens, orchestration 4.1%`."""
     parts = [str(results.get("status", "unfinished"))]
     if (wall := results.get("wall_seconds")) is not None:
         parts[0] += f" in {duration(wall)}"
@@ -197,7 +194,8 @@ def summary(results: Mapping[str, Any]) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """`sparkline([3, 2, 1])` is "█▅▁"; more than `width` values are averaged into `width` bins."""
+    """Return a bar per value: `sparkline([3, 2, 1])` is "█▅▁". More than `width` values are
+    averaged into `width` bins."""
     n = len(values)
     if n > width:
         edges = [i * n // width for i in range(width + 1)]
@@ -210,7 +208,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`45s`, `3m20s`, `1h02m`."""
+    """Return seconds as `45s`, `3m20s` or `1h02m`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -224,23 +222,23 @@ def number(value: float | None, form: str) -> str:
 
 
 def percent(share: float | None) -> str:
-    """`percent(0.885)` is "88.5%"."""
+    """Return a share as text: `percent(0.885)` is "88.5%"."""
     return number(share, ".1%")
 
 
 def interval(ci95: Sequence[float]) -> str:
-    """`interval([0.828, 0.918])` is "82.8-91.8%"."""
+    """Return an interval as text: `interval([0.828, 0.918])` is "82.8-91.8%"."""
     return f"{100 * ci95[0]:.1f}-{100 * ci95[1]:.1f}%"
 
 
 def shown_path(path: Path) -> str:
-    """The path relative to where the user stands, or absolute when it lies elsewhere."""
+    """Return the path relative to the working directory, or absolute when it is outside of it."""
     full, here = path.resolve(), Path.cwd().resolve()
     return os.path.relpath(full, here) if full.is_relative_to(here) else str(full)
 
 
 def printable(text: str) -> str:
-    """One line of text that cannot steer the terminal, whoever wrote it."""
+    """Return one line of text without control characters, which could control the terminal."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 

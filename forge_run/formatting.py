@@ -1,4 +1,4 @@
-"""Numbers as people read them, and the titled tables that every command prints."""
+"""Format numbers, and render the titled tables that every command prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Rows = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class TableSection:
-    """A titled table: `TableSection("budget", ("", ""), (("prompts a step", "32"),))`."""
+    """Hold a titled table: `TableSection("budget", ("", ""), (("prompts a step", "32"),))`."""
 
     title: str
     columns: tuple[str, ...]
@@ -20,17 +20,17 @@ class TableSection:
 
 
 def facts(title: str, rows: Iterable[tuple[str, str]]) -> TableSection:
-    """Make a section of names and what they are, which needs no heads."""
+    """Return a section of names and values, without column heads."""
     return TableSection(title, ("", ""), tuple(rows))
 
 
 def lines(title: str, texts: Iterable[str]) -> TableSection:
-    """Make a section of plain lines."""
+    """Return a section of plain lines."""
     return TableSection(title, ("",), tuple((text,) for text in texts))
 
 
 def render(sections: Sequence[TableSection], *, terminal: bool) -> str:
-    """Render as text: aligned lines, or with `terminal` rich's tables at the terminal's width."""
+    """Return aligned text, or with `terminal` rich's tables at the terminal's width."""
     if not terminal:
         return "\n\n".join(map(_plain, sections)) + "\n"
     from rich.console import Console
@@ -48,39 +48,39 @@ def render(sections: Sequence[TableSection], *, terminal: bool) -> str:
                 title_style="bold",
             )
             for row in section.rows:
-                table.add_row(*map(Text, row))  # not markup: "arms[2]" is meant as it stands
+                table.add_row(*map(Text, row))  # Text, not markup: "arms[2]" is literal
             console.print(table)
     return capture.get()
 
 
 def as_json(sections: Sequence[TableSection]) -> str:
-    """Render as JSON: `[{"title", "columns", "rows"}, ...]`."""
+    """Return the sections as JSON: `[{"title", "columns", "rows"}, ...]`."""
     return json.dumps([asdict(section) for section in sections], indent=1) + "\n"
 
 
 def markdown_table(section: TableSection) -> str:
-    """A section's rows in Markdown, without its title."""
+    """Return a section's rows in Markdown, without its title."""
     lines = (section.columns, ("---",) * len(section.columns), *section.rows)
     return "\n".join(f"| {' | '.join(map(markdown_text, line))} |" for line in lines)
 
 
 def markdown_text(text: str) -> str:
-    """A line that Markdown shows as it is: `"a|b <c>"` -> `"a\\|b &lt;c&gt;"`."""
+    """Return a line escaped for Markdown: `"a|b <c>"` -> `"a\\|b &lt;c&gt;"`."""
     return escape(" ".join(text.split()), quote=False).replace("|", "\\|")
 
 
 def bytes_text(count: float) -> str:
-    """Bytes in decimal units, three digits: `234_881_024` -> `"235 MB"`."""
+    """Return bytes in decimal units, three digits: `234_881_024` -> `"235 MB"`."""
     return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def count_text(count: float) -> str:
-    """A count, three digits: `117_383_168` -> `"117 M"`."""
+    """Return a count, three digits: `117_383_168` -> `"117 M"`."""
     return _scaled(count, ("", "k", "M", "G", "T", "P"))
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds, two digits: `0.0094` -> `"9.4 ms"`."""
+    """Return seconds, two digits: `0.0094` -> `"9.4 ms"`."""
     value, unit = seconds, "s"
     for smaller in ("ms", "us"):
         if value < 0.995:

@@ -1,10 +1,10 @@
-"""The client of a run: spawns the controller, shows what it does, ends it when asked to.
+"""Start a run: spawn the controller, show its status, and end it on a signal.
 
     forge-run ---spawns---> ControllerActor ---spawns---> store, generators, teachers, trainer
         ^---- status (polled) ----'
 
-The first Ctrl-C or SIGTERM asks the controller to stop; a second one, or a controller that takes
-longer than STOP_SECONDS, has every process killed (the last checkpoint stands).
+The first Ctrl-C or SIGTERM asks the controller to stop. A second one, or a controller that takes
+longer than STOP_SECONDS, has every process killed; the last checkpoint remains.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from services.hosts.source import LINK_ENVIRONMENT
 from services.proc_info import descendants
 from services.run_directory import RunDirectory
 
-UNFINISHED = "unfinished"  # in place of a run to resume: the latest, unless it finished
+UNFINISHED = "unfinished"  # `resume` value for the latest run, unless it finished
 MAY_CHANGE = ("mesh.hosts", "mesh.roles.trainer.procs", "learn.train.shard_base")  # on resuming
 POLL_SECONDS = 0.25
 STOP_SECONDS = 6.0
-END_SECONDS = 1.5  # with STOP_SECONDS, twice this and the report all are gone within 10 s
+END_SECONDS = 1.5  # STOP_SECONDS, twice this and the report fit in 10 s
 STATUS_TIMEOUT = 30.0
 
 
 def monarch_environment(spec: RunSpec) -> dict[str, str]:
-    """What Monarch reads when it is imported, in every process of the mesh.
+    """Return the environment that Monarch reads on import, in every process of the mesh.
 
     A killed process is noticed in fractions of a second instead of ten. Where its end was not seen,
-    or it is silent, Monarch's patience is ours (its own would be 30 s): so long do calls to a dead
-    tensor store hang in the actors that made them. Over other hosts a message is kept for as long
-    as its link may be down.
+    or it is silent, Monarch waits for `health.dead_after_s` instead of 30 s: calls to a lost tensor
+    store hang that long in the actors that made them. With other hosts a message is kept for as
+    long as its link may be down.
     """
     local = spec.mesh.hosts.kind == "local"
     patience = f"{math.ceil(spec.mesh.health.dead_after_s)}s"
@@ -56,14 +56,14 @@ def monarch_environment(spec: RunSpec) -> dict[str, str]:
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
         **({"HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s"} if local else LINK_ENVIRONMENT),
-        # No secret: the provider of replay.local is the run's own, and its clients want some key.
+        # No secret: the clients of replay.local's own provider require some key.
         "FORGE_LOCAL_PROVIDER_KEY": "local",
     }
 
 
 def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
-    """Run to the end, or to a checkpoint when interrupted. Returns the exit code:
-    0 finished, 130 / 143 stopped by SIGINT / SIGTERM. Raises ForgeError for what failed."""
+    """Run to the end, or to a checkpoint when interrupted. Returns the exit code: 0 finished, 130 /
+    143 stopped by SIGINT / SIGTERM. Raises ForgeError."""
     os.environ.update(monarch_environment(spec))
     caught = SignalFlag()
     console = Console()
@@ -86,7 +86,7 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
         raise error
     code = 128 + caught.first if caught.first else 0
     if cut_off:
-        # Monarch's own end, in a client whose mesh was killed, may be to exit with 1.
+        # Monarch's shutdown in a client whose mesh was killed may exit with 1.
         sys.stdout.flush()
         os._exit(code)
     return code
@@ -95,9 +95,9 @@ def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
 def open_directory(
     spec: RunSpec, run_dir: Path | None, resume: str | None, tell: Callable[[str], None]
 ) -> tuple[RunDirectory, bool]:
-    """A new run directory, or the one to resume and True; its spec must be this spec, but for the
-    hosts, on which no result depends, and for the ranks of the trainer, on which none does beyond
-    rounding."""
+    """Return a new run directory and False, or the one to resume and True. A resumed run must have
+    this spec, except for MAY_CHANGE: the hosts, which affect no result, and the trainer's ranks,
+    which affect rounding only. Raises CheckpointError otherwise."""
     root = (run_dir or Path("runs")).absolute()
     if resume == UNFINISHED:
         resume = _unfinished(spec, root, tell)
@@ -115,8 +115,7 @@ def open_directory(
 
 
 def _unfinished(spec: RunSpec, root: Path, tell: Callable[[str], None]) -> str | None:
-    """The latest run, where it has not finished and is of this spec: for who starts us again after
-    any end, as a Job does of a pod."""
+    """Return the latest run of this spec if unfinished, for a Job that restarts its pod."""
     try:
         latest = RunDirectory.open(root, spec.mesh.name)
     except CheckpointError:  # there is none yet
@@ -136,7 +135,7 @@ def _changed(directory: RunDirectory, spec: RunSpec) -> list[str]:
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Dotted keys at which two plain specs differ."""
+    """Return the dotted keys at which two plain specs differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         found = []
         for key in sorted({*a, *b}):
@@ -146,11 +145,9 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
 
 
 class SignalFlag:
-    """Notes SIGINT and SIGTERM instead of dying of them.
-
-    SIGINT is ignored while the mesh's processes are spawned, which they inherit: a terminal's
-    Ctrl-C reaches the whole process group, and only this process is to answer it.
-    """
+    """Record SIGINT and SIGTERM instead of ending the process. SIGINT is ignored while the mesh's
+    processes are spawned, and they inherit that: a terminal's Ctrl-C reaches the whole process
+    group, but only this process must handle it."""
 
     def __init__(self) -> None:
         self.first: int = 0
@@ -163,7 +160,7 @@ class SignalFlag:
         return self
 
     def listen(self) -> None:
-        """Called once the first process is up: from now on SIGINT counts."""
+        """Handle SIGINT from now on; call it once the first process has started."""
         signal.signal(signal.SIGINT, self._note)
 
     def __exit__(self, *_: object) -> None:
@@ -182,16 +179,16 @@ def _drive(
     display: ConsoleDisplay,
     caught: SignalFlag,
 ) -> bool:
-    """False for a run that had to be cut off: then nothing of Monarch may be used any more."""
+    """Return False for a run that was cut off: then no part of Monarch may be used any more."""
     import monarch.actor as monarch
 
     from actors.base import bootstrap
     from training.controller import ControllerActor
 
-    if spec.mesh.hosts.kind != "local":  # or everything speaks through this host's own sockets
+    if spec.mesh.hosts.kind != "local":  # the default transport reaches this host only
         monarch.enable_transport(f"tcp://{reached_at(spec.mesh.hosts)}:0")
-    # The controller supervises the mesh; what reaches this process is the controller's own death,
-    # which the next poll sees as well. The default would end us with KeyboardInterrupt.
+    # The controller supervises the mesh; only its own death reaches this process, and the next
+    # poll notices that too. The default hook raises KeyboardInterrupt here.
     monarch.unhandled_fault_hook = lambda failure: None
     procs = monarch.this_host().spawn_procs(
         per_host={"procs": 1}, name="controller", bootstrap=bootstrap(1)
@@ -208,7 +205,7 @@ def _drive(
             if caught.first and asked is None:
                 asked = time.monotonic()
                 controller.ask_to_stop.call_one().get(timeout=STATUS_TIMEOUT)
-                import_module("forge_run.report.page")  # a second or two, while the step ends
+                import_module("forge_run.report.page")  # 1 to 2 s, while the step ends
             late = asked is not None and time.monotonic() - asked > STOP_SECONDS
             if late or caught.count > 1:
                 display.line("stopping at once; the last checkpoint stands")
@@ -239,8 +236,8 @@ def _poll(controller: Any, timeout_s: float) -> Any:
 
 
 def kill_mesh() -> None:
-    """kill -9 for every process of the mesh: our descendants that Monarch started. What else there
-    is (the shared memory's janitor) waits for its owner's death, and then does its work."""
+    """Kill every descendant of this process that Monarch started, with SIGKILL. Others stay: the
+    shared memory's janitor waits for its owner's death, and then cleans up."""
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):
             if b"monarch" in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -248,10 +245,8 @@ def kill_mesh() -> None:
 
 
 def _end(procs: Any) -> None:
-    """Stop the controller's process and this client's part of the mesh, within seconds.
-
-    What does not stop in time (a process busy with its last call) dies with this process.
-    """
+    """Stop the controller's process and this client's part of the mesh, END_SECONDS each. A process
+    that does not stop in time, busy with its last call, dies with this process."""
     import monarch.actor as monarch
 
     for ending in (procs.stop, monarch.shutdown_context):

@@ -1,4 +1,4 @@
-"""What a spec may say and plan, but not run yet: checked before anything heavy is imported."""
+"""Check that this machine can run a spec, before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from protocols.spec.yaml_source import SourceLocation
 
 
 def resolved_place(key: str) -> SourceLocation:
-    """The place of a key when the files that set it are not at hand (a resumed run)."""
+    """Return a placeholder location for keys whose source files are unknown (a resumed run)."""
     return SourceLocation("the resolved spec", 0, Path())
 
 
 def require_runnable(
     spec: RunSpec, place: Callable[[str], SourceLocation] = resolved_place
 ) -> None:
-    """Raise SpecError when this spec cannot run on this machine today, every reason a line.
-
-    `place` says where a dotted key was written (`Loaded.place`).
-    """
+    """Raise SpecError when this machine cannot run the spec; every reason is a line. `place`
+    returns where a dotted key was written (`LoadedSpec.place`)."""
     faults = unmet(spec, place)
     if faults:
         raise combined(faults)
@@ -33,7 +31,7 @@ def require_runnable(
 def unmet(
     spec: RunSpec, place: Callable[[str], SourceLocation] = resolved_place
 ) -> list[SpecProblem]:
-    """The reasons why this spec cannot run here and now; empty when it can."""
+    """Return the reasons why this machine cannot run the spec now; empty when it can."""
     faults = []
 
     def cannot(key: str, value: object, why: str, remedy: str) -> None:
@@ -91,7 +89,7 @@ def _check_model(path: str, cannot: Callable[[str, object, str, str], None]) -> 
 
 
 def _check_keys(replay: ReplaySpec | None, cannot: Callable[[str, object, str, str], None]) -> None:
-    """A key that is missing is better known now than once everything has started."""
+    """Report missing API keys before anything starts."""
     if replay is None or replay.local is not None:
         return
     for name in sorted({str(t.key_env) for t in replay.teachers if missing_key(t)}):
@@ -101,7 +99,7 @@ def _check_keys(replay: ReplaySpec | None, cannot: Callable[[str, object, str, s
 
 
 def missing_key(teacher: ReplayTeacherSpec) -> bool:
-    """Whether the environment has no API key for the teacher."""
+    """Return whether the environment lacks the teacher's API key."""
     return not os.environ.get(teacher.key_env or "")
 
 
@@ -121,7 +119,7 @@ def _check_data(spec: RunSpec, cannot: Callable[[str, object, str, str], None]) 
                 "add --set data.path=FOLDER",
             )  # fmt: skip
     elif data.path is None:
-        from environments.clinic.vocabulary import FIELDS  # the clinic knows how much it can tell
+        from environments.clinic.vocabulary import FIELDS
 
         if data.facts is not None and data.facts > len(FIELDS):
             cannot(

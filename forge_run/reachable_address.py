@@ -1,4 +1,4 @@
-"""Where other hosts reach this one, and what that asks of Monarch."""
+"""Determine the address at which other hosts reach this one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from protocols.errors import SpecError
 from protocols.spec.hosts import HostsSpec
 from services.hosts.handshake import host_and_port
 
-ANYWHERE = ("192.0.2.1", 9)  # of a documentation network: the default route leads there
+ANYWHERE = ("192.0.2.1", 9)  # a documentation network: reached over the default route
 
 
 def reached_at(hosts: HostsSpec) -> str:
-    """This host's address for the others: `hosts.reached_at`, else that of the route to the first
-    worker, or where workers are not known yet of the default route.
-
-    Raises SpecError for a name without an address, and where there is no such route."""
+    """Return this host's address: `hosts.reached_at`, else that of the route to the first worker,
+    else of the default route. IPv6 addresses are in brackets. Raises SpecError for a name without
+    an address, and where there is no such route."""
     named = hosts.reached_at
     try:
         if named is not None:
@@ -37,7 +36,7 @@ def _address_of(name: str) -> str:
 
 
 def _local_address(address: str, port: int) -> str:
-    """Of the route to there. Connecting a datagram socket sends nothing."""
+    """Return the route's local address. Connecting a datagram socket sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))

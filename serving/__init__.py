@@ -1,1 +1,1 @@
-"""The HTTP door in front of the generators: OpenAI's wire, cartridges and strategies by name."""
+"""Serve a model over HTTP in OpenAI's API, with cartridges and strategies selected by name."""

@@ -1,4 +1,4 @@
-"""How many responses are let in, and when to come again. Pure but for the clock it is given."""
+"""Limit how many responses wait or run, and compute Retry-After. Pure except for its clock."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 from serving.errors import ApiError
 
-REMEMBERED = 64  # ends of responses that the rate is measured over
-LONGEST_WAIT = 60  # seconds: nobody is told to stay away for longer
+REMEMBERED = 64  # completion times that the rate is measured over
+LONGEST_WAIT = 60  # seconds: the largest Retry-After
 
 
 class Admission:
-    """At most `most` responses wait or run. The rate is that of the last ones that ended."""
+    """Admit at most `most` responses, and measure the rate of those that ended last."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.most, self._clock = most, clock
@@ -24,7 +24,8 @@ class Admission:
 
     @contextmanager
     def let_in(self, responses: int) -> Iterator[None]:
-        """Raises ApiError 429 where there is no room."""
+        """Count `responses` as pending inside the block. Raises ApiError 400 for more than the
+        limit in one request, 429 for a full queue."""
         if responses > self.most:
             raise ApiError(
                 400,
@@ -47,14 +48,16 @@ class Admission:
             self._ends.extend([self._clock()] * responses)
 
     def rate(self) -> float:
-        """Responses that end a second, measured over the last ones; 0 where too few are known."""
+        """Return the responses that ended per second, over the last 64; 0 while fewer than two
+        ended."""
         if len(self._ends) < 2:
             return 0.0
         seconds = max(self._clock(), self._ends[-1]) - self._ends[0]
         return (len(self._ends) - 1) / max(seconds, 1e-3)
 
     def retry_after(self, responses: int) -> int:
-        """Whole seconds until so many may be let in, at the measured rate."""
+        """Return whole seconds, 1 to 60, until `responses` fit within the limit at the measured
+        rate."""
         rate = self.rate()
         if not rate:
             return 1

@@ -1,4 +1,4 @@
-"""The application: routes, what stands around them, and every error in OpenAI's shape."""
+"""Assemble the ASGI application: routes, middleware, and every error in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from serving.routes_admin import admin_routes
 from serving.routes_models import model_routes
 from serving.tokenization import Tokenization
 
-# Fields of OpenAI's that are not served, and what to do instead.
+# Fields of OpenAI's API that are not served, with the remedy for each.
 UNSERVED = {
     "audio": "text alone is served",
     "best_of": "ask for n responses, or a strategy in forge.strategy",
@@ -47,12 +47,12 @@ UNSERVED = {
     "tool_choice": "tools are not served; leave it out",
     "tools": "tools are not served; leave it out",
 }
-TYPES = ("str", "int", "float", "bool", "none")  # what pydantic puts into places for unions
+TYPES = ("str", "int", "float", "bool", "none")  # added by pydantic to the `loc` of a union
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What an application is made of. `key` None: nobody is asked for one."""
+    """Hold the parts of a server. With `key` None requests need no API key."""
 
     model: str
     backend: Backend
@@ -69,7 +69,8 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class Server:
-    """`app` is what a server serves; `api` has its schema; `close` once nothing is served."""
+    """Hold an application: `app` for the ASGI server, `api` for the OpenAPI schema. Call `close`
+    after the last request."""
 
     app: ASGIApp
     api: FastAPI
@@ -83,6 +84,7 @@ class Server:
 
 
 def create_door(house: ServerConfig) -> Server:
+    """Return the application with its middleware, its routes and their resources."""
     http = house.http
     admission = Admission(http.max_pending)
     metrics = ServingMetrics(lambda: admission.pending, house.backend.depth)
@@ -95,7 +97,7 @@ def create_door(house: ServerConfig) -> Server:
         house.model, house.texts, house.library, house.limits,
         lambda name: name in house.strategies.names(),
     )  # fmt: skip
-    # One thread: a tokenizer may not be used by two at a time.
+    # One thread: a tokenizer is not thread-safe.
     reading = ThreadPoolExecutor(1, "reading")
     api = FastAPI(
         title="Cartridge Forge",
@@ -129,7 +131,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _malformed(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    # Of a field that may be one of several types, the type that came furthest.
+    # For a union, report the type whose validation got furthest: its `loc` is the longest.
     faults = error.errors()
     mine = [f for f in faults if f["loc"][:2] == faults[0]["loc"][:2]]
     return _of_body(max(mine, key=lambda f: len(f["loc"]))).response
@@ -140,7 +142,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 def _of_body(fault: dict[str, Any]) -> ApiError:
-    """pydantic's first fault in OpenAI's fields: which field, what is wrong, what to do."""
+    """Convert pydantic's first error to an ApiError with the field, the fault and the remedy."""
     names = [
         part
         for part in fault["loc"][1:]

@@ -1,4 +1,4 @@
-"""What answers requests, as ports: the generators, and strategies by name."""
+"""Define the interfaces that answer requests: the generators, and strategies by name."""
 
 from __future__ import annotations
 
@@ -10,42 +10,43 @@ from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
 from serving.request import ServingRequest, StrategyRequest
 from strategies.result import StrategyResult
 
-# Tokens as they are sampled. The same may come twice: a replica that takes over for a dead one
-# begins again, and says the same.
+# Receives tokens as they are sampled. A token may be reported twice: the replica that replaces a
+# lost one decodes the response again from its start, with the same tokens.
 OnTokens = Callable[[TokenChunk], None]
 
 
 class Backend(Protocol):
-    """Generators, whoever runs them."""
+    """Generate responses and hold cartridges, on any number of replicas."""
 
     async def generate(
         self, requests: Sequence[GenerateRequest], on_tokens: OnTokens | None = None
     ) -> list[Completion]:
-        """Completions in the order of the requests; `on_tokens` is told before. Cancelling this
-        ends the decoding. Raises DataError for a malformed request, RunError when nobody answers.
-        """
+        """Return completions in the order of the requests; `on_tokens` gets their tokens as
+        sampled. Cancelling ends the decoding. Raises DataError for a malformed request, RunError
+        when no replica answers."""
         ...
 
     async def load(self, version: int, name: str, path: Path) -> None:
-        """Hold the cartridge file as `PrefixRef("cartridge/<name>", version)`, on every replica
-        there is and will be. Versions only grow. Raises PublishError when it does not fit."""
+        """Load the file as `PrefixRef("cartridge/<name>", version)` on all current and future
+        replicas. Versions only grow. Raises PublishError when the cartridge does not fit the model.
+        """
         ...
 
     async def drop(self, version: int) -> None:
-        """Let go of a version that no request names any more."""
+        """Free a version that no request names any more."""
         ...
 
     def depth(self) -> int:
-        """Requests that wait or run."""
+        """Return the number of requests that wait or run."""
         ...
 
     def healthy(self) -> int:
-        """Replicas in service."""
+        """Return the number of healthy replicas."""
         ...
 
 
 class StrategyCatalog(Protocol):
-    """Test-time strategies by name."""
+    """Run test-time strategies by name."""
 
     def names(self) -> list[str]: ...
 
@@ -54,5 +55,5 @@ class StrategyCatalog(Protocol):
         ...
 
     async def run(self, asked: ServingRequest, prefix: PrefixRef) -> StrategyResult:
-        """The answer to `asked.messages`. Raises DataError or RunError."""
+        """Return the strategy's result for `asked.messages`. Raises DataError or RunError."""
         ...

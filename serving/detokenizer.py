@@ -1,10 +1,10 @@
-"""One response as it is told: its tokens become text without halves, up to a stop string. Pure.
+"""Convert the tokens of a response to text, up to a stop string. Pure.
 
-Stop strings are never part of what is told, nor is what may be their beginning.
+Pieces never end inside a character, nor contain a stop string or the possible start of one.
 
-    tokens -> TokenText -> StopFilter -> pieces of text, each with the tokens it is made of
+    tokens -> TokenText -> StopFilter -> pieces of text, each with its tokens
 
-A whole answer is the concatenation of the pieces, so a stream and an answer in one say the same.
+The pieces' concatenation is the whole response, so streamed and whole replies are equal.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from protocols.wire.openai_chat import FinishReason
 
 
 class StopFilter:
-    """Passes text on up to the first stop string, however the text is cut into pieces.
-
-    The stop that is complete first counts; of two that end at one place, the longer one. `cut` is
-    where it begins, in characters from the start of the text; None while none was met.
-    """
+    """Pass text on up to the first stop string, independent of how the text is cut into pieces. The
+    stop string that is completed first counts; of two that end at one place, the longer one. `cut`
+    is where it begins, in characters from the start of the text; None until one was found."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -31,7 +29,7 @@ class StopFilter:
         self.cut: int | None = None
 
     def feed(self, text: str) -> str:
-        """What may be told now."""
+        """Return the text that may be sent now."""
         if self.cut is not None:
             return ""
         held = self._held + text
@@ -46,7 +44,7 @@ class StopFilter:
         return self._tell(held[: len(held) - keep])
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """Return the text that was held back, at the end of the response."""
         held, self._held = self._held, ""
         return self._tell(held)
 
@@ -56,7 +54,7 @@ class StopFilter:
 
 
 def _beginning(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins, and does not complete, the stop."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next(
         (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-n:])), 0
     )
@@ -64,7 +62,7 @@ def _beginning(text: str, stop: str) -> int:
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """A token of the text: where its text begins, characters, and what was as likely."""
+    """Describe a token: its text begins at `offset` characters; `top` has the likeliest tokens."""
 
     id: int
     logprob: float
@@ -74,7 +72,7 @@ class TokenRecord:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Text to tell next, and the tokens that are told with it; `finish_reason` with the last."""
+    """Hold the text to send next and its tokens; the last piece has `finish_reason`."""
 
     text: str
     tokens: tuple[TokenRecord, ...]
@@ -82,7 +80,7 @@ class TextPiece:
 
 
 class Detokenizer:
-    """Tells one response. `count` is how many of its tokens came."""
+    """Turn the tokens of one response into pieces. `count` is the number of tokens read."""
 
     def __init__(self, decode: Decode, stops: Sequence[str], end_ids: frozenset[int]) -> None:
         self._said = TokenText(decode)
@@ -93,8 +91,8 @@ class Detokenizer:
         self.count = 0
 
     def feed(self, came: TokenChunk) -> TextPiece:
-        """What can be told with these tokens. Those that came before are passed over, and so are
-        those behind a gap: the completion has them all."""
+        """Return the piece that these tokens complete. Tokens read before are skipped, and so is a
+        chunk behind a gap: the completion has all tokens."""
         text = ""
         skip = self.count - came.first
         if skip < 0:
@@ -109,7 +107,7 @@ class Detokenizer:
         return self._piece(text, last=False)
 
     def finish(self, completion: Completion) -> TextPiece:
-        """The rest of the response, and why it ended: "stop" or "length"."""
+        """Return the rest of the response, with the finish reason "stop" or "length"."""
         came = TokenChunk(
             completion.request_id, 0, completion.token_ids, completion.logprobs,
             completion.top_logprobs,

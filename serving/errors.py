@@ -1,12 +1,11 @@
-"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`.
+"""Define errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`.
 
-400 invalid_request_error   what the request says, `param` naming the field
-401 authentication_error    a key that is missing or wrong
-403 permission_error        an admin route that is off
-404 not_found_error         no such model, cartridge, version or route
-413 / 408                   a body that is too large, or comes too slowly
-429 rate_limit_error        the queue is full; Retry-After says when there is room
-503 / 504 service_error     draining or starting; the request's deadline passed
+400 invalid_request_error   a malformed request; `param` names the field 401 authentication_error
+a missing or wrong API key 403 permission_error        an admin route that is off 404
+not_found_error         an unknown model, cartridge, version or route 413 / 408                   a
+body that is too large, or arrives too slowly 429 rate_limit_error        the queue is full;
+Retry-After has the seconds to wait 503 / 504 service_error     draining or starting; the request's
+deadline passed
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class ErrorAnswer(BaseModel):
 
 
 class ApiError(HTTPException):
-    """What a client is told instead of an answer."""
+    """Signal an error that the client receives in place of a reply."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Return the body of the answer: an `ErrorAnswer` as plain data."""
+        """Return the body of the reply: an `ErrorAnswer` as plain data."""
         kind = KINDS.get(self.status_code, "service_error")
         error = ErrorBody(message=self.detail, type=kind, param=self.param, code=self.code)
         return ErrorAnswer(error=error).model_dump()
@@ -80,7 +79,7 @@ class ApiError(HTTPException):
 
 
 class AsciiJSON(JSONResponse):
-    """Write JSON in ASCII: a lone surrogate in what a client sent cannot break the answer to it."""
+    """Write JSON in ASCII, so that a lone surrogate in a request cannot break its reply."""
 
     def render(self, content: Any) -> bytes:
         return plain_json(content)
@@ -91,6 +90,7 @@ def plain_json(value: Any) -> bytes:
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
+    """Return an ApiError 400."""
     return ApiError(400, message, param=param, code=code)
 
 

@@ -1,10 +1,10 @@
-"""One request being answered: let in, its cartridge held, its responses told as they come.
+"""Answer one request: admit it, hold its cartridges, and yield its responses piece by piece.
 
-    begin   room -> cartridge in the generators -> Answering
-    pieces  tokens come -> (choice, piece), ...; at the end `usage`, `forge`, `completions`
-    close   what still decodes is ended, then room is given back
+    begin   admission -> cartridges loaded in the generators -> AnswerContext
+    pieces  (choice, piece), ... as tokens are sampled; then `usage`, `forge`, `completions` are set
+    close   cancel what still decodes, then release the cartridges and the admission
 
-The deadline counts from `begin`. Whoever began closes, however it ends.
+The deadline counts from `begin`. The caller of `begin` must call `close`, also after an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BARE = PrefixRef(f"document/{NO_DOCUMENT}", 0)
 
 @dataclass(frozen=True)
 class RequestHandler:
-    """What answers requests: the generators, the cartridges that they hold, the room there is."""
+    """Begin requests, given the generators, their resident cartridges and the admission limit."""
 
     backend: Backend
     texts: Tokenization
@@ -47,7 +47,8 @@ class RequestHandler:
     deadline_s: float
 
     async def begin(self, asked: ServingRequest) -> AnswerContext:
-        """Raises ApiError: no room, a cartridge that cannot be had, no time."""
+        """Return the context of an admitted request, with its cartridges loaded. Raises ApiError
+        for a full queue, a cartridge that cannot be loaded, or a deadline that passed."""
         deadline = asyncio.get_running_loop().time() + self.deadline_s
         if asked.strategy is not None:
             with self.api_errors("forge.options"):
@@ -64,7 +65,7 @@ class RequestHandler:
 
     @contextlib.contextmanager
     def api_errors(self, param: str | None = None) -> Iterator[None]:
-        """Raise errors of the block as clients are told them."""
+        """Raise errors of the block as ApiError."""
         try:
             yield
         except DataError as error:
@@ -83,7 +84,7 @@ class RequestHandler:
 
 
 class AnswerContext:
-    """What the wire tells of a request; `held` is closed with it."""
+    """Hold the state of a request that is being answered; `close` closes `held`."""
 
     def __init__(
         self,
@@ -108,7 +109,8 @@ class AnswerContext:
         self._desk, self._prefix, self._held, self._deadline = desk, prefix, held, deadline
 
     def pieces(self) -> AsyncGenerator[tuple[int, TextPiece], None]:
-        """(choice, piece) as they come; a choice's last has a finish_reason. Raises ApiError."""
+        """Yield (choice, piece) as tokens are sampled; the last piece of a choice has a
+        finish_reason. Raises ApiError."""
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -116,7 +118,7 @@ class AnswerContext:
 
 
 class PlainAnswer(AnswerContext):
-    """Responses straight from the generators."""
+    """Answer with responses sampled directly from the generators."""
 
     async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece], None]:
         desk, asked = self._desk, self.asked
@@ -157,7 +159,7 @@ class PlainAnswer(AnswerContext):
 
 
 class StrategyAnswer(AnswerContext):
-    """One response that a strategy came to, in one piece."""
+    """Answer with the result of a strategy, as one choice in one piece."""
 
     async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece], None]:
         desk, asked = self._desk, self.asked
@@ -172,7 +174,7 @@ class StrategyAnswer(AnswerContext):
             asks=spent.asks, seconds=round(spent.seconds, 6), details=dict(result.details),
         )  # fmt: skip
         self.forge = self.forge.model_copy(update={"strategy": told})
-        # What was read and sampled in all: that is what the answer took.
+        # Count all tokens that the strategy's calls read and sampled, not only the answer's.
         self.usage = usage(spent.prompt_tokens, spent.tokens)
         desk.metrics.tokens(spent.prompt_tokens, spent.tokens)
         cut = result.finish_reason in ("length", "budget")

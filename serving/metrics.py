@@ -1,4 +1,4 @@
-"""What Prometheus is told of the door. No label holds what a client sent."""
+"""Count and time requests for Prometheus. No label holds text that a client sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class ServingMetrics:
-    """A registry of its own; `pending` and `decoding` are read when Prometheus asks."""
+    """Keep metrics in a separate registry; each scrape calls `pending` and `decoding`."""
 
     def __init__(self, pending: Callable[[], int], decoding: Callable[[], int]) -> None:
         self._registry = registry = CollectorRegistry()

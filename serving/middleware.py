@@ -1,6 +1,6 @@
-"""ASGI middleware around the routes, and the answers that end when their client leaves.
+"""Wrap the routes in ASGI middleware, and end a reply when its client disconnects.
 
-MetricsMiddleware -> ApiKeyMiddleware, where there is a key -> BodyLimitMiddleware -> the routes
+MetricsMiddleware -> ApiKeyMiddleware, if a key is set -> BodyLimitMiddleware -> routes
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from serving.metrics import ServingMetrics
 
 T = TypeVar("T")
 
-OPEN = ("/health", "/ready", "/ping")  # answered without a key: they say nothing but how it stands
-UPLOADS = "/admin/cartridges/"  # bodies that are files
-BODY_SECONDS, UPLOAD_SECONDS = 30.0, 600.0  # a body comes within this
-CLIENT_LEFT = 499  # the status that metrics have where nobody is left to be answered
+OPEN = ("/health", "/ready", "/ping")  # served without a key: they reveal the server's health only
+UPLOADS = "/admin/cartridges/"  # routes whose bodies are files
+BODY_SECONDS, UPLOAD_SECONDS = 30.0, 600.0  # time limits for a body to arrive
+CLIENT_LEFT = 499  # the status in metrics of a request whose client disconnected
 WAITING = ServerSentEvent(comment="waiting", sep="\n")
 log = logging.getLogger("forge.serve")
-AppStatus.disable_automatic_graceful_drain()  # streams have `http.drain_s` to end in
+AppStatus.disable_automatic_graceful_drain()  # streams get `http.drain_s` seconds to end
 
 
 class ClientDisconnected(ApiError):
-    """The client left before its answer was whole: nobody is there to be told."""
+    """Signal that the client disconnected before its reply was complete."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_LEFT, "the client left")
 
 
 class MetricsMiddleware:
-    """Count and time every request, by the route's own path and never by what was sent."""
+    """Count and time every request by the route's path template, never by the sent path."""
 
     def __init__(self, app: ASGIApp, metrics: ServingMetrics) -> None:
         self._app, self._metrics = app, metrics
@@ -61,7 +61,7 @@ class MetricsMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Let in who has the key. It is compared in constant time, and never logged."""
+    """Reject requests without the API key, which is compared in constant time and never logged."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._key = app, key.encode()
@@ -77,10 +77,9 @@ class ApiKeyMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Let routes read bodies up to a size, uploads up to another, and within a time.
-
-    Whoever reads more is raised ApiError 413, or 408; ClientDisconnected for half a body.
-    """
+    """Limit the size of request bodies, uploads separately, and the time in which they arrive.
+    Reading more raises ApiError 413, or 408 when it is late; ClientDisconnected for an incomplete
+    body."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_upload_bytes: int) -> None:
         self._app, self._max_bytes, self._max_upload_bytes = app, max_bytes, max_upload_bytes
@@ -119,7 +118,7 @@ class BodyLimitMiddleware:
 
 
 async def end(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks and wait until they have ended, whatever their outcomes."""
+    """Cancel the tasks and wait until they have ended; their outcomes are ignored."""
     for task in tasks:
         task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -129,8 +128,8 @@ async def end(*tasks: asyncio.Future[Any]) -> None:
 async def while_connected(
     request: Request, metrics: ServingMetrics, work: Coroutine[Any, Any, T]
 ) -> T:
-    """Return the outcome of `work`. Cancels it and raises ClientDisconnected when the client
-    leaves first."""
+    """Return the outcome of `work`. If the client disconnects first, cancel `work` and raise
+    ClientDisconnected."""
     task, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
     try:
         await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
@@ -148,11 +147,9 @@ async def _left(receive: Receive) -> None:
 
 
 class EventStream(EventSourceResponse):
-    """Send events until `[DONE]`, an error's event, or the client's leaving.
-
-    A comment goes out every `keep_alive_s` seconds. `close` is awaited however the stream ends,
-    after `longest_s` seconds at the latest.
-    """
+    """Send events until `[DONE]`, an error event, or the client's disconnect. A comment is sent
+    every `keep_alive_s` seconds. `close` is awaited however the stream ends, after `longest_s`
+    seconds at the latest."""
 
     def __init__(
         self,

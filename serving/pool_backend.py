@@ -1,4 +1,4 @@
-"""The backend over a pool of generators: routed, retried when a replica dies, told as it comes."""
+"""Implement `Backend` over a pool of generators, with routing, retries and streamed tokens."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from serving.backend import OnTokens
 
 
 class PoolBackend:
-    """`deadline_s` bounds one call, its retries included."""
+    """Generate on a pool. `deadline_s` bounds one call, its retries included."""
 
     def __init__(self, pool: Pool, deadline_s: float) -> None:
         self._pool, self._deadline_s = pool, deadline_s
         self._generator = GeneratorClient({"generator": pool})
-        self._held: dict[int, tuple[str, str]] = {}  # a cartridge's name and path by version
-        self._changing = asyncio.Lock()  # what is remembered of cartridges, one change at a time
+        self._held: dict[int, tuple[str, str]] = {}  # version -> (name, path)
+        self._changing = asyncio.Lock()  # serialises changes to `_held`
 
     async def generate(
         self, requests: Sequence[GenerateRequest], on_tokens: OnTokens | None = None
     ) -> list[Completion]:
-        """Shared out over the replicas; a request's first is told while others wait."""
+        """Split the requests over the replicas; one request's tokens arrive while others still
+        wait."""
 
         async def share(some: Sequence[GenerateRequest]) -> list[Completion]:
             return await self._generator.stream(some, on_tokens, self._deadline_s)
@@ -41,7 +42,7 @@ class PoolBackend:
                 self._remember()
                 await self._pool.tell()
             except BaseException:
-                # Nobody is told it again: a cartridge that cannot be loaded keeps no replica out.
+                # Forget it: a cartridge that cannot be loaded must not keep a new replica out.
                 del self._held[version]
                 self._remember()
                 raise
@@ -50,7 +51,7 @@ class PoolBackend:
         async with self._changing:
             self._held.pop(version, None)
             self._remember()
-            # A replica that never held it, or that dies with it, has let go of it.
+            # A replica that never held it, or is lost, holds it no more.
             with contextlib.suppress(PublishError, RunError):
                 await self._generator.drop(version)
 

@@ -1,4 +1,4 @@
-"""What a request asks, once its names and texts are resolved: plain data, no wire, no tokenizer."""
+"""Describe a parsed request as plain data: names resolved, texts tokenised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from serving.tokenization import TokenizedPrompt
 
 @dataclass(frozen=True)
 class StrategyRequest:
-    """`StrategyRequest("self_consistency", {"samples": 8}, "math", 512)`."""
+    """Name a strategy and its options: `StrategyRequest("self_consistency", {"samples": 8}, "math",
+    512)`."""
 
     name: str
     options: Mapping[str, Any]
@@ -25,12 +26,9 @@ class StrategyRequest:
 
 @dataclass(frozen=True)
 class ServingRequest:
-    """`n` responses to each prompt. `top_logprobs` None: no log-probabilities are told.
-
-    `entries` are the cartridges, composed in this order, none for the bare model. With a strategy
-    `messages` are what it reads, and there is one
-    prompt and one response.
-    """
+    """Ask for `n` responses to each prompt. With `top_logprobs` None no log-probabilities are
+    returned. `entries` are the cartridges in the order of their composition, empty for the bare
+    model. With a strategy, which reads `messages`, there is one prompt and one response."""
 
     id: str
     model: str
@@ -51,7 +49,7 @@ class ServingRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Each prompt counts once, however many responses it gets."""
+        """Return the number of prompt tokens; each prompt counts once."""
         return sum(p.counted for p in self.prompts)
 
     @property
@@ -60,7 +58,7 @@ class ServingRequest:
 
 
 def requests_of(asked: ServingRequest, prefix: PrefixRef) -> list[GenerateRequest]:
-    """One request a response: those of the first prompt first."""
+    """Return one request for each response, ordered by prompt."""
     until = StopCondition(strings=asked.stops) if asked.stops else None
     return [
         GenerateRequest(
@@ -78,12 +76,12 @@ def requests_of(asked: ServingRequest, prefix: PrefixRef) -> list[GenerateReques
 
 
 def drawn_seed(request_id: str) -> int:
-    """The seed of a request that gives none: told with the answer, it gives that one again."""
+    """Return the seed for a request without one; the reply states it, for repetition."""
     return _hashed(f"serving/{request_id}")
 
 
 def seed_of(seed: int, response: int) -> int:
-    """The first response has the request's own seed, the others one that it decides."""
+    """Return the request's own seed for the first response, a hash of it for the others."""
     return seed % 2**63 if response == 0 else _hashed(f"serving/{seed}/{response}")
 
 

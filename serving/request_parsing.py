@@ -1,4 +1,4 @@
-"""From a request on the wire to what it asks: names are looked up, texts tokenised, limits held."""
+"""Parse requests: look up names, tokenise texts, enforce limits."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from serving.tokasaurus import (
 )
 from serving.tokenization import Tokenization, TokenizedPrompt
 
-DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
-GENERAL = "general"  # the form of answers where none is named
+DEFAULT_TOKENS = 16  # of a completion, OpenAI's default
+GENERAL = "general"  # the default form of answers
 NO_OPTIONS = ForgeOptions.model_validate({})
 LEAST_MASS = 1e-9  # top_p 0 keeps the likeliest token alone
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """`context` counts cartridges, prompt and response."""
+    """Limit a request. `context` counts the positions of cartridges, prompt and response."""
 
     max_tokens: int
     context: int
@@ -38,11 +38,9 @@ class RequestLimits:
 
 
 class RequestParser:
-    """Reads requests for one model. Every method takes time with the length of the text, and may
-    be called from any thread; raises ApiError.
-
-    `known_strategy` says whether there is a strategy of that name.
-    """
+    """Parse requests for one model. Every method raises ApiError. The time of a method grows with
+    the length of the text; any thread may call it. `known_strategy` tells whether a strategy of
+    that name exists."""
 
     def __init__(
         self,
@@ -72,7 +70,7 @@ class RequestParser:
         return self._completion(body, self._entries(name, forge))
 
     def cartridge_chat(self, body: CartridgeChatRequest) -> ServingRequest:
-        """Tokasaurus' route: any model name is the served one's."""
+        """Parse a chat of Tokasaurus' route, which ignores the name of the model."""
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise bad_request(
                 "one of max_tokens and max_completion_tokens is given, not both", "max_tokens"
@@ -83,7 +81,7 @@ class RequestParser:
         return self._completion(body, self._sourced(body.cartridges))
 
     def name_of(self, text: str) -> ModelName:
-        """The name of a model that is served. Raises ApiError 404."""
+        """Return the parsed name of a model that is served. Raises ApiError 404."""
         with refusing(404, "model", "model_not_found"):
             name = parse_model(text)
             if name.base != self.model:
@@ -96,8 +94,6 @@ class RequestParser:
         if name.cartridge is not None:
             self._entry(name.cartridge)
         return name
-
-    # -- the parts ------------------------------------------------------------------------------
 
     def _name(self, model: str, forge: ForgeOptions) -> ModelName:
         name = self.name_of(model)
@@ -231,7 +227,7 @@ class RequestParser:
         entries: Sequence[CartridgeVersion],
         most: int | None,
     ) -> int:
-        """Tokens that a response may have. Raises ApiError where the context has no room."""
+        """Return the most tokens of a response. Raises ApiError where the context has no room."""
         limits = self._limits
         held = sum(entry.manifest.tokens for entry in entries)
         read = max(p.counted for p in prompts) + held
@@ -255,7 +251,8 @@ class RequestParser:
     def _with_strategy(
         self, asked: ServingRequest, name: ModelName, forge: ForgeOptions
     ) -> ServingRequest:
-        """Raises for what a strategy cannot do: it answers once, and owns where steps end."""
+        """Attach the strategy. Raises for fields that a strategy, with its one answer, cannot
+        serve."""
         if name.strategy is None:
             return asked
         for what, given in (

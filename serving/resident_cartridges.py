@@ -1,7 +1,7 @@
-"""Which cartridge versions the generators hold: loaded when first asked for, the least recently
-used ones dropped, none while a request reads it.
+"""Track which cartridge versions the generators hold, and evict the least recently used ones.
 
-A version of the library gets a number of the generators' own when it is loaded, which only grows.
+A version is loaded by its first request and is never dropped while a request reads it. On loading
+it gets a number for the generators, which only grows.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ Key = tuple[str, int]
 
 @dataclass
 class ResidentCartridge:
+    """Track one version: the task that loads it, and the number of requests that use it."""
+
     loading: asyncio.Task[int]
     users: int = 0
     dropped: bool = False
 
 
 class ResidentCartridges:
-    """At most `most` versions, but for those in use."""
+    """Hold at most `most` versions, and more only while requests use them."""
 
     def __init__(self, backend: Backend, most: int) -> None:
         self._backend, self._most = backend, most
@@ -44,11 +46,11 @@ class ResidentCartridges:
 
     @asynccontextmanager
     async def using(self, entry: CartridgeVersion) -> AsyncIterator[PrefixRef]:
-        """The prefix to ask the generators for, there for as long as the block lasts. Raises
-        ApiError for a file that is damaged, or what the generators say of it."""
+        """Yield the prefix for the generators, which hold it while the block runs. Raises ApiError
+        for a damaged file, and the generators' error where they refuse it."""
         held = self._held.get(entry.key)
         if held is None:
-            # One task for all who ask meanwhile, which the first one's leaving does not cancel.
+            # One shared task, shielded below: the first request's cancellation must not end it.
             held = self._held[entry.key] = ResidentCartridge(asyncio.create_task(self._load(entry)))
         self._held.move_to_end(entry.key)
         held.users += 1
@@ -65,13 +67,13 @@ class ResidentCartridges:
             self._tidy()
 
     def drop(self, key: Key) -> None:
-        """The library has it no more: let go of it once its last request has ended."""
+        """Drop a version that the cartridge store has deleted, once its last request has ended."""
         if key in self._held:
             self._held[key].dropped = True
             self._tidy()
 
     async def close(self) -> None:
-        """Wait for what is being dropped."""
+        """Wait until the versions being dropped are freed."""
         await asyncio.gather(*self._leaving, return_exceptions=True)
 
     async def _load(self, entry: CartridgeVersion) -> int:
@@ -84,7 +86,7 @@ class ResidentCartridges:
                 param="cartridge",
                 code="cartridge_damaged",
             )
-        # After the checksum, which takes any time: generators want versions in their order.
+        # Numbered after the checksum: generators need versions in increasing order.
         version = next(self._versions)
         await self._backend.load(version, entry.manifest.name, entry.path)
         return version

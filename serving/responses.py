@@ -1,4 +1,4 @@
-"""Answers and chunks as OpenAI's clients read them, from what was told. Pure."""
+"""Convert pieces of responses to replies and stream chunks in OpenAI's format. Pure."""
 
 from __future__ import annotations
 
@@ -23,21 +23,19 @@ from protocols.wire.openai_chat import (
 )
 from serving.detokenizer import TextPiece, TokenRecord
 
-LEAST = -9999.0  # of a token that cannot come: JSON has no infinity
+LEAST = -9999.0  # for a token of probability 0: JSON has no infinity
 
 
 def joined(pieces: Sequence[TextPiece]) -> TextPiece:
-    """The whole response."""
+    """Return the pieces of one response as one piece."""
     tokens = tuple(t for p in pieces for t in p.tokens)
     return TextPiece("".join(p.text for p in pieces), tokens, pieces[-1].finish_reason)
 
 
 class CompletionWire:
-    """Write one completion request's answers.
-
-    `head` has id, created and model; in a stream with usage also `usage`, null but in the last
-    chunk. `token` gives a token's text and bytes. `top` is asked.top_logprobs.
-    """
+    """Write the replies to one completion request. `head` has id, created and model; in a stream
+    with usage also `usage`, null except in the last chunk. `token` returns a token's text and
+    bytes. `top` is asked.top_logprobs."""
 
     def __init__(
         self, head: dict[str, Any], token: Callable[[int], tuple[str, list[int]]], top: int | None
@@ -54,12 +52,12 @@ class CompletionWire:
         return []
 
     def chunks(self, choice: int, piece: TextPiece, forge: ForgeExtension) -> list[dict[str, Any]]:
-        """What the piece says; the extension field `forge` comes with the reason to end."""
+        """Return the piece's chunks; the extension field `forge` is sent with the finish reason."""
         ended = {} if piece.finish_reason is None else {"forge": forge}
         return [self._plain([self._choice(choice, piece)], **ended)]
 
     def closing(self, usage: TokenUsage) -> dict[str, Any]:
-        """The chunk without choices that ends a stream with include_usage."""
+        """Return the chunk without choices that ends a stream with include_usage."""
         return self._plain([], usage=usage)
 
     def _plain(self, choices: list[CompletionChoice], **more: Any) -> dict[str, Any]:
@@ -81,7 +79,7 @@ class CompletionWire:
         )
 
     def _likeliest(self, token: TokenRecord) -> dict[str, float]:
-        """By text, the token itself among them; of two with one text the likelier."""
+        """Map texts, the sampled token's too, to log-probabilities; equal texts: the likelier."""
         likeliest: dict[str, float] = {}
         for other, logprob in [*token.top[: self._top], (token.id, token.logprob)]:
             likeliest.setdefault(self._token(other)[0], max(logprob, LEAST))
@@ -89,7 +87,7 @@ class CompletionWire:
 
 
 class ChatWire(CompletionWire):
-    """Write one chat request's answers."""
+    """Write the replies to one chat request."""
 
     def whole(
         self, told: Sequence[TextPiece], usage: TokenUsage, forge: ForgeExtension, **more: Any
@@ -107,7 +105,7 @@ class ChatWire(CompletionWire):
         return ChatCompletion(object="chat.completion", choices=choices, **more).plain()
 
     def opening(self, choices: int) -> list[dict[str, Any]]:
-        """The role of each choice, first."""
+        """Return the first chunk of each choice, which has the role."""
         first = AnswerMessage(role="assistant", content="")
         return [self._chunk(i, first) for i in range(choices)]
 

@@ -1,6 +1,6 @@
-"""The routes that answer: OpenAI's two endpoints and Tokasaurus' two, all the same way.
+"""Define the routes that generate: two OpenAI endpoints and two Tokasaurus endpoints.
 
-body -> (a thread) asked -> Desk.begin -> pieces -> one answer, or a stream of chunks
+body -> (thread) ServingRequest -> RequestHandler.begin -> pieces -> one reply, or chunks
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from serving.tokasaurus import (
 
 Body = TypeVar("Body", bound=SamplingFields)
 Kind = type[CompletionWire]
-GRACE_SECONDS = 5.0  # beyond the deadline, for who reads what was told slowly
+GRACE_SECONDS = 5.0  # beyond the deadline, for clients that read slowly
 STATUSES = (400, 401, 404, 408, 413, 429, 503, 504)
 REFUSALS: dict[int | str, dict[str, Any]] = {s: {"model": ErrorAnswer} for s in STATUSES}
 STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
@@ -46,7 +46,7 @@ STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 
 @dataclass(frozen=True)
 class OpenAIRoutes:
-    """Reads, answers, streams. `reading` is where bodies are tokenised, never the event loop."""
+    """Parse, answer and stream. Bodies are tokenised on `reading`, never on the event loop."""
 
     desk: RequestHandler
     reading: Executor
@@ -59,7 +59,7 @@ class OpenAIRoutes:
         read: Callable[[Body], ServingRequest],
         kind: Kind,
     ) -> Response:
-        """The whole answer, or its stream; nothing goes on once the client has left."""
+        """Return the whole reply or its stream; decoding ends when the client disconnects."""
         metrics = self.desk.metrics
         if not body.stream:
             whole = self._whole(body, read, kind)
@@ -119,6 +119,7 @@ class OpenAIRoutes:
 
 
 def routes(counter: OpenAIRoutes, reader: RequestParser) -> APIRouter:
+    """Return the routes that generate."""
     router = APIRouter(responses=REFUSALS)
 
     @router.post(

@@ -1,7 +1,7 @@
-"""The library from outside: upload, list, drop. With the key, or without one on loopback alone.
+"""Define the admin routes: upload, list and drop cartridges of the library.
 
-Without a key these routes answer nobody but this machine, and no browser: a page of elsewhere that
-makes a browser speak to 127.0.0.1 sends an Origin, or another Host.
+If the server has an API key, these routes require it. Otherwise they serve loopback alone, and no
+browser: a page that makes a browser request 127.0.0.1 sends an Origin, or another Host.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ Version = Annotated[int | None, Depends(_version)]
 def admin_routes(
     library: CartridgeStore, shelf: ResidentCartridges, *, has_key: bool, loopback: bool
 ) -> APIRouter:
-    """With `has_key` every request was asked for the key before; else `loopback`, that the server
-    listens there alone, decides."""
+    """Return the admin routes. With `has_key` the middleware checks the key; otherwise these routes
+    are served only if the server listens on `loopback` alone."""
 
     async def local(request: Request) -> None:
         if has_key:

@@ -1,4 +1,4 @@
-"""What there is to ask for, how the server stands, what it counts."""
+"""Define the routes for models, health and metrics."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ def model_routes(
     started: int,
     draining: Callable[[], bool],
 ) -> APIRouter:
+    """Return the routes; `started` is in Unix seconds."""
     router = APIRouter(responses=REFUSALS)
 
     @router.get("/v1/models")

@@ -1,10 +1,10 @@
-"""The catalogue's strategies over the generators, each in a thread with an event loop of its own.
+"""Run strategies over the generators, each in a thread with its own event loop.
 
-    the door's loop      run -> a thread -> its answer
-    the thread's loop    strategy -> TokenSampler -> generate ---> the door's loop: the backend
+    server's event loop    run -> thread -> result
+    thread's event loop    strategy -> TokenSampler -> generate ---> server's event loop: backend
 
-A strategy compares answers and scores steps between its calls, which may take it seconds: nobody
-else waits for that.
+Between its calls a strategy compares answers and scores steps, which may take seconds. The thread
+keeps other requests from waiting for that.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from strategies.samplers.token_sampler import TokenSampler
 T = TypeVar("T")
 
 PATTERNS = frozenset({"step_patterns", "answer_patterns"})
-THREADS = 32  # strategies at a time; more of them wait
+THREADS = 32  # strategies at a time; others wait
 
 
 class CatalogueStrategies:
-    """Every strategy of `strategies.catalog`."""
+    """Run every strategy of `strategies.catalog`."""
 
     def __init__(self, backend: Backend, texts: Tokenization) -> None:
         self._backend, self._texts = backend, texts
@@ -56,12 +56,13 @@ class CatalogueStrategies:
         parse(strategy.name, strategy.options)
 
     async def run(self, asked: ServingRequest, prefix: PrefixRef) -> StrategyResult:
-        """The same again with the same seed. Cancelling this ends its decoding."""
+        """Return the result, which is the same for the same seed. Cancelling this ends its
+        decoding."""
         assert asked.strategy is not None
         here, calls = asyncio.get_running_loop(), itertools.count()
 
         async def generate(requests: Sequence[GenerateRequest]) -> list[Completion]:
-            call = next(calls)  # two strategies may give their asks one name
+            call = next(calls)  # request ids of two strategies may be equal
             named = [replace(r, id=f"{asked.id}/{call}/{r.id}") for r in requests]
             work = asyncio.run_coroutine_threadsafe(self._backend.generate(named), here)
             return await asyncio.wrap_future(work)
@@ -84,7 +85,7 @@ class CatalogueStrategies:
 
 
 async def _apart(threads: ThreadPoolExecutor, work: Coroutine[Any, Any, T]) -> T:
-    """The outcome of `work`, which runs in a thread's own event loop; cancelled with this."""
+    """Return the outcome of `work`, run in a thread's event loop and cancelled with this call."""
     begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
 
     async def told() -> T:

@@ -1,18 +1,18 @@
-"""Tokasaurus' cartridge routes: what its clients send, and what they read of the answer.
+"""Define Tokasaurus' cartridge requests, and the fields that its clients read of a reply.
 
 Verified against public code:
 - requests: `Cartridge`, `CartridgeCompletionsRequest` and `CartridgeChatCompletionRequest` in
   tokasaurus/server/types.py of ScalingIntelligence/tokasaurus, branch geoff/cartridges (commit
-  845f115, 2025-08-25), whose server takes any `model` name ("default", "todo"), wants max_tokens or
-  max_completion_tokens of a chat and not both, and answers HTTP 400 where it refuses;
-- answers: tokasaurus/server/utils.py there. `system_fingerprint` is JSON text with
-  `completion_ids`, a list of ids for each choice with the end token, and, where
-  `logprobs_in_fingerprint` is set, `packed_chosen_logprobs` (base64 of float32) and, where top-k
-  was asked for too, `packed_topk_indices` (int32) and `packed_topk_logprobs` (float32), row by row;
-  all three null otherwise. `usage.prompt_tokens` counts a prompt once for each choice;
-- the reading side: cartridges/clients/tokasaurus.py of HazyResearch/cartridges, which expects one
-  model in /v1/models, takes `completion_ids[0]` and decodes the packed arrays. It posts batches to
-  another route, which answers with a pickle: that route is not served here.
+  845f115, 2025-08-25). Its server takes any `model` name ("default", "todo"), requires max_tokens
+  or max_completion_tokens of a chat but not both, and refuses with HTTP 400;
+- replies: tokasaurus/server/utils.py there. `system_fingerprint` is JSON text with
+  `completion_ids`, a list of ids for each choice with the end token. Where
+  `logprobs_in_fingerprint` is set it has `packed_chosen_logprobs` (base64 of float32) and, where
+  top-k was requested too, `packed_topk_indices` (int32) and `packed_topk_logprobs` (float32), row
+  by row; all three are null otherwise. `usage.prompt_tokens` counts a prompt once for each choice;
+- the client: cartridges/clients/tokasaurus.py of HazyResearch/cartridges expects one model in
+  /v1/models, takes `completion_ids[0]` and decodes the packed arrays. It posts batches to another
+  route, which replies with a pickle: that route is not served here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CartridgeChatRequest(ChatRequest, CartridgeFields):
 
 
 def fingerprint(completions: Sequence[Completion], packed: bool, top: int | None) -> str:
-    """`system_fingerprint`: exact ids, and with `packed` their log-probabilities."""
+    """Return `system_fingerprint`: exact ids, and with `packed` their log-probabilities."""
     chosen = top_ids = top_logprobs = None
     if packed:
         chosen = [_pack("f", c.logprobs) for c in completions]

@@ -1,8 +1,8 @@
-"""Between text and token ids: chats and prompts in, tokens with their text and bytes out.
+"""Convert chats and prompts to token ids, and tokens to text and bytes.
 
-Without a cartridge the model reads a prompt behind its first token, which every prompt is taken to
-begin with: a prompt of ids that lacks it gets it, one that has it is not given it twice. With a
-cartridge, which holds that token and its document, nothing is put before a prompt.
+Without a cartridge the generator reads a prompt behind the model's first token. A prompt of ids
+that begins with that token does not get it twice. A cartridge contains the token and its document,
+so nothing is put before a prompt.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from environments.renderer import NO_DOCUMENT, ChatRenderer
 from protocols.teacher_replay import AgentMessage
 from serving.errors import bad_request, refusing
 
-STAND_IN = "cartridge"  # a document that is rendered and cut off: what a cartridge stands in for
+STAND_IN = "cartridge"  # rendered and cut off: a placeholder for the cartridge's document
 
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """What is read behind the prefix, and how many tokens the client is told that it has."""
+    """Hold the ids read behind the prefix, and the number of tokens reported to the client."""
 
     ids: tuple[int, ...]
     counted: int
 
 
 class Tokenization:
-    """One model's tokenizer. Methods raise ApiError for what cannot be read; those that tokenise
-    take time with the length of the text, and are called in a thread."""
+    """Wrap one model's tokenizer. Methods raise ApiError for invalid text or ids. The time to
+    tokenise grows with the length of the text: call those methods in a thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -38,11 +38,11 @@ class Tokenization:
         self._byte_of = _bytes_of_characters() if byte_level else {}
         self.vocabulary = len(tokenizer)
         self.first = self._conversation.head(None)
-        self._conversation.head(STAND_IN)  # now, and not in two threads at a time
+        self._conversation.head(STAND_IN)  # fill its cache before threads use it
 
     @property
     def documents(self) -> dict[str, tuple[int, ...]]:
-        """What the generators read when no cartridge is named: the first token alone."""
+        """Return the document for requests without a cartridge: the first token alone."""
         return {NO_DOCUMENT: self.first}
 
     def chat(self, messages: Sequence[AgentMessage], cartridge: bool) -> TokenizedPrompt:
@@ -53,7 +53,7 @@ class Tokenization:
         return self._prompt(ids, cartridge, "messages")
 
     def prompt(self, prompt: str | Sequence[int], cartridge: bool, param: str) -> TokenizedPrompt:
-        """A prompt as text, or as ids, which are read as they are."""
+        """Tokenise a text prompt, or take a prompt of ids unchanged."""
         if isinstance(prompt, str):
             _check_text(prompt, param)
             ids = tuple(self.tokenizer(prompt, add_special_tokens=not cartridge).input_ids)
@@ -76,12 +76,12 @@ class Tokenization:
         return TokenizedPrompt(ids, len(ids) + (0 if cartridge else len(self.first)))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
+        """Return the text of ids, without special tokens."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def token(self, token_id: int) -> tuple[str, list[int]]:
-        """A token's text and its bytes. Of a part of a character the text is a replacement mark."""
+        """Return a token's text and its bytes. For part of a character the text is U+FFFD."""
         piece = str(self.tokenizer.convert_ids_to_tokens(token_id))
         if token_id not in self._special and all(c in self._byte_of for c in piece):
             data = bytes(self._byte_of[c] for c in piece)
@@ -89,7 +89,7 @@ class Tokenization:
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             data = bytes([int(piece[3:5], 16)])
             return data.decode("utf-8", "replace"), list(data)
-        if piece.startswith("▁"):  # SentencePiece's blank, which decoding one token alone drops
+        if piece.startswith("▁"):  # SentencePiece's space, which decoding a single token drops
             text = piece.replace("▁", " ")
         else:
             text = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
@@ -107,8 +107,8 @@ def _check_text(text: str, param: str) -> None:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """GPT-2's byte-level alphabet: printable bytes stand for themselves, the others for the
-    characters from U+0100 on, in order."""
+    """Return GPT-2's byte-level alphabet: printable bytes map to themselves, the others from U+0100
+    on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(others)}

@@ -1,4 +1,4 @@
-"""A training step the straightforward way, to be compared with: one sample after the other.
+"""Run the seed's training step, for comparison: one sample after the other.
 
     for each sample: the teacher reads the whole document again, then prompt and response
     for each sample: a student forward for "old" log-probabilities
@@ -6,8 +6,8 @@
     clip, Adam, and the cartridge through a file that is flushed to disk
 
 The model is plain transformers with scaled dot-product attention; the loss is the one of
-`learning.losses.doc_kl`, over the same denominator. What it costs is in the order of the calls:
-nothing is slowed down, and the teacher's logits are made for the response tokens alone.
+`learning.losses.doc_kl`, over the same denominator. The cost is due to the order of the calls:
+nothing is slowed down, and the teacher's logits are computed for the response tokens only.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ KEEP_TOP = 20
 
 @dataclass
 class SeedPhases:
-    """Seconds that this process worked in each phase of one step, in their order: who else uses
-    the cores does not count, nor does waiting for the disk."""
+    """Hold processor seconds of this process in each phase of one step, in their order; other users
+    of the cores and waiting for the disk do not count."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     _begun: float = field(default_factory=time.process_time)
@@ -57,7 +57,7 @@ def load_plain(path: str) -> PreTrainedModel:
 def response_logits(
     model: PreTrainedModel, sample: Sample, before: Sequence[int], kv: Tensor | None
 ) -> Tensor:
-    """Logits [n, V] of one sample's response tokens, after token ids or a cartridge's KV."""
+    """Return logits [n, V] of one sample's response tokens, after token ids or a cartridge's KV."""
     ids = torch.tensor([[*before, *sample.prompt_ids, *sample.response_ids]])
     cache = None
     if kv is not None:
@@ -80,7 +80,7 @@ def seed_step(
     clip: float,
     path: Path,
 ) -> tuple[float, float, SeedPhases]:
-    """One step over samples of the bank's one document: (doc_kl, gradient norm, phases)."""
+    """Run one step over samples of the bank's one document: (doc_kl, gradient norm, phases)."""
     phases = SeedPhases()
     with torch.no_grad():
         teachers = [

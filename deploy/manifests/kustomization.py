@@ -1,9 +1,9 @@
-"""The files of deploy/k8s: a Kustomize base, what may be added to it, and overlays.
+"""Render the files of deploy/k8s: a Kustomize base, components, and overlays.
 
 base  <-  overlays/cpu       kind or minikube; components/scaling
       <-  overlays/gpu       H100-class nodes; components/monitoring, components/scaling
       <-  overlays/teachers  the gpu overlay with more replicas of teacher_replay
-overlays/serve               the door; needs no base
+overlays/serve               the HTTP server; needs no base
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from deploy.manifests.sizing import ModelSize
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.serving import ServeSpec
 
-H100 = "NVIDIA-H100-80GB-HBM3"  # as NVIDIA's feature discovery names it, in nvidia.com/gpu.product
-TEACHERS = 8  # replicas of teacher_replay in overlays/teachers: they wait for others' servers
+H100 = "NVIDIA-H100-80GB-HBM3"  # nvidia.com/gpu.product by NVIDIA's feature discovery
+TEACHERS = 8  # replicas of teacher_replay in overlays/teachers: they wait for providers
 LAPTOP_CPU = "100m"  # requested a pod in overlays/cpu; the limit stays at its threads
 POOL = "MonarchMesh"
 CONTAINER = "/spec/podTemplate/spec/containers/0"
@@ -34,7 +34,7 @@ Tree = dict[str, str]
 def mesh_tree(
     spec: RunSpec, files: MeshFiles, size: ModelSize, rules: Mapping[str, Any], dashboard: str
 ) -> Tree:
-    """Base, components and overlays of a training mesh: text by path under deploy/k8s."""
+    """Return base, components and overlays of a training mesh: text by path under deploy/k8s."""
     parts = base(spec, files, size)
     tree = _folder("base", parts)
     watched = monitoring(instance(spec), space_of(spec), rules, dashboard)
@@ -53,7 +53,7 @@ def mesh_tree(
 
 
 def door_tree(spec: ServeSpec, files: MeshFiles, resources: Resources) -> Tree:
-    """The serving door's overlays, of an image for CPUs, or for GPUs where the spec has any."""
+    """Return the server's overlays, with an image for CPUs, or for GPUs where the spec has any."""
     parts = door(spec, files, resources)
     target = "cuda" if resources.gpus else "cpu"
     image = _replace(f"{JOB_CONTAINER}/image", f"{IMAGE}-{target}")
@@ -66,8 +66,8 @@ def door_tree(spec: ServeSpec, files: MeshFiles, resources: Resources) -> Tree:
 
 
 def cpu_patches(spec: RunSpec) -> list[Object]:
-    """One laptop: the CPU image, no GPU, little requested that all pods find room, and storage of
-    one node, which is all that kind and minikube have."""
+    """Return patches for a laptop: the CPU image, no GPU, and small CPU requests, so all pods fit.
+    Storage is of one node, the only kind that kind and minikube have."""
     image = f"{IMAGE}-cpu"
     little = _replace(f"{CONTAINER}/resources/requests/cpu", LAPTOP_CPU)
     ask_none = [
@@ -85,7 +85,8 @@ def cpu_patches(spec: RunSpec) -> list[Object]:
 
 
 def gpu_patches(spec: RunSpec) -> list[Object]:
-    """H100-class nodes: every role that holds the model has the GPUs of its spec, at least one."""
+    """Return patches for H100-class nodes: a role with the model gets its spec's GPUs, at least
+    one."""
     image = f"{IMAGE}-cuda"
     patches = [_patch(POOL, None, _replace(f"{CONTAINER}/image", image))]
     for name, role in spec.roles:
@@ -100,7 +101,7 @@ def gpu_patches(spec: RunSpec) -> list[Object]:
 
 
 def text(value: Any) -> str:
-    """YAML as every file here is written: in blocks, with `|` for texts of several lines."""
+    """Return YAML in block style, with `|` for texts of several lines."""
     return yaml.dump(
         value, Dumper=ManifestDumper, sort_keys=False, default_flow_style=False, width=100
     )
@@ -115,7 +116,7 @@ def _on_gpu_nodes() -> list[Object]:
 
 
 def _patch(kind: str, name: str | None, *operations: Object) -> Object:
-    """What changes one object of a kind, or all of them."""
+    """Return a patch for one object of a kind, or for all of them."""
     target = {"kind": kind} if name is None else {"kind": kind, "name": name}
     return {"target": target, "patch": text(list(operations))}
 
@@ -140,7 +141,7 @@ def _folder(
     base: Sequence[str] = (),
     patches: Sequence[Object] = (),
 ) -> Tree:
-    """Its files, and the kustomization that lists them."""
+    """Return a folder's files, and the kustomization that lists them."""
     tree = {
         f"{folder}/{name}": "---\n".join(text(found) for found in objects)
         for name, objects in parts.items()
@@ -172,7 +173,7 @@ def _headed(tree: Tree, files: MeshFiles) -> Tree:
     return {path: head + body for path, body in tree.items()}
 
 
-# libyaml's where PyYAML was built with it: it writes the same, faster.
+# libyaml's dumper writes the same, faster, where PyYAML was built with it.
 _Base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 

@@ -1,11 +1,11 @@
-"""The manifests of a training mesh: a MonarchMesh for each pool, and the controller that attaches.
+"""Render a training mesh: a MonarchMesh for each pool, and the controller that attaches to them.
 
     ConfigMap mesh -> Job controller --attaches (pods get, list, watch)--> MonarchMesh generator
         PVC runs  <--------'                                               MonarchMesh trainer ...
 
-The controller is a Job, not a Deployment: a run ends, its exit code says how, and a Deployment
-would start a finished run again. A pod that is lost is replaced once it is gone (never two writers
-of one run), and goes on with --resume unfinished.
+The controller is a Job, not a Deployment: a run ends with an exit code, and a Deployment would
+start a finished run again. A lost pod is replaced once it is gone, so that a run never has two
+writers, and the new pod continues with --resume unfinished.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CONTROL_KEYS = ("ca.crt", "tls.crt", "tls.key", "token")
 TOKEN = "FORGE_CONTROL_TOKEN"
 TEACHERS_SECRET = "forge-teachers"
 PEMS = "/etc/forge/control"
-# Beside the controller: checkpoints and the trainer's last state, the ledger of spent tokens.
+# Roles that write to runs, besides the controller: checkpoints and the last state, the ledger.
 WRITES_RUNS = ("trainer", "teacher_replay")
 STEERS = "cartridge-forge/steers"  # label of the namespaces whose pods may steer a run
 PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")
@@ -55,7 +55,7 @@ NOT_PUBLIC = (*PRIVATE, "100.64.0.0/10", "169.254.0.0/16")
 
 @dataclass(frozen=True)
 class MeshFiles:
-    """A mesh as its files have it: names, texts, and the `--set` overrides it is run with."""
+    """Hold a mesh's files: names, texts, and the `--set` overrides it is run with."""
 
     mesh_name: str
     mesh_text: str
@@ -65,15 +65,17 @@ class MeshFiles:
 
 
 def instance(spec: RunSpec) -> str:
+    """Return the mesh's name as the value of the instance label."""
     return dashed(spec.mesh.name)
 
 
 def space_of(spec: RunSpec) -> str:
+    """Return the namespace of the mesh."""
     return f"forge-{instance(spec)}"
 
 
 def base(spec: RunSpec, files: MeshFiles, size: ModelSize) -> dict[str, list[Object]]:
-    """Every object of the base, by file."""
+    """Return every object of the base, by file."""
     return {
         "namespace.yaml": [namespace(space_of(spec), instance(spec), secrets(spec))],
         "access.yaml": access(spec),
@@ -86,13 +88,13 @@ def base(spec: RunSpec, files: MeshFiles, size: ModelSize) -> dict[str, list[Obj
 
 
 def secrets(spec: RunSpec) -> dict[str, tuple[str, ...]]:
-    """The Secrets that the namespace must be given, and their keys. None is ever rendered."""
+    """Return the Secrets that the namespace needs, and their keys. None is ever rendered."""
     keys = teacher_keys(spec)
     return {CONTROL_SECRET: CONTROL_KEYS, **({TEACHERS_SECRET: keys} if keys else {})}
 
 
 def teacher_keys(spec: RunSpec) -> tuple[str, ...]:
-    """The environment variables that hold the keys of external teachers; none for a local one."""
+    """Return the environment variables of external teachers' keys; none for a local provider."""
     replay = spec.learn.replay
     if replay is None or replay.local is not None:
         return ()
@@ -100,7 +102,7 @@ def teacher_keys(spec: RunSpec) -> tuple[str, ...]:
 
 
 def access(spec: RunSpec) -> list[Object]:
-    """Who the pods are, and what the controller may do: see the pods it attaches to."""
+    """Return the pods' accounts, and the controller's right to see the pods it attaches to."""
     space, mine = space_of(spec), labels(instance(spec))
     seeing = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
     return [
@@ -113,13 +115,13 @@ def access(spec: RunSpec) -> list[Object]:
 
 
 def scaling(spec: RunSpec) -> list[Object]:
-    """What a controller needs beside that to change how many pods a role has."""
+    """Return the rights that a controller also needs to change the number of a role's pods."""
     return _granted(spec, "forge-scale", [_on_meshes(spec, "get", "patch")])
 
 
 def provisioning(spec: RunSpec) -> list[Object]:
-    """What a controller needs beside attaching to make the MonarchMeshes itself, and to scale
-    them. Rights to create cannot be bound to names."""
+    """Return the rights that a controller also needs to create the MonarchMeshes and scale them.
+    Kubernetes cannot limit the right to create to names."""
     own = _on_meshes(spec, "get", "patch", "delete")
     return _granted(spec, "forge-provision", [{**_MESHES, "verbs": ["create"]}, own])
 
@@ -128,7 +130,7 @@ _MESHES = {"apiGroups": [MONARCH_API.partition("/")[0]], "resources": ["monarchm
 
 
 def _on_meshes(spec: RunSpec, *verbs: str) -> Object:
-    """A rule over the MonarchMeshes of this mesh's roles alone."""
+    """Return a rule for the MonarchMeshes of this mesh's roles only."""
     names = [mesh_name(name) for name, _ in spec.roles]
     return {**_MESHES, "resourceNames": names, "verbs": list(verbs)}
 
@@ -145,7 +147,7 @@ def _granted(spec: RunSpec, name: str, rules: Sequence[Object]) -> list[Object]:
 
 
 def monarch_mesh(spec: RunSpec, name: str, size: ModelSize) -> Object:
-    """The pool of a role: each replica a pod with one Monarch worker."""
+    """Return the pool of a role: each replica is a pod with one Monarch worker."""
     role = getattr(spec.mesh.roles, name)
     mine = labels(instance(spec), dashed(name))
     keys = teacher_keys(spec) if name == "teacher_replay" else ()
@@ -157,7 +159,7 @@ def monarch_mesh(spec: RunSpec, name: str, size: ModelSize) -> Object:
         "forge-worker",
         mine,
         ports={"mesh": WORKER_PORT, "hello": HELLO_PORT},
-        # The worker itself answers there, and no longer once it is told to end.
+        # The worker answers there until SIGTERM.
         probes={"readinessProbe": {"httpGet": {"path": "/hello", "port": "hello"}, **_OFTEN}},
         env=[
             _of_pod("POD_IP", "status.podIP"),
@@ -172,7 +174,7 @@ def monarch_mesh(spec: RunSpec, name: str, size: ModelSize) -> Object:
 
 
 def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
-    """The Job of one run. Exit code 2, a mistake in the spec, is not tried again."""
+    """Return the Job of one run. Exit code 2, a mistake in the spec, is not retried."""
     mine = labels(instance(spec), "controller")
     template = pod(
         "controller",
@@ -181,12 +183,12 @@ def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
         "forge-controller",
         mine,
         ports={"control": CONTROL_PORT, "metrics": METRICS_PORT},
-        # kubelet's own gRPC probe speaks no TLS and sends no token, and the control plane demands
-        # both beyond loopback. No liveness probe: mesh.watchdog knows what standing still is.
+        # kubelet's own gRPC probe supports neither TLS nor a token, and the control plane requires
+        # both beyond loopback. No liveness probe: mesh.watchdog detects a run that hangs.
         probes={"readinessProbe": {"exec": {"command": _asks()}, **_PATIENCE}},
         env=[
             secret_env(TOKEN, CONTROL_SECRET, "token"),
-            # MonarchMeshes that the controller makes are owned by its pod.
+            # The controller's pod owns the MonarchMeshes that the controller creates.
             _of_pod("POD_NAME", "metadata.name"),
             _of_pod("POD_UID", "metadata.uid"),
         ],
@@ -223,8 +225,8 @@ _PATIENCE = {"periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 3}
 _OFTEN = {"periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3}
 _RUNS = {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}
 _RUNS_MOUNT = {"name": "runs", "mountPath": "/runs"}
-# What others call, the pod's own IP, and what it listens on. A name would be that of the next pod
-# too, and would be found in DNS a while later only.
+# The pod's IP for others, and the address to listen on. A name would also be the next pod's, and
+# DNS would resolve it with a delay.
 _ADDRESS = f"tcp://$(POD_IP):{WORKER_PORT}@tcp://0.0.0.0:{WORKER_PORT}"
 
 
@@ -246,7 +248,7 @@ def _arguments(files: MeshFiles) -> list[str]:
 
 
 def _asks() -> list[str]:
-    """The gRPC health service over TLS, with the token."""
+    """Return the readiness command: the gRPC health service over TLS, with the token."""
     asked = (f"localhost:{CONTROL_PORT}", f"{PEMS}/ca.crt", TOKEN)
     return ["python", "-m", "forge_run.commands.health_check", *asked]
 
@@ -256,7 +258,7 @@ def _mesh_path(files: MeshFiles) -> str:
 
 
 def _config_path(files: MeshFiles) -> str:
-    """Where the mesh file looks for its config: relative to itself."""
+    """Return the path at which the mesh file expects its config, relative to itself."""
     return normpath(join(HOME, "meshes", files.config_name))
 
 
@@ -279,8 +281,8 @@ def _runs(spec: RunSpec) -> Object:
 
 
 def network(spec: RunSpec) -> list[Object]:
-    """Nothing, then one by one what the mesh needs. Its own TCP is neither encrypted nor
-    authenticated: these policies are what keeps others out."""
+    """Return policies that deny all traffic, and allow each connection that the mesh needs. The
+    mesh's own TCP is neither encrypted nor authenticated: only these policies protect it."""
     space, mine = space_of(spec), labels(instance(spec))
     here = labels(instance(spec), "controller")
     own: list[Object] = [{"podSelector": {"matchLabels": mine}}]
@@ -295,7 +297,7 @@ def network(spec: RunSpec) -> list[Object]:
         allow("deny-all", {}, ingress=(), egress=()),
         allow("mesh", mine, ingress=[{"from": own, **anything}], egress=[{"to": own, **anything}]),
         allow("dns", mine, egress=[_dns()]),
-        # The API server's own address is the cluster's secret: any private one, on its two ports.
+        # The API server's address is unknown here: allow any private one, on its two ports.
         allow("api-server", here, egress=[{"to": api, "ports": tcp(443, 6443)}]),
         allow("control", here, ingress=[{"from": steering, "ports": tcp(CONTROL_PORT)}]),
         allow("metrics", here, ingress=[{"from": [from_monitoring()], "ports": tcp(METRICS_PORT)}]),
@@ -316,7 +318,7 @@ def _dns() -> Object:
 
 
 def disruption(spec: RunSpec) -> list[Object]:
-    """Drains take one pod of a pool at a time, and the controller's once its run has ended."""
+    """Let drains evict one pod of a pool at a time, and the controller's only after its run."""
     space = space_of(spec)
     pools = [
         budget(dashed(name), space, labels(instance(spec), dashed(name)), maxUnavailable=1)

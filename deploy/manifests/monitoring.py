@@ -1,4 +1,4 @@
-"""Monitoring as the Prometheus operator has it: the files of deploy/monitoring, wrapped."""
+"""Render monitoring for the Prometheus operator: deploy/monitoring's files as objects."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from deploy.manifests.objects import POD_MONITOR_API, Object, labels, made, pod_
 
 
 def monitoring(instance: str, space: str, rules: Mapping[str, Any], dashboard: str) -> list[Object]:
-    """What scrapes a run, its recording and alert rules, and the dashboard for Grafana's sidecar.
-
-    `rules` is the content of deploy/monitoring/rules.yml, `dashboard` the text of dashboard.json.
-    """
+    """Return a run's PodMonitor, its recording and alert rules, and the dashboard for Grafana's
+    sidecar. `rules` is the content of deploy/monitoring/rules.yml, `dashboard` the text of
+    dashboard.json."""
     mine, here = labels(instance), labels(instance, "controller")
-    # The rules and the dashboard ask for the scrape job "forge"; the operator would call it by the
+    # The rules and the dashboard query the scrape job "forge"; the operator's default is the
     # namespace.
     job = {"targetLabel": "job", "replacement": "forge"}
     groups = {"groups": list(rules["groups"])}

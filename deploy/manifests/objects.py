@@ -1,8 +1,8 @@
-"""What every manifest is made of: names, labels, resources, and the one shape of a pod.
+"""Build the parts of every manifest: names, labels, resources, and the one form of a pod.
 
     labels("three-channels", "generator")  ->  app.kubernetes.io/{part-of,instance,component,...}
 
-Objects are plain dicts in Kubernetes' own words. Nothing here reads a file or a clock.
+Objects are plain dicts with Kubernetes' field names. Nothing here reads a file or a clock.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ IMAGE = "cartridge-forge:0.1.0"  # an overlay adds -cpu or -cuda: the targets of
 HOME = "/app"  # where the Dockerfile puts the repository
 USER = 10001  # the Dockerfile's user
 WORKER_PORT = 26600  # Monarch's own default
-HELLO_PORT = WORKER_PORT + 1  # where a worker says over HTTP who it is
+HELLO_PORT = WORKER_PORT + 1  # where a worker serves its WorkerInfo over HTTP
 GPU = "nvidia.com/gpu"
 MONARCH_API = "monarch.pytorch.org/v1alpha1"
-SECRETS = "cartridge-forge/secrets"  # annotation of a namespace: the Secrets that it must be given
+SECRETS = "cartridge-forge/secrets"  # annotation of a namespace: the Secrets that it needs
 MONITORING_NAMESPACE = "monitoring"
 POD_MONITOR_API = "monitoring.coreos.com/v1"
 METRICS_EVERY = "5s"
@@ -31,10 +31,8 @@ METRICS_EVERY = "5s"
 
 @dataclass(frozen=True)
 class Resources:
-    """What one container gets: `Resources(cpu=2, memory=3, shm=1)`; memory and shm in GiB.
-
-    Pages of /dev/shm count as the container's memory, so `memory` holds them.
-    """
+    """Hold a container's resources: `Resources(cpu=2, memory=3, shm=1)`; memory and shm in GiB.
+    Pages of /dev/shm count as the container's memory, so `memory` includes them."""
 
     cpu: int
     memory: int
@@ -42,7 +40,7 @@ class Resources:
     gpus: int = 0
 
     def as_dict(self) -> Object:
-        """Requests equal to limits: the pod is the last to be evicted, and GPUs allow no other."""
+        """Return requests equal to limits: such a pod is evicted last, and GPUs require it."""
         amounts = {"cpu": str(self.cpu), "memory": f"{self.memory}Gi"}
         if self.gpus:
             amounts[GPU] = str(self.gpus)
@@ -50,17 +48,17 @@ class Resources:
 
 
 def dashed(name: str) -> str:
-    """A mesh, role or server as part of a DNS label: `"doc_teacher"` -> `"doc-teacher"`."""
+    """Return a name as part of a DNS label: `"doc_teacher"` -> `"doc-teacher"`."""
     return re.sub("[^a-z0-9]+", "-", name.lower())[:50].strip("-")
 
 
 def mesh_name(role: str) -> str:
-    """A role as the operator lets a MonarchMesh be named: `"doc_teacher"` -> `"docteacher"`."""
+    """Return a role as a MonarchMesh may be named: `"doc_teacher"` -> `"docteacher"`."""
     return role.replace("_", "")
 
 
 def labels(instance: str, component: str | None = None) -> dict[str, str]:
-    """The labels of everything of one mesh, or of one component of it."""
+    """Return the labels of all objects of one mesh, or of one component of it."""
     common = {f"{DOMAIN}/part-of": PART_OF, f"{DOMAIN}/instance": instance}
     return common if component is None else {**common, f"{DOMAIN}/component": component}
 
@@ -73,7 +71,7 @@ def made(
     labelled: Mapping[str, str],
     **fields: Any,
 ) -> Object:
-    """An object with its metadata first."""
+    """Return an object with its metadata first."""
     metadata: Object = {"name": name}
     if namespace is not None:
         metadata["namespace"] = namespace
@@ -82,8 +80,8 @@ def made(
 
 
 def namespace(name: str, instance: str, secrets: Mapping[str, Sequence[str]]) -> Object:
-    """The namespace, under the restricted Pod Security Standard. `secrets` maps the name of each
-    Secret that must be made there by hand to its keys."""
+    """Return the namespace, under the restricted Pod Security Standard. `secrets` maps the name of
+    each Secret that must be created there by hand to its keys."""
     made_by_hand = "; ".join(f"{name}: {' '.join(keys)}" for name, keys in secrets.items())
     found = made("v1", "Namespace", name, None, labels(instance))
     found["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] = "restricted"
@@ -93,7 +91,7 @@ def namespace(name: str, instance: str, secrets: Mapping[str, Sequence[str]]) ->
 
 
 def settings(*values: str) -> list[str]:
-    """Overrides as words of a command: `settings("hosts=slurm")` -> `["--set", "hosts=slurm"]`."""
+    """Return overrides as arguments: `settings("hosts=slurm")` -> `["--set", "hosts=slurm"]`."""
     return [word for value in values for word in ("--set", value)]
 
 
@@ -116,8 +114,8 @@ def pod(
     api_token: bool = False,
     grace_s: int = 30,
 ) -> Object:
-    """A pod template of one container, as every pod here is: no root, nothing writable but /tmp and
-    /dev/shm and what `mounts` add, no capabilities."""
+    """Return a pod template of one container, without root or capabilities. Only /tmp, /dev/shm and
+    what `mounts` adds are writable."""
     shm = f"{resources.shm}Gi"
     container: Object = {
         "name": name,
@@ -125,7 +123,7 @@ def pod(
         "imagePullPolicy": "IfNotPresent",
         "command": ["tini", "--", *command],  # as process 1 a worker would ignore SIGTERM
         "workingDir": HOME,
-        # The root file system is read-only: what libraries keep at home goes to /tmp.
+        # The root file system is read-only: libraries' files in HOME go to /tmp.
         "env": [{"name": "HOME", "value": "/tmp"}, *env],
         "ports": [{"name": n, "containerPort": p, "protocol": "TCP"} for n, p in ports.items()],
         **probes,
@@ -174,7 +172,7 @@ def policy(
     ingress: Sequence[Object] | None = None,
     egress: Sequence[Object] | None = None,
 ) -> Object:
-    """A NetworkPolicy over the pods of `selector`; of each direction given, only that is let by."""
+    """Return a NetworkPolicy for `selector`'s pods; a direction given allows only its rules."""
     rules = {"ingress": ingress, "egress": egress}
     given = {key: list(value) for key, value in rules.items() if value is not None}
     spec: Object = {"podSelector": {"matchLabels": dict(selector)} if selector else {}}
@@ -184,12 +182,13 @@ def policy(
 
 
 def budget(name: str, space: str, labelled: Mapping[str, str], **allowed: int) -> Object:
-    """A PodDisruptionBudget over the pods of `labelled`: `maxUnavailable=1` or `minAvailable=1`."""
+    """Return a PodDisruptionBudget for `labelled` pods: `maxUnavailable=1` or `minAvailable=1`."""
     spec = {**allowed, "selector": {"matchLabels": dict(labelled)}}
     return made("policy/v1", "PodDisruptionBudget", name, space, labelled, spec=spec)
 
 
 def claim(name: str, space: str, labelled: Mapping[str, str], mode: str, size: str) -> Object:
+    """Return a PersistentVolumeClaim of access mode `mode`."""
     spec = {"accessModes": [mode], "resources": {"requests": {"storage": size}}}
     return made("v1", "PersistentVolumeClaim", name, space, labelled, spec=spec)
 
@@ -199,6 +198,7 @@ def tcp(*ports: int) -> list[Object]:
 
 
 def from_namespace(label: str, value: str) -> Object:
+    """Return a NetworkPolicy peer: the pods of namespaces with this label."""
     return {"namespaceSelector": {"matchLabels": {label: value}}}
 
 
@@ -214,7 +214,8 @@ def pod_monitor(
     port: str,
     **way: Any,
 ) -> Object:
-    """A PodMonitor that asks the pods of `selector` for /metrics; `way` is more of the endpoint."""
+    """Return a PodMonitor that scrapes /metrics of the pods of `selector`; `way` extends its
+    endpoint."""
     end = {"port": port, "path": "/metrics", "interval": METRICS_EVERY, **way}
     body = {"selector": {"matchLabels": dict(selector)}, "podMetricsEndpoints": [end]}
     return made(POD_MONITOR_API, "PodMonitor", name, space, labelled, spec=body)

@@ -1,6 +1,6 @@
-"""The manifests of the serving door: `forge serve` with its generators in one pod, and how many.
+"""Render the HTTP server: `forge serve` with its generators in one pod, and an autoscaler.
 
-Doors share nothing but the library: a Deployment whose pods are added by the depth of their queues.
+Servers share only the cartridge library; pods are added by the depth of their queues.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from protocols.spec.serving import ServeSpec
 HTTP_PORT = 8000
 SECRET, KEY = "forge-door", "api-key"
 QUEUE_DEPTH = "forge_serve_queue_depth"  # serving.metrics
-CLIENTS = "cartridge-forge/asks"  # label of the namespaces whose pods may ask
+CLIENTS = "cartridge-forge/asks"  # label of the namespaces whose pods may send requests
 MOST_DOORS = 4
-STOP_SECONDS = 15  # what ending the generators may take, after http.drain_s
-LEAVE_SECONDS = 5  # after which no proxy sends a door that is ending new requests any more
+STOP_SECONDS = 15  # for the generators to end, after http.drain_s
+LEAVE_SECONDS = 5  # after which proxies send an ending server no new requests
 SYNC_EVERY = "*/5 * * * *"
 
 
 def door(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, list[Object]]:
-    """Every object, by file. Of `files` the config is empty: a server has none."""
+    """Return every object, by file. A server's `files` have no config."""
     name = dashed(spec.name)
     space, mine = f"forge-{name}", labels(name, "door")
     variable = spec.http.key_env or "FORGE_API_KEY"
     clients = [from_namespace(CLIENTS, "true"), from_monitoring()]
-    # /metrics of a door asks for its key, as every route does.
+    # /metrics requires the API key.
     key = {"type": "Bearer", "credentials": {"name": SECRET, "key": KEY}}
     account = made("v1", "ServiceAccount", "forge-door", space, mine)
     return {
@@ -51,7 +51,7 @@ def door(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, l
         "access.yaml": [{**account, "automountServiceAccountToken": False}],
         "files.yaml": [
             made("v1", "ConfigMap", "serve", space, mine, data={"serve.yaml": files.mesh_text}),
-            claim("library", space, mine, "ReadWriteMany", "20Gi"),  # doors may be on many nodes
+            claim("library", space, mine, "ReadWriteMany", "20Gi"),  # servers may be on many nodes
         ],
         "door.yaml": [_deployment(spec, files, resources, space, mine, variable)],
         "service.yaml": [_service(space, mine)],
@@ -68,8 +68,8 @@ def door(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, l
 
 
 def runs(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, list[Object]]:
-    """What adds the cartridges of finished runs to the library, one call at a time. Its claim is to
-    be bound to the volume that the runs are on, which this namespace only reads."""
+    """Return the CronJob that adds finished runs' cartridges to the library, one call at a time.
+    Its claim must be bound to the volume of the runs, which this namespace only reads."""
     name = dashed(spec.name)
     space, mine = f"forge-{name}", labels(name, "cartridges")
     mesh = f"{HOME}/meshes/{files.mesh_name}"
@@ -79,7 +79,7 @@ def runs(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, l
     template = pod(
         "cartridges",
         ["forge", "cartridges", "sync", "/runs", "--serve", mesh, *sets],
-        # A checkpoint holds all cartridges of a run, as the door may.
+        # A checkpoint has all cartridges of a run, as the server may.
         Resources(cpu=1, memory=resources.memory, shm=1),
         "forge-door",
         mine,
@@ -113,7 +113,7 @@ def _deployment(
 ) -> Object:
     mesh = f"{HOME}/meshes/{files.mesh_name}"
     own = (f"http.listen=0.0.0.0:{HTTP_PORT}", f"http.key_env={variable}", "library=/library")
-    # Model and generators come up first: so long may a door start before it is given up.
+    # The model and the generators start first, within spawn_timeout_s.
     tries = max(1, round(spec.spawn_timeout_s / 5))
     volumes, mounts = _files(mesh)
     template = pod(
@@ -133,10 +133,10 @@ def _deployment(
         mounts=mounts,
         grace_s=LEAVE_SECONDS + round(spec.http.drain_s) + STOP_SECONDS,
     )
-    # It closes its socket at SIGTERM, and who is still sent here by then would be refused.
+    # The server closes its socket at SIGTERM; a request routed here after that would be refused.
     leave = {"preStop": {"sleep": {"seconds": LEAVE_SECONDS}}}
     template["spec"]["containers"][0]["lifecycle"] = leave
-    # No replicas: their number is the autoscaler's, and applying this again would set it back.
+    # No `replicas`: applying it again would reset the autoscaler's number.
     one_more = {"maxUnavailable": 0, "maxSurge": 1}
     body = {
         "strategy": {"type": "RollingUpdate", "rollingUpdate": one_more},
@@ -147,7 +147,7 @@ def _deployment(
 
 
 def _files(mesh: str) -> tuple[list[Object], list[Object]]:
-    """Volumes and mounts of whoever needs the mesh file and the library."""
+    """Return volumes and mounts of the mesh file and the library."""
     volumes: list[Object] = [
         {"name": "serve", "configMap": {"name": "serve"}},
         {"name": "library", "persistentVolumeClaim": {"claimName": "library"}},
@@ -170,7 +170,7 @@ def _service(space: str, mine: dict[str, str]) -> Object:
 
 
 def _autoscaler(spec: ServeSpec, space: str, mine: dict[str, str]) -> Object:
-    """A door more before the calls of a door's generators fill half of what they decode at once."""
+    """Add a pod once the pods' calls fill half of what their generators decode at once."""
     role = spec.roles.generator
     half = max(1, role.replicas * role.max_ongoing // 2)
     depth = {"metric": {"name": QUEUE_DEPTH}}

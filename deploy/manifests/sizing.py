@@ -1,8 +1,7 @@
-"""What one replica of each role needs, from the model's shape and the spec: memory item by item,
-and the pod that has it.
+"""Size one replica of each role, from the model's shape and the spec: memory by item, and its pod.
 
-Weights, KV, cartridges and optimizer state are counted; activations are a formula that is held
-against torch's own saved tensors (tests/unit/deploy/manifests/test_sizing.py); the interpreter
+Weights, KV, cartridges and optimizer state are counted. Activations are a formula, which a test
+compares with torch's saved tensors (tests/unit/deploy/manifests/test_sizing.py). The interpreter
 and HEADROOM are allowances. No cluster has confirmed them.
 """
 
@@ -24,43 +23,43 @@ TRAINER_BYTES = 16  # per trainable number: float32 master, gradient and Adam's 
 STATE_BYTES = 12  # per trainable number of a checkpoint: master and moments
 FLOAT = 4
 SCORE_BYTES = 256 * 2**20  # of one layer's scores at a time: learning.model.attention's bound
-SCORE_COPIES = 6  # of a chunk's, float32: scores, joined, weights, and their gradients
+SCORE_COPIES = 6  # of a chunk, float32: scores, joined, weights, and their gradients
 LOSS_COPIES = 3  # of the logits, float32: themselves, their log-softmax and its gradient
-HEADROOM = 1.25  # for what the allocator keeps, and what is not counted
+HEADROOM = 1.25  # for the allocator's cache, and for uncounted memory
 
 
 def body_parameters(shape: ShapeSpec) -> int:
-    """Weights that every token multiplies: attention and gated MLP."""
+    """Return the weights that every token multiplies: attention and gated MLP."""
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     mlp = 3 * shape.hidden * shape.intermediate
     return shape.layers * (attention + mlp)
 
 
 def head_parameters(shape: ShapeSpec) -> int:
-    """Weights that every predicted token multiplies: the output head."""
+    """Return the weights that every predicted token multiplies: the output head."""
     return shape.hidden * shape.vocab
 
 
 def matmul_parameters(shape: ShapeSpec) -> int:
-    """All weights in matrix products."""
+    """Return all weights in matrix products."""
     return body_parameters(shape) + head_parameters(shape)
 
 
 def kv_values_per_token(shape: ShapeSpec) -> int:
-    """Numbers in one token's keys and values over all layers."""
+    """Return the numbers in one token's keys and values over all layers."""
     return shape.layers * 2 * shape.kv_heads * shape.head_dim
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A model's shape, and the bytes of a value in memory: `ModelSize(shape, 2)` for bfloat16."""
+    """Hold a model's shape and its bytes per value: `ModelSize(shape, 2)` for bfloat16."""
 
     shape: ShapeSpec
     value_bytes: int
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights. An embedding that is not also the output head is not among them."""
+        """Return bytes of the weights, without an embedding that is not also the output head."""
         return matmul_parameters(self.shape) * self.value_bytes
 
     @property
@@ -69,14 +68,14 @@ class ModelSize:
 
     @property
     def kv_token(self) -> int:
-        """Bytes of one token's keys and values."""
+        """Return bytes of one token's keys and values."""
         return self.kv_values * self.value_bytes
 
 
 @dataclass(frozen=True)
 class PackedShape:
-    """The packed rows of one forward: `PackedShape(8, 712, 4096)` has 8 rows of 712 tokens, and
-    logits for 4,096 of them."""
+    """Hold the packed rows of one forward: `PackedShape(8, 712, 4096)` has 8 rows of 712 tokens,
+    and logits for 4,096 of them."""
 
     rows: int
     width: int
@@ -89,12 +88,12 @@ class PackedShape:
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes that one process holds where the model computes (a GPU's memory; without one, the
-    host's), by what they are. `start` is the most before the first step, where that is another."""
+    """Hold the bytes of one process in its GPU's memory, or the host's without a GPU, by item.
+    `start` is the peak before the first step, where that is larger."""
 
     items: tuple[tuple[str, int], ...]
     start: int = 0
-    staging: int = 0  # host memory that a process on a GPU needs beside: what it sends and writes
+    staging: int = 0  # host memory of a process on a GPU: what it sends and writes
 
     @property
     def held(self) -> int:
@@ -102,7 +101,7 @@ class MemoryNeeds:
 
 
 def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
-    """What each process of a role holds."""
+    """Return the bytes that each process of a role needs."""
     learn = spec.learn
     if name not in MODEL_ROLES:
         return MemoryNeeds(())
@@ -121,7 +120,7 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
     stacked = min(rows.rows, learn.data.patients) * prefix * size.kv_token
     scoring = held_score_bytes(size, rows, prefix) // size.shape.layers  # one layer at a time
     if is_chunked(size, rows, prefix):
-        scoring = SCORE_COPIES // 2 * SCORE_BYTES  # nothing of them has a gradient
+        scoring = SCORE_COPIES // 2 * SCORE_BYTES  # a teacher needs no gradients
     logits = rows.responses * size.shape.vocab * FLOAT
     return MemoryNeeds(
         (weights, held, ("prefixes of a step", stacked), ("attention scores", scoring),
@@ -145,13 +144,13 @@ def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
 
 
 def _trainer(learn: LearnSpec, size: ModelSize, rows: PackedShape, ranks: int) -> MemoryNeeds:
-    """Of one of its ranks: only the base, where it is sharded, and the batch are divided."""
+    """Size one rank: only the base model, where it is sharded, and the batch are divided."""
     numbers = trainable_numbers(learn, size)
     bank = learn.data.patients * learn.cartridge.tokens * size.kv_values * FLOAT
     items = (
         ("weights", _held_weights(size, ranks) if learn.train.shard_base else size.weights),
         ("cartridges, gradient, Adam", numbers * TRAINER_BYTES),
-        ("untrained cartridges", numbers * FLOAT),  # the next arm begins with them
+        ("untrained cartridges", numbers * FLOAT),  # the next arm starts from them
         ("cartridges as one", bank),  # gathered for a step's documents
         ("snapshots", (learn.train.staleness + 1) * published_bytes(learn, size)),
         ("activations", activation_bytes(size, rows)),
@@ -163,7 +162,7 @@ def _trainer(learn: LearnSpec, size: ModelSize, rows: PackedShape, ranks: int) -
 
 
 def _held_weights(size: ModelSize, ranks: int) -> int:
-    """A rank's share of a sharded base, with what it gathers: a layer, and the output head."""
+    """Return a rank's bytes of a sharded base, and of what it gathers: a layer, the output head."""
     if ranks == 1:
         return size.weights
     shape = size.shape
@@ -172,9 +171,12 @@ def _held_weights(size: ModelSize, ranks: int) -> int:
 
 
 def activation_bytes(size: ModelSize, rows: PackedShape) -> int:
-    """What a forward keeps for the backward, but for attention's scores: in each layer a token's
-    MLP (gate, its activation, up), queries, read values, keys, values, and both norms in float32.
-    The base model is frozen, so no product keeps its input for a weight's gradient."""
+    """Return bytes that a forward keeps for the backward, without attention's scores.
+
+    Per layer and token these are the MLP's gate, its activation and up, queries, read values, keys,
+    values, and both norms in float32. The base model is frozen, so no product keeps its input for a
+    weight's gradient.
+    """
     shape = size.shape
     attention = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
     values = 3 * shape.intermediate + attention
@@ -183,20 +185,21 @@ def activation_bytes(size: ModelSize, rows: PackedShape) -> int:
 
 
 def is_chunked(size: ModelSize, rows: PackedShape, prefix: int) -> bool:
-    """Whether one layer's scores are too many to exist at once."""
+    """Return whether one layer's scores are too many to exist at once."""
     return size.shape.heads * rows.tokens * (prefix + rows.width) * FLOAT > SCORE_BYTES
 
 
 def held_score_bytes(size: ModelSize, rows: PackedShape, prefix: int) -> int:
-    """What exists of attention's scores: those of all layers, kept for the backward pass, or those
-    of a chunk of one layer's queries. FlexAttention, on a GPU, needs less than the latter."""
+    """Return bytes of attention's scores that exist at once. These are the scores of all layers,
+    kept for the backward pass, or of a chunk of one layer's queries. FlexAttention, on a GPU, needs
+    less than the latter."""
     if is_chunked(size, rows, prefix):
         return SCORE_COPIES * SCORE_BYTES
     return score_bytes(size, rows, prefix)
 
 
 def score_bytes(size: ModelSize, rows: PackedShape, prefix: int) -> int:
-    """Attention's weights over prefix and row, of all layers, where they are formed at once: in
+    """Return bytes of all layers' attention weights over prefix and row, formed at once: in
     float32, and once more where the values are narrower."""
     shape = size.shape
     each = FLOAT + (size.value_bytes if size.value_bytes < FLOAT else 0)
@@ -204,28 +207,29 @@ def score_bytes(size: ModelSize, rows: PackedShape, prefix: int) -> int:
 
 
 def trainable_numbers(learn: LearnSpec, size: ModelSize) -> int:
+    """Return the numbers that one step trains, over all cartridges."""
     tokens = learn.cartridge.tokens - learn.cartridge.frozen
     return learn.data.patients * tokens * size.kv_values
 
 
 def published_bytes(learn: LearnSpec, size: ModelSize) -> int:
-    """One version: every cartridge, as one tensor."""
+    """Return bytes of one version: every cartridge, as one tensor."""
     return learn.data.patients * learn.cartridge.tokens * size.kv_token
 
 
 def _versions_bytes(learn: LearnSpec, size: ModelSize) -> int:
-    """Those that a reader keeps: of rollouts under way, and the next."""
+    """Return bytes of the versions a reader keeps: of rollouts under way, and the next."""
     return (learn.train.staleness + 2) * published_bytes(learn, size)
 
 
 def checkpoint_bytes(learn: LearnSpec, size: ModelSize) -> int:
-    """One checkpoint, and the trainer's last state, which is written at every step."""
+    """Return bytes of one checkpoint; the trainer's last state, written every step, is as large."""
     frozen = learn.data.patients * learn.cartridge.frozen * size.kv_values * FLOAT
     return trainable_numbers(learn, size) * STATE_BYTES + frozen
 
 
 def document_bytes(learn: LearnSpec, size: ModelSize) -> int:
-    """KV of the documents, as far as a cache keeps them."""
+    """Return bytes of the documents' KV that a cache keeps."""
     data, most = learn.data, learn.teacher.max_kv_bytes
     if data.document_tokens is None:
         return most
@@ -233,7 +237,7 @@ def document_bytes(learn: LearnSpec, size: ModelSize) -> int:
 
 
 def spilled_bytes(learn: LearnSpec, size: ModelSize) -> int:
-    """KV of the documents that a teacher's GPU has no room for, as far as the host keeps them."""
+    """Return bytes of the documents' KV that exceed a teacher's GPU and that the host keeps."""
     data, most = learn.data, learn.teacher.host_kv_bytes
     if data.document_tokens is None:
         return most
@@ -242,13 +246,14 @@ def spilled_bytes(learn: LearnSpec, size: ModelSize) -> int:
 
 
 def scores_bytes(learn: LearnSpec, size: ModelSize, rows: PackedShape) -> int:
-    """A teacher's distributions of a step: of the top tokens int32 and float32, or all logits."""
+    """Return bytes of a teacher's distributions of a step: of the top tokens int32 and float32, or
+    all logits."""
     top = learn.teacher.top_k
     return rows.responses * (size.shape.vocab * FLOAT if top == "full" else top * (4 + FLOAT))
 
 
 def samples_of(learn: LearnSpec) -> int:
-    """Responses of one step: an episode is one sample, a run of rsa all its candidates."""
+    """Return the responses of one step: an episode is one sample, an RSA run all its candidates."""
     if learn.episodes is not None:
         return learn.episodes.tasks * learn.episodes.group
     if learn.rsa is not None:
@@ -257,15 +262,15 @@ def samples_of(learn: LearnSpec) -> int:
 
 
 def sample_tokens(learn: LearnSpec) -> int:
-    """Prompt and response of the longest sample: a whole row where prompts are not known."""
+    """Return tokens of the longest sample; a whole row where prompts are unknown."""
     if learn.data.prompt_tokens is None:
         return learn.train.row_tokens
     return min(learn.train.row_tokens, learn.data.prompt_tokens + learn.rollout.max_tokens)
 
 
 def step_rows(learn: LearnSpec, ranks: int = 1) -> PackedShape:
-    """The largest forward of a step on one of so many ranks: every sample at its longest, over as
-    many documents as there can be; `objective.micro_tokens` bounds it."""
+    """Return the largest forward of a step on one of `ranks` ranks. Every sample has its longest
+    length, over as many documents as possible; `objective.micro_tokens` bounds it."""
     samples, each = -(-samples_of(learn) // ranks), sample_tokens(learn)
     if learn.objective.micro_tokens is not None:
         samples = min(samples, max(1, learn.objective.micro_tokens // each))
@@ -278,7 +283,7 @@ def step_rows(learn: LearnSpec, ranks: int = 1) -> PackedShape:
 
 
 def model_size(model: ModelSpec) -> ModelSize:
-    """The bytes that the plan counts. Raises SpecError where the shape is not at hand."""
+    """Return the size that the plan counts with. Raises SpecError where the shape is unknown."""
     shape = model_shape(model)
     if shape is None:
         raise SpecError(
@@ -289,8 +294,8 @@ def model_size(model: ModelSpec) -> ModelSize:
 
 
 def pod_resources(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> Resources:
-    """One replica of a role: a core for each thread, and host memory for what it holds, GPU or
-    not: the overlay for CPUs takes the GPUs away."""
+    """Return one replica's resources: a core per thread, and host memory as large as its needs. GPU
+    roles get that memory too, because the overlay for CPUs removes the GPUs."""
     held = role_needs(spec, name, size).held
     if name == "doc_teacher" and role.gpus:
         held = max(held, spilled_bytes(spec.learn, size))
@@ -298,18 +303,18 @@ def pod_resources(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> 
 
 
 def controller_resources(spec: RunSpec, size: ModelSize) -> Resources:
-    """The controller, with the tensor store that holds two versions of every cartridge."""
+    """Return the controller's resources, with a tensor store of two versions of every cartridge."""
     twice = 2 * published_bytes(spec.learn, size)
     return _resources(RoleSpec(procs=2), twice, shm=twice)
 
 
 def door_resources(spec: ServeSpec, size: ModelSize, cartridge_tokens: int) -> Resources:
-    """A door and its generators, which are processes of the same pod."""
+    """Return resources of a server and its generators, which are processes of the same pod."""
     role = spec.roles.generator
     held = size.weights + spec.held_cartridges * cartridge_tokens * size.kv_token
     if spec.generator.backend == "vllm":
         held += round(spec.generator.kv_gib * GIB)
-    processes = 2 + role.replicas + spec.spares  # the door and Monarch's own beside the generators
+    processes = 2 + role.replicas + spec.spares  # and the server's and Monarch's
     return Resources(
         cpu=1 + role.replicas * role.threads,
         memory=_gib(processes * PROCESS_BYTES + HEADROOM * role.replicas * held) + 1,
@@ -321,7 +326,7 @@ def door_resources(spec: ServeSpec, size: ModelSize, cartridge_tokens: int) -> R
 def _resources(role: RoleSpec, held: int, shm: int) -> Resources:
     """`held` bytes in each process, and memory-backed /dev/shm for two times `shm` bytes."""
     shared = _gib(2 * shm)
-    # One process more: Monarch's own on each host.
+    # One more process: Monarch's own on each host.
     memory = _gib((role.procs + 1) * PROCESS_BYTES + HEADROOM * role.procs * held) + shared
     return Resources(role.procs * role.threads, memory, shared, role.procs * role.gpus)
 

@@ -1,4 +1,4 @@
-"""A pool of generators that holds a run's cartridges, for commands that measure them."""
+"""Start a pool of generators with a run's cartridges, for commands that measure them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from serving.pool_backend import PoolBackend
 
-ONGOING = 4096  # calls of one generator: its engine queues the rest
+ONGOING = 4096  # concurrent calls of one generator: its engine queues the rest
 
 
 @asynccontextmanager
@@ -25,9 +25,10 @@ async def cartridge_pool(
     end_ids: frozenset[int],
     cartridges: Mapping[int, tuple[str, Tensor]],
 ) -> AsyncIterator[PoolBackend]:
-    """Generators as the run's own, `documents` (name -> token ids) and `cartridges` (version ->
-    name and KV [L, 2, H_kv, P, D]) loaded; they are stopped at the end."""
-    # With torch, which commands that only print do without.
+    """Yield a pool of generators configured as the run's own; they stop at the end of the block.
+    `documents` (name -> token ids) and `cartridges` (version -> name and KV [L, 2, H_kv, P, D]) are
+    loaded."""
+    # Imported here: commands that only print do without torch.
     from safetensors.torch import save_file
 
     from services.mesh import open_generators

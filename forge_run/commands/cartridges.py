@@ -1,4 +1,4 @@
-"""`forge cartridges VERB`: the library that `forge serve` serves."""
+"""Manage the cartridge store of `forge serve`: `forge cartridges VERB`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def add(*, path: Path, names: Sequence[str], **where: Any) -> int:
-    """Add the cartridges of a run, or a file's. Raises DataError for a file without a name."""
+    """Add the cartridges of a run, or the one in a file. Raises DataError for a file without a
+    name."""
     from registry.formats import run_checkpoint
     from registry.formats.convert import read
     from registry.importing import add_cartridge, add_from_run
@@ -35,7 +36,7 @@ def add(*, path: Path, names: Sequence[str], **where: Any) -> int:
 
 
 def sync(*, runs: Path, **where: Any) -> int:
-    """Add the cartridges of every finished run. Raises DataError where there is no directory."""
+    """Add the cartridges of every finished run. Raises DataError for a missing directory."""
     from registry.importing import add_finished
 
     if not runs.is_dir():
@@ -54,7 +55,7 @@ def _tell_added(entries: Sequence[CartridgeVersion]) -> None:
 
 
 def list_versions(*, name: str | None, **where: Any) -> list[TableSection]:
-    """Return every version, of one cartridge or of all."""
+    """Return a table of all versions, of one cartridge or of all."""
     from forge_run.formatting import TableSection
 
     library, rows = _library(**where), []
@@ -83,7 +84,7 @@ def tag(*, cartridge: str, tag: str, remove: bool, **where: Any) -> int:
 
 
 def diff(*, a: str, b: str, **where: Any) -> list[TableSection]:
-    """Return what two cartridges differ in, layer by layer."""
+    """Return tables of the differences between two cartridges, layer by layer."""
     from forge_run.formatting import TableSection
     from registry.formats.diff import changes, differences
 
@@ -105,7 +106,7 @@ def diff(*, a: str, b: str, **where: Any) -> list[TableSection]:
 
 
 def prune(*, name: str | None, keep: int, dry_run: bool, **where: Any) -> int:
-    """Drop all but the newest `keep` versions and those with a tag."""
+    """Drop all versions except the newest `keep` and those with a tag."""
     library, freed = _library(**where), 0
     word = "would drop" if dry_run else "dropped"
     for called in _names(library, name):
@@ -120,7 +121,7 @@ def prune(*, name: str | None, keep: int, dry_run: bool, **where: Any) -> int:
 
 
 def push(*, cartridge: str, repo: str, private: bool, **where: Any) -> int:
-    """Commit a version to the hub."""
+    """Commit a version to the Hugging Face hub."""
     from registry.hub import push
 
     entry = _library(**where).get(_parsed(cartridge))
@@ -130,7 +131,7 @@ def push(*, cartridge: str, repo: str, private: bool, **where: Any) -> int:
 
 
 def pull(*, repo: str, revision: str | None, name: str | None, **where: Any) -> int:
-    """Add a cartridge of the hub."""
+    """Add a cartridge of the Hugging Face hub."""
     from registry.hub import pull
 
     name = name or repo.rpartition("/")[2]
@@ -165,7 +166,7 @@ def _parsed(text: str) -> Any:
 
 
 def _either(library: CartridgeStore, text: str) -> CartridgeFile:
-    """A cartridge by its name in the library, or else by its path."""
+    """Return a cartridge by its path, or else by its name in the cartridge store."""
     from registry.formats import convert, forge
 
     if Path(text).exists():

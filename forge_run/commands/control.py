@@ -1,4 +1,4 @@
-"""`forge status|scale|pause|resume|checkpoint|stop|events [RUN]`: a running run, from outside."""
+"""Control a running run: `forge status|scale|pause|resume|checkpoint|stop|events [RUN]`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from services.control.endpoints import (
 from services.run_directory import RunDirectory, iter_rows
 
 WATCH_SECONDS = 1.0
-BROKEN_PIPE = 141  # what a shell expects of a process whose reader left
+BROKEN_PIPE = 141  # a shell's code for a process whose reader closed the pipe
 
 
 def status(*, as_json: bool, watch: bool, **where: Any) -> int:
-    """Print how a run stands; with `watch` every second until it ends."""
+    """Print the status of a run; with `watch` every second until it ends."""
     console = Console()
     target = _target(**where)
     with ControlClient(target) as client:
@@ -56,7 +56,7 @@ def _watch(client: ControlClient, target: ControlTarget, console: Console, as_js
             try:
                 run, status = client.status()
             except ControlError as error:
-                # A run that ended between two looks is no failure of the watching.
+                # The run may end between two polls: that is no error.
                 if seen and target.run is not None and (target.run / "results.json").exists():
                     print(error, file=sys.stderr)
                     return 0
@@ -106,14 +106,14 @@ def resume(**where: Any) -> int:
 
 
 def checkpoint(**where: Any) -> int:
-    """Have a checkpoint written after this step."""
+    """Write a checkpoint after the step in progress."""
     with ControlClient(_target(**where)) as client:
         print(f"wrote checkpoint {client.checkpoint()}")
     return 0
 
 
 def stop(**where: Any) -> int:
-    """End a run after this step, with a checkpoint."""
+    """End a run after the step in progress, with a checkpoint."""
     with ControlClient(_target(**where)) as client:
         client.stop()
     print("stopping after the step in progress, with a checkpoint")
@@ -128,7 +128,7 @@ def events(*, follow: bool, replay: int, **where: Any) -> int:
                 for event in client.events(replay):
                     print(json.dumps(event, ensure_ascii=False), flush=True)
             return 0
-        # A run that has ended has events too: they are read where they lie.
+        # A run that has ended has no control plane: read its file.
         if where["address"] is not None:
             raise SpecError("the events of another host's run are a stream: add --follow")
         events = RunDirectory(_run(where["run"], where["run_dir"])).events
@@ -137,7 +137,7 @@ def events(*, follow: bool, replay: int, **where: Any) -> int:
         sys.stdout.flush()
         return 0
     except BrokenPipeError:
-        # `| head` has what it wanted. What Python would still flush at exit goes nowhere.
+        # `| head` closed the pipe: discard what Python would still flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
 
@@ -145,7 +145,7 @@ def events(*, follow: bool, replay: int, **where: Any) -> int:
 def _target(
     run: str | None, run_dir: Path, address: str | None, ca: Path | None, token_env: str | None
 ) -> ControlTarget:
-    """Who is asked. Raises SpecError for options that do not go together or cannot be read, and
+    """Resolve the run or address. Raises SpecError for options that conflict or cannot be read,
     ControlError for a run that does not run."""
     if address is not None:
         _check_address(address, run, ca, token_env)
@@ -153,7 +153,7 @@ def _target(
         return ControlTarget(address, None, _ca(ca), token)
     directory = _run(run, run_dir)
     address = read_endpoints(directory).control
-    # The run's own spec knows what it asks for; the options only overrule it.
+    # The run's own spec names the certificate and the token; the options override it.
     control = load_resolved(directory / "spec.yaml").mesh.control
     ca = ca or (Path(control.tls_cert) if control.tls_cert else None)
     token_env = token_env or control.token_env

@@ -1,5 +1,6 @@
-"""The client's end of the control plane: calls with deadlines, answers as plain data, errors as
-ControlError with a remedy.
+"""Call the control plane of a run over gRPC.
+
+Calls have deadlines, replies are plain data, and errors are ControlError with a remedy.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-# gRPC's core writes its own lines about every failed connection; ours says it once.
+# gRPC's core logs every failed connection; ControlError reports it once.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
@@ -28,13 +29,13 @@ from services.control.endpoints import is_loopback, not_running
 
 CONNECT_SECONDS = 5.0
 CALL_SECONDS = 10.0
-CHECKPOINT_SECONDS = 600.0  # a step may have to end first
+CHECKPOINT_SECONDS = 600.0  # the step in progress ends first
 
 
 @dataclass(frozen=True)
 class ControlTarget:
-    """A control plane. `run` is the directory that named it, None where the address alone is
-    known; `ca` the PEM text that its certificate is checked against, None without TLS."""
+    """Name a control plane. `run` is the run directory that gave the address, None without one;
+    `ca` the PEM text that verifies its certificate, None without TLS."""
 
     address: str
     run: Path | None = None
@@ -43,18 +44,16 @@ class ControlTarget:
 
 
 class ControlClient:
-    """`with ControlClient(Target("127.0.0.1:41233")) as client: client.scale("generator", 2)`.
-
-    Every method raises ControlError for a run that cannot be reached, does not answer in time, or
-    refuses.
-    """
+    """Call one: `with ControlClient(ControlTarget("127.0.0.1:41233")) as c: c.scale("generator",
+    2)`. Every method raises ControlError for a run that cannot be reached, does not answer in time,
+    or refuses."""
 
     def __init__(self, target: ControlTarget, connect_seconds: float = CONNECT_SECONDS) -> None:
         self._target = target
         options: list[tuple[str, Any]] = [
-            ("grpc.min_reconnect_backoff_ms", round(connect_seconds * 1000)),  # of one attempt
+            ("grpc.min_reconnect_backoff_ms", round(connect_seconds * 1000)),  # one attempt
             ("grpc.enable_http_proxy", int(not is_loopback(target.address))),
-            # A stream of events whose server is gone without a word ends with an error.
+            # Without keepalive a stream of events never notices a lost server.
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 10_000),
         ]
@@ -82,7 +81,7 @@ class ControlClient:
         self._channel.close()
 
     def status(self) -> tuple[str, RunStatus]:
-        """The run's id, and how it stands."""
+        """Return the run's id and its status."""
         answer = self._call(self._stub.Status, pb.StatusRequest())
         return answer.run, run_status(answer.status)
 
@@ -97,7 +96,7 @@ class ControlClient:
         self._call(self._stub.Resume, pb.ResumeRequest())
 
     def checkpoint(self) -> str:
-        """The name of the checkpoint, once it is on disk."""
+        """Write a checkpoint after the step in progress; returns its name once it is on disk."""
         request = pb.CheckpointRequest()
         name: str = self._call(self._stub.Checkpoint, request, CHECKPOINT_SECONDS).name
         return name
@@ -106,10 +105,8 @@ class ControlClient:
         self._call(self._stub.Stop, pb.StopRequest())
 
     def events(self, replay: int) -> Iterator[dict[str, Any]]:
-        """The rows of events.jsonl: the last `replay`, then each as it comes, until the run ends.
-
-        Without a deadline; a server that is gone is noticed within half a minute.
-        """
+        """Yield the rows of events.jsonl: the last `replay`, then each new one, until the run ends.
+        There is no deadline; a lost server is noticed within half a minute."""
         call = self._stub.Events(pb.EventsRequest(replay=replay), metadata=self._metadata)
         try:
             for answer in call:
@@ -150,5 +147,5 @@ class ControlClient:
 
 
 def _reason(details: str) -> str:
-    """The end of gRPC's chain of causes, where the first of them is."""
+    """Return the root cause, at the end of gRPC's chain of causes."""
     return details.rsplit("last error: ", 1)[-1].strip()

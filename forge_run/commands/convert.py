@@ -1,4 +1,4 @@
-"""`forge convert` and `forge inspect`: a cartridge in another format, and what is in one."""
+"""Convert cartridges between formats and inspect them: `forge convert`, `forge inspect`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def convert(
 
 
 def inspect(*, source: Path, name: str | None, model: Path | None) -> int:
-    """Print what is in a cartridge. Raises DataError for one that is not for `model`."""
+    """Print a cartridge's contents. Raises DataError for one that does not fit `model`."""
     from forge_run.formatting import render
     from registry.formats.base_model import misfits, read_base
     from registry.formats.convert import detect, read
@@ -63,7 +63,7 @@ def inspect(*, source: Path, name: str | None, model: Path | None) -> int:
 
 
 def sections(cartridge: CartridgeFile, format: str) -> list[TableSection]:
-    """What `forge inspect` prints."""
+    """Return the tables that `forge inspect` prints."""
     from forge_run.formatting import TableSection
     from registry.formats.diff import norms, provenance
 
@@ -90,7 +90,7 @@ def sections(cartridge: CartridgeFile, format: str) -> list[TableSection]:
 
 
 def _proof(cartridge: CartridgeFile) -> str:
-    """What was compared with the model, and what could not be."""
+    """Name the facts that were compared with the model, and those the cartridge lacks."""
     facts = cartridge.facts
     said = {
         "shape": True, "RoPE": bool(facts.rope), "config": bool(facts.config_sha256),

@@ -1,12 +1,12 @@
-"""`forge eval RUN...`: the cartridges of finished runs beside what they are to replace.
+"""Evaluate the cartridges of finished runs against the alternatives: `forge eval RUN...`.
 
-RUNs' last checkpoints -> cartridges --+
-their documents -> whole, cut, none ---+-> a pool of generators -> every arm on one exam
-configs/eval.yaml -> questions, passages, probes                   (services.exam_*)
+RUNs' last checkpoints -> cartridges --+ their documents -> whole, cut, none ---+-> a pool of
+generators -> every arm, the same questions configs/eval.yaml -> questions, passages, probes
+(training.evaluation)
 
-OUT/eval.json, eval.md, eval.html, two SVGs, and answers.jsonl; of one run OUT is the run itself,
-whose report.html has a section on it. Training prompts that double the questions are looked for
-before anything is measured.
+Writes OUT/eval.json, eval.md, eval.html, two SVGs, and answers.jsonl. For one run OUT is the run
+directory, whose report.html gets a section. Before it measures, the command searches for training
+prompts that duplicate the questions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SPEC = REPOSITORY / "configs" / "eval.yaml"
 SCHEMA = 1
-FEW = 10  # documents: fewer tell little of others
+FEW = 10  # documents: intervals over fewer say little about others
 
 
 def command(
@@ -51,7 +51,7 @@ def command(
     out: Path | None,
     show: Callable[[str], None] = note,
 ) -> tuple[TableSection, ...]:
-    """The whole of `forge eval`; returns the tables. Raises ForgeError."""
+    """Do the whole of `forge eval` and return its tables. Raises ForgeError."""
     chosen = load_file(EvalSpec, spec or SPEC)
     if questions is not None and questions < 1:
         raise SpecError(f"--questions must be >= 1: got {questions}")
@@ -81,11 +81,11 @@ def evaluate(
     out: Path,
     show: Callable[[str], None] = lambda line: None,
 ) -> Evaluation:
-    """Measure the runs and write `out`/eval.json and answers.jsonl; for callers with a table of
-    their own, such as a sweep: `evaluate(paths, EvalSpec(), out=folder)["rows"]`.
+    """Measure the runs and write `out`/eval.json and answers.jsonl.
 
-    Raises SpecError or CheckpointError for runs that cannot be compared, DataError for data that
-    changed and for contamination where the rule is to fail.
+    Callers with a table of their own use it directly: `evaluate(paths, EvalSpec(),
+    out=folder)["rows"]`. Raises SpecError or CheckpointError for runs that cannot be compared,
+    DataError for data that changed and for contamination where the rule is to fail.
     """
     from learning.model.loading import load_tokenizer
     from training.evaluation.arms import pairs
@@ -143,7 +143,7 @@ def evaluate(
 def _contamination(
     runs: Sequence[FinishedRun], paper: EvalSuite, spec: EvalSpec, out: Path
 ) -> Contamination:
-    """Raises DataError where the rule is to fail and there is some."""
+    """Count the duplicates. Raises DataError where the rule is to fail and there are some."""
     from documents.near_duplicates import overlaps
     from training.evaluation.runs import trained_on
     from training.recipes.contamination import clean

@@ -1,8 +1,9 @@
-"""`forge frontier RUN`: what test-time compute buys over the cartridges of a run.
+"""Compare test-time strategies over the cartridges of a run: `forge frontier RUN`.
 
-RUN's newest checkpoint on policy -> cartridges -> a pool of generators
-configs/frontier.yaml   -> arms       -> accuracy, tokens, seconds (training.evaluation.strategies)
-RUN/frontier.json, a section of RUN/report.html, and the table
+RUN's newest on-policy checkpoint -> cartridges -> a pool of generators configs/frontier.yaml ->
+arms -> accuracy, tokens, seconds (training.evaluation.strategies)
+
+Writes RUN/frontier.json and a section of RUN/report.html, and returns the table.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def command(
     questions: int | None,
     show: Callable[[str], None] = note,
 ) -> tuple[TableSection, ...]:
-    """Measure every arm; returns the table. Raises ForgeError."""
+    """Measure every arm and return the table. Raises ForgeError."""
     directory = RunDirectory(run.resolve())
     if not directory.spec.is_file():
         raise SpecError(f"{run} is no run directory: name one, such as runs/longhealth/latest")
@@ -71,7 +72,7 @@ def section(rows: Sequence[ArmRow], version: int) -> TableSection:
 async def _measure(
     spec: RunSpec, directory: RunDirectory, chosen: FrontierSpec, show: Callable[[str], None]
 ) -> tuple[list[ArmRow], int]:
-    # With torch, which the report, that only names our tables, does without.
+    # Imported here: a bad spec is refused before torch is imported.
     from learning.model.loading import load_tokenizer
     from registry.formats.run_checkpoint import chosen_checkpoint, read_cartridges
     from strategies.samplers.token_sampler import TokenSampler

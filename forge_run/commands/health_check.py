@@ -1,6 +1,7 @@
-"""`python -m forge_run.commands.health_check HOST:PORT [CA.pem [TOKEN_ENV]]`: asks the control
-plane's gRPC health service. Exit code 0 where it serves. kubelet's own gRPC probe speaks no TLS
-and sends no token.
+"""Ask the gRPC health service of a control plane whether it serves.
+
+`python -m forge_run.commands.health_check HOST:PORT [CA.pem [TOKEN_ENV]]` exits with 0 where it
+serves. kubelet's own gRPC probe supports neither TLS nor a token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SECONDS = 5.0
 
 
 def serves(address: str, ca: bytes | None = None, token: str | None = None) -> bool:
-    """Whether what listens there says that it serves. Raises grpc.RpcError where nothing does."""
+    """Return whether the service reports SERVING. Raises grpc.RpcError where it does not answer."""
     channel = (
         grpc.insecure_channel(address)
         if ca is None

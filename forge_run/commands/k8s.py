@@ -1,4 +1,4 @@
-"""`forge k8s render MESH.yaml`: the Kubernetes manifests of a mesh or of a server, as files."""
+"""Write the Kubernetes manifests of a mesh or of a server: `forge k8s render MESH.yaml`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from protocols.spec.yaml_source import read_yaml
 
 MONITORING = REPOSITORY / "deploy" / "monitoring"
 PODS = "hosts=kubernetes"
-CARTRIDGE_TOKENS = 2048  # of a door's cartridges, whose sizes its library alone knows
+CARTRIDGE_TOKENS = 2048  # assumed: only the cartridge store knows the sizes
 
 
 def command(*, mesh: str, sets: Sequence[str], out: Path) -> int:
@@ -32,14 +32,14 @@ def command(*, mesh: str, sets: Sequence[str], out: Path) -> int:
 
 
 def render(mesh: str, sets: Sequence[str] = ()) -> Tree:
-    """The files' texts by path: those of a mesh, or of a server's `meshes/serve.yaml`."""
+    """Return the manifests of a mesh, or of a server's `meshes/serve.yaml`: texts by path."""
     if "config" in read_yaml(Path(mesh), mesh).values:
         return _mesh(mesh, sets)
     return _door(mesh, sets)
 
 
 def _mesh(mesh: str, sets: Sequence[str]) -> Tree:
-    spec = load_spec(mesh, sets=(*sets, PODS)).spec  # what cannot span pods is refused now
+    spec = load_spec(mesh, sets=(*sets, PODS)).spec  # refuse now what cannot run in pods
     config = Path(spec.mesh.config)
     files = MeshFiles(
         mesh_name=Path(mesh).name,

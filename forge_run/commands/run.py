@@ -1,4 +1,4 @@
-"""`forge run`, `forge plan` and `forge worker`: what a mesh would do, does, and lends a host to."""
+"""Implement `forge run`, `forge plan` and `forge worker`."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def plan(
     as_json: bool = False,
     **unused: object,
 ) -> int | tuple[TableSection, ...]:
-    """Return a mesh's plan, or print it as JSON; options of a run change nothing. Raises SpecError
-    for a bad spec."""
+    """Return a mesh's plan, or print it as JSON; options of a run are ignored. Raises SpecError for
+    a bad spec."""
     from forge_run import formatting
     from forge_run.plan import plan as of
 
@@ -61,7 +61,7 @@ def plan(
 
 
 def worker(*, address: str | None, grace: float) -> int:
-    """Lend this host to runs until SIGTERM, `grace` seconds at most after it; ends the process."""
+    """Serve this host to runs until SIGTERM, then for at most `grace` seconds; ends the process."""
     from services.hosts.worker import main
 
     main(address, grace)

@@ -1,12 +1,12 @@
-"""`forge selfstudy MESH.yaml`: questions and answers about documents, written to a directory.
+"""Write questions and answers about documents to a directory: `forge selfstudy MESH.yaml`.
 
-    OUT/rows.jsonl      a row an item, gone on with where it ended
+    OUT/rows.jsonl      one row per item; an interrupted command continues after the last
                         (documents.synthesis_rows)
-    OUT/rows.parquet    the same, where pyarrow is installed
-    OUT/summary.json    how many were kept, and why others were not
+    OUT/rows.parquet    the same rows, where pyarrow is installed
+    OUT/summary.json    counts of kept rows, and of rejected ones by reason
 
-The model itself writes, in this very process, or an external one (`self_study.api`). A run takes
-them by `--set self_study.rows=OUT/rows.jsonl`.
+The model writes them in this process, or an external model does (`self_study.api`). A run reads
+them with `--set self_study.rows=OUT/rows.jsonl`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def selfstudy(
 
 
 def command(spec: RunSpec, out: Path, show: Callable[[str], None]) -> list[str]:
-    """Write the rows; returns the lines to print. Raises ForgeError."""
+    """Write the rows and return the lines to print. Raises ForgeError."""
     learn = spec.learn
     if learn.self_study is None:
         raise SpecError(f"mesh {spec.mesh.name} has no self_study; use meshes/documents.yaml")

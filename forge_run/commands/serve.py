@@ -1,8 +1,9 @@
-"""`forge serve meshes/serve.yaml`: generators, and the HTTP door in front of them.
+"""Run the generators and the HTTP server: `forge serve meshes/serve.yaml`.
 
     listen -> generators start -> serve ... SIGTERM or Ctrl-C -> drain -> generators end
 
-Nothing outlives this process: what does not end in time is killed. A second signal ends at once.
+No child process outlives this one: those that do not end in time are killed. A second signal ends
+the server at once.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ def command(*, mesh: str, sets: Sequence[str], dry_run: bool) -> int | list[Tabl
 
 
 def serve(loaded: LoadedServeSpec) -> int:
-    """Serve until told to end. Returns the exit code: 0 after SIGTERM, 130 after Ctrl-C. Raises
-    ForgeError for what keeps it from starting, or ended it."""
+    """Serve until a signal. Returns the exit code: 0 after SIGTERM, 130 after Ctrl-C. Raises
+    ForgeError when the server cannot start or its generators fail."""
     faults = unmet(loaded)
     if faults:
         raise combined(faults)
     spec = loaded.spec
     listening = listen(spec.http.listen)
-    # A terminal's Ctrl-C reaches the whole process group. The generators, whenever they are
-    # started, inherit that it is ignored. Here it is also blocked, in every thread there will be,
-    # and one of them waits for it: so this comes before the imports that start threads.
+    # A terminal's Ctrl-C reaches the whole process group. Generators inherit that SIGINT is
+    # ignored. Here it is also blocked in every thread, and one thread waits for it: block it
+    # before the imports that start threads.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.environ.update(monarch_environment(spec))
@@ -61,7 +62,7 @@ def serve(loaded: LoadedServeSpec) -> int:
 
 
 def plan(loaded: LoadedServeSpec) -> list[TableSection]:
-    """What would be served, and where; starts nothing."""
+    """Return tables of the model, the limits and the cartridges to serve; starts nothing."""
     from registry.formats.base_model import read_base
     from registry.store import CartridgeStore
 
@@ -91,7 +92,7 @@ def plan(loaded: LoadedServeSpec) -> list[TableSection]:
 
 
 def unmet(loaded: LoadedServeSpec) -> list[SpecProblem]:
-    """Why this cannot be served here and now; empty when it can."""
+    """Return the reasons why this spec cannot be served on this machine now; empty if it can."""
     from actors.base import VLLM_REMEDY, gpus_here, missing_vllm
 
     spec, faults = loaded.spec, []
@@ -119,7 +120,7 @@ def unmet(loaded: LoadedServeSpec) -> list[SpecProblem]:
 
 
 def listen(address: str) -> socket.socket:
-    """A socket on host:port. Raises SpecError where it is taken."""
+    """Return a socket bound to host:port. Raises SpecError where it is taken."""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     made = socket.socket(family)
@@ -136,7 +137,7 @@ def listen(address: str) -> socket.socket:
 
 
 def monarch_environment(spec: ServeSpec) -> dict[str, str]:
-    """What Monarch reads when it is imported, as `forge_run.launch.monarch_environment`."""
+    """Return what Monarch reads on import, as `forge_run.launch.monarch_environment`."""
     patience = f"{max(1, round(spec.health.dead_after_s))}s"
     return {
         "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
@@ -147,7 +148,8 @@ def monarch_environment(spec: ServeSpec) -> dict[str, str]:
 
 
 class ServeProcess:
-    """One server's life. `signal` is the one that ended it; `cut_off` what could not be ended."""
+    """Run one server. `signal` is the signal that ended it; `cut_off` is set when the generators
+    did not end in time."""
 
     def __init__(self, spec: ServeSpec, listening: socket.socket) -> None:
         self.spec, self.listening = spec, listening
@@ -157,7 +159,7 @@ class ServeProcess:
         self._web: Any = None
 
     async def run(self) -> None:
-        """Raises ForgeError: generators that do not start, or cannot be kept alive."""
+        """Serve until a signal. Raises ForgeError for generators that do not start or stay up."""
         from learning.model.loading import load_tokenizer
         from services.mesh import open_generators
         from serving.tokenization import Tokenization
@@ -214,7 +216,7 @@ class ServeProcess:
                 server_header=False, timeout_graceful_shutdown=round(http.drain_s),
             )
         )  # fmt: skip
-        self._web.capture_signals = contextlib.nullcontext  # they are ours
+        self._web.capture_signals = contextlib.nullcontext  # this class handles them
         running = asyncio.create_task(self._web.serve(sockets=[self.listening]))
         print(f"serving {spec.name} on http://{host}:{port}; Ctrl-C drains and ends", flush=True)
         try:
@@ -230,7 +232,7 @@ class ServeProcess:
             await door.close()
 
     async def _first(self, starting: Any) -> bool:
-        """Whether it started before anybody ended it; raises what kept it from starting."""
+        """Return whether it started before a signal; raises its error if it failed."""
         begun = asyncio.ensure_future(starting)
         told = asyncio.ensure_future(self._told.wait())
         await asyncio.wait({begun, told}, return_when=asyncio.FIRST_COMPLETED)
@@ -244,7 +246,7 @@ class ServeProcess:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first drains, the second ends at once."""
+        """Handle signals: the first drains, the second ends at once."""
         loop = asyncio.get_running_loop()
 
         def end(number: int) -> None:
@@ -268,7 +270,7 @@ class ServeProcess:
 
 
 def ids_of_the_end(model: Path, tokenizer: Any) -> frozenset[int]:
-    """What ends a response: the tokenizer's end token, and those of generation_config.json."""
+    """Return the ids that end a response: the tokenizer's, and those of generation_config.json."""
     ids = {tokenizer.eos_token_id}
     with contextlib.suppress(OSError, ValueError):
         given = json.loads((model / "generation_config.json").read_bytes()).get("eos_token_id")

@@ -1,4 +1,4 @@
-"""`forge status` for people: where the run stands, its pools, and every replica."""
+"""Render `forge status` for a terminal: the run's progress, its pools and every replica."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STYLES = {
 
 
 def status_view(run: str, status: RunStatus) -> RenderableType:
-    """Everything a status holds. Texts of the run are printed, never obeyed."""
+    """Return everything a status holds. Texts of the run are escaped, so they cannot be markup."""
     parts: list[RenderableType] = [_facts(run, status)]
     if status.pools:
         parts += ["", _pools(status.pools), "", _replicas(status.pools)]
@@ -55,7 +55,7 @@ def _facts(run: str, status: RunStatus) -> Table:
 
 
 def _pools(pools: tuple[PoolStatus, ...]) -> Table:
-    """Narrow enough for 80 columns; the other counts of a pool are in the JSON."""
+    """Return a table that fits 80 columns; the other counts of a pool are in the JSON."""
     table = _table()
     table.add_column("pool", no_wrap=True)
     table.add_column("target", justify="right", no_wrap=True)

@@ -1,19 +1,19 @@
-"""`forge ablate MESH.yaml`: what each channel adds, and what it costs.
+"""Measure what each loss channel adds and costs: `forge ablate MESH.yaml`.
 
-A sweep of five variants, one run after the other; the first four are two by two:
+An ablation is a sweep of five variants, run in sequence; the first four form a 2 x 2 design:
 
     grpo       the policy gradient alone
-    +sdpo      and hint distillation
-    +replay    and the teachers' preferences in its place
-    all        both
-    all+doc    and document distillation, where the config weighs it
+    +sdpo      grpo and hint distillation
+    +replay    grpo and the teachers' preferences
+    all        grpo and both
+    all+doc    all and document distillation, where the config weighs it
 
-The arms of one seed begin with the same episodes, which is checked, so they differ by their
-training alone. What is finished is not run again: an interrupted ablation goes on where it was.
+The arms of one seed must begin with the same episodes, so they differ by their training alone; this
+is checked. An interrupted ablation continues: finished runs are not repeated.
 
     runs/three_channels/20260726T101530Z-3fa9/    every run, as `forge run` keeps it
     runs/ablate-three_channels/ablation.json      arm and seed -> run; at the end the figures
-    runs/ablate-three_channels/grpo-0.log         what that run printed
+    runs/ablate-three_channels/grpo-0.log         the output of that run
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from protocols.spec.sweep import SweepSpec
 from services.run_directory import RunDirectory, iter_rows
 from teachers.spending import RunSpending
 
-# Beside the sweep's own, what costs time and gives the table nothing. The user's --set may ask for
-# it.
+# Beside sweep.PLAIN, keys that save time and do not change the table. The user's --set overrides
+# them.
 PLAIN = ("objective.compare_every=0", "evaluate.arms=[untrained, on_policy]")
-# What an arm takes away. Over the user's --set, or it would not be that arm.
+# Keys that switch off an arm's channels. They override the user's --set.
 NO_DOC, NO_SDPO = {"objective.w_doc": 0}, {"objective.alpha": 0}
 NO_REPLAY = {"objective.beta": 0, "replay": None}
 ARMS: Mapping[str, Mapping[str, Any]] = {
@@ -76,10 +76,9 @@ DOCUMENT = "objective.w_doc is 0 in all arms but all+doc, which has the config's
 def planned(
     mesh: str, *, overlays: Sequence[str], sets: Sequence[str], seeds: int
 ) -> tuple[Trial, ...]:
-    """Plan every run, the arms of a seed after one another; the first seed is the config's.
-
-    Raises SpecError for a mesh whose channels cannot be taken apart.
-    """
+    """Return every run's trial, the arms of a seed in sequence; the first seed is the config's.
+    Raises SpecError for a mesh without episodes, with a zero-weight channel, or without the arm
+    on_policy."""
     sets = (*PLAIN, *sets)
     base = load_spec(mesh, overlays=overlays, sets=(*sweep.PLAIN, *sets))
     learn, objective = base.spec.learn, base.spec.learn.objective
@@ -111,14 +110,12 @@ def planned(
 def ablate(
     plan: Sequence[Trial], root: Path, runner: Runner, say: Callable[[str], None]
 ) -> tuple[TableSection, ...]:
-    """Run what is not finished yet, write ablation.json and return the table; `say` is told of
-    every run as it begins and ends.
-
-    Raises RunError when a run fails, or when the arms of a seed begin with other episodes.
-    """
+    """Run the unfinished trials, write ablation.json and return the tables. `say` gets a line as
+    each run begins and ends. Raises RunError when a run fails, or when the arms of a seed begin
+    with different episodes."""
     name = plan[0].spec.mesh.name
     record = root / f"ablate-{name}" / "ablation.json"
-    first: dict[int, RunDirectory] = {}  # seed -> the run that its others begin like
+    first: dict[int, RunDirectory] = {}  # seed -> its first run
     done: dict[str, RunDirectory] = {}
     for trial, directory in runs_of(plan, root, record, runner, say):
         require_same_start(first.setdefault(trial.seed, directory), directory)
@@ -138,8 +135,8 @@ def ablate(
 
 
 def require_same_start(a: RunDirectory, b: RunDirectory) -> None:
-    """Raise RunError when the episodes of the first step, sampled before anything was trained,
-    differ in a token or in where their turns lie."""
+    """Raise RunError when the first step's episodes, sampled before any training, differ in a token
+    or in the bounds of their turns."""
     if a == b:
         return
     ours, theirs = _first_step(a), _first_step(b)
@@ -152,7 +149,7 @@ def require_same_start(a: RunDirectory, b: RunDirectory) -> None:
 
 
 def _first_step(directory: RunDirectory) -> dict[str, Any]:
-    """Task id -> the token ids of its branches, and the turns in them."""
+    """Return task id -> the token ids of its branches, and its turns' bounds."""
     rows = takewhile(lambda row: row["step"] == 1, iter_rows(directory.episodes))
     return {
         row["task"]["id"]: (
@@ -164,11 +161,9 @@ def _first_step(directory: RunDirectory) -> dict[str, Any]:
 
 
 def figures_of(directory: RunDirectory) -> dict[str, float]:
-    """reward, gain, accuracy, tokens, wall_seconds and dollars of one finished run.
-
-    Dollars are those of the ledger: a vote that was found there again cost nothing, and a call that
-    came too late for its vote was paid all the same.
-    """
+    """Return reward, gain, accuracy, tokens, wall_seconds and dollars of one finished run. Dollars
+    are the spend ledger's: a vote reused from the ledger cost nothing, and a call that was too late
+    for its vote was paid."""
     results = directory.read_results() or {}
     first, last = _rewards(directory)
     return {
@@ -182,15 +177,15 @@ def figures_of(directory: RunDirectory) -> dict[str, float]:
 
 
 def untrained_of(directory: RunDirectory) -> dict[str, float]:
-    """Where the runs of a seed begin: the reward of the first step's episodes, and accuracy where
-    the run measured it."""
+    """Return the starting point of a seed's runs: the reward of the first step's episodes, and the
+    accuracy where the run measured it."""
     arms = (directory.read_results() or {})["arms"]
     measured = {"accuracy": arms["untrained"]["accuracy"]} if "untrained" in arms else {}
     return {"reward": _rewards(directory)[0], **measured}
 
 
 def _rewards(directory: RunDirectory) -> tuple[float, float]:
-    """The mean reward of the first step's episodes, and that of the last quarter's steps."""
+    """Return the mean reward of the first step's episodes, and of the last quarter of the steps."""
     rows = [row for row in iter_rows(directory.metrics) if row["arm"] == "on_policy"]
     rewards = [row["episodes"].get("reward") for row in rows]
     last = [reward for reward in rewards[-max(1, len(rewards) // 4) :] if reward is not None]
@@ -203,10 +198,11 @@ def _rewards(directory: RunDirectory) -> tuple[float, float]:
 
 
 def summarise(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
-    """arm -> figure -> values, one a seed, their mean, and ci95 or None with a single seed.
+    """Return arm -> figure -> values, one per seed, their mean, and ci95, None with a single seed.
 
     `runs` holds the figures of every run of an arm, seed by seed. `over_grpo` compares rewards
-    within a seed, whose arms met the same tasks: its interval is narrower than two rewards' are.
+    within a seed, whose arms had the same tasks: its interval is narrower than those of two
+    rewards.
     """
     arms: dict[str, Any] = {}
     for arm, each in runs.items():
@@ -245,9 +241,9 @@ def _cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
 def command(
     mesh: str, *, overlays: Sequence[str], sets: Sequence[str], seeds: int, run_dir: Path | None
 ) -> tuple[TableSection, ...]:
-    """Do the whole of `forge ablate`. Raises ForgeError for a bad spec and a run that failed."""
+    """Do the whole of `forge ablate`. Raises ForgeError for a bad spec and a failed run."""
     plan = planned(mesh, overlays=overlays, sets=sets, seeds=seeds)
     require_all(plan)
     root = (run_dir or Path("runs")).absolute()
-    # One after the other: an arm's time is a figure of the table.
+    # In sequence: the table reports each arm's time.
     return ablate(plan, root, partial(run_side_by_side, at_once=1), partial(print, flush=True))

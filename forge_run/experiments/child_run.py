@@ -1,4 +1,4 @@
-"""Runs in processes of their own, side by side, which end when this one is told to."""
+"""Run `forge-run` in child processes, side by side, and stop them with this process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from types import FrameType
 from forge_run.console import shown_path
 from protocols.errors import RunError
 
-STOP_SECONDS = 30.0  # a run that was asked to stop is gone within 10
+STOP_SECONDS = 30.0  # a run stops within 10 of SIGTERM
 LOOK_SECONDS = 0.2
 CODE = "import sys; from forge_run.cli import forge_run; sys.exit(forge_run())"
 
 
 @dataclass(frozen=True)
 class ChildRun:
-    """`forge-run` with these words, what it prints going to `log`."""
+    """Describe a `forge-run` process: its arguments, and the file `log` for its output."""
 
     name: str
     words: tuple[str, ...]
@@ -33,12 +33,12 @@ class ChildRun:
 def run_side_by_side(
     runs: Sequence[ChildRun], began: Callable[[ChildRun], None], at_once: int
 ) -> Iterator[tuple[ChildRun, str]]:
-    """Yield every run with its id, as each ends well; at most `at_once` go on at a time.
+    """Yield every run with its id as it finishes; at most `at_once` run at a time.
 
-    When one fails no other begins, those under way are waited for, and then RunError names the
-    first that failed. Leaving early, by Ctrl-C, by SIGTERM (which ends us as well) or by closing
-    the iterator, stops those under way with their checkpoints. There is no time-out: a run has a
-    watchdog of its own.
+    After a failure no other run starts, those under way finish, and then RunError names the first
+    that failed. Leaving early, by Ctrl-C, by SIGTERM (which ends this process too) or by closing
+    the iterator, stops the runs under way with their checkpoints. There is no time-out: each run
+    has its own watchdog.
     """
     waiting, going = list(runs), dict[ChildRun, "subprocess.Popen[bytes]"]()
     failure: RunError | None = None
@@ -67,7 +67,7 @@ def run_side_by_side(
 
 
 def _start(child: ChildRun) -> subprocess.Popen[bytes]:
-    """In a session of its own: a terminal's Ctrl-C reaches this process alone, once."""
+    """Start in a new session: a terminal's Ctrl-C reaches this process alone, once."""
     with child.log.open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-c", CODE, *child.words], stdin=subprocess.DEVNULL, stdout=log,
@@ -94,7 +94,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _stop(processes: Collection[subprocess.Popen[bytes]]) -> None:
-    """Ask all to stop, wait for them, and kill what is left."""
+    """Terminate all, wait for them, and kill those left."""
     try:
         for process in processes:
             process.terminate()  # does nothing to a process that has ended

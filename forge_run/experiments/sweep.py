@@ -1,11 +1,11 @@
-"""`forge sweep SWEEP.yaml`: runs over axes, ways to train and seeds; one table, and plots.
+"""Run a mesh over axes, training variants and seeds: `forge sweep SWEEP.yaml`.
 
     configs/sweep_compression.yaml   axes x variants x seeds -> trials -> runs, side by side
     runs/longhealth/<run>/           every run, as `forge-run` keeps it
     runs/sweep-compression/          sweep.json, sweep.md, sweep.html, its plots as SVG files,
-                                     what each run printed
+                                     the output of each run
 
-What is finished is not run again: an interrupted sweep goes on where it was.
+An interrupted sweep continues: finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from protocols.files import write_atomically
 from protocols.spec.loading import load_file, load_spec
 from protocols.spec.sweep import SweepSpec
 
-# What costs time and gives the table nothing. Under the sweep's own keys, which may ask for it.
+# Keys that save time and do not change the table. The sweep's own keys override them.
 PLAIN = ("evaluate.probe_every=0", "evaluate.sampled=false")
 
 
@@ -46,11 +46,11 @@ def planned(
     first_seed: int = 0,
     evaluated: Sequence[str] | None = None,
 ) -> tuple[Trial, ...]:
-    """Plan every run, those of a seed after one another.
+    """Return every run's trial, those of a seed in sequence.
 
-    `overlays` and `sets` are the command line's. `evaluated` are the arms that every run
-    evaluates; None: those that its variant shows. Raises SpecError for a key or a value that a run
-    would refuse, and for a reference that no variant names.
+    `overlays` and `sets` are the command line's. `evaluated` are the arms that every run evaluates;
+    None: those that its variant shows. Raises SpecError for a key or a value that a run would
+    refuse, and for a reference that no variant names.
     """
     names = [name for variant in sweep.variants for name in variant.arms.values()]
     if sweep.reference is not None and sweep.reference not in names:
@@ -81,10 +81,8 @@ def planned(
 def sweep(
     spec: SweepSpec, plan: Sequence[Trial], root: Path, runner: Runner, say: Callable[[str], None]
 ) -> list[SweepRow]:
-    """Run what is not finished yet and write the results; returns a row of every arm.
-
-    Raises RunError when a run fails; those that ended stay.
-    """
+    """Run the unfinished trials, write the results and return a row of every arm. Raises RunError
+    when a run fails; finished runs are kept."""
     home = root / f"sweep-{spec.name}"
     record = home / "sweep.json"
     done = {trial.name: run for trial, run in runs_of(plan, root, record, runner, say)}
@@ -102,7 +100,7 @@ def sweep(
 
 
 def at_once(plan: Sequence[Trial], cores: int) -> int:
-    """How many runs go on side by side: as many as the threads of their busiest role allow."""
+    """Return the number of runs side by side: cores over the most threads of any role."""
     threads = max(role.threads for t in plan for _, role in t.spec.mesh.roles if role is not None)
     return max(1, cores // threads)
 
@@ -111,7 +109,7 @@ def command(
     path: Path, *, sets: Sequence[str], seeds: int | None, jobs: int | None, run_dir: Path | None,
     dry_run: bool,
 ) -> tuple[TableSection, ...]:  # fmt: skip
-    """Do the whole of `forge sweep`. Raises ForgeError for a bad spec and for a run that failed."""
+    """Do the whole of `forge sweep`. Raises ForgeError for a bad spec and a failed run."""
     spec = load_file(SweepSpec, path)
     mesh = str((path.parent / spec.mesh).resolve())
     plan = planned(spec, mesh, sets=sets, seeds=seeds)
@@ -127,7 +125,7 @@ def command(
 
 
 def plan_sections(spec: SweepSpec, plan: Sequence[Trial], jobs: int) -> tuple[TableSection, ...]:
-    """Say what would be run."""
+    """Return tables of the planned runs and their budget."""
     learn = [trial.spec.learn for trial in plan]
     budget = (
         ("runs", str(len(plan))),

@@ -1,4 +1,4 @@
-"""What a sweep came to: a row of every arm at every point of the axes, as table, page and plots.
+"""Tabulate and plot a sweep: a row of every arm at every point of the axes.
 
 runs and their arms  ->  gather  ->  SweepRow, its values seed by seed  ->  table, markdown, page
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Point = tuple[float, Sequence[float]]  # where on the x axis, and the accuracies of the seeds
+Point = tuple[float, Sequence[float]]  # x, and the accuracies of the seeds
 P_KEY = "cartridge.tokens"
 HEIGHT = 3.6  # inches of a plot
 NOTE = (
@@ -47,9 +47,9 @@ NOTE = (
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One arm at one point. `accuracy` and `unparsed` have a value for each seed, in order;
-    `tokens` are those that it was trained on, the mean over the seeds; `compression` is 1 for an
-    arm that reads the document, None without any."""
+    """Hold the results of one arm at one point; `accuracy` and `unparsed` have a value for each
+    seed. `tokens` is the mean over the seeds of the tokens trained on; `compression` is 1 for an
+    arm that reads the document, None without a prefix."""
 
     point: dict[str, Any]  # key of an axis -> its value
     arm: str
@@ -66,17 +66,18 @@ class SweepRow:
 
     @property
     def ci95(self) -> tuple[float, float] | None:
-        """Of the mean, within what a share can be; None with one seed."""
+        """Return the interval of the mean, clipped to 0..1; None with one seed."""
         found = mean_interval(self.accuracy)
         return None if found is None else (max(0.0, found[0]), min(1.0, found[1]))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {**asdict(self), "mean": self.mean, "ci95": self.ci95}
 
 
 def gather(runs: Iterable[tuple[Trial, RunDirectory]]) -> list[SweepRow]:
-    """A row of every arm at every point, from the results of its seeds' runs, in their order."""
+    """Return a row of every arm at every point, from the results of its seeds' runs, in their
+    order."""
     found: dict[tuple[str, str], list[tuple[Trial, str, Mapping[str, Any]]]] = {}
     for trial, directory in runs:
         results = directory.read_results() or {}
@@ -104,7 +105,7 @@ def gather(runs: Iterable[tuple[Trial, RunDirectory]]) -> list[SweepRow]:
 
 
 def table(spec: SweepSpec, rows: Sequence[SweepRow]) -> tuple[TableSection, ...]:
-    """Every row, and each arm over the reference, over all points."""
+    """Return a table of every row, and of each arm over the reference, over all points."""
     seeds = len(rows[0].seeds)
     title = f"sweep {spec.name}, {seeds} seed{'s' if seeds > 1 else ''}"
     over = (f"over {spec.reference}", "95% CI") if spec.reference else ()
@@ -115,8 +116,8 @@ def table(spec: SweepSpec, rows: Sequence[SweepRow]) -> tuple[TableSection, ...]
     gains = [_gains(spec, rows, row) for row in rows]
     cells = tuple(_cells(spec, row, gain) for row, gain in zip(rows, gains, strict=True))
     sections = [TableSection(title, columns, cells)]
-    # Each seed's mean over the points is one value, for points of a seed share their documents and
-    # questions.
+    # Points of a seed share documents and questions, so each seed gives one value: the mean over
+    # its points.
     overall = []
     for arm in dict.fromkeys(row.arm for row in rows):
         own = [gain for row, gain in zip(rows, gains, strict=True) if row.arm == arm and gain]
@@ -149,10 +150,8 @@ def _gain_cells(gain: Sequence[float] | None) -> tuple[str, str]:
 
 
 def _gains(spec: SweepSpec, rows: Sequence[SweepRow], row: SweepRow) -> list[float] | None:
-    """A row's accuracy less the reference's at its point, seed by seed; None for the reference.
-
-    Raises RunError for arms of other seeds.
-    """
+    """Return a row's accuracy minus the reference's at its point, by seed; None for the reference.
+    Raises RunError for arms of other seeds."""
     other = next((r for r in rows if r.arm == spec.reference and r.point == row.point), row)
     if row.arm == other.arm:
         return None
@@ -162,12 +161,12 @@ def _gains(spec: SweepSpec, rows: Sequence[SweepRow], row: SweepRow) -> list[flo
 
 
 def interval_text(found: Sequence[float] | None, form: str, scale: float = 1) -> str:
-    """Both ends as numbers: `((-0.1, 0.25), "+.1f", 100)` -> `"-10.0 .. +25.0"`; "-" for None."""
+    """Return both ends as text: `((-0.1, 0.25), "+.1f", 100)` -> "-10.0 .. +25.0"; "-" for None."""
     return UNKNOWN if found is None else " .. ".join(format(scale * x, form) for x in found)
 
 
 def markdown(spec: SweepSpec, rows: Sequence[SweepRow]) -> str:
-    """The tables for a page of documentation."""
+    """Return the tables in Markdown, for documentation."""
     parts = [f"# Sweep {spec.name}\n\n{NOTE}\n"]
     for part in table(spec, rows):
         parts.append(f"## {markdown_text(part.title)}\n\n{markdown_table(part)}\n")
@@ -183,14 +182,14 @@ def page_of(spec: SweepSpec, rows: Sequence[SweepRow]) -> str:
 
 
 def plots(spec: SweepSpec, rows: Sequence[SweepRow]) -> list[tuple[str, str]]:
-    """Return (file name, SVG) of each plot, which stand alone."""
+    """Return (file name, SVG) of each plot; each SVG stands alone."""
     return [(file, svg_file(title, draw, HEIGHT)) for file, title, _, draw in _drawings(spec, rows)]
 
 
 def _drawings(
     spec: SweepSpec, rows: Sequence[SweepRow]
 ) -> Iterator[tuple[str, str, str, partial[None]]]:
-    """Accuracy against every axis and training tokens; of each arm, where there is no axis."""
+    """Yield accuracy against every axis and training tokens; without axes, of each arm."""
     bars = "bars are 95% intervals"
     for key in spec.axes:
         name = "compression" if key == P_KEY else key
@@ -211,8 +210,8 @@ def _drawings(
 
 
 def positions(key: str, rows: Sequence[SweepRow]) -> tuple[dict[str, float], bool]:
-    """Where each value of an axis, as JSON, is drawn, and whether these are numbers: P by the
-    compression, other numbers as they are, anything else by its place in the list."""
+    """Return the x position of each value of an axis, keyed by its JSON, and whether x is a number.
+    P is placed by its compression, other numbers by value, anything else by its index."""
     told = {json.dumps(row.point[key]): row.point[key] for row in rows}
     if key == P_KEY:
         ratios = {
@@ -267,7 +266,7 @@ def _draw_arms(figure: Figure, rows: Sequence[SweepRow]) -> None:
 
 
 def _draw_curves(axes: Axes, curves: Mapping[str, Sequence[Point]], *, joined: bool) -> None:
-    """Arm -> points, drawn from left to right: the mean over the seeds with its interval."""
+    """Draw each arm's points from left to right: the mean over the seeds with its interval."""
     for i, (arm, points) in enumerate(curves.items()):
         x, y = zip(*sorted(points, key=lambda point: point[0]), strict=True)
         means = [fmean(values) for values in y]

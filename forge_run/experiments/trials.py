@@ -1,8 +1,8 @@
-"""Many runs of one mesh, each once: what `forge sweep` and `forge ablate` run.
+"""Run the trials of `forge sweep` and `forge ablate`, each once.
 
-    trials -> what is not finished yet, side by side -> the run of every trial
+    trials -> those not finished yet, side by side -> the run of every trial
 
-A record keeps which run is whose, so that a command that was interrupted goes on where it was.
+A record maps trials to runs, so an interrupted command continues.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from services.run_directory import RunDirectory
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of several: `Trial("+replay", 1, words=("mesh.yaml", "--set", ...), spec=...)`.
-
-    `point` is where on a sweep's axes it stands, `arms` which of the run's arms are shown under
-    which names.
-    """
+    """Describe one run of several: `Trial("+replay", 1, words=("mesh.yaml", "--set", ...),
+    spec=...)`. `point` is its position on a sweep's axes, `arms` maps the run's arms to their shown
+    names."""
 
     arm: str
     seed: int
@@ -50,7 +48,7 @@ class Trial:
 
     @property
     def log(self) -> str:
-        """The name of the file for what its run prints."""
+        """Return the name of the file for its run's output."""
         name = f"{self.arm}-{self.seed}"
         return "".join(c if c.isalnum() or c in "+=.-" else "_" for c in name) + ".log"
 
@@ -58,16 +56,14 @@ class Trial:
 Runner = Callable[
     [Sequence[ChildRun], Callable[[ChildRun], None]], Iterator[tuple[ChildRun, str]]
 ]  # fmt: skip
-"""Runs children and yields each with its run's id as it ends; tells of every one that begins."""
+"""Run children and yield each with its run's id as it ends; call back as each one begins."""
 
 
 def runs_of(
     plan: Sequence[Trial], root: Path, record: Path, runner: Runner, say: Callable[[str], None]
 ) -> Iterator[tuple[Trial, RunDirectory]]:
-    """The finished run of every trial, those of earlier calls first; `record` is kept up to date.
-
-    Raises RunError for a record that is none, and when a run fails or is not the trial's.
-    """
+    """Yield the finished run of every trial, those of earlier calls first, and keep `record`
+    current. Raises RunError for a malformed record, and when a run fails or is not the trial's."""
     runs = read_runs(record)
     name = plan[0].spec.mesh.name
     record.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +107,7 @@ def require_all(plan: Sequence[Trial]) -> None:
 
 
 def unfit(directory: RunDirectory, trial: Trial) -> str | None:
-    """Why the run is not this trial, finished; None when it is."""
+    """Return why the run is not this trial's finished run; None when it is."""
     results = directory.read_results()
     if results is None or results.get("status") != "finished":
         return "did not finish, or was moved away"
@@ -121,7 +117,7 @@ def unfit(directory: RunDirectory, trial: Trial) -> str | None:
 
 
 def read_runs(record: Path) -> dict[str, str]:
-    """Trial's name -> run's id; empty where there is no record."""
+    """Return trial name -> run id; empty without a record. Raises RunError for a bad record."""
     if not record.is_file():
         return {}
     try:

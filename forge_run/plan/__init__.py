@@ -1,1 +1,1 @@
-"""The plan of a run (`--dry-run`): what it would do, hold in memory, spend, and at best take."""
+"""Plan a run (`--dry-run`): its work, its memory, its spending, and its least time."""

@@ -1,4 +1,4 @@
-"""The plan of a run with episodes: what its channels learn from, how much it asks, and of whom."""
+"""Plan a run with episodes: its loss channels, samples, external teachers and votes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ TEACHER_COLUMNS = ("teacher", "model", "dollars a million tokens", "cap", "calls
 
 
 def data_text(learn: LearnSpec) -> str:
-    """What stands in the row `data` of a run at clinic desks."""
+    """Return the `data` row of a run at clinic desks."""
     data = learn.data
     return f"{data.patients} clinic desks, seed {data.seed}: handbooks of {data.facts} fields"
 
 
 def sections(learn: LearnSpec, episodes: EpisodesSpec) -> list[TableSection]:
-    """The channels, and where a run has them its teachers and their votes."""
+    """Return the sections on channels and, if the run has them, on teachers and votes."""
     found = [TableSection("channels", CHANNEL_COLUMNS, channel_rows(learn, episodes))]
     if replay := learn.replay:
         found += [
@@ -30,7 +30,7 @@ def sections(learn: LearnSpec, episodes: EpisodesSpec) -> list[TableSection]:
 
 
 def channel_rows(learn: LearnSpec, episodes: EpisodesSpec) -> Rows:
-    """Every channel with its weight, in the order of the objective."""
+    """Return a row for each channel with its weight, in the order of the objective."""
     return tuple(
         (name, shown, source) if weight else (name, "0", "left out")
         for name, weight, shown, source in learn.objective.summary(learn.loss, episodes.group)
@@ -38,7 +38,7 @@ def channel_rows(learn: LearnSpec, episodes: EpisodesSpec) -> Rows:
 
 
 def sampled(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, list[tuple[str, str]]]:
-    """Response tokens of a step at most, and the rows that say what is sampled."""
+    """Return the most response tokens of a step, and the rows on what is sampled."""
     steps, environment = learn.train.steps, episodes.environment
     each = episodes.tasks * episodes.group
     served = "clinic desks, served here" if environment.url is None else environment.url
@@ -57,7 +57,7 @@ def sampled(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, list[tuple[s
 
 
 def teacher_rows(replay: ReplaySpec) -> Rows:
-    """Every external teacher, with its price and its limits over all actors."""
+    """Return a row for each external teacher, with its price and its limits over all actors."""
     return tuple(
         (
             teacher.name,
@@ -74,7 +74,7 @@ def teacher_rows(replay: ReplaySpec) -> Rows:
 
 
 def vote_rows(learn: LearnSpec, replay: ReplaySpec) -> list[tuple[str, str]]:
-    """Who answers, when they are asked, and what bounds it."""
+    """Return rows on the provider of the answers, the gate for calls, and their limits."""
     states, steps = learn.objective.dpo.states, learn.train.steps
     quorum = f"{replay.quorum} equal votes of {len(replay.teachers)}, the cheapest asked first"
     return [

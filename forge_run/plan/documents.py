@@ -1,6 +1,6 @@
-"""The plan of a run on a user's documents: what is read, in which passages, and what it costs.
+"""Plan a run on a user's documents: the documents, their passages, and the cost.
 
-Passages are those that will be drawn, for their draws hang on the documents alone.
+The planned passages are those that the run will draw: draws depend on the documents alone.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from protocols.errors import DataError
 from protocols.spec.learn import LearnSpec
 
 MOST_ROWS = 24
-CHARS_PER_TOKEN = 4  # of English, where the model's tokenizer is not at hand
-SEED_TOKENS = 90  # what A reads beside its passage: the seed's words
+CHARS_PER_TOKEN = 4  # of English, an estimate without the model's tokenizer
+SEED_TOKENS = 90  # the seed prompt that A reads beside its passage
 HEADS = ("document", "from", "tokens", "characters", "hash", "passages of self-study, tokens")
 
 
 def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
-    """The spec with what is known of the documents, and the plan's sections on them. Raises
-    DataError as `read_parts` does."""
+    """Return the spec with the documents' number and mean tokens, and the plan's sections on them.
+    Raises DataError as `read_parts` does."""
     if learn.self_study is None or learn.data.path is None:
         return learn, []
     tokenizer = _tokenizer(learn.model.path)
@@ -45,8 +45,8 @@ def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
 
 
 def require_documents(learn: LearnSpec) -> list[str]:
-    """What is worth saying before a run starts. Raises DataError where its documents or its
-    questions cannot be used."""
+    """Return notes to print before a run starts. Raises DataError for documents or questions that
+    cannot be used."""
     tokenizer = _tokenizer(learn.model.path)
     if tokenizer is None:
         raise DataError(
@@ -62,11 +62,12 @@ def require_documents(learn: LearnSpec) -> list[str]:
 
 
 def told(parts: Corpus) -> list[str]:
+    """Return remarks on documents left out, or read in an unusual way."""
     return [*(f"left out: {x}" for x in parts.left_out), *(f"note: {x}" for x in parts.notes)]
 
 
 def study_rows(learn: LearnSpec, parts: Corpus) -> list[tuple[str, str]]:
-    """What A and B read and write, at most."""
+    """Return rows on the most tokens that asker A and answerer B read and write."""
     study = learn.self_study
     assert study is not None
     turns = len(parts.parts) * study.questions
@@ -99,7 +100,7 @@ def study_rows(learn: LearnSpec, parts: Corpus) -> list[tuple[str, str]]:
 
 
 def passage_tokens(part: CorpusDocument, learn: LearnSpec) -> list[int]:
-    """Tokens of every passage that self-study draws from a part."""
+    """Return the tokens of each passage that self-study draws from a document."""
     assert learn.self_study is not None
     study, seed = learn.self_study, learn.train.seed
     return [passage_of(part, i, study, seed)[0].tokens for i in range(study.questions)]
@@ -132,13 +133,13 @@ def _estimated(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
 
 
 def _sized(learn: LearnSpec, counts: list[int]) -> LearnSpec:
-    """The spec with as many documents as `counts`, and their mean tokens."""
+    """Return the spec with `len(counts)` documents, and their mean tokens."""
     known = {"patients": len(counts), "document_tokens": max(1, round(fmean(counts)))}
     return learn.model_copy(update={"data": learn.data.model_copy(update=known)})
 
 
 def _tokenizer(path: str) -> Any:
-    """None for a model that is not at hand. Raises DataError for one without a chat template."""
+    """Return None for an absent model. Raises DataError for one without a chat template."""
     from learning.model.loading import load_tokenizer
 
     try:

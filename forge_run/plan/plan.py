@@ -1,7 +1,7 @@
-"""`--dry-run`: what a spec would run, hold in memory, spend, and at best take. Nothing is started.
+"""Plan a run for `--dry-run`: its work, memory, spending and least time. Nothing is started.
 
-The plan is plain data; `forge_run.formatting` renders it. Only config.json is read; what is not at
-hand is said to be unknown.
+The plan is plain data; `forge_run.formatting` renders it. Of the model only config.json is read;
+facts without a source are marked unknown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ AT_RUN_TIME = "measured at run time"
 def plan(
     spec: RunSpec, place: Callable[[str], SourceLocation] = resolved_place
 ) -> tuple[TableSection, ...]:
-    """Every section of the plan, in reading order. Raises SpecError for a damaged config.json."""
+    """Return every section of the plan, in reading order. Raises SpecError for a damaged
+    config.json."""
     shape = model_shape(spec.learn.model)
     learn, told = documents.studied(spec.learn)
     spec = spec.model_copy(update={"learn": learn})
@@ -53,7 +54,7 @@ def plan(
 
 
 def size_plan(spec: RunSpec) -> tuple[TableSection, ...]:
-    """What each role needs, item by item. Raises SpecError where the shape is not at hand."""
+    """Return each role's needs, item by item. Raises SpecError for a model of unknown shape."""
     size = model_size(spec.learn.model)
     return (sizing.summary(spec, size), *sizing.details(spec, size))
 
@@ -96,7 +97,7 @@ def _data_text(learn: LearnSpec) -> str:
 
 
 def _channel_sections(learn: LearnSpec) -> list[TableSection]:
-    """What a run with rewards has beside the others."""
+    """Return the sections that only a run with rewards has."""
     if learn.rsa is not None:
         return [
             TableSection("channels", channels.CHANNEL_COLUMNS, rsa.channel_rows(learn, learn.rsa))
@@ -181,7 +182,7 @@ def _document_rows(learn: LearnSpec, per_token: int, *, spilling: bool) -> list[
 
 
 def _budget_section(learn: LearnSpec) -> TableSection:
-    """What is sampled, at most."""
+    """Return the upper bounds of what is sampled."""
     steps, evaluate, staleness = learn.train.steps, learn.evaluate, learn.train.staleness
     answers = len(evaluate.arms) * evaluate.questions * (2 if evaluate.sampled else 1)
     probes = steps // evaluate.probe_every if evaluate.probe_every else 0
@@ -220,7 +221,7 @@ def _warm_text(learn: LearnSpec) -> str:
 
 
 def _not_estimated(learn: LearnSpec, shape: ShapeSpec | None) -> str:
-    """Why a step has no roofline; "" where it has one."""
+    """Return the reason why a step has no roofline; "" where it has one."""
     if learn.rsa is not None:
         return "not estimated for rsa, whose prompts hold what was said before"
     if learn.episodes is not None:
@@ -237,7 +238,7 @@ def _roofline_section(spec: RunSpec, shape: ShapeSpec | None) -> TableSection:
     base = _workload(learn)
     phases = step_phases(spec, shape, base)
     rows = [(low.name, *_phase_cells(low, high)) for low, high in phases]
-    counted = phases[:-1]  # the document re-read is no part of a step
+    counted = phases[:-1]  # without the document re-read
     totals = (
         _range(sum(p.seconds(d) for p, _ in counted), sum(p.seconds(d) for _, p in counted))
         for d in (A100, H200)
@@ -252,7 +253,7 @@ def _roofline_section(spec: RunSpec, shape: ShapeSpec | None) -> TableSection:
 
 
 def step_workload(spec: RunSpec) -> tuple[tuple[PhaseCost, PhaseCost], ...]:
-    """`step_phases` of the spec's own step; none where the plan has no roofline for it."""
+    """Return `step_phases` of the spec's own step; empty where the plan has no roofline for it."""
     learn, shape = spec.learn, model_shape(spec.learn.model)
     if _not_estimated(learn, shape) or shape is None:
         return ()
@@ -276,11 +277,9 @@ def _workload(learn: LearnSpec) -> Workload:
 def step_phases(
     spec: RunSpec, shape: ShapeSpec, base: Workload
 ) -> tuple[tuple[PhaseCost, PhaseCost], ...]:
-    """(least, most) of each phase on one device: all prompts of one document, or of many.
-
+    """Return (least, most) of each phase on one device: all prompts of one document, or of many.
     The work of a phase is shared by the replicas of its role, the trainer's by its ranks. The
-    document re-read is there for comparison and no part of a step.
-    """
+    document re-read is for comparison; a step does not contain it."""
     roles, learn = spec.mesh.roles, spec.learn
 
     def pair(

@@ -1,4 +1,4 @@
-"""The plan of a run that trains by recursive self-aggregation: what it asks, and how much."""
+"""Plan a run that trains by recursive self-aggregation (RSA): its problems and its samples."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from protocols.spec.rsa import RsaSpec
 
 
 def data_text(learn: LearnSpec) -> str:
-    """What stands in the row `data` of a run without any document of its own."""
+    """Return the `data` row of a run without documents of its own."""
     assert learn.rsa is not None
     problems = learn.rsa.problems
     return f"a page on solving problems, for {problems.kind}: {problems.name}"
 
 
 def channel_rows(learn: LearnSpec, rsa: RsaSpec) -> Rows:
-    """The channels with their weights."""
+    """Return a row for each channel with its weight."""
     weighed = f" + {rsa.greedy_reward_weight:g} x mean score" if rsa.greedy_reward_weight else ""
     source = {
         "rollout": f"{rsa.final_reward_metric} of the last population{weighed}, compared among "
@@ -31,7 +31,7 @@ def channel_rows(learn: LearnSpec, rsa: RsaSpec) -> Rows:
 
 
 def sampled(learn: LearnSpec, rsa: RsaSpec) -> tuple[int, list[tuple[str, str]]]:
-    """Response tokens of a step at most, and the rows that say what is sampled."""
+    """Return the most response tokens of a step, and the rows on what is sampled."""
     steps, problems = learn.train.steps, rsa.problems
     runs = rsa.examples * rsa.rollouts_per_example
     asked = runs * rsa.candidates

@@ -1,4 +1,4 @@
-"""The plan's sizing: what a replica of each role needs, and what a step moves."""
+"""Size a run for its plan: the needs of each role's replica, and the bytes that a step moves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ COLUMNS = (
 
 
 def summary(spec: RunSpec, size: ModelSize) -> TableSection:
-    """One row a role. "memory of a process" is a GPU's, where the role has one, else the host's."""
+    """Return a row per role. "memory of a process" is a GPU's where the role has one, else the
+    host's."""
     rows = [_row(spec, name, role, size) for name, role in spec.roles]
     asked = controller_resources(spec, size)
     rows.append(
@@ -47,7 +48,7 @@ def _row(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> tuple[str
 
 
 def details(spec: RunSpec, size: ModelSize) -> tuple[TableSection, ...]:
-    """Every role's memory by what it is, then what a step moves and writes."""
+    """Return every role's memory by item, then the bytes that a step moves and writes."""
     roles = tuple(
         facts(f"memory of a {name} process", _items(needs))
         for name, _ in spec.roles
@@ -67,7 +68,7 @@ def _items(needs: MemoryNeeds) -> list[tuple[str, str]]:
 
 
 def step_bytes(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, str], ...]:
-    """What passes over the tensor plane and to disk at each step."""
+    """Return rows on the bytes that each step moves over the tensor plane and writes to disk."""
     learn = spec.learn
     readers = sum(role.replicas for name, role in spec.roles if name in CARTRIDGE_READERS)
     version, scores = published_bytes(learn, size), scores_bytes(learn, size, step_rows(learn))

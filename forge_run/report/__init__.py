@@ -1,1 +1,1 @@
-"""report.html: one run on one page that asks nothing of the network."""
+"""Render report.html: one run on one page that needs no network."""

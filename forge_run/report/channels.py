@@ -1,7 +1,7 @@
-"""The report's sections on the channels of a run with episodes, from metrics.jsonl.
+"""Report the loss channels of a run with episodes, from metrics.jsonl.
 
     rewards    mean reward and the errors that turns met, by step
-    channels   each channel's loss, how the gradients lie to each other, and the last numbers
+    channels   each channel's loss, the cosines of their gradients, and the last numbers
 
 A run without episodes has neither section.
 """
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WINDOW = 10  # steps of a trailing mean at most, and a quarter of the run's at most
-ERROR = "error/"  # of a row's episodes: turns that met that kind
-OWN_COLUMNS = ("weight", "value", "count", "grad_norm")  # of a channel; the others are its facts
+ERROR = "error/"  # key prefix in a row's episodes: turns that met that kind
+OWN_COLUMNS = ("weight", "value", "count", "grad_norm")  # of a channel; its other keys are facts
 PANEL = 1.3  # inches that one row of small multiples is high
 HEADS = ("channel", "weight", "value", "denominator", "facts")
 
 
 def rewards(metrics: Sequence[Row]) -> list[Block]:
-    """Show what the episodes came to; nothing without any."""
+    """Return plots of rewards and errors; nothing without episodes."""
     rows = [row for row in metrics if row.get("episodes")]
     if not rows:
         return []
@@ -46,13 +46,13 @@ def rewards(metrics: Sequence[Row]) -> list[Block]:
         plots.append(plot("Turns that met an error", f"{note}.", draw))
     if plots:
         return [("plots", plots)]
-    # Every environment died before it said anything.
+    # Every environment failed before its first observation.
     episodes = sum(row["episodes"]["count"] for row in rows)
     return [("text", f"None of {episodes:,} episodes could be judged.")]
 
 
 def channels(metrics: Sequence[Row]) -> list[Block]:
-    """Show every channel over the steps, and as it was last."""
+    """Return plots of every channel over the steps, and tables of the last step."""
     rows = [row for row in metrics if row.get("channels")]
     if not rows:
         return []
@@ -70,7 +70,7 @@ def channels(metrics: Sequence[Row]) -> list[Block]:
 
 
 def _tables(rows: Sequence[Row], names: Sequence[str]) -> Iterable[Block]:
-    """The channels of each arm's last step, and its last comparison of their gradients."""
+    """Yield the channels of each arm's last step, and its last comparison of their gradients."""
     for arm in TRAINED_ARMS:
         of_arm = [row for row in rows if row["arm"] == arm]
         if not of_arm:
@@ -87,7 +87,7 @@ def _tables(rows: Sequence[Row], names: Sequence[str]) -> Iterable[Block]:
 
 
 def _norms(row: Row) -> dict[str, float]:
-    """Of each channel's own gradient, where the step compared them."""
+    """Return the norm of each channel's gradient, if the step compared them."""
     channels = row["channels"].items()
     return {name: facts["grad_norm"] for name, facts in channels if "grad_norm" in facts}
 
@@ -104,7 +104,7 @@ def _cells(name: str, facts: Row | None) -> tuple[str, ...]:
 
 
 def _gradients(arm: str, row: Row) -> TableSection:
-    """Norms and cosines of one step, a row for each channel that had a gradient."""
+    """Return norms and cosines of one step, a row for each channel that had a gradient."""
     norms, cosines = _norms(row), row.get("cosines") or {}
     lines = []
     for one in norms:
@@ -116,12 +116,12 @@ def _gradients(arm: str, row: Row) -> TableSection:
 
 
 def _names(mappings: Iterable[Row]) -> list[str]:
-    """All keys, as they first came."""
+    """Return all keys, in the order of their first occurrence."""
     return list(dict.fromkeys(name for mapping in mappings for name in mapping))
 
 
 def _kinds(rows: Sequence[Row]) -> list[str]:
-    """The kinds of error, the most frequent first."""
+    """Return the kinds of error, the most frequent first."""
     met: Counter[str] = Counter()
     for row in rows:
         met.update({k: n for k, n in row["episodes"].items() if k.startswith(ERROR)})
@@ -172,7 +172,7 @@ def _height(panels: Sequence[str]) -> float:
 
 
 def _value(row: Row, name: str) -> float | None:
-    """A channel's, of a step where something was counted."""
+    """Return a channel's value in a step; None for an empty denominator."""
     facts = row["channels"].get(name)
     return facts["value"] if facts and facts["count"] else None
 
@@ -188,7 +188,7 @@ def _draw_panels(
     value: Callable[..., float | None],
     signed: bool = False,
 ) -> None:
-    """Small multiples over the same steps: a colour each, or with `signed` one of each arm."""
+    """Draw small multiples over the same steps, coloured by panel, or with `signed` by arm."""
     steps = [row["step"] for row in rows]
     for index, name in enumerate(names):
         title = name.replace("/", ", ")

@@ -1,5 +1,5 @@
-"""The report's section on a user's own documents: how near each arm is to the teacher, what was
-read, and how the questions came about."""
+"""Report a run on a user's documents: each arm's agreement with the teacher, the documents read,
+and the origin of the questions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADS = ("arm", "KL to the teacher", "95% CI", "agreement", "tokens", "F1")
 
 
 def documents(file: Path, arms: Row, rows: Iterable[Row]) -> list[Block]:
-    """Show documents.json and the `rows` of selfstudy.jsonl; nothing for a run on other data."""
+    """Return tables of documents.json and the `rows` of selfstudy.jsonl; nothing for other data."""
     if not file.is_file():
         return []
     told = json.loads(file.read_bytes())

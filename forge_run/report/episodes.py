@@ -1,6 +1,6 @@
-"""The report's sections on single episodes: what the monitors flagged, and samples to read.
+"""Report single episodes: those that the monitors flagged, and samples to read.
 
-episodes.jsonl can be large: one pass over its rows serves both sections, and few rows are held.
+episodes.jsonl can be large: one pass over its rows serves both sections and keeps few of them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ TURNS = 12  # shown of an episode, half of them its last
 
 @dataclass
 class MonitorCounts:
-    """What was flagged in the episodes that went by."""
+    """Count the flags of the episodes in a stream of rows, and keep examples."""
 
     episodes: int = 0
     flags: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[Row]] = field(default_factory=dict)
 
     def watch(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Count the rows that go by."""
+        """Pass the rows on, counting them."""
         for row in rows:
             self.episodes += 1
             for flag in row["flags"]:
@@ -39,7 +39,7 @@ class MonitorCounts:
 
 
 def monitors(seen: MonitorCounts) -> list[Block]:
-    """Show what is watched for, how often it was met, and examples; nothing without episodes."""
+    """Return each flag with its count and examples; nothing without episodes."""
     if not seen.episodes:
         return []
     names = [*FLAGS, *sorted(seen.flags.keys() - FLAGS.keys())]
@@ -59,7 +59,7 @@ def monitors(seen: MonitorCounts) -> list[Block]:
 
 
 def episode(row: Row) -> Block:
-    """Show one row of episodes.jsonl as a conversation to read."""
+    """Return one row of episodes.jsonl as a conversation."""
     ends = [row["error_kind"] or f"reward {number(row['reward'], 'g')}", *row["flags"]]
     head = f"{row['arm']}, step {row['step']}: {row['task']['id']}, {row['task']['document']} "
     head += f"({len(row['turns'])} turns, {', '.join(ends)})"

@@ -1,4 +1,4 @@
-"""What `forge eval` came to, for people: tables, two plots, Markdown, a page and a section."""
+"""Report `forge eval`: tables, two plots, Markdown, a page, and a section of report.html."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = {"none": "x", "document": "D", "truncated": "v", "untrained": "^", "offl
          "hybrid": "P", "on_policy": "o"}  # fmt: skip
 BUDGETED = ("truncated", "untrained", *TRAINED)
 HEIGHT = 3.6  # inches of a plot
-BESIDE = 1.05  # by how much each of their kinds stands right of the one before, in the plot
+BESIDE = 1.05  # factor between the x positions of kinds with one budget, which would overlap
 NOTES = (
     "prefix: tokens before the question, means over documents; compression: document tokens over "
     "them; trained on: response tokens",
@@ -78,7 +78,7 @@ def cells(row: EvalRow) -> tuple[str, ...]:
 
 
 def pair_section(found: Evaluation) -> TableSection:
-    """Return what every trained arm has over each arm before it."""
+    """Return the differences between every trained arm and each arm before it."""
     title = (
         f"differences in {found['metric']}, paired bootstrap over {found['clusters']} "
         f"{found['resampled']}"
@@ -98,7 +98,7 @@ def _pair_rows(found: Evaluation) -> Iterator[tuple[str, ...]]:
 
 
 def told(found: Evaluation) -> list[str]:
-    """Return what is worth a line beside the tables."""
+    """Return remarks beside the tables: contamination, and the evaluation's notes."""
     c = found["contamination"]
     doubles = f"{c['exact']} exact and {c['near']} near doubles"
     where = f"; see {c['file']}" if c["file"] else ""
@@ -121,13 +121,13 @@ def markdown(found: Evaluation) -> str:
 
 
 def evaluation(run: Path) -> list[Block]:
-    """Show eval.json; nothing for a run that nobody evaluated."""
+    """Return the blocks of eval.json; nothing for a run without an evaluation."""
     file = run / EVALUATION
     return blocks(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else []
 
 
 def blocks(found: Evaluation) -> list[Block]:
-    """Show the tables, the plots and their notes."""
+    """Return the tables, the plots and their notes."""
     drawn = [plot(title, note, draw, HEIGHT) for _, title, note, draw in _drawings(found)]
     tables = (section(found), pair_section(found))
     titled = [block for one in tables for block in (("heading", one.title), ("table", one))]
@@ -135,7 +135,7 @@ def blocks(found: Evaluation) -> list[Block]:
 
 
 def write_page(home: Path, found: Evaluation) -> Path:
-    """Write eval.html: one page that asks nothing of the network."""
+    """Write eval.html, one page that needs no network, and return its path."""
     path = home / "eval.html"
     name = f"evaluation of {', '.join(found['runs'])}"
     write_atomically(path, render(name, [], {"Evaluation": blocks(found)}))
@@ -143,7 +143,7 @@ def write_page(home: Path, found: Evaluation) -> Path:
 
 
 def plots(found: Evaluation) -> list[tuple[str, str]]:
-    """Return (file name, SVG) of each plot, which stand alone."""
+    """Return (file name, SVG) of each plot; each SVG stands alone."""
     return [(file, svg_file(title, draw, HEIGHT)) for file, title, _, draw in _drawings(found)]
 
 
@@ -167,12 +167,12 @@ def _draw_compression(figure: Figure, rows: Sequence[EvalRow], metric: str) -> N
     axes = share_axes(figure, xlabel=label, ylabel=metric, xscale="log", ylim=(0, 1.03))
     ticks: list[float] = []
     for ratio in sorted(row["compression"] for row in rows if row["compression"] is not None):
-        if not ticks or ratio > 1.15 * ticks[-1]:  # or labels would touch
+        if not ticks or ratio > 1.15 * ticks[-1]:  # keeps labels apart
             ticks.append(ratio)
     axes.set_xticks(ticks, [f"{times:.3g}x" for times in ticks])
     axes.set_xticks([], minor=True)
     places: list[float | None] = []
-    for row in rows:  # beside each other, where they have one budget
+    for row in rows:  # kinds with one budget stand side by side
         kind, times = row["kind"], row["compression"]
         aside = BESIDE ** (BUDGETED.index(kind) - 2) if kind in BUDGETED else 1.0
         places.append(None if times is None else times * aside)

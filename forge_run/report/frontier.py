@@ -1,4 +1,4 @@
-"""The report's section on test-time compute: accuracy against tokens, from frontier.json."""
+"""Report test-time compute: accuracy against tokens, from frontier.json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOTE = (
 
 
 def frontier(run: Path) -> list[Block]:
-    """Show the table and the plot; nothing for a run whose strategies nobody compared."""
+    """Return the table and the plot; nothing for a run without frontier.json."""
     file = run / FRONTIER
     if not file.is_file():
         return []
@@ -51,7 +51,7 @@ def cells(row: ArmRow) -> tuple[str, ...]:
 
 
 def best(rows: list[ArmRow]) -> list[ArmRow]:
-    """Return the frontier: arms that nothing beats with as many tokens or fewer, by tokens."""
+    """Return the frontier by tokens: arms that no other beats with as many tokens or fewer."""
     found: list[ArmRow] = []
     for row in sorted(rows, key=lambda r: (r.tokens, -r.accuracy)):
         if not found or row.accuracy > found[-1].accuracy:

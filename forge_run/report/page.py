@@ -1,7 +1,7 @@
-"""report.html: what every run has on its page, and the sections of some runs in reading order.
+"""Write report.html: the sections of every run, and those of some runs, in reading order.
 
-The page is made from the files of the run directory alone, so the same files give the same bytes,
-and it can be made again at any time, for a run that failed or still goes as well.
+The page depends only on the files of the run directory, so the same files give the same bytes. It
+can be written at any time, also for a run that failed or is still running.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Means = dict[str, dict[str, float]]  # arm -> phase -> seconds
 
-GOAL = 0.10  # orchestration's share of a step that we allow ourselves
+GOAL = 0.10  # the most of a step that orchestration should take
 SAMPLES = 2  # rollouts and episodes shown of the first step and of the last
 DASHES = {"none": ":", "document": "-.", "untrained": ":", "offline": "--", "on_policy": "--"}
 QUESTIONS = (
@@ -206,12 +206,12 @@ def _counters(results: Row) -> list[Block]:
 
 
 def _samples(rows: Iterable[Row]) -> list[Row]:
-    """The first rows of the first and of the last step of each arm, in one pass."""
+    """Return the first rows of the first and of the last step of each arm, in one pass."""
     arms: dict[str, dict[int, list[Row]]] = {}
     for row in rows:
         steps = arms.setdefault(row["arm"], {})
         if row["step"] not in steps and len(steps) == 2:
-            steps.popitem()  # the newest so far is not the last
+            steps.popitem()  # the newest step so far is not the last
         group = steps.setdefault(row["step"], [])
         if len(group) < SAMPLES:
             group.append(row)

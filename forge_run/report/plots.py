@@ -1,4 +1,4 @@
-"""Plots as SVG by matplotlib, and what the sections' drawings share.
+"""Draw plots as SVG with matplotlib, and style them alike.
 
 The colours are CSS variables, so that a plot follows its page into dark mode.
 """
@@ -24,9 +24,9 @@ Draw = Callable[["Figure"], None]
 Points = Sequence[tuple[int, float]]  # (step, value)
 Curves = dict[str, list[tuple[int, float]]]  # arm -> its points
 
-LINES = dict(zip(TRAINED_ARMS, ("-", "--"), strict=True))  # where the colour tells something else
+LINES = dict(zip(TRAINED_ARMS, ("-", "--"), strict=True))  # where colour is not the arm
 
-COLOURS = {  # in the light, and in the dark
+COLOURS = {  # (light mode, dark mode)
     "ink": ("#1d2126", "#e6e3dd"), "soft": ("#5a636e", "#a0a8b1"), "line": ("#dcd8cf", "#343a40"),
     # arms
     "none": ("#8a7f78", "#9c948e"), "document": ("#3b5bab", "#8fabf0"),
@@ -58,14 +58,14 @@ RC: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.labelcolor"), PAINT["ink"]),
     **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), PAINT["soft"]),
     **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), PAINT["line"]),
-    "text.parse_math": False,  # names are not ours: a dollar sign is one
+    "text.parse_math": False,  # names may contain a dollar sign
     "svg.fonttype": "none",  # text stays text: small, selectable, read aloud
 }
 
 
 @dataclass(frozen=True)
 class Plot:
-    """An inline SVG with its title, and a note that also reads it aloud."""
+    """Hold an inline SVG with its title, and a note that is also its text for screen readers."""
 
     title: str
     note: str
@@ -73,24 +73,24 @@ class Plot:
 
 
 def plot(title: str, note: str, draw: Draw, height: float = 3.0) -> Plot:
-    """Draw a plot of a page, `height` inches high."""
+    """Return a plot for a page, `height` inches high."""
     return Plot(title, note, _svg(title, f"{title}. {note}", draw, height))
 
 
 def svg_file(title: str, draw: Draw, height: float) -> str:
-    """Draw an SVG that stands alone, in light or dark colours as who shows it likes."""
+    """Return an SVG that stands alone, in light or dark colours as the viewer prefers."""
     return _svg(title, title, draw, height, f"<style>{STYLE}</style>") + "\n"
 
 
 def _svg(title: str, label: str, draw: Draw, height: float, style: str = "") -> str:
-    """A drawing as SVG: no prolog, no metadata, no style of matplotlib's, no fixed size."""
+    """Return a drawing as SVG without prolog, metadata, matplotlib's style or a fixed size."""
     import matplotlib as mpl  # half a second, and only reports need it
     from matplotlib.figure import Figure
     from matplotlib.style import context
 
-    # The salt makes ids a function of the content, and parts the figures of one page.
+    # The salt makes ids deterministic, and unique among the figures of a page.
     with context("default"), mpl.rc_context({**RC, "svg.hashsalt": title}):
-        # Near a phone's width, so that text is never scaled far from its size.
+        # Near a phone's width, so that text keeps about its size.
         figure = Figure(figsize=(4.8, height), layout="constrained")
         draw(figure)
         out = io.StringIO()
@@ -109,7 +109,7 @@ def _svg(title: str, label: str, draw: Draw, height: float, style: str = "") -> 
 
 
 def hue(index: int) -> str:
-    """Return the colour of the thing of that index, in turn."""
+    """Return the colour of an index, in turn."""
     return PAINT[HUES[index % len(HUES)]]
 
 
@@ -119,19 +119,19 @@ def as_percent(axis: Axis) -> None:
 
 
 def share_axes(figure: Figure, **style: Any) -> Axes:
-    """Add axes with shares up the side; `style` is matplotlib's."""
+    """Add axes with shares on the y axis; `style` is passed to matplotlib."""
     axes = figure.add_subplot(**style)
     as_percent(axes.yaxis)
     return axes
 
 
 def legend(axes: Axes, ncols: int) -> None:
-    """Put a small legend over the plot."""
+    """Put a small legend above the plot."""
     axes.legend(fontsize=7, ncols=ncols, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
 def by_arm(rows: Iterable[Mapping[str, Any]], value: Callable[[Any], float | None]) -> Curves:
-    """Return the (step, value) of each trained arm that has any; a row without one has None."""
+    """Return the (step, value) of each trained arm that has any; rows of value None are skipped."""
     found: Curves = {}
     for arm in TRAINED_ARMS:
         for row in rows:
@@ -141,10 +141,8 @@ def by_arm(rows: Iterable[Mapping[str, Any]], value: Callable[[Any], float | Non
 
 
 def curve(axes: Axes, label: str | None, points: Points, window: int, **style: Any) -> None:
-    """Draw the numbers themselves, and from a `window` of 2 on their trailing mean in front.
-
-    `style` is matplotlib's; its colour is one of PAINT.
-    """
+    """Draw the points, and for a `window` of 2 or more their trailing mean in front. `style` is
+    passed to matplotlib; its colour is one of PAINT."""
     x, y = zip(*points, strict=True)
     if window < 2:
         axes.plot(x, y, label=label, marker="o", markersize=3, **style)
@@ -161,7 +159,7 @@ def error_bars(
     intervals: Sequence[Sequence[float]],
     **style: Any,
 ) -> None:
-    """Draw points with their intervals (low, high) as bars; `style` is matplotlib's."""
+    """Draw points with their intervals (low, high) as bars; `style` is passed to matplotlib."""
     below = [max(0.0, v - low) for v, (low, _) in zip(y, intervals, strict=True)]
     above = [max(0.0, high - v) for v, (_, high) in zip(y, intervals, strict=True)]
     axes.errorbar(x, y, yerr=[below, above], **style)

@@ -1,7 +1,8 @@
-"""The report's section on recursive self-aggregation: how good each population was.
+"""Report recursive self-aggregation: the accuracy of each population.
 
-From results.json, the arms' populations and what training gained; from metrics.jsonl, the accuracy
-of each population of the training problems by step. A run without populations has no such section.
+From results.json come the arms' populations and the gain of training; from metrics.jsonl the
+accuracy of each population of the training problems by step. A run without populations has no such
+section.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from protocols.records.run_files import ARMS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ACCURACY = "rsa/accuracy_"  # of a row's episodes, and then the population's number
+ACCURACY = "rsa/accuracy_"  # key prefix in a row's episodes, before the population's number
 
 
 def aggregation(metrics: Sequence[Row], results: Row) -> list[Block]:
-    """Show how good each population was, and what training gained; nothing without any."""
+    """Return accuracy by population and the gain of training; nothing without populations."""
     arms = results.get("arms") or {}
     told = {
         arm: arms[arm]["populations"] for arm in ARMS if (arms.get(arm) or {}).get("populations")
@@ -48,7 +49,7 @@ def aggregation(metrics: Sequence[Row], results: Row) -> list[Block]:
 
 
 def _told(gain: Row) -> str:
-    """What training gained, in points of accuracy."""
+    """Return the gain of training, in points of accuracy."""
     last, first, own = (f"{100 * gain[key]:+.1f}" for key in ("last", "first", "aggregation"))
     share = "" if gain["share"] is None else f", {percent(gain['share'])} of it"
     return (

@@ -1,15 +1,15 @@
-"""Pages from plain data: a section is a list of blocks, and report.html.j2 turns them to markup.
+"""Render pages from plain data: a section is a list of blocks for report.html.j2.
 
-A block is (kind, content). Every text in it is escaped by the template, for models wrote many.
+A block is (kind, content). The template escapes every text, because models wrote many of them.
 
     heading    a title below the section's
-    table      a Section: its title is read aloud, its first column names the rows
+    table      a TableSection: its title is for screen readers, its first column names the rows
     plots      plots side by side
     facts      {name: value}
     list       texts
-    talk       (head, [(who speaks, text), ...])
+    talk       (head, [(speaker, text), ...])
     folded     (summary, blocks)
-    verbatim   a text whose lines stay as they are
+    verbatim   a text whose line breaks are kept
     any other  a paragraph, whose class in CSS is the kind: text, soft, error, "status failed"
 """
 
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 LONGEST = 1200  # characters of a rollout's text
 
-# Compiled when this is imported, which a run does before its end.
+# Compiled on import, which a run does before its end.
 PAGE = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=True,
@@ -39,13 +39,13 @@ PAGE = Environment(
 
 
 def render(name: str, header: Sequence[Block], sections: Mapping[str, Sequence[Block]]) -> str:
-    """Render a whole page: its name, what stands below it, and each section that has blocks."""
+    """Return a whole page: its name, the header below it, and each section that has blocks."""
     shown = {title: blocks for title, blocks in sections.items() if blocks}
     return PAGE.render(name=name, header=header, sections=shown, style=STYLE)
 
 
 def shortened(text: str) -> str:
-    """Cut a text to LONGEST characters, and say how many more there are."""
+    """Return a text cut to LONGEST characters, with the number of characters cut."""
     if len(text) <= LONGEST:
         return text
     return f"{text[:LONGEST]} ... ({len(text) - LONGEST} more characters)"

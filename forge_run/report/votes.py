@@ -1,8 +1,8 @@
-"""The report's section on the teachers: who said what, and what it cost.
+"""Report the external teachers: their votes and what they cost.
 
-From votes.jsonl (states, verdicts with every vote, pairs) and teachers.jsonl (the ledger), both
-read row by row: what is held is counts, and a few verdicts as an audit trail. What became of states
-and pairs afterwards is counted in metrics.jsonl.
+Reads votes.jsonl (states, verdicts with every vote, pairs) and teachers.jsonl (the ledger) row by
+row, and keeps counts and a few verdicts as an audit trail. What happened to states and pairs
+afterwards is counted in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from protocols.teacher_replay import NANO
 
 AUDITED = 2  # pairs shown of the first and of the last
 LAST_MESSAGES = 4  # of a state
-# Of what a row's episodes tell as "teachers/...": what is not in votes.jsonl.
+# The keys "teachers/..." of a row's episodes that are not in votes.jsonl.
 LATER = {
     "trained": "pairs trained on",
     "given_up": "pairs too old to train on",
@@ -30,24 +30,24 @@ LATER = {
 
 @dataclass
 class TeacherTally:
-    """What one teacher did over the verdicts of a run."""
+    """Count one teacher's votes over the verdicts of a run."""
 
     asked: int = 0
     valid: int = 0
     abstained: Counter[str] = field(default_factory=Counter)
-    judged: int = 0  # valid votes where there was a majority
-    agreed: int = 0  # those that were of it
+    judged: int = 0  # valid votes on verdicts with a majority
+    agreed: int = 0  # those that voted for it
     latency_s: float = 0.0  # of the valid votes, together
 
 
 def teachers(votes: Iterable[Row], ledger: Iterable[Row], metrics: Iterable[Row]) -> list[Block]:
-    """Show who voted how and at what price; nothing where no teacher was asked."""
+    """Return votes and costs by teacher; nothing where no teacher was asked."""
     tallies: dict[str, TeacherTally] = {}
     reasons: Counter[str] = Counter()
     because: Counter[str] = Counter()
     first: list[tuple[Row, Row | None]] = []
     last: list[tuple[Row, Row | None]] = []
-    state: Row | None = None  # a verdict's comes right before it
+    state: Row | None = None  # the last one: a verdict's state precedes it
     for row in votes:
         if row["record"] == "state":
             state = row
@@ -85,20 +85,19 @@ def _count(verdict: Row, tallies: dict[str, TeacherTally]) -> None:
 
 
 def _majority(counts: Sequence[Sequence[object]]) -> object:
-    """The action of at least two votes and more than any other's; None for none such."""
+    """Return the action with two votes or more, and more than any other; None without one."""
     (action, most), *others = counts or [(None, 0)]
     alone = all(n != most for _, n in others)
     return action if int(str(most)) > 1 and alone else None
 
 
 def _kind(error: str) -> str:
-    """`_kind("unparseable: no JSON") == "unparseable"`: what follows differs from vote to vote."""
+    """Return an error's kind: `_kind("unparseable: no JSON") == "unparseable"`."""
     return error.partition(":")[0]
 
 
 def _spent(ledger: Iterable[Row]) -> dict[str, int]:
-    """Nanodollars by teacher that are settled. Of two settlements of an attempt the first counts,
-    as in the books."""
+    """Return settled nanodollars by teacher; of two settlements of an attempt the first counts."""
     spent: dict[str, int] = {}
     settled: set[str] = set()
     for row in ledger:
@@ -148,7 +147,7 @@ def _by_reason(reasons: Counter[str], because: Counter[str]) -> list[Block]:
 
 
 def _afterwards(metrics: Iterable[Row]) -> list[Block]:
-    """What the votes table does not know: states without a verdict, and what became of pairs."""
+    """Return what votes.jsonl lacks: states without a verdict, and the outcome of pairs."""
     told: Counter[str] = Counter()
     for row in metrics:
         told.update({what: row.get("episodes", {}).get(f"teachers/{what}", 0) for what in LATER})
