@@ -2,7 +2,7 @@
 
 rl_samples      each branch of an episode, with the episode's reward (GRPO)
 turn_samples    each turn after its whole context (document teacher)
-hinted_turns    each failed turn, with a hint (SDPO)
+hinted_turns    each failed turn, with a hint
 replay_states   each state that the teacher panel may vote on
 training_pair   a preference of the panel, in the student's token ids (DPO)
 """

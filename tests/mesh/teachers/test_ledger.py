@@ -61,7 +61,7 @@ def opened(path: Path) -> SpendLedger:
 def test_a_dead_owner_s_call_counts_in_full_and_may_be_made_again(path: Path, start: Start) -> None:
     worker = start("hold", path)
     assert worker.stdout is not None
-    assert worker.stdout.readline() == "Go\n"
+    assert worker.stdout.readline() == "CallNow\n"
     ledger = opened(path)
     assert isinstance(ledger.admit(CALL), CallLater)  # it lives, and asks just that
     worker.send_signal(signal.SIGSTOP)
