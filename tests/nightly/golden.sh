@@ -2,7 +2,8 @@
 # Compares this tree's run files with those of a base commit, byte by byte, and its seconds a step.
 #   tests/nightly/golden.sh [BASE]
 # Runs meshes/longhealth.yaml (seed 0, 30 steps) twice in each tree, in turn, and three_channels
-# without external teachers once. Exits 1 where a file differs. Both use this tree's .venv.
+# without external teachers once (its trainer on one thread: with two, no two runs are equal).
+# Exits 1 where a file differs. Both use this tree's .venv.
 set -euo pipefail
 base=${1:-9fc9f6f}
 head=$(cd "$(dirname "$0")/../.." && pwd)
@@ -24,7 +25,7 @@ for turn in 1 2; do
     run "$at" "longhealth-$tree-$turn" meshes/longhealth.yaml --set train.steps=30 \
       --set 'evaluate.arms=[on_policy]'
     [ $turn = 2 ] || run "$at" "channels-$tree-1" meshes/three_channels.yaml --set train.steps=8 \
-      --set replay=null --set objective.beta=0 --set 'evaluate.arms=[on_policy]'
+      --set replay=null --set objective.beta=0 --set roles.trainer.threads=1 --set 'evaluate.arms=[on_policy]'
   done
 done
 

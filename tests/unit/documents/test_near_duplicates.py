@@ -86,7 +86,7 @@ def test_ten_thousand_prompts_against_a_thousand_questions_take_seconds(
     texts = [about(text(), place=f"t{i}") for i in range(10_000)]
     texts[77] = about(questions[5].text + " today", place="leak")
     compared = Mock(wraps=jaccard)
-    monkeypatch.setattr("documents.contamination.jaccard", compared)
+    monkeypatch.setattr("documents.near_duplicates.jaccard", compared)
     found = overlaps(texts, questions, 0.8)
     assert compared.call_count < 100_000
     assert [(type(f), f.training.place, f.question.place) for f in found] == [
