@@ -5,13 +5,15 @@ waited for a replica, in a queue, or for its step counts like any other. The tra
 judges.
 """
 
+import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_setup import House, drive, run, sampled_versions
+from loop_setup import House, delays, drive, run, sampled_versions, turns_of
 
 from learning.cartridge.versions import VersionLedger
 from protocols.errors import PublishError, StaleTokenError
@@ -128,6 +130,36 @@ def trained(house: House) -> list[int]:
     return [event[1] for event in house.events if event[0] == "trained"]
 
 
+def refusals(house: House) -> list[str]:
+    return [event[1] for event in house.events if event[0] == "refused"]
+
+
+async def eager(house: House, steps: int) -> list[tuple[int, int]]:
+    """Another loop, with no bound of its own: sample by the newest version all the time, into a
+    queue; train whatever is first in it. Returns (version trained, version that sampled)."""
+    queue: asyncio.Queue[Rollout] = asyncio.Queue()
+    ages: list[tuple[int, int]] = []
+
+    async def sampling() -> None:
+        for n in range(steps):
+            queue.put_nowait(await house.sample(n, max(house.published)))
+
+    producer = asyncio.create_task(sampling())
+    try:
+        for version in range(steps):
+            rollout = await queue.get()
+            ages.append((version, rollout.samples[0].versions[0]))
+            batch, _ = await house.score(rollout)
+            await house.train(batch, version)
+            await house.publish(version + 1)
+    except StaleTokenError as error:
+        house.events.append(("refused", str(error)))
+    finally:
+        producer.cancel()
+        await asyncio.gather(producer, return_exceptions=True)
+    return ages
+
+
 @settings(max_examples=80, deadline=None)
 @given(b=bounds, steps=st.integers(1, 7), first=firsts, data=st.data())
 def test_what_is_asked_again_is_sampled_by_the_version_it_was_pinned_to(
@@ -189,3 +221,166 @@ def test_a_replacement_that_serves_the_first_version_is_caught(
     assert refusal.startswith(f"sample {caught}/0 was sampled by version {first}, and") == (
         caught < steps
     )
+
+
+@settings(max_examples=60, deadline=None)
+@given(b=st.integers(0, 4), steps=st.integers(1, 7), first=st.integers(0, 3), drawn=delays)
+def test_every_token_is_exactly_as_old_as_the_bound_says(
+    b: int, steps: int, first: int, drawn: list[int]
+) -> None:
+    house = House(b, {first}, turns=turns_of(drawn))
+    done = run(drive(house, first, steps))
+
+    # Step s is sampled by version max(0, s - b), counted from the arm's first, whatever took long.
+    assert sampled_versions(done) == [(s, first + max(0, s - b)) for s in range(steps)]
+    for s, d in enumerate(done):
+        age = first + s - d.rollout.samples[0].versions[0]
+        assert age == min(s, b) <= b
+        assert d.output.stale_tokens == (3 if age else 0)
+
+    # No version is sampled before it was published; each step is sampled, trained and published
+    # once, the last two in order.
+    at = {event: i for i, event in enumerate(house.events)}
+    assert len(at) == len(house.events) == 6 * steps
+    for s in range(steps):
+        version = first + max(0, s - b)
+        if version > first:
+            assert at["publish", version] < at["rollout", s, version]
+        marks = [
+            ("sampled", s), ("score", s), ("train", s, first + s), ("trained", s),
+            ("publish", first + s + 1),
+        ]  # fmt: skip
+        places = [at[mark] for mark in marks]
+        assert places == sorted(places), f"step {s}: {marks} came in another order"
+        # Later rollouts, as many as the bound allows, begin before this step trains.
+        for later in range(s + 1, min(s + b, steps - 1) + 1):
+            assert at["rollout", later, first + max(0, later - b)] < at["train", s, first + s]
+        # And none further: what is due after publish(s) begins after it.
+        if s + b + 1 < steps:
+            assert at["publish", first + s + 1] < at["rollout", s + b + 1, first + s + 1]
+
+
+@pytest.mark.parametrize("b", [1, 3])
+def test_rollouts_really_run_beside_training(b: int) -> None:
+    """Training of step s ends only after rollouts s+1..s+b have ended: one after the other, that
+    would wait for ever."""
+    steps = 6
+    ended = [asyncio.Event() for _ in range(steps)]
+
+    class Waiting(House):
+        async def sample(self, step: int, version: int) -> Rollout:
+            rollout = await super().sample(step, version)
+            ended[step].set()
+            return rollout
+
+        async def train(self, batch: TrainBatch, version: int) -> TrainStepOutput:
+            for later in ended[version : version + b + 1]:
+                await later.wait()
+            return await super().train(batch, version)
+
+    house = Waiting(b, {0})
+
+    async def scenario() -> None:
+        loop = house.loop(0, steps)
+        for step in range(steps):
+            await asyncio.wait_for(loop.step(step), 60.0)
+
+    run(scenario())
+    for s in range(steps - b):
+        assert house.events.index(("sampled", s + b)) < house.events.index(("trained", s))
+
+
+@pytest.mark.parametrize("b", [1, 2, 4])
+def test_the_newest_version_alone_is_not_enough_for_a_replacement(b: int) -> None:
+    """The rollout of step b + 1 is pinned to version 1, and takes until version b + 1 is out: the
+    newest b + 1 reach down to it. It dies on both generators, and is asked of a replacement."""
+    late = ("rollout", b + 1)
+    for refit in range(1, b + 2):
+        house = Fleet(
+            b,
+            {0},
+            turns=lambda phase, step: 200 if (phase, step) == late else 0,
+            deaths=lambda phase, step: 2 if (phase, step) == late else 0,
+            refit=refit,
+        )
+        if refit <= b:
+            with pytest.raises(PublishError, match="version 1 is not held here"):
+                run(drive(house, 0, b + 3))
+            assert trained(house) == list(range(b + 1))
+        else:
+            done = run(drive(house, 0, b + 3))
+            assert sampled_versions(done)[b + 1] == (b + 1, 1)
+
+
+@pytest.mark.parametrize("b", range(4))
+@pytest.mark.parametrize("longer", [1, 2])
+def test_a_loop_that_runs_further_ahead_than_the_bound_is_caught(b: int, longer: int) -> None:
+    """Step b + 1 is the first whose rollout is still by version 0."""
+    house = House(b, {0})
+
+    async def scenario() -> None:
+        loop = house.loop(0, 9, staleness=b + longer)
+        try:
+            for step in range(9):
+                await loop.step(step)
+        finally:
+            await loop.rollouts.close()
+
+    with pytest.raises(StaleTokenError, match=rf"version 0, and version {b + 1} is being trained"):
+        run(scenario())
+    assert trained(house) == list(range(b + 1))
+
+
+@pytest.mark.parametrize("b", range(5))
+def test_a_rollout_that_waits_in_a_queue_past_the_bound_is_caught(b: int) -> None:
+    """Sampling is quick and training slow: all rollouts are by version 0, and the n-th waits in
+    the queue until version n. What waited b versions is trained, what waited one more is not."""
+    house = House(b, {0}, turns=lambda phase, step: 100 if phase == "train" else 0)
+    ages = run(eager(house, 9))
+    assert ages == [(n, 0) for n in range(b + 2)]
+    assert trained(house) == list(range(b + 1))
+    (refusal,) = refusals(house)
+    assert refusal.startswith(
+        f"sample {b + 1}/0 was sampled by version 0, and version {b + 1} is being trained"
+    )
+
+
+def test_a_queue_that_stays_empty_keeps_rollouts_one_version_old() -> None:
+    """Sampling is slow and training quick: the next rollout begins while the one before trains."""
+    slow = {"turns": lambda phase, step: 100 if phase == "rollout" else 1}
+    assert run(eager(House(1, {0}, **slow), 5)) == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3)]
+    strict = House(0, {0}, **slow)
+    assert run(eager(strict, 5)) == [(0, 0), (1, 0)]
+    assert len(refusals(strict)) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(b=bounds, steps=st.integers(1, 9), drawn=delays)
+def test_of_a_loop_without_a_bound_the_check_trains_what_is_within_it(
+    b: int, steps: int, drawn: list[int]
+) -> None:
+    house = House(b, {0}, turns=turns_of(drawn))
+    ages = run(eager(house, steps))
+    fresh = [version - sampler <= b for version, sampler in ages]
+    assert all(fresh[:-1])
+    assert trained(house) == list(range(sum(fresh)))
+    assert len(refusals(house)) == fresh.count(False)
+
+
+@pytest.mark.parametrize("b", [0, 1, 3])
+def test_a_broken_publish_is_refused_not_trained(b: int) -> None:
+    """Generators that go on sampling version 0 are within the bound for b steps, and not after."""
+    house = House(b, {0}, publishes=False)
+
+    async def scenario() -> None:
+        with pytest.raises(StaleTokenError) as caught:
+            await drive(house, 0, 9)
+        assert str(caught.value) == (
+            f"sample {b + 1}/0 was sampled by version 0, and version {b + 1} is being trained "
+            f"with train.staleness {b}: a publish did not reach the generator that sampled it; "
+            "nothing was trained on it"
+        )
+
+    run(scenario())
+    assert [e[1] for e in house.events if e[0] == "trained"] == list(range(b + 1))
+    assert ("publish", b + 2) not in house.events

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import pytest
 
 from environments.episode_files import to_row
-from forge_run.experiments.ablation import ablate, planned
+from forge_run.experiments.ablation import ablate, planned, summarise
 from forge_run.experiments.child_run import ChildRun
 from forge_run.experiments.trials import Trial
 from forge_run.formatting import TableSection
 from protocols.episodes import Episode, Observation, Task, Turn
-from protocols.errors import RunError
+from protocols.errors import ForgeError, RunError, SpecError
 from protocols.records.run_files import ArmResult, MetricRow, RunOutcome, RunResults
 from protocols.spec.yaml_source import dump_yaml
 from protocols.teacher_replay import NANO, AgentMessage
@@ -152,6 +152,12 @@ WITHOUT = ("1.2 k", "1m02s", "$0.0000")
 WITH = ("1.2 k", "1m02s", "$0.0020")
 
 
+def weights(trial: Trial) -> tuple[float, float, float, float, bool]:
+    learn = trial.spec.learn
+    o = learn.objective
+    return o.w_doc, o.w_rl, o.alpha, o.beta, learn.replay is not None
+
+
 def test_the_table_against_values_worked_by_hand(ablation: Ablation) -> None:
     """grpo ends at 0.3, 0.4, 0.5: mean 0.4, deviation 0.1, so 0.4 -+ 4.3027 * 0.1 / sqrt(3), which
     is 0.2484. Every run begins at 0.25, and asks teachers for $0.002 if it has them."""
@@ -248,3 +254,156 @@ def test_another_first_step_is_refused(ablation: Ablation, episode: Episode) -> 
         f"runs of one seed must begin with the same episodes: desk_01/0/0 differs between "
         f"{runs['grpo/1']} and {runs['+replay/1']}; move one of the two away and ablate again"
     )
+
+
+def test_four_arms_two_by_two_and_document_distillation_apart() -> None:
+    assert [(t.arm, t.seed, weights(t)) for t in plan_of()] == [
+        ("grpo", 0, (0.0, 1.0, 0.0, 0.0, False)),
+        ("+sdpo", 0, (0.0, 1.0, 0.5, 0.0, False)),
+        ("+replay", 0, (0.0, 1.0, 0.0, 0.5, True)),
+        ("all", 0, (0.0, 1.0, 0.5, 0.5, True)),
+        ("all+doc", 0, (0.2, 1.0, 0.5, 0.5, True)),
+    ]
+
+
+def test_without_a_weight_of_the_document_there_are_four() -> None:
+    assert [t.arm for t in plan_of("objective.w_doc=0")] == ["grpo", "+sdpo", "+replay", "all"]
+
+
+def test_the_arms_of_a_seed_come_after_one_another_from_the_configs_own() -> None:
+    plan = plan_of("train.seed=7", "objective.w_doc=0", seeds=2)
+    assert [t.name for t in plan] == [
+        "grpo/7", "+sdpo/7", "+replay/7", "all/7", "grpo/8", "+sdpo/8", "+replay/8", "all/8",
+    ]  # fmt: skip
+    assert [t.spec.learn.train.seed for t in plan] == [7] * 4 + [8] * 4
+
+
+def test_what_the_table_does_not_need_is_left_out() -> None:
+    for trial in plan_of():
+        evaluate = trial.spec.learn.evaluate
+        assert evaluate.arms == ("untrained", "on_policy")
+        assert (evaluate.probe_every, evaluate.sampled) == (0, False)
+        assert trial.spec.learn.objective.compare_every == 0
+
+
+def test_a_set_of_the_users_stands_but_for_what_an_arm_takes_away() -> None:
+    sets = (
+        "evaluate.arms=[none, on_policy]", "evaluate.probe_every=4", "objective.compare_every=2",
+        "objective.alpha=0.3", "objective.w_doc=0.4",
+    )  # fmt: skip
+    plan = plan_of(*sets)
+    for trial in plan:
+        evaluate = trial.spec.learn.evaluate
+        assert (evaluate.arms, evaluate.probe_every) == (("none", "on_policy"), 4)
+        assert trial.spec.learn.objective.compare_every == 2
+    assert [weights(t)[2] for t in plan] == [0.0, 0.3, 0.0, 0.3, 0.3]
+    assert [weights(t)[0] for t in plan] == [0.0, 0.0, 0.0, 0.0, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (("objective.alpha=0",),
+         "objective.alpha must be > 0 for an ablation, which takes the channel away: got 0 at "
+         "--set objective.alpha=0; set it"),
+        (("objective.beta=0", "replay="),
+         "objective.beta must be > 0 for an ablation, which takes the channel away: got 0 at "
+         "--set objective.beta=0; set it"),
+        (("evaluate.arms=[none]",),
+         "evaluate.arms must hold on_policy for an ablation, which compares it: got none at "
+         "--set evaluate.arms=[none]; add it"),
+    ],
+)  # fmt: skip
+def test_channels_that_cannot_be_taken_apart_are_refused(
+    sets: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        plan_of(*sets)
+    assert str(caught.value) == message
+
+
+def test_a_mesh_without_episodes_is_refused() -> None:
+    mesh = str(REPOSITORY / "meshes/longhealth.yaml")
+    with pytest.raises(SpecError) as caught:
+        planned(mesh, overlays=(), sets=(), seeds=3)
+    assert str(caught.value) == (
+        f"an ablation needs episodes, which its arms learn from: {mesh} has none; add the section "
+        "episodes to its config, or ablate meshes/three_channels.yaml"
+    )
+
+
+def test_no_seeds_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"--seeds must be >= 1: got 0"):
+        plan_of(seeds=0)
+
+
+def test_rewards_are_compared_within_a_seed() -> None:
+    """0.1, 0.2 and 0.3 more than grpo: 0.2 -+ 4.3027 * 0.1 / sqrt(3), though rewards lie apart."""
+    runs = {
+        "untrained": [{"reward": 0.2}] * 3,
+        "grpo": [{"reward": x} for x in (0.1, 0.5, 0.3)],
+        "all": [{"reward": x} for x in (0.2, 0.7, 0.6)],
+    }
+    arms = summarise(runs)
+    assert "over_grpo" not in arms["untrained"]
+    assert "over_grpo" not in arms["grpo"]
+    assert arms["all"]["over_grpo"]["values"] == pytest.approx([0.1, 0.2, 0.3])
+    assert arms["all"]["over_grpo"]["ci95"] == pytest.approx([-0.04841, 0.44841], abs=1e-5)
+
+
+def test_one_seed_has_no_interval(ablation: Ablation) -> None:
+    section, _ = ablation(plan_of())
+    assert section.title == "ablation of three_channels, 1 seed"
+    assert section.rows[1] == (
+        "grpo", "0.300", "+0.050", "-", "-", "-", "30.0%", "-", "1.2 k", "1m01s", "$0.0000",
+    )  # fmt: skip
+
+
+def test_without_document_distillation_the_caption_is_silent_of_it(ablation: Ablation) -> None:
+    section, notes = ablation(plan_of("objective.w_doc=0"))
+    assert [row[0] for row in section.rows] == ["untrained", "grpo", "+sdpo", "+replay", "all"]
+    assert not any("w_doc" in line for (line,) in notes.rows)
+
+
+def test_untrained_that_was_not_measured_has_its_reward_alone(ablation: Ablation) -> None:
+    section, _ = ablation(plan_of("evaluate.arms=[on_policy]", seeds=2))
+    assert section.rows[0] == ("untrained", "0.250", *["-"] * 9)
+
+
+def test_a_run_that_was_never_rewarded_at_its_beginning_is_told(ablation: Ablation) -> None:
+    ablation.runs.first_reward = None
+    with pytest.raises(RunError, match=r"run \S+ has no reward where it begins or ends; see the"):
+        ablation(plan_of())
+
+
+def test_a_run_that_is_gone_is_run_anew(ablation: Ablation) -> None:
+    plan = plan_of()
+    ablation(plan)
+    run = ablation.record()["runs"]["all/0"]
+    (ablation.root / NAME / run).rename(ablation.root / "elsewhere")
+    ablation(plan)
+    assert ablation.runs.names == ["all/0"]
+    assert f"[4/5] all, seed 0: run {run} did not finish, or was moved away" in ablation.said
+
+
+def test_a_run_that_was_stopped_does_not_count(ablation: Ablation) -> None:
+    ablation.runs.status = "stopped"
+    with pytest.raises(RunError, match=r"grpo/0: run \S+ did not finish"):
+        ablation(plan_of())
+    assert not ablation.path.exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 1}', '{"runs": 3}'])
+def test_a_damaged_record_is_refused(ablation: Ablation, text: str) -> None:
+    ablation.path.parent.mkdir()
+    ablation.path.write_text(text)
+    with pytest.raises(ForgeError, match=r"must be the record of earlier runs: \w+; move it away"):
+        ablation(plan_of())
+    assert ablation.runs.names == []
+
+
+def test_later_steps_may_differ_and_so_may_seeds(ablation: Ablation) -> None:
+    other = other_turn(response_ids=(3, 5))
+    ablation.runs.later["all/0"] = other
+    ablation.runs.first_episodes = {t.name: other for t in plan_of(seeds=2) if t.seed == 1}
+    ablation(plan_of(seeds=2))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from report_setup import (
@@ -20,9 +21,11 @@ from report_setup import (
     eval_row,
     results,
     rollout,
+    svgs,
 )
 
 from environments.episode_files import to_row as episode_row
+from forge_run.report.frontier import best
 from forge_run.report.page import write_report
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.records.run_files import MetricRow
@@ -249,3 +252,35 @@ def test_the_same_files_give_the_same_bytes(run: RunDirectory) -> None:
     assert write_report(run.path).read_bytes() == before
     ids = re.findall(r'\bid="([^"]+)"', before.decode())
     assert len(ids) == len(set(ids))
+
+
+def test_what_others_wrote_is_text_and_never_markup(html: str) -> None:
+    assert {tag for tag, _ in Page(html).tags} & {"script", "img"} == set()
+    assert "<script" not in html
+    drawn = ["".join(ElementTree.fromstring(svg).itertext()) for svg in svgs(html)]
+    assert len(drawn) == 9
+    assert f"lost $x$ {HOSTILE}" in drawn[2]
+    assert "population 1" in drawn[3]
+
+
+def test_episodes_that_all_died_are_said_to_have(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "desk", "", now=START)
+    died = [episode(str(i), None, kind="environment_died") for i in range(3)]
+    run.append_episodes(episode_row(e, "on_policy", 1) for e in died)
+    row = metric(1, episodes={"count": 3, "errored": 3, "turns": 0})
+    run.append_metric(replace(row, kl=None))
+    run.write_results(results())
+    text = Page(write_report(run.path).read_text()).text
+    assert "None of 3 episodes could be judged." in text
+    assert "A case that could not be judged is unparsed and counts as wrong." in text
+    assert "Flags of 3 episodes." in text
+    assert "desk_01 (0 turns, environment_died)" in text
+    assert "Channels" not in text
+    assert "Teachers" not in text
+    assert "KL to the document teacher" not in text
+
+
+def test_the_frontier_is_what_nothing_beats_for_less() -> None:
+    arms = (("one", 0.5, 12), ("a", 0.6, 40), ("b", 0.6, 48), ("c", 0.55, 20), ("d", 0.4, 99))
+    rows = [replace(ONE, name=name, accuracy=share, tokens=n) for name, share, n in arms]
+    assert [r.name for r in best(rows)] == ["one", "c", "a"]

@@ -166,3 +166,51 @@ def test_a_source_that_fails_is_noted_once_and_asked_again(guests: Callable[[], 
         await duty.end()
 
     asyncio.run(scenario())
+
+
+def test_a_worker_that_drains_is_left_and_used_again_once_started_again(
+    guests: Callable[[], Guest],
+) -> None:
+    async def scenario() -> None:
+        guest = guests()
+        duty = Duty(AddressedHosts([guest.address]))
+        await duty.roster.open()
+        name = guest.address.removeprefix("tcp://")
+        process = await duty.processes.take("generator", 1, role="generator")
+        guest.says = replace(guest.says, draining=True)
+        await until(lambda: bool(duty.processes.leaving()))
+        await duty.noted(("host_joined", name))
+        await duty.processes.discard(process)
+        await duty.noted(("host_joined", name), ("host_drained", name))
+        guest.says = replace(guest.says, draining=False, incarnation="second")
+        await duty.noted(("host_joined", name), ("host_drained", name), ("host_joined", name))
+        await duty.end()
+
+    asyncio.run(scenario())
+
+
+def test_one_that_was_started_again_is_another_host(guests: Callable[[], Guest]) -> None:
+    async def scenario() -> None:
+        guest = guests()
+        duty = Duty(AddressedHosts([guest.address]))
+        await duty.roster.open()
+        name = guest.address.removeprefix("tcp://")
+        guest.says = replace(guest.says, incarnation="second")
+        await duty.noted(("host_joined", name), ("host_lost", name), ("host_joined", name))
+        assert duty.said[1]["reason"] == "it was started again"
+        await duty.end()
+
+    asyncio.run(scenario())
+
+
+def test_one_that_does_not_answer_at_first_is_an_error() -> None:
+    async def scenario() -> None:
+        duty = Duty(AddressedHosts(["tcp://127.0.0.1:1"]))
+        with pytest.raises(RunError, match="said no hello on port 2"):
+            await duty.roster.open()
+        await duty.end()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(roster_module, "POLL_SECONDS", 0.02)
+        patched.setattr(roster_module, "FIRST_SECONDS", 0.1)
+        asyncio.run(scenario())

@@ -11,10 +11,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from monarch.actor import Actor, concurrent_endpoint, endpoint, this_host
 
+from protocols.spec.services import WatchdogSpec
 from services.telemetry.watchdog import (
+    InFlight,
+    ProgressClock,
     StackFile,
+    find_py_spy,
+    who_waits,
     write_stacks,
 )
 
@@ -72,6 +79,19 @@ def gone_pid() -> int:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     return child.pid
+
+
+MINUTE = WatchdogSpec(stall_s=60.0)
+
+
+moves = st.sampled_from(["made", "pause", "resume", "look"])
+
+
+def told(requests: list[InFlight], **in_service: int) -> str:
+    return who_waits(requests, in_service, silent_s=60.2, stage="training on_policy", phase="train")
+
+
+START = "no progress for 60 s in training on_policy, phase train: "
 
 
 def test_idle_busy_stopped_and_missing_processes(start: Start, tmp_path: Path) -> None:
@@ -193,3 +213,181 @@ def test_a_replica_shows_where_its_endpoint_hangs(
     assert controller.path is not None
     assert re.search(r"waiting_in_an_endpoint \(.*test_watchdog.py:\d+\)", replica.path.read_text())
     assert "    test_a_replica_shows_where_its_endpoint_hangs (" in controller.path.read_text()
+
+
+def test_a_stall_is_told_once_and_again_after_progress() -> None:
+    progress = ProgressClock(100.0)
+    assert [progress.stalled(t, MINUTE) for t in (100.0, 159.9)] == [False, False]
+    assert [progress.stalled(t, MINUTE) for t in (160.0, 161.0, 999.0)] == [True, False, False]
+    progress.made(1000.0)
+    assert [progress.stalled(t, MINUTE) for t in (1059.9, 1060.0, 1061.0)] == [False, True, False]
+
+
+def test_paused_time_does_not_count() -> None:
+    progress = ProgressClock(0.0)
+    progress.pause(50.0)
+    progress.pause(55.0)
+    assert progress.silent_s(5000.0) == 50.0
+    assert not progress.stalled(5000.0, MINUTE)
+    progress.resume(5000.0)
+    progress.resume(5001.0)
+    assert not progress.stalled(5009.9, MINUTE)
+    assert progress.stalled(5010.0, MINUTE)
+
+
+def test_what_ends_during_a_pause_is_progress() -> None:
+    progress = ProgressClock(0.0)
+    progress.pause(50.0)
+    progress.made(70.0)
+    progress.resume(100.0)
+    assert progress.silent_s(130.0) == 30.0
+
+
+def test_a_run_that_stands_still_while_paused_is_not_stalled() -> None:
+    progress = ProgressClock(0.0)
+    progress.pause(61.0)  # it had been silent for longer, and nobody had looked
+    assert not progress.stalled(90.0, MINUTE)
+    progress.resume(100.0)
+    assert progress.stalled(100.0, MINUTE)
+
+
+@given(st.lists(st.tuples(moves, st.integers(0, 50)), max_size=40))
+def test_silence_is_the_running_time_since_the_last_progress(
+    happened: list[tuple[str, int]],
+) -> None:
+    """Counted again second by second."""
+    progress, now, running, silent, told = ProgressClock(0), 0, True, 0, 0
+    for move, wait in happened:
+        silent += wait if running else 0
+        now += wait
+        if move == "made":
+            progress.made(now)
+            silent = told = 0
+        elif move == "look":
+            expected = running and silent >= 60 and not told
+            assert progress.stalled(now, MINUTE) is expected
+            told += expected
+        else:
+            getattr(progress, move)(now)
+            running = move == "resume"
+        assert progress.silent_s(now) == silent
+
+
+def test_who_waits_for_whom() -> None:
+    requests = [
+        InFlight("generator", None, "generate", "generator/31", 4.0, 2),
+        InFlight("trainer", "trainer[0]", "step", "trainer/17", 61.24, 1),
+        InFlight("generator", None, "generate", "generator/30", 5.0, 1),
+    ]
+    assert told(requests, generator=0, trainer=1) == START + (
+        "controller waits for trainer[0].step (request trainer/17, 61.2 s, attempt 1); "
+        "2 requests wait for a replica of generator, which has none in service"
+    )
+
+
+def test_the_oldest_come_first_of_those_placed_and_of_those_waiting() -> None:
+    requests = [
+        InFlight("generator", None, "generate", "generator/3", 1.0, 1),
+        InFlight("teacher", None, "score", "teacher/9", 70.0, 3),
+        InFlight("generator", "generator[1]", "generate", "generator/1", 2.0, 1),
+        InFlight("generator", "generator[0]", "generate", "generator/2", 80.0, 2),
+    ]
+    assert told(requests, generator=2) == START + (
+        "controller waits for generator[0].generate (request generator/2, 80.0 s, attempt 2), "
+        "generator[1].generate (request generator/1, 2.0 s, attempt 1); "
+        "1 request waits for a replica of teacher, which has none in service; "
+        "1 request waits for a replica of generator, which has 2 in service"
+    )
+
+
+def test_a_long_list_is_cut() -> None:
+    requests = [InFlight("g", "g[0]", "generate", f"g/{i}", 100.0 - i, 1) for i in range(11)]
+    message = told(requests, g=1)
+    assert re.findall(r"request (g/\d+),", message) == [f"g/{i}" for i in range(8)]
+    assert message.endswith("(request g/7, 93.0 s, attempt 1), 3 more")
+    assert told(requests[:8], g=1).endswith("(request g/7, 93.0 s, attempt 1)")
+
+
+def test_nothing_in_flight_and_no_phase() -> None:
+    assert who_waits([], {}, silent_s=61, stage="starting", phase="") == (
+        "no progress for 61 s in starting: no request is in flight, so the controller itself is "
+        "held up"
+    )
+
+
+def test_a_process_that_is_no_python_is_a_fault(tmp_path: Path) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        (file,) = written({"generator[0]": child.pid}, tmp_path)
+    finally:
+        child.kill()
+        child.wait()
+    assert file.fault.startswith(f"py-spy could not read process {child.pid}: Error: ")
+    assert file.path is not None
+    assert file.path.read_text() == file.fault + "\n"
+    assert "\n" not in file.fault
+
+
+def test_two_stalls_have_a_folder_each(start: Start, tmp_path: Path) -> None:
+    pid = start("waiting_for_godot")
+    files = [written({"generator[0]": pid}, tmp_path)[0]]
+    time.sleep(0.01)
+    files += written({"generator[0]": pid}, tmp_path)
+    assert [f.fault for f in files] == ["", ""]
+    assert len(list((tmp_path / "stacks").iterdir())) == 2
+
+
+def test_without_py_spy_the_file_says_what_to_do(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = start("waiting_for_godot")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (file,) = written({"trainer[0]": pid}, tmp_path)
+    assert file.path is not None
+    assert file.path.read_text() == (
+        f"py-spy is neither beside {tmp_path}/bin/python nor on PATH; pip install py-spy\n"
+    )
+
+
+def test_py_spy_is_taken_beside_the_interpreter_else_from_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spy = fake_py_spy(tmp_path, monkeypatch, "#!/bin/sh\n")
+    assert find_py_spy() == str(spy)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setenv("PATH", f"/nowhere:{spy.parent}")
+    assert find_py_spy() == str(spy)
+
+
+def test_stacks_that_change_while_they_are_read_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """py-spy's own words for it, three times."""
+    tries = tmp_path / "tries"
+    fake_py_spy(
+        tmp_path, monkeypatch,
+        f"#!/bin/sh\necho x >> {tries}\n"
+        f"[ $(wc -l < {tries}) -gt 3 ] && echo 'Thread 1' && exit 0\n"
+        "echo 'Error: Failed to get stack traces' >&2; exit 1\n",
+    )  # fmt: skip
+    (file,) = written({"trainer[0]": os.getpid()}, tmp_path)
+    assert file.fault == ""
+    assert file.path is not None
+    assert file.path.read_text() == "Thread 1\n"
+    assert tries.read_text().split() == ["x"] * 4
+
+
+def test_a_py_spy_that_cannot_run_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spy = fake_py_spy(tmp_path, monkeypatch, "#!/nowhere/sh\n")
+    (file,) = written({"trainer[0]": os.getpid()}, tmp_path)
+    assert file.fault.startswith(f"{spy} could not be run: ")
+
+
+def test_a_directory_that_cannot_be_written_is_a_fault(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "stacks").write_text("in the way")
+    (file,) = written({"trainer[0]": start("waiting_for_godot")}, tmp_path)
+    assert file.path is None
+    assert "trainer[0].txt could not be written: " in file.fault

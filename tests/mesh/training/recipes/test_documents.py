@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from documents.synthesis import read_rows
 from learning.decoding.generate import generate
 from learning.model.document_kv import DocumentKVCache
 from learning.model.loading import document_kv, load_model, load_tokenizer
+from protocols.errors import CheckpointError, DataError
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
@@ -22,6 +23,7 @@ from protocols.types import Completion, GenerateRequest, PrefixRef
 from services.clients import Replied
 from services.run_directory import RunDirectory
 from training.recipes.documents import DocumentsRecipe
+from training.rollouts import rollout_from
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -149,3 +151,151 @@ def test_a_users_questions_decide_the_accuracy(tmp_path: Path) -> None:
     assert measured["accuracy"] in (0.0, 1.0)
     assert 0.0 <= measured["f1"] <= 1.0
     assert measured["agreement"]["top1"] == 1.0
+
+
+def test_the_teacher_agrees_with_itself_and_others_less(house: House) -> None:
+    arms = {prefix: house.measure(prefix) for prefix in ("none", "cartridge", "document")}
+    of = {name: arm["agreement"] for name, arm in arms.items()}
+    assert of["document"]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert of["document"]["top1"] == arms["document"]["accuracy"] == 1.0
+    assert of["none"]["kl"] > 0.1
+    assert of["cartridge"]["kl"] > 0.1
+    assert arms["none"]["accuracy"] == of["none"]["top1"] < 1.0
+    assert of["none"]["tokens"] == of["document"]["tokens"] <= 8 * arms["none"]["n"]
+    assert house.measure("none", most=1)["n"] == 1
+
+
+def test_a_teachers_answers_are_those_it_samples(house: House) -> None:
+    house.measure("none")
+    told = {r.id: r for r in house.requests if r.id.startswith("teacher/")}
+    exam = house.course._exams[0]
+    request = told[f"teacher/{exam.studied.key}"]
+    assert request.sampling.temperature == 1.0
+    assert request.prefix == PrefixRef(f"document/{exam.studied.document}", 0)
+    (again,), _ = asyncio.run(house.generate([request]))
+    assert again.token_ids == exam.answer_ids
+    assert again.logprobs == pytest.approx(exam.logprobs, abs=1e-4)
+
+
+def test_offline_text_is_the_teachers(house: House) -> None:
+    (rollout,) = asyncio.run(house.course.offline(1, house.generate))
+    assert rollout.step == 1
+    assert {p.request.prefix.name.split("/")[0] for p in rollout.prompts} == {"document"}
+    assert all(v == -1 for s in rollout.samples for v in s.versions)
+    on_policy = asyncio.run(house.course.sample(1, 0, house.generate))
+    assert [s.prompt_ids for s in rollout.samples] == [s.prompt_ids for s in on_policy.samples]
+
+
+def test_rows_that_were_written_before_are_asked_and_their_answers_trained_on(
+    tmp_path: Path, house: House
+) -> None:
+    house.measure("none")
+    rows = read_rows(house.directory.selfstudy)
+    answer = " antibiotic drug"
+    ids = (*TOKENIZER(answer, add_special_tokens=False).input_ids, TOKENIZER.eos_token_id)
+    written = [replace(r, answer=answer, answer_ids=(9, 9)) for r in rows]
+    written = [replace(r, model="another") if r.document == "salt" else r for r in written]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(r.as_dict()) + "\n" for r in written))
+    (tmp_path / "run").mkdir()
+    other = House(tmp_path / "run", f"self_study.rows={path}")
+    (rollout,) = asyncio.run(other.course.offline(0, other.generate))
+    assert not other.requests  # nothing is generated
+    for sample in rollout.samples:
+        assert sample.response_ids == (ids if sample.document == "salt" else (9, 9))
+    assert not other.directory.selfstudy.exists()
+    (tmp_path / "salt.txt").write_text("quite another text " * 300)
+    (tmp_path / "other").mkdir()
+    elsewhere = House(tmp_path / "other", f"self_study.rows={path}", path=tmp_path / "salt.txt")
+    with pytest.raises(DataError, match="which is none of the run's documents"):
+        elsewhere.measure("none")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model": "another"}, "12 of 12 rows to train on have no answer with log-probabilities"),
+        ({"teacher_ids": ((-1, -1), (-1, -1))}, "12 of 12 rows"),
+        ({"teacher_ids": (), "teacher_logprobs": ()}, "12 of 12 rows"),
+    ],
+)
+def test_rows_that_say_nothing_of_this_models_tokens_are_refused(
+    tmp_path: Path, house: House, change: dict[str, Any], told: str
+) -> None:
+    path = with_scores(house, tmp_path / "rows.jsonl", 2)
+    rows = [replace(r, **change) for r in read_rows(path)]
+    path.write_text("".join(json.dumps(r.as_dict()) + "\n" for r in rows))
+    (tmp_path / "run").mkdir()
+    other = House(tmp_path / "run", f"self_study.rows={path}", "self_study.scores=stored")
+    with pytest.raises(DataError, match=told):
+        other.measure("none")
+
+
+def test_rows_of_several_top_k_are_refused(tmp_path: Path, house: House) -> None:
+    path = with_scores(house, tmp_path / "rows.jsonl", 2)
+    more = with_scores(house, tmp_path / "more.jsonl", 3)
+    path.write_text(
+        "".join(path.read_text().splitlines(True)[::2] + more.read_text().splitlines(True)[1::2])
+    )
+    (tmp_path / "run").mkdir()
+    other = House(tmp_path / "run", f"self_study.rows={path}", "self_study.scores=stored")
+    with pytest.raises(DataError, match=r"rows keep \[2, 3\] log-probabilities a token"):
+        other.measure("none")
+
+
+def test_documents_that_changed_end_a_resumed_run(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "a.txt").write_text((ARTICLES / "salt.txt").read_text())
+    House(tmp_path, path=folder)
+    House(tmp_path, path=folder)  # the same ones are read again
+    (folder / "a.txt").write_text((ARTICLES / "kestrel.md").read_text())
+    with pytest.raises(CheckpointError, match="the documents changed since the run began"):
+        House(tmp_path, path=folder)
+
+
+def test_each_reply_is_handed_over_as_the_lesson_has_it(house: House) -> None:
+    told: list[Any] = []
+
+    def ended(role: str, samples: Sequence[Any]) -> None:
+        assert role == "doc_teacher"
+        told.extend(samples)
+
+    rollout = asyncio.run(house.course.sample(3, 5, house.generate, ended))
+    lesson = asyncio.run(house.course.lesson(rollout, 5))
+    assert told == list(lesson.doc) != []
+
+
+def test_parts_survive_a_checkpoint(house: House) -> None:
+    sampled = asyncio.run(house.course.sample(3, 5, house.generate))
+    names = [s.id for s in sampled.samples]
+    rollout = replace(sampled, parts=((names[0], names[2]), (names[1],)))
+    assert rollout_from(json.loads(json.dumps(asdict(rollout)))) == rollout
+
+
+def test_questions_of_the_user_that_self_study_asks_end_the_run_before_training(
+    house: House, tmp_path: Path
+) -> None:
+    house.measure("none")
+    (trained, *_) = house.course._training["salt"]
+    qas = [{"id": "leak", "question": trained.text, "answers": [{"text": "salt"}]}]
+    asked = {"data": [{"title": "salt", "paragraphs": [{"context": "", "qas": qas}]}]}
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    sets = (
+        f"data.questions={tmp_path / 'asked.json'}",
+        f"self_study.rows={house.directory.selfstudy}",
+    )
+    for rule, name in ((None, "strict"), ("warn", "told")):
+        (tmp_path / name).mkdir()
+        leaking = House(
+            tmp_path / name, *sets, *([f"evaluate.contamination={rule}"] if rule else [])
+        )
+        if rule is None:
+            with pytest.raises(DataError, match=r"self-study: salt/.* of data\.questions: leak"):
+                asyncio.run(leaking.course.sample(0, 0, leaking.generate))
+            assert leaking.requests == []
+        else:
+            assert leaking.measure("none", most=1)["n"] == 1
+        (row,) = map(json.loads, leaking.directory.contamination.read_text().splitlines())
+        assert (row["kind"], row["training"]["text"]) == ("exact", trained.text)
+    assert not house.directory.contamination.exists()
