@@ -79,22 +79,11 @@ class StepSampler:
     detector: Detector
     top_logprobs: int = 0
 
-    async def candidates(
-        self, paths: Sequence[StepPath], count: int, name: str
+    async def sample(
+        self, paths: Sequence[StepPath], count: int, name: str, *, whole: bool = False
     ) -> list[list[StepPath]]:
-        """Return `count` next steps of each path from one call, drawn by `name`. Raises
-        BudgetSpent."""
-        return await self._sample(paths, count, name, whole=False)
-
-    async def endings(
-        self, paths: Sequence[StepPath], count: int, name: str
-    ) -> list[list[StepPath]]:
-        """Return `count` completions of each path from one call. Raises BudgetSpent."""
-        return await self._sample(paths, count, name, whole=True)
-
-    async def _sample(
-        self, paths: Sequence[StepPath], count: int, name: str, *, whole: bool
-    ) -> list[list[StepPath]]:
+        """Return `count` next steps of each path from one call, drawn by `name`; completions with
+        `whole`. Raises BudgetSpent."""
         asks = []
         for p, path in enumerate(paths):
             text, left = path.text, self.question.sampling.max_tokens - path.tokens
