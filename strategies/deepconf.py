@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import to_jsonable_python
 
 from protocols.spec.base import SpecSection, broken
 from protocols.types import StopCondition
@@ -148,7 +149,7 @@ class DeepConf(SpecSection):
                 for t in traces
             ],
             "kept": kept,
-            "votes": [v.plain() for v in votes],
+            "votes": to_jsonable_python(votes),
         }
         spent = "budget_spent" in details
         return StrategyResult(
