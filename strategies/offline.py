@@ -8,8 +8,7 @@ from pydantic_core import to_jsonable_python
 from protocols.spec.base import SpecSection
 from strategies.answers.extract import extract
 from strategies.answers.votes import tally
-from strategies.problem import StrategyProblem
-from strategies.result import StrategyResult
+from strategies.problem import StrategyProblem, StrategyResult
 from strategies.samplers.token_budget import TokenBudget
 
 

@@ -33,8 +33,7 @@ from strategies.answers.extract import extract
 from strategies.answers.text_clusters import text_clusters
 from strategies.answers.votes import tally
 from strategies.detectors import Detector
-from strategies.problem import StrategyProblem
-from strategies.result import StrategyResult
+from strategies.problem import StrategyProblem, StrategyResult
 from strategies.samplers.sampler import SampleResult, require
 from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 from strategies.scorers import NOTHING

@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 from strategies.answers.extract import extract
 from strategies.detectors import Detector
-from strategies.problem import StrategyProblem
-from strategies.result import StrategyResult
+from strategies.problem import StrategyProblem, StrategyResult
 from strategies.samplers.sampler import PartialResponse, SampleResult
 from strategies.samplers.token_budget import TokenBudget
 

@@ -26,8 +26,7 @@ from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 from strategies.answers.extract import extract
 from strategies.answers.votes import AnswerVote, tally
-from strategies.problem import StrategyProblem
-from strategies.result import StrategyResult
+from strategies.problem import StrategyProblem, StrategyResult
 from strategies.rsa.islands import Parents, RSAShape
 from strategies.rsa.populations import METRICS, RSAPopulation, ask, chosen_of, measure
 from strategies.rsa.prompts import as_task
