@@ -19,11 +19,12 @@ EventName = Literal[
     "run_started",
     "role_ready",
     # {"time": "2026-07-26T10:15:42.120Z", "event": "step", "arm": "on_policy", "step": 12,
-    # "seconds": {"rollout": 0.4, "score": 0.1, "train": 0.3, "publish": 0.01, "orchestration": 0.02,
-    # "step": 0.83}, "tokens_per_second": 978.3, "hidden": 0.05, "documents": {"hits": 4, "host_hits":
-    # 0, "misses": 0, "evictions": 0}}: wall seconds of the step and of its phases. `hidden` are
-    # seconds that the teachers computed beside the rollout; they are in no phase. `documents` are
-    # the document teacher's `protocols.types.CacheStats`, which depend on what was replaced.
+    # "seconds": {"rollout": 0.4, "score": 0.1, "train": 0.3, "publish": 0.01, "orchestration":
+    # 0.02, "step": 0.83}, "tokens_per_second": 978.3, "hidden": 0.05, "documents": {"hits": 4,
+    # "host_hits": 0, "misses": 0, "evictions": 0}}: wall seconds of the step and of its phases.
+    # `hidden` are seconds that the teachers computed beside the rollout; they are in no phase.
+    # `documents` are the document teacher's `protocols.types.CacheStats`, which depend on what was
+    # replaced.
     "step",
     "publish",
     "evaluated",
