@@ -14,8 +14,8 @@ from protocols.rsa import AggregationInput, JudgedPopulation, RSAProblem
 from protocols.spec.rsa import RsaSpec
 from strategies.answers.equivalence import end_judge
 from strategies.answers.extract import extract
-from strategies.rsa.aggregator import aggregate
 from strategies.rsa.islands import RSAShape
+from strategies.rsa.populations import aggregate
 from strategies.rsa.prompts import as_task
 
 

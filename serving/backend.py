@@ -8,7 +8,7 @@ from typing import Protocol
 
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
 from serving.request import ServingRequest, StrategyRequest
-from strategies.result import StrategyResult
+from strategies.problem import StrategyResult
 
 # Receives tokens as they are sampled. A token may be reported twice: the replica that replaces a
 # lost one decodes the response again from its start, with the same tokens.

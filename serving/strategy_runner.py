@@ -24,7 +24,7 @@ from serving.request import ServingRequest, StrategyRequest
 from serving.tokenization import STAND_IN, Tokenization
 from strategies.answers.extract import FORMS, Form
 from strategies.catalog import STRATEGIES, parse, run
-from strategies.result import StrategyResult
+from strategies.problem import StrategyResult
 from strategies.samplers.token_sampler import TokenSampler
 
 T = TypeVar("T")

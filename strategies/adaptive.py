@@ -21,8 +21,7 @@ from pydantic import Field
 
 from protocols.spec.base import SpecSection
 from strategies.detectors import Detector
-from strategies.problem import StrategyProblem
-from strategies.result import StrategyResult
+from strategies.problem import StrategyProblem, StrategyResult
 from strategies.samplers.sampler import require
 from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 from strategies.scorers import ScorerName, scorer

@@ -24,9 +24,8 @@ from strategies.answers.extract import FORMS, Form
 from strategies.deepconf import DeepConf
 from strategies.offline import ChainOfThought, SelfConsistency
 from strategies.phi import PhiDecoding
-from strategies.problem import Judge, StrategyProblem
-from strategies.result import StrategyResult
-from strategies.rsa.strategy import RecursiveSelfAggregation
+from strategies.problem import Judge, StrategyProblem, StrategyResult
+from strategies.rsa.engine import RecursiveSelfAggregation
 from strategies.samplers.sampler import Sampler
 from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 from strategies.scorers import token_judge

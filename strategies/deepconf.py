@@ -8,24 +8,38 @@
 
 The weight of a future trace has no bound (one sure token outweighs any number of unsure ones), so
 each is assumed to weigh as much as the heaviest so far.
+
+Confidences are of log-probabilities; higher is surer.
+
+    token    c_i = -mean of the top-k log-probabilities at position i
+    group    mean of c over each window of w tokens; a shorter trace is one group
+    trace    mean           over all tokens
+             tail           over the last w tokens
+             lowest_group   the least sure group
+             lowest_tenth   mean of the least sure 10% of the groups, at least one
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from statistics import fmean
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import to_jsonable_python
 
 from protocols.spec.base import SpecSection, broken
 from protocols.types import StopCondition
 from strategies.answers.extract import extract
 from strategies.answers.votes import AnswerVote, surest, tally
-from strategies.confidence import Measure, token_confidences, trace_confidence
-from strategies.problem import StrategyProblem
-from strategies.result import StrategyResult
+from strategies.problem import StrategyProblem, StrategyResult
 from strategies.samplers.sampler import SampleResult, require
 from strategies.samplers.token_budget import BudgetSpent, TokenBudget
+
+Measure = Literal["mean", "tail", "lowest_group", "lowest_tenth"]
 
 # Nats. Confidences depend on the batch in their last bits; a trace equal to that of the threshold
 # must not be stopped for this.
@@ -148,13 +162,43 @@ class DeepConf(SpecSection):
                 for t in traces
             ],
             "kept": kept,
-            "votes": [v.plain() for v in votes],
+            "votes": to_jsonable_python(votes),
         }
         spent = "budget_spent" in details
         return StrategyResult(
             chosen.text, votes[0].answer if votes else None, meter.spent,
             "budget" if spent else chosen.finish_reason, chosen.token_ids, details,
         )  # fmt: skip
+
+
+def token_confidences(top_logprobs: Sequence[Sequence[tuple[str, float]]], k: int) -> list[float]:
+    """Return each token's confidence in nats, over at most `k` log-probabilities."""
+    return [-fmean(logprob for _, logprob in place[:k]) for place in top_logprobs]
+
+
+def group_confidences(confidences: Sequence[float], window: int) -> list[float]:
+    """Return the mean of each window of `window` tokens, in order; of all tokens if fewer.
+
+    `group_confidences([1, 2, 3, 6], 3)` is [2, 3 2/3].
+    """
+    if len(confidences) < window:
+        return [fmean(confidences)] if confidences else []
+    sums = [0.0, *accumulate(confidences)]
+    return [(sums[i + window] - sums[i]) / window for i in range(len(confidences) - window + 1)]
+
+
+def trace_confidence(confidences: Sequence[float], measure: Measure, window: int) -> float:
+    """Return the confidence of a whole trace, in nats; 0 for one without tokens."""
+    if not confidences:
+        return 0.0
+    if measure == "mean":
+        return fmean(confidences)
+    if measure == "tail":
+        return fmean(confidences[-window:])
+    groups = sorted(group_confidences(confidences, window))
+    if measure == "lowest_group":
+        return groups[0]
+    return math.fsum(lowest := groups[: max(len(groups) // 10, 1)]) / len(lowest)
 
 
 def _stopped(trace: RunningTrace) -> bool:

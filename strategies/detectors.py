@@ -14,9 +14,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
-from protocols.spec.base import SpecSection, broken
+from protocols.spec.base import SpecSection, bounded, broken
 from protocols.types import StopCondition
 from strategies.answers.extract import Form
 
@@ -80,13 +80,7 @@ class Detector(SpecSection):
                 raise broken("must match some text", f"{pattern!r} matches none; mend it")
         return patterns
 
-    @field_validator("max_tokens")
-    @classmethod
-    def _holds_the_fewest(cls, most: int, info: ValidationInfo) -> int:
-        fewest = info.data.get("min_tokens", 1)
-        if most < fewest:
-            raise broken(f"must be >= min_tokens ({fewest})", "raise it")
-        return most
+    _holds_the_fewest = bounded("max_tokens", ">=", "min_tokens", "raise it")
 
     def until(self, so_far: str, form: Form) -> StopCondition | None:
         """Return where the step after the text `so_far` ends; None: with the response."""

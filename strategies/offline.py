@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pydantic import Field
+from pydantic_core import to_jsonable_python
 
 from protocols.spec.base import SpecSection
 from strategies.answers.extract import extract
 from strategies.answers.votes import tally
-from strategies.problem import StrategyProblem
-from strategies.result import StrategyResult
+from strategies.problem import StrategyProblem, StrategyResult
 from strategies.samplers.token_budget import TokenBudget
 
 
@@ -33,5 +33,5 @@ class SelfConsistency(SpecSection):
         chosen = traces[votes[0].traces[0] if votes else 0]
         return StrategyResult(
             chosen.text, votes[0].answer if votes else None, meter.spent, chosen.finish_reason,
-            chosen.token_ids, {"answers": answers, "votes": [v.plain() for v in votes]},
+            chosen.token_ids, {"answers": answers, "votes": to_jsonable_python(votes)},
         )  # fmt: skip

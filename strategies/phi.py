@@ -33,8 +33,7 @@ from strategies.answers.extract import extract
 from strategies.answers.text_clusters import text_clusters
 from strategies.answers.votes import tally
 from strategies.detectors import Detector
-from strategies.problem import StrategyProblem
-from strategies.result import StrategyResult
+from strategies.problem import StrategyProblem, StrategyResult
 from strategies.samplers.sampler import SampleResult, require
 from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 from strategies.scorers import NOTHING
@@ -106,7 +105,7 @@ class PhiDecoding(SpecSection):
     ) -> list[tuple[StepPath, float]]:
         """Return the steps that width keeps, each with the value of its beam."""
         on = [b for b in beams if b.path.state != "done"]
-        grown = await stepper.candidates([b.path for b in on], self.rollouts, f"step/{t}")
+        grown = await stepper.sample([b.path for b in on], self.rollouts, f"step/{t}")
         steps = [(p, b.value) for b, of_beam in zip(on, grown, strict=True) for p in of_beam]
         return [steps[i] for i in width([_mean(p.steps[-1]) for p, _ in steps])]
 
@@ -115,7 +114,9 @@ class PhiDecoding(SpecSection):
     ) -> list[tuple[PhiBeam, float]]:
         """Return the beams after these steps, each with its advantage."""
         open_ = [p for p, _ in kept if p.state != "done"]
-        endings = iter(await stepper.endings([concluding(p) for p in open_], 1, f"ahead/{t}"))
+        endings = iter(
+            await stepper.sample([concluding(p) for p in open_], 1, f"ahead/{t}", whole=True)
+        )
         found = []
         for path, before in kept:
             if path.state == "done":

@@ -1,16 +1,18 @@
-"""Describe what a strategy solves: messages, sampling, and one seed for all draws."""
+"""Describe what a strategy solves (messages, sampling, one seed for all draws) and returns."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from protocols.seeds import stream_seed
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling, StopCondition
 from strategies.answers.extract import Form
 from strategies.samplers.sampler import PartialResponse, SampleRequest
+from strategies.samplers.token_budget import TokenSpend
 
 Judge = Callable[[Sequence[str]], Awaitable[Sequence[float]]]
 """Return for each text the probability that its last step is good (process reward model)."""
@@ -52,3 +54,20 @@ class StrategyProblem:
     def stream(self, name: str) -> random.Random:
         """Return a random generator for the strategy's own draws."""
         return random.Random(f"{self.seed}/{self.name}/{name}")
+
+
+@dataclass(frozen=True)
+class StrategyResult:
+    """Hold the chosen response, the answer in it (None: none), the spend and the details.
+
+    `details` are plain JSON values: votes, steps with their scores, populations. `finish_reason` is
+    that of the chosen response, or "budget" if the token budget ended the strategy. `token_ids` are
+    exact where the backend returns them, else empty.
+    """
+
+    text: str
+    answer: str | None
+    spent: TokenSpend
+    finish_reason: str
+    token_ids: tuple[int, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
@@ -21,8 +20,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from protocols.spec.base import SpecSection, broken
 from strategies.detectors import Detector
-from strategies.problem import StrategyProblem
-from strategies.result import StrategyResult
+from strategies.problem import StrategyProblem, StrategyResult
 from strategies.samplers.sampler import require
 from strategies.samplers.token_budget import BudgetSpent, TokenBudget
 from strategies.scorers import NOTHING, Scorer, ScorerName, scorer
@@ -48,8 +46,7 @@ class BestOfN(SpecSection):
     detector: Detector = Field(default=Detector(), description="where steps end")
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
-        found = _search(meter, question, "best_of_n", self.scorer, self.detector)
-        return await found.run(1, self.candidates, self.max_steps, "last")
+        return await _search(self, meter, question, 1, "last")
 
 
 class BeamSearch(SpecSection):
@@ -74,60 +71,49 @@ class BeamSearch(SpecSection):
         return name
 
     async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
-        found = _search(meter, question, "beam_search", self.scorer, self.detector)
-        return await found.run(self.beams, self.candidates, self.max_steps, self.aggregate)
+        return await _search(self, meter, question, self.beams, self.aggregate)
 
 
-def _search(
+async def _search(
+    strategy: BestOfN | BeamSearch,
     meter: TokenBudget,
     question: StrategyProblem,
-    strategy: str,
-    name: ScorerName,
-    detector: Detector,
-) -> SearchState:
-    by = scorer(name, question)
-    require(meter, strategy, "continue", "until", *by.needs)
-    return SearchState(StepSampler(meter, question, detector, by.top_logprobs), by)
-
-
-@dataclass(frozen=True)
-class SearchState:
-    stepper: StepSampler
-    by: Scorer
-
-    async def run(
-        self, beams: int, count: int, max_steps: int, aggregate: Aggregate
-    ) -> StrategyResult:
-        rank = AGGREGATES[aggregate]
-        active: list[StepPath] = [StepPath()]
-        aside: list[StepPath] = []
-        unanswered: list[StepPath] = []
-        log: list[dict[str, int]] = []
-        spent = False
-        try:
-            for t in range(max_steps):
-                grown = await scored_candidates(self.stepper, self.by, active, count, f"step/{t}")
-                active, over = _kept(best_first(grown, rank), beams, beams - len(aside))
-                aside += [p for p in over if p.state == "done"]
-                unanswered = [p for p in over if p.state == "empty"]
-                log.append(
-                    {
-                        "candidates": len(grown),
-                        "active": len(active),
-                        "done": len(over) - len(unanswered),
-                        "empty": len(unanswered),
-                    }
-                )
-                aside += await conclude(self.stepper, self.by, unanswered, count, f"final/{t}")
-                if len(aside) >= beams or not active:
-                    break
-            if not aside:
-                aside = await conclude(self.stepper, self.by, active[:1], count, "final")
-        except BudgetSpent:
-            spent = True
-        chosen = best_first(aside or [*active, *map(concluding, unanswered)], rank)[0]
-        details = {"log": log, "finished": [_plain(p, rank) for p in aside]}
-        return path_result(chosen, self.stepper.meter, self.stepper.question, details, spent=spent)
+    beams: int,
+    aggregate: Aggregate,
+) -> StrategyResult:
+    by, rank, count = scorer(strategy.scorer, question), AGGREGATES[aggregate], strategy.candidates
+    name = "best_of_n" if isinstance(strategy, BestOfN) else "beam_search"
+    require(meter, name, "continue", "until", *by.needs)
+    stepper = StepSampler(meter, question, strategy.detector, by.top_logprobs)
+    active: list[StepPath] = [StepPath()]
+    aside: list[StepPath] = []
+    unanswered: list[StepPath] = []
+    log: list[dict[str, int]] = []
+    spent = False
+    try:
+        for t in range(strategy.max_steps):
+            grown = await scored_candidates(stepper, by, active, count, f"step/{t}")
+            active, over = _kept(best_first(grown, rank), beams, beams - len(aside))
+            aside += [p for p in over if p.state == "done"]
+            unanswered = [p for p in over if p.state == "empty"]
+            log.append(
+                {
+                    "candidates": len(grown),
+                    "active": len(active),
+                    "done": len(over) - len(unanswered),
+                    "empty": len(unanswered),
+                }
+            )
+            aside += await conclude(stepper, by, unanswered, count, f"final/{t}")
+            if len(aside) >= beams or not active:
+                break
+        if not aside:
+            aside = await conclude(stepper, by, active[:1], count, "final")
+    except BudgetSpent:
+        spent = True
+    chosen = best_first(aside or [*active, *map(concluding, unanswered)], rank)[0]
+    details = {"log": log, "finished": [_plain(p, rank) for p in aside]}
+    return path_result(chosen, meter, question, details, spent=spent)
 
 
 def _kept(
@@ -147,7 +133,7 @@ async def scored_candidates(
     stepper: StepSampler, by: Scorer, paths: Sequence[StepPath], count: int, name: str
 ) -> list[StepPath]:
     """Return `count` scored next steps of each path, path by path. Raises BudgetSpent."""
-    grown = [c for of_path in await stepper.candidates(paths, count, name) for c in of_path]
+    grown = [c for of_path in await stepper.sample(paths, count, name) for c in of_path]
     return [p.scored(s) for p, s in zip(grown, await by.score(grown), strict=True)]
 
 
@@ -158,7 +144,7 @@ async def conclude(
     empty answer. Raises BudgetSpent."""
     if not paths:
         return []
-    endings = await stepper.endings([concluding(p) for p in paths], count, name)
+    endings = await stepper.sample([concluding(p) for p in paths], count, name, whole=True)
     flat = [e for of_path in endings for e in of_path]
     scores = iter(await by.score(flat))
     best = []

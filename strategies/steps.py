@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 from strategies.answers.extract import extract
 from strategies.detectors import Detector
-from strategies.problem import StrategyProblem
-from strategies.result import StrategyResult
+from strategies.problem import StrategyProblem, StrategyResult
 from strategies.samplers.sampler import PartialResponse, SampleResult
 from strategies.samplers.token_budget import TokenBudget
 
@@ -79,22 +78,11 @@ class StepSampler:
     detector: Detector
     top_logprobs: int = 0
 
-    async def candidates(
-        self, paths: Sequence[StepPath], count: int, name: str
+    async def sample(
+        self, paths: Sequence[StepPath], count: int, name: str, *, whole: bool = False
     ) -> list[list[StepPath]]:
-        """Return `count` next steps of each path from one call, drawn by `name`. Raises
-        BudgetSpent."""
-        return await self._sample(paths, count, name, whole=False)
-
-    async def endings(
-        self, paths: Sequence[StepPath], count: int, name: str
-    ) -> list[list[StepPath]]:
-        """Return `count` completions of each path from one call. Raises BudgetSpent."""
-        return await self._sample(paths, count, name, whole=True)
-
-    async def _sample(
-        self, paths: Sequence[StepPath], count: int, name: str, *, whole: bool
-    ) -> list[list[StepPath]]:
+        """Return `count` next steps of each path from one call, drawn by `name`; completions with
+        `whole`. Raises BudgetSpent."""
         asks = []
         for p, path in enumerate(paths):
             text, left = path.text, self.question.sampling.max_tokens - path.tokens

@@ -26,7 +26,7 @@ from forge_run.report.evaluation import cells, markdown, pair_section, plots, se
 from protocols.errors import SpecError
 from protocols.files import REPOSITORY, json_lines, write_atomically
 from protocols.records.evaluation import Contamination, EvalRow, Evaluation
-from protocols.spec.evaluation import EvalSpec
+from protocols.spec.experiments import EvalSpec
 from protocols.spec.loading import load_file
 from services.run_directory import EVALUATION
 

@@ -20,7 +20,7 @@ from forge_run.formatting import TableSection
 from forge_run.report.frontier import HEADS, cells
 from protocols.errors import SpecError
 from protocols.files import REPOSITORY, write_atomically
-from protocols.spec.frontier import FrontierSpec
+from protocols.spec.experiments import FrontierSpec
 from protocols.spec.loading import load_file, load_resolved
 from protocols.spec.mesh import RunSpec
 from protocols.types import PrefixRef

@@ -41,8 +41,8 @@ from forge_run.experiments.trials import (
 from forge_run.formatting import TableSection, count_text
 from protocols.errors import RunError, SpecError
 from protocols.records.intervals import mean_interval
+from protocols.spec.experiments import SweepSpec
 from protocols.spec.loading import load_spec
-from protocols.spec.sweep import SweepSpec
 from services.run_directory import RunDirectory, iter_rows
 from teachers.spending import RunSpending
 

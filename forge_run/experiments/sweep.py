@@ -29,8 +29,8 @@ from forge_run.experiments.trials import (
 from forge_run.formatting import TableSection, count_text
 from protocols.errors import SpecError
 from protocols.files import write_atomically
+from protocols.spec.experiments import SweepSpec
 from protocols.spec.loading import load_file, load_spec
-from protocols.spec.sweep import SweepSpec
 
 # Keys that save time and do not change the table. The sweep's own keys override them.
 PLAIN = ("evaluate.probe_every=0", "evaluate.sampled=false")

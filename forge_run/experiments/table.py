@@ -29,7 +29,7 @@ from forge_run.report.plots import (
 from forge_run.report.template import Block, render
 from protocols.errors import RunError
 from protocols.records.intervals import mean_interval
-from protocols.spec.sweep import SweepSpec
+from protocols.spec.experiments import SweepSpec
 from services.run_directory import RunDirectory
 
 if TYPE_CHECKING:

@@ -18,6 +18,13 @@ RunOutcome = Literal["finished", "stopped", "failed"]
 EventName = Literal[
     "run_started",
     "role_ready",
+    # {"time": "2026-07-26T10:15:42.120Z", "event": "step", "arm": "on_policy", "step": 12,
+    # "seconds": {"rollout": 0.4, "score": 0.1, "train": 0.3, "publish": 0.01, "orchestration":
+    # 0.02, "step": 0.83}, "tokens_per_second": 978.3, "hidden": 0.05, "documents": {"hits": 4,
+    # "host_hits": 0, "misses": 0, "evictions": 0}}: wall seconds of the step and of its phases.
+    # `hidden` are seconds that the teachers computed beside the rollout; they are in no phase.
+    # `documents` are the document teacher's `protocols.types.CacheStats`, which depend on what was
+    # replaced.
     "step",
     "publish",
     "evaluated",
@@ -99,26 +106,6 @@ class RolloutRow:
     finish_reason: str
     text: str
     composed: tuple[str, ...] = ()
-
-
-class StepSeconds(TypedDict):
-    """Hold wall seconds of one step and of its phases: the field `seconds` of a "step" event.
-
-    `{"time": "2026-07-26T10:15:42.120Z", "event": "step", "arm": "on_policy", "step": 12,
-    "seconds": {"rollout": 0.4, "score": 0.1, "train": 0.3, "publish": 0.01,
-    "orchestration": 0.02, "step": 0.83}, "tokens_per_second": 978.3, "hidden": 0.05,
-    "documents": {"hits": 4, "host_hits": 0, "misses": 0, "evictions": 0}}`
-    `hidden` are seconds that the teachers computed beside the rollout; they are in no phase.
-    `documents` are the document teacher's `protocols.types.CacheStats`. They depend on which
-    replicas were replaced, so metrics.jsonl does not hold them.
-    """
-
-    rollout: float
-    score: float
-    train: float
-    publish: float
-    orchestration: float
-    step: float
 
 
 class PopulationMeans(TypedDict):

@@ -7,9 +7,11 @@ its location.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from operator import ge, gt, le, lt
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -37,11 +39,30 @@ def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def repeated(values: Sequence[str]) -> str | None:
+    """Return the alphabetically first value that is given twice; None where each is once."""
+    return min((v for v in values if values.count(v) > 1), default=None)
+
+
 def unique(values: tuple[str, ...]) -> tuple[str, ...]:
-    twice = sorted({v for v in values if values.count(v) > 1})
-    if twice:
-        raise broken("must list each item once", f"remove the second {twice[0]}")
+    if twice := repeated(values):
+        raise broken("must list each item once", f"remove the second {twice}")
     return values
+
+
+def bounded(key: str, sign: Literal["<", "<=", ">", ">="], other: str, remedy: str) -> Any:
+    """Return a validator: `key` stands in the relation `sign` to `other`, an earlier key of its
+    section. Errors write `other` as given: "train.steps" is the key `steps`."""
+    holds = {"<": lt, "<=": le, ">": gt, ">=": ge}[sign]
+
+    def check(value: float, info: ValidationInfo) -> float:
+        bound = info.data.get(other.rpartition(".")[2])
+        if bound is not None and not holds(value, bound):
+            shown = f"{bound:g}" if isinstance(bound, float) else bound
+            raise broken(f"must be {sign} {other} ({shown})", remedy)
+        return value
+
+    return field_validator(key)(check)
 
 
 AsTuple = BeforeValidator(_list_to_tuple)

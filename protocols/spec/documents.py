@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import AsTuple, SpecSection, broken, unique
+from protocols.spec.base import AsTuple, SpecSection, bounded, broken, unique
 from protocols.spec.teacher_replay import EndpointSpec, PriceSpec
 
 StudyKind = Literal["structuring", "summarization", "question", "use_case", "creative"]
@@ -106,18 +106,11 @@ class SelfStudySpec(SpecSection):
     )
 
     _kinds_once = field_validator("kinds")(unique)
+    _holds_the_least = bounded("max_chunk", ">=", "min_chunk", "raise it")
 
     @field_validator("scores")
     @classmethod
     def _are_somewhere(cls, value: str, info: ValidationInfo) -> str:
         if value == "stored" and info.data.get("rows") is None:
             raise broken("must be read without rows", "give self_study.rows")
-        return value
-
-    @field_validator("max_chunk")
-    @classmethod
-    def _holds_the_least(cls, value: int, info: ValidationInfo) -> int:
-        least = info.data.get("min_chunk")
-        if least is not None and value < least:
-            raise broken(f"must be >= min_chunk ({least})", "raise it")
         return value

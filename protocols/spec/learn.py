@@ -1,18 +1,202 @@
-"""Configure what a run learns: the typed `configs/*.yaml`."""
+"""Configure what a run learns, the typed `configs/*.yaml`, with the rules between its sections;
+each section checks its own rules."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from operator import attrgetter
+
 from pydantic import model_validator
 
-from protocols.spec.rules import across_sections
+from protocols.rsa import shape_fault
+from protocols.spec.base import SpecSection, broken
+from protocols.spec.rsa import OF_DOCUMENTS, RsaSpec
 from protocols.spec.sections import LearnSections
+
+Rule = tuple[bool, str, str]  # whether it is broken, the rule with its dotted key first, the remedy
 
 
 class LearnSpec(LearnSections):
     """Hold a learning config, `configs/*.yaml`: the sections of `protocols.spec.sections`,
-    validated by the rules between them in `protocols.spec.rules`."""
+    validated by the rules between them. The first that is broken is reported."""
 
     @model_validator(mode="after")
     def _across(self) -> LearnSpec:
-        across_sections(self)
+        for is_broken, text, remedy in _rules(self):
+            if is_broken:
+                key, _, rule = text.partition(" ")
+                got = attrgetter(key)(self)
+                shown = "a section" if isinstance(got, SpecSection) else got
+                raise broken(rule, remedy, key=key, got=shown)
         return self
+
+
+def _rules(spec: LearnSections) -> Iterator[Rule]:
+    row, most = spec.train.row_tokens, spec.rollout.max_tokens
+    yield (
+        most >= row,
+        f"rollout.max_tokens must be < train.row_tokens ({row})",
+        "a row holds the prompt too: lower it or raise train.row_tokens",
+    )
+    stored = spec.self_study is not None and spec.self_study.scores == "stored"
+    yield (
+        spec.loss.temperature != 1.0 and (stored or spec.teacher.top_k != "full"),
+        "loss.temperature must be 1 with a top-k teacher, which sends no whole distribution to "
+        "divide",
+        "set it to 1 or teacher.top_k to full"
+        + (", and self_study.scores to read" if stored else ""),
+    )
+    yield from _of_channels(spec)
+    yield from _of_documents(spec)
+    alone = spec.data.patients < 2 or spec.episodes is not None or spec.rsa is not None
+    yield (
+        spec.train.compose > 0 and alone,
+        "train.compose must be 0 with a single document, episodes or rsa",
+        "remove it, or study two documents or more without them",
+    )
+    yield (
+        spec.loss.form == "pairs" and spec.loss.direction != "cross_entropy",
+        "loss.form belongs to loss.direction cross_entropy alone, for it is no divergence",
+        "use tail, or set loss.direction: cross_entropy",
+    )
+
+
+def _of_channels(spec: LearnSections) -> Iterator[Rule]:
+    """Yield what the channels need of other sections."""
+    objective, episodes, rsa = spec.objective, spec.episodes, spec.rsa
+    weighted = next((k for k in ("w_rl", "alpha", "beta") if getattr(objective, k)), "w_rl")
+    yield (
+        objective.of_episodes and episodes is None and rsa is None,
+        f"objective.{weighted} must be 0 without episodes, which the channels but doc_kl learn "
+        "from",
+        "add the section episodes, or rsa",
+    )
+    yield (
+        (episodes is None) != (spec.data.source != "desk"),
+        "data.source must be desk with episodes, and only then",
+        "set data.source: desk, or remove the section episodes",
+    )
+    yield (
+        (objective.beta > 0) != (spec.replay is not None),
+        "objective.beta must be > 0 with the section replay, and only then",
+        "set it, or remove the section replay",
+    )
+    yield (
+        episodes is not None and episodes.max_context > spec.train.row_tokens,
+        f"episodes.max_context must be <= train.row_tokens ({spec.train.row_tokens})",
+        "an episode is trained in one row: lower it or raise train.row_tokens",
+    )
+    if episodes is not None or rsa is not None:
+        yield from _of_rewards(spec)
+    if rsa is not None:
+        yield from _of_rsa(spec, rsa)
+
+
+def _of_rewards(spec: LearnSections) -> Iterator[Rule]:
+    """Yield what training on rewards needs, from episodes or from rsa."""
+    yield (
+        spec.train.staleness > 0,
+        "train.staleness must be 0 with episodes or rsa, whose ratios are those of the version "
+        "being trained",
+        "set it to 0",
+    )
+    drawn = spec.rollout
+    yield (
+        (drawn.temperature, drawn.top_p, drawn.top_k) != (1.0, 1.0, 0),
+        "rollout.temperature must be 1, 1 and 0 (temperature, top_p, top_k) with episodes or rsa, "
+        "or ratios are biased",
+        "remove the three",
+    )
+    yield (
+        "offline" in spec.evaluate.arms,
+        "evaluate.arms must not hold offline with episodes or rsa, which no teacher writes",
+        "remove offline",
+    )
+
+
+def _of_rsa(spec: LearnSections, rsa: RsaSpec) -> Iterator[Rule]:
+    """Yield what rsa needs of its own numbers and of other sections."""
+    fault = shape_fault(rsa.M, rsa.N, rsa.K, rsa.T)
+    if fault is not None:
+        name, rule, remedy = fault
+        yield True, f"rsa.{name} {rule}", remedy
+    yield (
+        spec.episodes is not None,
+        "episodes must be null with rsa, whose runs are the episodes",
+        "remove one of the two sections",
+    )
+    objective = spec.objective
+    yield (
+        not objective.w_rl or objective.alpha > 0 or objective.beta > 0,
+        "objective.w_rl must be > 0 with rsa, and objective.alpha and beta 0: its runs have "
+        "rewards, but no hints "
+        "and no teachers",
+        "set w_rl to 1 and the others to 0",
+    )
+    of_documents = rsa.problems.kind in OF_DOCUMENTS
+    yield (
+        of_documents == (spec.data.source == "primer"),
+        "data.source must be primer with rsa.problems that are about no document, and only then",
+        "set data.source: primer and data.patients: 1, or rsa.problems.kind: clinic",
+    )
+    yield (
+        not of_documents and spec.data.patients != 1,
+        "data.patients must be 1 with data.source primer, which is one page",
+        "set it to 1",
+    )
+    yield (
+        not of_documents and rsa.problems.most <= spec.evaluate.questions,
+        f"rsa.problems.most must be > evaluate.questions ({spec.evaluate.questions}), which are "
+        "held out of them",
+        "raise it, or ask fewer",
+    )
+    longest = (rsa.K + 1) * spec.rollout.max_tokens
+    yield (
+        rsa.T > 1 and longest >= spec.train.row_tokens,
+        f"train.row_tokens must be > {longest}: a row holds an aggregation's {rsa.K} candidates "
+        "and its response, "
+        "each of up to rollout.max_tokens, and the problem",
+        "raise it, or lower rsa.K or rollout.max_tokens",
+    )
+    yield (
+        spec.evaluate.sampled,
+        "evaluate.sampled must be false with rsa, whose candidates are sampled in any case",
+        "remove it",
+    )
+
+
+def _of_documents(spec: LearnSections) -> Iterator[Rule]:
+    """Yield what a user's documents need of other sections."""
+    study, train, most = spec.self_study, spec.train, spec.rollout.max_tokens
+    yield (
+        (study is None) != (spec.data.source != "documents"),
+        "data.source must be documents with self_study, and only then",
+        "set data.source: documents, or remove the section self_study",
+    )
+    if study is None:
+        yield (
+            spec.data.questions is not None,
+            "data.questions must be left out but with data.source documents",
+            "remove it",
+        )
+    else:
+        yield (
+            spec.rsa is not None or spec.evaluate.sampled,
+            ("rsa" if spec.rsa is not None else "evaluate.sampled")
+            + " must be left out with data.source documents",
+            "remove it",
+        )
+        yield (
+            study.question_tokens + most > train.row_tokens,
+            f"self_study.question_tokens must be <= train.row_tokens ({train.row_tokens}) with "
+            f"rollout.max_tokens ({most})",
+            "a row holds a question and its answer: raise train.row_tokens",
+        )
+    if (warm := train.warm_start) is not None:
+        yield (
+            spec.episodes is not None or spec.rsa is not None or warm.steps > train.steps,
+            f"train.warm_start.steps must be <= train.steps ({train.steps}), and without episodes "
+            "and rsa, which no "
+            "teacher writes",
+            "lower it, or remove train.warm_start",
+        )

@@ -31,7 +31,7 @@ from protocols.spec.errors import (
 )
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RunSpec
-from protocols.spec.sections import ModelSpec
+from protocols.spec.sections import DataSpec, ModelSpec
 from protocols.spec.serving import SERVE_KEYS, ServeSpec
 from protocols.spec.yaml_source import Key, SourceLocation, YamlDocument, parse_value, read_yaml
 
@@ -60,35 +60,28 @@ def load_spec(mesh: str, *, overlays: Sequence[str] = (), sets: Sequence[str] = 
     """
     faults: list[SpecProblem] = []
     mesh_document = read_yaml(Path(mesh), mesh)
-    mesh_values, mesh_places = dict(mesh_document.values), dict(mesh_document.places)
     mesh_sets, learn_sets = _route(sets, faults)
-
-    _expand(mesh_values, "hosts", "kind")
-    for override in mesh_sets:
-        _override(mesh_values, mesh_places, override, faults)
-        _expand(mesh_values, "hosts", "kind")
-    mesh_spec = _checked(MeshSpec, mesh_values, mesh_places, faults)
+    _apply(mesh_document, mesh_sets, faults, "hosts", "kind")
+    mesh_spec = _checked(MeshSpec, mesh_document, faults)
 
     learn_spec = None
-    document = _config_document(mesh_values, mesh_places, faults)
+    document = _config_document(mesh_document, faults)
     if document is not None:
-        learn_values, learn_places = dict(document.values), dict(document.places)
         for overlay in overlays:
             over = _read(Path(overlay), overlay, faults)
             if over is not None:
-                _merge(learn_values, learn_places, over)
-        _expand(learn_values, "model", "path")
-        for override in learn_sets:
-            _override(learn_values, learn_places, override, faults)
-            _expand(learn_values, "model", "path")
-        learn_spec = _checked(LearnSpec, learn_values, learn_places, faults)
-    if faults or mesh_spec is None or learn_spec is None:
+                _merge(document, over)
+        _apply(document, learn_sets, faults, "model", "path")
+        learn_spec = _checked(LearnSpec, document, faults)
+    if faults or mesh_spec is None or document is None or learn_spec is None:
         raise combined(faults)
+    mesh_keys = ("config", "control.tls_cert", "control.tls_key")
+    learn_keys = ("model.path", "data.path", "data.questions", "self_study.rows")
     spec = RunSpec(
-        mesh=_with_local_files(mesh_spec, mesh_places),
-        learn=_with_local_paths(learn_spec, learn_places),
+        mesh=_with_local_paths(mesh_spec, mesh_document.places, *mesh_keys),
+        learn=_with_local_paths(learn_spec, document.places, *learn_keys),
     )
-    return LoadedSpec(spec, mesh_places, learn_places)
+    return LoadedSpec(spec, mesh_document.places, document.places)
 
 
 @dataclass(frozen=True)
@@ -108,25 +101,22 @@ def load_serve(path: str, *, sets: Sequence[str] = ()) -> LoadedServeSpec:
     does."""
     faults: list[SpecProblem] = []
     document = read_yaml(Path(path), path)
-    values, places = dict(document.values), dict(document.places)
     for override in _overrides(sets, faults):
         if override.key[0] in SERVE_KEYS:
-            _override(values, places, override, faults)
+            _override(document, override, faults)
         else:
             faults.append(unknown_key(override.key[:1], ServeSpec, override.place))
-    spec = _checked(ServeSpec, values, places, faults)
+    spec = _checked(ServeSpec, document, faults)
     if faults or spec is None:
         raise combined(faults)
-    model = _with_local_model(spec.model, place_of(("model", "path"), places).directory)
-    library = str(_absolute(spec.library, place_of(("library",), places).directory))
-    return LoadedServeSpec(spec.model_copy(update={"model": model, "library": library}), places)
+    spec = _with_local_paths(spec, document.places, "model.path", "library")
+    return LoadedServeSpec(spec, document.places)
 
 
 def load_file(model: type[Model], path: Path) -> Model:
     """Read and check a spec that is one file. Raises SpecError as `load_spec` does."""
     faults: list[SpecProblem] = []
-    document = read_yaml(path, str(path))
-    spec = _checked(model, document.values, document.places, faults)
+    spec = _checked(model, read_yaml(path, str(path)), faults)
     if spec is None:
         raise combined(faults)
     return spec
@@ -183,15 +173,26 @@ def _overrides(sets: Sequence[str], faults: list[SpecProblem]) -> list[SetOverri
     return found
 
 
-def _override(
-    values: dict[str, Any],
-    places: dict[Key, SourceLocation],
-    override: SetOverride,
+def _apply(
+    document: YamlDocument,
+    overrides: Sequence[SetOverride],
     faults: list[SpecProblem],
+    section: str,
+    key: str,
 ) -> None:
+    """Set the overrides. A bare word is short for a section with this key: `hosts: kubernetes` is
+    `hosts: {kind: kubernetes}`."""
+    for override in (None, *overrides):
+        if override is not None:
+            _override(document, override, faults)
+        if isinstance(document.values.get(section), str):
+            document.values[section] = {key: document.values[section]}
+
+
+def _override(document: YamlDocument, override: SetOverride, faults: list[SpecProblem]) -> None:
     """Set one key, making the mappings on its path."""
     *parents, leaf = override.key
-    section = values
+    section, places = document.values, document.places
     done: Key = ()
     for name in parents:
         done = (*done, name)
@@ -209,21 +210,22 @@ def _override(
     places[override.key] = override.place
 
 
-def _merge(values: dict[str, Any], places: dict[Key, SourceLocation], over: YamlDocument) -> None:
-    """Merge a document into the values: mappings merge, everything else is replaced."""
+def _merge(document: YamlDocument, over: YamlDocument) -> None:
+    """Merge `over` into the document: mappings merge, everything else is replaced."""
 
     def lay(target: dict[str, Any], source: Mapping[str, Any], key: Key) -> None:
         for name, value in source.items():
             child = (*key, name)
             if isinstance(value, dict) and isinstance(target.get(name), dict):
-                target[name] = dict(target[name])
                 lay(target[name], value, child)
                 continue
             target[name] = value
-            _forget(places, child)
-            places.update({k: p for k, p in over.places.items() if k[: len(child)] == child})
+            _forget(document.places, child)
+            document.places.update(
+                {k: p for k, p in over.places.items() if k[: len(child)] == child}
+            )
 
-    lay(values, over.values, ())
+    lay(document.values, over.values, ())
 
 
 def _forget(places: dict[Key, SourceLocation], key: Key) -> None:
@@ -231,33 +233,20 @@ def _forget(places: dict[Key, SourceLocation], key: Key) -> None:
         del places[old]
 
 
-def _expand(values: dict[str, Any], section: str, key: str) -> None:
-    """Expand a short form: `hosts: kubernetes` is `hosts: {kind: kubernetes}`."""
-    if isinstance(values.get(section), str):
-        values[section] = {key: values[section]}
-
-
-def _checked(
-    model: type[Model],
-    values: Mapping[str, Any],
-    places: Mapping[Key, SourceLocation],
-    faults: list[SpecProblem],
-) -> Model | None:
+def _checked(model: type[Model], document: YamlDocument, faults: list[SpecProblem]) -> Model | None:
     try:
-        return model.model_validate(values)
+        return model.model_validate(document.values)
     except ValidationError as error:
-        faults.extend(faults_of(error, model, places))
+        faults.extend(faults_of(error, model, document.places))
         return None
 
 
-def _config_document(
-    values: Mapping[str, Any], places: Mapping[Key, SourceLocation], faults: list[SpecProblem]
-) -> YamlDocument | None:
+def _config_document(mesh: YamlDocument, faults: list[SpecProblem]) -> YamlDocument | None:
     """Return the config that a mesh names; a missing file is a problem at the mesh's key."""
-    name = values.get("config")
+    name = mesh.values.get("config")
     if not isinstance(name, str) or not name:
         return None  # the mesh's validation reports it
-    place = places[("config",)]
+    place = mesh.places[("config",)]
     path = place.directory / name
     if not path.is_file():
         rule = f"must name a learning config (there is no file {_shown(path)})"
@@ -281,43 +270,35 @@ def _shown(path: Path) -> str:
     return os.path.relpath(text) if Path(text).is_relative_to(Path.cwd()) else text
 
 
-def _with_local_files(spec: MeshSpec, places: Mapping[Key, SourceLocation]) -> MeshSpec:
-    """Return the spec with the paths of its config and of its certificate absolute."""
-    config = str(_absolute(spec.config, places[("config",)].directory))
-    pems = {
-        key: str(_absolute(path, place_of(("control", key), places).directory))
-        for key in ("tls_cert", "tls_key")
-        if (path := getattr(spec.control, key)) is not None
-    }
-    control = spec.control.model_copy(update=pems)
-    return spec.model_copy(update={"config": config, "control": control})
+def _with_local_paths(spec: Model, places: Mapping[Key, SourceLocation], *keys: str) -> Model:
+    """Return the spec with the local paths at these dotted keys absolute; hub ids, URLs and what is
+    null stay as they are."""
+    for dotted_key in keys:
+        *parents, leaf = key = tuple(dotted_key.split("."))
+        sections: list[Any] = [spec]
+        for name in parents:
+            sections.append(getattr(sections[-1], name))
+        section = sections.pop()
+        if section is None or (path := getattr(section, leaf)) is None:
+            continue
+        directory = place_of(key, places).directory
+        changed = section.model_copy(update={leaf: _local(section, leaf, path, directory)})
+        for above, name in zip(reversed(sections), reversed(parents), strict=True):
+            changed = above.model_copy(update={name: changed})
+        spec = changed
+    return spec
 
 
-def _with_local_paths(spec: LearnSpec, places: Mapping[Key, SourceLocation]) -> LearnSpec:
-    """Return the spec with local paths absolute; hub ids and URLs stay as they are."""
-    data, study = spec.data, spec.self_study
-    model = _with_local_model(spec.model, place_of(("model", "path"), places).directory)
-
-    def local(value: str, *key: str) -> str:
-        return str(_absolute(value, place_of(key, places).directory))
-
-    if data.path is not None and not data.path.startswith(("http://", "https://")):
-        several = data.path.split(os.pathsep) if data.source == "documents" else [data.path]
-        paths = os.pathsep.join(local(path, "data", "path") for path in several)
-        data = data.model_copy(update={"path": paths})
-    if data.questions is not None:
-        questions = local(data.questions, "data", "questions")
-        data = data.model_copy(update={"questions": questions})
-    if study is not None and study.rows is not None:
-        study = study.model_copy(update={"rows": local(study.rows, "self_study", "rows")})
-    return spec.model_copy(update={"model": model, "data": data, "self_study": study})
-
-
-def _with_local_model(model: ModelSpec, directory: Path) -> ModelSpec:
-    local = _absolute(model.path, directory)
-    if model.path.startswith((".", "/", "~")) or local.is_dir():
-        return model.model_copy(update={"path": str(local)})
-    return model
+def _local(section: BaseModel, key: str, path: str, directory: Path) -> str:
+    parts = [path]
+    if isinstance(section, ModelSpec):
+        if not path.startswith((".", "/", "~")) and not _absolute(path, directory).is_dir():
+            return path
+    elif isinstance(section, DataSpec) and key == "path":
+        if path.startswith(("http://", "https://")):
+            return path
+        parts = path.split(os.pathsep) if section.source == "documents" else parts
+    return os.pathsep.join(str(_absolute(part, directory)) for part in parts)
 
 
 def _absolute(path: str, directory: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import SpecSection, broken
+from protocols.spec.base import SpecSection, bounded, broken
 from protocols.spec.environment import EnvironmentSpec
 
 
@@ -137,13 +137,7 @@ class DpoSpec(SpecSection):
         default=8, ge=1, description="steps after its rollout at which a pair is given up"
     )
 
-    @field_validator("max_age")
-    @classmethod
-    def _outlives_the_lag(cls, value: int, info: ValidationInfo) -> int:
-        lag = info.data.get("lag")
-        if lag is not None and value < lag:
-            raise broken(f"must be >= lag ({lag})", "no pair would ever join: raise it")
-        return value
+    _outlives_the_lag = bounded("max_age", ">=", "lag", "no pair would ever join: raise it")
 
 
 class ObjectiveSpec(SpecSection):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from protocols.spec.base import AsTuple, SpecSection, broken, unique
+from protocols.spec.base import AsTuple, SpecSection, bounded, broken, unique
 from protocols.spec.documents import DocumentsSpec, SelfStudySpec
 from protocols.spec.objective import EpisodesSpec, LossSpec, ObjectiveSpec
 from protocols.spec.rsa import RsaSpec
@@ -147,13 +147,7 @@ class CartridgeSpec(SpecSection):
         "all of its KV, compacted to P by attention matching",
     )
 
-    @field_validator("frozen")
-    @classmethod
-    def _some_trainable(cls, value: int, info: ValidationInfo) -> int:
-        tokens = info.data.get("tokens")
-        if tokens is not None and value >= tokens:
-            raise broken(f"must be < cartridge.tokens ({tokens})", "leave tokens to train")
-        return value
+    _some_trainable = bounded("frozen", "<", "cartridge.tokens", "leave tokens to train")
 
 
 class RolloutSpec(SpecSection):
@@ -295,13 +289,7 @@ class TrainSpec(SpecSection):
         default=None, description="steps on the teacher's own text first; null: none"
     )
 
-    @field_validator("warmup_steps")
-    @classmethod
-    def _warms_up_in_time(cls, value: int, info: ValidationInfo) -> int:
-        steps = info.data.get("steps")
-        if steps is not None and value > steps:
-            raise broken(f"must be <= train.steps ({steps})", "lower it or train longer")
-        return value
+    _warms_up_in_time = bounded("warmup_steps", "<=", "train.steps", "lower it or train longer")
 
 
 class EvaluateSpec(SpecSection):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import AsTuple, SpecSection, broken
+from protocols.spec.base import AsTuple, SpecSection, bounded, broken
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 SinkName = Literal["tensorboard", "wandb", "otlp"]
@@ -28,21 +28,10 @@ class HealthSpec(SpecSection):
         default=5.0, gt=0, description="silence after which a replica is replaced, seconds"
     )
 
-    @field_validator("suspect_after_s")
-    @classmethod
-    def _outlasts_a_beat(cls, value: float, info: ValidationInfo) -> float:
-        beat = info.data.get("heartbeat_s")
-        if beat is not None and value <= beat:
-            raise broken(f"must be > health.heartbeat_s ({beat:g})", "wait for two beats at least")
-        return value
-
-    @field_validator("dead_after_s")
-    @classmethod
-    def _outlasts_suspicion(cls, value: float, info: ValidationInfo) -> float:
-        suspect = info.data.get("suspect_after_s")
-        if suspect is not None and value <= suspect:
-            raise broken(f"must be > health.suspect_after_s ({suspect:g})", "raise it")
-        return value
+    _outlasts_a_beat = bounded(
+        "suspect_after_s", ">", "health.heartbeat_s", "wait for two beats at least"
+    )
+    _outlasts_suspicion = bounded("dead_after_s", ">", "health.suspect_after_s", "raise it")
 
 
 class AutoscaleSpec(SpecSection):
@@ -61,13 +50,7 @@ class AutoscaleSpec(SpecSection):
         default=60.0, ge=0, description="seconds of low load before shrinking"
     )
 
-    @field_validator("max")
-    @classmethod
-    def _holds_the_least(cls, value: int, info: ValidationInfo) -> int:
-        least = info.data.get("min")
-        if least is not None and value < least:
-            raise broken(f"must be >= min ({least})", "raise it")
-        return value
+    _holds_the_least = bounded("max", ">=", "min", "raise it")
 
 
 class ControlSpec(SpecSection):

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from protocols.spec.base import AsTuple, SpecSection, broken
+from protocols.spec.base import AsTuple, SpecSection, broken, repeated
 
 Provider = Literal["openai", "anthropic"]
 OFFICIAL_URLS: dict[Provider, str] = {
@@ -154,9 +154,8 @@ class ReplaySpec(SpecSection):
     def _have_names_of_their_own(
         cls, value: tuple[ReplayTeacherSpec, ...]
     ) -> tuple[ReplayTeacherSpec, ...]:
-        names = [teacher.name for teacher in value]
-        if twice := sorted({n for n in names if names.count(n) > 1}):
-            raise broken("must have names of their own", f"rename the second {twice[0]}")
+        if twice := repeated([teacher.name for teacher in value]):
+            raise broken("must have names of their own", f"rename the second {twice}")
         return value
 
     @field_validator("quorum")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class YamlDocument:
     """Hold values and their locations: `places` has every key and list item; `()` is the file."""
 
     values: dict[str, Any]
-    places: Mapping[Key, SourceLocation]
+    places: dict[Key, SourceLocation]
 
 
 _CORE_TYPES: tuple[tuple[str, str, str], ...] = (  # (tag, pattern, first characters)
@@ -61,9 +61,8 @@ class YamlLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's stubs
-            raise yaml.MarkedYAMLError(
-                problem=f"the alias *{event.anchor} is not read here; write the value out",
-                problem_mark=event.start_mark,
+            raise _refusal(
+                f"the alias *{event.anchor} is not read here; write the value out", event
             )
         return super().compose_node(parent, index)
 
@@ -188,32 +187,28 @@ def _build(loader: YamlLoader, node: yaml.Node, key: Key, places: dict[Key, Sour
         for key_node, value_node in node.value:
             name = key_node.value
             if not isinstance(key_node, yaml.ScalarNode) or not key_node.tag.endswith(":str"):
-                raise yaml.MarkedYAMLError(
-                    problem="a key is not text; quote it or remove it",
-                    problem_mark=key_node.start_mark,
-                )
+                raise _refusal("a key is not text; quote it or remove it", key_node)
             child = (*key, name)
             if name in mapping:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {name} is given twice, first on line {places[child].line}; "
-                    "remove one",
-                    problem_mark=key_node.start_mark,
+                first = places[child].line
+                raise _refusal(
+                    f"key {name} is given twice, first on line {first}; remove one", key_node
                 )
-            places[child] = SourceLocation(
-                here.source, key_node.start_mark.line + 1, here.directory
-            )
+            places[child] = replace(here, line=key_node.start_mark.line + 1)
             mapping[name] = _build(loader, value_node, child, places)
         return mapping
     if isinstance(node, yaml.SequenceNode):
         items = []
         for index, item in enumerate(node.value):
             child = (*key, index)
-            places[child] = SourceLocation(here.source, item.start_mark.line + 1, here.directory)
+            places[child] = replace(here, line=item.start_mark.line + 1)
             items.append(_build(loader, item, child, places))
         return items
     try:
         return loader.construct_object(node)
     except ValueError:  # an integer of thousands of digits
-        raise yaml.MarkedYAMLError(
-            problem="a number is too long; shorten it", problem_mark=node.start_mark
-        ) from None
+        raise _refusal("a number is too long; shorten it", node) from None
+
+
+def _refusal(problem: str, at: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)

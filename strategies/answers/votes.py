@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from strategies.answers.extract import Form, clustered
 
@@ -23,9 +22,6 @@ class AnswerVote:
     answer: str
     weight: float
     traces: tuple[int, ...]
-
-    def plain(self) -> dict[str, Any]:
-        return {"answer": self.answer, "weight": self.weight, "traces": list(self.traces)}
 
 
 async def tally(

@@ -1,4 +1,4 @@
-"""Run recursive self-aggregation over any `Sampler`.
+"""Run recursive self-aggregation over any `Sampler`, by itself or as a strategy of the catalogue.
 
     step 0        M * N times the question                        -> population 0
     step t        for every slot K parents -> aggregation prompt  -> population t
@@ -17,12 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from pydantic import Field
+from pydantic_core import to_jsonable_python
+
 from protocols.errors import DataError
+from protocols.spec.base import SpecSection
 from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 from strategies.answers.extract import extract
 from strategies.answers.votes import AnswerVote, tally
-from strategies.problem import StrategyProblem
+from strategies.problem import StrategyProblem, StrategyResult
 from strategies.rsa.islands import Parents, RSAShape
 from strategies.rsa.populations import METRICS, RSAPopulation, ask, chosen_of, measure
 from strategies.rsa.prompts import as_task
@@ -192,3 +196,26 @@ async def _ended(
     votes = tuple(await tally(last.answers, question.form))
     metrics = measure(last.scores, chosen_of(votes)) if last.scores else None
     return RSARun(text, tuple(populations), votes, metrics, ended)
+
+
+class RecursiveSelfAggregation(SpecSection):
+    """Evolve M islands of N candidates, each made of K, over T populations; the last one votes."""
+
+    M: int = Field(default=1, ge=1, description="islands, a power of two")
+    N: int = Field(default=4, ge=1, description="candidates of an island")
+    K: int = Field(default=2, ge=1, description="candidates that are aggregated into one")
+    T: int = Field(default=3, ge=1, description="populations, the first included")
+
+    async def solve(self, meter: TokenBudget, question: StrategyProblem) -> StrategyResult:
+        """Return the majority's response. Raises DataError for inconsistent numbers, BudgetSpent
+        without a first population."""
+        shape = RSAShape(self.M, self.N, self.K, self.T)
+        (run,) = await evolve(meter, [question], shape)
+        if not run.populations:
+            raise BudgetSpent("no token is left for a first population")
+        last, slot = run.populations[-1], run.chosen or 0
+        details = to_jsonable_python({"populations": run.populations, "votes": run.votes})
+        reason = run.finish_reason or last.finish_reasons[slot]
+        return StrategyResult(
+            last.texts[slot], run.answer, meter.spent, reason, last.token_ids[slot], details
+        )

@@ -1,25 +1,28 @@
-"""Write a population's prompts, choose its majority, and compute metrics and reward of a run.
+"""Judge a population, write the prompts of the next, and compute metrics and reward of a run.
+
+AggregationInput --judge--> candidates --vote--> chosen
+                 --draw parents--> prompts of the next population       -> JudgedPopulation
 
 metrics    mean_accuracy   share of a population that scores 1 or more
            majority_vote   1 if the most frequent answer scores 1 or more
            pass_at_n       1 if any candidate does
 reward     metric of the last population + greedy_weight * mean score of all T * M * N
-
-The module does no I/O.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
+from protocols.errors import DataError
+from protocols.rsa import AggregationInput, JudgedCandidate, JudgedPopulation, RSAProblem
 from strategies.answers.extract import Form
-from strategies.answers.votes import AnswerVote
+from strategies.answers.votes import AnswerVote, tally
 from strategies.rsa.islands import Parents, RSAShape, draw_parents
 from strategies.rsa.prompts import aggregation_prompt, opening_prompt
 
+Judge = Callable[[RSAProblem, Sequence[str]], Awaitable[Sequence[JudgedCandidate]]]
 METRICS = ("mean_accuracy", "majority_vote", "pass_at_n")
 
 
@@ -42,21 +45,6 @@ class RSAPopulation:
     answers: tuple[str | None, ...]
     scores: tuple[float, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return {
-            "step": self.step,
-            "islands": self.islands,
-            "ids": list(self.ids),
-            "prompts": list(self.prompts),
-            "parents": [list(slots) for slots in self.parents],
-            "texts": list(self.texts),
-            "token_ids": [list(ids) for ids in self.token_ids],
-            "finish_reasons": list(self.finish_reasons),
-            "answers": list(self.answers),
-            "scores": list(self.scores),
-        }
-
 
 def ask(
     question: str, previous: Sequence[str], shape: RSAShape, step: int, task: Form, stream: str
@@ -68,6 +56,30 @@ def ask(
         return (opening_prompt(question, task),) * shape.slots, parents
     prompts = (aggregation_prompt(question, [previous[p] for p in own], task) for own in parents)
     return tuple(prompts), parents
+
+
+async def aggregate(
+    standing: AggregationInput, shape: RSAShape, task: Form, judge: Judge
+) -> JudgedPopulation:
+    """Return the last population judged, and the next one's prompts; none after the last of T.
+
+    Equal inputs give equal results in any process. Raises DataError for a `standing` that does not
+    fit.
+    """
+    step, texts, problem = standing.step, standing.texts, standing.problem
+    if not 0 <= step <= shape.T or len(texts) != (shape.slots if step else 0):
+        raise DataError(
+            f"rsa: {standing.name} stands before population {step} with {len(texts)} texts; there "
+            f"are {shape.T} populations of {shape.slots}, and none before the first"
+        )
+    candidates, chosen = tuple[JudgedCandidate, ...](), None
+    if step:
+        candidates = tuple(await judge(problem, texts))
+        chosen = chosen_of(await tally([c.answer for c in candidates], task))
+    if step == shape.T:
+        return JudgedPopulation(candidates, chosen)
+    prompts, parents = ask(problem.question, texts, shape, step, task, standing.stream)
+    return JudgedPopulation(candidates, chosen, prompts, parents)
 
 
 def chosen_of(votes: Sequence[AnswerVote]) -> int | None:

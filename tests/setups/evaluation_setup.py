@@ -14,7 +14,7 @@ from torch import Tensor
 from learning.checkpoint import Checkpoint, write_checkpoint
 from learning.decoding.generate import generate
 from learning.model.loading import document_kv, load_model, load_tokenizer
-from protocols.spec.evaluation import EvalSpec
+from protocols.spec.experiments import EvalSpec
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec

@@ -33,7 +33,7 @@ from serving.backend import OnTokens, StrategyCatalog
 from serving.request import ServingRequest, StrategyRequest
 from serving.request_parsing import RequestLimits
 from serving.tokenization import Tokenization
-from strategies.result import StrategyResult
+from strategies.problem import StrategyResult
 from strategies.samplers.token_budget import TokenSpend
 
 READER = Path(__file__).parents[2] / "models/clinic-reader"

@@ -9,7 +9,7 @@ from scripted_sampler import Babbler
 
 from protocols.teacher_replay import AgentMessage
 from strategies.catalog import STRATEGIES, parse, run
-from strategies.result import StrategyResult
+from strategies.problem import StrategyResult
 
 ASKED = (AgentMessage("user", "what is it?"),)
 SMALL: dict[str, dict[str, Any]] = {

@@ -29,7 +29,7 @@ from protocols.records.intervals import (
 )
 from protocols.records.run_files import Agreement
 from protocols.seeds import stream_seed
-from protocols.spec.evaluation import EvalSpec
+from protocols.spec.experiments import EvalSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from training.evaluation.questions import EvalQuestion, EvalSuite, QuestionReading
 from training.recipes.agreement import HeldOutQuestion, StudyQuestion, compared

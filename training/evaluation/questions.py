@@ -28,7 +28,7 @@ from environments.clinic.vocabulary import FIELDS
 from environments.renderer import NO_DOCUMENT, ChatRenderer
 from protocols.errors import DataError
 from protocols.files import REPOSITORY
-from protocols.spec.evaluation import EvalSpec
+from protocols.spec.experiments import EvalSpec
 from protocols.spec.learn import LearnSpec
 from protocols.teacher_replay import AgentMessage
 from services.run_directory import RunDirectory

@@ -16,10 +16,10 @@ from typing import Any
 
 from environments.clinic.prompts import parse_answer
 from protocols.records.intervals import mean_interval, wilson_interval
-from protocols.spec.frontier import FrontierArm, FrontierSpec
+from protocols.spec.experiments import FrontierArm, FrontierSpec
 from protocols.teacher_replay import AgentMessage
 from strategies.catalog import Strategy, parse, run
-from strategies.result import StrategyResult
+from strategies.problem import StrategyResult
 from strategies.samplers.sampler import Sampler
 from training.recipes.longhealth_prompts import LongHealthQuestion
 

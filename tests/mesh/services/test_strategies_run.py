@@ -29,7 +29,7 @@ from protocols.types import Completion, GenerateRequest, PrefixRef
 from services.mesh import open_generators
 from serving.pool_backend import PoolBackend
 from strategies.catalog import STRATEGIES, parse, run
-from strategies.result import StrategyResult
+from strategies.problem import StrategyResult
 from strategies.samplers.sampler import Sampler
 from strategies.samplers.token_sampler import TokenSampler
 

@@ -9,7 +9,7 @@ from scripted_sampler import Scripted, Word, by_name, words
 from protocols.teacher_replay import AgentMessage
 from strategies.adaptive import AdaptiveScaling, Momentum
 from strategies.catalog import parse, run
-from strategies.result import StrategyResult
+from strategies.problem import StrategyResult
 from strategies.samplers.sampler import SampleRequest
 
 ASKED = (AgentMessage("user", "what is it?"),)

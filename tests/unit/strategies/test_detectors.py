@@ -33,7 +33,7 @@ def steps_of(
     stepper = StepSampler(TokenBudget(Scripted(goes_on)), question, detector)  # type: ignore[arg-type]
     paths = [StepPath()]
     while paths[-1].state == "on":
-        ((longer,),) = asyncio.run(stepper.candidates([paths[-1]], 1, "step"))
+        ((longer,),) = asyncio.run(stepper.sample([paths[-1]], 1, "step"))
         paths.append(longer)
     assert paths[-1].token_ids == tuple(w.id for w in said[: paths[-1].tokens])
     assert text.startswith(paths[-1].text)

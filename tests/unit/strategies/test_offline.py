@@ -11,10 +11,9 @@ from protocols.errors import DataError
 from protocols.teacher_replay import AgentMessage
 from strategies.answers.extract import Form
 from strategies.catalog import Strategy, run
-from strategies.confidence import group_confidences, token_confidences
-from strategies.deepconf import DeepConf
+from strategies.deepconf import DeepConf, group_confidences, token_confidences
 from strategies.offline import ChainOfThought, SelfConsistency
-from strategies.result import StrategyResult
+from strategies.problem import StrategyResult
 from strategies.samplers.sampler import ABILITIES, Sampler
 
 ASKED = (AgentMessage("user", "what is it?"),)

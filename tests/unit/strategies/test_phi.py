@@ -14,7 +14,7 @@ from protocols.teacher_replay import AgentMessage
 from strategies.answers.text_clusters import text_clusters, tf_idf
 from strategies.catalog import parse, run
 from strategies.phi import PhiDecoding, sample, weigh, width
-from strategies.result import StrategyResult
+from strategies.problem import StrategyResult
 
 ASKED = (AgentMessage("user", "what is it?"),)
 

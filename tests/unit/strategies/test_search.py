@@ -10,8 +10,7 @@ from scripted_sampler import Babbler, Scripted, Word, by_name, words
 from protocols.errors import DataError
 from protocols.teacher_replay import AgentMessage
 from strategies.catalog import Strategy, parse, run
-from strategies.problem import Judge
-from strategies.result import StrategyResult
+from strategies.problem import Judge, StrategyResult
 from strategies.samplers.sampler import ABILITIES, Sampler, SampleRequest
 from strategies.search import BeamSearch, BestOfN
 

@@ -16,7 +16,7 @@ from forge_run.experiments.table import plots, positions, table
 from forge_run.experiments.trials import Trial
 from protocols.errors import RunError
 from protocols.records.run_files import ArmResult, RunResults
-from protocols.spec.sweep import SweepSpec
+from protocols.spec.experiments import SweepSpec
 from protocols.spec.yaml_source import dump_yaml
 from services.run_directory import RunDirectory
 

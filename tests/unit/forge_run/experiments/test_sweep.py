@@ -11,8 +11,8 @@ import pytest
 from forge_run.experiments.sweep import at_once, planned
 from forge_run.experiments.trials import Trial
 from protocols.errors import SpecError
+from protocols.spec.experiments import SweepSpec
 from protocols.spec.loading import load_file
-from protocols.spec.sweep import SweepSpec
 
 REPOSITORY = Path(__file__).parents[4]
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from strategies.answers.votes import surest, tally
-from strategies.confidence import group_confidences, token_confidences, trace_confidence
+from strategies.deepconf import group_confidences, token_confidences, trace_confidence
 
 
 def test_missing_answers_never_vote_and_ties_go_to_the_earliest() -> None:

@@ -10,8 +10,8 @@ import pytest
 from protocols.errors import DataError
 from protocols.rsa import AggregationInput, JudgedCandidate, JudgedPopulation, RSAProblem
 from strategies.answers.extract import extract
-from strategies.rsa.aggregator import aggregate
 from strategies.rsa.islands import RSAShape, draw_parents
+from strategies.rsa.populations import aggregate
 from strategies.rsa.prompts import aggregation_prompt, opening_prompt
 
 SHAPE = RSAShape(M=1, N=3, K=2, T=2)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forge_run.commands.evaluate import SPEC, evaluate
 from protocols.errors import CheckpointError, DataError, SpecError
-from protocols.spec.evaluation import EvalSpec
+from protocols.spec.experiments import EvalSpec
 from protocols.spec.loading import load_file, load_spec
 from protocols.teacher_replay import AgentMessage
 from services.run_directory import RunDirectory

@@ -11,7 +11,7 @@ import pytest
 from environments.clinic.longhealth import PatientQuestion
 from protocols.errors import DataError, SpecError
 from protocols.records.intervals import student_t95, wilson_interval
-from protocols.spec.frontier import FrontierArm, FrontierSpec
+from protocols.spec.experiments import FrontierArm, FrontierSpec
 from protocols.spec.loading import load_file
 from strategies.catalog import parse
 from strategies.samplers.sampler import ABILITIES, SampleRequest, SampleResult

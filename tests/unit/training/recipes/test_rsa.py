@@ -19,8 +19,8 @@ from protocols.rsa import AggregationInput, JudgedCandidate, RSAProblem
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
 from protocols.types import Completion, GenerateRequest, TrainStepOutput
-from strategies.rsa.aggregator import aggregate
 from strategies.rsa.islands import RSAShape
+from strategies.rsa.populations import aggregate
 from training.recipes.accuracy import aggregation_gain
 from training.recipes.registry import open_course
 from training.recipes.rsa import RSARecipe, RSARollout
