@@ -34,7 +34,7 @@ class ModelSource:
 
     `documents` maps a document's name to its token ids from position 0 (chat template included);
     `max_kv_bytes` bounds the KV of documents on the model's device, and `host_kv_bytes` their KV in
-    host memory beside a GPU. `device` is "cpu" or "cuda" (`learning.model.device`).
+    host memory beside a GPU. `device` is "cpu" or "cuda" (`learning.model.loading.claim_device`).
     """
 
     path: str
@@ -49,8 +49,7 @@ class ModelSource:
     def load(self) -> PreTrainedModel:
         """Return the model on its device. Raises DataError without a model, SpecError without a
         GPU."""
-        from learning.model.device import claim_device
-        from learning.model.loading import load_model
+        from learning.model.loading import claim_device, load_model
 
         return load_model(self.path, self.dtype, claim_device(self.device))
 
@@ -167,12 +166,6 @@ def warm_up(path: str, dtype: str) -> None:
         load_model(path, dtype)
     finally:
         gc.enable()
-
-
-def fresh_key(stem: str) -> str:
-    """Return a unique key of the tensor plane, even when a call is repeated after its replica died.
-    Keys affect no result, so their suffix need not come from a seeded generator."""
-    return f"{stem}/{uuid.uuid4().hex[:12]}"
 
 
 def gpus_here() -> int:

@@ -23,8 +23,8 @@ from torch import Tensor
 from actors.base import VLLM_REMEDY, ModelSource, missing_vllm
 from actors.engine_thread import Engine, EngineThread
 from learning.decoding.engine import TorchEngine
-from learning.model.document_kv import DocumentKVCache
-from learning.model.loading import document_kv, flush_denormals, text_of
+from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.model.loading import flush_denormals, text_of
 from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
 from protocols.spec.sections import GeneratorSpec

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from learning.cartridge.versions import VersionLedger
+from learning.cartridge.bank import VersionLedger
 from protocols.errors import ForgeError, PublishError
 from protocols.types import Completion, EngineReport, GenerateRequest, TokenChunk, refused
 

@@ -16,16 +16,14 @@ from typing import Any
 import torch
 from monarch.actor import endpoint
 
-from actors.base import ModelSource, RankPlace, fresh_key
-from actors.model_actor import ModelActor
+from actors.base import ModelSource, RankPlace
+from actors.model_actors import ModelActor
 from learning.cartridge.initialization import CartridgeInit, InitSource, initial_bank
 from learning.checkpoint import read_checkpoint
-from learning.model.device import claim_device
-from learning.model.distributed import join
-from learning.model.document_kv import DocumentKVCache
-from learning.model.fsdp import shard_base
-from learning.model.loading import document_kv, load_model, text_ids
-from learning.teacher_logprobs import TeacherDistribution, joined, of_stored
+from learning.model.distributed import join, shard_base
+from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.model.loading import claim_device, load_model, text_ids
+from learning.scoring import TeacherDistribution, joined, of_stored
 from learning.trainer import CartridgeTrainer
 from protocols.errors import PlaneError
 from protocols.spec.learn import LearnSpec
@@ -151,8 +149,8 @@ class TrainerActor(ModelActor):
         if not self._ranks.leads:
             return None
         names, kv = self._trainer.snapshot(version)
-        key = fresh_key(f"cartridges/{version}")
-        return CartridgeSnapshot(version, names, await self._plane.put(key, {"kv": kv}))
+        packet = await self._put(f"cartridges/{version}", {"kv": kv})
+        return CartridgeSnapshot(version, names, packet)
 
     @endpoint
     async def save(self, directory: str, position: dict[str, Any], version: int) -> str:

@@ -32,19 +32,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import arguments, provenance, write
+from learning.cartridge.composition import composed
 from learning.cartridge.initialization import CartridgeInit, InitSource, initial_bank
-from learning.decoding.generate import generate
-from learning.model.document_kv import DocumentKVCache
-from learning.model.loading import (
-    document_kv,
-    flush_denormals,
-    load_model,
-    load_tokenizer,
-    text_ids,
-)
-from learning.model.rope import composed
-from learning.scoring import prefixes_of, score_kept
-from learning.teacher_logprobs import TeacherDistribution
+from learning.decoding.decode_batch import generate
+from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.model.loading import flush_denormals, load_model, load_tokenizer, text_ids
+from learning.scoring import TeacherDistribution, prefixes_of, score_kept
 from learning.trainer import CartridgeTrainer
 from protocols.records.intervals import wilson_interval
 from protocols.spec.learn import LearnSpec
@@ -52,8 +45,12 @@ from protocols.spec.loading import load_spec
 from protocols.spec.sections import Init
 from protocols.train_batch import TrainBatch
 from protocols.types import GenerateRequest, PrefixRef, composed_ref
-from training.recipes.accuracy import measure
-from training.recipes.longhealth_prompts import LongHealthPrompts, LongHealthQuestion, read_patients
+from training.recipes.longhealth import (
+    LongHealthPrompts,
+    LongHealthQuestion,
+    measure,
+    read_patients,
+)
 from training.rollouts import as_rollout
 
 # The order of prefixes, from a ring of documents that starts with the question's own.

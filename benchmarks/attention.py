@@ -31,8 +31,9 @@ from benchmarks.reference.seed_step import KEEP_TOP
 from benchmarks.step import CONFIG, MODEL, samples_of
 from benchmarks.step_gpu import SETTINGS, random_model
 from learning.model import attention
-from learning.model.attention import CACHED_SCORE_BYTES, SCORE_BYTES, PrefixContext
-from learning.model.loading import document_kv, flush_denormals, hidden_states, load_model
+from learning.model.attention import CACHED_SCORE_BYTES, SCORE_BYTES, PrefixContext, hidden_states
+from learning.model.document_kv import document_kv
+from learning.model.loading import flush_denormals, load_model
 from learning.scoring import score_kept
 
 SHAPE = SETTINGS["tiny"].shape

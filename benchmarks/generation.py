@@ -111,7 +111,8 @@ def backends(tokens: int) -> dict[str, Backend]:
     from transformers import AutoModelForCausalLM
 
     from learning.decoding.engine import TorchEngine
-    from learning.model.loading import document_kv, flush_denormals, load_model
+    from learning.model.document_kv import document_kv
+    from learning.model.loading import flush_denormals, load_model
     from protocols.spec.sections import GeneratorSpec
 
     torch.set_num_threads(1)

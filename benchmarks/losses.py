@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.record import arguments, provenance, write
 from learning.losses.doc_kl import doc_kl_tokens
 from learning.losses.sdpo import sdpo_tokens
-from learning.model.chunked_logits import ChunkedLogits, Reader, chunk_tokens, token_logprobs
-from learning.teacher_logprobs import TeacherDistribution, top_k
+from learning.packing import ChunkedLogits, Reader, chunk_tokens, token_logprobs
+from learning.scoring import TeacherDistribution, top_k
 from protocols.spec.objective import LossSpec, SdpoSpec
 
 COLUMNS = ("forward_ms", "backward_ms", "tensors_mb", "process_mb", "makes", "differs")

@@ -20,13 +20,14 @@ from actors.base import keep_freed_memory
 from benchmarks.record import ROOT, arguments, provenance, write
 from environments.clinic.prompts import option_prompt
 from environments.renderer import ChatRenderer
-from learning.decoding.generate import generate
-from learning.model.loading import document_kv, flush_denormals, load_model, load_tokenizer
+from learning.decoding.decode_batch import generate
+from learning.model.document_kv import document_kv
+from learning.model.loading import flush_denormals, load_model, load_tokenizer
 from protocols.spec.sections import DataSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from strategies.rsa.engine import RSAEngine
 from strategies.samplers.token_sampler import TokenSampler
-from training.recipes.longhealth_prompts import read_patients
+from training.recipes.longhealth import read_patients
 
 MODEL = ROOT / "models" / "clinic-panel"
 

@@ -45,9 +45,9 @@ STEP = 0.01
 # Imports of the server before it starts a process, and a generator's work before it is ready.
 ALONE = {
     "door's imports": "import forge_run.commands.serve, services.roles, serving.app, uvicorn",
-    "generator's imports": "import actors.generator, transformers.models.llama.modeling_llama",
+    "generator's imports": "import actors.model_actors, transformers.models.llama.modeling_llama",
     "generator's imports and model": (
-        "import actors.generator; from learning.model.loading import load_model; "
+        "import actors.model_actors; from learning.model.loading import load_model; "
         "load_model('models/clinic-reader')"
     ),
 }

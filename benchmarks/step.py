@@ -28,12 +28,11 @@ from actors.base import keep_freed_memory
 from benchmarks.record import ROOT, arguments, provenance, write
 from benchmarks.reference.seed_step import KEEP_TOP, SeedPhases, load_plain, seed_step
 from learning.cartridge.bank import CartridgeBank, first_tokens
-from learning.decoding.generate import generate
-from learning.model.document_kv import DocumentKVCache
-from learning.model.loading import document_kv, flush_denormals, load_model
-from learning.scoring import prefixes_of, score_kept
+from learning.decoding.decode_batch import generate
+from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.model.loading import flush_denormals, load_model
+from learning.scoring import TeacherDistribution, prefixes_of, score_kept
 from learning.step import new_optimizer
-from learning.teacher_logprobs import TeacherDistribution
 from learning.trainer import CartridgeTrainer
 from protocols.spec.sections import TrainSpec
 from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling

@@ -4,7 +4,7 @@
     python -m benchmarks.step_gpu --shape tiny        # a CPU: the same code in seconds
     python -m benchmarks.step_gpu --shape 3b --dry    # no GPU: the 3B step counted on fake tensors
 
-    rollout   learning.decoding.generate.generate over the shared cartridge
+    rollout   learning.decoding.decode_batch.generate over the shared cartridge
     teacher   learning.scoring.score_kept on the document's cached KV, the top 20 kept
     student   learning.step.train_step: forward, backward, optimiser
     publish   one packed snapshot through the tensor plane to a reader's device
@@ -45,16 +45,15 @@ from forge_run.formatting import bytes_text, count_text, seconds_text
 from forge_run.plan import roofline
 from forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost, Workload
 from learning.cartridge.bank import CartridgeBank
-from learning.decoding.generate import generate
+from learning.decoding.decode_batch import generate
 from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
-from learning.model.attention import DecodeCache, PrefixContext, register
-from learning.model.document_kv import DocumentKVCache
-from learning.model.loading import document_kv, flush_denormals, hidden_states, kv_shape
+from learning.model.attention import DecodeCache, PrefixContext, hidden_states, kv_shape, register
+from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.model.loading import flush_denormals
 from learning.packing import pack, response_logits
-from learning.scoring import prefixes_of, score_kept
+from learning.scoring import TeacherDistribution, prefixes_of, score_kept
 from learning.step import new_optimizer, train_step
-from learning.teacher_logprobs import TeacherDistribution
 from protocols.ports import TensorPlane
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import ShapeSpec

@@ -41,7 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.base import ModelSource, bootstrap
 from actors.engine_generator import EngineGeneratorActor
-from actors.generator import GeneratorActor
+from actors.model_actors import GeneratorActor
 from benchmarks.record import ROOT, arguments, processor_seconds, provenance, write
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import CartridgeSnapshot, GenerateRequest, PrefixRef, Sampling

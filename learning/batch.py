@@ -9,8 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from learning.losses.channel import LossChannel
-from learning.micro_batch import ChannelTokens, Item, MicroBatch
+from learning.losses.channel import ChannelTokens, Item, LossChannel, MicroBatch
 from learning.packing import PackedRows, text_of
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample

@@ -1,4 +1,4 @@
-"""Score given response tokens over given prefixes, without gradient.
+"""Score given response tokens over given prefixes, without gradient: a teacher's distributions.
 
 The document teacher reads a document's KV. The hinted teacher, references and older versions of the
 student read a cartridge's. Results are in sample order, response token by response token.
@@ -6,19 +6,19 @@ student read a cartridge's. Results are in sample order, response token by respo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from learning.losses.dpo import is_stale, summed_by_pair
-from learning.model.chunked_logits import ChunkedLogits
+from learning.cartridge.composition import stack_prefixes
 from learning.model.document_kv import DocumentKVCache
-from learning.packing import pack, response_tokens, stack_prefixes
-from learning.teacher_logprobs import top_k
-from protocols.train_batch import PreferencePair, completions
+from learning.packing import ChunkedLogits, pack, response_tokens
+from protocols.train_batch import PrecomputedScores
 from protocols.types import Sample
 
 if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
@@ -62,7 +62,7 @@ def score_kept(
     keep_top: int | None,
 ) -> dict[str, Tensor]:
     """Return the tensors to store of `score_over`'s logits: the top entries of each token, or all
-    for None. `learning.teacher_logprobs.TeacherDistribution(**score_kept(...))` reads them. For top
+    for None. `TeacherDistribution(**score_kept(...))` reads them. For top
     entries at most LOGIT_BYTES of logits exist at a time."""
     if keep_top is None:
         return {"logits": score_over(model, samples, prefixes, row_tokens)}
@@ -84,30 +84,6 @@ def response_logprobs(
     return tokens.logprobs(slice(0, len(tokens.targets)))
 
 
-def with_references(
-    model: PreTrainedModel,
-    pairs: Sequence[PreferencePair],
-    prefixes: Mapping[str, Tensor],
-    row_tokens: int,
-    version: int,
-    max_age: int | None,
-) -> list[PreferencePair]:
-    """Return the pairs in their order. A stale reference is computed anew under `version`, whose
-    cartridges are `prefixes`."""
-    stale = [p for p in pairs if is_stale(p, version, max_age)]
-    if not stale:
-        return list(pairs)
-    logprobs = response_logprobs(model, completions(stale), prefixes, row_tokens)
-    chosen, rejected = summed_by_pair(logprobs, stale)
-    fresh = iter(
-        [
-            replace(p, ref_chosen=c, ref_rejected=r, ref_version=version)
-            for p, c, r in zip(stale, chosen.tolist(), rejected.tolist(), strict=True)
-        ]
-    )
-    return [next(fresh) if is_stale(p, version, max_age) else p for p in pairs]
-
-
 def _scored(
     model: PreTrainedModel,
     samples: Sequence[Sample],
@@ -119,3 +95,65 @@ def _scored(
     packed = pack(samples, {name: kv.shape[3] for name, kv in prefixes.items()}, row_tokens)
     kv, lengths = stack_prefixes([prefixes[name] for name in packed.names])
     return response_tokens(model, packed, kv, lengths, logit_bytes=logit_bytes)
+
+
+def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k most likely tokens and their log-probabilities: ([N, k] int32, [N, k]
+    float32)."""
+    found = F.log_softmax(logits.float(), dim=-1).topk(min(k, logits.shape[-1]), dim=-1)
+    return found.indices.int(), found.values
+
+
+@dataclass(frozen=True)
+class TeacherDistribution:
+    """Hold the teacher's distribution at N response tokens: `logits` [N, V], or its top k
+    (`indices`, `logprobs` [N, k], log-probabilities under the whole vocabulary)."""
+
+    logits: Tensor | None = None
+    indices: Tensor | None = None
+    logprobs: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        one = self.logits if self.logits is not None else self.logprobs
+        assert one is not None
+        return len(one)
+
+    def rows(self, which: slice | Tensor) -> TeacherDistribution:
+        """Return the distribution at some of the tokens: a slice, or indices [n]."""
+        return self._each(lambda x: x[which])
+
+    def to(self, device: torch.device) -> TeacherDistribution:
+        """Return a copy on the student's device. Scores arrive from the tensor plane on the host
+        and are moved to the device a chunk of tokens at a time."""
+        return self._each(lambda x: x.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TeacherDistribution:
+        held = (self.logits, self.indices, self.logprobs)
+        return TeacherDistribution(*(None if x is None else change(x) for x in held))
+
+
+def of_stored(stored: PrecomputedScores) -> TeacherDistribution:
+    """Return the distribution that was stored when a sample's text was written."""
+    indices = torch.tensor(stored.ids, dtype=torch.int32)
+    return TeacherDistribution(indices=indices, logprobs=torch.tensor(stored.logprobs))
+
+
+def joined(
+    parts: Sequence[tuple[Sequence[int], TeacherDistribution]], lengths: Sequence[int]
+) -> TeacherDistribution:
+    """Return one distribution over all samples' tokens, in sample order, from parts over some of
+    them. `lengths[i]` is the number of tokens of sample i. A part is the indices of its samples, in
+    the order of its teacher's rows: ((0, 2), T1), ((1,), T2)."""
+    if len(parts) == 1 and tuple(parts[0][0]) == tuple(range(len(lengths))):
+        return parts[0][1]
+    order = [i for samples, _ in parts for i in samples]
+    assert sorted(order) == list(range(len(lengths))), "a sample is scored once"
+    begins = dict(zip(order, accumulate((lengths[i] for i in order), initial=0), strict=False))
+    rows = torch.tensor(
+        [begins[i] + t for i, length in enumerate(lengths) for t in range(length)], dtype=torch.long
+    )
+    columns = zip(*((t.logits, t.indices, t.logprobs) for _, t in parts), strict=True)
+    return TeacherDistribution(
+        *(None if x[0] is None else torch.cat(x)[rows.to(x[0].device)] for x in columns)
+    )

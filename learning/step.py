@@ -29,10 +29,8 @@ import torch
 from learning.batch import prepare
 from learning.cartridge.bank import CartridgeBank
 from learning.cartridge.composition import prefix_lengths, prefix_name, student_kv
-from learning.losses.channel import LossChannel
-from learning.losses.terms import LossAccumulator
-from learning.model.distributed import ALONE, ProcessGroup
-from learning.model.fsdp import is_sharded
+from learning.losses.channel import LossAccumulator, LossChannel
+from learning.model.distributed import ALONE, ProcessGroup, is_sharded
 from learning.packing import check_rows, pack, response_tokens
 from protocols.errors import RunError, StaleTokenError
 from protocols.train_batch import TrainBatch

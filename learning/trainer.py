@@ -15,8 +15,8 @@ from learning.checkpoint import Checkpoint, read_state, write_checkpoint, write_
 from learning.losses.objective import active_channels
 from learning.model.distributed import ALONE, ProcessGroup
 from learning.model.loading import base_hash
+from learning.scoring import TeacherDistribution
 from learning.step import LearningRateSchedule, new_optimizer, train_step
-from learning.teacher_logprobs import TeacherDistribution
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
@@ -56,7 +56,7 @@ class CartridgeTrainer:
         self.model = model
         self.spec = spec
         self._objective = objective or ObjectiveSpec()
-        self._loss = loss
+        self._channels = active_channels(self._objective, loss)
         self._publish_dtype = publish_dtype
         self._ranks = ranks
         self.bank = bank
@@ -113,7 +113,7 @@ class CartridgeTrainer:
                 self.bank,
                 self._optimizer,
                 batch,
-                active_channels(self._objective, self._loss, self._step),
+                [now for c in self._channels if (now := c.at(self._step)).weight],
                 lr=self._schedule.at(self._step),
                 clip=self.spec.clip,
                 row_tokens=self.spec.row_tokens,

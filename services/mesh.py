@@ -57,17 +57,13 @@ class Mesh:
     """
 
     def __init__(self, service: Service, spec: RunSpec) -> None:
-        self.service = service
+        self.service, self.pools = service, service.pools
         self.plane: OwnedPlane | None = None
         self.plane_life = -1
         self.refill: Callable[[], Awaitable[None]] | None = None
         self._lives = itertools.count()
         self._kind = spec.mesh.plane
         self._timeout_s = spec.mesh.call_timeout_s
-
-    @property
-    def pools(self) -> dict[str, Pool]:
-        return self.service.pools
 
     async def open_plane(self, store: Replica | None = None) -> None:
         """Open the plane in the store's process (TorchStore), and replace an earlier plane."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from actors.base import ModelSource
-from actors.doc_teacher import DocTeacherActor
 from actors.engine_generator import EngineGeneratorActor
 from actors.environment import EnvironmentActor
-from actors.generator import GeneratorActor
 from actors.heartbeat import StoreActor
+from actors.model_actors import DocTeacherActor, GeneratorActor, SDPOTeacherActor
 from actors.rsa_aggregator import RSAAggregatorActor
-from actors.sdpo_teacher import SDPOTeacherActor
 from actors.teacher_replay import TeacherReplayActor
 from actors.trainer import TrainerActor
 from learning.cartridge.initialization import CartridgeInit

@@ -11,23 +11,109 @@ sampled it. With staleness b > 0, rollouts of up to b later steps run beside thi
 Each is pinned to the version exactly b behind, so a run stays deterministic and no token is older
 than b; the trainer checks the age of every token again (`learning.step`). Versions here count from
 the arm's first one.
+
+Validation of step s runs beside the next step, while the generators are idle:
+
+    step s ends, its row is held  ->  rollout s + 1  ->  validation beside scoring and training
+    ->  the row is written  ->  publish s + 1
+
+The generators hold the measured version until the next publish, which waits for validation. So
+validation costs a step only the time by which it outlasts scoring and training.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
+from typing import Any
 
+from protocols.records.run_files import MetricRow
 from protocols.spec.sections import WarmStartSpec
 from services.clients import TrainerClient
 from training.recipes.base import Recipe
+from training.rollouts import Rollout, StepRecord, StepTimes, TimedGenerate
 from training.teacher_scoring import TeacherScoring, score_key, train_scored
-from training.timing import PhaseTimer, flat
-from training.types import Rollout, RunState, StepRecord, TimedGenerate
-from training.validation import OverlappedValidation
 from training.weight_sync import WeightSync
+
+
+@dataclass
+class RunState:
+    """Hold the position of a run between two steps, all of it JSON: saved with every checkpoint.
+
+    `step` steps of `arm` are done; `first_version` is the arm's version 0; `arms` holds the results
+    so far, `tokens` the tokens trained by each arm, `pending` the rollouts that ran ahead. `course`
+    is the recipe's own state, `warm` the doc_kl of every warm-start step. `warm_over` is true once
+    the warm start has ended.
+    """
+
+    arm: str = "on_policy"
+    step: int = 0
+    first_version: int = 0
+    arms: dict[str, Any] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    rollouts: int = 0
+    stale_tokens: int = 0
+    kl_first: float | None = None
+    kl_last: float | None = None
+    pending: list[dict[str, Any]] = field(default_factory=list)
+    course: dict[str, Any] = field(default_factory=dict)
+    warm: list[float] = field(default_factory=list)
+    warm_over: bool = False
+
+    @property
+    def version(self) -> int:
+        """Return the cartridge version after the steps done."""
+        return self.first_version + self.step
+
+
+class OnPolicyLoop:
+    """Run the steps of the on-policy arm. `first_version` is the arm's version 0; `watch` is called
+    with the name of each phase when it begins."""
+
+    def __init__(
+        self,
+        course: Recipe,
+        rollouts: Rollouts,
+        teachers: TeacherScoring,
+        trainer: TrainerClient,
+        weights: WeightSync,
+        validation: OverlappedValidation,
+        *,
+        first_version: int,
+        watch: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        self.course, self.rollouts, self.teachers = course, rollouts, teachers
+        self.trainer, self.weights, self.validation = trainer, weights, validation
+        self.first_version, self.watch = first_version, watch
+
+    async def step(self, step: int) -> StepRecord:
+        """Make one optimizer update and return its record. Rollouts of later steps keep running."""
+        version, key = self.first_version + step, score_key("on_policy", step)
+        timer = PhaseTimer(self.watch)
+
+        with timer("rollout"):
+            rollout = await self.rollouts.take(step)
+        with timer("score"):
+            self.validation.begin()  # the generators are idle from here on
+            batch = await self.course.lesson(rollout, version)
+            batch, scoring = await self.teachers.score(key, batch, version, rollout.parts)
+        with timer("train"):
+            self.rollouts.prepare_after(step)
+            output = await train_scored(self.trainer, self.teachers, key, batch, version)
+        with timer("publish"):
+            await self.validation.settled()  # it still reads the previous version
+            await self.weights.publish(version + 1)
+
+        # A rollout that ran ahead counts only as long as this step waited for it.
+        waited = timer.seconds["rollout"]
+        compute = min(rollout.compute, waited) + scoring.compute_seconds + output.compute_seconds
+        return StepRecord(rollout, output, timer.times(compute), scoring)
 
 
 class Rollouts:
@@ -110,49 +196,97 @@ class Rollouts:
         return not state.warm_over
 
 
-class OnPolicyLoop:
-    """Run the steps of the on-policy arm. `first_version` is the arm's version 0; `watch` is called
-    with the name of each phase when it begins."""
-
-    def __init__(
-        self,
-        course: Recipe,
-        rollouts: Rollouts,
-        teachers: TeacherScoring,
-        trainer: TrainerClient,
-        weights: WeightSync,
-        validation: OverlappedValidation,
-        *,
-        first_version: int,
-        watch: Callable[[str], None] = lambda phase: None,
-    ) -> None:
-        self.course, self.rollouts, self.teachers = course, rollouts, teachers
-        self.trainer, self.weights, self.validation = trainer, weights, validation
-        self.first_version, self.watch = first_version, watch
-
-    async def step(self, step: int) -> StepRecord:
-        """Make one optimizer update and return its record. Rollouts of later steps keep running."""
-        version, key = self.first_version + step, score_key("on_policy", step)
-        timer = PhaseTimer(self.watch)
-
-        with timer("rollout"):
-            rollout = await self.rollouts.take(step)
-        with timer("score"):
-            self.validation.begin()  # the generators are idle from here on
-            batch = await self.course.lesson(rollout, version)
-            batch, scoring = await self.teachers.score(key, batch, version, rollout.parts)
-        with timer("train"):
-            self.rollouts.prepare_after(step)
-            output = await train_scored(self.trainer, self.teachers, key, batch, version)
-        with timer("publish"):
-            await self.validation.settled()  # it still reads the previous version
-            await self.weights.publish(version + 1)
-
-        # A rollout that ran ahead counts only as long as this step waited for it.
-        waited = timer.seconds["rollout"]
-        compute = min(rollout.compute, waited) + scoring.compute_seconds + output.compute_seconds
-        return StepRecord(rollout, output, timer.times(compute), scoring)
-
-
 async def _ready(rollout: Rollout) -> Rollout:
     return rollout
+
+
+def flat(kl: Sequence[float], window: int, gain: float) -> bool:
+    """Return whether doc_kl has reached a plateau: the mean of the last `window` steps is less than
+    the share `gain` below the mean of the `window` before. False for window 0 or too few steps."""
+    if not window or len(kl) < 2 * window:
+        return False
+    before, last = fmean(kl[-2 * window : -window]), fmean(kl[-window:])
+    return last > (1 - gain) * before
+
+
+class OverlappedValidation:
+    """Measure held-out accuracy with `measure`, then write the waiting row with `tell`.
+
+    `settled` may be called again after it was cancelled: a last checkpoint then writes the row.
+    """
+
+    def __init__(
+        self, measure: Callable[[int], Awaitable[float]], tell: Callable[[MetricRow], None]
+    ) -> None:
+        self._measure, self._tell = measure, tell
+        self._row: MetricRow | None = None
+        self._task: asyncio.Future[float] | None = None
+
+    def hold(self, row: MetricRow) -> None:
+        """Keep a step's row until its version is measured; one row at a time."""
+        assert self._row is None, "the row before was not settled"
+        self._row = row
+
+    def begin(self) -> None:
+        """Start to measure the held row's version, unless a measurement runs already."""
+        if self._row is not None and (self._task is None or self._task.cancelled()):
+            self._task = asyncio.ensure_future(self._measure(self._row.version))
+
+    async def settled(self) -> None:
+        """Wait for the measurement and write its row; return at once without one. An error of
+        `measure` is raised, and no row written."""
+        self.begin()
+        if self._row is None or self._task is None:
+            return
+        accuracy = await self._task
+        row, self._row, self._task = self._row, None, None
+        self._tell(replace(row, accuracy=accuracy))
+
+
+class PhaseTimer:
+    """Time the phases of one step in wall seconds: `with timer("score"): ...`. Each phase begins
+    where the one before ended; `watch` is called with its name."""
+
+    def __init__(self, watch: Callable[[str], None] = lambda phase: None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._watch, self._last = watch, time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self._watch(phase)
+        yield
+        now = time.perf_counter()
+        self.seconds[phase], self._last = now - self._last, now
+
+    def times(self, compute: float) -> StepTimes:
+        """Return the step's times; `compute` is the model time (seconds) within them."""
+        whole = sum(self.seconds.values())
+        phases = {p: self.seconds.get(p, 0.0) for p in ("rollout", "score", "train", "publish")}
+        return StepTimes(**phases, orchestration=whole - compute, step=whole)
+
+
+class PhaseTimes:
+    """Sum step times by arm."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._steps: dict[str, int] = defaultdict(int)
+
+    def add(self, arm: str, seconds: dict[str, float]) -> None:
+        self._steps[arm] += 1
+        for phase, value in seconds.items():
+            self._sums[arm][phase] += value
+
+    def means(self, arm: str) -> dict[str, float]:
+        """Return mean seconds of each phase and of the whole step; empty before the first step."""
+        return {k: v / self._steps[arm] for k, v in self._sums[arm].items()}
+
+    def orchestration_share(self, arm: str) -> float:
+        """Return orchestration as a share of the step; 0 before the first step."""
+        means = self.means(arm)
+        return means["orchestration"] / means["step"] if means else 0.0
+
+    def seconds_left(self, arm: str, steps: int) -> float | None:
+        """Return the time for `steps` more steps of this arm at the pace so far."""
+        means = self.means(arm)
+        return means["step"] * steps if means else None

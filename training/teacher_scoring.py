@@ -25,7 +25,7 @@ from services.clients import DocTeacherClient, HintedTeacherClient, TrainerClien
 from services.mesh import Mesh
 from services.planes.codec import packed_bytes
 from services.pool.pool import gather
-from training.types import ScoringCost
+from training.rollouts import ScoringCost
 from training.weight_sync import WeightSync
 
 

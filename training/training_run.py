@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from environments.renderer import NO_DOCUMENT
 from protocols.errors import RunError
-from protocols.records.run_files import MeasuredAccuracy, MetricRow, RunOutcome, RunResults
+from protocols.records.run_files import (
+    AggregationGain,
+    ArmResult,
+    MeasuredAccuracy,
+    MetricRow,
+    RunOutcome,
+    RunResults,
+)
 from protocols.spec.mesh import RunSpec
 from services.clients import GeneratorClient, TrainerClient
 from services.control.commands import StopRequested
 from services.mesh import Mesh
 from services.run_directory import RunDirectory
 from services.telemetry.recorder import RunLog
-from training.loop import OnPolicyLoop, Rollouts
-from training.recipes.accuracy import aggregation_gain
+from training.loop import (
+    OnPolicyLoop,
+    OverlappedValidation,
+    PhaseTimer,
+    PhaseTimes,
+    Rollouts,
+    RunState,
+)
 from training.recipes.base import Recipe
-from training.rollouts import is_offline, rollout_from
+from training.rollouts import Rollout, StepRecord, is_offline, rollout_from
 from training.teacher_scoring import TeacherScoring, score_key, train_scored
-from training.timing import PhaseTimer, PhaseTimes
-from training.types import Rollout, RunState, StepRecord
-from training.validation import OverlappedValidation
 from training.weight_sync import WeightSync
 
 
@@ -324,3 +334,15 @@ class TrainingRun:
         except StopRequested:
             self._recorder.event("stopping", arm=self._state.arm, step=self._state.step)
             raise
+
+
+def aggregation_gain(arms: Mapping[str, ArmResult]) -> AggregationGain | None:
+    """Return the gain of training in population accuracy, and the part of it that aggregation adds;
+    None where the arms untrained and on_policy have no populations."""
+    both = [arms[arm].get("populations") for arm in ("untrained", "on_policy") if arm in arms]
+    if len(both) < 2 or both[0] is None or both[1] is None:
+        return None
+    before, after = both[0]["accuracy"], both[1]["accuracy"]
+    last, first = after[-1] - before[-1], after[0] - before[0]
+    share = (last - first) / last if last > 0 else None
+    return AggregationGain(last=last, first=first, aggregation=last - first, share=share)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learning.decoding.sampling import draw
+from learning.decoding.decode_batch import draw
 from protocols.types import Sampling
 
 
@@ -16,8 +16,8 @@ from protocols.types import Sampling
 class SeededRow:
     """Hold a row of a batch whose next token is drawn.
 
-    `uniforms` are the request's draws (`learning.decoding.sampling.uniforms`). `tokens` is a list
-    that the engine keeps filling, so its length is the index of the next draw.
+    `uniforms` are the request's draws (`learning.decoding.decode_batch.uniforms`). `tokens` is a
+    list that the engine keeps filling, so its length is the index of the next draw.
     """
 
     sampling: Sampling

@@ -56,10 +56,9 @@ from actors.vllm.kv_layout import (
     slots,
 )
 from actors.vllm.outputs import completed, likeliest, of_prompt
-from learning.decoding.decode_batch import DecodeState, new_row
-from learning.decoding.sampling import uniforms
+from learning.cartridge.composition import frequencies_of, shifted
+from learning.decoding.decode_batch import DecodeState, new_row, uniforms
 from learning.decoding.stopping import Decode
-from learning.model.rope import frequencies_of, shifted
 from protocols.errors import DataError, RunError
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import Completion, GenerateRequest, Sampling, TokenChunk

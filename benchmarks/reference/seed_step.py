@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from learning.cartridge.bank import CartridgeBank
 from learning.losses.doc_kl import doc_kl_tokens
-from learning.teacher_logprobs import TeacherDistribution, top_k
+from learning.scoring import TeacherDistribution, top_k
 from protocols.files import flush
 from protocols.spec.objective import LossSpec
 from protocols.types import Sample

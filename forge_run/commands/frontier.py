@@ -76,7 +76,7 @@ async def _measure(
     from learning.model.loading import load_tokenizer
     from registry.formats.run_checkpoint import chosen_checkpoint, read_cartridges
     from strategies.samplers.token_sampler import TokenSampler
-    from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
+    from training.recipes.longhealth import LongHealthPrompts, read_patients
 
     learn = spec.learn
     version, cartridges = read_cartridges(chosen_checkpoint(directory.path))

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learning.model.attention import PrefixContext
-from learning.model.loading import hidden_states
-from learning.model.rope import frequencies, shifted
+from learning.cartridge.composition import frequencies, shifted
+from learning.model.attention import PrefixContext, hidden_states
 
 ROW = 64  # tokens of a row of reference queries: bounds the scores in memory at a time
 MOST_ROWS = 128

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from learning.cartridge.attention_matching import attention_matched
 from learning.cartridge.bank import CartridgeBank, check_longer
-from learning.model.loading import document_kv
+from learning.model.document_kv import document_kv
 from protocols.seeds import stream_seed
 
 CHUNKS = 8  # at most, and so few that each has LEAST tokens

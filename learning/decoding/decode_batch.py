@@ -11,23 +11,71 @@ draws from its own seeded stream, so its tokens do not depend on the other rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from learning.decoding.sampling import draw, uniforms
+from learning.cartridge.composition import stack_prefixes
 from learning.decoding.stopping import Decode, StopChecker
-from learning.model.attention import DecodeCache, PrefixContext
-from learning.model.loading import hidden_states, kv_shape
-from learning.packing import stack_prefixes
-from protocols.errors import DataError
-from protocols.types import Completion, GenerateRequest, Sampling, TokenChunk, refused
+from learning.model.attention import DecodeCache, PrefixContext, hidden_states, kv_shape
+from protocols.errors import DataError, PublishError
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, TokenChunk, refused
 
 if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
     from transformers import PreTrainedModel
+
+Lookup = Callable[[PrefixRef], Tensor]
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    requests: Sequence[GenerateRequest],
+    lookup: Lookup,
+    end_ids: frozenset[int],
+    decode: Decode | None = None,
+) -> list[Completion]:
+    """Complete every request; return the completions in the order of the requests.
+
+    `lookup` returns a prefix's keys and values [L, 2, H_kv, P, D], those of a composition already
+    at their positions. If it raises PublishError, only the requests over that prefix are refused.
+    `decode` returns the text of ids, for requests with `until`. Raises DataError for an empty
+    prompt.
+    """
+    rows = [new_row(r, decode) for r in requests]
+    groups: dict[PrefixRef, list[DecodeState]] = {}
+    for row in rows:
+        groups.setdefault(row.request.prefix, []).append(row)
+    if not rows:
+        return []
+
+    def found(ref: PrefixRef) -> Tensor | None:
+        try:
+            return lookup(ref)
+        except PublishError as error:
+            for row in groups[ref]:
+                row.error = str(error)
+            return None
+
+    def decoded(prefixes: Sequence[Tensor], batch: Sequence[Sequence[DecodeState]]) -> None:
+        lane = DecodeBatch(model, prefixes, batch, end_ids)
+        while lane.live:
+            lane.step()
+
+    widest = max(len(g) for g in groups.values())
+    if widest * len(groups) > 2 * len(rows):
+        # Very uneven groups would fill a shared batch with dummy rows.
+        for ref, group in groups.items():
+            if (kv := found(ref)) is not None:
+                decoded([kv], [group])
+    else:
+        prefixes = {ref: kv for ref in groups if (kv := found(ref)) is not None}
+        if prefixes:
+            decoded(list(prefixes.values()), [groups[r] for r in prefixes])
+    return [row.completion() for row in rows]
 
 
 @dataclass
@@ -266,3 +314,30 @@ def _likeliest(logprobs: Tensor, count: int) -> list[tuple[tuple[int, float], ..
 
 def _tokens_left(row: DecodeState | None) -> int:
     return row.request.sampling.max_tokens - len(row.tokens) if row and not row.reason else 1
+
+
+def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
+    """Return inverse-CDF draws [B] from logits [B, V] with one uniform in [0, 1) each. Truncation
+    is top_k first, then the smallest set of mass >= top_p."""
+    probs = (logits.double() / sampling.temperature).softmax(-1)
+    order = torch.arange(probs.shape[-1], device=probs.device).expand_as(probs)
+    if sampling.top_k > 0 or sampling.top_p < 1.0:
+        probs, order = torch.sort(probs, dim=-1, descending=True, stable=True)
+        if sampling.top_k > 0:
+            probs[:, sampling.top_k :] = 0
+            probs = probs / probs.sum(-1, keepdim=True)
+        if sampling.top_p < 1.0:
+            before = probs.cumsum(-1) - probs
+            probs = probs.masked_fill(before >= sampling.top_p, 0)
+            probs = probs / probs.sum(-1, keepdim=True)
+    cumulative = probs.cumsum(-1)
+    # Scaled by the last sum, so that rounding cannot push a draw past the last possible token.
+    found = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
+    return order.gather(-1, found.clamp(max=probs.shape[-1] - 1))[:, 0]
+
+
+def uniforms(seed: int, count: int, first: int = 0) -> Tensor:
+    """Return draws `first` to `first + count` [count] of a request's own stream, float64 in [0, 1):
+    draw t decides token t."""
+    stream = torch.Generator().manual_seed(seed)
+    return torch.rand(first + count, generator=stream, dtype=torch.float64)[first:]

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from learning.cartridge.composition import composed, frequencies
 from learning.decoding.decode_batch import DecodeBatch, DecodeState, new_row
 from learning.decoding.stopping import Decode
-from learning.model.loading import kv_shape
-from learning.model.rope import composed, frequencies
+from learning.model.attention import kv_shape
 from protocols.errors import PublishError
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
 

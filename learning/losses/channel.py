@@ -6,19 +6,53 @@ A new channel is a file in this folder with a class of this interface, a section
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, ClassVar, Protocol, Self
 
-from learning.teacher_logprobs import TeacherDistribution
+import torch
+from torch import Tensor
+
+from learning.packing import ChunkedLogits, PackedRows
+from learning.scoring import TeacherDistribution
 from protocols.errors import DataError
+from protocols.spec.objective import LossSpec, ObjectiveSpec
+from protocols.train_batch import TrainBatch
+from protocols.types import Sample
 
-if TYPE_CHECKING:
-    from learning.losses.terms import LossTerm
-    from learning.micro_batch import Item, MicroBatch
-    from learning.model.chunked_logits import ChunkedLogits
-    from protocols.spec.objective import LossSpec, ObjectiveSpec
-    from protocols.train_batch import TrainBatch
-    from protocols.types import Sample
+# Index of a group in a channel's samples, and the group's response tokens that bear the loss.
+Item = tuple[int, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class ChannelTokens:
+    """Locate one channel's n tokens of a micro-batch, item by item: each field is a slice or
+    indices [n].
+
+    items    the channel's items in this micro-batch
+    at       positions among the N tokens whose logits the student computes
+    first    the first of these N tokens that belongs to the channel's set
+    own      positions among the tokens of all the channel's items in the whole batch
+    inside   positions among all response tokens of the channel's set in the whole batch
+    """
+
+    items: Sequence[Item]
+    at: slice | Tensor
+    first: int
+    own: slice | Tensor
+    inside: slice | Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Hold the rows of one student forward and the tokens of every channel in them. `packed` covers
+    the N response tokens that bear a loss of any channel, set by set. `batch` is the whole batch of
+    the step."""
+
+    batch: TrainBatch
+    packed: PackedRows
+    tokens: Mapping[str, ChannelTokens]
 
 
 class LossChannel(Protocol):
@@ -36,9 +70,13 @@ class LossChannel(Protocol):
     weight: float
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> Self:
-        """Return the channel for 0-based `step`."""
+    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> Self:
+        """Return the channel; one of weight 0 is left out of every step."""
         ...
+
+    def at(self, step: int) -> Self:
+        """Return the channel for 0-based `step`."""
+        return self
 
     def samples(self, batch: TrainBatch) -> Sequence[tuple[Sample, ...]]:
         """Return the whole set `reads`, in groups that no micro-batch divides."""
@@ -67,6 +105,22 @@ class LossChannel(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LossTerm:
+    """Hold one channel's term over one micro-batch; the loss is total / max(1, count over all of
+    them).
+
+    total   scalar with graph
+    count   the channel's own denominator
+    facts   detached scalars summed over `items` (trained tokens, or pairs), for the report
+    """
+
+    total: Tensor
+    count: int
+    items: int
+    facts: Mapping[str, Tensor] = field(default_factory=dict)
+
+
 def check_scores(batch: TrainBatch, name: str, tokens: int, *, needed: bool) -> None:
     """Raise DataError unless `batch.scores[name]` covers `tokens` tokens, or is absent and not
     needed."""
@@ -85,3 +139,102 @@ def check_scores(batch: TrainBatch, name: str, tokens: int, *, needed: bool) -> 
             "entry for each response token, those not trained on included (of a hinted turn: for "
             "each of its tokens)"
         )
+
+
+class LossAccumulator:
+    """Add up the terms of a step's micro-batches, for channels of nonzero weight. `values[channel]`
+    is 0 for a channel without data."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self.values = dict.fromkeys(weights, 0.0)
+        self._counts = dict.fromkeys(weights, 0)
+        self._items = dict.fromkeys(weights, 0)
+        self._facts: dict[str, dict[str, float]] = {name: {} for name in weights}
+        self._gradients: dict[str, Tensor] = {}
+
+    def add(self, terms: Mapping[str, LossTerm], means: Mapping[str, Tensor]) -> None:
+        """Add a micro-batch: its terms, and their totals over the step's denominators."""
+        for name, term in terms.items():
+            facts = self._facts[name]
+            self.values[name] += means[name].item()
+            self._counts[name] += term.count
+            self._items[name] += term.items
+            for fact, value in term.facts.items():
+                facts[fact] = facts.get(fact, 0.0) + value.item()
+
+    def add_gradients(
+        self, means: Mapping[str, Tensor], parameter: Tensor, nothing: Tensor | None = None
+    ) -> None:
+        """Add each channel's own gradient; the graph is kept for the backward that trains. With
+        `nothing`, a zero with graph, every channel of nonzero weight runs a backward: ranks that
+        share a base must run equally many."""
+        for name in means if nothing is None else self._weights:
+            mean = means.get(name, nothing)
+            assert mean is not None
+            (gradient,) = torch.autograd.grad(mean, parameter, retain_graph=True)
+            if name in means:
+                held = self._gradients.get(name)
+                self._gradients[name] = gradient if held is None else held + gradient
+
+    def sums(self) -> dict[str, Any]:
+        """Return this rank's sums, JSON-able."""
+        return {
+            "values": self.values,
+            "counts": self._counts,
+            "items": self._items,
+            "facts": self._facts,
+            "compared": list(self._gradients),
+        }
+
+    def merge(
+        self, sums: Sequence[Mapping[str, Any]], add: Callable[[Tensor], None], like: Tensor
+    ) -> None:
+        """Replace the sums by those of all ranks, added in the order of ranks. `add` sums a tensor
+        of the shape of `like` over the ranks."""
+        first, *others = sums
+        self.values, self._counts = dict(first["values"]), dict(first["counts"])
+        self._items = dict(first["items"])
+        self._facts = {name: dict(facts) for name, facts in first["facts"].items()}
+        for other in others:
+            for name in self._weights:
+                self.values[name] += other["values"][name]
+                self._counts[name] += other["counts"][name]
+                self._items[name] += other["items"][name]
+                facts = self._facts[name]
+                for fact, value in other["facts"][name].items():
+                    facts[fact] = facts.get(fact, 0.0) + value
+        compared = {name for one in sums for name in one["compared"]}
+        for name in [name for name in self._weights if name in compared]:
+            gradient = self._gradients.get(name, torch.zeros_like(like)).contiguous()
+            add(gradient)
+            self._gradients[name] = gradient
+
+    def terms(
+        self, counts: Mapping[str, int], facts: Mapping[str, Mapping[str, float]]
+    ) -> dict[str, dict[str, float]]:
+        """Return by channel: value, count, weight, the means of its facts, those given, and
+        grad_norm."""
+        found = {}
+        for name, weight in self._weights.items():
+            assert self._counts[name] == counts[name], (name, self._counts[name], counts[name])
+            items = max(self._items[name], 1)
+            found[name] = {
+                "value": self.values[name],
+                "count": counts[name],
+                "weight": weight,
+                **{fact: value / items for fact, value in self._facts[name].items()},
+                **facts.get(name, {}),
+            }
+            if name in self._gradients:
+                found[name]["grad_norm"] = self._gradients[name].double().norm().item()
+        return found
+
+    def cosines(self) -> dict[str, float]:
+        """Return the cosine between the gradients of every two channels, {"doc_kl/grpo": 0.31},
+        without pairs in which one gradient is zero."""
+        flat = {name: g.flatten().double() for name, g in self._gradients.items() if g.any()}
+        return {
+            f"{a}/{b}": (flat[a] @ flat[b] / (flat[a].norm() * flat[b].norm())).item()
+            for a, b in combinations([name for name in self._weights if name in flat], 2)
+        }

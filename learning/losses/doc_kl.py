@@ -21,23 +21,19 @@ Sources: Eyuboglu et al. 2025 (cartridges); Agarwal et al. 2024 (generalised JSD
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.losses.channel import LossChannel, check_scores
-from learning.losses.terms import LossTerm
-from learning.teacher_logprobs import TeacherDistribution
+from learning.losses.channel import Item, LossChannel, LossTerm, MicroBatch, check_scores
+from learning.packing import ChunkedLogits
+from learning.scoring import TeacherDistribution
 from protocols.errors import SpecError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample
-
-if TYPE_CHECKING:
-    from learning.micro_batch import Item, MicroBatch
-    from learning.model.chunked_logits import ChunkedLogits
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class DocKL(LossChannel):
     reads: ClassVar[str] = "doc"
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> DocKL:
+    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> DocKL:
         return cls(objective.w_doc, loss)
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:

@@ -13,24 +13,27 @@ Source: Rafailov et al. 2023 (DPO); Meng et al. 2024 (why length matters).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learning.losses.channel import LossChannel
-from learning.losses.terms import LossTerm
+from learning.losses.channel import LossChannel, LossTerm
+from learning.packing import ChunkedLogits
+from learning.scoring import response_logprobs
 from protocols.errors import StaleTokenError
 from protocols.spec.objective import DpoSpec, LossSpec, ObjectiveSpec
 from protocols.train_batch import PreferencePair, TrainBatch, completions
 from protocols.types import Sample
 
-if TYPE_CHECKING:
-    from learning.micro_batch import Item, MicroBatch
-    from learning.model.chunked_logits import ChunkedLogits
+if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
+    from transformers import PreTrainedModel
+
+    from learning.losses.channel import Item, MicroBatch
+    from learning.packing import ChunkedLogits
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class ReplayDPO(LossChannel):
     sampled: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> ReplayDPO:
+    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> ReplayDPO:
         return cls(objective.beta, objective.dpo)
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
@@ -64,7 +67,7 @@ class ReplayDPO(LossChannel):
                     f"preference pair {p.id} has a reference of version {p.ref_version}, and "
                     f"version {version} is being trained with objective.dpo.max_reference_age "
                     f"{self.spec.max_reference_age}: recompute it with "
-                    "learning.scoring.with_references; nothing was trained on it"
+                    "learning.losses.dpo.with_references; nothing was trained on it"
                 )
 
     def denominator(self, batch: TrainBatch) -> int:
@@ -111,3 +114,27 @@ def is_stale(pair: PreferencePair, version: int, max_age: int | None) -> bool:
     older than the bound, or of a version that does not exist yet."""
     age = version - pair.ref_version
     return age < 0 or (max_age is not None and age > max_age)
+
+
+def with_references(
+    model: PreTrainedModel,
+    pairs: Sequence[PreferencePair],
+    prefixes: Mapping[str, Tensor],
+    row_tokens: int,
+    version: int,
+    max_age: int | None,
+) -> list[PreferencePair]:
+    """Return the pairs in their order. A stale reference is computed anew under `version`, whose
+    cartridges are `prefixes`."""
+    stale = [p for p in pairs if is_stale(p, version, max_age)]
+    if not stale:
+        return list(pairs)
+    logprobs = response_logprobs(model, completions(stale), prefixes, row_tokens)
+    chosen, rejected = summed_by_pair(logprobs, stale)
+    fresh = iter(
+        [
+            replace(p, ref_chosen=c, ref_rejected=r, ref_version=version)
+            for p, c, r in zip(stale, chosen.tolist(), rejected.tolist(), strict=True)
+        ]
+    )
+    return [next(fresh) if is_stale(p, version, max_age) else p for p in pairs]

@@ -29,23 +29,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from learning.losses.advantages import group_advantages
-from learning.losses.channel import LossChannel, check_scores
-from learning.losses.terms import LossTerm
+from learning.losses.channel import (
+    ChannelTokens,
+    Item,
+    LossChannel,
+    LossTerm,
+    MicroBatch,
+    check_scores,
+)
+from learning.packing import ChunkedLogits
 from protocols.errors import DataError, StaleTokenError
 from protocols.spec.objective import GrpoSpec, LossSpec, MismatchSpec, ObjectiveSpec
 from protocols.train_batch import PolicySample, TrainBatch
 from protocols.types import Sample
-
-if TYPE_CHECKING:
-    from learning.micro_batch import ChannelTokens, Item, MicroBatch
-    from learning.model.chunked_logits import ChunkedLogits
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: larger ratios carry no information
 
@@ -74,7 +77,7 @@ class GRPO(LossChannel):
     reads: ClassVar[str] = "rl"
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> GRPO:
+    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> GRPO:
         return cls(objective.w_rl, PolicyGradientSpec(**dict(objective.grpo)))
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:

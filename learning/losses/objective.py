@@ -1,4 +1,4 @@
-"""List the loss channels, and select those with a nonzero weight in a step.
+"""List the loss channels, and select those with a nonzero weight.
 
     total = sum over channels of  weight * total / denominator
 
@@ -23,10 +23,9 @@ CHANNELS: dict[str, type[LossChannel]] = {
 }
 
 
-def active_channels(
-    objective: ObjectiveSpec, loss: LossSpec | None = None, step: int = 0
-) -> list[LossChannel]:
-    """Return the channels of nonzero weight in 0-based `step`, in the order of CHANNELS."""
+def active_channels(objective: ObjectiveSpec, loss: LossSpec | None = None) -> list[LossChannel]:
+    """Return the channels of nonzero weight, in the order of CHANNELS, before any warm-up
+    (`LossChannel.at`)."""
     loss = loss or LossSpec()
-    made = [channel.of(objective, loss, step) for channel in CHANNELS.values()]
+    made = [channel.of(objective, loss) for channel in CHANNELS.values()]
     return [channel for channel in made if channel.weight]

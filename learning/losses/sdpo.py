@@ -19,13 +19,13 @@ Agarwal et al. 2024 (generalised JSD).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from learning.losses.channel import LossChannel, check_scores
+from learning.losses.channel import Item, LossChannel, LossTerm, MicroBatch, check_scores
 from learning.losses.doc_kl import aligned, jensen_shannon_entries
 from learning.losses.grpo import (
     LOG_RATIO_BOUND,
@@ -34,17 +34,12 @@ from learning.losses.grpo import (
     episodes_of,
     old_logprobs,
 )
-from learning.losses.terms import LossTerm
-from learning.model.chunked_logits import token_logprobs
-from learning.teacher_logprobs import TeacherDistribution
+from learning.packing import ChunkedLogits, token_logprobs
+from learning.scoring import TeacherDistribution
 from protocols.errors import SpecError
 from protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
 from protocols.train_batch import TrainBatch, hinted
 from protocols.types import Sample
-
-if TYPE_CHECKING:
-    from learning.micro_batch import Item, MicroBatch
-    from learning.model.chunked_logits import ChunkedLogits
 
 FACTS = {"jsd": ("clipped", "negative"), "sampled": ("difference", "ratio")}
 RATIO_CAP = 2.0
@@ -57,12 +52,17 @@ class SDPO(LossChannel):
 
     weight: float
     spec: SdpoSpec
+    warmup_steps: int = 0
     name: ClassVar[str] = "sdpo"
     reads: ClassVar[str] = "rl"
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> SDPO:
-        return cls(alpha_at(step, objective.alpha, objective.alpha_warmup_steps), objective.sdpo)
+    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> SDPO:
+        return cls(objective.alpha, objective.sdpo, objective.alpha_warmup_steps)
+
+    def at(self, step: int) -> SDPO:
+        weight = alpha_at(step, self.weight, self.warmup_steps)
+        return replace(self, weight=weight, warmup_steps=0)
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
         return episodes_of(batch)

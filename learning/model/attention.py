@@ -15,19 +15,25 @@ A query attends to every valid token of its prefix and, through `attention_mask`
     more, otherwise             formed for a chunk of queries at a time, and again in the backward
                                 pass: at most a few times SCORE_BYTES, whatever the lengths
 
-A layer's scores take rows x heads x T x (P + S) x 4 bytes.
+A layer's scores take rows x heads x T x (P + S) x 4 bytes. `hidden_states` runs the whole model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from learning.model.flex_attention import Blocks, flex_attention_over
+
+if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
+    from transformers import PreTrainedModel
 
 IMPLEMENTATION = "cartridge"
 SCORE_BYTES = 256 * 2**20
@@ -198,3 +204,47 @@ def register() -> str:
 
     AttentionInterface.register(IMPLEMENTATION, cartridge_attention)
     return IMPLEMENTATION
+
+
+def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
+    """Return (layers L, key/value heads H_kv, head size D)."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None)
+    return (
+        config.num_hidden_layers,
+        config.num_key_value_heads,
+        head_dim or config.hidden_size // config.num_attention_heads,
+    )
+
+
+def hidden_states(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, mask: Tensor, context: PrefixContext
+) -> Tensor:
+    """Return final hidden states [B, T, width] for ids, positions [B, T] and a bool mask
+    [B, 1, T, S]."""
+    out = model.base_model(
+        input_ids=ids,
+        position_ids=positions,
+        attention_mask=mask,
+        use_cache=False,
+        prefix=context,
+    )
+    hidden: Tensor = out.last_hidden_state
+    return hidden
+
+
+@contextmanager
+def recomputing(model: PreTrainedModel) -> Iterator[None]:
+    """Checkpoint each layer in forward passes run inside: a layer keeps only its input and runs
+    again in the backward pass. Activations take the memory of one layer, at the cost of one more
+    forward."""
+    layers: Any = model.base_model.layers
+    for layer in layers:
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # restores the class's method

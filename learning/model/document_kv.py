@@ -1,4 +1,4 @@
-"""Cache frozen document KV within a bound: each document is read once, then reused.
+"""Compute the KV of documents, and cache it within a bound: each is read once, then reused.
 
 KV that does not fit the device moves to host memory, where there is any beside the device, and
 returns by a copy. For Llama-3.2-3B a document of 12,000 tokens is 1.4 GB: 30 ms over a link of 50
@@ -10,12 +10,38 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from learning.model.attention import PrefixContext, hidden_states
 from protocols.errors import DataError
 from protocols.types import CacheStats
+
+if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
+    from transformers import PreTrainedModel
+
+PREFILL_CHUNK = 512  # tokens: bounds the score matrix while a long document is read
+
+
+@torch.no_grad()
+def document_kv(model: PreTrainedModel, token_ids: list[int] | tuple[int, ...]) -> Tensor:
+    """Return keys (post-RoPE) and values of a token sequence read from position 0:
+    [L, 2, H_kv, T, D]. It is read in chunks, each attending to the chunks before it as a prefix."""
+    ids = torch.tensor([list(token_ids)], device=model.device)
+    done: Tensor | None = None
+    for start in range(0, ids.shape[1], PREFILL_CHUNK):
+        chunk = ids[:, start : start + PREFILL_CHUNK]
+        context = PrefixContext(kv=None if done is None else done[None], capture=True)
+        length = chunk.shape[1]
+        causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=ids.device).tril()
+        positions = torch.arange(start, start + length, device=ids.device)[None]
+        hidden_states(model, chunk, positions, causal, context)
+        new = torch.cat(context.captured)  # B = 1 each: [L, 2, H_kv, T, D]
+        done = new if done is None else torch.cat([done, new], dim=3)
+    assert done is not None, "a document has at least its beginning-of-sequence token"
+    return done
 
 
 @dataclass(frozen=True)
@@ -45,7 +71,7 @@ def host_spill(device: torch.device, max_bytes: int) -> HostCache | None:
 class DocumentKVCache:
     """Hold document KV [L, 2, H_kv, T, D] in a least-recently-used cache, bounded in bytes.
 
-    `read` computes the KV of a token sequence on the device (`learning.model.loading.document_kv`
+    `read` computes the KV of a token sequence on the device (`document_kv`
     bound to a model). A document is held on the device or in `spill`, never in both. `counts` are
     those since the start.
     """

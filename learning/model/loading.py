@@ -1,30 +1,25 @@
-"""Load the frozen base model with prefix attention, compute document KV, and hash the weights."""
+"""Load the frozen base model with prefix attention on its device, and hash the weights."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from learning.model.attention import PrefixContext, register
-from learning.model.fsdp import whole
-from protocols.errors import DataError
+from learning.model.attention import register
+from learning.model.distributed import whole
+from protocols.errors import DataError, SpecError
 
-# Importing transformers takes seconds, three quarters of them for models, which the controller does
-# not need: it only uses types and a tokenizer.
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
     from transformers import PreTrainedModel
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-PREFILL_CHUNK = 512  # tokens: bounds the score matrix while a long document is read
+DEVICES = ("cpu", "cuda")
 
 
 def load_model(
@@ -102,69 +97,6 @@ def text_ids(path: str) -> list[int]:
     return sorted(i for i in tokenizer.get_vocab().values() if i not in special)
 
 
-def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    """Return (layers L, key/value heads H_kv, head size D)."""
-    config = model.config
-    head_dim = getattr(config, "head_dim", None)
-    return (
-        config.num_hidden_layers,
-        config.num_key_value_heads,
-        head_dim or config.hidden_size // config.num_attention_heads,
-    )
-
-
-@torch.no_grad()
-def document_kv(model: PreTrainedModel, token_ids: list[int] | tuple[int, ...]) -> Tensor:
-    """Return keys (post-RoPE) and values of a token sequence read from position 0:
-    [L, 2, H_kv, T, D]. It is read in chunks, each attending to the chunks before it as a prefix."""
-    ids = torch.tensor([list(token_ids)], device=model.device)
-    done: Tensor | None = None
-    for start in range(0, ids.shape[1], PREFILL_CHUNK):
-        chunk = ids[:, start : start + PREFILL_CHUNK]
-        context = PrefixContext(kv=None if done is None else done[None], capture=True)
-        length = chunk.shape[1]
-        causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=ids.device).tril()
-        positions = torch.arange(start, start + length, device=ids.device)[None]
-        hidden_states(model, chunk, positions, causal, context)
-        new = torch.cat(context.captured)  # B = 1 each: [L, 2, H_kv, T, D]
-        done = new if done is None else torch.cat([done, new], dim=3)
-    assert done is not None, "a document has at least its beginning-of-sequence token"
-    return done
-
-
-def hidden_states(
-    model: PreTrainedModel, ids: Tensor, positions: Tensor, mask: Tensor, context: PrefixContext
-) -> Tensor:
-    """Return final hidden states [B, T, width] for ids, positions [B, T] and a bool mask
-    [B, 1, T, S]."""
-    out = model.base_model(
-        input_ids=ids,
-        position_ids=positions,
-        attention_mask=mask,
-        use_cache=False,
-        prefix=context,
-    )
-    hidden: Tensor = out.last_hidden_state
-    return hidden
-
-
-@contextmanager
-def recomputing(model: PreTrainedModel) -> Iterator[None]:
-    """Checkpoint each layer in forward passes run inside: a layer keeps only its input and runs
-    again in the backward pass. Activations take the memory of one layer, at the cost of one more
-    forward."""
-    layers: Any = model.base_model.layers
-    for layer in layers:
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-        )
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward  # restores the class's method
-
-
 def base_hash(model: PreTrainedModel) -> str:
     """Return the SHA-256 over every parameter and persistent buffer, by name, which proves that the
     base did not change. A sharded base is gathered tensor by tensor: all ranks must call this."""
@@ -173,3 +105,22 @@ def base_hash(model: PreTrainedModel) -> str:
         digest.update(name.encode())
         digest.update(whole(tensor.detach()).cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def claim_device(asked: str, rank: int = 0) -> torch.device:
+    """Return the device that `asked` names, "cpu" or "cuda", and make it this process's current
+    one. A rank that sees several GPUs takes the one of its number, modulo their count. Raises
+    SpecError where a GPU is requested and torch sees none."""
+    if asked not in DEVICES:
+        raise SpecError(f"a device is one of {DEVICES}: got {asked!r}")
+    if asked == "cpu":
+        return torch.device("cpu")
+    there = torch.cuda.device_count()
+    if not there:
+        raise SpecError(
+            f"a GPU is asked for and torch {torch.__version__} sees none: install a torch built "
+            "for CUDA, check nvidia-smi and CUDA_VISIBLE_DEVICES, or set the role's gpus to 0"
+        )
+    device = torch.device("cuda", rank % there)
+    torch.cuda.set_device(device)  # the default of FSDP and NCCL
+    return device

@@ -23,8 +23,7 @@ from protocols.errors import RunError
 from protocols.records.status import PoolStatus, ReplicaState
 from protocols.spec.mesh import RoleSpec
 from protocols.types import TraceSpan
-from services.pool.replica import Replica, ReplicaLost, ReplicaTimeout, ask
-from services.pool.routing import ReplicaLoad, new_router
+from services.pool.replica import Replica, ReplicaLoad, ReplicaLost, ReplicaTimeout, ask, new_router
 
 T = TypeVar("T")
 

@@ -30,9 +30,10 @@ from transformers import (
 
 from actors.base import ModelSource, bootstrap, missing_vllm
 from actors.engine_generator import EngineGeneratorActor
-from learning.decoding.generate import generate
-from learning.model.loading import document_kv, load_model, text_of
-from learning.model.rope import composed
+from learning.cartridge.composition import composed
+from learning.decoding.decode_batch import generate
+from learning.model.document_kv import document_kv
+from learning.model.loading import load_model, text_of
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import (
     CartridgeSnapshot,

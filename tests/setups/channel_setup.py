@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from learning.cartridge.bank import CartridgeBank, first_tokens
+from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
-from learning.scoring import response_logprobs, score, score_over, with_references
+from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
 from learning.step import new_optimizer, train_step
-from learning.teacher_logprobs import TeacherDistribution
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch, hinted

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from learning.checkpoint import Checkpoint, write_checkpoint
-from learning.decoding.generate import generate
-from learning.model.loading import document_kv, load_model, load_tokenizer
+from learning.decoding.decode_batch import generate
+from learning.model.document_kv import document_kv
+from learning.model.loading import load_model, load_tokenizer
 from protocols.spec.experiments import EvalSpec
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec

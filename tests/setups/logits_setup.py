@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from learning.model.attention import PrefixContext
-from learning.model.loading import document_kv, hidden_states, load_model
+from learning.model.attention import PrefixContext, hidden_states
+from learning.model.document_kv import document_kv
+from learning.model.loading import load_model
 from registry.formats.base_model import made_for, read_base
 from registry.formats.cartridge_file import CartridgeFile
 

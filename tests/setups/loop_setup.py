@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from learning.step import check_fresh
 from protocols.train_batch import TeacherScores, TrainBatch
 from protocols.types import Sample, TensorLayout, TensorRef, TrainStepOutput
-from training.loop import OnPolicyLoop, Rollouts
-from training.types import Rollout, RunState, ScoringCost, StepRecord
+from training.loop import OnPolicyLoop, Rollouts, RunState
+from training.rollouts import Rollout, ScoringCost, StepRecord
 
 Event = tuple[Any, ...]
 Turns = Callable[[str, int], int]

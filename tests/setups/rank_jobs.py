@@ -27,11 +27,11 @@ from twins import Twin, build
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import read_checkpoint
 from learning.losses.grpo import PolicyGradientSpec
-from learning.model.chunked_logits import LOGIT_BYTES
-from learning.model.distributed import ALONE, ProcessGroup, join, leave
-from learning.model.fsdp import held_bytes, shard_base
-from learning.model.loading import document_kv, load_model
-from learning.teacher_logprobs import TeacherDistribution
+from learning.model.distributed import ALONE, ProcessGroup, held_bytes, join, leave, shard_base
+from learning.model.document_kv import document_kv
+from learning.model.loading import load_model
+from learning.packing import LOGIT_BYTES
+from learning.scoring import TeacherDistribution
 from learning.trainer import CartridgeTrainer
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import TrainBatch

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from actors.engine_thread import Engine, EngineThread
 from learning.decoding.engine import TorchEngine
-from learning.model.document_kv import DocumentKVCache
-from learning.model.loading import document_kv, load_model, load_tokenizer, text_of
+from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.model.loading import load_model, load_tokenizer, text_of
 from protocols.errors import DataError
 from protocols.spec.serving import HttpSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk

@@ -21,8 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from learning.model.document_kv import DocumentKVCache
-from learning.model.loading import document_kv, load_model
+from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.model.loading import load_model
 from protocols.types import Sample
 
 VOCAB = 97

@@ -34,7 +34,7 @@ from protocols.teacher_replay import AgentMessage
 from services.run_directory import RunDirectory
 from training.recipes.agreement import split
 from training.recipes.documents import of_parts, studied_of
-from training.recipes.longhealth_prompts import in_turns, read_patients
+from training.recipes.longhealth import in_turns, read_patients
 from training.recipes.question_files import UserQuestion, read_questions
 
 GENERAL = REPOSITORY / "configs" / "forgetting.json"

@@ -11,7 +11,7 @@ from statistics import fmean
 from protocols.records.intervals import mean_interval, wilson_interval
 from protocols.records.run_files import Agreement, MeasuredAccuracy
 from protocols.types import Completion
-from training.recipes.longhealth_prompts import in_turns
+from training.recipes.longhealth import in_turns
 from training.recipes.question_files import UserQuestion
 
 

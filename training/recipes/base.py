@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.train_batch import TrainBatch
 from services.run_directory import RunDirectory
-from training.types import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
+from training.rollouts import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
 
 
 class Recipe(Protocol):

@@ -39,14 +39,17 @@ from strategies.samplers.token_sampler import TokenSampler
 from training.recipes.agreement import HeldOutQuestion, StudyQuestion, agreement, answered, split
 from training.recipes.base import Recipe
 from training.recipes.contamination import clean
-from training.recipes.longhealth_prompts import in_company, in_turns
+from training.recipes.longhealth import in_company, in_turns
 from training.recipes.question_files import UserQuestion, read_questions
-from training.rollouts import as_rollout, as_rows, handed_over, is_offline
-from training.types import (
+from training.rollouts import (
     Rollout,
     ScoreGroup,
     StudyPrompt,
     TimedGenerate,
+    as_rollout,
+    as_rows,
+    handed_over,
+    is_offline,
     unheard,
 )
 

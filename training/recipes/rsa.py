@@ -27,22 +27,14 @@ from protocols.spec.learn import LearnSpec
 from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import TrainBatch
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
-from services.clients import RSAAggregatorClient
+from services.clients import Replied, RSAAggregatorClient
 from services.mesh import Mesh
 from services.run_directory import RunDirectory
 from strategies.rsa.populations import reward
 from training.recipes.base import Recipe
 from training.recipes.rsa_problems import ProblemSource, open_source
 from training.recipes.rsa_rollouts import CandidateRecord, PlayedRun, RSAStart, play
-from training.rollouts import as_sample
-from training.types import (
-    Replied,
-    Rollout,
-    ScoreGroup,
-    StepRecord,
-    TimedGenerate,
-    unheard,
-)
+from training.rollouts import Rollout, ScoreGroup, StepRecord, TimedGenerate, as_sample, unheard
 
 
 @dataclass(frozen=True)

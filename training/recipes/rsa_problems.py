@@ -1,7 +1,7 @@
 """Choose the problems of an RSA recipe: to train on, and held out.
 
     clinic       option questions of the run's patients, split by their words as in
-                 `training.recipes.longhealth_prompts`
+                 `training.recipes.longhealth`
     sentences    trained on: how a document's sentence ends, with look-alikes (self-study's
                  "choice"); held out: as of clinic
     all others   problems by number, from the aggregators: the first evaluate.questions are held out
@@ -22,7 +22,7 @@ from protocols.errors import DataError
 from protocols.rsa import RSAProblem
 from protocols.spec.learn import LearnSpec
 from protocols.spec.rsa import OF_DOCUMENTS
-from training.recipes.longhealth_prompts import in_turns, read_patients
+from training.recipes.longhealth import in_turns, read_patients
 
 PRIMER = "primer"
 PRIMER_TEXT = """\

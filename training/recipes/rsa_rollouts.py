@@ -18,7 +18,7 @@ from protocols.rsa import AggregationInput, JudgedCandidate, JudgedPopulation, R
 from protocols.seeds import stream_seed
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from strategies.rsa.populations import measure
-from training.types import TimedGenerate
+from training.rollouts import TimedGenerate
 
 UNJUDGED = JudgedCandidate(None, None)
 

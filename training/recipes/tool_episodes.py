@@ -43,7 +43,7 @@ from services.run_directory import RunDirectory
 from teachers.spending import RunSpending
 from training.recipes.base import Recipe
 from training.recipes.preferences import AskedState, PreferenceQueue
-from training.types import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
+from training.rollouts import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
 
 
 class ToolEpisodesRecipe(Recipe):

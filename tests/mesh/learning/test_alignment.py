@@ -11,11 +11,11 @@ from channel_setup import loss_form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learning.cartridge.composition import stack_prefixes
 from learning.losses.doc_kl import doc_kl
-from learning.model.loading import document_kv
-from learning.packing import PackedRows, pack, response_logits, stack_prefixes
-from learning.scoring import score
-from learning.teacher_logprobs import TeacherDistribution, top_k
+from learning.model.document_kv import document_kv
+from learning.packing import PackedRows, pack, response_logits
+from learning.scoring import TeacherDistribution, score, top_k
 from protocols.spec.objective import LossSpec
 
 if TYPE_CHECKING:

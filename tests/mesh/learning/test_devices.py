@@ -16,9 +16,10 @@ from second_device import Elsewhere, elsewhere
 
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import read_checkpoint
+from learning.decoding.decode_batch import generate
 from learning.decoding.engine import TorchEngine
-from learning.decoding.generate import generate
-from learning.scoring import score_kept, with_references
+from learning.losses.dpo import with_references
+from learning.scoring import score_kept
 from learning.trainer import CartridgeTrainer
 from protocols.spec.objective import ObjectiveSpec, SdpoSpec
 from protocols.spec.sections import TrainSpec

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learning.cartridge.bank import first_tokens
-from learning.scoring import score
-from learning.teacher_logprobs import TeacherDistribution
+from learning.scoring import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 from protocols.spec.sections import TrainSpec
 

@@ -11,7 +11,7 @@ import pytest
 from monarch.actor import endpoint
 from small_run import MESH, SMALL
 
-from actors.generator import GeneratorActor
+from actors.model_actors import GeneratorActor
 from protocols.errors import PublishError, StaleTokenError
 from protocols.records.status import RunStatus
 from protocols.spec.loading import load_spec
@@ -43,7 +43,7 @@ class Lying(Deaf):
 
     @endpoint
     async def generate(self, requests: Sequence[GenerateRequest]) -> GenerateOutput:
-        from learning.decoding.generate import generate
+        from learning.decoding.decode_batch import generate
 
         old = [
             r

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_setup import House, delays, drive, run, sampled_versions, turns_of
 
-from learning.cartridge.versions import VersionLedger
+from learning.cartridge.bank import VersionLedger
 from protocols.errors import PublishError, StaleTokenError
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample, TrainStepOutput
-from training.types import Rollout, ScoringCost
+from training.rollouts import Rollout, ScoringCost
 
 bounds = st.integers(0, 4)
 

@@ -14,7 +14,8 @@ from actors.base import ModelSource, NoPlane
 from actors.trainer import TrainerActor
 from learning.cartridge.initialization import CartridgeInit, InitSource, sampled_chunks
 from learning.model.distributed import ALONE, ProcessGroup
-from learning.model.loading import document_kv, load_model
+from learning.model.document_kv import document_kv
+from learning.model.loading import load_model
 from protocols.errors import PlaneError
 from protocols.spec.loading import load_spec
 from protocols.train_batch import PrecomputedScores, TeacherScores
@@ -82,7 +83,7 @@ def test_the_cartridges_start_as_the_spec_says(
 ) -> None:
     """What the mesh constructs the actor with, for documents of drawn tokens."""
     monkeypatch.setattr(
-        "actors.model_actor.flush_denormals", lambda: None
+        "actors.model_actors.flush_denormals", lambda: None
     )  # it is for a whole process
     sets = ["cartridge.init=sampled_chunks", "train.seed=3", "roles.trainer.threads=1"]
     spec = load_spec(MESH, sets=sets).spec

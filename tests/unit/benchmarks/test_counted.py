@@ -15,8 +15,8 @@ from benchmarks.step_gpu import SETTINGS, PhaseStep, Setting, bounds, counted
 from deploy.manifests.sizing import kv_values_per_token, matmul_parameters
 from forge_run.plan import roofline
 from forge_run.plan.roofline import EXPLICIT, Workload
-from learning.model.attention import DecodeCache
-from learning.model.loading import PREFILL_CHUNK, document_kv, kv_shape
+from learning.model.attention import DecodeCache, kv_shape
+from learning.model.document_kv import PREFILL_CHUNK, document_kv
 from protocols.spec.sections import ShapeSpec
 from services.planes.codec import layout_of, packed_bytes
 

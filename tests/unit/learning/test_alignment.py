@@ -13,14 +13,13 @@ import torch
 from channel_setup import loss_form
 
 from learning.cartridge.bank import CartridgeBank
+from learning.cartridge.composition import stack_prefixes
 from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
-from learning.model.document_kv import DocumentKVCache
-from learning.model.loading import document_kv
-from learning.packing import PackedRows, pack, response_logits, stack_prefixes
-from learning.scoring import score
+from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.packing import PackedRows, pack, response_logits
+from learning.scoring import TeacherDistribution, score
 from learning.step import new_optimizer, train_step
-from learning.teacher_logprobs import TeacherDistribution
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
 

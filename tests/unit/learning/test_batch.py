@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learning.batch import Member, PreparedBatch, prepare
+from learning.losses.channel import MicroBatch
 from learning.losses.objective import active_channels
-from learning.micro_batch import MicroBatch
 from learning.packing import pack
-from learning.teacher_logprobs import TeacherDistribution
+from learning.scoring import TeacherDistribution
 from protocols.spec.objective import ObjectiveSpec
 from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch
 from protocols.types import Sample, Sampling

@@ -15,10 +15,9 @@ from channel_setup import ALL, changed, scene
 from second_device import Elsewhere, elsewhere
 
 from learning.cartridge.bank import first_tokens
-from learning.model.device import claim_device
-from learning.model.loading import base_hash, document_kv
-from learning.scoring import score_kept
-from learning.teacher_logprobs import TeacherDistribution
+from learning.model.document_kv import document_kv
+from learning.model.loading import base_hash, claim_device
+from learning.scoring import TeacherDistribution, score_kept
 from learning.trainer import CartridgeTrainer
 from protocols.errors import SpecError
 from protocols.spec.objective import ObjectiveSpec

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.packing import PackedRows, pack, response_logits, stack_prefixes
+from learning.cartridge.composition import stack_prefixes
+from learning.packing import PackedRows, pack, response_logits
 from protocols.errors import DataError
 from protocols.types import Sample
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from learning.cartridge.bank import first_tokens
-from learning.scoring import score
-from learning.teacher_logprobs import TeacherDistribution
+from learning.scoring import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 from protocols.errors import PublishError
 from protocols.spec.sections import TrainSpec

@@ -9,16 +9,9 @@ import pytest
 import torch
 from channel_setup import bank_of, prefixes, scene
 
-from learning.model.chunked_logits import token_logprobs
-from learning.scoring import (
-    prefixes_of,
-    response_logprobs,
-    score,
-    score_kept,
-    score_over,
-    with_references,
-)
-from learning.teacher_logprobs import top_k
+from learning.losses.dpo import with_references
+from learning.packing import token_logprobs
+from learning.scoring import prefixes_of, response_logprobs, score, score_kept, score_over, top_k
 from protocols.train_batch import hinted
 
 if TYPE_CHECKING:

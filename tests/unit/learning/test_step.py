@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.losses.objective import active_channels
 from learning.model.loading import base_hash
-from learning.scoring import score
+from learning.scoring import TeacherDistribution, score, top_k
 from learning.step import (
     OFFLINE_VERSION,
     LearningRateSchedule,
@@ -25,7 +25,6 @@ from learning.step import (
     new_optimizer,
     train_step,
 )
-from learning.teacher_logprobs import TeacherDistribution, top_k
 from protocols.errors import RunError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch

@@ -12,8 +12,7 @@ import torch
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
 from learning.model.loading import base_hash, load_model
-from learning.scoring import score
-from learning.teacher_logprobs import TeacherDistribution
+from learning.scoring import TeacherDistribution, score
 from learning.trainer import CartridgeTrainer
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.spec.sections import TrainSpec

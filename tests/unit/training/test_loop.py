@@ -10,7 +10,7 @@ from loop_setup import House, delays, drive, run, sampled_versions, turns_of
 from protocols.errors import RunError
 from protocols.train_batch import TrainBatch
 from protocols.types import TrainStepOutput
-from training.types import Rollout, ScoringCost, StepRecord
+from training.rollouts import Rollout, ScoringCost, StepRecord
 
 # -- strict -----------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ def test_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         async def train(self, batch: TrainBatch, version: int) -> TrainStepOutput:
             return TrainStepOutput(2.0, version=version + 1)
 
-    monkeypatch.setattr("training.timing.time", clock)
+    monkeypatch.setattr("training.loop.time", clock)
 
     async def scenario() -> StepRecord:
         return await Timed(0, {0}).loop(0, 1).step(0)
@@ -86,7 +86,7 @@ def test_a_rollout_made_beside_training_counts_by_its_wait_alone(
     pending = Rollout(1, (), (), made.samples, 3.9, 3.5)
     ticks = iter([20.0, 20.5, 21.0, 22.0, 22.25])
     clock = type("Clock", (), {"perf_counter": staticmethod(lambda: next(ticks))})
-    monkeypatch.setattr("training.timing.time", clock)
+    monkeypatch.setattr("training.loop.time", clock)
 
     async def scenario() -> StepRecord:
         return await house.loop(0, 2, [pending]).step(1)

@@ -25,8 +25,8 @@ from protocols.types import (
     TrainStepOutput,
 )
 from services.clients import TrainerClient
+from training.rollouts import ScoringCost
 from training.teacher_scoring import TeacherScoring, train_scored
-from training.types import ScoringCost
 from training.weight_sync import WeightSync
 
 LAYOUT = TensorLayout((("logprobs", (4, 4), "float32"),))  # 64 bytes

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from services.clients import busy
-from training.timing import PhaseTimer, PhaseTimes, flat
-from training.types import StepTimes
+from training.loop import PhaseTimer, PhaseTimes, flat
+from training.rollouts import StepTimes
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def turn(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Move the clock that a PhaseTimer reads forward by so many seconds."""
     now = [100.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr("training.timing.time", clock)
+    monkeypatch.setattr("training.loop.time", clock)
 
     def forward(seconds: float) -> None:
         now[0] += seconds

@@ -8,7 +8,7 @@ import pytest
 
 from protocols.errors import RunError
 from protocols.records.run_files import MetricRow
-from training.validation import OverlappedValidation
+from training.loop import OverlappedValidation
 
 
 def row(version: int) -> MetricRow:

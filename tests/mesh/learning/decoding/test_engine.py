@@ -10,8 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from learning.decoding.decode_batch import generate
 from learning.decoding.engine import TorchEngine
-from learning.decoding.generate import generate
 from protocols.errors import DataError
 from protocols.types import (
     Completion,

@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.cartridge.versions import CartridgeVersions
+from learning.cartridge.bank import CartridgeVersions
 from learning.decoding import decode_batch
-from learning.decoding.generate import generate
-from learning.decoding.sampling import draw
+from learning.decoding.decode_batch import draw, generate
 from protocols.errors import DataError
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 
@@ -176,7 +175,7 @@ def test_very_uneven_groups_are_decoded_apart_with_the_same_result(
             batches.append([len(group) for group in groups])
             super().__init__(model, prefixes, groups, *rest)
 
-    monkeypatch.setattr("learning.decoding.generate.DecodeBatch", Recorded)
+    monkeypatch.setattr("learning.decoding.decode_batch.DecodeBatch", Recorded)
     done = generate(twin.model, requests, lookup(twin), NO_END)
     assert batches == [[6], [1], [1]]  # 3 groups of 6 would have been 18 rows for 8 requests
     assert [c.token_ids for c in done] == [by_transformers(twin, r, NO_END) for r in requests]

@@ -12,9 +12,9 @@ import pytest
 
 from documents.corpus import read_parts
 from documents.synthesis import read_rows
-from learning.decoding.generate import generate
-from learning.model.document_kv import DocumentKVCache
-from learning.model.loading import document_kv, load_model, load_tokenizer
+from learning.decoding.decode_batch import generate
+from learning.model.document_kv import DocumentKVCache, document_kv
+from learning.model.loading import load_model, load_tokenizer
 from protocols.errors import CheckpointError, DataError
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.spec.learn import LearnSpec

@@ -11,10 +11,11 @@ from vllm_replica import require_vllm
 
 from environments.renderer import NO_DOCUMENT
 from learning.cartridge.bank import first_tokens
-from learning.decoding.generate import generate
-from learning.model.loading import document_kv, load_model, load_tokenizer
+from learning.decoding.decode_batch import generate
+from learning.model.document_kv import document_kv
+from learning.model.loading import load_model, load_tokenizer
 from protocols.spec.loading import load_resolved
-from training.recipes.longhealth_prompts import LongHealthPrompts, read_patients
+from training.recipes.longhealth import LongHealthPrompts, read_patients
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

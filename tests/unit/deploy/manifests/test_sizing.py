@@ -32,10 +32,11 @@ from forge_run.cli import forge
 from forge_run.commands.k8s import model_size
 from learning.cartridge.bank import first_tokens
 from learning.model import attention
-from learning.model.loading import document_kv, load_model
+from learning.model.document_kv import document_kv
+from learning.model.loading import load_model
 from learning.packing import pack, response_logits
+from learning.scoring import top_k
 from learning.step import new_optimizer
-from learning.teacher_logprobs import top_k
 from protocols.spec.loading import load_spec
 from protocols.spec.sections import ShapeSpec
 from protocols.types import Sample

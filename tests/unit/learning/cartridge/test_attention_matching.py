@@ -19,10 +19,9 @@ from learning.cartridge.attention_matching import (
     observe,
     reference_rows,
 )
-from learning.model.attention import PrefixContext
-from learning.model.loading import hidden_states
-from learning.model.rope import frequencies, shifted
-from learning.packing import pack, response_logits, stack_prefixes
+from learning.cartridge.composition import frequencies, shifted, stack_prefixes
+from learning.model.attention import PrefixContext, hidden_states
+from learning.packing import pack, response_logits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

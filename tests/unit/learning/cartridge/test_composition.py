@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from learning.cartridge.bank import CartridgeBank, first_tokens
-from learning.cartridge.composition import prefix_lengths, prefix_name, student_kv
+from learning.cartridge.composition import (
+    composed,
+    prefix_lengths,
+    prefix_name,
+    stack_prefixes,
+    student_kv,
+)
 from learning.losses.objective import active_channels
-from learning.model.rope import composed
-from learning.packing import pack, response_logits, stack_prefixes
-from learning.scoring import score
+from learning.packing import pack, response_logits
+from learning.scoring import TeacherDistribution, score
 from learning.step import new_optimizer, train_step
-from learning.teacher_logprobs import TeacherDistribution
 from protocols.spec.objective import ObjectiveSpec
 from protocols.train_batch import TrainBatch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learning.cartridge.versions import CartridgeVersions, VersionLedger
+from learning.cartridge.bank import CartridgeVersions, VersionLedger
 from protocols.errors import PublishError
 
 NAMES = ("a", "b")

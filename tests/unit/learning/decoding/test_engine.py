@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from learning.cartridge.composition import composed
+from learning.decoding.decode_batch import generate
 from learning.decoding.engine import TorchEngine
-from learning.decoding.generate import generate
-from learning.model.rope import composed
 from protocols.errors import DataError, PublishError
 from protocols.types import (
     Completion,

@@ -11,11 +11,9 @@ from channel_setup import ALL, bank_of, do, scene
 from pydantic import Field
 from torch import Tensor
 
-from learning.losses.channel import LossChannel
+from learning.losses.channel import Item, LossChannel, LossTerm, MicroBatch
 from learning.losses.objective import CHANNELS
-from learning.losses.terms import LossTerm
-from learning.micro_batch import Item, MicroBatch
-from learning.model.chunked_logits import ChunkedLogits
+from learning.packing import ChunkedLogits
 from learning.trainer import CartridgeTrainer
 from protocols.errors import DataError
 from protocols.spec.base import SpecSection
@@ -51,7 +49,7 @@ class Imitation(LossChannel):
     sampled: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> Imitation:
+    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> Imitation:
         assert isinstance(objective, WiderSpec)
         return cls(objective.imitation.weight)
 
@@ -83,7 +81,7 @@ class Entropy(LossChannel):
     reads: ClassVar[str] = "rl"
 
     @classmethod
-    def of(cls, objective: ObjectiveSpec, loss: LossSpec, step: int) -> Entropy:
+    def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> Entropy:
         assert isinstance(objective, WiderSpec)
         return cls(objective.entropy.weight)
 

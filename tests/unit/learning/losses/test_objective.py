@@ -23,17 +23,12 @@ from learning.losses.advantages import group_advantages
 from learning.losses.doc_kl import doc_kl, jensen_shannon
 from learning.losses.grpo import PolicyGradientSpec
 from learning.losses.objective import CHANNELS, active_channels
-from learning.model.loading import (
-    base_hash,
-    document_kv,
-    hidden_states,
-    load_model,
-    load_tokenizer,
-)
+from learning.model.attention import hidden_states
+from learning.model.document_kv import document_kv
+from learning.model.loading import base_hash, load_model, load_tokenizer
 from learning.packing import pack, response_logits
-from learning.scoring import response_logprobs, score, score_over
+from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
 from learning.step import new_optimizer
-from learning.teacher_logprobs import TeacherDistribution
 from protocols.errors import DataError, ForgeError, RunError, StaleTokenError
 from protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
 from protocols.train_batch import HintedTurn, PolicySample, TrainBatch, hinted
@@ -564,9 +559,10 @@ def test_distillation_and_the_reference_reach_the_loss(llama: Twin) -> None:
 
 def test_alpha_follows_its_schedule() -> None:
     objective = changed(ALL, alpha=0.1, alpha_warmup_steps=4)
-    found = [{c.name: c.weight for c in active_channels(objective, step=s)} for s in (0, 1, 4, 9)]
-    assert [weights.get("sdpo") for weights in found] == [None, pytest.approx(0.025), 0.1, 0.1]
-    assert found[0] == {"doc_kl": 0.7, "grpo": 1.3, "replay_dpo": 0.9}
+    channels = active_channels(objective)
+    found = [{c.name: c.at(s).weight for c in channels} for s in (0, 1, 4, 9)]
+    assert [weights["sdpo"] for weights in found] == [0.0, pytest.approx(0.025), 0.1, 0.1]
+    assert found[0] == {"doc_kl": 0.7, "grpo": 1.3, "sdpo": 0.0, "replay_dpo": 0.9}
 
 
 def spoil(batch: TrainBatch, what: str) -> TrainBatch:

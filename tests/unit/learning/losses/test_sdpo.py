@@ -10,10 +10,10 @@ from channel_setup import loss_form
 from pydantic import ValidationError
 from torch import Tensor
 
+from learning.losses.channel import LossTerm
 from learning.losses.doc_kl import doc_kl
 from learning.losses.sdpo import alpha_at, sdpo_term, sdpo_tokens
-from learning.losses.terms import LossTerm
-from learning.teacher_logprobs import TeacherDistribution, top_k
+from learning.scoring import TeacherDistribution, top_k
 from protocols.errors import SpecError
 from protocols.spec.objective import SdpoSpec
 

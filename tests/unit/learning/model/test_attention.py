@@ -12,10 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learning.model import loading as learning_model
-from learning.model.attention import DecodeCache, PrefixContext, cartridge_attention
-from learning.model.loading import document_kv, hidden_states, kv_shape
-from learning.packing import pack, response_logits, stack_prefixes
+from learning.cartridge.composition import stack_prefixes
+from learning.model import document_kv as reading
+from learning.model.attention import (
+    DecodeCache,
+    PrefixContext,
+    cartridge_attention,
+    hidden_states,
+    kv_shape,
+)
+from learning.model.document_kv import document_kv
+from learning.packing import pack, response_logits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,7 +188,7 @@ def test_garbage_in_row_padding_changes_no_bit(
 def test_a_document_read_in_chunks_equals_transformers_cache(
     twin: Twin, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learning_model, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(reading, "PREFILL_CHUNK", chunk)
     kv = document_kv(twin.model, twin.documents["a"])
     torch.testing.assert_close(kv, twin.kv["a"], rtol=0, atol=2e-5)
 

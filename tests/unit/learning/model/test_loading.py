@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from learning.model.loading import base_hash, kv_shape, load_model
+from learning.model.attention import kv_shape
+from learning.model.loading import base_hash, load_model
 from protocols.errors import DataError
 
 if TYPE_CHECKING:

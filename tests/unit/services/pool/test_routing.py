@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.spec.services import RouterName
-from services.pool.routing import ReplicaLoad, new_router
+from services.pool.replica import ReplicaLoad, new_router
 
 indices = st.sets(st.integers(0, 40), min_size=1, max_size=8).map(sorted)
 names = st.text(max_size=12)
@@ -132,7 +132,7 @@ def test_the_empty_session_is_a_session() -> None:
 def test_another_process_chooses_alike() -> None:
     """With other seeds of `hash`, whose values differ between them."""
     code = (
-        "from services.pool.routing import ReplicaLoad, new_router\n"
+        "from services.pool.replica import ReplicaLoad, new_router\n"
         "seats = [ReplicaLoad(i, 0) for i in range(8)]\n"
         "router = new_router('session')\n"
         "print(hash('patient_1'), *(router.choose(seats, f'patient_{i}') for i in range(64)))\n"

@@ -5,8 +5,7 @@ from math import sqrt
 import pytest
 
 from environments.clinic.longhealth import PatientQuestion
-from training.recipes.accuracy import measure
-from training.recipes.longhealth_prompts import LongHealthQuestion
+from training.recipes.longhealth import LongHealthQuestion, measure
 
 Z = 1.959963984540054
 

@@ -21,11 +21,11 @@ from protocols.spec.loading import load_spec
 from protocols.types import Completion, GenerateRequest, TrainStepOutput
 from strategies.rsa.islands import RSAShape
 from strategies.rsa.populations import aggregate
-from training.recipes.accuracy import aggregation_gain
 from training.recipes.registry import open_course
 from training.recipes.rsa import RSARecipe, RSARollout
 from training.recipes.rsa_problems import ByNumber, OfPatients
-from training.types import StepRecord, StepTimes
+from training.rollouts import StepRecord, StepTimes
+from training.training_run import aggregation_gain
 
 MESH = Path(__file__).resolve().parents[4] / "meshes" / "rsagent.yaml"
 SMALL = (

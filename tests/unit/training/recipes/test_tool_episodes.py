@@ -22,7 +22,7 @@ from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import hinted
 from protocols.types import Completion, GenerateRequest, TrainStepOutput
 from training.recipes.tool_episodes import ToolEpisodesRecipe
-from training.types import Rollout, StepRecord, StepTimes
+from training.rollouts import Rollout, StepRecord, StepTimes
 
 MESH = Path(__file__).resolve().parents[4] / "meshes" / "three_channels.yaml"
 QUIET = (

@@ -19,10 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.losses import LiveTensors, losses, once
 from benchmarks.losses import scene as benchmark_scene
-from learning.model.chunked_logits import LOGIT_BYTES, ChunkedLogits, chunk_tokens
-from learning.model.loading import document_kv, load_model
-from learning.packing import pack, response_tokens
-from learning.teacher_logprobs import TeacherDistribution, top_k
+from learning.model.document_kv import document_kv
+from learning.model.loading import load_model
+from learning.packing import LOGIT_BYTES, ChunkedLogits, chunk_tokens, pack, response_tokens
+from learning.scoring import TeacherDistribution, top_k
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,9 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learning.model.attention import PrefixContext
-from learning.model.loading import hidden_states
-from learning.model.rope import composed, frequencies, frequencies_of, shifted
+from learning.cartridge.composition import composed, frequencies, frequencies_of, shifted
+from learning.model.attention import PrefixContext, hidden_states
 from protocols.errors import DataError
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from channel_setup import ALL, bank_of, changed, do, scene, scored
 from twins import Twin
 
 from learning.losses.grpo import PolicyGradientSpec
-from learning.model.chunked_logits import LOGIT_BYTES
-from learning.teacher_logprobs import TeacherDistribution, top_k
+from learning.packing import LOGIT_BYTES
+from learning.scoring import TeacherDistribution, top_k
 from protocols.spec.objective import LossSpec, SdpoSpec
 
 VOCAB = 97

@@ -1,0 +1,177 @@
+"""Run the frozen model: the generator of whole batches, and the teachers that score given tokens.
+
+`actors.engine_generator` serves requests that arrive and end at any time; `actors.trainer` trains.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from monarch.actor import Actor, endpoint
+from torch import Tensor
+
+from actors.base import ModelSource
+from learning.cartridge.bank import CartridgeVersions
+from learning.cartridge.composition import composed
+from learning.decoding.decode_batch import generate
+from learning.losses.dpo import with_references
+from learning.model.document_kv import DocumentKVCache, document_kv, host_spill
+from learning.model.loading import flush_denormals, text_of
+from learning.scoring import prefixes_of, score_kept
+from protocols.ports import TensorPlane
+from protocols.train_batch import PreferencePair
+from protocols.types import (
+    CartridgeSnapshot,
+    GenerateOutput,
+    GenerateRequest,
+    PrefixRef,
+    Sample,
+    ScoreOutput,
+    TensorRef,
+)
+
+if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
+    from transformers import PreTrainedModel
+
+
+class ModelActor(Actor):
+    """Hold the model and the tensor plane of its process."""
+
+    def __init__(
+        self, base: ModelSource, load: Callable[[], PreTrainedModel] | None = None
+    ) -> None:
+        """Load the model by `load`, or from `base`, after the number of threads is set."""
+        torch.set_num_threads(base.threads)
+        flush_denormals()
+        self._model = (load or base.load)()
+        self._plane = base.plane
+
+    @endpoint
+    async def ready(self) -> int:
+        """Return this process's id, once the model is loaded."""
+        return os.getpid()
+
+    @endpoint
+    async def use_plane(self, plane: TensorPlane) -> None:
+        """Pass tensors over this plane from now on: the previous one was lost."""
+        self._plane = plane
+
+    async def _put(self, stem: str, tensors: Mapping[str, Tensor]) -> TensorRef:
+        """Put tensors under a unique key, even when a call is repeated after its replica died. Keys
+        affect no result, so their suffix need not come from a seeded generator."""
+        return await self._plane.put(f"{stem}/{uuid.uuid4().hex[:12]}", tensors)
+
+
+class CartridgeReaderActor(ModelActor):
+    """Hold the last few published cartridge versions beside the model."""
+
+    def __init__(self, base: ModelSource, keep_versions: int) -> None:
+        super().__init__(base)
+        self._cartridges = CartridgeVersions(keep_versions)
+
+    @endpoint
+    async def load(self, snapshot: CartridgeSnapshot) -> int:
+        """Load a published version from the tensor plane; requests may name it from now on."""
+        tensors = await self._plane.get(snapshot.packet)
+        kv = tensors["kv"].to(self._model.device, self._model.dtype)
+        self._cartridges.add(snapshot.version, snapshot.names, kv)
+        return snapshot.version
+
+
+class GeneratorActor(CartridgeReaderActor):
+    """Run one replica of the `Generate` port. Holds the last few published versions.
+
+    Prefix names: "cartridge/<document>" for a published version, "document/<document>" for a
+    document's own KV. A request may name an ordered composition of them.
+    """
+
+    def __init__(self, base: ModelSource, end_ids: frozenset[int], keep_versions: int) -> None:
+        super().__init__(base, keep_versions)
+        self._end_ids = end_ids
+        self._text = text_of(base.path)
+        self._documents = DocumentKVCache(
+            partial(document_kv, self._model), base.documents, base.max_kv_bytes
+        )
+
+    @endpoint
+    async def generate(self, requests: Sequence[GenerateRequest]) -> GenerateOutput:
+        begun = time.perf_counter()
+        done = generate(self._model, requests, self._lookup, self._end_ids, self._text)
+        return GenerateOutput(time.perf_counter() - begun, tuple(done))
+
+    def _lookup(self, ref: PrefixRef) -> Tensor:
+        return composed(self._model, [self._single(part) for part in ref.parts])
+
+    def _single(self, ref: PrefixRef) -> Tensor:
+        kind, _, name = ref.name.partition("/")
+        if kind == "document":
+            return self._documents.get(name)
+        return self._cartridges.get(name, ref.version)
+
+
+class DocTeacherActor(ModelActor):
+    """Score the sampled tokens of a call in one pass, samples of one document over one prefix. A
+    document's KV is computed once and reused (bounded LRU, then host memory)."""
+
+    def __init__(self, base: ModelSource, row_tokens: int, keep_top: int | None) -> None:
+        """Send `keep_top` entries a token, or all logits for None."""
+        super().__init__(base)
+        self._row_tokens = row_tokens
+        self._keep_top = keep_top
+        self._documents = DocumentKVCache(
+            partial(document_kv, self._model),
+            base.documents,
+            base.max_kv_bytes,
+            host_spill(self._model.device, base.host_kv_bytes),
+        )
+
+    @endpoint
+    async def score(self, stem: str, samples: Sequence[Sample]) -> ScoreOutput:
+        """Put the teacher's distributions over every response token under a key of this stem."""
+        begun, before = time.perf_counter(), self._documents.counts
+        prefixes = prefixes_of(samples, self._documents)
+        tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
+        seconds = time.perf_counter() - begun
+        packet = await self._put(stem, tensors)
+        looked_up = self._documents.counts.since(before)
+        return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))), looked_up)
+
+
+class SDPOTeacherActor(CartridgeReaderActor):
+    """Hold the last few published cartridge versions, as a generator does."""
+
+    def __init__(
+        self, base: ModelSource, row_tokens: int, keep_top: int | None, keep_versions: int
+    ) -> None:
+        """Send `keep_top` entries a token, or all logits for None."""
+        super().__init__(base, keep_versions)
+        self._row_tokens = row_tokens
+        self._keep_top = keep_top
+
+    @endpoint
+    async def score(self, stem: str, samples: Sequence[Sample], version: int) -> ScoreOutput:
+        """Put the distributions over every response token of hinted turns under a key of this stem:
+        with the cartridges of `version`, each sample's context before its own tokens."""
+        begun = time.perf_counter()
+        prefixes = self._prefixes([s.document for s in samples], version)
+        tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
+        seconds = time.perf_counter() - begun
+        packet = await self._put(stem, tensors)
+        return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))))
+
+    @endpoint
+    async def references(
+        self, pairs: Sequence[PreferencePair], version: int
+    ) -> list[PreferencePair]:
+        """Return the pairs with reference log-probabilities of `version`."""
+        prefixes = self._prefixes([p.document for p in pairs], version)
+        return with_references(self._model, pairs, prefixes, self._row_tokens, version, 0)
+
+    def _prefixes(self, documents: Sequence[str], version: int) -> dict[str, Tensor]:
+        return {name: self._cartridges.get(name, version) for name in sorted(set(documents))}
