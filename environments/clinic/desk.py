@@ -61,6 +61,17 @@ TOOLS: tuple[AgentTool, ...] = (
 )
 TOOL_NAMES = tuple(tool.name for tool in TOOLS)
 
+# Hint templates by `DeskReply.hint_key`; `hint_facts` fill them in.
+HINTS = {
+    "tools": "the tools are find read answer.",
+    "form_of_find": "say find {field} in a department.",
+    "form_of_read": "say read note and its number.",
+    "form_of_answer": "say answer and the value.",
+    "where": "the handbook says {field} {department}.",
+    "the_note": "read note {note}.",
+    "find_first": "find {field} first.",
+}
+
 _FORMS: Mapping[str, re.Pattern[str]] = {
     "find": re.compile(r"(?P<field>\S+) in (?P<department>\S+)"),
     "read": re.compile(r"note (?P<note>\d{1,9})"),

@@ -19,8 +19,7 @@ from functools import partial
 from typing import Any
 
 from environments.action_parsing import DESK
-from environments.clinic.desk import draw_desk
-from environments.clinic.desk_hints import HINTS
+from environments.clinic.desk import HINTS, draw_desk
 from environments.episode_files import to_row
 from environments.hints import Hints
 from environments.monitors import count_flags, flagged
