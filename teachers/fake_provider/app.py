@@ -31,8 +31,8 @@ from starlette.routing import request_response
 from protocols.spec.teacher_replay import PriceSpec
 from protocols.teacher_replay import TeacherUsage
 from protocols.wire.openai_replies import ChatReply, write_completion, write_error
+from teachers.budget import cost
 from teachers.fake_provider.server import LoopbackServer
-from teachers.pricing import cost
 from teachers.prompts import ATTEMPT_HEADER
 
 Wire = Literal["chat", "messages"]
@@ -207,7 +207,7 @@ def read_request(plain: Any) -> tuple[ProviderRequest, int]:
         raise ValueError("a request names its model")
     if plain.get("stream"):
         raise ValueError("no streaming here")
-    system, user = [_text(plain.get("system") or "")], []
+    system, user = [_text(plain.get("system") or "")], list[str]()
     for turn in plain.get("messages") or []:
         part = system if turn["role"] in ("system", "developer") else user
         part.append(_text(turn["content"]))

@@ -39,7 +39,7 @@ from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.clients import EnvironmentClient
 from services.mesh import Mesh
 from services.run_directory import RunDirectory
-from teachers.spending import RunSpending
+from teachers.ledger import RunSpending
 from training.recipes.base import Recipe
 from training.recipes.preferences import AskedState, PreferenceQueue
 from training.types import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard

@@ -34,7 +34,7 @@ def sample(
     longest = max(map(len, prompts))
     ids = torch.tensor([[end] * (longest - len(p)) + p for p in prompts])
     seen = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    rows = model.generate(
+    rows = model.generate(  # type: ignore[misc]  # its stub names a protocol for self
         ids, attention_mask=seen, max_new_tokens=most, do_sample=not greedy, top_k=0,
         eos_token_id=end, pad_token_id=end,
     )[:, longest:].tolist()  # fmt: skip

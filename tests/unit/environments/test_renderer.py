@@ -177,7 +177,7 @@ def test_templates_that_cannot_do_it_say_so() -> None:
     )
     with pytest.raises(DataError, match=r"reads desk_02, .* documents: desk_01; add it"):
         conversation().opening("desk_02", (QUESTION,))
-    with pytest.raises(DataError, match="no hint can be spliced in"):
+    with pytest.raises(DataError, match="no hint can be inserted"):
         counts.with_hint((1, 2), "x")
     with pytest.raises(DataError, match="no text can be put"):
         counts.saying("x")
