@@ -62,8 +62,8 @@ def differences(a: CartridgeFile, b: CartridgeFile) -> list[tuple[str, str, str]
     """Return (fact, in a, in b) where shape, dtype, frozen tokens or provenance differ."""
     mine, other = dict(_plain(a)), dict(_plain(b))
     keys = sorted(mine.keys() | other.keys())
-    told = ((key, mine.get(key, "-"), other.get(key, "-")) for key in keys)
-    return [row for row in told if row[1] != row[2]]
+    rows = ((key, mine.get(key, "-"), other.get(key, "-")) for key in keys)
+    return [row for row in rows if row[1] != row[2]]
 
 
 def provenance(cartridge: CartridgeFile) -> list[tuple[str, str]]:
