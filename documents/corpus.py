@@ -129,8 +129,8 @@ def read_parts(spec: LearnSpec, tokenizer: Any) -> Corpus:
             why = f"has {count} tokens, no more than a cartridge; lower cartridge.tokens"
             left_out.append(SkippedFile(parts.pop(name).document.source, f"{why} ({name})"))
     if not parts:
-        told = "".join(f"\n  {item}" for item in left_out)
-        raise DataError(f"no document of {path} can be used{told}")
+        listed = "".join(f"\n  {item}" for item in left_out)
+        raise DataError(f"no document of {path} can be used{listed}")
     return Corpus(parts, tuple(left_out), tuple(notes))
 
 
@@ -158,7 +158,7 @@ def tokenised(tokenizer: Any, text: str) -> TokenizedText:
     """Return the text with its tokens' spans. Raises DataError for a tokenizer without offsets."""
     if not tokenizer.is_fast:
         raise DataError(
-            "the model's tokenizer does not tell where its tokens stand; give a model with a "
+            "the model's tokenizer does not give the positions of its tokens; give a model with a "
             "tokenizer.json"
         )
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

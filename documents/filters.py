@@ -5,10 +5,11 @@ Every function is deterministic: the result depends only on the texts and their 
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WORD = re.compile(r"\w+")
@@ -16,9 +17,6 @@ ECHO_WORDS = 12  # a text with so many words in a row from the prompt is an echo
 REPEATED = 4  # how often a group of REPEAT_WORDS words may occur in a text
 REPEAT_WORDS = 4
 SHINGLE = 3  # words
-HASHES = 64
-BANDS = 32  # of two hashes: a pair at 0.7 is missed with probability (1 - 0.7**2)**32 < 1e-9
-PRIME = (1 << 61) - 1
 
 
 @dataclass(frozen=True)
@@ -83,16 +81,25 @@ def jaccard(a: frozenset[int], b: frozenset[int]) -> float:
     return len(a & b) / len(a | b) if a or b else 1.0
 
 
+def rarest(
+    groups: frozenset[int], alike: float, often: Mapping[int, int] | None = None
+) -> list[int]:
+    """Return as many of a text's rarest shingles as ensure that any text of similarity at least
+    `alike` has one of them among its own (Bayardo, Ma and Srikant, "Scaling up all pairs similarity
+    search", 2007). `often` counts shingles; without it any fixed order serves."""
+    least = math.ceil(alike * len(groups) - 1e-9)  # a similar text shares at least so many
+    counts = often or {}
+    return sorted(groups, key=lambda s: (counts.get(s, 0), s))[: len(groups) - least + 1]
+
+
 class DuplicateFilter:
     """Keep texts so far; `found` checks a new one against them and adds it if it is no duplicate.
-    Candidates come from MinHash signatures (Broder, 1997) that agree in a band. Each is then
-    compared exactly, so that there are no false near duplicates."""
+    Every text of similarity at least `alike` is found, and compared exactly."""
 
     def __init__(self, alike: float) -> None:
         self._alike = alike
         self._exact: set[str] = set()
-        self._shingles: list[frozenset[int]] = []
-        self._bands: dict[tuple[int, ...], list[int]] = {}
+        self._kept: dict[int, list[frozenset[int]]] = {}  # by each of a text's rarest shingles
 
     def found(self, text: str) -> str | None:
         """Return "double", "near_double", or None for a new text, which is added."""
@@ -100,28 +107,16 @@ class DuplicateFilter:
         if plain in self._exact:
             return "double"
         mine = shingles(text)
-        bands = _bands(mine)
-        near = {i for band in bands for i in self._bands.get(band, ())}
-        if any(jaccard(mine, self._shingles[i]) >= self._alike for i in near):
+        rare = rarest(mine, self._alike)
+        near = {other for shingle in rare for other in self._kept.get(shingle, ())}
+        if any(jaccard(mine, other) >= self._alike for other in near):
             return "near_double"
         self._exact.add(plain)
-        for band in bands:
-            self._bands.setdefault(band, []).append(len(self._shingles))
-        self._shingles.append(mine)
+        for shingle in rare:
+            self._kept.setdefault(shingle, []).append(mine)
         return None
-
-
-def _bands(mine: frozenset[int]) -> list[tuple[int, ...]]:
-    signature = [min((a * x + b) % PRIME for x in mine) for a, b in _PERMUTATIONS]
-    rows = HASHES // BANDS
-    return [(b, *signature[b * rows : (b + 1) * rows]) for b in range(BANDS)]
 
 
 def _hash(text: str) -> int:
     data = text.encode()
     return zlib.crc32(data) << 29 ^ zlib.adler32(data)
-
-
-_PERMUTATIONS = [
-    (_hash(f"minhash/a/{i}") % (PRIME - 1) + 1, _hash(f"minhash/b/{i}")) for i in range(HASHES)
-]

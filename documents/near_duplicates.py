@@ -2,19 +2,17 @@
 
 Only texts about the same document are compared, because the same words about another document have
 another answer. Every pair of similarity at least `alike` is found, and found exactly: such a pair
-must share one of its rarest shingles (Bayardo, Ma and Srikant, "Scaling up all pairs similarity
-search", 2007), so only those are looked up.
+shares one of its rarest shingles, so only those are looked up.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from documents.filters import WORD, jaccard, normalised, shingles
+from documents.filters import WORD, jaccard, normalised, rarest, shingles
 
 
 @dataclass(frozen=True)
@@ -67,26 +65,19 @@ def overlaps(
     rare: dict[tuple[str, int], list[int]] = {}
     for i, (question, plain, groups) in enumerate(asked):
         exact.setdefault((question.document, plain), []).append(i)
-        for shingle in _rarest(groups, often, alike):
+        for shingle in rarest(groups, alike, often):
             rare.setdefault((question.document, shingle), []).append(i)
     found = []
     for (document, plain), text in seen.items():
         same = exact.get((document, plain), [])
         found += [PromptOverlap("exact", 1.0, text, asked[i][0]) for i in same]
         mine = shingles(text.text)
-        near = {i for s in _rarest(mine, often, alike) for i in rare.get((document, s), ())}
+        near = {i for s in rarest(mine, alike, often) for i in rare.get((document, s), ())}
         for i in sorted(near.difference(same)):
             likeness = jaccard(mine, asked[i][2])
             if likeness >= alike:
                 found.append(PromptOverlap("near", likeness, text, asked[i][0]))
     return found
-
-
-def _rarest(groups: frozenset[int], often: Counter[int], alike: float) -> list[int]:
-    """Return as many of a text's rarest shingles as ensure that any similar text has one of
-    them."""
-    least = math.ceil(alike * len(groups) - 1e-9)  # a similar text shares at least so many
-    return sorted(groups, key=lambda s: (often[s], s))[: len(groups) - least + 1]
 
 
 def _short(text: str) -> str:

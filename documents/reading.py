@@ -100,9 +100,9 @@ def read_documents(
             why = faults[-1] if faults else "holds no text"
             raise DataError(f"{shown} {why}; name a file with text in it")
     if not gathered.documents:
-        told = "".join(f"\n  {item}" for item in gathered.left_out)
+        listed = "".join(f"\n  {item}" for item in gathered.left_out)
         raise DataError(
-            f"no document in {', '.join(paths)}: expected {', '.join(READERS)} files{told}"
+            f"no document in {', '.join(paths)}: expected {', '.join(READERS)} files{listed}"
         )
     return ReadResult(tuple(gathered.documents), tuple(gathered.left_out), tuple(gathered.notes))
 

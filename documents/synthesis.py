@@ -57,8 +57,8 @@ class SynthesisPlan:
     @property
     def config(self) -> str:
         """Return a hash of the plan: a file with rows of another plan is not continued."""
-        told = {**asdict(self), "study": self.study.model_dump(mode="json", exclude={"rows"})}
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+        plain = {**asdict(self), "study": self.study.model_dump(mode="json", exclude={"rows"})}
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def bounds(self) -> TextBounds:
@@ -139,7 +139,7 @@ async def _batch(
     rows = [_turn(d, turn, plan, doubles) for d, turn in zip(drafts, turns, strict=True)]
     if not plan.answers:
         return rows
-    told = Sampling(study.answer_temperature, max_tokens=study.answer_tokens)
+    answering = Sampling(study.answer_temperature, max_tokens=study.answer_tokens)
     top = study.top_k if "top_logprobs" in sampler.abilities else 0
     kept = {row.key: d for row, d in zip(rows, drafts, strict=True) if row.kept}
     answers = await sampler(
@@ -147,7 +147,7 @@ async def _batch(
             SampleRequest(
                 f"{row.key}/answer",
                 (AgentMessage("system", kept[row.key].passage), AgentMessage("user", row.question)),
-                told,
+                answering,
                 row.answer_seed,
                 top_logprobs=top,
             )

@@ -31,7 +31,7 @@ class ActionFormat:
 
 def _say_at_desk(action: Action) -> str:
     if not isinstance(action, ToolAction):
-        raise DataError(f"at the desk only a tool's call can be said: got {action}")
+        raise DataError(f"the desk's format expresses tool calls only: got {action}")
     return call_text(action)
 
 

@@ -118,7 +118,7 @@ class ChatRenderer:
             raise DataError(
                 "a context to be hinted at must end with the template's generation prompt "
                 f"{list(prompt)}: got {list(context[-len(prompt) :])} at its end; use one of "
-                "Conversation.context"
+                "ChatRenderer.context"
             )
         return (*context[: len(context) - len(prompt)], *block, *prompt)
 
@@ -129,8 +129,9 @@ class ChatRenderer:
         whole = self._text(None, (*user, AgentMessage("assistant", text)), generation=False)
         if not whole.startswith(asked):
             raise DataError(
-                "the chat template does not write a response after its generation prompt: no text "
-                "can be put in the student's mouth; leave out what needs it (objective.beta)"
+                "the chat template does not write a response after its generation prompt: no "
+                "action of a teacher can become a response; leave out what needs it "
+                "(objective.beta)"
             )
         ids = self._tokenise(whole[len(asked) :])
         end = self._tokenizer.eos_token_id
@@ -149,7 +150,7 @@ class ChatRenderer:
         if not (two.startswith(one) and asked.startswith(one)):
             raise DataError(
                 "the chat template rewrites what stands before a user message: no hint can be "
-                "spliced in; leave out what needs it (objective.alpha)"
+                "inserted; leave out what needs it (objective.alpha)"
             )
         return self._tokenise(two[len(one) :]), self._tokenise(asked[len(one) :])
 

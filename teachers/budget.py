@@ -1,7 +1,8 @@
 """Decide from the rows of a spend ledger whether one more call may be made.
 
-This module does no IO. All processes that share a ledger add the same rows in the same order, so
-they agree on answers, money, rates and breakers. `teachers.ledger` holds the file and its lock.
+Money is counted in whole nanodollars. This module does no IO. All processes that share a ledger add
+the same rows in the same order, so they agree on answers, money, rates and breakers.
+`teachers.ledger` holds the file and its lock.
 
     ReservedCall   written before a call: reserves its worst case
     SettledCall    written after it: its cost and its answer
@@ -12,15 +13,20 @@ at its worst case, because the provider may have charged it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from protocols.teacher_replay import TeacherUsage
+from protocols.spec.teacher_replay import PriceSpec
+from protocols.teacher_replay import NANO, TeacherUsage
 
 WINDOW_S = 60.0  # of `requests_per_minute`
 
 ANSWERED = "answered"
 INTERRUPTED = "interrupted"
+
+# Tokens that a provider may add to a request: its chat template, and its instructions for JSON.
+OVERHEAD_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -257,3 +263,37 @@ class Budget:
             totals = self.totals(row.run, teacher)
             counted = {name: getattr(totals, name) + n for name, n in more.items()}
             self._totals[row.run, teacher] = replace(totals, **counted)
+
+
+def per_token(dollars_per_million: float) -> int:
+    """Return the nanodollars of one token: 1.25 dollars per million are 1250."""
+    return round(dollars_per_million * 1000)
+
+
+def cost(usage: TeacherUsage, prices: PriceSpec) -> int:
+    """Return the nanodollars of a call by its usage."""
+    cached = prices.input if prices.cached is None else prices.cached
+    return (
+        usage.input_tokens * per_token(prices.input)
+        + usage.cached_tokens * per_token(cached)
+        + usage.output_tokens * per_token(prices.output)
+    )
+
+
+def worst_case(sent_bytes: int, max_tokens: int, prices: PriceSpec) -> int:
+    """Return the nanodollars that a call cannot exceed with any tokenizer: no token is shorter than
+    a byte, and no answer longer than `max_tokens`."""
+    dearest = max(prices.input, prices.cached or 0.0)
+    return (sent_bytes + OVERHEAD_TOKENS) * per_token(dearest) + max_tokens * per_token(
+        prices.output
+    )
+
+
+def nanodollars(dollars: float) -> int:
+    """Return a cap in nanodollars, rounded down."""
+    return math.floor(round(dollars * NANO, 3))
+
+
+def reported(dollars: float) -> int:
+    """Return a cost that a provider reported in nanodollars, rounded up."""
+    return math.ceil(round(dollars * NANO, 3))

@@ -24,8 +24,7 @@ import openai
 from protocols.errors import SpecError
 from protocols.spec.teacher_replay import OFFICIAL_URLS, Provider, ReplayTeacherSpec
 from protocols.teacher_replay import AgentMessage, TeacherUsage
-from teachers.budget import ANSWERED
-from teachers.pricing import reported
+from teachers.budget import ANSWERED, reported
 from teachers.prompts import (
     ANSWER_SCHEMA,
     ATTEMPT_HEADER,

@@ -27,6 +27,7 @@ import os
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -35,8 +36,9 @@ from typing import Any
 
 from protocols.errors import DataError, RunError
 from protocols.files import flush
-from protocols.teacher_replay import TeacherUsage
+from protocols.teacher_replay import NANO, TeacherUsage
 from teachers.budget import (
+    ANSWERED,
     INTERRUPTED,
     Admission,
     Budget,
@@ -51,6 +53,7 @@ from teachers.budget import (
 SCHEMA = 1
 LOCK_TIMEOUT_S = 30.0
 LOCK_POLL_S = 0.002
+UNUSABLE = "unusable"  # answered, but not with a vote
 
 
 class SpendLedger:
@@ -244,3 +247,46 @@ def interrupted(row: ReservedCall, nanodollars: int) -> SettledCall:
         row.attempt, row.key, row.teacher, row.run, INTERRUPTED, nanodollars, None, "",
         False, False, 0.0, 1, 0.0, time.time(),
     )  # fmt: skip
+
+
+class RunSpending:
+    """Follow the ledger of a run while others write it, without a lock. `total` covers all its
+    rows, including those of earlier starts."""
+
+    def __init__(self, ledger: Path) -> None:
+        self._ledger = ledger
+        self._offset = 0
+        self._open: set[str] = set()  # unsettled attempts: only the first settlement counts
+        self._calls: dict[str, Counter[str]] = {}
+        self._nanodollars: Counter[str] = Counter()
+
+    def total(self) -> dict[str, dict[str, Any]]:
+        """Return settled attempts by outcome and their cost: `{"calls": {"opus": {"answered": 4,
+        "http_500": 1}}, "dollars": {"opus": 0.0123}}`."""
+        self._read()
+        return {
+            "calls": {teacher: dict(calls) for teacher, calls in sorted(self._calls.items())},
+            "dollars": {name: spent / NANO for name, spent in sorted(self._nanodollars.items())},
+        }
+
+    def _read(self) -> None:
+        """Count the rows appended since the last call."""
+        if not self._ledger.is_file():
+            return
+        with self._ledger.open("rb") as file:
+            file.seek(self._offset)
+            fresh = file.read()
+        whole = fresh.rfind(b"\n") + 1  # the rest is still being written
+        for line in fresh[:whole].splitlines():
+            self._add(json.loads(line))
+        self._offset += whole
+
+    def _add(self, row: dict[str, Any]) -> None:
+        if row["kind"] == "reserved":
+            self._open.add(row["attempt"])
+        elif row["attempt"] in self._open:
+            self._open.remove(row["attempt"])
+            answered = row["outcome"] == ANSWERED
+            outcome = UNUSABLE if answered and not row["usable"] else row["outcome"]
+            self._calls.setdefault(row["teacher"], Counter())[outcome] += 1
+            self._nanodollars[row["teacher"]] += row["nanodollars"]

@@ -28,9 +28,11 @@ from teachers.budget import (
     SettledCall,
     SpendLimits,
     TeacherCall,
+    cost,
+    nanodollars,
+    worst_case,
 )
 from teachers.ledger import SpendLedger
-from teachers.pricing import cost, nanodollars, worst_case
 from teachers.prompts import (
     ANSWER_SCHEMA,
     TeacherClient,

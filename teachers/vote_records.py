@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from protocols.errors import DataError
 from protocols.teacher_replay import PanelVerdict, PreferenceActions, ReplayState, TeacherVote
@@ -19,28 +19,21 @@ from teachers.prompts import state_hash
 SCHEMA = 1
 
 Record = ReplayState | TeacherVote | PanelVerdict | PreferenceActions
-KINDS: dict[str, TypeAdapter[Any]] = {
-    "state": TypeAdapter(ReplayState),
-    "vote": TypeAdapter(TeacherVote),
-    "verdict": TypeAdapter(PanelVerdict),
-    "pair": TypeAdapter(PreferenceActions),
-}
-NAMES = {
-    ReplayState: "state",
-    TeacherVote: "vote",
-    PanelVerdict: "verdict",
-    PreferenceActions: "pair",
-}
+KINDS: dict[str, type[Record]] = {
+    "state": ReplayState, "vote": TeacherVote, "verdict": PanelVerdict, "pair": PreferenceActions,
+}  # fmt: skip
+_RECORD = {kind: TypeAdapter(made) for kind, made in KINDS.items()}
+_KIND = {made: kind for kind, made in KINDS.items()}
 
 
 def to_row(record: Record) -> dict[str, Any]:
     """Return the record as plain JSON; a state has its hash added, by which other records refer to
     it."""
-    kind = NAMES[type(record)]
+    kind = _KIND[type(record)]
     row = {"schema": SCHEMA, "record": kind}
     if isinstance(record, ReplayState):
         row["state_hash"] = state_hash(record)
-    return row | KINDS[kind].dump_python(record, mode="json")
+    return row | _RECORD[kind].dump_python(record, mode="json")
 
 
 def from_row(row: Mapping[str, Any]) -> Record:
@@ -48,8 +41,8 @@ def from_row(row: Mapping[str, Any]) -> Record:
     try:
         if row["schema"] != SCHEMA:
             raise ValueError(f"schema {row['schema']}")
-        record: Record = KINDS[row["record"]].validate_python(dict(row))
-    except (KeyError, ValueError, ValidationError) as error:
+        record: Record = _RECORD[row["record"]].validate_python(dict(row))
+    except (KeyError, ValueError) as error:
         raise DataError(
             f"a row of the teacher replay, schema {SCHEMA}, was expected: got another "
             f"({str(error).splitlines()[0]}); read it with the version that wrote it"

@@ -61,6 +61,17 @@ TOOLS: tuple[AgentTool, ...] = (
 )
 TOOL_NAMES = tuple(tool.name for tool in TOOLS)
 
+# Hint templates by `DeskReply.hint_key`; `hint_facts` fill them in.
+HINTS = {
+    "tools": "the tools are find read answer.",
+    "form_of_find": "say find {field} in a department.",
+    "form_of_read": "say read note and its number.",
+    "form_of_answer": "say answer and the value.",
+    "where": "the handbook says {field} {department}.",
+    "the_note": "read note {note}.",
+    "find_first": "find {field} first.",
+}
+
 _FORMS: Mapping[str, re.Pattern[str]] = {
     "find": re.compile(r"(?P<field>\S+) in (?P<department>\S+)"),
     "read": re.compile(r"note (?P<note>\d{1,9})"),
@@ -179,10 +190,10 @@ def parse_call(text: str) -> ToolAction:
     return ToolAction(name, arguments)
 
 
-def reply_to(case: DeskCase, standing: CaseState, text: str, max_turns: int) -> CaseState:
+def reply_to(case: DeskCase, state: CaseState, text: str, max_turns: int) -> CaseState:
     """Return the case's state after one more call, with the desk's reply in `reply`."""
-    turns = standing.turns + 1
-    found, read, reply = _answered(case, standing, parse_call(text))
+    turns = state.turns + 1
+    found, read, reply = _answered(case, state, parse_call(text))
     if not reply.done and turns >= max_turns:
         reply = DeskReply(
             f"{reply.text} the time is over.", True, 0.0, reply.error_kind, reply.hint_key,
@@ -191,10 +202,8 @@ def reply_to(case: DeskCase, standing: CaseState, text: str, max_turns: int) -> 
     return CaseState(found, read, turns, reply)
 
 
-def _answered(
-    case: DeskCase, standing: CaseState, call: ToolAction
-) -> tuple[bool, bool, DeskReply]:
-    found, read = standing.found, standing.read
+def _answered(case: DeskCase, state: CaseState, call: ToolAction) -> tuple[bool, bool, DeskReply]:
+    found, read = state.found, state.read
     if call.tool not in TOOL_NAMES:
         return found, read, DeskReply("no such tool.", error_kind="unknown_tool", hint_key="tools")
     if "words" in call.arguments:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from environments.clinic.longhealth import LETTERS, Patient, PatientQuestion
+from protocols.errors import DataError
 
 _ANSWER = re.compile(
     r"(?:answer|(?:correct|right|best) (?:option|choice))[*_`]*(?: is:?|:)[*_`]*\s*(?=\S)",
@@ -52,6 +53,19 @@ def option_prompt(text: str, options: tuple[str, ...] | list[str], instruction: 
     """Return a question with its lettered options on one line, then any `instruction`."""
     lettered = " ".join(f"{letter}) {o}" for letter, o in zip(LETTERS, options, strict=True))
     return f"{text} options: {lettered}" + (f"\n{instruction}" if instruction else "")
+
+
+def aggregation_prompt(question: str, candidates: Sequence[str]) -> str:
+    """Return the question (from `option_prompt`) with numbered candidate responses below, as in
+    recursive self-aggregation (Venkatraman et al., 2025), in words of the tiny tokenizer.
+
+    Every candidate takes one line, without its own line breaks; an empty one keeps its number. A
+    line begins with a space, else its first word is encoded as bytes. Raises DataError if empty.
+    """
+    if not candidates:
+        raise DataError("there are no candidates to aggregate; give at least one, or just ask")
+    lines = [" ".join([f" {i}:", *c.split()]) for i, c in enumerate(candidates, start=1)]
+    return "\n".join([question, " review the answers:", *lines])
 
 
 def sentences(text: str) -> list[str]:

@@ -65,7 +65,7 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
         super().__init__()
         self._case: DeskCase | None = None
         self._max_turns = 0
-        self._standing = CaseState()
+        self._case_state = CaseState()
         self._state = DeskState()
 
     def reset(
@@ -84,7 +84,7 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
         if max_turns < 1:
             raise DataError(f"max_turns must be >= 1: got {max_turns}; set it to 1 or more")
         case = draw_case(draw_desk(desk_seed, desk, fields), seed or 0)
-        self._case, self._standing, self._max_turns = case, CaseState(), max_turns
+        self._case, self._case_state, self._max_turns = case, CaseState(), max_turns
         question = {"role": "user", "content": case.question}
         self._state = DeskState(episode_id=episode_id, history=[question])
         tools = [asdict(tool) for tool in TOOLS]
@@ -97,23 +97,23 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
 
     def step(self, action: DeskAction, timeout_s: float | None = None, **_: Any) -> DeskObservation:
         """Return the desk's reply to one call. Raises RunError without an open case."""
-        before = self._standing.reply
+        before = self._case_state.reply
         if self._case is None or (before is not None and before.done):
             raise RunError("there is no open case; reset first")
         limit = self._max_turns
-        self._standing = reply_to(self._case, self._standing, bounded(action.text), limit)
-        reply = self._standing.reply
+        self._case_state = reply_to(self._case, self._case_state, bounded(action.text), limit)
+        reply = self._case_state.reply
         assert reply is not None
         said = {"role": "assistant", "content": action.text}
-        heard = {"role": "tool", "content": reply.text}
+        answer = {"role": "tool", "content": reply.text}
         self._state = DeskState(
             episode_id=self._state.episode_id,
-            step_count=self._standing.turns,
-            history=[*self._state.history, said, heard],
+            step_count=self._case_state.turns,
+            history=[*self._state.history, said, answer],
             actions=[*self._state.actions, action.text],
         )
         return DeskObservation(
-            messages=[heard],
+            messages=[answer],
             done=reply.done,
             reward=reply.reward,
             metadata=_metadata(self._case, reply),

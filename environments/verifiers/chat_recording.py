@@ -93,5 +93,5 @@ class ChatRecord:
         calls = tuple(FunctionCall(id, f.name, f.arguments) for id, f in functions)
         if calls in self._words:
             return AgentMessage(message.speaker, self._words[calls])
-        told = [dense({"tool": c.name, "arguments": c.arguments}) for c in calls]
-        return AgentMessage(message.speaker, "\n".join(filter(None, [message.text, *told])))
+        called = [dense({"tool": c.name, "arguments": c.arguments}) for c in calls]
+        return AgentMessage(message.speaker, "\n".join(filter(None, [message.text, *called])))

@@ -46,15 +46,13 @@ def convert(
 def inspect(*, source: Path, name: str | None, model: Path | None) -> int:
     """Print a cartridge's contents. Raises DataError for one that does not fit `model`."""
     from forge_run.formatting import render
-    from registry.formats.base_model import misfits, read_base
+    from registry.formats.base_model import misfits, other_weights, read_base
     from registry.formats.convert import detect, read
 
     cartridge = read(source, name)
     shown = sections(cartridge, detect(source))
     sys.stdout.write(render(shown, terminal=sys.stdout.isatty()))
     if model is not None:
-        from registry.formats.weights_check import other_weights
-
         wrong = misfits(cartridge, read_base(model)) or other_weights(cartridge, model)
         if wrong:
             raise DataError(f"not for {model}: {'; '.join(wrong)}")

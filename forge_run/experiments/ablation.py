@@ -44,7 +44,7 @@ from protocols.records.intervals import mean_interval
 from protocols.spec.experiments import SweepSpec
 from protocols.spec.loading import load_spec
 from services.run_directory import RunDirectory, iter_rows
-from teachers.spending import RunSpending
+from teachers.ledger import RunSpending
 
 # Beside sweep.PLAIN, keys that save time and do not change the table. The user's --set overrides
 # them.

@@ -1,4 +1,5 @@
-"""Describe the base model of a cartridge (shape, RoPE, hash) and check that a cartridge fits it."""
+"""Describe the base model of a cartridge (shape, RoPE, hash) and check that a cartridge fits it, by
+its config and by its weights."""
 
 from __future__ import annotations
 
@@ -134,6 +135,27 @@ def made_for(cartridge: CartridgeFile, base: BaseModelInfo) -> CartridgeFile:
             rope=facts.rope or dict(base.rope),
         ),
     )
+
+
+def other_weights(cartridge: CartridgeFile, model: Path) -> list[str]:
+    """Return why the model's weights are not those that the cartridge was trained with; empty where
+    they are, or where the cartridge has no hash of them. Loads the model, because only its weights
+    tell two models of one config apart. Raises DataError where there is no model."""
+    facts = cartridge.facts
+    if not facts.weights_sha256 or not facts.weights_dtype:
+        return []
+    from transformers.utils.logging import disable_progress_bar  # slow: see learning.model
+
+    from learning.model.loading import base_hash, load_model
+
+    disable_progress_bar()
+    found = base_hash(load_model(str(model), facts.weights_dtype))
+    if found == facts.weights_sha256:
+        return []
+    return [
+        f"the cartridge was trained with other weights ({facts.weights_sha256[:12]}, these are "
+        f"{found[:12]}); use those, or train it on these"
+    ]
 
 
 def _shown(rope: Mapping[str, Any]) -> str:

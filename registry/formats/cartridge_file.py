@@ -118,8 +118,8 @@ class CartridgeFile:
     def label(self) -> str:
         """Return facts, frozen tokens and a checksum over these and kv as one line of JSON, for
         formats that can store a text. `labelled` reads it."""
-        told = {"facts": asdict(self.facts), "frozen": self.frozen}
-        return json.dumps(told | {"sha256": _sha256(told, self.kv)}, sort_keys=True)
+        described = {"facts": asdict(self.facts), "frozen": self.frozen}
+        return json.dumps(described | {"sha256": _sha256(described, self.kv)}, sort_keys=True)
 
     def with_source(self, source: Mapping[str, Any]) -> CartridgeFile:
         """Return the cartridge with `source` merged into its provenance."""
@@ -133,9 +133,9 @@ def labelled(kv: Tensor, label: str, frozen: int | None = None) -> CartridgeFile
     Raises DataError where the label is unreadable or does not match kv or `frozen`.
     """
     try:
-        told = json.loads(label)
-        stated, held = told.pop("sha256"), int(told["frozen"])
-        facts, found = Provenance.from_plain(told["facts"]), _sha256(told, kv)
+        described = json.loads(label)
+        stated, held = described.pop("sha256"), int(described["frozen"])
+        facts, found = Provenance.from_plain(described["facts"]), _sha256(described, kv)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
             f"what the cartridge says of itself cannot be read ({error!r}); fetch it again"
@@ -145,8 +145,8 @@ def labelled(kv: Tensor, label: str, frozen: int | None = None) -> CartridgeFile
     return CartridgeFile(kv, held, facts)
 
 
-def _sha256(told: Mapping[str, Any], kv: Tensor) -> str:
-    plain = {**told, "shape": list(kv.shape), "dtype": str(kv.dtype)}
+def _sha256(described: Mapping[str, Any], kv: Tensor) -> str:
+    plain = {**described, "shape": list(kv.shape), "dtype": str(kv.dtype)}
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
     for layer in kv:
         digest.update(layer.contiguous().view(torch.uint8).numpy().data)

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from protocols.errors import DataError
+from protocols.files import replacing
 from registry.formats import forge, hazyresearch, peft, run_checkpoint, tokasaurus
 from registry.formats.cartridge_file import DTYPES, CartridgeFile
 
 
 @dataclass(frozen=True)
 class CartridgeFormat:
-    """Pair `read(path)` with `write(cartridge, path, force)`, both of which raise DataError."""
+    """Pair `read(path)`, which raises DataError, with `save(cartridge, path)` to a free path."""
 
     read: Callable[[Path], CartridgeFile]
-    write: Callable[[CartridgeFile, Path, bool], None]
+    save: Callable[[CartridgeFile, Path], None]
+
+    def write(self, cartridge: CartridgeFile, path: Path, force: bool = False) -> None:
+        """Write a file or directory as a whole (`protocols.files.replacing`).
+
+        Raises DataError where `path` exists, unless `force`: then it is replaced at the end.
+        """
+        if os.path.lexists(path) and not force:
+            raise DataError(f"{path} is there already; give another path, or --force to replace it")
+        if not path.parent.is_dir():
+            raise DataError(f"there is no directory {path.parent} to write {path.name} in; make it")
+        with replacing(path) as partial:
+            self.save(cartridge, partial)
 
 
 FORMATS = {
-    "forge": CartridgeFormat(forge.read, forge.write),
-    "hazy": CartridgeFormat(hazyresearch.read, hazyresearch.write),
-    "peft": CartridgeFormat(peft.read, peft.write),
-    "tokasaurus": CartridgeFormat(tokasaurus.read, tokasaurus.write),
+    "forge": CartridgeFormat(forge.read, forge.save),
+    "hazy": CartridgeFormat(hazyresearch.read, hazyresearch.save),
+    "peft": CartridgeFormat(peft.read, peft.save),
+    "tokasaurus": CartridgeFormat(tokasaurus.read, tokasaurus.save),
 }
 RUN = "run"
 

@@ -33,8 +33,14 @@ class LayerChange:
 
 
 def norms(cartridge: CartridgeFile) -> list[LayerNorms]:
-    wide = (layer.double() for layer in cartridge.kv)
-    return [LayerNorms(*_rms(layer), *_largest(layer)) for layer in wide]
+    """Return the norms of every layer."""
+    return [
+        LayerNorms(
+            *(float(part.square().mean().sqrt()) for part in layer),
+            *(float(part.abs().max()) for part in layer),
+        )
+        for layer in map(Tensor.double, cartridge.kv)
+    ]
 
 
 def changes(a: CartridgeFile, b: CartridgeFile) -> list[LayerChange]:
@@ -43,21 +49,21 @@ def changes(a: CartridgeFile, b: CartridgeFile) -> list[LayerChange]:
         raise DataError(
             f"{list(a.kv.shape)} and {list(b.kv.shape)} cannot be compared number by number"
         )
-    return [
-        LayerChange(
-            _relative(mine[0], other[0]), _relative(mine[1], other[1]),
-            _cosine(mine[0], other[0]), _cosine(mine[1], other[1]),
+    found = []
+    for mine, other in zip(map(Tensor.double, a.kv), map(Tensor.double, b.kv), strict=True):
+        parts = list(zip(mine, other, strict=True))
+        found.append(
+            LayerChange(*(_relative(*pair) for pair in parts), *(_cosine(*pair) for pair in parts))
         )
-        for mine, other in _layers(a, b)
-    ]  # fmt: skip
+    return found
 
 
 def differences(a: CartridgeFile, b: CartridgeFile) -> list[tuple[str, str, str]]:
     """Return (fact, in a, in b) where shape, dtype, frozen tokens or provenance differ."""
     mine, other = dict(_plain(a)), dict(_plain(b))
     keys = sorted(mine.keys() | other.keys())
-    told = ((key, mine.get(key, "-"), other.get(key, "-")) for key in keys)
-    return [row for row in told if row[1] != row[2]]
+    rows = ((key, mine.get(key, "-"), other.get(key, "-")) for key in keys)
+    return [row for row in rows if row[1] != row[2]]
 
 
 def provenance(cartridge: CartridgeFile) -> list[tuple[str, str]]:
@@ -78,21 +84,6 @@ def _flat(plain: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]
             yield from _flat(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", str(value)
-
-
-def _layers(a: CartridgeFile, b: CartridgeFile) -> Iterator[tuple[Tensor, Tensor]]:
-    for mine, other in zip(a.kv, b.kv, strict=True):
-        yield mine.double(), other.double()
-
-
-def _rms(layer: Tensor) -> tuple[float, float]:
-    keys, values = (float(part.square().mean().sqrt()) for part in layer)
-    return keys, values
-
-
-def _largest(layer: Tensor) -> tuple[float, float]:
-    keys, values = (float(part.abs().max()) for part in layer)
-    return keys, values
 
 
 def _relative(a: Tensor, b: Tensor) -> float:

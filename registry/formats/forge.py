@@ -24,7 +24,6 @@ from safetensors.torch import save_file
 from protocols.errors import DataError
 from protocols.files import sha256_of
 from registry.formats.cartridge_file import CartridgeFile, Provenance, labelled
-from registry.formats.files import whole
 
 FILE, MANIFEST = "cartridge.safetensors", "manifest.json"
 SCHEMA = 2
@@ -62,12 +61,11 @@ _OURS = {"config_sha256": "base_config_sha256", "weights_sha256": "base_weights_
          "weights_dtype": "base_weights_dtype"}  # fmt: skip
 
 
-def write(cartridge: CartridgeFile, path: Path, force: bool = False) -> None:
-    """Write a cartridge's directory. Raises DataError where it cannot."""
-    with whole(path, force) as folder:
-        folder.mkdir()
-        write_file(cartridge, folder / FILE)
-        write_manifest(folder, manifest_of(cartridge, folder / FILE))
+def save(cartridge: CartridgeFile, folder: Path) -> None:
+    """Write a cartridge's directory at a path that is free."""
+    folder.mkdir()
+    write_file(cartridge, folder / FILE)
+    write_manifest(folder, manifest_of(cartridge, folder / FILE))
 
 
 def read(path: Path) -> CartridgeFile:

@@ -6,7 +6,7 @@
      "frozen_values":    ...                                                       "fixed_values"
      "forge":            this project's label: provenance and checksum, ignored by other readers}
 
-`write` stores the frozen lists under both names; a pickle holds them once. Old and new versions of
+`save` stores the frozen lists under both names; a pickle holds them once. Old and new versions of
 HazyResearch's code read such a file, and so does Tokasaurus. Without frozen tokens the lists hold
 tensors [1, H_kv, 0, D]: their own `save` writes an empty list, which their own loader refuses.
 
@@ -28,24 +28,14 @@ from torch.nn import Parameter, ParameterList
 
 from protocols.errors import DataError
 from registry.formats.cartridge_file import DTYPES, CartridgeFile, labelled
-from registry.formats.files import whole
 
 LABEL = "forge"
 SPELLINGS = ("frozen", "fixed")
 
 
-def write(cartridge: CartridgeFile, path: Path, force: bool = False) -> None:
-    """Write a `.pt`. Raises DataError where it cannot."""
-    with whole(path, force) as partial:
-        save(cartridge, partial)
-
-
 def save(cartridge: CartridgeFile, file: Path) -> None:
-    """Write the file alone, neither flushed nor renamed."""
-    kept, learned = (
-        cartridge.kv[..., : cartridge.frozen, :],
-        cartridge.kv[..., cartridge.frozen :, :],
-    )
+    """Write a `.pt` at a path that is free."""
+    kept, learned = cartridge.kv.tensor_split([cartridge.frozen], dim=3)
     state: dict[str, Any] = {
         "trainable_keys": _parameters(learned[:, 0], True),
         "trainable_values": _parameters(learned[:, 1], True),

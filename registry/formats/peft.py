@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 
 from protocols.errors import DataError
 from registry.formats.cartridge_file import CartridgeFile, Provenance, labelled
-from registry.formats.files import whole
 
 CONFIG, WEIGHTS, TENSOR = "adapter_config.json", "adapter_model.safetensors", "prompt_embeddings"
 PICKLE = "adapter_model.bin"
@@ -28,8 +27,8 @@ LABEL = "forge"
 PEFT_VERSION = "0.21.2"  # the version of these fields, with which the tests load them
 
 
-def write(cartridge: CartridgeFile, path: Path, force: bool = False) -> None:
-    """Write an adapter's directory. Raises DataError where it cannot."""
+def save(cartridge: CartridgeFile, folder: Path) -> None:
+    """Write an adapter's directory at a path that is free."""
     config = {
         "peft_type": KIND,
         "peft_version": PEFT_VERSION,
@@ -45,13 +44,10 @@ def write(cartridge: CartridgeFile, path: Path, force: bool = False) -> None:
         "num_transformer_submodules": 1,
     }
     rows = cartridge.kv.permute(3, 0, 1, 2, 4).reshape(cartridge.tokens, -1)
-    with whole(path, force) as folder:
-        folder.mkdir()
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        save_file(
-            {TENSOR: rows.contiguous()}, folder / WEIGHTS,
-            metadata={"format": "pt", LABEL: cartridge.label()},
-        )  # fmt: skip
+    folder.mkdir()
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    metadata = {"format": "pt", LABEL: cartridge.label()}
+    save_file({TENSOR: rows.contiguous()}, folder / WEIGHTS, metadata=metadata)
 
 
 def read(path: Path) -> CartridgeFile:

@@ -18,7 +18,6 @@ import yaml
 from protocols.errors import DataError
 from registry.formats import hazyresearch
 from registry.formats.cartridge_file import CartridgeFile
-from registry.formats.files import whole
 
 FILE, CONFIG = "cartridge.pt", "config.yaml"
 BLOCK = 16
@@ -36,8 +35,8 @@ def _tuple(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> list[Any]:
 TrainingConfigLoader.add_constructor("tag:yaml.org,2002:python/tuple", _tuple)
 
 
-def write(cartridge: CartridgeFile, path: Path, force: bool = False) -> None:
-    """Write a cartridge's directory. Raises DataError where it cannot."""
+def save(cartridge: CartridgeFile, folder: Path) -> None:
+    """Write a cartridge's directory at a path that is free."""
     config: dict[str, Any] = {
         "kv_cache_initializer": {
             "max_tokens": cartridge.tokens,
@@ -46,10 +45,9 @@ def write(cartridge: CartridgeFile, path: Path, force: bool = False) -> None:
     }
     if cartridge.facts.base:
         config["model"] = {"pretrained_model_name_or_path": cartridge.facts.base}
-    with whole(path, force) as folder:
-        folder.mkdir()
-        hazyresearch.save(cartridge, folder / FILE)
-        (folder / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
+    folder.mkdir()
+    hazyresearch.save(cartridge, folder / FILE)
+    (folder / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
 
 
 def read(path: Path) -> CartridgeFile:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from environments.clinic import panel
+from environments.clinic import prompts as clinic_prompts
 from protocols.errors import DataError
 from strategies.answers.extract import Form
 
@@ -58,7 +58,7 @@ def opening_prompt(question: str, task: Form) -> str:
 def aggregation_prompt(question: str, candidates: Sequence[str], task: Form) -> str:
     """Return the prompt of a later step with K >= 1 candidates, in their order."""
     if task == "clinic":
-        return panel.aggregation_prompt(question, candidates)
+        return clinic_prompts.aggregation_prompt(question, candidates)
     parts = [REFINE if len(candidates) == 1 else AGGREGATE, f"Problem:\n{question}"]
     parts += [f"Attempt {i}:\n{text.strip()}" for i, text in enumerate(candidates, start=1)]
     parts.append(f"Write the improved solution. {INSTRUCTIONS[task]}".strip())

@@ -4,9 +4,8 @@
         ...  base_url=provider.openai_url  ...  base_url=provider.url  ...
     provider.money()   # nanodollars charged, by its own count
 
-/v1/chat/completions   OpenAI's, streaming too
-/v1/responses          OpenAI's newer one, whole answers only
-/v1/messages           Anthropic's, streaming too
+/v1/chat/completions   OpenAI's
+/v1/messages           Anthropic's
 
 It answers by a rule of the caller's, fails at set rates, and counts every call. Whether a call
 fails is drawn from a hash of the seed, the model, the prompt and how often that prompt was sent, so
@@ -20,7 +19,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -31,19 +30,14 @@ from starlette.routing import request_response
 
 from protocols.spec.teacher_replay import PriceSpec
 from protocols.teacher_replay import TeacherUsage
-from protocols.wire import openai_replies
-from protocols.wire.openai_replies import ChatReply
+from protocols.wire.openai_replies import ChatReply, write_completion, write_error
+from teachers.budget import cost
 from teachers.fake_provider.server import LoopbackServer
-from teachers.pricing import cost
 from teachers.prompts import ATTEMPT_HEADER
 
-Wire = Literal["chat", "responses", "messages"]
-PATHS: dict[str, Wire] = {
-    "/v1/chat/completions": "chat",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-}
-LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+Wire = Literal["chat", "messages"]
+PATHS: dict[str, Wire] = {"/v1/chat/completions": "chat", "/v1/messages": "messages"}
+LIMITS = ("max_completion_tokens", "max_tokens")
 FREE = ("rate_limit", "server_error", "stall")  # never charged
 
 
@@ -163,8 +157,7 @@ class FakeProvider(LoopbackServer):
             # Real providers repeat the key, too.
             return _error(wire, 401, f"Incorrect API key provided: {key}")
         try:
-            plain = json.loads(body)
-            request, max_tokens = read_request(wire, plain)
+            request, max_tokens = read_request(json.loads(body))
             prices = self._prices[request.model]
         except (ValueError, KeyError, TypeError) as error:
             return _error(wire, 400, f"bad request: {error}")
@@ -187,18 +180,11 @@ class FakeProvider(LoopbackServer):
             await _silence(http, faults.stall_s)
         if fault in ("server_error", "stall"):
             return _error(wire, 500, "out of order")
-        serial, cut_off = len(self.served), fault == "cut_off"
-        if plain.get("stream"):
-            if wire == "messages":
-                events = _message_events(request.model, reply, serial)
-            else:
-                tell_usage = bool((plain.get("stream_options") or {}).get("include_usage"))
-                events = openai_replies.write_events(request.model, reply, serial, tell_usage)
-            return StreamingResponse(_sent(events, cut_off), media_type="text/event-stream")
-        answer = json.dumps(WRITERS[wire](request.model, reply, serial)).encode()
-        halves = [answer[: len(answer) // 2], answer[len(answer) // 2 :]]
-        parts = halves[:1] if fault == "malformed" else halves
-        return StreamingResponse(_sent(parts, cut_off), media_type="application/json")
+        write = _message if wire == "messages" else write_completion
+        answer = json.dumps(write(request.model, reply, len(self.served))).encode()
+        sent = answer[: len(answer) // 2] if fault in ("malformed", "cut_off") else answer
+        body_of = _sent(sent, fault == "cut_off")
+        return StreamingResponse(body_of, media_type="application/json")
 
     def _reply(self, request: ProviderRequest, max_tokens: int, fault: str) -> ChatReply:
         said = {"garbage": "As I was saying: {", "refuse": "I cannot help with that."}
@@ -214,27 +200,24 @@ class FakeProvider(LoopbackServer):
         return ChatReply(words.decode("utf-8", "ignore"), fault == "refuse", cut, usage)
 
 
-def read_request(wire: Wire, plain: Any) -> tuple[ProviderRequest, int]:
+def read_request(plain: Any) -> tuple[ProviderRequest, int]:
     """Return a request and the most tokens of its answer. Raises ValueError, KeyError or TypeError
-    for an invalid request of this wire."""
+    for an invalid one."""
     if not isinstance(plain, dict) or not isinstance(plain.get("model"), str):
         raise ValueError("a request names its model")
-    if plain.get("stream") and wire == "responses":
+    if plain.get("stream"):
         raise ValueError("no streaming here")
-    turns = plain.get("input" if wire == "responses" else "messages") or []
-    if isinstance(turns, str):
-        turns = [{"role": "user", "content": turns}]
-    system = [_text(plain.get("system") or plain.get("instructions") or "")]
-    system += [_text(t["content"]) for t in turns if t["role"] in ("system", "developer")]
-    user = [_text(t["content"]) for t in turns if t["role"] not in ("system", "developer")]
+    system, user = [_text(plain.get("system") or "")], list[str]()
+    for turn in plain.get("messages") or []:
+        part = system if turn["role"] in ("system", "developer") else user
+        part.append(_text(turn["content"]))
     limit = int([*(plain[k] for k in LIMITS if k in plain), 4096][0])
     request = ProviderRequest(plain["model"], "\n".join(filter(None, system)), "\n".join(user))
     return request, limit
 
 
-async def _sent(parts: Sequence[bytes], cut_off: bool) -> AsyncIterator[bytes]:
-    for part in parts[: len(parts) // 2] if cut_off else parts:
-        yield part
+async def _sent(body: bytes, cut_off: bool) -> AsyncIterator[bytes]:
+    yield body
     if cut_off:
         raise ConnectionError("cut off, as drawn")  # makes the server end the connection
 
@@ -250,41 +233,10 @@ async def _silence(http: Request, seconds: float) -> None:
 def _error(
     wire: Wire, status: int, message: str, headers: Mapping[str, str] | None = None
 ) -> Response:
-    body = openai_replies.write_error(status, message)
+    body = write_error(status, message)
     if wire == "messages":
         body["type"] = "error"
     return Response(json.dumps(body), status, headers, "application/json")
-
-
-def _response(model: str, reply: ChatReply, serial: int) -> dict[str, Any]:
-    content = (
-        {"type": "refusal", "refusal": reply.text}
-        if reply.refused
-        else {"type": "output_text", "text": reply.text, "annotations": []}
-    )
-    status = "incomplete" if reply.cut else "completed"
-    usage = reply.usage
-    read = usage.input_tokens + usage.cached_tokens
-    message = {"type": "message", "id": f"msg_{serial}", "role": "assistant"}
-    return {
-        "id": f"resp_{serial}",
-        "object": "response",
-        "created_at": 0,
-        "status": status,
-        "incomplete_details": {"reason": "max_output_tokens"} if reply.cut else None,
-        "model": model,
-        "output": [{**message, "status": status, "content": [content]}],
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-        "usage": {
-            "input_tokens": read,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "output_tokens": usage.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": read + usage.output_tokens,
-        },
-    }
 
 
 def _message(model: str, reply: ChatReply, serial: int) -> dict[str, Any]:
@@ -303,27 +255,6 @@ def _message(model: str, reply: ChatReply, serial: int) -> dict[str, Any]:
             "output_tokens": reply.usage.output_tokens,
         },
     }
-
-
-def _message_events(model: str, reply: ChatReply, serial: int) -> list[bytes]:
-    message = _message(model, reply, serial)
-    end = {key: message.pop(key) for key in ("stop_reason", "stop_sequence")}
-    written = {"output_tokens": message["usage"].pop("output_tokens")}
-    message |= {"content": [], "stop_reason": None, "stop_sequence": None}
-    message["usage"]["output_tokens"] = 1
-    deltas = [{"type": "text_delta", "text": word} for word in openai_replies.words_of(reply.text)]
-    events: list[dict[str, Any]] = [
-        {"type": "message_start", "message": message},
-        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-        *({"type": "content_block_delta", "index": 0, "delta": delta} for delta in deltas),
-        {"type": "content_block_stop", "index": 0},
-        {"type": "message_delta", "delta": end, "usage": written},
-        {"type": "message_stop"},
-    ]
-    return [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n".encode() for e in events]
-
-
-WRITERS = {"chat": openai_replies.write_completion, "responses": _response, "messages": _message}
 
 
 def _text(content: Any) -> str:

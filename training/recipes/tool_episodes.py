@@ -19,8 +19,7 @@ from functools import partial
 from typing import Any
 
 from environments.action_parsing import DESK
-from environments.clinic.desk import draw_desk
-from environments.clinic.desk_hints import HINTS
+from environments.clinic.desk import HINTS, draw_desk
 from environments.episode_files import to_row
 from environments.hints import Hints
 from environments.monitors import count_flags, flagged
@@ -40,7 +39,7 @@ from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.clients import EnvironmentClient
 from services.mesh import Mesh
 from services.run_directory import RunDirectory
-from teachers.spending import RunSpending
+from teachers.ledger import RunSpending
 from training.recipes.base import Recipe
 from training.recipes.preferences import AskedState, PreferenceQueue
 from training.rollouts import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard

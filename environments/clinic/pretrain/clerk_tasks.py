@@ -10,20 +10,19 @@ In some episodes the first calls are a stumbling clerk's and are not taught. The
 continue after errors, which a teacher needs to score a weaker student's episode.
 
 A taught call has a kind. find, read and answer are calls that the clerk knows; hinted is one of
-these right after a hint; guess is a find in an unknown department; a mistake has its `ErrorRates`
-name.
+these right after a hint; guess is a find in an unknown department; a mistake has its name in
+`GUESSING`.
 """
 
 from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from environments.clinic import vocabulary as words
-from environments.clinic.desk import CaseState, ClinicDesk, DeskCase, case_of, reply_to
-from environments.clinic.desk_hints import HINTS
+from environments.clinic.desk import HINTS, CaseState, ClinicDesk, DeskCase, case_of, reply_to
 from environments.clinic.pretrain.reader_tasks import Row, TaughtMessage, head
 
 MAX_TURNS = 6
@@ -41,26 +40,15 @@ AT_ONCE_RATE = 0.3  # hinted before the first call
 HINT_AGAIN_RATE = 0.5  # another hint at a later error
 
 
-@dataclass(frozen=True)
-class ErrorRates:
-    """Hold the rate of each mistake. The last two occur only before the note was read."""
-
-    unknown_tool: float
-    bad_arguments: float
-    blind_answer: float
-    wrong_note: float
-
-    def scaled(self, by: float) -> ErrorRates:
-        return ErrorRates(
-            self.unknown_tool * by, self.bad_arguments * by,
-            self.blind_answer * by, self.wrong_note * by,
-        )  # fmt: skip
-
-
-GUESSING = ErrorRates(0.06, 0.06, 0.05, 0.03)
-INFORMED = GUESSING.scaled(0.1)
-STUMBLING = ErrorRates(0.15, 0.2, 0.0, 0.1)  # a blind answer would end the episode
-NEVER = GUESSING.scaled(0.0)
+# The rate of each mistake. The last two occur only before the note was read.
+ErrorRates = Mapping[str, float]
+GUESSING: ErrorRates = {
+    "unknown_tool": 0.06, "bad_arguments": 0.06, "blind_answer": 0.05, "wrong_note": 0.03,
+}  # fmt: skip
+INFORMED: ErrorRates = {name: rate * 0.1 for name, rate in GUESSING.items()}
+# A blind answer would end the episode.
+STUMBLING: ErrorRates = {"unknown_tool": 0.15, "bad_arguments": 0.2, "wrong_note": 0.1}
+NEVER: ErrorRates = {}
 
 
 @dataclass(frozen=True)
@@ -87,16 +75,16 @@ def draw_row(
     names: Sequence[str] = ()
     if rng.random() < HANDBOOK_RATE:
         names = rng.sample(words.FIELDS, rng.randint(*fields))
-    told = {name: rng.choice(words.DEPARTMENTS) for name in names}
+    handbook = {name: rng.choice(words.DEPARTMENTS) for name in names}
     drawn = []
-    for index in range(episodes + (OPENINGS if told else 0)):
-        named = bool(told) and rng.random() >= UNNAMED_RATE
-        name = rng.choice([f for f in words.FIELDS if (f in told) == named])
-        case = case_of(name, told.get(name) or rng.choice(words.DEPARTMENTS), rng)
-        hinted = rng.random() < (HINTED_WITH_HANDBOOK if told else HINTED_WITHOUT)
+    for index in range(episodes + (OPENINGS if handbook else 0)):
+        named = bool(handbook) and rng.random() >= UNNAMED_RATE
+        name = rng.choice([f for f in words.FIELDS if (f in handbook) == named])
+        case = case_of(name, handbook.get(name) or rng.choice(words.DEPARTMENTS), rng)
+        hinted = rng.random() < (HINTED_WITH_HANDBOOK if handbook else HINTED_WITHOUT)
         said = draw_episode(rng, case, case.department if named else "", hinted)
         drawn.append(said if index < episodes else _opening(said))
-    return ClinicDesk("corpus", tuple(told.items())), drawn
+    return ClinicDesk("corpus", tuple(handbook.items())), drawn
 
 
 def _opening(said: list[TaughtMessage]) -> list[TaughtMessage]:
@@ -118,12 +106,12 @@ def draw_episode(
         taught = standing.turns >= stumbles
         if taught and known:
             clerk = replace(clerk, known=known)
-        text, told = "", ""
+        text, department = "", ""
         if hinted and taught and (hints == 0 or rng.random() < HINT_AGAIN_RATE):
-            text, told = _hint(rng, case, standing)
+            text, department = _hint(rng, case, standing)
         if text:
             said.append(TaughtMessage("user", text))
-            clerk = replace(clerk, known=told or clerk.known)
+            clerk = replace(clerk, known=department or clerk.known)
             hints += 1
         rates = INFORMED if clerk.known else GUESSING
         if not taught:
@@ -160,7 +148,7 @@ def _call(
     untried = [d for d in words.DEPARTMENTS if d not in clerk.tried]
     department = clerk.known or rng.choice(untried)
     draw = rng.random()
-    for name, rate in vars(rates).items():
+    for name, rate in rates.items():
         if standing.read and name in ("blind_answer", "wrong_note"):
             continue
         if (draw := draw - rate) < 0:

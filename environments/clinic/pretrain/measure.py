@@ -8,16 +8,14 @@ from dataclasses import dataclass, field
 from itertools import product
 
 import torch
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from environments.clinic.desk import CaseState, DeskCase, draw_case, draw_desk, reply_to
-from environments.clinic.desk_hints import HINTS
+from environments.clinic.desk import HINTS, CaseState, DeskCase, draw_case, draw_desk, reply_to
 from environments.clinic.longhealth import PatientQuestion, parse_patients
-from environments.clinic.panel import aggregation_prompt
 from environments.clinic.patients import generate_clinic
 from environments.clinic.pretrain.panel_tasks import field_of
 from environments.clinic.pretrain.reader_tasks import head
-from environments.clinic.prompts import claims, option_prompt, parse_answer
+from environments.clinic.prompts import aggregation_prompt, claims, option_prompt, parse_answer
 
 MAX_TURNS = 5  # of an episode
 MAX_CALL, MAX_ANSWER = 12, 20  # tokens
@@ -29,34 +27,18 @@ AT_ONCE = 64  # prompts
 
 @torch.no_grad()
 def sample(
-    model: LlamaForCausalLM,
-    prompts: list[list[int]],
-    end: int,
-    most: int,
-    generator: torch.Generator | None,
+    model: LlamaForCausalLM, prompts: list[list[int]], end: int, most: int, greedy: bool = False
 ) -> list[list[int]]:
-    """Return up to `most` new tokens for each prompt, without its end token. Draws at temperature
-    1, or decodes greedily without a generator."""
+    """Return up to `most` new tokens for each prompt, without its end token: greedy, or drawn at
+    temperature 1 from torch's own generator."""
     longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    ids = torch.tensor([[end] * (longest - len(p)) + p for p in prompts])
     seen = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    position = (seen.cumsum(1) - 1).clamp(min=0)
-    cache = DynamicCache(config=model.config)
-    said = torch.empty(len(prompts), 0, dtype=torch.long)
-    while said.shape[1] < most and not (said == end).any(1).all():
-        out = model(
-            input_ids=ids, attention_mask=seen, position_ids=position, past_key_values=cache,
-            use_cache=True, logits_to_keep=1,
-        )  # fmt: skip
-        logits = out.logits[:, -1]
-        if generator is None:
-            ids = logits.argmax(-1, keepdim=True)
-        else:
-            ids = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-        said = torch.cat([said, ids], 1)
-        seen = torch.cat([seen, torch.ones_like(ids)], 1)
-        position = position[:, -1:] + 1
-    return [row[: row.index(end)] if end in row else row for row in said.tolist()]
+    rows = model.generate(  # type: ignore[misc]  # its stub names a protocol for self
+        ids, attention_mask=seen, max_new_tokens=most, do_sample=not greedy, top_k=0,
+        eos_token_id=end, pad_token_id=end,
+    )[:, longest:].tolist()  # fmt: skip
+    return [row[: row.index(end)] if end in row else row for row in rows]
 
 
 # -- the clerk --------------------------------------------------------------------------------
@@ -82,7 +64,7 @@ def play(
     seed: int,
 ) -> list[CaseRollout]:
     """Play each case after its head's tokens; `hint`: give `where` at the first missing record."""
-    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
     end, assistant = (tokenizer.get_vocab()[token] for token in ("<|end|>", "<|assistant|>"))
 
     def message(role: str, text: str) -> list[int]:
@@ -93,7 +75,7 @@ def play(
     live = plays
     while live:
         prompts = [[*p.tokens, assistant] for p in live]
-        calls = sample(model, prompts, end, MAX_CALL, generator)
+        calls = sample(model, prompts, end, MAX_CALL)
         left = []
         for p, call in zip(live, calls, strict=True):
             turns = p.standing.turns
@@ -136,13 +118,7 @@ def measure_clerk(
 # -- the panel --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PanelQuestion:
-    """Hold a question to measure, the document before it, and its candidates, if any."""
-
-    question: PatientQuestion
-    document: str
-    candidates: tuple[str, ...] = ()
+PanelQuestion = tuple[PatientQuestion, str, tuple[str, ...]]  # document before it, candidates
 
 
 def draw_asked(
@@ -158,7 +134,7 @@ def draw_asked(
             options = [question.correct] * right + rng.sample(wrong, count - right)
             rng.shuffle(options)
             candidates = tuple(claims(field_of(question), option) for option in options)
-            asked.append(PanelQuestion(question, patient.document if chart else "", candidates))
+            asked.append((question, patient.document if chart else "", candidates))
     return asked
 
 
@@ -166,23 +142,24 @@ def share_right(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     questions: list[PanelQuestion],
-    generator: torch.Generator | None,
+    seed: int | None,
 ) -> float:
     """Return the share of questions answered right, in [0, 1], drawn at temperature 1, or greedily
-    without a generator."""
+    without a seed."""
+    torch.manual_seed(seed or 0)
     prompts = []
-    for asked in questions:
-        text = option_prompt(asked.question.text, asked.question.options)
-        if asked.candidates:
-            text = aggregation_prompt(text, asked.candidates)
-        ids = tokenizer([head(asked.document), f"<|user|>{text}<|end|><|assistant|>"]).input_ids
+    for question, document, candidates in questions:
+        text = option_prompt(question.text, question.options)
+        if candidates:
+            text = aggregation_prompt(text, candidates)
+        ids = tokenizer([head(document), f"<|user|>{text}<|end|><|assistant|>"]).input_ids
         prompts.append([*ids[0], *ids[1]])
     end, right = tokenizer.get_vocab()["<|end|>"], 0
     for at in range(0, len(prompts), AT_ONCE):
-        said = sample(model, prompts[at : at + AT_ONCE], end, MAX_ANSWER, generator)
-        for asked, answer in zip(questions[at : at + AT_ONCE], said, strict=True):
-            letter = parse_answer(str(tokenizer.decode(answer)), asked.question)
-            right += letter is not None and asked.question.is_correct(letter)
+        said = sample(model, prompts[at : at + AT_ONCE], end, MAX_ANSWER, seed is None)
+        for (question, _, _), answer in zip(questions[at : at + AT_ONCE], said, strict=True):
+            letter = parse_answer(str(tokenizer.decode(answer)), question)
+            right += letter is not None and question.is_correct(letter)
     return right / len(questions)
 
 
@@ -197,8 +174,7 @@ def measure_panel(
     for chart, (count, right) in product((True, False), settings):
         questions = draw_asked(seed, args.patients, chart, count, right)
         name = ("chart" if chart else "none") + (f" {count}/{right}" if count else "")
-        generator = torch.Generator().manual_seed(seed)
-        shares[name] = round(share_right(model, tokenizer, questions, generator), 3)
+        shares[name] = round(share_right(model, tokenizer, questions, seed), 3)
         if chart:
             shares[f"{name} greedy"] = round(share_right(model, tokenizer, questions, None), 3)
     return shares

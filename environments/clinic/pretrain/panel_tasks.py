@@ -1,7 +1,7 @@
 """Draw training conversations for the tiny panel: own answers, and reviews of other answers.
 
 A panel answers five-option questions, alone or with candidate answers of which some are wrong
-(`environments.clinic.panel.aggregation_prompt`). Where it can read the fact it answers with the
+(`environments.clinic.prompts.aggregation_prompt`). Where it can read the fact it answers with the
 fact, whatever the candidates; else with the option that most of them choose. The document is a
 whole chart, a chart that is cut off, as in an untrained cartridge, or empty.
 
@@ -15,11 +15,9 @@ import random
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from environments.clinic import vocabulary as words
 from environments.clinic.longhealth import LETTERS, PatientQuestion
-from environments.clinic.panel import aggregation_prompt
 from environments.clinic.patients import draw_options
 from environments.clinic.pretrain.reader_tasks import (
     CorpusTurn,
@@ -28,7 +26,7 @@ from environments.clinic.pretrain.reader_tasks import (
     draw_conversation,
     head,
 )
-from environments.clinic.prompts import claims, option_prompt, parse_answer
+from environments.clinic.prompts import aggregation_prompt, claims, option_prompt, parse_answer
 
 # The model learns to vote on small charts, where a step is cheap; this generalises to large ones.
 LADDER = (Difficulty((2, 6), 0.3), Difficulty((4, 12), 0.6), Difficulty((8, 26), 1.0))
@@ -48,37 +46,28 @@ BROKEN_RATE = 0.08  # candidates that choose no option
 KEEP_RATE = 0.85  # a single candidate is kept where the fact cannot be read
 
 
-@dataclass(frozen=True)
-class PanelConversation:
-    """Hold a document and the turns after it; `whole` is False if the chart is cut off."""
-
-    document: str
-    whole: bool
-    turns: tuple[CorpusTurn, ...]
-
-
 def rows(rng: random.Random, rung: int, args: Namespace) -> Iterator[Row]:
     """Draw `args.batch` conversations of `args.first` plain questions, `args.reviewed` with
     candidates, and `args.others` of the reader's turns."""
     for _ in range(args.batch):
         kinds = [rng.choice(OTHER_TURNS) for _ in range(args.others)]
-        sitting = draw_sitting(rng, LADDER[rung], args.first, args.reviewed, kinds)
-        yield head(sitting.document, sitting.whole), [turn.said for turn in sitting.turns]
+        document, whole, turns = draw_turns(rng, LADDER[rung], args.first, args.reviewed, kinds)
+        yield head(document, whole), [turn.said for turn in turns]
 
 
-def draw_sitting(
+def draw_turns(
     rng: random.Random, difficulty: Difficulty, first: int, reviewed: int, kinds: list[str]
-) -> PanelConversation:
-    """Return a chart (whole, cut off or ""), `first` plain questions, `reviewed` with candidates,
-    and, if the chart is whole, the reader's turns of `kinds`."""
+) -> tuple[str, bool, list[CorpusTurn]]:
+    """Return a chart (whole, cut off or ""), whether it is whole, and its turns: `first` plain
+    questions, `reviewed` with candidates, and, if it is whole, the reader's turns of `kinds`."""
     patient, turns = draw_conversation(rng, difficulty, kinds)
     document, questions = patient.document, patient.questions
     draw = rng.random()
     if draw < NONE_RATE:
         document, questions, turns = "", (), []
     elif draw < NONE_RATE + CUT_RATE:
-        told = document.split(" ")
-        document, turns = " ".join(told[: rng.randint(*CUT_WORDS)]), []
+        parts = document.split(" ")
+        document, turns = " ".join(parts[: rng.randint(*CUT_WORDS)]), []
     whole = document == patient.document
     for index in range(first + reviewed):
         if not questions or (whole and rng.random() < ABSENT_RATE):
@@ -87,7 +76,7 @@ def draw_sitting(
             question = rng.choice(questions)
         ask = first_turn if index < first else reviewed_turn
         turns.append(ask(rng, question, can_read(document, question)))
-    return PanelConversation(document, whole, tuple(turns))
+    return document, whole, turns
 
 
 def field_of(question: PatientQuestion) -> str:
@@ -108,21 +97,21 @@ def _absent(rng: random.Random, asked: Sequence[PatientQuestion]) -> PatientQues
     return PatientQuestion("absent", "absent", f"what is the {field}?", tuple(options), correct)
 
 
-def first_turn(rng: random.Random, question: PatientQuestion, told: bool) -> CorpusTurn:
+def first_turn(rng: random.Random, question: PatientQuestion, readable: bool) -> CorpusTurn:
     """Return the plain question with an answer: read, guessed, or a slip."""
     prompt = option_prompt(question.text, question.options)
-    if not told:
+    if not readable:
         return CorpusTurn("guess", prompt, claims(field_of(question), rng.choice(question.options)))
     return _said("options", prompt, question, question.correct, FIRST_SLIP, rng)
 
 
-def reviewed_turn(rng: random.Random, question: PatientQuestion, told: bool) -> CorpusTurn:
+def reviewed_turn(rng: random.Random, question: PatientQuestion, readable: bool) -> CorpusTurn:
     """Return the question with candidates, and an answer. Its kind is told (the fact can be read),
     voted (one option has the most votes), kept (a single one), tied (any option with the most
     votes, or any at all if none has a vote) or slip."""
     candidates = draw_candidates(rng, question)
     prompt = aggregation_prompt(option_prompt(question.text, question.options), candidates)
-    if told:
+    if readable:
         return _said("told", prompt, question, question.correct, REVIEWED_SLIP, rng)
     leading = leaders(candidates, question)
     if len(candidates) == 1 and len(leading) == 1:

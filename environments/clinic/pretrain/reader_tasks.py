@@ -123,12 +123,12 @@ def draw_turn(kind: str, chart: Chart, patient: Patient, rng: random.Random) -> 
         lead = f"note {index + 1}: {note.header} {fact_text(note.facts[0])}."
         return CorpusTurn(kind, summarise_prompt(index + 1), lead)
     if kind == "recite" or (kind == "question" and rng.random() < 0.5):
-        told = sentences(note.text)
-        starts = [(i, cue) for i, s in enumerate(told) if (cue := unique_cue(patient.document, s))]
+        found = sentences(note.text)
+        starts = [(i, cue) for i, s in enumerate(found) if (cue := unique_cue(patient.document, s))]
         start, cue = rng.choice(starts)
         if kind == "question":
-            return CorpusTurn(kind, question_prompt(cue), f"the chart says {told[start]}.")
-        return CorpusTurn(kind, recite_prompt(cue), " ".join(f"{s}." for s in told[start:]))
+            return CorpusTurn(kind, question_prompt(cue), f"the chart says {found[start]}.")
+        return CorpusTurn(kind, recite_prompt(cue), " ".join(f"{s}." for s in found[start:]))
     if kind == "options" and rng.random() < 0.3:  # a choice as self-study offers it
         kind, prompt = self_study_prompt(patient, [], ("choice",), rng)
         cue = prompt.removeprefix("what about ").split("?")[0]

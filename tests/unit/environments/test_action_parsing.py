@@ -22,7 +22,7 @@ def test_the_desks_words() -> None:
     assert DESK.parse("find surgeon in cardiology.") == FIND
     assert DESK.say(FIND) == "find surgeon in cardiology."
     assert DESK.say(DESK.parse(" read  note 17")) == "read note 17."
-    with pytest.raises(DataError, match="only a tool's call"):
+    with pytest.raises(DataError, match="expresses tool calls only"):
         DESK.say(OptionAction("B"))
 
 

@@ -10,8 +10,7 @@ from episode_setup import CASE, seen_at_desk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from environments.clinic.desk import reply_to
-from environments.clinic.desk_hints import HINTS
+from environments.clinic.desk import HINTS, reply_to
 from environments.hints import Hints, Writer, holds, leaks, words
 from protocols.episodes import Observation
 from protocols.teacher_replay import AgentMessage

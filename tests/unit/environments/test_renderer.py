@@ -177,9 +177,9 @@ def test_templates_that_cannot_do_it_say_so() -> None:
     )
     with pytest.raises(DataError, match=r"reads desk_02, .* documents: desk_01; add it"):
         conversation().opening("desk_02", (QUESTION,))
-    with pytest.raises(DataError, match="no hint can be spliced in"):
+    with pytest.raises(DataError, match="no hint can be inserted"):
         counts.with_hint((1, 2), "x")
-    with pytest.raises(DataError, match="no text can be put"):
+    with pytest.raises(DataError, match="no action of a teacher can become a response"):
         counts.saying("x")
     with pytest.raises(DataError, match=r"must end with the .* prompt \[5\]: got \[4\]"):
         conversation().with_hint((USER, USER), "x")

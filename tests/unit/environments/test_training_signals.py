@@ -9,7 +9,7 @@ import pytest
 from episode_setup import HANDBOOK, LOST, RIGHT, TEMPLATES, conversation, episode_of, tokenizer
 
 from environments.action_parsing import DESK
-from environments.clinic.desk_hints import HINTS
+from environments.clinic.desk import HINTS
 from environments.hints import Hints
 from environments.training_signals import (
     hinted_turns,

@@ -8,7 +8,7 @@ from replay_setup import a_state, a_teacher, answer, canonical_read
 
 from protocols.spec.teacher_replay import PriceSpec
 from protocols.teacher_replay import AgentMessage, TeacherUsage, ToolAction
-from teachers.pricing import OVERHEAD_TOKENS, cost, nanodollars, reported, worst_case
+from teachers.budget import OVERHEAD_TOKENS, cost, nanodollars, reported, worst_case
 from teachers.prompts import ANSWER_SCHEMA, TeacherAnswer, call_key, read_answer, render, state_hash
 
 URL = "http://127.0.0.1:1/v1"

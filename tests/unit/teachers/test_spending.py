@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from teachers.budget import ANSWERED, CallNow, SettledCall, SpendLimits, TeacherCall
-from teachers.ledger import SpendLedger
-from teachers.spending import RunSpending
+from teachers.ledger import RunSpending, SpendLedger
 
 NO_LIMITS = SpendLimits(10**12, 10**12, 8, None, 5, 30.0)
 

@@ -12,7 +12,6 @@ import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from environments.clinic.longhealth import PatientQuestion
-from environments.clinic.panel import aggregation_prompt
 from environments.clinic.pretrain.panel_tasks import (
     BROKEN_RATE,
     FIRST_SLIP,
@@ -20,7 +19,7 @@ from environments.clinic.pretrain.panel_tasks import (
     REVIEWED_SLIP,
     can_read,
     draw_candidates,
-    draw_sitting,
+    draw_turns,
     first_turn,
     leaders,
     reviewed_turn,
@@ -28,7 +27,7 @@ from environments.clinic.pretrain.panel_tasks import (
 )
 from environments.clinic.pretrain.reader_tasks import CorpusTurn, Difficulty
 from environments.clinic.pretrain.train import encode
-from environments.clinic.prompts import claims, option_prompt, parse_answer
+from environments.clinic.prompts import aggregation_prompt, claims, option_prompt, parse_answer
 from protocols.errors import DataError
 
 MODELS = Path(__file__).resolve().parents[4] / "models"
@@ -162,17 +161,17 @@ def test_a_sitting_tells_what_can_be_read() -> None:
     rng = random.Random("sittings")
     kinds: dict[str, Counter[str]] = {"whole": Counter(), "cut": Counter(), "none": Counter()}
     for _ in range(400):
-        sitting = draw_sitting(rng, Difficulty((4, 12), 0.6), 2, 2, ["recite"])
-        name = "none" if not sitting.document else "whole" if sitting.whole else "cut"
-        kinds[name].update(t.kind for t in sitting.turns)
+        document, whole, turns = draw_turns(rng, Difficulty((4, 12), 0.6), 2, 2, ["recite"])
+        name = "none" if not document else "whole" if whole else "cut"
+        kinds[name].update(t.kind for t in turns)
         kinds[name]["sittings"] += 1
-        for turn in sitting.turns:
+        for turn in turns:
             if turn.kind in ("told", "options") and " review " in turn.prompt:
                 field = turn.prompt.removeprefix("what is the ").split("?")[0]
-                assert f" {field} {answer(turn).split()[0]}" in sitting.document
+                assert f" {field} {answer(turn).split()[0]}" in document
             if turn.kind in ("guess", "voted", "kept", "tied") and name != "none":
                 field = turn.prompt.removeprefix("what is the ").split("?")[0]
-                shown = sitting.document.partition(f" {field} ")[2].split(".")[0]
+                shown = document.partition(f" {field} ")[2].split(".")[0]
                 assert not shown or answer(turn) != shown
     unread = {"guess", "voted", "kept", "tied", "slip", "sittings"}
     assert set(kinds["none"]) == unread

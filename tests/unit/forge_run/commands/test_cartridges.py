@@ -11,7 +11,6 @@ from logits_setup import READER, trained
 
 from forge_run.cli import forge
 from learning.checkpoint import Checkpoint, write_checkpoint
-from registry.formats import forge as ours
 from registry.formats.convert import FORMATS, read
 
 REPOSITORY = Path(__file__).parents[4]
@@ -90,7 +89,7 @@ def test_what_would_be_lost_is_a_warning_or_refused(
 def test_another_base_is_refused_by_inspect_and_convert(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ours.write(cartridge(), tmp_path / "c")
+    FORMATS["forge"].write(cartridge(), tmp_path / "c")
     assert forge(["inspect", str(tmp_path / "c"), "--model", str(READER)]) == 2
     out, err = capsys.readouterr()
     assert "keys rms" in out
@@ -155,7 +154,7 @@ def test_the_library_is_filled_listed_tagged_compared_and_pruned(
 def test_what_is_not_there_is_told(
     library: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ours.write(cartridge(), tmp_path / "c")
+    FORMATS["forge"].write(cartridge(), tmp_path / "c")
     for words, why in (
         (("tag", "p1", "best"), "there is no cartridge p1; the library has none"),
         (("diff", "p1", "p2"), "there is no cartridge p1"),

@@ -18,13 +18,13 @@ from registry.formats.base_model import (
     made_for,
     misfits,
     model_name,
+    other_weights,
     require_fit,
     rope_of,
 )
 from registry.formats.cartridge_file import CartridgeFile, Provenance
 from registry.formats.convert import read
 from registry.formats.diff import changes, differences, norms
-from registry.formats.weights_check import other_weights
 
 BASE = BaseModelInfo(2, 2, 4, 64, "c" * 64, ROPE, "models/some")
 

@@ -55,10 +55,10 @@ def counted(drawn: list[list[TaughtMessage]]) -> tuple[Counter[str], int, int]:
         before = ["", *(c.kind for c in calls)]
         read = False
         for call, last in zip(calls, before, strict=False):
-            if call.kind and last not in vars(GUESSING):
+            if call.kind and last not in GUESSING:
                 free += 1
                 unread += not read
-                found[call.kind] += call.kind in vars(GUESSING)
+                found[call.kind] += call.kind in GUESSING
             read = read or call.kind == "read"
     return found, free, unread
 
@@ -66,11 +66,11 @@ def counted(drawn: list[list[TaughtMessage]]) -> tuple[Counter[str], int, int]:
 @pytest.mark.parametrize(("known", "rates"), [(False, GUESSING), (True, INFORMED)])
 def test_mistakes_come_at_their_rates(known: bool, rates: ErrorRates) -> None:
     found, free, unread = counted(episodes(f"rates/{known}", known, False, 3000))
-    for name, rate in vars(rates).items():
+    for name, rate in rates.items():
         chances = unread if name in ("blind_answer", "wrong_note") else free
         deviation = (chances * rate * (1 - rate)) ** 0.5
         assert abs(found[name] - chances * rate) < 4 * deviation, name
-    assert min(found[name] for name in vars(rates)) > 0
+    assert min(found[name] for name in rates) > 0
 
 
 def test_the_shipped_clerk_needs_the_handbook_and_follows_hints(clerk: Parts) -> None:

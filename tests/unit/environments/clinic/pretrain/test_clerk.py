@@ -13,8 +13,7 @@ import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from environments.clinic import vocabulary as words
-from environments.clinic.desk import case_of, parse_call
-from environments.clinic.desk_hints import HINTS
+from environments.clinic.desk import HINTS, case_of, parse_call
 from environments.clinic.pretrain.clerk_tasks import (
     LADDER,
     draw_episode,
