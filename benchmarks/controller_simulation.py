@@ -22,22 +22,22 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-import json
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from forge_run.formatting import bytes_text, seconds_text
+from benchmarks.record import benchmark, read
+from forge_run.formatting import TableSection, bytes_text, markdown_table, seconds_text
 from forge_run.plan.plan import step_workload
 from forge_run.plan.roofline import A100
 from protocols.errors import SpecError
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
 
-MESH = "meshes/longhealth_3b.yaml"
 LATENCIES = Path(__file__).with_name("controller_latency.json")
 MOST_HOSTS = 1000
 LOOP_LIMIT = 0.5  # of the loop: beyond it waiting times grow fast
@@ -110,8 +110,8 @@ class EventQueue:
 class MessageCost:
     """Hold the seconds on the loop to send one message, and to receive its reply."""
 
-    send: float
-    receive: float
+    send: float = 0.0
+    receive: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,21 +124,21 @@ class MeasuredCosts:
     `start_host` its host's. A store takes `store_fixed + bytes * store_byte` for a get.
     """
 
-    beat: MessageCost
-    request: MessageCost
-    update: MessageCost
-    tick: float
-    look: float
-    seat: float
-    status: float
-    event: float
-    span: float
-    wire: float
-    trip: float
-    start: float
-    start_host: float
-    store_fixed: float
-    store_byte: float
+    beat: MessageCost = MessageCost()
+    request: MessageCost = MessageCost()
+    update: MessageCost = MessageCost()
+    tick: float = 0.0
+    look: float = 0.0
+    seat: float = 0.0
+    status: float = 0.0
+    event: float = 0.0
+    span: float = 0.0
+    wire: float = 0.0
+    trip: float = 0.0
+    start: float = 0.0
+    start_host: float = 0.0
+    store_fixed: float = 0.0
+    store_byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -187,10 +187,6 @@ class StepOutcome:
     silence: float
     late_passes: float
     start: float
-
-    def overhead(self, scale: MeshScale) -> float:
-        """Return the share of a step that no model computes."""
-        return 1 - scale.compute / self.step
 
 
 class SimulatedMesh:
@@ -326,12 +322,9 @@ def simulate(scale: MeshScale, costs: MeasuredCosts, steps: int = 2) -> StepOutc
     watched = alone.run(alone.rest(HORIZON))
     start = alone.replicas * costs.start + scale.replicas * costs.start_host
     if max(alone.loop.free, alone.wire.free) > watched + OVERLOAD:
-        return StepOutcome(
-            step=math.inf, dispatch=math.inf, publish=math.inf,
-            loop_share=min(1.0, alone.loop.busy / watched),
-            wire_share=min(1.0, alone.wire.busy / watched),
-            store_share=0.0, silence=math.inf, late_passes=alone.late / alone.passes, start=start,
-        )  # fmt: skip
+        loop, wire = (min(1.0, server.busy / watched) for server in (alone.loop, alone.wire))
+        never, late = math.inf, alone.late / alone.passes
+        return StepOutcome(never, never, never, loop, wire, 0.0, never, late, start)
     transfer = spreading(scale, costs) + reading(scale, costs)
     mesh = SimulatedMesh(scale, costs, followed=min(1.0, HORIZON / transfer) if transfer else 1.0)
     seconds = mesh.run(mesh.steps(steps))
@@ -353,29 +346,17 @@ def simulate(scale: MeshScale, costs: MeasuredCosts, steps: int = 2) -> StepOutc
 def breaks_at(broken: Callable[[int], bool], most: int) -> int | None:
     """Return the fewest hosts, up to `most`, at which a limit is broken; None where it holds. A
     broken limit stays broken with more hosts."""
-    if not broken(most):
-        return None
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if broken(middle) else (middle, high)
-    return high
-
-
-def doubling(most: int) -> Iterable[int]:
-    """Return 1, 2, 4, ... and `most` itself."""
-    yield from itertools.takewhile(lambda n: n < most, (2**i for i in itertools.count()))
-    yield most
+    return 1 + bisect_left(range(1, most + 1), True, key=broken) if broken(most) else None
 
 
 # Each limit of a mesh, and whether an outcome breaks it.
 LIMITS: Mapping[str, Callable[[MeshScale, StepOutcome, RunSpec], bool]] = {
-    "publish > 10%": lambda s, o, _: o.publish > SHARE_LIMIT * s.compute,
-    "requests > 10%": lambda s, o, _: o.dispatch > SHARE_LIMIT * s.compute,
-    "Monarch > 50%": lambda s, o, _: o.wire_share > LOOP_LIMIT,
-    "loop > 50%": lambda s, o, _: o.loop_share > LOOP_LIMIT,
+    "publish over 10%": lambda s, o, _: o.publish > SHARE_LIMIT * s.compute,
+    "requests over 10%": lambda s, o, _: o.dispatch > SHARE_LIMIT * s.compute,
+    "Monarch over 50%": lambda s, o, _: o.wire_share > LOOP_LIMIT,
+    "loop over 50%": lambda s, o, _: o.loop_share > LOOP_LIMIT,
     "healthy are suspected": lambda s, o, m: o.silence > suspected(s, m),
-    "start > spawn_timeout_s": lambda s, o, m: o.start > m.mesh.spawn_timeout_s,
+    "start over spawn_timeout_s": lambda s, o, m: o.start > m.mesh.spawn_timeout_s,
     "too late to judge": lambda s, o, _: o.late_passes > 0.5,
 }
 _PASSED_ON = {"relays": True, "kept_seats": True, "beat_per_host": True}
@@ -386,9 +367,9 @@ REMEDIES: Mapping[str, Mapping[str, Any]] = {
     "hosts pass it on": {"relays": True},
     "kept seats": {"kept_seats": True},
     "heartbeat 5 s, suspicion 20 s": {"heartbeat_s": 5.0},
-    "one beat a host": {"beat_per_host": True},
+    "one heartbeat a host": {"beat_per_host": True},
     "8 controllers": {"controllers": 8},
-    "passed on, kept seats, one beat a host": _PASSED_ON,
+    "passed on, kept seats, one heartbeat a host": _PASSED_ON,
     "all of it": _PASSED_ON | {"controllers": 8},
 }
 
@@ -399,7 +380,7 @@ def suspected(scale: MeshScale, spec: RunSpec) -> float:
     return health.suspect_after_s * scale.heartbeat_s / health.heartbeat_s
 
 
-def costs_from(measured: Mapping[str, Any], byte_rate: float | None = None) -> MeasuredCosts:
+def costs_from(measured: Mapping[str, Any], byte_rate: float = 0.0) -> MeasuredCosts:
     """Return the costs measured with the most replicas."""
     last = {name: rows[-1] for name, rows in measured.items() if isinstance(rows, list)}
 
@@ -424,7 +405,7 @@ def costs_from(measured: Mapping[str, Any], byte_rate: float | None = None) -> M
         start=last["starts"]["loop_s"] / last["starts"]["processes"],
         start_host=last["starts"]["wall_s"] / last["starts"]["processes"],
         store_fixed=small["get_4_s"] / 4,
-        store_byte=of_four if byte_rate is None else 1 / byte_rate,
+        store_byte=1 / byte_rate if byte_rate else of_four,
     )
 
 
@@ -445,26 +426,6 @@ def scale_of(spec: RunSpec, replicas: int) -> MeshScale:
         published=round(phases["publish"].bytes),
         heartbeat_s=spec.mesh.health.heartbeat_s,
     )
-
-
-def row(scale: MeshScale, costs: MeasuredCosts) -> dict[str, Any]:
-    """Return the shown figures for one number of hosts."""
-    outcome = simulate(scale, costs)
-    return {
-        "hosts": scale.hosts,
-        "replicas": scale.readers,
-        "step_s": outcome.step,
-        "overhead": outcome.overhead(scale),
-        "publish_s": outcome.publish,
-        "store": outcome.store_share,
-        "loop": outcome.loop_share,
-        "wire": outcome.wire_share,
-        "silence_s": outcome.silence,
-        "requests_s": outcome.dispatch,
-        "late": outcome.late_passes,
-        "start_s": outcome.start,
-        "one_trainer_s": scale.hosts * scale.train,
-    }
 
 
 def limits(
@@ -512,67 +473,70 @@ def checks(measured: Mapping[str, Any]) -> list[dict[str, float]]:
     return rows
 
 
-def text(
-    scale: MeshScale, rows: Sequence[Mapping[str, Any]], broken: Mapping[str, Mapping[str, Any]]
-) -> str:
-    """Return the figures as Markdown tables."""
-    each = bytes_text(scale.published)
-    lines = [
-        f"{scale.replicas} generators a host; model time {seconds_text(scale.compute)} a step; "
-        f"{each} published to each",
-        "",
-        "| hosts | step | overhead | publish | requests | store | loop | Monarch | silence |"
-        " start | one trainer |",
-        "|" + "---|" * 11,
-    ]
-    for r in rows:
-        cells = (
-            f"{r['hosts']:,}", _shown(r["step_s"]), f"{r['overhead']:.0%}",
-            _shown(r["publish_s"]), _shown(r["requests_s"]), f"{r['store']:.0%}",
-            f"{r['loop']:.1%}", f"{r['wire']:.0%}", _shown(r["silence_s"]),
-            seconds_text(r["start_s"]), seconds_text(r["one_trainer_s"]),
-        )  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        "| breaks at hosts | " + " | ".join(LIMITS) + " |",
-        "|" + "---|" * (1 + len(LIMITS)),
-    ]
-    for remedy, at in broken.items():
-        shown = ("holds" if at[name] is None else f"{at[name]:,}" for name in LIMITS)
-        lines.append(f"| {remedy} | " + " | ".join(shown) + " |")
-    return "\n".join(lines)
+# Each column of the table of hosts, and its text.
+COLUMNS: Mapping[str, Callable[[MeshScale, StepOutcome], str]] = {
+    "hosts": lambda s, o: f"{s.hosts:,}",
+    "step": lambda s, o: _shown(o.step),
+    "overhead": lambda s, o: f"{1 - s.compute / o.step:.0%}",
+    "publish": lambda s, o: _shown(o.publish),
+    "requests": lambda s, o: _shown(o.dispatch),
+    "store": lambda s, o: f"{o.store_share:.0%}",
+    "loop": lambda s, o: f"{o.loop_share:.1%}",
+    "Monarch": lambda s, o: f"{o.wire_share:.0%}",
+    "silence": lambda s, o: _shown(o.silence),
+    "start": lambda s, o: seconds_text(o.start),
+    "one trainer": lambda s, o: seconds_text(s.hosts * s.train),
+}
 
 
 def _shown(seconds: float) -> str:
     return seconds_text(seconds) if math.isfinite(seconds) else "never"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mesh", nargs="?", default=MESH)
-    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--replicas", type=int, default=8, help="generators a host")
-    parser.add_argument(
-        "--byte-rate", type=float, help="bytes/s of the store, in place of measured"
+def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+    """Print and return a step from 1 to MOST_HOSTS hosts, and where each limit breaks."""
+    origin = read(asked.latencies)
+    spec = load_spec(asked.mesh, sets=asked.set).spec
+    scale, costs = scale_of(spec, asked.replicas), costs_from(origin["results"], asked.byte_rate)
+    doubling = [1 << i for i in range(MOST_HOSTS.bit_length())]
+    grown = [replace(scale, hosts=hosts) for hosts in (*doubling, MOST_HOSTS)]
+    outcomes = [simulate(each, costs) for each in grown]
+    broken, ratios = limits(spec, scale, costs), checks(origin["results"])
+    print(
+        f"costs: {asked.latencies.name}, {origin['device']['name']}, {origin['commit'][:12]}\n"
+        f"{scale.replicas} generators a host; model time {seconds_text(scale.compute)} a step; "
+        f"{bytes_text(scale.published)} published to each\n"
     )
-    parser.add_argument("--latencies", type=Path, default=LATENCIES)
-    parser.add_argument("--out", type=Path, help="the same figures as JSON")
-    options = parser.parse_args()
-    measured = json.loads(options.latencies.read_bytes())
-    spec = load_spec(options.mesh, sets=options.sets).spec
-    scale, costs = scale_of(spec, options.replicas), costs_from(measured, options.byte_rate)
-    rows = [row(replace(scale, hosts=hosts), costs) for hosts in doubling(MOST_HOSTS)]
-    broken, ratios = limits(spec, scale, costs), checks(measured)
-    print(f"costs: {options.latencies.name}, {measured['device']}, {measured['commit'][:12]}")
-    print(text(scale, rows, broken))
+    cells = (
+        tuple(shown(*at) for shown in COLUMNS.values()) for at in zip(grown, outcomes, strict=True)
+    )
+    print(markdown_table(TableSection("", tuple(COLUMNS), tuple(cells))) + "\n")
+    columns = ("breaks at hosts", *LIMITS)
+    held = (
+        (remedy, *("holds" if hosts is None else f"{hosts:,}" for hosts in at.values()))
+        for remedy, at in broken.items()
+    )
+    print(markdown_table(TableSection("", columns, tuple(held))))
     print("\nsimulated over measured, one machine:")
     for found in ratios:
         print("  " + ", ".join(f"{name} {value:.2f}" for name, value in found.items()))
-    if options.out:
-        figures = {"rows": rows, "breaks_at": broken, "checks": ratios}
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+    rows = [
+        {"hosts": at.hosts, "replicas": at.readers, **asdict(outcome)}
+        | {"overhead": 1 - at.compute / outcome.step, "one_trainer": at.hosts * at.train}
+        for at, outcome in zip(grown, outcomes, strict=True)
+    ]
+    return {}, {"rows": rows, "breaks_at": broken, "checks": ratios}
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(
+        __doc__,
+        measure,
+        {
+            "mesh": {"nargs": "?", "default": "meshes/longhealth_3b.yaml"},
+            "--set": {"action": "append", "default": [], "metavar": "KEY=VALUE"},
+            "--replicas": (8, "generators a host"),
+            "--byte-rate": (0.0, "bytes/s of the store, in place of measured"),
+            "--latencies": LATENCIES,
+        },
+    )

@@ -10,15 +10,15 @@
     publish   one packed snapshot through the tensor plane to a reader's device
 
 Random weights; 8 prompts of 200 tokens, each answered with 512, about a document of 12,000, over a
-cartridge of 2,048. A bound takes a phase's FLOPs and bytes (forge_run.plan.roofline) at
-the ceilings that this device reached just before. A phase that fails is printed with its error,
-the others go on
-over drawn tokens, and the exit code is 1. Where the student runs out of memory: `--micro-tokens
-2848`. On a GPU the first step compiles attention, and is not measured.
+cartridge of 2,048. A bound takes a phase's FLOPs and bytes (forge_run.plan.roofline) at the
+ceilings that this device reached just before. A phase that fails is printed with its error, the
+others go on over drawn tokens, and the exit code is 1. Where the student runs out of memory:
+`--micro-tokens 2848`. On a GPU the first step compiles attention, and is not measured.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import random
@@ -26,22 +26,18 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.benchmark import Timer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from actors.base import keep_freed_memory
-from benchmarks.record import ROOT, arguments, provenance, write
-from forge_run.formatting import bytes_text, count_text, seconds_text
+from benchmarks.meters import Count, FigureTable, counted, one_thread
+from benchmarks.record import ROOT, benchmark
+from forge_run.formatting import bytes_text, count_text
 from forge_run.plan import roofline
 from forge_run.plan.roofline import A100, EXPLICIT, H200, DevicePeaks, PhaseCost, Workload
 from learning.cartridge.bank import CartridgeBank
@@ -50,7 +46,7 @@ from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
 from learning.model.attention import DecodeCache, PrefixContext, register
 from learning.model.document_kv import DocumentKVCache
-from learning.model.loading import document_kv, flush_denormals, hidden_states, kv_shape
+from learning.model.loading import document_kv, hidden_states, kv_shape
 from learning.packing import pack, response_logits
 from learning.scoring import prefixes_of, score_kept
 from learning.step import new_optimizer, train_step
@@ -67,11 +63,6 @@ PUBLISH_GOAL_S = 0.1
 TOP = 20
 NAME = "document"
 PHASES = ("rollout", "teacher", "student", "publish")
-aten = torch.ops.aten
-# Ops that touch no memory, although their schema does not declare a view.
-FREE = {aten._unsafe_view, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided}
-# Ops that read only as much of their first input as they return.
-GATHERS = {aten.embedding, aten.index, aten.gather, aten.index_select}
 
 
 @dataclass(frozen=True)
@@ -133,70 +124,6 @@ def bounds(
     }
 
 
-# -- counting the work of code while it runs, on fake tensors too ---------------------------------
-
-
-@dataclass
-class Count:
-    """Hold counts. `flops`: of matrix products. `traffic`: bytes that every op reads and writes, as
-    if nothing stayed in a cache and no two ops were fused. `kernels`: ops that launch something.
-    `saved`: bytes kept for a backward, without weights."""
-
-    flops: int = 0
-    traffic: int = 0
-    kernels: int = 0
-    saved: int = 0
-
-
-@contextmanager
-def counted(parameters: Iterator[Tensor] | None = None) -> Iterator[Count]:
-    """Count the block's work. `parameters` are not counted as saved."""
-    count = Count()
-    known = {p.untyped_storage()._cdata for p in parameters or ()}
-    kept: dict[int, Any] = {}  # storages, kept alive so that no id is reused
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known and storage._cdata not in kept:
-            kept[storage._cdata] = storage
-            count.saved += storage.nbytes()
-        return tensor
-
-    with (
-        FlopCounterMode(display=False) as flops,
-        _Traffic(count),
-        saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
-        yield count
-    count.flops = flops.get_total_flops()
-
-
-class _Traffic(TorchDispatchMode):
-    def __init__(self, count: Count) -> None:
-        super().__init__()
-        self._count = count
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.is_view or func.overloadpacket in FREE or func.namespace != "aten":
-            return out
-        written = _bytes(out)
-        read = written if func.overloadpacket in GATHERS else _bytes((args, kwargs))
-        if read + written:
-            self._count.traffic += read + written
-            self._count.kernels += 1
-        return out
-
-
-def _bytes(tree: Any) -> int:
-    """Return bytes of the tensors' elements; an expanded one has fewer than its shape suggests."""
-    return sum(
-        min(leaf.numel() * leaf.element_size(), int(leaf.untyped_storage().nbytes()))
-        for leaf in tree_leaves(tree)
-        if isinstance(leaf, Tensor)
-    )
-
-
 # -- measured ceilings of a device ---------------------------------------------------------------
 
 
@@ -206,16 +133,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds(work: Callable[[], object], device: torch.device, times: int) -> float:
-    """Return the median of `times` runs, after one warm-up."""
-    laps = []
-    for _ in range(times + 1):
-        synchronize(device)
-        begun = time.perf_counter()
-        work()
-        synchronize(device)
-        laps.append(time.perf_counter() - begun)
-    return statistics.median(laps[1:])
+def seconds(work: Callable[[], object], times: int) -> float:
+    """Return the mean of `times` runs, after a warm-up, a GPU's work included."""
+    return float(Timer("work()", globals={"work": work}).timeit(times).mean)
 
 
 def measured(device: torch.device, dtype: torch.dtype) -> DevicePeaks:
@@ -224,14 +144,14 @@ def measured(device: torch.device, dtype: torch.dtype) -> DevicePeaks:
     large = device.type == "cuda"
     n = 8192 if large else 512
     a = torch.ones(n, n, dtype=dtype, device=device)
-    flops = 2 * n**3 / seconds(lambda: a @ a, device, 20)
+    flops = 2 * n**3 / seconds(lambda: a @ a, 20)
     size = 2 << 30 if large else 64 << 20
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    bandwidth = 2 * size / seconds(lambda: target.copy_(source), device, 10)
+    bandwidth = 2 * size / seconds(lambda: target.copy_(source), 10)
     piece = source[: 256 << 20]
     host = torch.empty_like(piece, device="cpu", pin_memory=large)
-    link = piece.nbytes / seconds(lambda: host.copy_(piece), device, 10)
+    link = piece.nbytes / seconds(lambda: host.copy_(piece), 10)
     if large:
         del source, target, piece
         torch.cuda.empty_cache()  # the step needs the memory
@@ -388,30 +308,20 @@ class PhaseStep:
 # -- phases beside their bounds -------------------------------------------------------------------
 
 
-@dataclass
-class PhaseRow:
-    """Hold one phase: analysis, bound at the ceilings, and the measured medians."""
-
-    phase: str
-    flops: float
-    bytes: float
-    bound_s: float
-    seconds: float | None
-    peak_bytes: int = 0
-    error: str = ""
-    rounds: list[float] = field(default_factory=list)
-
-    def line(self) -> str:
-        known = count_text(self.flops), bytes_text(self.bytes), seconds_text(self.bound_s)
-        line = f"{self.phase:<10}" + "".join(f" {text:>10}" for text in known)
-        if self.seconds is None:
-            return f"{line}  FAILED {self.error}"
-        line += f" {seconds_text(self.seconds):>10} {self.seconds / self.bound_s:>9.1f}x"
-        return line + (f" {bytes_text(self.peak_bytes):>10}" if self.peak_bytes else "")
+def phase_row(
+    phase: str, cost: PhaseCost, bound_s: float, lasted: Sequence[float], **more: Any
+) -> dict[str, Any]:
+    """Return one phase: its analysis, its bound at the ceilings, and the median of what it lasted,
+    None where that was not measured."""
+    median = statistics.median(lasted) if lasted else None
+    over = round(median / bound_s, 2) if median is not None else None
+    figures = {"flops": cost.flops, "bytes": cost.bytes, "bound_s": bound_s}
+    return {"phase": phase, **figures, "seconds": median, "over": over, **more}
 
 
-def measure(step: PhaseStep, ceilings: DevicePeaks, repeats: int) -> list[PhaseRow]:
-    """Return rows of the document, the four phases and the whole step, after one warm-up step."""
+def measure(step: PhaseStep, ceilings: DevicePeaks, repeats: int) -> list[dict[str, Any]]:
+    """Print and return the four phases, the whole step, the document and a token of the rollout,
+    after one warm-up step."""
     rounds: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for turn in range(repeats + 1):
         step.laps = {"document": step.laps["document"]}
@@ -420,29 +330,27 @@ def measure(step: PhaseStep, ceilings: DevicePeaks, repeats: int) -> list[PhaseR
             if turn and phase in step.laps:
                 rounds[phase].append(step.laps[phase])
     analysis, work = bounds(step.setting), step.setting.work
-    rows = [
-        PhaseRow(
-            phase, analysis[phase].flops, analysis[phase].bytes, analysis[phase].seconds(ceilings),
-            statistics.median(rounds[phase]) if rounds[phase] else None,
-            step.peak_bytes.get(phase, 0), step.failures.get(phase, ""), rounds[phase],
-        )
-        for phase in PHASES
-    ]  # fmt: skip
-    known = [row.seconds for row in rows if row.seconds is not None]
-    total = sum(known) if len(known) == len(rows) else None
-    missing = "" if total is not None else "a phase failed"
-    flops, moved = sum(row.flops for row in rows), sum(row.bytes for row in rows)
-    document, whole, tokens = analysis["document"], rows[0], work.response
+    table = FigureTable()
+    for phase in PHASES:
+        cost, peak = analysis[phase], step.peak_bytes.get(phase, 0)
+        error = step.failures.get(phase, "")
+        lap = rounds[phase]
+        row = phase_row(phase, cost, cost.seconds(ceilings), lap, peak_bytes=peak, rounds=lap)
+        table.add(row | {"error": error and f"FAILED {error}"})
+    flops, moved, bound = (
+        sum(row[name] for row in table.rows) for name in ("flops", "bytes", "bound_s")
+    )
+    medians = [row["seconds"] for row in table.rows]
+    whole = [] if None in medians else [sum(medians)]
+    table.add(phase_row("step", PhaseCost("step", flops, moved), bound, whole))
+    document, rollout, tokens = analysis["document"], analysis["rollout"], work.response
+    read_s = document.seconds(ceilings)
+    table.add(phase_row("(document)", document, read_s, [step.laps["document"]]))
     # The rollout's forward of one token; the rest of its time is sampling and Python.
-    lap = seconds(step.decoding(work.prompt + tokens // 2), step.device, 10)
-    each = whole.flops / tokens, whole.bytes / tokens, whole.bound_s / tokens
-    read = document.flops, document.bytes, document.seconds(ceilings)
-    return [
-        *rows,
-        PhaseRow("step", flops, moved, sum(r.bound_s for r in rows), total, error=missing),
-        PhaseRow("(document)", *read, step.laps["document"]),
-        PhaseRow("(token)", *each, lap),
-    ]
+    lap = seconds(step.decoding(work.prompt + tokens // 2), 10)
+    each = PhaseCost("token", rollout.flops / tokens, rollout.bytes / tokens)
+    table.add(phase_row("(token)", each, rollout.seconds(ceilings) / tokens, [lap]))
+    return table.rows
 
 
 def published_bound(name: str, setting: Setting) -> tuple[str, float]:
@@ -456,62 +364,41 @@ def dry(setting: Setting) -> dict[str, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     shape, work = setting.shape, setting.work
-    analysis = bounds(setting, EXPLICIT)
     size = (shape.layers, 2, shape.kv_heads, work.document, shape.head_dim)
     with FakeTensorMode(allow_non_fake_inputs=True):
         document = torch.empty(size, dtype=getattr(torch, setting.dtype))
         counts = PhaseStep(setting, torch.device("cpu"), document=document).counts()
+    analysis, table = bounds(setting, EXPLICIT), FigureTable()
     for phase, count in counts.items():
-        known = analysis.get(phase)
-        beside = f" analysis {count_text(known.flops)}" if known else ""
-        least = f" (needed {bytes_text(known.bytes)})" if known else ""
-        print(
-            f"{phase:<18} FLOPs {count_text(count.flops)}{beside}, unfused traffic "
-            f"{bytes_text(count.traffic)}{least}, {count.kernels:,} kernels, kept "
-            f"{bytes_text(count.saved)}"
-        )
+        known = asdict(analysis[phase]) if phase in analysis else {}
+        needed = {name: known.get(name, "") for name in ("flops", "bytes")}
+        table.add({"phase": phase, "counted": asdict(count), "analysis": needed})
     return {phase: asdict(count) for phase, count in counts.items()}
 
 
-def main() -> None:
-    parser = arguments(__doc__, "step_gpu")
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--shape", choices=sorted(SETTINGS), default="3b" if cuda else "tiny")
-    parser.add_argument("--repeats", type=int, default=3, help="measured steps")
-    parser.add_argument("--micro-tokens", type=int, help="most tokens of one student forward")
-    parser.add_argument("--dry", action="store_true", help="count on fake tensors, measure nothing")
-    options = parser.parse_args()
-    setting, device = SETTINGS[options.shape], torch.device(options.device)
+def measure_step(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return each phase over its bound, and all figures; on the tiny shape counts as well."""
+    setting, device = SETTINGS[asked.shape], torch.device(asked.device)
     if device.type == "cpu":
-        torch.set_num_threads(1)
-        keep_freed_memory()
-        flush_denormals()
-    told = provenance("step_gpu", vars(options) | {"work": asdict(setting.work)})
-    if options.dry:
-        write(options.out, told, {}, {"counted": dry(setting)})
-        return
+        one_thread()
+    if asked.dry:
+        return {}, {"counted": dry(setting)}
     ceilings = measured(device, getattr(torch, setting.dtype))
-    told["device"]["name"] = ceilings.name if device.type == "cuda" else told["device"]["name"]
     print(
         f"{ceilings.name}: {count_text(ceilings.flops)}FLOP/s, {bytes_text(ceilings.bandwidth)}/s, "
         f"to the host {bytes_text(ceilings.link)}/s"
     )
     plane = asyncio.run(SharedMemoryPlane.start())
     try:
-        step = PhaseStep(setting, device, plane, options.micro_tokens)
-        rows = measure(step, ceilings, 1 if options.quick else options.repeats)
+        step = PhaseStep(setting, device, plane, asked.micro_tokens)
+        rows = measure(step, ceilings, asked.repeats)
     finally:
         asyncio.run(plane.stop())
-    heads = ("FLOPs", "bytes", "bound", "measured", "over", "peak")
-    print(f"{'phase':<10} " + " ".join(f"{head:>10}" for head in heads))
-    for row in rows:
-        print(row.line())
-    by_phase = {row.phase: row for row in rows}
+    lasted = {row["phase"]: row["seconds"] for row in rows}
     ratios = {
-        f"{phase} over its bound": lasted / by_phase[phase].bound_s
-        for phase in (*PHASES, "step")
-        if (lasted := by_phase[phase].seconds) is not None
+        f"{row['phase']} over its bound": row["seconds"] / row["bound_s"]
+        for row in rows
+        if row["phase"] in (*PHASES, "step") and row["seconds"] is not None
     }
     name, bound = published_bound(ceilings.name, setting)
     goals = {
@@ -519,24 +406,40 @@ def main() -> None:
         "publish": (PUBLISH_GOAL_S, f"{PUBLISH_GOAL_S:g} s"),
     }
     for phase, (most, spoken) in goals.items():
-        if options.shape == "3b" and (lasted := by_phase[phase].seconds) is not None:
-            print(f"goal, {phase} <= {spoken}: {'met' if lasted <= most else 'MISSED'}")
+        if asked.shape == "3b" and lasted[phase] is not None:
+            print(f"goal, {phase} <= {spoken}: {'met' if lasted[phase] <= most else 'MISSED'}")
     results: dict[str, Any] = {
         "ceilings": asdict(ceilings),
-        "phases": [asdict(row) for row in rows],
+        "phases": rows,
         "cached_bound": {"device": name, "seconds": bound},
         "failures": step.failures,
     }
-    if options.shape == "tiny":
+    if asked.shape == "tiny":
         analysis = bounds(setting, EXPLICIT)
         counts = step.counts()
-        ratios |= {
-            f"{phase}, counted FLOPs over analysis": counts[phase].flops / analysis[phase].flops
-            for phase in ("teacher", "student")
-        }
+        for phase in ("teacher", "student"):
+            over = counts[phase].flops / analysis[phase].flops
+            ratios[f"{phase}, counted FLOPs over analysis"] = over
         results["counted"] = {phase: asdict(count) for phase, count in counts.items()}
-    write(options.out, told, ratios, results)
-    sys.exit(1 if step.failures else 0)
+    return ratios, results
+
+
+def main() -> None:
+    cuda = torch.cuda.is_available()
+    record = benchmark(
+        __doc__,
+        measure_step,
+        {
+            "--device": "cuda" if cuda else "cpu",
+            "--shape": {"choices": sorted(SETTINGS), "default": "3b" if cuda else "tiny"},
+            "--repeats": (3, "measured steps"),
+            "--micro-tokens": {"type": int, "help": "most tokens of one student forward"},
+            "--dry": (False, "count on fake tensors, measure nothing"),
+        },
+        quick={"repeats": 1},
+        config={"work": {name: asdict(setting.work) for name, setting in SETTINGS.items()}},
+    )
+    sys.exit(1 if record["results"].get("failures") else 0)
 
 
 if __name__ == "__main__":
