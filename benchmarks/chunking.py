@@ -32,9 +32,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.meters import FigureTable, Laps, LiveTensors, grown_mb, in_a_process, one_thread
+from benchmarks.phase_step import SETTINGS, random_model
 from benchmarks.record import benchmark
 from benchmarks.step import CONFIG, KEEP_TOP, MODEL, samples_of
-from benchmarks.step_gpu import SETTINGS, random_model
 from learning.losses.doc_kl import doc_kl_tokens
 from learning.losses.sdpo import sdpo_tokens
 from learning.model import attention

@@ -60,6 +60,7 @@ SUITE: Mapping[str, tuple[float, Sequence[str]]] = {
     "orchestration": (300, ()),
     "rsa_batching": (200, ()),
 }
+QUICK = (False, "fewer sizes and repetitions")
 Measure = Callable[[argparse.Namespace], tuple[Mapping[str, float], Any]]
 Ratios = Mapping[str, Mapping[str, float]]  # by benchmark, then by name
 
@@ -82,20 +83,24 @@ def benchmark(
     arguments in the record.
     """
     name = Path(sys.argv[0]).stem
+    common = {"--out": Path(f"runs/bench/{name}.json"), "--quick": QUICK}
+    asked = parsed(doc, common | dict(options or {}), quick or {})
+    told = provenance(name, {**vars(asked), **(config or {})})
+    return write(asked.out, told, *measure(asked))
+
+
+def parsed(
+    doc: str | None, options: Mapping[str, Any], quick: Mapping[str, Any]
+) -> argparse.Namespace:
+    """Return the arguments of this process."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    common = {
-        "--out": Path(f"runs/bench/{name}.json"),
-        "--quick": (False, "fewer sizes and repetitions"),
-    }
-    for option, given in (common | dict(options or {})).items():
+    for option, given in options.items():
         parser.add_argument(option, **_keywords(given))
     if "--quick" in sys.argv:
-        parser.set_defaults(**(quick or {}))
-    asked = parser.parse_args()
-    told = provenance(name, {**vars(asked), **(config or {})})
-    return write(asked.out, told, *measure(asked))
+        parser.set_defaults(**quick)
+    return parser.parse_args()
 
 
 def _keywords(given: Any) -> Mapping[str, Any]:
@@ -330,15 +335,17 @@ def run(name: str, directory: Path, quick: bool) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = parsed(
+        __doc__,
+        {
+            "--quick": QUICK,
+            "--only": {"nargs": "+", "choices": SUITE, "metavar": "NAME"},
+            "--out": ROOT / "runs" / "bench",
+            "--compare": {"type": Path, "metavar": "DIR", "help": "run nothing: compare these"},
+            "--update": (False, "write the ratios into the baseline"),
+        },
+        quick={},
     )
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
-    parser.add_argument("--only", nargs="+", choices=SUITE, metavar="NAME")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench")
-    parser.add_argument("--compare", type=Path, metavar="DIR", help="run nothing: compare these")
-    parser.add_argument("--update", action="store_true", help="write the ratios into the baseline")
-    options = parser.parse_args()
     only, ended = options.only, [True]
     directory = options.compare or options.out.absolute()
     if options.compare is None:

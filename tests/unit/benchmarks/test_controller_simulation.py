@@ -9,24 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.controller_simulation import (
-    LATENCIES,
+from benchmarks.controller_simulation import LATENCIES, breaks_at, checks, costs_from, suspected
+from benchmarks.record import read
+from benchmarks.simulated_mesh import (
     EventQueue,
     MeasuredCosts,
     MeshScale,
     MessageCost,
     SerialServer,
     Task,
-    breaks_at,
-    checks,
-    costs_from,
     grouped,
     reading,
     simulate,
     spreading,
-    suspected,
 )
-from benchmarks.record import read
 from protocols.spec.loading import load_spec
 
 NOTHING = MeasuredCosts()

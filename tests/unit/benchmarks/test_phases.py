@@ -7,15 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.step_gpu import (
-    PHASES,
-    SETTINGS,
-    PhaseStep,
-    Setting,
-    measure,
-    measured,
-    published_bound,
-)
+from benchmarks.phase_step import PHASES, SETTINGS, PhaseStep, Setting
+from benchmarks.step_gpu import measure, measured, published_bound
 from forge_run.plan.roofline import DevicePeaks, Workload
 from protocols.spec.sections import ShapeSpec
 from protocols.types import TensorRef
