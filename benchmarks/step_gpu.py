@@ -143,7 +143,7 @@ def measure_step(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str,
     if device.type == "cpu":
         one_thread()
     if asked.dry:
-        return {}, {"counted": dry(setting)}
+        return {}, {"work": asdict(setting.work), "counted": dry(setting)}
     ceilings = measured(device, getattr(torch, setting.dtype))
     print(
         f"{ceilings.name}: {count_text(ceilings.flops)}FLOP/s, {bytes_text(ceilings.bandwidth)}/s, "
@@ -170,6 +170,7 @@ def measure_step(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str,
         if asked.shape == "3b" and lasted[phase] is not None:
             print(f"goal, {phase} <= {spoken}: {'met' if lasted[phase] <= most else 'MISSED'}")
     results: dict[str, Any] = {
+        "work": asdict(setting.work),
         "ceilings": asdict(ceilings),
         "phases": rows,
         "cached_bound": {"device": name, "seconds": bound},
@@ -198,7 +199,6 @@ def main() -> None:
             "--dry": (False, "count on fake tensors, measure nothing"),
         },
         quick={"repeats": 1},
-        config={"work": {name: asdict(setting.work) for name, setting in SETTINGS.items()}},
     )
     sys.exit(1 if record["results"].get("failures") else 0)
 
