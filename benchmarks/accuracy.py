@@ -31,12 +31,13 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from benchmarks.record import arguments, provenance, write
+from benchmarks.meters import one_thread
+from benchmarks.record import benchmark
 from learning.cartridge.composition import composed
 from learning.cartridge.initialization import CartridgeInit, InitSource, initial_bank
 from learning.decoding.decode_batch import generate
 from learning.model.document_kv import DocumentKVCache, document_kv
-from learning.model.loading import flush_denormals, load_model, load_tokenizer, text_ids
+from learning.model.loading import load_model, load_tokenizer, text_ids
 from learning.scoring import TeacherDistribution, prefixes_of, score_kept
 from learning.trainer import CartridgeTrainer
 from protocols.records.intervals import wilson_interval
@@ -73,8 +74,7 @@ class StudyBench:
     """Train and evaluate one cartridge bank in this process, initialised by `cartridge.init`."""
 
     def __init__(self, learn: LearnSpec) -> None:
-        torch.set_num_threads(1)
-        flush_denormals()
+        one_thread()
         self._learn = learn
         self._model = load_model(learn.model.path, learn.model.dtype)
         patients = read_patients(learn.data)
@@ -231,18 +231,17 @@ def composition(options: argparse.Namespace) -> Iterator[Any]:
         yield from rows(study, f"trained, compose {compose:g}", "cartridge")
 
 
-def main() -> None:
-    kinds = {"initialization": initialization, "composition": composition}
-    parser = arguments(__doc__, "accuracy")
-    parser.add_argument("of", choices=kinds)
-    parser.add_argument("mesh", nargs="?", default="meshes/longhealth.yaml")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--share", type=float, default=0.5)
-    parser.add_argument("--set", action="append", default=[])
-    options = parser.parse_args()
-    origin = provenance("accuracy", vars(options))
-    write(options.out, origin, {}, list(kinds[options.of](options)))
-
+KINDS = {"initialization": initialization, "composition": composition}
 
 if __name__ == "__main__":
-    main()
+    benchmark(
+        __doc__,
+        lambda asked: ({}, list(KINDS[asked.of](asked))),
+        {
+            "of": {"choices": KINDS},
+            "mesh": {"nargs": "?", "default": "meshes/longhealth.yaml"},
+            "--seeds": 1,
+            "--share": 0.5,
+            "--set": {"action": "append", "default": []},
+        },
+    )

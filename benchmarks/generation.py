@@ -21,9 +21,10 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.record import arguments, median_ratio, provenance, write
+from benchmarks.record import benchmark, median_ratio
 from protocols.files import REPOSITORY
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from actors.engine_thread import Engine
 
 READER = REPOSITORY / "models" / "clinic-reader"
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
+COMPARED = (1, 8, 64)  # the batches of the baseline
 PREFIXES = ("cartridge", "none")
 BLOCK = 32
 OURS, THEIRS, VLLM = "embedded", "transformers", "vllm"
@@ -147,51 +148,54 @@ def same_words(found: dict[str, Backend], prompts: Sequence[tuple[int, ...]], ne
     return equal / (len(PREFIXES) * len(prompts))
 
 
-def run(options: argparse.Namespace, batches: Sequence[int], rounds: int) -> dict[str, Any]:
+def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     import torch
 
-    found = backends(options.tokens)
+    from benchmarks.meters import FigureTable
+
+    found = backends(asked.tokens)
     draws = random.Random("generation/prompts")
 
     def prompts(count: int) -> list[tuple[int, ...]]:
-        return [tuple(draws.choices(range(3, 1000), k=options.prompt)) for _ in range(count)]
+        return [tuple(draws.choices(range(3, 1000), k=asked.prompt)) for _ in range(count)]
 
-    agree = same_words(found, prompts(16), options.new)
+    agree = same_words(found, prompts(16), asked.new)
     print(f"responses equal to the token in all of {', '.join(found)}: {agree:.0%}", flush=True)
-    rows = []
+    table, ratios = FigureTable(), {"responses that are equal": agree}
     with torch.no_grad():
-        for prefix in PREFIXES:
-            for batch in batches:
-                rows.append(compared(found, prefix, batch, options, rounds, prompts, draws))
-                print(line(rows[-1]), flush=True)
-    return {"equal_responses": agree, "rows": rows}
+        for prefix, batch in product(PREFIXES, asked.batches):
+            rounds = [prompts(batch) for _ in range(asked.rounds + 1)]
+            row = compared(found, prefix, rounds, asked.new, draws)
+            table.add(row)
+            for name, ratio in row["speed"].items():
+                if batch in COMPARED:
+                    ratios[f"{OURS} over {name}, {prefix}, batch {batch}"] = ratio
+    return ratios, {"equal_responses": agree, "rows": table.rows}
 
 
 def compared(
     found: dict[str, Backend],
     prefix: str,
-    batch: int,
-    options: argparse.Namespace,
-    rounds: int,
-    prompts: Callable[[int], list[tuple[int, ...]]],
+    rounds: Sequence[Sequence[tuple[int, ...]]],
+    new: int,
     draws: random.Random,
 ) -> dict[str, Any]:
-    """Return every backend's speed per round, and the ratios of our speed to each other's."""
+    """Return every backend's speed over rounds of prompts after the first, and the ratios of our
+    speed to each other's."""
+    batch = len(rounds[0])
     # By backend and round: seconds to the first token, tokens a second, processor seconds.
     laps: dict[str, list[tuple[float, float, float]]] = {name: [] for name in found}
-    for turn in range(rounds + 1):
-        asked = prompts(batch)
+    for asked in rounds:
         for name in draws.sample(list(found), k=len(found)):
             begun = time.perf_counter()
             found[name](prefix, asked, 1)
             first = time.perf_counter() - begun
             begun, used = time.perf_counter(), time.process_time()
-            said = found[name](prefix, asked, options.new)
+            said = found[name](prefix, asked, new)
             seconds, used = time.perf_counter() - begun, time.process_time() - used
-            assert sum(map(len, said)) == batch * options.new, f"{name} ended early"
-            if turn:
-                laps[name].append((first, batch * options.new / seconds, used))
-    columns = {name: list(zip(*of, strict=True)) for name, of in laps.items()}
+            assert sum(map(len, said)) == batch * new, f"{name} ended early"
+            laps[name].append((first, batch * new / seconds, used))
+    columns = {name: list(zip(*of[1:], strict=True)) for name, of in laps.items()}
     ours = columns[OURS][2]
     return {
         "prefix": prefix,
@@ -202,34 +206,20 @@ def compared(
     }
 
 
-def line(row: dict[str, Any]) -> str:
-    cells = [f"{row['prefix']:<10}{row['batch']:>4}"]
-    for name, speed in row["tokens_per_second"].items():
-        cells.append(f"{name} {speed:>7,.0f} tok/s, first {row['first_token_ms'][name]:>5.0f} ms")
-    cells += [f"{ratio:.2f}x {name}" for name, ratio in row["speed"].items()]
-    return "  ".join(cells)
-
-
-def main() -> None:
+if __name__ == "__main__":
     from actors.base import bootstrap
 
     bootstrap(1)()  # before torch is imported
-    parser = arguments(__doc__, "generation")
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds")
-    parser.add_argument("--prompt", type=int, default=24, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=48, help="tokens of a response")
-    parser.add_argument("--tokens", type=int, default=64, help="P of the cartridge")
-    options = parser.parse_args()
-    batches, rounds = ((1, 8, 64), 2) if options.quick else (BATCHES, options.rounds)
-    told = provenance("generation", vars(options) | {"batches": batches, "threads": 1})
-    results = run(options, batches, rounds)
-    ratios = {"responses that are equal": results["equal_responses"]}
-    for row in results["rows"]:
-        if row["batch"] in (1, 8, 64):
-            for name, ratio in row["speed"].items():
-                ratios[f"{OURS} over {name}, {row['prefix']}, batch {row['batch']}"] = ratio
-    write(options.out, told, ratios, results)
-
-
-if __name__ == "__main__":
-    main()
+    benchmark(
+        __doc__,
+        measure,
+        {
+            "--rounds": (3, "measured rounds"),
+            "--batches": [1, 2, 4, 8, 16, 32, 64],
+            "--prompt": (24, "tokens of a prompt"),
+            "--new": (48, "tokens of a response"),
+            "--tokens": (64, "P of the cartridge"),
+        },
+        quick={"rounds": 2, "batches": list(COMPARED)},
+        config={"threads": 1},
+    )

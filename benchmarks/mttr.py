@@ -9,6 +9,7 @@ is resumed right after its death has done a step.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -23,7 +24,8 @@ from typing import Any
 from chaos import ROLES, Eye, Role
 from small_run import command, latest, running
 
-from benchmarks.record import arguments, processor_seconds, provenance, write
+from benchmarks.meters import FigureTable, processor_seconds
+from benchmarks.record import benchmark
 from services.control.endpoints import read_endpoints
 
 SETS: dict[str, Any] = {
@@ -127,43 +129,38 @@ def resumed(root: Path, kills: int) -> list[float]:
     return figures
 
 
-def table(rows: dict[str, dict[str, list[float]]]) -> str:
-    lines = [f"{'role':<12} {'how':<5} {'n':>3} {'median s':>9} {'max s':>7}  goal"]
-    for role in ROLES:
-        for how, values in rows[role.name].items():
-            if not values:
-                continue
-            goal = f"<= {role.goal_s:g} s" if role.goal_s and how == "kill" else ""
-            middle, worst = statistics.median(values), max(values)
-            lines.append(
-                f"{role.name:<12} {how:<5} {len(values):>3} {middle:>9.2f} {worst:>7.2f}  {goal}"
-            )
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = arguments(__doc__, "mttr")
-    parser.set_defaults(out=Path("mttr.json"))
-    parser.add_argument("--kills", type=int, default=10, help="kill -9 per role")
-    parser.add_argument("--stops", type=int, default=3, help="SIGSTOP per role")
-    parser.add_argument("--seed", type=int, default=0, help="who is struck, and when")
-    options = parser.parse_args()
-    told = provenance("mttr", vars(options) | SETS)
-    rng = random.Random(options.seed)
+def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+    """Strike every role; print medians and maxima beside the role's goal."""
+    rng, table = random.Random(asked.seed), FigureTable()
     rows: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for role in ROLES:
             root = Path(folder) / role.name
             if role.resumed:
-                rows[role.name] = {"kill": resumed(root, options.kills // 3)}
+                rows[role.name] = {"kill": resumed(root, asked.kills // 3)}
                 continue
             rows[role.name] = {
-                "kill": replaced(root / "kill", role, signal.SIGKILL, options.kills, rng),
-                "stop": replaced(root / "stop", role, signal.SIGSTOP, options.stops, rng),
+                "kill": replaced(root / "kill", role, signal.SIGKILL, asked.kills, rng),
+                "stop": replaced(root / "stop", role, signal.SIGSTOP, asked.stops, rng),
             }
-    print(table(rows))
-    write(options.out, told, {}, {"unit": "seconds", "rows": rows})
+    for role, (how, values) in ((r, each) for r in ROLES for each in rows[r.name].items()):
+        if values:
+            middle, worst = statistics.median(values), max(values)
+            goal = f"<= {role.goal_s:g} s" if role.goal_s and how == "kill" else ""
+            row = {"role": role.name, "how": how, "n": len(values)}
+            table.add(row | {"median_s": middle, "max_s": worst, "goal": goal})
+    return {}, {"unit": "seconds", "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(
+        __doc__,
+        measure,
+        {
+            "--out": Path("mttr.json"),
+            "--kills": (10, "kill -9 per role"),
+            "--stops": (3, "SIGSTOP per role"),
+            "--seed": (0, "who is struck, and when"),
+        },
+        config=SETS,
+    )

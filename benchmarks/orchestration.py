@@ -11,6 +11,7 @@ beside the rollout, which are in no phase.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -20,7 +21,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT, arguments, provenance, write
+from benchmarks.record import ROOT, benchmark
+from protocols.files import iter_rows
 
 GOAL = 0.05  # of a step
 ARM = "on_policy"
@@ -48,45 +50,41 @@ def finished_run(mesh: str, steps: int, sets: Iterable[str], directory: str) -> 
     return run
 
 
-def step_seconds(events: Iterable[dict[str, Any]], arm: str) -> list[dict[str, float]]:
-    """Return the seconds of every step of an arm but the first, which opens connections."""
-    steps = [e for e in events if e.get("event") == "step" and e.get("arm") == arm]
-    return [e["seconds"] | {"hidden": e["hidden"]} for e in steps[1:]]
-
-
-def main() -> None:
-    parser = arguments(__doc__, "orchestration")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--mesh", default="meshes/longhealth.yaml")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="as of forge-run"
-    )
-    options = parser.parse_args()
-    steps = 6 if options.quick else options.steps
-    told = provenance("orchestration", vars(options) | {"steps": steps})
+def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return the share of a step that no model computes, and the seconds of every step of the arm
+    but the first, which opens connections."""
     with tempfile.TemporaryDirectory() as directory:
-        run = finished_run(options.mesh, steps, options.set, directory)
+        run = finished_run(asked.mesh, asked.steps, asked.set, directory)
         results = json.loads((run / "results.json").read_text())
-        lines = (run / "events.jsonl").read_text().splitlines()
-    seconds = step_seconds(map(json.loads, lines), ARM)
-    phases = {name: statistics.mean(s[name] for s in seconds) for name in seconds[0]}
-    share = phases["orchestration"] / phases["step"]
-    print("  ".join(f"{name} {1e3 * value:.0f} ms" for name, value in phases.items()))
-    medians = {name: statistics.median(s[name] for s in seconds) for name in seconds[0]}
+        steps = [e for e in iter_rows(run / "events.jsonl") if e["event"] == "step"]
+    seconds = [e["seconds"] | {"hidden": e["hidden"]} for e in steps if e["arm"] == ARM][1:]
+    columns = {name: [s[name] for s in seconds] for name in seconds[0]}
+    means = {name: statistics.mean(column) for name, column in columns.items()}
+    medians = {name: statistics.median(column) for name, column in columns.items()}
+    share, hidden = means["orchestration"] / means["step"], medians["hidden"]
+    print("  ".join(f"{name} {1e3 * value:.0f} ms" for name, value in means.items()))
     spoken = "  ".join(f"{name} {medians[name]:.2f} s" for name in ("rollout", "hidden", "score"))
-    hidden = medians["hidden"] / (medians["hidden"] + medians["score"])
-    print(f"medians: {spoken}; {hidden:.0%} of the teachers' seconds hidden")
-    verdict = "met" if share <= GOAL else "MISSED"
+    beside = hidden / (hidden + medians["score"])
+    print(f"medians: {spoken}; {beside:.0%} of the teachers' seconds hidden")
     print(
-        f"orchestration {share:.1%} of a step of {phases['step']:.2f} s "
-        f"({1e3 * phases['orchestration']:.0f} ms); goal {GOAL:.0%}: {verdict}"
+        f"orchestration {share:.1%} of a step of {means['step']:.2f} s "
+        f"({1e3 * means['orchestration']:.0f} ms); goal {GOAL:.0%}: "
+        f"{'met' if share <= GOAL else 'MISSED'}"
     )
-    found = {
-        "steps": len(seconds), "mean_seconds": phases, "median_seconds": medians,
+    return {"orchestration over step": share}, {
+        "steps": len(seconds), "mean_seconds": means, "median_seconds": medians,
         "by_step": seconds, "orchestration_share_of_run": results["orchestration_share"],
     }  # fmt: skip
-    write(options.out, told, {"orchestration over step": share}, found)
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(
+        __doc__,
+        measure,
+        {
+            "--steps": 20,
+            "--mesh": "meshes/longhealth.yaml",
+            "--set": {"action": "append", "default": [], "metavar": "KEY=VALUE"},
+        },
+        quick={"steps": 6},
+    )

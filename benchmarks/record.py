@@ -30,12 +30,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+from pydantic.dataclasses import dataclass as validated
 
 from protocols.errors import DataError, ForgeError
 
@@ -49,8 +52,7 @@ PACKAGES = ("torch", "torchmonarch", "torchstore", "transformers", "vllm", "vllm
 # The benchmarks of `make bench`: the time-out in seconds, and the arguments.
 SUITE: Mapping[str, tuple[float, Sequence[str]]] = {
     "step": (400, ()),
-    "losses": (400, ()),
-    "attention": (400, ()),
+    "chunking": (800, ()),
     "step_gpu": (300, ("--shape", "tiny", "--device", "cpu")),
     "tensor_plane": (500, ()),
     "generation": (500, ()),
@@ -58,32 +60,76 @@ SUITE: Mapping[str, tuple[float, Sequence[str]]] = {
     "orchestration": (300, ()),
     "rsa_batching": (200, ()),
 }
+QUICK = (False, "fewer sizes and repetitions")
+Measure = Callable[[argparse.Namespace], tuple[Mapping[str, float], Any]]
 Ratios = Mapping[str, Mapping[str, float]]  # by benchmark, then by name
 
 
 # -- records --------------------------------------------------------------------------------------
 
 
-def arguments(doc: str, name: str) -> argparse.ArgumentParser:
-    """Return a parser with `--out` and `--quick`; each benchmark adds its own options."""
+def benchmark(
+    doc: str | None,
+    measure: Measure,
+    options: Mapping[str, Any] | None = None,
+    quick: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Run the benchmark of the module that was started, write its record and return it.
+
+    `options` gives each argument its default, `(default, help)`, or the keywords of
+    `add_argument`. A list takes several values. `quick` has the defaults that `--quick` takes
+    instead. `measure` gets the parsed arguments and returns ratios and results; `config` joins the
+    arguments in the record.
+    """
+    name = Path(sys.argv[0]).stem
+    common = {"--out": Path(f"runs/bench/{name}.json"), "--quick": QUICK}
+    asked = parsed(doc, common | dict(options or {}), quick or {})
+    told = provenance(name, {**vars(asked), **(config or {})})
+    return write(asked.out, told, *measure(asked))
+
+
+def parsed(
+    doc: str | None, options: Mapping[str, Any], quick: Mapping[str, Any]
+) -> argparse.Namespace:
+    """Return the arguments of this process."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path(f"runs/bench/{name}.json"))
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
-    return parser
+    for option, given in options.items():
+        parser.add_argument(option, **_keywords(given))
+    if "--quick" in sys.argv:
+        parser.set_defaults(**quick)
+    return parser.parse_args()
 
 
-def provenance(name: str, config: Mapping[str, Any], device: str | None = None) -> dict[str, Any]:
-    """Return the origin of figures: `device` names any accelerator; `load` is the last minute's."""
+def _keywords(given: Any) -> Mapping[str, Any]:
+    default, spoken = given if isinstance(given, tuple) else (given, None)
+    if isinstance(default, dict):
+        return default
+    if default is False:
+        return {"action": "store_true", "help": spoken}
+    several = isinstance(default, list)
+    kind = type(default[0] if several else default)
+    words = {"type": kind, "default": default, "help": spoken}
+    return words | {"nargs": "+"} if several else words
+
+
+def provenance(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the origin of figures. The option `device` names an accelerator; `load` is the last
+    minute's."""
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in config.items() if k != "out"}
-    cpu = f"cpu, {platform.machine()}, {platform.system()} {platform.release()}"
+    device = f"cpu, {platform.machine()}, {platform.system()} {platform.release()}"
+    if config.get("device", "cpu") != "cpu":
+        import torch
+
+        device = torch.cuda.get_device_name(config["device"])
     return {
         "benchmark": name,
         "command": " ".join([f"python -m benchmarks.{name}", *sys.argv[1:]]),
         "commit": _git("rev-parse", "HEAD") + ("-dirty" if _git("status", "--porcelain") else ""),
         "device": {
-            "name": device or cpu,
+            "name": device,
             "cores": os.cpu_count(),
             "load": round(os.getloadavg()[0], 2),
         },
@@ -134,13 +180,6 @@ def median_ratio(first: Sequence[float], second: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(first, second, strict=True))
 
 
-def processor_seconds(pid: int, reaped: bool = False) -> float:
-    """Return a process's processor seconds, in kernel ticks; if `reaped`, with those of children it
-    waited for. Linux only."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11 : 15 if reaped else 13])) / os.sysconf("SC_CLK_TCK")
-
-
 def _git(*words: str) -> str:
     done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=ROOT)
     return done.stdout.strip()
@@ -157,20 +196,13 @@ def _versions() -> dict[str, str]:
 # -- comparison with the baseline -----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@validated(frozen=True)
 class Expected:
     """Hold a baseline ratio. `within` is the factor by which it may be worse."""
 
-    ratio: float
+    ratio: Annotated[float, Field(gt=0)]
     better: Literal["lower", "higher"]
-    within: float
-
-    def __post_init__(self) -> None:
-        if self.better not in ("lower", "higher") or self.ratio <= 0 or self.within < 1:
-            raise DataError(
-                'a baseline is {"ratio": > 0, "better": "lower" or "higher", "within": >= 1}: '
-                f"got {self}"
-            )
+    within: Annotated[float, Field(ge=1)]
 
 
 Baseline = Mapping[str, Mapping[str, Expected]]
@@ -242,12 +274,8 @@ def updated(measured: Ratios, baseline: Baseline) -> dict[str, dict[str, Expecte
 def read_baseline(path: Path = BASELINE) -> dict[str, dict[str, Expected]]:
     """Return the baseline. Raises DataError for a file that is not one."""
     try:
-        found = json.loads(path.read_text())
-        return {
-            benchmark: {name: Expected(**e) for name, e in names.items()}
-            for benchmark, names in found.items()
-        }
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return TypeAdapter(dict[str, dict[str, Expected]]).validate_json(path.read_text())
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} is no baseline: {error}; see benchmarks/record.py") from error
 
 
@@ -307,15 +335,17 @@ def run(name: str, directory: Path, quick: bool) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = parsed(
+        __doc__,
+        {
+            "--quick": QUICK,
+            "--only": {"nargs": "+", "choices": SUITE, "metavar": "NAME"},
+            "--out": ROOT / "runs" / "bench",
+            "--compare": {"type": Path, "metavar": "DIR", "help": "run nothing: compare these"},
+            "--update": (False, "write the ratios into the baseline"),
+        },
+        quick={},
     )
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
-    parser.add_argument("--only", nargs="+", choices=SUITE, metavar="NAME")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench")
-    parser.add_argument("--compare", type=Path, metavar="DIR", help="run nothing: compare these")
-    parser.add_argument("--update", action="store_true", help="write the ratios into the baseline")
-    options = parser.parse_args()
     only, ended = options.only, [True]
     directory = options.compare or options.out.absolute()
     if options.compare is None:

@@ -8,21 +8,20 @@ a clinic document, and say the same; the ratio of their times is of this run alo
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
-
-from actors.base import keep_freed_memory
-from benchmarks.record import ROOT, arguments, provenance, write
+from benchmarks.meters import one_thread
+from benchmarks.record import ROOT, benchmark
 from environments.clinic.prompts import option_prompt
 from environments.renderer import ChatRenderer
 from learning.decoding.decode_batch import generate
 from learning.model.document_kv import document_kv
-from learning.model.loading import flush_denormals, load_model, load_tokenizer
+from learning.model.loading import load_model, load_tokenizer
 from protocols.spec.sections import DataSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef
 from strategies.rsa.engine import RSAEngine
@@ -38,10 +37,14 @@ def measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | i
         return thread.submit(_measure, repeats, M, N, K, T).result()
 
 
+def measured(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, float | int]]:
+    found = measure(asked.repeats, asked.M, asked.N, asked.K, asked.T)
+    print(json.dumps(found))
+    return {"sequential over batched": found["ratio"]}, found
+
+
 def _measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | int]:
-    torch.set_num_threads(1)
-    keep_freed_memory()  # this and the next line as in the generators' processes
-    flush_denormals()
+    one_thread()
     model, tokenizer = load_model(str(MODEL)), load_tokenizer(str(MODEL))
     (patient,) = read_patients(
         DataSpec(source="clinic", patients=1, facts=24, notes=4, held_out=1.0)
@@ -90,18 +93,10 @@ def _measure(repeats: int, M: int, N: int, K: int, T: int) -> dict[str, float | 
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = arguments(__doc__, "rsa_batching")
-    parser.add_argument("--repeats", type=int, default=5)
-    for name, default in (("M", 1), ("N", 16), ("K", 4), ("T", 4)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
-    repeats = 1 if options.quick else options.repeats
-    told = provenance("rsa_batching", vars(options) | {"repeats": repeats})
-    found = measure(repeats, options.M, options.N, options.K, options.T)
-    print(json.dumps(found))
-    write(options.out, told, {"sequential over batched": found["ratio"]}, found)
-
-
 if __name__ == "__main__":
-    main()
+    benchmark(
+        __doc__,
+        measured,
+        {"--repeats": 5, "--M": 1, "--N": 16, "--K": 4, "--T": 4},
+        quick={"repeats": 1},
+    )

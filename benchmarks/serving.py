@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import json
 import re
 import resource
@@ -35,7 +34,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import arguments, processor_seconds, provenance, write
+import httpx2
+from openai import AsyncOpenAI
+
+from benchmarks.meters import processor_seconds
+from benchmarks.record import benchmark
 
 CODE = "import sys; from forge_run.cli import forge; sys.exit(forge())"
 MESSAGES: list[Any] = [{"role": "user", "content": "List all findings of this patient."}]
@@ -80,56 +83,58 @@ def address(process: subprocess.Popen[str]) -> str:
     return found[1]
 
 
-async def measure(url: str, requests: int, together: int) -> dict[str, float]:
+def client(address: str) -> AsyncOpenAI:
+    http = httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None), timeout=PATIENCE)
+    return AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none", http_client=http)
+
+
+async def streamed(client: AsyncOpenAI, seed: int, most: int) -> tuple[float, int]:
+    """Return seconds from a request to the first text of its stream, and the stream's tokens."""
+    begun, first, tokens = time.perf_counter(), 0.0, 0
+    async for chunk in await client.chat.completions.create(
+        model="clinic-reader", messages=MESSAGES, max_tokens=most, temperature=2,
+        seed=seed, stream=True, stream_options={"include_usage": True},
+    ):  # fmt: skip
+        if not first and chunk.choices and chunk.choices[0].delta.content:
+            first = time.perf_counter() - begun
+        if chunk.usage:
+            tokens += chunk.usage.completion_tokens
+    return first or time.perf_counter() - begun, tokens
+
+
+async def load(address: str, requests: int, together: int) -> dict[str, float]:
     """Return seconds to the first token (median, 95th percentile), and tokens per second in all."""
-    import httpx2
-    from openai import AsyncOpenAI
-
     room = asyncio.Semaphore(together)
-    firsts: list[float] = []
-    tokens = 0
 
-    async def one(client: AsyncOpenAI, seed: int) -> None:
-        nonlocal tokens
+    async def one(client: AsyncOpenAI, seed: int) -> tuple[float, int]:
         async with room:
-            begun, first = time.perf_counter(), None
-            async for chunk in await client.chat.completions.create(
-                model="clinic-reader", messages=MESSAGES, max_tokens=TOKENS, temperature=2,
-                seed=seed, stream=True, stream_options={"include_usage": True},
-            ):  # fmt: skip
-                if first is None and chunk.choices and chunk.choices[0].delta.content:
-                    first = time.perf_counter() - begun
-                if chunk.usage:
-                    tokens += chunk.usage.completion_tokens
-            firsts.append(first or time.perf_counter() - begun)
+            return await streamed(client, seed, TOKENS)
 
-    limits = httpx2.Limits(max_connections=None)
-    http = httpx2.AsyncClient(limits=limits, timeout=120)
-    async with AsyncOpenAI(base_url=url, api_key="none", http_client=http) as client:
-        await one(client, 0)
-        firsts, tokens = [], 0
+    async with client(address) as asking:
+        await one(asking, 0)
         begun = time.perf_counter()
-        await asyncio.gather(*(one(client, i) for i in range(requests)))
+        streams = await asyncio.gather(*(one(asking, i) for i in range(requests)))
         seconds = time.perf_counter() - begun
+    firsts, tokens = zip(*streams, strict=True)
     return {
         "requests_per_second": round(requests / seconds, 2),
-        "tokens_per_second": round(tokens / seconds, 1),
+        "tokens_per_second": round(sum(tokens) / seconds, 1),
         "first_token_ms_median": round(1e3 * statistics.median(firsts), 1),
         "first_token_ms_p95": round(1e3 * statistics.quantiles(firsts, n=20)[-1], 1),
     }
 
 
-def at_work(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
-    pools = {}
+def at_work(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+    pools: dict[int, dict[str, dict[str, float]]] = {}
     for generators in (1, 2):
         with server(generators) as process:
-            url = f"http://{address(process)}/v1"
-            alone = asyncio.run(measure(url, max(8, options.requests // 6), 1))
-            together = asyncio.run(measure(url, options.requests, options.together))
+            at = address(process)
+            alone = asyncio.run(load(at, max(8, asked.requests // 6), 1))
+            together = asyncio.run(load(at, asked.requests, asked.together))
         pools[generators] = {"one_at_a_time": alone, "together": together}
         print(generators, json.dumps(pools[generators]), flush=True)
     speeds = [pools[n]["together"]["tokens_per_second"] for n in (1, 2)]
-    ratio = {f"{options.together} at a time, 2 generators over 1": speeds[1] / speeds[0]}
+    ratio = {f"{asked.together} at a time, 2 generators over 1": speeds[1] / speeds[0]}
     return ratio, {"pools": pools}
 
 
@@ -146,7 +151,7 @@ def start(generators: int) -> dict[str, float]:
         at = address(process)
         ready = until(lambda: is_ready(at))
         all_cpu = cpu_seconds(process.pid)
-        first, second = first_token(at), first_token(at)
+        first, second = asyncio.run(first_tokens(at))
     return {
         "door": spawned - begun, "generators": ready - spawned, "first request": first,
         "in all": ready - begun + first, "second request": second,
@@ -180,36 +185,16 @@ def cpu_seconds(pid: int) -> float:
 
 
 def is_ready(address: str) -> bool:
-    asking = http.client.HTTPConnection(address, timeout=5)
     try:
-        asking.request("GET", "/ready")
-        return asking.getresponse().status == 200
-    except OSError:
+        return httpx2.get(f"http://{address}/ready", timeout=5).status_code == 200
+    except httpx2.TransportError:
         return False
-    finally:
-        asking.close()
 
 
-def first_token(address: str) -> float:
-    """Return seconds from the request to the first text of its stream."""
-    body = {
-        "model": "clinic-reader", "stream": True, "max_tokens": 8, "temperature": 2, "seed": 1,
-        "messages": MESSAGES,
-    }  # fmt: skip
-    asking = http.client.HTTPConnection(address, timeout=PATIENCE)
-    begun = time.perf_counter()
-    asking.request(
-        "POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"}
-    )
-    answer = asking.getresponse()
-    taken = 0.0
-    for line in iter(answer.readline, b""):
-        if not taken and line.startswith(b"data: {"):
-            choices = json.loads(line.removeprefix(b"data: "))["choices"]
-            if choices and choices[0]["delta"].get("content"):
-                taken = time.perf_counter() - begun
-    asking.close()
-    return taken
+async def first_tokens(address: str) -> list[float]:
+    """Return seconds to the first text of two requests, one after the other."""
+    async with client(address) as asking:
+        return [(await streamed(asking, 1, 8))[0] for _ in range(2)]
 
 
 def alone(code: str) -> float:
@@ -225,37 +210,31 @@ def spread(values: list[float]) -> dict[str, float]:
     return {name: round(value, 2) for name, value in figures.items()}
 
 
-def from_nothing(generators: int, runs: int) -> dict[str, Any]:
+def from_nothing(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
     """Print and return the first start, the spread of `runs` more, and of the imports alone."""
-    before = start(generators)
-    starts = [start(generators) for _ in range(runs)]
+    before, *starts = [start(asked.generators) for _ in range(1 + asked.runs)]
     results = {
         "first_start": {name: round(value, 2) for name, value in before.items()},
         "starts": {name: spread([one[name] for one in starts]) for name in before},
         "alone, of the cores": {
-            name: spread([alone(code) for _ in range(runs)]) for name, code in ALONE.items()
+            name: spread([alone(code) for _ in range(asked.runs)]) for name, code in ALONE.items()
         },
     }
     print(json.dumps(results, indent=1))
-    return results
-
-
-def main() -> None:
-    parser = arguments(__doc__, "serving")
-    parser.set_defaults(out=Path("serving.json"))
-    parser.add_argument("--requests", type=int, default=96, help="of each measurement")
-    parser.add_argument("--together", type=int, default=32, help="requests in flight")
-    parser.add_argument("--cold-start", action="store_true", help="from nothing, and not at work")
-    parser.add_argument("--runs", type=int, default=5, help="starts, after a first one")
-    parser.add_argument("--generators", type=int, default=1, help="of every start")
-    options = parser.parse_args()
-    told = provenance("serving", vars(options) | {"tokens": TOKENS})
-    if options.cold_start:
-        found = from_nothing(options.generators, options.runs)
-        write(options.out, told, {}, found)
-    else:
-        write(options.out, told, *at_work(options))
+    return {}, results
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(
+        __doc__,
+        lambda asked: from_nothing(asked) if asked.cold_start else at_work(asked),
+        {
+            "--out": Path("serving.json"),
+            "--requests": (96, "of each measurement"),
+            "--together": (32, "requests in flight"),
+            "--cold-start": (False, "from nothing, and not at work"),
+            "--runs": (5, "starts, after a first one"),
+            "--generators": (1, "of every start"),
+        },
+        config={"tokens": TOKENS},
+    )

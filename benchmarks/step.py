@@ -3,47 +3,72 @@
     python -m benchmarks.step [--batches 4 8] [--documents 256 1024 4096] [--plot step.svg]
 
 Both train the same cartridge of the tiny reader on the same samples with the same loss, in one
-process of one thread. Sampling is the same for both, one batch on our engine (the seed's server
-batched too): it is timed once and counted in both wholes. `first` is our teacher's first step,
-which reads the document; every later one has its keys and values. A row is refused whose two
-gradients differ. The other step is `benchmarks/reference/seed_step.py`. Times are of this process's
-work; compare ratios within one run.
+process of one thread. The straightforward step takes one sample after the other:
+
+    for each sample: the teacher reads the whole document again, then prompt and response
+    for each sample: a student forward for "old" log-probabilities
+    for each sample: a student forward and backward, its logits whole
+    clip, Adam, and the cartridge through a file that is flushed to disk
+
+Its model is plain transformers with scaled dot-product attention. Its cost is due to the order of
+the calls: nothing is slowed down, and its teacher's logits are computed for the response tokens
+only. Sampling is the same for both, one batch on our engine: it is timed once and counted in both
+wholes. `first` is our teacher's first step, which reads the document; every later one has its keys
+and values. A row is refused whose two gradients differ. Times are milliseconds of this process's
+work: neither other users of the cores nor waiting for the disk count. Compare ratios within one
+run.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from actors.base import keep_freed_memory
-from benchmarks.record import ROOT, arguments, provenance, write
-from benchmarks.reference.seed_step import KEEP_TOP, SeedPhases, load_plain, seed_step
+from benchmarks.meters import FigureTable, Laps, one_thread
+from benchmarks.record import ROOT, benchmark
+from forge_run.report.plots import hue, legend, svg_file
 from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.decoding.decode_batch import generate
+from learning.losses.doc_kl import doc_kl_tokens
 from learning.model.document_kv import DocumentKVCache, document_kv
-from learning.model.loading import flush_denormals, load_model
-from learning.scoring import TeacherDistribution, prefixes_of, score_kept
+from learning.model.loading import load_model
+from learning.scoring import TeacherDistribution, prefixes_of, score_kept, top_k
 from learning.step import new_optimizer
 from learning.trainer import CartridgeTrainer
+from protocols.files import flush
+from protocols.spec.objective import LossSpec
 from protocols.spec.sections import TrainSpec
 from protocols.types import GenerateRequest, PrefixRef, Sample, Sampling
 from services.planes.shared_memory import SharedMemoryPlane
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MODEL = ROOT / "models" / "clinic-reader"
 CARTRIDGE, PROMPT, RESPONSE = 32, 24, 32
 FROZEN = 1
+KEEP_TOP = 20
 CONFIG = TrainSpec(steps=1, lr=0.2, row_tokens=256)
-PHASES = ("rollout", "teacher", "old log-probabilities", "train", "publish")
 GREEDY = Sampling(temperature=0.0, max_tokens=RESPONSE)
+
+
+class StepLaps(Laps):
+    """Hold a step's phases in processor seconds, its loss, and the norm of its gradient."""
+
+    loss = norm = 0.0
 
 
 def samples_of(batch: int, vocabulary: int, version: int) -> list[Sample]:
@@ -58,11 +83,79 @@ def samples_of(batch: int, vocabulary: int, version: int) -> list[Sample]:
     ]
 
 
+# -- the straightforward step ---------------------------------------------------------------------
+
+
+def response_logits(
+    model: PreTrainedModel, sample: Sample, before: Sequence[int], kv: Tensor | None
+) -> Tensor:
+    """Return logits [n, V] of one sample's response tokens, after token ids or a cartridge's KV."""
+    ids = torch.tensor([[*before, *sample.prompt_ids, *sample.response_ids]])
+    cache = None
+    if kv is not None:
+        cache = DynamicCache(config=model.config)
+        for layer, (keys, values) in enumerate(kv):
+            cache.update(keys[None], values[None], layer)
+    n = len(sample.response_ids)
+    out = model(ids, past_key_values=cache, use_cache=kv is not None, logits_to_keep=n + 1)
+    return out.logits[0, :-1].float()
+
+
+def seed_step(
+    model: PreTrainedModel,
+    bank: CartridgeBank,
+    optimizer: torch.optim.Optimizer,
+    document: Sequence[int],
+    samples: Sequence[Sample],
+    path: Path,
+) -> StepLaps:
+    """Run one step over samples of the bank's one document, through a file at `path`."""
+    laps = StepLaps(time.process_time)
+    with torch.no_grad():
+        teachers = [
+            TeacherDistribution(None, *top_k(response_logits(model, s, document, None), KEEP_TOP))
+            for s in samples
+        ]
+    laps.done("teacher")
+
+    with torch.no_grad():
+        for s in samples:
+            targets = torch.tensor(s.response_ids)[:, None]
+            response_logits(model, s, (), bank.kv()[0]).log_softmax(-1).gather(-1, targets)
+    laps.done("old log-probabilities")
+
+    optimizer.zero_grad(set_to_none=True)
+    tokens = sum(len(s.response_ids) for s in samples)
+    for s, teacher in zip(samples, teachers, strict=True):
+        student = response_logits(model, s, (), bank.kv()[0])
+        loss = doc_kl_tokens(student, teacher, LossSpec()).sum() / tokens
+        loss.backward()
+        laps.loss += loss.item()
+    laps.norm = torch.nn.utils.clip_grad_norm_([bank.trainable], CONFIG.clip).item()
+    for group in optimizer.param_groups:
+        group["lr"] = CONFIG.lr
+    optimizer.step()
+    laps.done("train")
+
+    save_file({"kv": bank.snapshot(torch.float32)}, path)
+    flush(path)
+    load_file(path)
+    laps.done("publish")
+    return laps
+
+
+# -- both -----------------------------------------------------------------------------------------
+
+
 async def compare(
     plane: SharedMemoryPlane, document_tokens: int, batch: int, steps: int, path: Path
 ) -> dict[str, Any]:
     """Return medians of `steps` steps of each form, in turns, after our first."""
-    model, plain = load_model(str(MODEL)), load_plain(str(MODEL))
+    model = load_model(str(MODEL))
+    plain: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        MODEL, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    plain.requires_grad_(False)
     vocabulary = model.config.vocab_size
     draws = random.Random(f"document/{document_tokens}")
     document = tuple(draws.choices(range(5, vocabulary), k=document_tokens))
@@ -73,88 +166,63 @@ async def compare(
     theirs = first_tokens(beginning, CARTRIDGE, FROZEN)
     optimizer = new_optimizer(theirs)
 
-    async def ours(samples: list[Sample], version: int) -> tuple[float, float, SeedPhases]:
+    async def our_step(samples: list[Sample], version: int) -> StepLaps:
         kv = trainer.bank.kv()[0].detach()
-        phases = SeedPhases()
+        laps = StepLaps(time.process_time)
         asked = [
             GenerateRequest(s.id, s.prompt_ids, PrefixRef("d", version), GREEDY, 0) for s in samples
         ]
         generate(model, asked, lambda _: kv, frozenset())  # no end ids: full length
-        phases.done("rollout")
+        laps.done("rollout")
         prefixes = prefixes_of(samples, documents)
         teacher = TeacherDistribution(
             **score_kept(model, samples, prefixes, CONFIG.row_tokens, KEEP_TOP)
         )
-        phases.done("teacher")
+        laps.done("teacher")
         result = trainer.step(samples, teacher, version)
-        phases.done("train")
+        laps.loss, laps.norm = result.kl, result.grad_norm
+        laps.done("train")
         kv = trainer.snapshot(version + 1)[1]
         packet = await plane.put(f"{document_tokens}/{batch}/{version}", {"kv": kv})
         await plane.get(packet)
-        phases.done("publish")
+        laps.done("publish")
         await plane.delete(packet.key)
-        return result.kl, result.grad_norm, phases
+        return laps
 
-    found: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": []}
+    found: dict[str, list[dict[str, float]]] = {"theirs": [], "ours": []}
     for version in range(steps + 1):
         samples = samples_of(batch, vocabulary, version)
         with torch.no_grad():
             theirs.trainable.copy_(trainer.bank.trainable)
-        kl, norm, phases = await ours(samples, version)
-        found["ours"].append(phases.seconds)
-        if version == 0:
-            continue  # reads the document, and initialises what is lazy
-        their_kl, their_norm, their_phases = seed_step(
-            plain, theirs, optimizer, document, samples, lr=CONFIG.lr, clip=CONFIG.clip, path=path
-        )
-        rollout = {"rollout": phases.seconds["rollout"]}
-        found["theirs"].append(rollout | their_phases.seconds)
-        check_same((kl, norm, trainer.bank), (their_kl, their_norm, theirs))
+        ours = await our_step(samples, version)
+        found["ours"].append(ours.seconds)
+        if version:  # the first reads the document, and initialises what is lazy
+            seed = seed_step(plain, theirs, optimizer, document, samples, path)
+            found["theirs"].append({"rollout": ours.seconds["rollout"], **seed.seconds})
+            check_same((ours, trainer.bank), (seed, theirs))
     row: dict[str, Any] = {"document": document_tokens, "batch": batch}
-    row["first_teacher_ms"] = round(1e3 * found["ours"].pop(0)["teacher"], 1)
+    first = found["ours"].pop(0)["teacher"]
     for who, runs in found.items():
+        whole = [run | {"whole": sum(run.values())} for run in runs]
         row[who] = {
-            phase: round(1e3 * statistics.median(run[phase] for run in runs), 2)
-            for phase in PHASES
-            if phase in runs[0]
+            phase: round(1e3 * statistics.median(run[phase] for run in whole), 2)
+            for phase in whole[0]
         }
-        row[who]["whole"] = round(1e3 * statistics.median(sum(run.values()) for run in runs), 2)
-    row["ratio"] = round(row["theirs"]["whole"] / row["ours"]["whole"], 2)
-    rollout = row["ours"]["rollout"]
-    row["ratio_without_rollout"] = round(
-        (row["theirs"]["whole"] - rollout) / (row["ours"]["whole"] - rollout), 2
-    )
+    row["first_teacher_ms"] = round(1e3 * first, 1)
+    wholes, rollout = [row[who]["whole"] for who in found], row["ours"]["rollout"]
+    row["ratio"] = round(wholes[0] / wholes[1], 2)
+    row["ratio_without_rollout"] = round((wholes[0] - rollout) / (wholes[1] - rollout), 2)
     return row
 
 
-def check_same(
-    ours: tuple[float, float, CartridgeBank], theirs: tuple[float, float, CartridgeBank]
-) -> None:
+def check_same(*steps: tuple[StepLaps, CartridgeBank]) -> None:
     """Raise AssertionError unless both steps have the same loss and gradient."""
-    gradients: list[Tensor] = []
-    for _, _, bank in (ours, theirs):
-        assert bank.trainable.grad is not None
-        gradients.append(bank.trainable.grad)
+    gradients = [bank.trainable.grad for _, bank in steps]
     scale = gradients[1].abs().max().item()
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-3 * scale)
-    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-3, atol=1e-5)
-
-
-def line(row: dict[str, Any]) -> str:
-    cells = [f"{row['document']:>9}{row['batch']:>6}"]
-    for who in ("theirs", "ours"):
-        cells += [f"{row[who].get(phase, 0.0):>10.1f}" for phase in (*PHASES, "whole")]
-    return "".join(cells) + f"{row['first_teacher_ms']:>10.1f}{row['ratio']:>8.1f}x"
-
-
-def header() -> str:
-    names = ("rollout", "teacher", "old", "train", "publish", "whole")
-    both = "".join(f"{name:>10}" for name in names)
-    return (
-        f"{'':15}{'-- straightforward, ms':<60}{'-- ours, ms':<60}\n"
-        f"{'document':>9}{'batch':>6}{both}{both}{'first':>10}{'ratio':>9}"
-    )
+    for name in ("loss", "norm"):
+        first, second = (getattr(laps, name) for laps, _ in steps)
+        torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-5)
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -174,76 +242,59 @@ def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write an SVG of a step's cost against the document's length, of both forms, by batch."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
+def plot(rows: Sequence[dict[str, Any]]) -> str:
+    """Return an SVG of a step's cost against the document's length, of both forms, by batch."""
+    batches = sorted({row["batch"] for row in rows})
 
-    with mpl.rc_context({"svg.hashsalt": "step", "font.size": 9}):
-        batches = sorted({row["batch"] for row in rows})
-        drawing = Figure(figsize=(3.4 * len(batches), 3.0), layout="constrained")
-        for axes, batch in zip(
-            drawing.subplots(1, len(batches), sharey=True, squeeze=False)[0], batches, strict=True
-        ):
+    def draw(figure: Figure) -> None:
+        parts = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
+        for axes, batch in zip(parts, batches, strict=True):
             of = [row for row in rows if row["batch"] == batch]
-            for who, label, style in (
-                ("theirs", "straightforward", {"color": "#b5542b", "linestyle": "--"}),
-                ("ours", "Cartridge Forge", {"color": "#2b6cb5"}),
-            ):
-                for part, marker in (("whole", "o"), ("teacher", "^")):
-                    axes.plot(
-                        [row["document"] for row in of], [row[who][part] for row in of],
-                        marker=marker, label=f"{label}, {part}",
-                        alpha=1.0 if part == "whole" else 0.45, **style,
-                    )  # fmt: skip
-            axes.set(xscale="log", yscale="log", xlabel="document, tokens", title=f"batch {batch}")
-            axes.set_xticks([row["document"] for row in of], [str(row["document"]) for row in of])
+            documents = [row["document"] for row in of]
+            for i, (who, label) in enumerate((("theirs", "straightforward"), ("ours", "ours"))):
+                for part, style in (("whole", "o-"), ("teacher", "^--")):
+                    costs = [row[who][part] for row in of]
+                    axes.plot(documents, costs, style, color=hue(i), label=f"{label}, {part}")
+            axes.set(xscale="log", yscale="log", xlabel=f"document, tokens; batch {batch}")
+            axes.set_xticks(documents, map(str, documents))
             axes.minorticks_off()
-            axes.grid(visible=True, alpha=0.3)
-        drawing.axes[0].set_ylabel("a step, ms")
-        drawing.axes[0].legend(fontsize=7)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        drawing.savefig(path, metadata={"Date": None})
+        parts[0].set_ylabel("a step, ms")
+        legend(parts[0], ncols=2)
+
+    return svg_file("A step's cost by the length of its document", draw, 3.0)
 
 
-async def run(documents: list[int], batches: list[int], steps: int) -> list[dict[str, Any]]:
-    torch.set_num_threads(1)
-    keep_freed_memory()  # this and the next line as in the trainer's process
-    flush_denormals()
-    plane = await SharedMemoryPlane.start()
-    rows = []
+async def run(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    one_thread()
+    plane, table = await SharedMemoryPlane.start(), FigureTable()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            for batch in batches:
-                for tokens in documents:
-                    path = Path(folder) / "cartridge.safetensors"
-                    rows.append(await compare(plane, tokens, batch, steps, path))
-                    print(line(rows[-1]), flush=True)
+            path = Path(folder) / "cartridge.safetensors"
+            for batch in asked.batches:
+                for tokens in asked.documents:
+                    table.add(await compare(plane, tokens, batch, asked.steps, path))
     finally:
         await plane.stop()
-    return rows
+    return table.rows
 
 
-def main() -> None:
-    parser = arguments(__doc__, "step")
-    parser.add_argument("--documents", type=int, nargs="+")
-    parser.add_argument("--batches", type=int, nargs="+")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--plot", type=Path, help="draw how the cost grows, as SVG")
-    options = parser.parse_args()
-    documents = options.documents or ([256, 1024] if options.quick else [256, 1024, 4096])
-    batches = options.batches or ([4] if options.quick else [4, 8])
-    told = provenance(
-        "step",
-        vars(options)
-        | {"documents": documents, "batches": batches, "threads": 1, "model": MODEL.name},
-    )
-    print(header())
-    rows = asyncio.run(run(documents, batches, options.steps))
-    if options.plot is not None:
-        plot(rows, options.plot)
-    write(options.out, told, ratios(rows), rows)
+def measure(asked: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    rows = asyncio.run(run(asked))
+    if asked.plot is not None:
+        asked.plot.write_text(plot(rows))
+    return ratios(rows), rows
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(
+        __doc__,
+        measure,
+        {
+            "--documents": [256, 1024, 4096],
+            "--batches": [4, 8],
+            "--steps": 3,
+            "--plot": {"type": Path, "help": "draw how the cost grows, as SVG"},
+        },
+        quick={"documents": [256, 1024], "batches": [4]},
+        config={"threads": 1, "model": MODEL.name},
+    )

@@ -17,19 +17,23 @@ cache. A copy in memory is timed after every move: ratios are of such pairs.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import statistics
-import time
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from monarch.actor import Actor, endpoint, this_host
 from monarch.rdma import RDMABuffer
+from torch import Tensor
 
-from benchmarks.record import arguments, median_ratio, provenance, write
+from benchmarks.meters import FigureTable, Laps
+from benchmarks.record import benchmark
+from protocols.ports import TensorPlane
 from services.planes.open import PlaneKind, open_plane
 
 PLANES: tuple[PlaneKind, ...] = ("torchstore", "shared_memory")
@@ -65,85 +69,88 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Cost:
     return Cost(operation, statistics.median(size / max(s, 1e-9) for size, s in large))
 
 
-Move = Callable[[Any, int], Awaitable[tuple[float, float, float, float]]]
+Move = Callable[[Tensor, int], Awaitable[dict[str, float]]]  # seconds by operation
 
 
-def through_plane(plane: Any, reader: Any) -> Move:
-    """Return a function that measures seconds of put, get, read and delete of one tensor."""
-
-    async def move(source: Any, turn: int) -> tuple[float, float, float, float]:
-        began = time.perf_counter()
-        packet = await plane.put(f"bench/{source.nbytes}/{turn}", {"x": source})
-        put = time.perf_counter() - began
-        get, read = await reader.read.call_one(plane, packet)
-        began = time.perf_counter()
-        await plane.delete(packet.key)
-        return put, get, read, time.perf_counter() - began
-
-    return move
-
-
-def by_message(reader: Any) -> Move:
-    async def move(source: Any, turn: int) -> tuple[float, float, float, float]:
-        began = time.perf_counter()
-        read = await reader.take.call_one(source)
-        return 0.0, time.perf_counter() - began - read, read, 0.0
-
-    return move
+async def through_plane(
+    plane: TensorPlane, reader: Any, source: Tensor, turn: int
+) -> dict[str, float]:
+    """Return seconds of put, get, read and delete of one tensor."""
+    laps = Laps()
+    packet = await plane.put(f"bench/{source.nbytes}/{turn}", {"x": source})
+    laps.done("put")
+    there = await reader.read.call_one(plane, packet)
+    laps.done("there")
+    await plane.delete(packet.key)
+    laps.done("delete")
+    return laps.seconds | there
 
 
-def by_rdma(reader: Any) -> Move:
-    async def move(source: Any, turn: int) -> tuple[float, float, float, float]:
-        began = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # without RDMA it warns for every buffer
-            buffer = RDMABuffer(source)
-        put = time.perf_counter() - began
-        get, read = await reader.pull.call_one(buffer, source.nbytes)
-        began = time.perf_counter()
-        await buffer.drop()
-        return put, get, read, time.perf_counter() - began
-
-    return move
+async def by_message(reader: Any, source: Tensor, turn: int) -> dict[str, float]:
+    laps = Laps()
+    there = await reader.take.call_one(source)
+    laps.done("get")
+    return {"get": laps.seconds["get"] - there["read"], **there}
 
 
-async def measure(name: str, move: Move, size: int) -> dict[str, Any]:
+async def by_rdma(reader: Any, source: Tensor, turn: int) -> dict[str, float]:
+    laps = Laps()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without RDMA it warns for every buffer
+        buffer = RDMABuffer(source)
+    laps.done("put")
+    there = await reader.pull.call_one(buffer, source.nbytes)
+    laps.done("there")
+    await buffer.drop()
+    laps.done("delete")
+    return laps.seconds | there
+
+
+async def moved(name: str, move: Move, size: int) -> dict[str, Any]:
     """Return median milliseconds of each operation on one tensor of `size` bytes, and of a copy of
     it; and the ratio of put, get and read together to the copy, pair by pair."""
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    laps = []
+    runs = []
     for turn in range(repetitions(size) + 1):
-        moved = await move(source, turn)
-        began = time.perf_counter()
+        seconds = await move(source, turn)
+        laps = Laps()
         target.copy_(source)
-        laps.append((time.perf_counter() - began, *moved))
-    times = list(zip(*laps[1:], strict=True))  # the first run opens connections and grows heaps
-    medians = [round(1e3 * statistics.median(t), 4) for t in times]
-    ratio = median_ratio([sum(lap[1:4]) for lap in laps[1:]], times[0])
-    row = dict(zip(COLUMNS, medians, strict=True))
-    return {"transport": name, "bytes": size, **row, "over_memcpy": round(ratio, 2)}
+        laps.done("memcpy")
+        runs.append(dict.fromkeys(COLUMNS, 0.0) | seconds | laps.seconds)
+    runs = runs[1:]  # the first opens connections and grows heaps
+    medians = {c: round(1e3 * statistics.median(run[c] for run in runs), 4) for c in COLUMNS}
+    ratio = statistics.median((r["put"] + r["get"] + r["read"]) / r["memcpy"] for r in runs)
+    return {"transport": name, "bytes": size, **medians, "over_memcpy": round(ratio, 2)}
 
 
 class PlaneReader(Actor):
-    """Get tensors in another process, and read every byte once; methods return both seconds."""
+    """Get tensors in another process, and read every byte once; methods return their seconds."""
 
     @endpoint
-    async def read(self, plane: Any, packet: Any) -> tuple[float, float]:
-        began = time.perf_counter()
+    async def read(self, plane: Any, packet: Any) -> dict[str, float]:
+        laps = Laps()
         tensors = await plane.get(packet)
-        return time.perf_counter() - began, _read(tensors["x"])
+        laps.done("get")
+        return self._read(tensors["x"], laps)
 
     @endpoint
-    async def take(self, tensor: Any) -> float:
-        return _read(tensor)
+    async def take(self, tensor: Any) -> dict[str, float]:
+        return self._read(tensor, Laps())
 
     @endpoint
-    async def pull(self, buffer: Any, size: int) -> tuple[float, float]:
-        began = time.perf_counter()
+    async def pull(self, buffer: Any, size: int) -> dict[str, float]:
+        laps = Laps()
         target = torch.empty(size, dtype=torch.uint8)
         await buffer.read_into(target)
-        return time.perf_counter() - began, _read(target)
+        laps.done("get")
+        return self._read(target, laps)
+
+    def _read(self, tensor: Any, laps: Laps) -> dict[str, float]:
+        torch.set_num_threads(1)
+        tensor.view(torch.int64).sum()
+        laps.done("read")
+        return laps.seconds
 
 
 async def run(max_mb: int) -> list[dict[str, Any]]:
@@ -151,35 +158,21 @@ async def run(max_mb: int) -> list[dict[str, Any]]:
     storage = this_host().spawn_procs(per_host={"gpus": 1}, name="storage")
     reading = this_host().spawn_procs(per_host={"gpus": 1}, name="reading")
     reader = reading.spawn("reader", PlaneReader)
-    rows = []
+    table = FigureTable()
 
     async def all_sizes(name: str, move: Move) -> None:
         for size in sizes_up_to(max_mb):
-            rows.append(await measure(name, move, size))
-            print(line(rows[-1]), flush=True)
+            table.add(await moved(name, move, size))
 
     for kind in PLANES:
         plane = await open_plane(kind, storage)
-        await all_sizes(kind, through_plane(plane, reader))
+        await all_sizes(kind, partial(through_plane, plane, reader))
         await plane.stop()
-    await all_sizes("message", by_message(reader))
-    await all_sizes("rdma", by_rdma(reader))
+    await all_sizes("message", partial(by_message, reader))
+    await all_sizes("rdma", partial(by_rdma, reader))
     await storage.stop()
     await reading.stop()
-    return rows
-
-
-def _read(tensor: Any) -> float:
-    torch.set_num_threads(1)
-    began = time.perf_counter()
-    tensor.view(torch.int64).sum()
-    return time.perf_counter() - began
-
-
-def line(row: dict[str, Any]) -> str:
-    size = f"{row['bytes'] // 1024:,} KB" if row["bytes"] < MEGABYTE else f"{row['bytes'] >> 20} MB"
-    cells = [f"{row['transport']:<14}{size:>8}", *(f"{row[name]:>10.3f}" for name in COLUMNS)]
-    return "".join([*cells, f"{row['over_memcpy']:>11.1f}x"])
+    return table.rows
 
 
 def costs(rows: Sequence[dict[str, Any]]) -> dict[str, Cost]:
@@ -194,28 +187,25 @@ def costs(rows: Sequence[dict[str, Any]]) -> dict[str, Cost]:
     return {name: fit(sizes[name], seconds[name]) for name in sizes}
 
 
-def main() -> None:
-    parser = arguments(__doc__, "tensor_plane")
-    parser.add_argument("--max-mb", type=int, default=512, choices=(1, 4, 16, 64, 256, 512))
-    options = parser.parse_args()
-    max_mb = min(options.max_mb, 16) if options.quick else options.max_mb
-    told = provenance("tensor_plane", vars(options) | {"max_mb": max_mb, "threads": 1})
-    header = "".join(f"{name:>10}" for name in COLUMNS)
-    print(f"{'transport':<14}{'size':>8}{header}{'over memcpy':>12}")
-    rows = asyncio.run(run(max_mb))
-    fitted = costs(rows)
+def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+    rows = asyncio.run(run(asked.max_mb))
+    fitted = {name: vars(cost) for name, cost in costs(rows).items()}
     for name, cost in fitted.items():
-        print(
-            f"{name:<14} {1e3 * cost.operation_s:8.3f} ms + bytes / {cost.bandwidth / 1e9:.2f} GB/s"
-        )
+        each, rate = 1e3 * cost["operation_s"], cost["bandwidth"] / 1e9
+        print(f"{name:<14} {each:8.3f} ms + bytes / {rate:.2f} GB/s")
     ratios = {
         f"{row['transport']}, {row['bytes'] >> 20} MB moved over memcpy": row["over_memcpy"]
         for row in rows
         if row["bytes"] in (16 * MEGABYTE, 512 * MEGABYTE)
     }
-    results = {"milliseconds": rows, "fitted": {n: vars(c) for n, c in fitted.items()}}
-    write(options.out, told, ratios, results)
+    return ratios, {"milliseconds": rows, "fitted": fitted}
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(
+        __doc__,
+        measure,
+        {"--max-mb": {"type": int, "default": 512, "choices": (1, 4, 16, 64, 256, 512)}},
+        quick={"max_mb": 16},
+        config={"threads": 1},
+    )

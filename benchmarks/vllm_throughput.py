@@ -28,11 +28,10 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from monarch.actor import this_host
@@ -42,10 +41,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from actors.base import ModelSource, bootstrap
 from actors.engine_generator import EngineGeneratorActor
 from actors.model_actors import GeneratorActor
-from benchmarks.record import ROOT, arguments, processor_seconds, provenance, write
+from benchmarks.meters import Laps, processor_seconds
+from benchmarks.record import ROOT, benchmark
 from protocols.spec.sections import GeneratorSpec
 from protocols.types import CartridgeSnapshot, GenerateRequest, PrefixRef, Sampling
-from services.planes.open import OwnedPlane, open_plane
+from services.planes.open import OwnedPlane, PlaneKind, open_plane
 from services.pool.pool import Pool
 from services.pool.service import Service
 
@@ -57,45 +57,35 @@ BLOCK = 32
 TIMEOUT = 600.0
 
 
-@dataclass
-class BenchPlacement:
-    """Hold the host of the replicas, and the plane they read from."""
-
-    plane: OwnedPlane
-    service: Service
+Replica = Callable[..., Awaitable[Pool]]
 
 
 @asynccontextmanager
-async def opened(kind: Any) -> AsyncIterator[BenchPlacement]:
+async def opened(kind: PlaneKind) -> AsyncIterator[tuple[OwnedPlane, Replica]]:
+    """Yield a plane, and a function that starts a generator of one thread in a new process, on
+    vLLM, or on torch for gib 0."""
     store = this_host().spawn_procs(per_host={"procs": 1}, name="store", bootstrap=bootstrap(1))
     service = await Service.of(this_host(), call_timeout_s=TIMEOUT, spawn_timeout_s=TIMEOUT)
-    place = BenchPlacement(await open_plane(kind, store), service)
+    plane = await open_plane(kind, store)
+
+    async def replica(
+        name: str, model: str, dtype: str, documents: dict[str, tuple[int, ...]], gib: float
+    ) -> Pool:
+        base = ModelSource(model, dtype, 1, documents, 1 << 30, plane)
+        actor, args = (GeneratorActor, (base, frozenset[int](), 2))
+        if gib:
+            spec = GeneratorSpec(backend="vllm", block_tokens=BLOCK, kv_gib=gib)
+            actor, args = EngineGeneratorActor, (*args, spec)
+        pool = service.spawn(actor, role=name, args=args)
+        await service.ready()
+        return pool
+
     try:
-        yield place
+        yield plane, replica
     finally:
-        await place.plane.stop()
+        await plane.stop()
         await service.stop()
         await store.stop()
-
-
-async def replica(
-    place: BenchPlacement,
-    name: str,
-    model: str,
-    dtype: str,
-    documents: dict[str, tuple[int, ...]],
-    gib: float,
-) -> Pool:
-    """Start a generator of one thread in a new process: on vLLM, or on torch for gib 0."""
-    base = ModelSource(model, dtype, 1, documents, 1 << 30, place.plane)
-    common = (base, frozenset[int](), 2)
-    if gib:
-        spec = GeneratorSpec(backend="vllm", block_tokens=BLOCK, kv_gib=gib)
-        pool = place.service.spawn(EngineGeneratorActor, role=name, args=(*common, spec))
-    else:
-        pool = place.service.spawn(GeneratorActor, role=name, args=common)
-    await place.service.ready()
-    return pool
 
 
 def cartridge(shape: tuple[int, int, int], tokens: int, dtype: str) -> Tensor:
@@ -106,18 +96,20 @@ def cartridge(shape: tuple[int, int, int], tokens: int, dtype: str) -> Tensor:
     return kv.to(getattr(torch, dtype))
 
 
-async def throughput(place: BenchPlacement, options: argparse.Namespace) -> dict[str, Any]:
+async def throughput(
+    plane: OwnedPlane, replica: Replica, asked: argparse.Namespace
+) -> dict[str, Any]:
     """Return tokens/s of each arm in every round, their medians and the ratios."""
     draws = random.Random(0)
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(draws.choices(range(3, 1000), k=count))
 
-    documents = {"prompt": ids(options.tokens), "document": ids(options.document), "none": (1,)}
-    vllm = await replica(place, "vllm", str(READER), "float32", documents, 0.5)
-    embedded = await replica(place, "embedded", str(READER), "float32", documents, 0)
-    kv = cartridge(READER_SHAPE, options.tokens, "float32")
-    snapshot = CartridgeSnapshot(0, ("p",), await place.plane.put("throughput", {"kv": kv}))
+    documents = {"prompt": ids(asked.tokens), "document": ids(asked.document), "none": (1,)}
+    vllm = await replica("vllm", str(READER), "float32", documents, 0.5)
+    embedded = await replica("embedded", str(READER), "float32", documents, 0)
+    kv = cartridge(READER_SHAPE, asked.tokens, "float32")
+    snapshot = CartridgeSnapshot(0, ("p",), await plane.put("throughput", {"kv": kv}))
     for pool in (vllm, embedded):
         await pool.route("load", snapshot)
     arms = {
@@ -129,17 +121,17 @@ async def throughput(place: BenchPlacement, options: argparse.Namespace) -> dict
     pids = {pool.role: await pool.route("ready") for pool in (vllm, embedded)}
     speeds: dict[str, list[float]] = {arm: [] for arm in arms}
     processor = dict.fromkeys(arms, 0.0)
-    for turn in range(options.rounds + 1):
-        prompts = [ids(options.prompt) for _ in range(options.requests)]
+    for turn in range(asked.rounds + 1):
+        prompts = [ids(asked.prompt) for _ in range(asked.requests)]
         # In random order: the process that follows another finds the processor's caches cold.
         for arm in draws.sample(list(arms), k=len(arms)):
             pool, ref = arms[arm]
-            asked = [request(ref, p, options.new) for p in prompts]
+            batch = [request(ref, p, asked.new) for p in prompts]
             before, begun = processor_seconds(pids[pool.role]), time.perf_counter()
-            done = await pool.route("generate", asked)
+            done = await pool.route("generate", batch)
             seconds = time.perf_counter() - begun
             tokens = sum(len(c.token_ids) for c in done.completions)
-            assert tokens == options.requests * options.new, "a request ended early"
+            assert tokens == asked.requests * asked.new, "a request ended early"
             if turn:  # round 0 fills the prefix cache and grows heaps
                 speeds[arm].append(tokens / seconds)
                 processor[arm] += processor_seconds(pids[pool.role]) - before
@@ -172,34 +164,33 @@ def request(ref: Any, prompt: Sequence[int], new: int) -> GenerateRequest:
 
 
 async def publishing(
-    place: BenchPlacement, name: str, model: str, dtype: str, kv: Tensor, gib: float, times: int
+    kind: PlaneKind, model: str, kv: Tensor, gib: float, times: int
 ) -> dict[str, Any]:
     """Return median milliseconds from tensors here to the first token on the new version."""
-    pool = await replica(place, name, model, dtype, {"none": (1,)}, gib)
-    laps: dict[str, list[float]] = {"put": [], "load": [], "first_token": [], "total": []}
-    for version in range(times + 1):
-        kv = kv * 1.01  # a new version needs a new tensor
-        marks = [time.perf_counter()]
-        packet = await place.plane.put(f"{name}/{version}", {"kv": kv})
-        marks.append(time.perf_counter())
-        await pool.route("load", CartridgeSnapshot(version, ("p",), packet))
-        marks.append(time.perf_counter())
-        asked = request(PrefixRef("cartridge/p", version), (5, 6, 7, 8), 1)
-        (completion,) = (await pool.route("generate", (asked,))).completions
-        marks.append(time.perf_counter())
-        assert completion.versions == (version,), completion
-        await place.plane.delete(packet.key)
-        if version:
-            for lap, a, b in zip(laps, marks, marks[1:], strict=False):
-                laps[lap].append(b - a)
-            laps["total"].append(marks[-1] - marks[0])
-    report = await pool.route("shut_down")
+    dtype, runs = str(kv.dtype).removeprefix("torch."), []
+    async with opened(kind) as (plane, replica):
+        pool = await replica("published", model, dtype, {"none": (1,)}, gib)
+        for version in range(times + 1):
+            kv = kv * 1.01  # a new version needs a new tensor
+            laps = Laps()
+            packet = await plane.put(f"published/{version}", {"kv": kv})
+            laps.done("put")
+            await pool.route("load", CartridgeSnapshot(version, ("p",), packet))
+            laps.done("load")
+            first = request(PrefixRef("cartridge/p", version), (5, 6, 7, 8), 1)
+            (completion,) = (await pool.route("generate", (first,))).completions
+            laps.done("first_token")
+            assert completion.versions == (version,), completion
+            await plane.delete(packet.key)
+            runs.append(laps.seconds | {"total": sum(laps.seconds.values())})
+        report = await pool.route("shut_down")
+    medians = {part: statistics.median(run[part] for run in runs[1:]) for part in runs[0]}
     return {
         "tokens": kv.shape[4],
         "dtype": dtype,
         "megabytes": round(kv.nbytes / 1e6, 2),
         "loads": report.loads,
-        "milliseconds": {k: round(1e3 * statistics.median(v), 1) for k, v in laps.items()},
+        "milliseconds": {part: round(1e3 * value, 1) for part, value in medians.items()},
     }
 
 
@@ -215,51 +206,40 @@ def model_of_3b_cache(path: str) -> str:
     return path
 
 
-async def run(options: argparse.Namespace) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    async with opened(options.plane) as place:
-        results["throughput"] = await throughput(place, options)
-        print(json.dumps(results["throughput"], indent=1), flush=True)
-    async with opened(options.plane) as place:
-        small = cartridge(READER_SHAPE, 64, "float32")
-        results["publish"] = {
-            "reader": await publishing(
-                place, "reader", str(READER), "float32", small, 0.25, options.publishes
-            )
-        }
+async def run(asked: argparse.Namespace) -> dict[str, Any]:
+    async with opened(asked.plane) as (plane, replica):
+        found = await throughput(plane, replica, asked)
+    print(json.dumps(found, indent=1), flush=True)
+    small = cartridge(READER_SHAPE, 64, "float32")
+    large = cartridge(SHAPE_3B, TOKENS_3B, "bfloat16")
+    published = {"reader": await publishing(asked.plane, str(READER), small, 0.25, asked.publishes)}
     with tempfile.TemporaryDirectory() as directory:
         model = model_of_3b_cache(directory)
-        async with opened(options.plane) as place:
-            large = cartridge(SHAPE_3B, TOKENS_3B, "bfloat16")
-            results["publish"]["3b"] = await publishing(
-                place, "large", model, "bfloat16", large, 1.5, options.publishes
-            )
-    print(json.dumps(results["publish"], indent=1), flush=True)
-    return results
+        published["3b"] = await publishing(asked.plane, model, large, 1.5, asked.publishes)
+    print(json.dumps(published, indent=1), flush=True)
+    return {"throughput": found, "publish": published}
 
 
-def main() -> None:
-    parser = arguments(__doc__, "vllm_throughput")
-    parser.set_defaults(out=Path("vllm_throughput.json"))
-    for name, default, meaning in (
-        ("rounds", 21, "measured rounds, 2 or more"),
-        ("requests", 64, "requests in flight at once"),
-        ("tokens", 64, "P of the cartridge"),
-        ("document", 1024, "tokens of the document"),
-        ("prompt", 24, "tokens of a prompt"),
-        ("new", 48, "tokens of a response"),
-        ("publishes", 5, "measured publishes of each size"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=meaning)
-    parser.add_argument("--plane", choices=("shared_memory", "torchstore"), default="shared_memory")
-    options = parser.parse_args()
-    told = provenance("vllm_throughput", vars(options) | {"block_tokens": BLOCK, "threads": 1})
-    results = asyncio.run(run(options))
-    ratios = {
-        name: ratio["by_processor_time"] for name, ratio in results["throughput"]["ratio"].items()
-    }
-    write(options.out, told, ratios, results)
+def measure(asked: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+    results = asyncio.run(run(asked))
+    found = results["throughput"]["ratio"]
+    return {name: ratio["by_processor_time"] for name, ratio in found.items()}, results
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(
+        __doc__,
+        measure,
+        {
+            "--out": Path("vllm_throughput.json"),
+            "--rounds": (21, "measured rounds, 2 or more"),
+            "--requests": (64, "requests in flight at once"),
+            "--tokens": (64, "P of the cartridge"),
+            "--document": (1024, "tokens of the document"),
+            "--prompt": (24, "tokens of a prompt"),
+            "--new": (48, "tokens of a response"),
+            "--publishes": (5, "measured publishes of each size"),
+            "--plane": {"choices": get_args(PlaneKind), "default": "shared_memory"},
+        },
+        config={"block_tokens": BLOCK, "threads": 1},
+    )

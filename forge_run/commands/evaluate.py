@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from forge_run.commands import note
+from forge_run.commands.__init__ import (note)
 from forge_run.commands.cartridge_pool import cartridge_pool
 from forge_run.console import shown_path
 from forge_run.formatting import TableSection

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from forge_run.commands import note
+from forge_run.commands.__init__ import (note)
 from forge_run.commands.cartridge_pool import cartridge_pool
 from forge_run.formatting import TableSection
 from forge_run.report.frontier import HEADS, cells

@@ -20,7 +20,7 @@ from pathlib import Path
 from documents.corpus import read_parts
 from documents.synthesis import SynthesisPlan, model_name, write_study
 from documents.synthesis_rows import counts, write_parquet
-from forge_run.commands import note
+from forge_run.commands.__init__ import (note)
 from forge_run.formatting import TableSection
 from forge_run.plan.documents import told
 from forge_run.plan.plan import plan

@@ -18,7 +18,7 @@ from environments.clinic.prompts import option_prompt
 from environments.renderer import ChatRenderer
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model, load_tokenizer
-from strategies.rsa import RSAEngine
+from strategies.rsa.engine import RSAEngine
 
 MODEL = str(Path(__file__).parents[3] / "models" / "clinic-panel")
 

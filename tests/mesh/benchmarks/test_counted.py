@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.step_gpu import SETTINGS, PhaseStep, Setting, bounds
+from benchmarks.phase_step import SETTINGS, PhaseStep, Setting, bounds
 from forge_run.plan.roofline import CHUNKED, EXPLICIT, FUSED, Workload
 from learning.model import attention
 from protocols.spec.sections import ShapeSpec

@@ -7,7 +7,7 @@ from math import comb
 from rsa_setup import Scripted, place
 
 from protocols.records.intervals import wilson_interval
-from strategies.rsa import RSAEngine
+from strategies.rsa.engine import RSAEngine
 from strategies.samplers.sampler import SampleRequest
 
 RIGHT, WRONG = r"so \boxed{1}", r"so \boxed{0}"

@@ -11,7 +11,8 @@ import math
 import pytest
 import torch
 
-from benchmarks.step_gpu import SETTINGS, PhaseStep, Setting, bounds, counted
+from benchmarks.meters import counted
+from benchmarks.phase_step import SETTINGS, PhaseStep, Setting, bounds
 from deploy.manifests.sizing import kv_values_per_token, matmul_parameters
 from forge_run.plan import roofline
 from forge_run.plan.roofline import EXPLICIT, Workload

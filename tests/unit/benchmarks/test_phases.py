@@ -7,15 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.step_gpu import (
-    PHASES,
-    SETTINGS,
-    PhaseStep,
-    Setting,
-    measure,
-    measured,
-    published_bound,
-)
+from benchmarks.phase_step import PHASES, SETTINGS, PhaseStep, Setting
+from benchmarks.step_gpu import measure, measured, published_bound
 from forge_run.plan.roofline import DevicePeaks, Workload
 from protocols.spec.sections import ShapeSpec
 from protocols.types import TensorRef
@@ -75,13 +68,15 @@ def test_a_phase_that_fails_is_named_and_the_others_go_on(
         raise RuntimeError("tensors on two devices")
 
     monkeypatch.setattr(step, "rollout", broken)
-    rows = {row.phase: row for row in measure(step, DevicePeaks("toy", 1e9, 1e9, 1e9), repeats=1)}
+    rows = {
+        row["phase"]: row for row in measure(step, DevicePeaks("toy", 1e9, 1e9, 1e9), repeats=1)
+    }
     assert "test_phases.py" in step.failures["rollout"]
     assert "RuntimeError" in step.failures["rollout"]
-    assert rows["rollout"].seconds is None
-    assert "FAILED RuntimeError" in rows["rollout"].line()
-    assert rows["student"].seconds is not None
-    assert rows["step"].seconds is None  # a whole step was not measured
+    assert rows["rollout"]["seconds"] is None
+    assert "FAILED RuntimeError" in rows["rollout"]["error"]
+    assert rows["student"]["seconds"] is not None
+    assert rows["step"]["seconds"] is None  # a whole step was not measured
 
 
 def test_the_goal_is_stated_in_the_cached_bound() -> None:

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.losses import LiveTensors, losses, once
-from benchmarks.losses import scene as benchmark_scene
+from benchmarks.chunking import losses, once
+from benchmarks.chunking import scene as benchmark_scene
+from benchmarks.meters import LiveTensors
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model
 from learning.packing import LOGIT_BYTES, ChunkedLogits, chunk_tokens, pack, response_tokens

@@ -15,7 +15,7 @@ from protocols.teacher_replay import AgentMessage
 from strategies.answers.votes import AnswerVote
 from strategies.catalog import parse, run
 from strategies.problem import StrategyResult
-from strategies.rsa import RSAEngine
+from strategies.rsa.engine import RSAEngine
 from strategies.rsa.populations import chosen_of, measure, reward
 from strategies.samplers.sampler import SampleRequest
 

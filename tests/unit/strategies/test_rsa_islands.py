@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rsa_setup import Scripted, place
 
 from protocols.errors import DataError
-from strategies.rsa import RSAEngine, RSAShape
-from strategies.rsa.islands import draw_parents
+from strategies.rsa.engine import RSAEngine
+from strategies.rsa.islands import RSAShape, draw_parents
 from strategies.samplers.sampler import SampleRequest
 
 PRINTS = """

@@ -1,0 +1,242 @@
+"""Time and peak memory of what is computed whole or in chunks: losses, and attention.
+
+    python -m benchmarks.chunking [--only losses] [--tokens 64] [--prefixes 4096 16384]
+
+A loss: forward and backward from hidden states to their gradient over a vocabulary of 128K, the
+projection included; logits whole, or in chunks of tokens. "student": forward and backward of one
+sequence of 1,024 tokens over a trainable prefix, the tiny shape of `benchmarks.step_gpu`; all
+scores kept, or in chunks of 32 MiB that are formed again in the backward pass. "teacher": the
+scoring of `benchmarks.step`, which learns nothing, over a document of 4,096 tokens; scores up to
+256 MiB at once, or in chunks of 8 MiB, which lie in a CPU's caches.
+
+Each row is a process of its own. Seconds are of one thread's work, whoever else uses the cores:
+medians of `--repeats`. `tensors` is the most memory of tensors alive at once, `process` what the
+process took beyond what it began with (read from /proc, so Linux only): the C library keeps some
+of what was freed. `largest` is the most numbers of one tensor; `differs` is the result's largest
+difference from the other form's, in units of its largest number: a row is refused beyond 1e-4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.meters import FigureTable, Laps, LiveTensors, grown_mb, in_a_process, one_thread
+from benchmarks.phase_step import SETTINGS, random_model
+from benchmarks.record import benchmark
+from benchmarks.step import CONFIG, KEEP_TOP, MODEL, samples_of
+from learning.losses.doc_kl import doc_kl_tokens
+from learning.losses.sdpo import sdpo_tokens
+from learning.model import attention
+from learning.model.attention import CACHED_SCORE_BYTES, SCORE_BYTES, PrefixContext, hidden_states
+from learning.model.document_kv import document_kv
+from learning.model.loading import load_model
+from learning.packing import ChunkedLogits, Reader, chunk_tokens, token_logprobs
+from learning.scoring import TeacherDistribution, score_kept, top_k
+from protocols.spec.objective import LossSpec, SdpoSpec
+
+SHAPE = SETTINGS["tiny"].shape
+TOKENS, DOCUMENT = 1024, 4096
+CHUNK_BYTES = 32 * 2**20
+DIFFERENCE = 1e-4
+Once = Callable[[], tuple[tuple[float, ...], Tensor]]  # processor seconds, and the result
+
+
+@dataclass(frozen=True)
+class ChunkedCase:
+    """Name a computation and its two forms, the usual one first, each with what measures it.
+    `memory` is the column that the forms are compared by beside their seconds, if any is."""
+
+    name: str
+    forms: Mapping[str, Callable[[], dict[str, Any]]]
+    memory: str = ""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Hold N tokens: hidden states [N, W], projection [V, W], sampled tokens [N], a teacher."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    full: TeacherDistribution
+    top: TeacherDistribution
+
+
+def scene(tokens: int, width: int, vocabulary: int) -> LossInputs:
+    draws = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=draws)
+    weight = torch.randn(vocabulary, width, generator=draws) * 2 * width**-0.5
+    targets = torch.randint(vocabulary, (tokens,), generator=draws)
+    full = TeacherDistribution(
+        logits=(hidden + 0.3 * torch.randn(hidden.shape, generator=draws)) @ weight.T
+    )
+    assert full.logits is not None
+    return LossInputs(
+        hidden, weight, targets, full, TeacherDistribution(None, *top_k(full.logits, 20))
+    )
+
+
+def losses(s: LossInputs) -> dict[str, Reader]:
+    """Return the function of the logits that each loss computes."""
+    doc, hint, old = LossSpec(), SdpoSpec(), torch.zeros(len(s.targets))
+    return {
+        "doc_kl, full": lambda z, of: (doc_kl_tokens(z, s.full.rows(of), doc),),
+        "doc_kl, top 20 and tail": lambda z, of: (doc_kl_tokens(z, s.top.rows(of), doc),),
+        "grpo, dpo: log-probabilities": lambda z, of: (token_logprobs(z, s.targets[of]),),
+        "sdpo, full": lambda z, of: sdpo_tokens(z, s.full.rows(of), s.targets[of], old[of], hint),
+        "sdpo, top 20": lambda z, of: sdpo_tokens(z, s.top.rows(of), s.targets[of], old[of], hint),
+    }
+
+
+def both_ways(
+    forward: Callable[[Tensor], Tensor], start: Tensor
+) -> tuple[tuple[float, ...], Tensor]:
+    """Return processor seconds of a forward pass from a copy of `start` and of its backward pass,
+    and the gradient of `start`."""
+    begins = start.clone().requires_grad_()
+    laps = Laps(time.process_time)
+    loss = forward(begins)
+    laps.done("forward")
+    loss.backward()  # type: ignore[no-untyped-call]  # torch's
+    laps.done("backward")
+    assert begins.grad is not None
+    return tuple(laps.seconds.values()), begins.grad
+
+
+def once(s: LossInputs, reader: Reader, chunk: int | None) -> tuple[tuple[float, ...], Tensor]:
+    """Return seconds forward and backward, and the gradient [N, W]."""
+
+    def loss(hidden: Tensor) -> Tensor:
+        projection = ChunkedLogits(hidden, s.targets, lambda h: F.linear(h, s.weight), chunk)
+        return projection.read(slice(None), reader)[0].mean()
+
+    return both_ways(loss, s.hidden)
+
+
+def loss(s: LossInputs, reader: Reader, repeats: int, chunk: int | None) -> dict[str, Any]:
+    few = replace(s, hidden=s.hidden[:2])
+    once(few, lambda z, of: (z.sum(-1),), 1)  # initialises what is lazy
+    return measured(lambda: once(s, reader, chunk), repeats, s.weight, s.full.logits)
+
+
+def student(prefix: int, repeats: int, most: int) -> dict[str, Any]:
+    """Measure a student's pass with at most `most` bytes of a layer's scores at once."""
+    attention.SCORE_BYTES = most
+    model = random_model(SHAPE, "float32", torch.device("cpu"))
+    draws = torch.Generator().manual_seed(0)
+    ids = torch.randint(SHAPE.vocab, (1, TOKENS), generator=draws)
+    size = (1, SHAPE.layers, 2, SHAPE.kv_heads, prefix, SHAPE.head_dim)
+    held = torch.randn(size, generator=draws)
+
+    def forward(tokens: int, kv: Tensor) -> Tensor:
+        positions = prefix + torch.arange(tokens)[None]
+        mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
+        hidden = hidden_states(model, ids[:, :tokens], positions, mask, PrefixContext(kv=kv))
+        return hidden.square().mean()
+
+    both_ways(partial(forward, 2), held)  # initialises what is lazy
+    return measured(lambda: both_ways(partial(forward, TOKENS), held), repeats, *model.parameters())
+
+
+def teacher(samples: int, repeats: int, most: int) -> dict[str, Any]:
+    """Measure the scoring of a step's samples over a document with cached keys and values, with at
+    most `most` bytes of a layer's scores at once."""
+    attention.CACHED_SCORE_BYTES = most
+    model = load_model(str(MODEL))
+    vocabulary = model.config.vocab_size
+    document = random.Random(f"document/{DOCUMENT}").choices(range(5, vocabulary), k=DOCUMENT)
+    prefixes = {"d": document_kv(model, tuple(document))}
+    batch = samples_of(samples, vocabulary, 0)
+
+    def once() -> tuple[tuple[float, ...], Tensor]:
+        begun = time.process_time()
+        found = score_kept(model, batch, prefixes, CONFIG.row_tokens, KEEP_TOP)
+        return (time.process_time() - begun,), found["logprobs"]
+
+    return measured(once, repeats, *model.parameters())
+
+
+def measured(once: Once, repeats: int, *given: Tensor | None) -> dict[str, Any]:
+    """Return medians of the seconds of `once`, the memory that it added, and its result."""
+    found: list[Tensor] = []
+    grew = grown_mb(lambda: found.append(once()[1]))
+    with LiveTensors(*given) as live:
+        once()
+    rounds = [once()[0] for _ in range(repeats)]
+    return {
+        "seconds": [round(statistics.median(of), 4) for of in zip(*rounds, strict=True)],
+        "tensors_mb": round(live.peak / 2**20, 1),
+        "process_mb": round(grew, 1),
+        "largest": live.largest,
+        "found": found[0],
+    }
+
+
+def loss_cases(asked: argparse.Namespace) -> Iterator[ChunkedCase]:
+    s = scene(asked.tokens, asked.width, asked.vocabulary)
+    chunk = chunk_tokens(asked.vocabulary, asked.chunk_mb * 2**20)
+    for name, reader in losses(s).items():
+        of = partial(loss, s, reader, asked.repeats)
+        forms = {"whole": partial(of, None), f"chunks of {chunk}": partial(of, chunk)}
+        yield ChunkedCase(name, forms, "tensors_mb")
+
+
+def attention_cases(asked: argparse.Namespace) -> Iterator[ChunkedCase]:
+    for prefix in asked.prefixes:
+        of = partial(student, prefix, asked.repeats)
+        forms = {"kept": partial(of, 1 << 62), "32 MiB": partial(of, CHUNK_BYTES)}
+        yield ChunkedCase(f"student, prefix {prefix}", forms, "process_mb")
+    for count in asked.samples:
+        of = partial(teacher, count, asked.repeats)
+        forms = {"256 MiB": partial(of, SCORE_BYTES), "8 MiB": partial(of, CACHED_SCORE_BYTES)}
+        yield ChunkedCase(f"teacher, samples {count}", forms)
+
+
+KINDS = {"losses": loss_cases, "attention": attention_cases}
+
+
+def measure(asked: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return the second form over the first of every case: seconds, and memory."""
+    one_thread()
+    table, ratios = FigureTable(), {}
+    for case in (case for kind in asked.only for case in KINDS[kind](asked)):
+        rows, first = [], None
+        for form, work in case.forms.items():
+            row = in_a_process(work)
+            found = row.pop("found")
+            first = found if first is None else first
+            differs = ((found - first).abs().max() / first.abs().max()).item()
+            if differs > DIFFERENCE:
+                raise SystemExit(f"{case.name}, {form}: differs by {differs:.1e} from the other")
+            rows.append({"of": case.name, "form": form, **row, "differs": float(f"{differs:.1e}")})
+            table.add(rows[-1])
+        whole, chunked = rows
+        ratios[f"{case.name}: seconds"] = sum(chunked["seconds"]) / sum(whole["seconds"])
+        if case.memory:
+            ratios[f"{case.name}: memory"] = chunked[case.memory] / whole[case.memory]
+    return ratios, table.rows
+
+
+if __name__ == "__main__":
+    benchmark(
+        __doc__,
+        measure,
+        {
+            "--only": {"nargs": "+", "choices": list(KINDS), "default": list(KINDS)},
+            "--tokens": 64, "--width": 256, "--vocabulary": 128_256, "--chunk-mb": 8,
+            "--prefixes": [4096, 16384], "--samples": [8, 16], "--repeats": 3,
+        },
+        quick={"prefixes": [4096], "samples": [8]},
+        config={"threads": 1},
+    )  # fmt: skip
