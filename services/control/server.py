@@ -16,7 +16,6 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 # Otherwise gRPC's core prints every failed handshake into the run's display.
@@ -44,6 +43,7 @@ MESSAGE_BYTES = 64 * 1024  # the longest request
 _log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class ControlPlane:
@@ -99,12 +99,7 @@ class ControlPlane:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     def _listen(self, server: grpc.aio.Server) -> str:
@@ -132,45 +127,35 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._run = run
         self.ending = asyncio.Event()
 
-    async def Status(
-        self, request: pb.StatusRequest, context: grpc.aio.ServicerContext
-    ) -> pb.StatusResponse:
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         status = await self._ask(context, self._steering.status)
         return pb.StatusResponse(run=self._run, status=run_message(status))
 
-    async def Scale(
-        self, request: pb.ScaleRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ScaleResponse:
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
         pool = await self._ask(
             context, lambda: self._steering.scale(request.role, request.replicas)
         )
         return pb.ScaleResponse(pool=pool_message(pool))
 
-    async def Pause(
-        self, request: pb.PauseRequest, context: grpc.aio.ServicerContext
-    ) -> pb.PauseResponse:
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
         await self._ask(context, self._steering.pause)
         return pb.PauseResponse()
 
-    async def Resume(
-        self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ResumeResponse:
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
         await self._ask(context, self._steering.resume)
         return pb.ResumeResponse()
 
     async def Checkpoint(
-        self, request: pb.CheckpointRequest, context: grpc.aio.ServicerContext
+        self, request: pb.CheckpointRequest, context: Context
     ) -> pb.CheckpointResponse:
         name = await self._ask(context, self._steering.checkpoint, CHECKPOINT_SECONDS)
         return pb.CheckpointResponse(name=name)
 
-    async def Stop(
-        self, request: pb.StopRequest, context: grpc.aio.ServicerContext
-    ) -> pb.StopResponse:
+    async def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopResponse:
         await self._ask(context, self._steering.stop)
         return pb.StopResponse()
 
-    async def Events(self, request: pb.EventsRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Events(self, request: pb.EventsRequest, context: Context) -> None:
         await self._check_run(context)
         sending = asyncio.create_task(self._send(request.replay, context))
         ending = asyncio.create_task(self.ending.wait())
@@ -185,7 +170,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         if error is not None:
             await _refuse(context, error)
 
-    async def _send(self, replay: int, context: grpc.aio.ServicerContext) -> None:
+    async def _send(self, replay: int, context: Context) -> None:
         events = self._steering.events(replay)
         try:
             async for event in events:
@@ -197,7 +182,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def _ask(
         self,
-        context: grpc.aio.ServicerContext,
+        context: Context,
         question: Callable[[], Awaitable[Answer]],
         seconds: float = CALL_SECONDS,
     ) -> Answer:
@@ -209,7 +194,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except Exception as error:
             await _refuse(context, error)
 
-    async def _check_run(self, context: grpc.aio.ServicerContext) -> None:
+    async def _check_run(self, context: Context) -> None:
         """Refuse a call that is meant for another run: a dead run's endpoints.json may name the
         port of this one."""
         meant = dict(context.invocation_metadata() or ()).get(RUN_KEY, self._run)
@@ -245,7 +230,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(_no_token)
 
 
-async def _no_token(request: object, context: grpc.aio.ServicerContext) -> NoReturn:
+async def _no_token(request: object, context: Context) -> NoReturn:
     await context.abort(
         grpc.StatusCode.UNAUTHENTICATED,
         "the run's token must come with every call, as the metadata authorization: Bearer TOKEN; "
@@ -253,7 +238,7 @@ async def _no_token(request: object, context: grpc.aio.ServicerContext) -> NoRet
     )
 
 
-async def _refuse(context: grpc.aio.ServicerContext, error: BaseException) -> NoReturn:
+async def _refuse(context: Context, error: BaseException) -> NoReturn:
     """End the call with the status for the error. The text of an unexpected error goes to the run's
     log and not to the client."""
     if isinstance(error, SpecError | DataError):

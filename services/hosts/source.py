@@ -88,21 +88,17 @@ class AddressedHosts:
         pass
 
 
-async def attach(workers: Sequence[str], timeout_s: float = 30.0) -> list[HostMesh]:
-    """Return a mesh for each worker `tcp://host:port`. Raises RunError that names a silent one."""
+async def attach(worker: str, timeout_s: float = 30.0) -> HostMesh:
+    """Return the mesh of the worker at `tcp://host:port`. Raises RunError when it is silent."""
     from monarch.actor import attach_to_workers  # imported late: it reads the environment
 
-    meshes = [attach_to_workers(ca="trust_all_connections", workers=[w]) for w in workers]
-
-    async def initialized(worker: str, mesh: HostMesh) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await mesh.initialized
-        except Exception as error:  # however it fails, the remedy is the same
-            raise RunError(
-                f"the worker at {worker} was not attached within {timeout_s:g} s ({error!r:.200}); "
-                "check that it runs the same Monarch version and is reached from here"
-            ) from error
-
-    await asyncio.gather(*(initialized(w, m) for w, m in zip(workers, meshes, strict=True)))
-    return meshes
+    mesh = attach_to_workers(ca="trust_all_connections", workers=[worker])
+    try:
+        async with asyncio.timeout(timeout_s):
+            await mesh.initialized
+    except Exception as error:  # however it fails, the remedy is the same
+        raise RunError(
+            f"the worker at {worker} was not attached within {timeout_s:g} s ({error!r:.200}); "
+            "check that it runs the same Monarch version and is reached from here"
+        ) from error
+    return mesh

@@ -32,7 +32,6 @@ from services.pool.process import ProcessHost
 from services.pool.process_manager import ProcessManager
 
 POLL_SECONDS = 1.0  # between two queries of a worker's info
-ATTACH_SECONDS = 30.0
 FIRST_SECONDS = 10.0  # for workers that are being started beside the run
 CLOSE_SECONDS = 5.0  # for a source to give back what it made
 
@@ -169,8 +168,7 @@ class HostMembership:
             raise WorkerUnreachable(f"the worker at {worker.address} is draining; start it again")
         # By the host just reached: the worker's own name may not be in DNS yet.
         reached, port = host_and_port(worker.address)[0], host_and_port(hello.address)[1]
-        [mesh] = await attach([f"tcp://{reached}:{port}"], ATTACH_SECONDS)
-        return hello, self._processes.join(worker, mesh)
+        return hello, self._processes.join(worker, await attach(f"tcp://{reached}:{port}"))
 
     async def _stay(self, member: HostMember, hello: WorkerInfo | None) -> tuple[str, str]:
         """Wait until the worker is to be left; return the event to note and the reason."""

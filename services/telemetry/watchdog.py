@@ -76,7 +76,7 @@ async def watch(
 
 def unanswered(pools: Mapping[str, Pool]) -> list[RequestStatus]:
     """Return the requests in flight, and the starts of replicas that have died."""
-    found = []
+    found: list[RequestStatus] = []
     for pool in pools.values():
         found += pool.in_flight.values()
         for replica in pool.replicas:
