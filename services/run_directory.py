@@ -31,7 +31,6 @@ has one writer. A kill can tear only the last line; readers skip it, and `mend_e
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 from collections.abc import Iterable, Mapping
@@ -43,7 +42,6 @@ from typing import Any
 from protocols.errors import CheckpointError, RunError
 from protocols.files import append_rows, iter_rows, json_lines, utc_text, write_atomically
 from protocols.records.run_files import (
-    PHASES,
     TRAINED_ARMS,
     EventName,
     MetricRow,
@@ -215,22 +213,6 @@ def outcome(events: Iterable[Mapping[str, Any]]) -> str:
     for event in events:
         status = ends.get(event["event"], status)
     return status
-
-
-def phase_means(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return arm -> phase (and "step") -> mean seconds. A step repeated after a resume counts
-    once."""
-    steps: dict[str, dict[int, Mapping[str, float]]] = {}
-    for event in events:
-        if event["event"] == "step" and event.get("seconds"):
-            steps.setdefault(event["arm"], {})[event["step"]] = event["seconds"]
-    return {
-        arm: {
-            name: math.fsum(seconds.get(name, 0.0) for seconds in done.values()) / len(done)
-            for name in (*PHASES, "step")
-        }
-        for arm, done in steps.items()
-    }
 
 
 def _record(row: MetricRow | RolloutRow) -> dict[str, Any]:

@@ -72,7 +72,10 @@ class RunCommands:
 
     async def resume(self) -> None:
         self._refuse_when_over("resume")
-        self._go_on()
+        if not self._going.is_set():
+            self._going.set()
+            self._show(message="")
+            self._asked.set()
 
     async def checkpoint(self) -> str:
         self._refuse_when_over("checkpoint")
@@ -127,12 +130,6 @@ class RunCommands:
             _answer(asked, RunError(f"the checkpoint was not written: {error!r}"))
             raise
         _answer(asked, name or RunError("nothing is trained yet: nothing to keep"))
-
-    def _go_on(self) -> None:
-        if not self._going.is_set():
-            self._going.set()
-            self._show(message="")
-            self._asked.set()
 
     def _refuse_when_over(self, what: str) -> None:
         status = self._status()

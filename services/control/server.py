@@ -13,7 +13,7 @@ import hmac
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -174,7 +174,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         events = self._steering.events(replay)
         try:
             async for event in events:
-                await context.write(_event_message(event))
+                moment = Timestamp()
+                moment.FromDatetime(datetime.fromisoformat(event["time"]))
+                fields = {key: v for key, v in event.items() if key not in ("time", "event")}
+                text = json.dumps(fields, ensure_ascii=False)
+                await context.write(
+                    pb.EventsResponse(time=moment, event=event["event"], fields_json=text)
+                )
         finally:
             # Close a generator here, not whenever it is garbage-collected.
             if (close := getattr(events, "aclose", None)) is not None:
@@ -252,16 +258,6 @@ async def _refuse(context: Context, error: BaseException) -> NoReturn:
     _log.error("a call of the control plane failed", exc_info=error)
     await context.abort(
         grpc.StatusCode.INTERNAL, "the run could not answer; the controller's log says why"
-    )
-
-
-def _event_message(event: Mapping[str, Any]) -> pb.EventsResponse:
-    """Convert an event `{"time": "2026-07-26T10:15:42.120Z", "event": "step", "arm": ...}`."""
-    moment = Timestamp()
-    moment.FromDatetime(datetime.fromisoformat(event["time"]))
-    fields = {key: value for key, value in event.items() if key not in ("time", "event")}
-    return pb.EventsResponse(
-        time=moment, event=event["event"], fields_json=json.dumps(fields, ensure_ascii=False)
     )
 
 

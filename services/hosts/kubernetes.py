@@ -207,7 +207,7 @@ class KubernetesHosts:
                 raise
             except AlreadyExists:
                 found = await asyncio.to_thread(self._api.mesh, name)
-            if found is not None and not _is_leaving(found):
+            if found is not None and "deletionTimestamp" not in found["metadata"]:
                 if self._is_ours(found):
                     return  # made by an attempt whose answer was lost
                 await self._take_over(found)
@@ -251,10 +251,6 @@ class KubernetesHosts:
                 failed.append(error)
         if failed:
             raise failed[0]
-
-
-def _is_leaving(found: Object) -> bool:
-    return "deletionTimestamp" in found["metadata"]
 
 
 @dataclass

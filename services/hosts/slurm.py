@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, TypeVar
 from protocols.errors import RunError, SpecError
 from protocols.spec.hosts import SlurmSpec
 from protocols.spec.mesh import RunSpec
-from services.hosts.source import LINK_ENVIRONMENT, HostWorker
+from services.hosts.source import LINK_ENVIRONMENT, HostWorker, finish
 from services.hosts.worker import PORT
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class SlurmHosts:
             # Without a path, SlurmJob writes no copy of itself to .monarch/.
             state = await in_thread(partial(job.state, cached_path=None))
             meshes = [getattr(state, f"host{i}") for i in range(self._spec.nodes)]
-            await asyncio.gather(*(initialized(mesh) for mesh in meshes))
+            await asyncio.gather(*(finish(mesh.initialized) for mesh in meshes))
             return meshes
         except Exception as error:  # any error of Slurm's JSON or Monarch's sockets
             standing = await self._look()
@@ -265,10 +265,6 @@ class SlurmHosts:
             if name.startswith(self._name):
                 return QueuedJob(job, state, reason)
         return NOBODY
-
-
-async def initialized(mesh: HostMesh) -> None:
-    await mesh.initialized
 
 
 async def ask(*command: str) -> str | None:

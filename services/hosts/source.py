@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from protocols.errors import RunError
 
@@ -102,3 +102,8 @@ async def attach(worker: str, timeout_s: float = 30.0) -> HostMesh:
             "check that it runs the same Monarch version and is reached from here"
         ) from error
     return mesh
+
+
+async def finish(future: Any) -> Any:
+    """Await a Monarch future in a coroutine, which asyncio can bound."""
+    return await future

@@ -15,8 +15,7 @@ from monarch.actor import HostMesh, ProcMesh
 
 from actors.heartbeat import Heartbeat
 from protocols.errors import RunError
-from services.hosts.source import HostWorker
-from services.pool.placement import Slot
+from services.hosts.source import HostWorker, finish
 from services.proc_info import has_ended
 
 STOP_SECONDS = 3.0  # an idle process stops in 0.5 s, a computing one after its computation
@@ -83,14 +82,15 @@ class ReplicaProcess:
 
 @dataclass(eq=False)
 class ProcessHost:
-    """Hold a host on which processes are started. `trial` runs while the host is suspect, and ends
-    once a process has started there again. `gates` are resolved when the host becomes suspect or is
-    left. Processes of a `local` host can be killed, and their ends are seen."""
+    """Hold a host on which processes are started, and its `processes`, also those that start or
+    end. `trial` runs while the host is suspect, and ends once a process has started there again.
+    `gates` are resolved when the host becomes suspect or is left. Processes of a `local` host can
+    be killed, and their ends are seen."""
 
     worker: HostWorker
     mesh: HostMesh
     local: bool
-    living: list[ReplicaProcess] = field(default_factory=list)
+    processes: list[ReplicaProcess] = field(default_factory=list)
     gates: set[asyncio.Future[None]] = field(default_factory=set)
     trial: asyncio.Task[None] | None = None
 
@@ -99,9 +99,16 @@ class ProcessHost:
         return self.worker.name
 
     @property
-    def spot(self) -> Slot:
-        role, capacity = self.worker.role, self.worker.capacity
-        return Slot(role, capacity, len(self.living), self.trial is None)
+    def well(self) -> bool:
+        return self.trial is None
+
+    @property
+    def has_room(self) -> bool:
+        return not self.worker.capacity or len(self.processes) < self.worker.capacity
+
+    def fits(self, role: str) -> bool:
+        """Return whether a process of that role ("" for a spare) may ever start there."""
+        return self.worker.role in ("", role) and bool(role or not self.worker.capacity)
 
     def open_gates(self) -> None:
         """Wake all tasks that wait for this host, so that they give it up."""
@@ -127,8 +134,3 @@ class ProcessHost:
 def by_rank(actors: Any, ranks: int) -> list[Any]:
     """Return one handle for each rank of an actor mesh."""
     return [actors] if ranks == 1 else [actors.slice(procs=rank) for rank in range(ranks)]
-
-
-async def finish(future: Any) -> Any:
-    """Await a Monarch future in a coroutine, which asyncio can bound."""
-    return await future
