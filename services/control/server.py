@@ -47,16 +47,16 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class ControlPlane:
-    """Serve one run's `RunControl`: `async with ControlPlane(steering, spec, run_id) as control:`.
+    """Serve one run's `RunControl`: `async with ControlPlane(control, spec, run_id) as plane:`.
 
     `address` is where it listens, with the actual port. Raises SpecError on entry for certificates
     or a token that cannot be read, and for an address that it cannot listen on.
     """
 
-    def __init__(self, steering: RunControl, spec: ControlSpec, run: str) -> None:
+    def __init__(self, control: RunControl, spec: ControlSpec, run: str) -> None:
         self._spec = spec
         self._token = None if spec.token_env is None else read_token(spec.token_env)
-        self._service = ControlServicer(steering, run)
+        self._service = ControlServicer(control, run)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self.address = ""
@@ -122,37 +122,35 @@ class ControlPlane:
 class ControlServicer(control_pb2_grpc.ControlServicer):
     """Implement the calls of control.proto; method names follow that file."""
 
-    def __init__(self, steering: RunControl, run: str) -> None:
-        self._steering = steering
+    def __init__(self, control: RunControl, run: str) -> None:
+        self._control = control
         self._run = run
         self.ending = asyncio.Event()
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
-        status = await self._ask(context, self._steering.status)
+        status = await self._ask(context, self._control.status)
         return pb.StatusResponse(run=self._run, status=run_message(status))
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
-        pool = await self._ask(
-            context, lambda: self._steering.scale(request.role, request.replicas)
-        )
+        pool = await self._ask(context, lambda: self._control.scale(request.role, request.replicas))
         return pb.ScaleResponse(pool=pool_message(pool))
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
-        await self._ask(context, self._steering.pause)
+        await self._ask(context, self._control.pause)
         return pb.PauseResponse()
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
-        await self._ask(context, self._steering.resume)
+        await self._ask(context, self._control.resume)
         return pb.ResumeResponse()
 
     async def Checkpoint(
         self, request: pb.CheckpointRequest, context: Context
     ) -> pb.CheckpointResponse:
-        name = await self._ask(context, self._steering.checkpoint, CHECKPOINT_SECONDS)
+        name = await self._ask(context, self._control.checkpoint, CHECKPOINT_SECONDS)
         return pb.CheckpointResponse(name=name)
 
     async def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopResponse:
-        await self._ask(context, self._steering.stop)
+        await self._ask(context, self._control.stop)
         return pb.StopResponse()
 
     async def Events(self, request: pb.EventsRequest, context: Context) -> None:
@@ -171,7 +169,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             await _refuse(context, error)
 
     async def _send(self, replay: int, context: Context) -> None:
-        events = self._steering.events(replay)
+        events = self._control.events(replay)
         try:
             async for event in events:
                 moment = Timestamp()

@@ -118,8 +118,8 @@ class ReplicaLifecycle:
             if isinstance(error, ForgeError) and not isinstance(error, RunError | PlaneError):
                 return self._fail(error)  # a user's mistake: another try would fail the same way
             replica.end(replica.ended or last_line(error))
-            process = replica.process
-            lost = process is None or process.gone() or process.given_up or self.lost_host(replica)
+            p = replica.process
+            lost = p is None or p.ended_pid() or p.given_up or self.lost_host(replica)
             if not pool.served and not lost:
                 return self._fail(RunError(f"{replica.name} does not start: {replica.ended}"))
             await self._bury(pool, replica)

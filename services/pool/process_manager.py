@@ -145,8 +145,8 @@ class ProcessManager:
     def lost(self, process: ReplicaProcess) -> None:
         """Mark the host of a lost process as suspect, unless the process is known to have ended."""
         host = self._host_of(process)
-        if host is not None and not process.gone():
-            self._doubt(host)
+        if host is not None and not process.ended_pid():
+            self._suspect(host)
 
     def mind(self) -> None:
         """Send heartbeats to the spares of remote hosts, at every heartbeat of the service."""
@@ -154,7 +154,7 @@ class ProcessManager:
             if spare.local:
                 continue
             if spare.silent_s < self._health.dead_after_s:
-                self._begin(self._hear(spare))
+                self._begin(self._beat(spare))
             else:
                 del self._spares[task]
                 self.lost(spare)
@@ -233,7 +233,7 @@ class ProcessManager:
         host, process = await self._start("spare", "", threads, gpus=())
         if self._warm is not None:
             try:
-                warming = self._begin(finish(process.pulse.warm.call_one(self._warm)))
+                warming = self._begin(finish(process.heartbeat.warm.call_one(self._warm)))
                 await host.unless_lost(warming, self._timeout_s)
             except Exception as error:
                 await self.discard(process)
@@ -269,7 +269,7 @@ class ProcessManager:
                     continue
                 if not self._is_one_of_several(host) or time.monotonic() > deadline:
                     raise
-                self._doubt(host)
+                self._suspect(host)
 
     def _spawn_on(
         self, host: ProcessHost, name: str, threads: int, gpus: Sequence[int], ranks: int = 1
@@ -285,10 +285,10 @@ class ProcessManager:
                 per_host={"procs": ranks}, name=name, bootstrap=bootstrap(threads, devices, ranks)
             )
             alone_s = None if host.local else ALONE * self._health.dead_after_s
-            pulses = by_rank(procs.spawn(f"{name}pulse", HeartbeatActor, alone_s), ranks)
+            heartbeats = by_rank(procs.spawn(f"{name}heartbeat", HeartbeatActor, alone_s), ranks)
         except Exception as error:
             raise RunError(f"{host.label} started no process {name}: {error!r}") from error
-        process = ReplicaProcess(name, host.label, procs, pulses, host.local, devices)
+        process = ReplicaProcess(name, host.label, procs, heartbeats, host.local, devices)
         host.processes.append(process)
         return process
 
@@ -329,7 +329,7 @@ class ProcessManager:
         others = (h for h in self._hosts if h is not host and h.worker.role in ("", role))
         return not host.local and any(others)
 
-    def _doubt(self, host: ProcessHost) -> None:
+    def _suspect(self, host: ProcessHost) -> None:
         several = self._is_one_of_several(host)
         if not several or host.trial is not None or self._closed or host in self._left:
             return
@@ -356,7 +356,7 @@ class ProcessManager:
         with contextlib.suppress(RunError):
             await self.discard(await start)
 
-    async def _hear(self, process: ReplicaProcess) -> None:
+    async def _beat(self, process: ReplicaProcess) -> None:
         with contextlib.suppress(Exception):  # `mind` judges its silence
             await asyncio.wait_for(process.beat(), self._health.dead_after_s)
 
