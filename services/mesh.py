@@ -31,9 +31,9 @@ from services.hosts.source import AddressedHosts, HostSource
 from services.planes.open import OwnedPlane, import_plane, open_plane
 from services.pool.lifecycle import Check, Note
 from services.pool.pool import Pool
+from services.pool.process import same_files
 from services.pool.replica import Replica
 from services.pool.service import Service
-from services.pool.shared_files import same_files
 from services.roles import (
     ENGINE_GENERATOR,
     ROLES,

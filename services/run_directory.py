@@ -31,11 +31,10 @@ has one writer. A kill can tear only the last line; readers skip it, and `mend_e
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,6 @@ from typing import Any
 from protocols.errors import CheckpointError, RunError
 from protocols.files import append_rows, iter_rows, json_lines, utc_text, write_atomically
 from protocols.records.run_files import (
-    PHASES,
     TRAINED_ARMS,
     EventName,
     MetricRow,
@@ -56,6 +54,16 @@ FRONTIER = "frontier.json"
 EVALUATION = "eval.json"
 
 
+class RunFile:
+    """Give the path of a file or folder of a run, by its name within the directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, owner: type[RunDirectory] | None = None) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Give access to the files of one run. It holds a path and no open file, so it can be pickled.
@@ -65,6 +73,20 @@ class RunDirectory:
     """
 
     path: Path
+    spec = RunFile("spec.yaml")
+    metrics = RunFile("metrics.jsonl")
+    rollouts = RunFile("rollouts.jsonl")
+    episodes = RunFile("episodes.jsonl")
+    votes = RunFile("votes.jsonl")
+    selfstudy = RunFile("selfstudy.jsonl")
+    documents = RunFile("documents.json")
+    contamination = RunFile("contamination.jsonl")
+    ledger = RunFile("teachers.jsonl")
+    events = RunFile("events.jsonl")
+    checkpoints = RunFile("checkpoints")
+    last_state = RunFile("checkpoints/last-state.safetensors")
+    results = RunFile("results.json")
+    report = RunFile("report.html")
 
     @classmethod
     def create(
@@ -73,7 +95,10 @@ class RunDirectory:
         """Make `root/mesh/<run id>/` and point `latest` to it; mkdir decides a race for the id."""
         started = now or datetime.now(UTC)
         while True:
-            path = root / mesh / new_run_id(started)
+            # Ids sort by start; the suffix separates runs of the same second. It is drawn from the
+            # operating system, so seeded generators stay unchanged.
+            suffix = secrets.token_hex(2)
+            path = root / mesh / f"{started.astimezone(UTC):%Y%m%dT%H%M%SZ}-{suffix}"
             try:
                 path.mkdir(parents=True)
                 break
@@ -108,62 +133,6 @@ class RunDirectory:
     @property
     def id(self) -> str:
         return self.path.name
-
-    @property
-    def spec(self) -> Path:
-        return self.path / "spec.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts.jsonl"
-
-    @property
-    def episodes(self) -> Path:
-        return self.path / "episodes.jsonl"
-
-    @property
-    def votes(self) -> Path:
-        return self.path / "votes.jsonl"
-
-    @property
-    def selfstudy(self) -> Path:
-        return self.path / "selfstudy.jsonl"
-
-    @property
-    def documents(self) -> Path:
-        return self.path / "documents.json"
-
-    @property
-    def contamination(self) -> Path:
-        return self.path / "contamination.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "teachers.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def last_state(self) -> Path:
-        return self.checkpoints / "last-state.safetensors"
-
-    @property
-    def results(self) -> Path:
-        return self.path / "results.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
 
     def make_latest(self) -> None:
         """Replace the link `latest` by renaming a new link over it, so that it always exists."""
@@ -236,12 +205,6 @@ class RunDirectory:
         return dropped
 
 
-def new_run_id(started: datetime) -> str:
-    """Return an id such as `20260726T101530Z-3fa9`. Ids sort by start; the suffix separates runs of
-    the same second. It is drawn from the operating system, so seeded generators stay unchanged."""
-    return f"{started.astimezone(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
-
-
 def outcome(events: Iterable[Mapping[str, Any]]) -> str:
     """Return the outcome of the last start: "finished", "stopped", "failed" or "unfinished"."""
     ends = {"run_started": "unfinished", "stopping": "stopped"}
@@ -252,25 +215,8 @@ def outcome(events: Iterable[Mapping[str, Any]]) -> str:
     return status
 
 
-def phase_means(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return arm -> phase (and "step") -> mean seconds. A step repeated after a resume counts
-    once."""
-    steps: dict[str, dict[int, Mapping[str, float]]] = {}
-    for event in events:
-        if event["event"] == "step" and event.get("seconds"):
-            steps.setdefault(event["arm"], {})[event["step"]] = event["seconds"]
-    return {
-        arm: {
-            name: math.fsum(seconds.get(name, 0.0) for seconds in done.values()) / len(done)
-            for name in (*PHASES, "step")
-        }
-        for arm, done in steps.items()
-    }
-
-
 def _record(row: MetricRow | RolloutRow) -> dict[str, Any]:
-    values = {field.name: getattr(row, field.name) for field in fields(row)}
-    return {name: value for name, value in values.items() if value != {} and value != ()}
+    return {name: value for name, value in vars(row).items() if value != {} and value != ()}
 
 
 def _position(arm: str, step: int) -> tuple[int, int]:

@@ -6,10 +6,11 @@ can be written at any time, also for a run that failed or is still running.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge_run.console import HEADS, arm_cells, duration, number, percent, summary
 from forge_run.formatting import TableSection
@@ -24,7 +25,7 @@ from forge_run.report.template import Block, Row, render, shortened
 from forge_run.report.votes import teachers
 from protocols.files import iter_rows, write_atomically
 from protocols.records.run_files import ARMS, PHASES, TRAINED_ARMS
-from services.run_directory import RunDirectory, outcome, phase_means
+from services.run_directory import RunDirectory, outcome
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,6 +83,22 @@ def write_report(run_path: Path) -> Path:
     name = f"{whole.parent.name} / {whole.name}"
     write_atomically(run.report, render(name, _header(results, events), sections))
     return run.report
+
+
+def phase_means(events: Iterable[Mapping[str, Any]]) -> Means:
+    """Return arm -> phase (and "step") -> mean seconds. A step repeated after a resume counts
+    once."""
+    steps: dict[str, dict[int, Mapping[str, float]]] = {}
+    for event in events:
+        if event["event"] == "step" and event.get("seconds"):
+            steps.setdefault(event["arm"], {})[event["step"]] = event["seconds"]
+    return {
+        arm: {
+            name: math.fsum(seconds.get(name, 0.0) for seconds in done.values()) / len(done)
+            for name in (*PHASES, "step")
+        }
+        for arm, done in steps.items()
+    }
 
 
 def _header(results: Row, events: list[Row]) -> list[Block]:

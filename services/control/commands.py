@@ -36,7 +36,7 @@ class RunCommands:
         self._going = asyncio.Event()
         self._going.set()
         self._checkpoints: list[asyncio.Future[str]] = []
-        self._asked = asyncio.Event()  # wakes a paused run for a new command
+        self._wake = asyncio.Event()  # wakes a paused run for a new command
 
     # -- commands -------------------------------------------------------------------------------
 
@@ -72,15 +72,18 @@ class RunCommands:
 
     async def resume(self) -> None:
         self._refuse_when_over("resume")
-        self._go_on()
+        if not self._going.is_set():
+            self._going.set()
+            self._show(message="")
+            self._wake.set()
 
     async def checkpoint(self) -> str:
         self._refuse_when_over("checkpoint")
-        asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._checkpoints.append(asked)
-        self._asked.set()
+        written: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._checkpoints.append(written)
+        self._wake.set()
         try:
-            return await asyncio.wait_for(asked, CHECKPOINT_SECONDS)
+            return await asyncio.wait_for(written, CHECKPOINT_SECONDS)
         except TimeoutError as error:
             raise RunError(
                 f"no checkpoint within {CHECKPOINT_SECONDS:g} s; is it stalled?"
@@ -90,7 +93,7 @@ class RunCommands:
         if not self._status().done:
             self._stopping = True
             self._show(message="stopping after this step")
-            self._asked.set()
+            self._wake.set()
 
     def events(self, replay: int) -> AsyncIterator[Mapping[str, Any]]:
         return self._recorder.follow(replay)
@@ -104,8 +107,8 @@ class RunCommands:
             self._show(paused=True, message="paused")
             self._recorder.event("paused")
             while not self._going.is_set() and not self._stopping:
-                await self._asked.wait()
-                self._asked.clear()
+                await self._wake.wait()
+                self._wake.clear()
                 await self._write(checkpoint)
             self._show(paused=False, message="")
             self._recorder.event("resumed")
@@ -118,21 +121,15 @@ class RunCommands:
         self._checkpoints.clear()
 
     async def _write(self, checkpoint: Callable[[], Awaitable[str]]) -> None:
-        asked, self._checkpoints = self._checkpoints, []
-        if not asked:
+        waiting, self._checkpoints = self._checkpoints, []
+        if not waiting:
             return
         try:
             name = await checkpoint()
         except BaseException as error:
-            _answer(asked, RunError(f"the checkpoint was not written: {error!r}"))
+            _answer(waiting, RunError(f"the checkpoint was not written: {error!r}"))
             raise
-        _answer(asked, name or RunError("nothing is trained yet: nothing to keep"))
-
-    def _go_on(self) -> None:
-        if not self._going.is_set():
-            self._going.set()
-            self._show(message="")
-            self._asked.set()
+        _answer(waiting, name or RunError("nothing is trained yet: nothing to keep"))
 
     def _refuse_when_over(self, what: str) -> None:
         status = self._status()
@@ -140,8 +137,8 @@ class RunCommands:
             raise RunError(f"cannot {what}: the run has ended ({status.stage})")
 
 
-def _answer(asked: Iterable[asyncio.Future[str]], answer: str | RunError) -> None:
-    for future in asked:
+def _answer(futures: Iterable[asyncio.Future[str]], answer: str | RunError) -> None:
+    for future in futures:
         if future.done():  # the caller cancelled it
             continue
         if isinstance(answer, str):

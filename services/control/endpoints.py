@@ -17,6 +17,7 @@ from pathlib import Path
 from protocols.errors import ControlError, SpecError
 from protocols.files import write_atomically
 from protocols.spec.services import LOOPBACK
+from services.proc_info import has_ended
 from services.run_directory import LATEST, RunDirectory
 
 FILE = "endpoints.json"
@@ -57,7 +58,7 @@ def read_endpoints(run: Path) -> Endpoints:
             "address with --address"
         ) from None
     # Only a process on this host can be seen to be gone.
-    if is_loopback(endpoints.control) and not _is_alive(endpoints.pid):
+    if is_loopback(endpoints.control) and has_ended(endpoints.pid):
         raise not_running(run, f"its controller, process {endpoints.pid}, is gone")
     return endpoints
 
@@ -125,13 +126,3 @@ def read_token(variable: str) -> str:
 
 def _folders(path: Path) -> Iterator[Path]:
     return (child for child in path.glob("*") if child.is_dir())
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's process, which is alive
-        return True
-    return True

@@ -13,10 +13,9 @@ import hmac
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 # Otherwise gRPC's core prints every failed handshake into the run's display.
@@ -44,19 +43,20 @@ MESSAGE_BYTES = 64 * 1024  # the longest request
 _log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class ControlPlane:
-    """Serve one run's `RunControl`: `async with ControlPlane(steering, spec, run_id) as control:`.
+    """Serve one run's `RunControl`: `async with ControlPlane(control, spec, run_id) as plane:`.
 
     `address` is where it listens, with the actual port. Raises SpecError on entry for certificates
     or a token that cannot be read, and for an address that it cannot listen on.
     """
 
-    def __init__(self, steering: RunControl, spec: ControlSpec, run: str) -> None:
+    def __init__(self, control: RunControl, spec: ControlSpec, run: str) -> None:
         self._spec = spec
         self._token = None if spec.token_env is None else read_token(spec.token_env)
-        self._service = ControlServicer(steering, run)
+        self._service = ControlServicer(control, run)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self.address = ""
@@ -99,12 +99,7 @@ class ControlPlane:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     def _listen(self, server: grpc.aio.Server) -> str:
@@ -127,50 +122,38 @@ class ControlPlane:
 class ControlServicer(control_pb2_grpc.ControlServicer):
     """Implement the calls of control.proto; method names follow that file."""
 
-    def __init__(self, steering: RunControl, run: str) -> None:
-        self._steering = steering
+    def __init__(self, control: RunControl, run: str) -> None:
+        self._control = control
         self._run = run
         self.ending = asyncio.Event()
 
-    async def Status(
-        self, request: pb.StatusRequest, context: grpc.aio.ServicerContext
-    ) -> pb.StatusResponse:
-        status = await self._ask(context, self._steering.status)
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
+        status = await self._ask(context, self._control.status)
         return pb.StatusResponse(run=self._run, status=run_message(status))
 
-    async def Scale(
-        self, request: pb.ScaleRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ScaleResponse:
-        pool = await self._ask(
-            context, lambda: self._steering.scale(request.role, request.replicas)
-        )
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
+        pool = await self._ask(context, lambda: self._control.scale(request.role, request.replicas))
         return pb.ScaleResponse(pool=pool_message(pool))
 
-    async def Pause(
-        self, request: pb.PauseRequest, context: grpc.aio.ServicerContext
-    ) -> pb.PauseResponse:
-        await self._ask(context, self._steering.pause)
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
+        await self._ask(context, self._control.pause)
         return pb.PauseResponse()
 
-    async def Resume(
-        self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ResumeResponse:
-        await self._ask(context, self._steering.resume)
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
+        await self._ask(context, self._control.resume)
         return pb.ResumeResponse()
 
     async def Checkpoint(
-        self, request: pb.CheckpointRequest, context: grpc.aio.ServicerContext
+        self, request: pb.CheckpointRequest, context: Context
     ) -> pb.CheckpointResponse:
-        name = await self._ask(context, self._steering.checkpoint, CHECKPOINT_SECONDS)
+        name = await self._ask(context, self._control.checkpoint, CHECKPOINT_SECONDS)
         return pb.CheckpointResponse(name=name)
 
-    async def Stop(
-        self, request: pb.StopRequest, context: grpc.aio.ServicerContext
-    ) -> pb.StopResponse:
-        await self._ask(context, self._steering.stop)
+    async def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopResponse:
+        await self._ask(context, self._control.stop)
         return pb.StopResponse()
 
-    async def Events(self, request: pb.EventsRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Events(self, request: pb.EventsRequest, context: Context) -> None:
         await self._check_run(context)
         sending = asyncio.create_task(self._send(request.replay, context))
         ending = asyncio.create_task(self.ending.wait())
@@ -185,11 +168,17 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         if error is not None:
             await _refuse(context, error)
 
-    async def _send(self, replay: int, context: grpc.aio.ServicerContext) -> None:
-        events = self._steering.events(replay)
+    async def _send(self, replay: int, context: Context) -> None:
+        events = self._control.events(replay)
         try:
             async for event in events:
-                await context.write(_event_message(event))
+                moment = Timestamp()
+                moment.FromDatetime(datetime.fromisoformat(event["time"]))
+                fields = {key: v for key, v in event.items() if key not in ("time", "event")}
+                text = json.dumps(fields, ensure_ascii=False)
+                await context.write(
+                    pb.EventsResponse(time=moment, event=event["event"], fields_json=text)
+                )
         finally:
             # Close a generator here, not whenever it is garbage-collected.
             if (close := getattr(events, "aclose", None)) is not None:
@@ -197,7 +186,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def _ask(
         self,
-        context: grpc.aio.ServicerContext,
+        context: Context,
         question: Callable[[], Awaitable[Answer]],
         seconds: float = CALL_SECONDS,
     ) -> Answer:
@@ -209,7 +198,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except Exception as error:
             await _refuse(context, error)
 
-    async def _check_run(self, context: grpc.aio.ServicerContext) -> None:
+    async def _check_run(self, context: Context) -> None:
         """Refuse a call that is meant for another run: a dead run's endpoints.json may name the
         port of this one."""
         meant = dict(context.invocation_metadata() or ()).get(RUN_KEY, self._run)
@@ -245,7 +234,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(_no_token)
 
 
-async def _no_token(request: object, context: grpc.aio.ServicerContext) -> NoReturn:
+async def _no_token(request: object, context: Context) -> NoReturn:
     await context.abort(
         grpc.StatusCode.UNAUTHENTICATED,
         "the run's token must come with every call, as the metadata authorization: Bearer TOKEN; "
@@ -253,7 +242,7 @@ async def _no_token(request: object, context: grpc.aio.ServicerContext) -> NoRet
     )
 
 
-async def _refuse(context: grpc.aio.ServicerContext, error: BaseException) -> NoReturn:
+async def _refuse(context: Context, error: BaseException) -> NoReturn:
     """End the call with the status for the error. The text of an unexpected error goes to the run's
     log and not to the client."""
     if isinstance(error, SpecError | DataError):
@@ -267,16 +256,6 @@ async def _refuse(context: grpc.aio.ServicerContext, error: BaseException) -> No
     _log.error("a call of the control plane failed", exc_info=error)
     await context.abort(
         grpc.StatusCode.INTERNAL, "the run could not answer; the controller's log says why"
-    )
-
-
-def _event_message(event: Mapping[str, Any]) -> pb.EventsResponse:
-    """Convert an event `{"time": "2026-07-26T10:15:42.120Z", "event": "step", "arm": ...}`."""
-    moment = Timestamp()
-    moment.FromDatetime(datetime.fromisoformat(event["time"]))
-    fields = {key: value for key, value in event.items() if key not in ("time", "event")}
-    return pb.EventsResponse(
-        time=moment, event=event["event"], fields_json=json.dumps(fields, ensure_ascii=False)
     )
 
 

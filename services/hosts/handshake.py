@@ -18,8 +18,11 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from typing import Self
+
+from pydantic import TypeAdapter, ValidationError
 
 from protocols.errors import RunError
 from protocols.spec.hosts import ADDRESS
@@ -71,14 +74,8 @@ def host_and_port(address: str) -> tuple[str, int]:
 def parse_hello(body: bytes) -> WorkerInfo:
     """Parse worker info. Raises ValueError for anything else."""
     try:
-        told = json.loads(body)
-        return WorkerInfo(
-            {str(k): str(v) for k, v in told["versions"].items()},
-            str(told["incarnation"]),
-            bool(told["draining"]),
-            str(told["address"]),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return TypeAdapter(WorkerInfo).validate_json(body)
+    except ValidationError as error:
         raise ValueError(f"not a worker's hello: {body[:80]!r}") from error
 
 
@@ -144,14 +141,9 @@ class WorkerInfoServer:
             def log_message(self, format: str, *args: object) -> None:
                 pass  # once a second, from every controller
 
-        class WorkerInfoListener(ThreadingHTTPServer):
+        class WorkerInfoListener(ThreadingTCPServer):  # HTTPServer looks up its name in DNS
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            daemon_threads = True
-
-            def server_bind(self) -> None:  # without the look-up of this host's name in DNS
-                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                self.socket.bind(self.server_address)
-                self.server_address = self.socket.getsockname()
+            allow_reuse_address = daemon_threads = True
 
         try:
             self._server = WorkerInfoListener((host.strip("[]"), port), WorkerInfoHandler)

@@ -78,7 +78,7 @@ class KubernetesHosts:
             self._connect(), selector(instance(self._run), self._roles)
         )
         await asyncio.to_thread(follower.begin, asyncio.get_running_loop())
-        lives: frozenset[tuple[str, int]] = frozenset()
+        attached: frozenset[tuple[str, int]] = frozenset()
         known: tuple[HostWorker, ...] | None = None
         pods: Sequence[Pod] = ()
         trouble: RunError | None = None
@@ -93,7 +93,7 @@ class KubernetesHosts:
                 for news in batch:
                     if not isinstance(news, RunError):
                         pods, trouble = news, None
-                        lives = attachable(pods, lives)
+                        attached = attachable(pods, attached)
                     elif known is None and isinstance(news, ApiRefusal):
                         raise news
                     else:
@@ -102,7 +102,7 @@ class KubernetesHosts:
                         trouble = news
                 if known is None and missing(pods, self._wanted, self._space):
                     continue
-                now = workers(pods, lives, self._roles)
+                now = workers(pods, attached, self._roles)
                 if now != known:
                     known = now
                     yield now
@@ -160,10 +160,10 @@ class KubernetesHosts:
                     "deploy/k8s/overlays/cpu`"
                 )
             )
-        told = "".join(f"\n  {line}" for line in lines)
+        listed = "".join(f"\n  {line}" for line in lines)
         return RunError(
             f"not all pods in namespace {self._space} were ready within {limit_s:g} s; correct "
-            f"what they lack, or raise spawn_timeout_s:{told}"
+            f"what they lack, or raise spawn_timeout_s:{listed}"
         )
 
     # -- MonarchMeshes of the run ---------------------------------------------------------------
@@ -207,7 +207,7 @@ class KubernetesHosts:
                 raise
             except AlreadyExists:
                 found = await asyncio.to_thread(self._api.mesh, name)
-            if found is not None and not _is_leaving(found):
+            if found is not None and "deletionTimestamp" not in found["metadata"]:
                 if self._is_ours(found):
                     return  # made by an attempt whose answer was lost
                 await self._take_over(found)
@@ -224,8 +224,8 @@ class KubernetesHosts:
         metadata = found["metadata"]
         for owner in metadata.get("ownerReferences", ()):
             pod = await asyncio.to_thread(self._api.pod, owner["name"])
-            gone = pod is None or pod["metadata"]["uid"] != owner["uid"]
-            if gone or (pod or {})["status"].get("phase") in ("Succeeded", "Failed"):
+            ended = pod is None or pod["metadata"]["uid"] != owner["uid"]
+            if ended or (pod or {})["status"].get("phase") in ("Succeeded", "Failed"):
                 await asyncio.to_thread(self._api.delete, metadata["name"], metadata["uid"])
                 return
         raise RunError(
@@ -251,10 +251,6 @@ class KubernetesHosts:
                 failed.append(error)
         if failed:
             raise failed[0]
-
-
-def _is_leaving(found: Object) -> bool:
-    return "deletionTimestamp" in found["metadata"]
 
 
 @dataclass

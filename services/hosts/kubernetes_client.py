@@ -55,7 +55,7 @@ class KubernetesClient:
 
         self.namespace = namespace
         settings = client.Configuration()
-        settings.retries = False  # `_asked` retries, with a bound
+        settings.retries = False  # `_call` retries, with a bound
         settings.connection_pool_maxsize = 4
         _configure(settings, context)
         self.server: str = settings.host
@@ -67,7 +67,7 @@ class KubernetesClient:
 
     def pods(self, selector: str) -> tuple[list[Object], str]:
         """Return every pod of a selector, and the version from which to watch them."""
-        found = self._asked(
+        found = self._call(
             "list", "pods", "", self._core.list_namespaced_pod, self.namespace,
             label_selector=selector,
         )  # fmt: skip
@@ -126,11 +126,11 @@ class KubernetesClient:
     def create(self, mesh: Object) -> None:
         """Create a MonarchMesh. Raises AlreadyExists."""
         call = self._custom.create_namespaced_custom_object
-        self._asked("create", MESHES, mesh["metadata"]["name"], call, *self._meshes, mesh)
+        self._call("create", MESHES, mesh["metadata"]["name"], call, *self._meshes, mesh)
 
     def scale(self, name: str, replicas: int) -> None:
         """Set the number of pods that the operator keeps of a MonarchMesh."""
-        self._asked(
+        self._call(
             "patch", MESHES, name, self._custom.patch_namespaced_custom_object,
             *self._meshes, name, {"spec": {"replicas": replicas}},
             _content_type="application/merge-patch+json",
@@ -160,11 +160,11 @@ class KubernetesClient:
 
     def _found(self, *args: Any, **kwargs: Any) -> Object | None:
         try:
-            return self._asked(*args, **kwargs)
+            return self._call(*args, **kwargs)
         except ObjectMissing:
             return None
 
-    def _asked(
+    def _call(
         self, verb: str, resource: str, name: str, call: Callable[..., Any], *args: Any, **kw: Any
     ) -> Object:
         """Return the answer as a dict, with retries, to a call that may be repeated."""
@@ -196,8 +196,8 @@ class KubernetesClient:
                 failure = self._error(status, body, verb, resource, name)
                 if status not in AGAIN:
                     raise failure
-            asked = headers.get("Retry-After", "")
-            wait = max(pause, float(asked)) if asked.isdecimal() else pause
+            retry_after = headers.get("Retry-After", "")
+            wait = max(pause, float(retry_after)) if retry_after.isdecimal() else pause
             if time.monotonic() + wait > end or self.wait(wait):
                 raise failure
             pause *= 2

@@ -15,7 +15,7 @@ from typing import Any
 from deploy.manifests.objects import DOMAIN, PART_OF, WORKER_PORT, dashed, mesh_name
 from services.hosts.source import HostWorker
 
-Life = tuple[str, int]
+Incarnation = tuple[str, int]
 
 REMEDIES = {
     "Unschedulable": "add nodes, or ask for less in the mesh file",
@@ -49,7 +49,7 @@ class Pod:
     message: str = ""
 
     @property
-    def life(self) -> Life:
+    def incarnation(self) -> Incarnation:
         return self.uid, self.restarts
 
     @property
@@ -124,21 +124,22 @@ def _ended(state: Mapping[str, Any]) -> str:
     return f"ended with exit code {end.get('exitCode')} ({end.get('reason')})" if end else ""
 
 
-def attachable(pods: Iterable[Pod], before: frozenset[Life]) -> frozenset[Life]:
+def attachable(pods: Iterable[Pod], before: frozenset[Incarnation]) -> frozenset[Incarnation]:
     """Return the (uid, restarts) of pods to attach to: those that run, and are ready or were
     `before`.
 
     A probe that fails for a while on a busy node ends no replica; only missing heartbeats do.
     """
-    return frozenset(p.life for p in pods if p.runs and p.ip and (p.ready or p.life in before))
+    running = (p for p in pods if p.runs and p.ip)
+    return frozenset(p.incarnation for p in running if p.ready or p.incarnation in before)
 
 
 def workers(
-    pods: Iterable[Pod], lives: frozenset[Life], roles: Iterable[str]
+    pods: Iterable[Pod], attached: frozenset[Incarnation], roles: Iterable[str]
 ) -> tuple[HostWorker, ...]:
-    """Return the workers of `lives` in the order of `roles`, then by ordinal."""
+    """Return the workers of `attached` in the order of `roles`, then by ordinal."""
     order = {dashed(role): (place, role) for place, role in enumerate(roles)}
-    found = [p for p in pods if p.life in lives and p.component in order]
+    found = [p for p in pods if p.incarnation in attached and p.component in order]
     found.sort(key=lambda p: (order[p.component][0], p.ordinal, p.name))
     return tuple(
         HostWorker(p.name, address(p.ip), order[p.component][1], capacity=1) for p in found

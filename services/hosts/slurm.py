@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, TypeVar
 from protocols.errors import RunError, SpecError
 from protocols.spec.hosts import SlurmSpec
 from protocols.spec.mesh import RunSpec
-from services.hosts.source import LINK_ENVIRONMENT, HostWorker
+from services.hosts.source import LINK_ENVIRONMENT, HostWorker, finish
 from services.hosts.worker import PORT
 
 if TYPE_CHECKING:
@@ -181,12 +181,12 @@ class SlurmHosts:
         last = NOBODY
         begun = time.monotonic()
         while True:
-            told = await self._look()
-            last = told or last
+            found = await self._look()
+            last = found or last
             waited = time.monotonic() - begun
             if last.state in RUNS:
                 return
-            unlisted = last is NOBODY and (told is None or waited < LIST_SECONDS)
+            unlisted = last is NOBODY and (found is None or waited < LIST_SECONDS)
             if last.state not in WAITS and not unlisted:
                 raise RunError(
                     f"the Slurm job {last.job} ended before it began: {last}; what the nodes "
@@ -228,13 +228,13 @@ class SlurmHosts:
             # Without a path, SlurmJob writes no copy of itself to .monarch/.
             state = await in_thread(partial(job.state, cached_path=None))
             meshes = [getattr(state, f"host{i}") for i in range(self._spec.nodes)]
-            await asyncio.gather(*(initialized(mesh) for mesh in meshes))
+            await asyncio.gather(*(finish(mesh.initialized) for mesh in meshes))
             return meshes
         except Exception as error:  # any error of Slurm's JSON or Monarch's sockets
-            standing = await self._look()
+            found = await self._look()
             # SlurmJob itself cancels the job, and its error has the reason.
-            if standing is not None and standing.state not in RUNS | {"CANCELLED"}:
-                raise self._end(standing) from error
+            if found is not None and found.state not in RUNS | {"CANCELLED"}:
+                raise self._end(found) from error
             raise RunError(
                 f"the nodes of the Slurm job were not attached ({error!r:.200}); SlurmJob reads "
                 f"the JSON of Slurm 24.05 and newer; what the nodes wrote is in {self._logs}"
@@ -243,32 +243,28 @@ class SlurmHosts:
     async def _ended(self) -> None:
         """Raise RunError once squeue reports that the job no longer runs."""
         while True:
-            standing = await self._look()
-            if standing is not None and standing.state not in RUNS:
-                raise self._end(standing)
+            found = await self._look()
+            if found is not None and found.state not in RUNS:
+                raise self._end(found)
             await asyncio.sleep(WATCH_SECONDS)
 
-    def _end(self, standing: QueuedJob) -> RunError:
+    def _end(self, found: QueuedJob) -> RunError:
         return RunError(
-            f"the Slurm job ended: {standing}; go on with --resume, which submits a new one "
+            f"the Slurm job ended: {found}; go on with --resume, which submits a new one "
             f"(hosts.slurm.time_limit is {self._spec.time_limit or 'the default'}; what the nodes "
             f"wrote is in {self._logs})"
         )
 
     async def _look(self) -> QueuedJob | None:
         """Return the job's state; None when squeue fails, as it does when it is busy."""
-        told = await ask("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r|%j")
-        if told is None:
+        output = await ask("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r|%j")
+        if output is None:
             return None
-        for line in told.splitlines():
+        for line in output.splitlines():
             job, state, reason, name = line.strip().split("|", 3)
             if name.startswith(self._name):
                 return QueuedJob(job, state, reason)
         return NOBODY
-
-
-async def initialized(mesh: HostMesh) -> None:
-    await mesh.initialized
 
 
 async def ask(*command: str) -> str | None:

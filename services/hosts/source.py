@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from protocols.errors import RunError
 
@@ -88,21 +88,22 @@ class AddressedHosts:
         pass
 
 
-async def attach(workers: Sequence[str], timeout_s: float = 30.0) -> list[HostMesh]:
-    """Return a mesh for each worker `tcp://host:port`. Raises RunError that names a silent one."""
+async def attach(worker: str, timeout_s: float = 30.0) -> HostMesh:
+    """Return the mesh of the worker at `tcp://host:port`. Raises RunError when it is silent."""
     from monarch.actor import attach_to_workers  # imported late: it reads the environment
 
-    meshes = [attach_to_workers(ca="trust_all_connections", workers=[w]) for w in workers]
+    mesh = attach_to_workers(ca="trust_all_connections", workers=[worker])
+    try:
+        async with asyncio.timeout(timeout_s):
+            await mesh.initialized
+    except Exception as error:  # however it fails, the remedy is the same
+        raise RunError(
+            f"the worker at {worker} was not attached within {timeout_s:g} s ({error!r:.200}); "
+            "check that it runs the same Monarch version and is reached from here"
+        ) from error
+    return mesh
 
-    async def initialized(worker: str, mesh: HostMesh) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await mesh.initialized
-        except Exception as error:  # however it fails, the remedy is the same
-            raise RunError(
-                f"the worker at {worker} was not attached within {timeout_s:g} s ({error!r:.200}); "
-                "check that it runs the same Monarch version and is reached from here"
-            ) from error
 
-    await asyncio.gather(*(initialized(w, m) for w, m in zip(workers, meshes, strict=True)))
-    return meshes
+async def finish(future: Any) -> Any:
+    """Await a Monarch future in a coroutine, which asyncio can bound."""
+    return await future

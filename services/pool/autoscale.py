@@ -16,28 +16,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from protocols.spec.services import AutoscaleSpec
 
-
-@dataclass(frozen=True)
-class LoadHistory:
-    """Hold the loads of a pool as (start in seconds, requests), oldest first, without equal
-    neighbours; each holds until the next. `LoadHistory(((0.0, 4), (2.5, 9)))`; empty at first."""
-
-    seen: tuple[tuple[float, int], ...] = ()
+Loads = tuple[tuple[float, int], ...]
+"""The loads of a pool as (start in seconds, requests), oldest first, without equal neighbours; each
+holds until the next: `((0.0, 4), (2.5, 9))`; empty at first."""
 
 
 def decide(
-    loads: LoadHistory, now_s: float, load: int, replicas: int, spec: AutoscaleSpec
-) -> tuple[LoadHistory, int]:
+    seen: Loads, now_s: float, load: int, replicas: int, spec: AutoscaleSpec
+) -> tuple[Loads, int]:
     """Return the history with this load added, and how many replicas the pool should have now.
 
     `now_s` is of a monotonic clock. `load` counts the pool's ongoing and waiting requests.
     `replicas` is its last target, whether all have started or not.
     """
-    seen = loads.seen
     if not seen or seen[-1][1] != load:
         seen = (*seen, (now_s, load))
     # The load in force when the longer delay began is the oldest that still counts.
@@ -53,10 +47,10 @@ def decide(
         wanted = math.ceil(least / spec.target_ongoing)
     elif greatest is not None and greatest < per_size * (1 - spec.tolerance):
         wanted = math.ceil(greatest / spec.target_ongoing)
-    return LoadHistory(seen), min(max(wanted, spec.min), spec.max)
+    return seen, min(max(wanted, spec.min), spec.max)
 
 
-def _during(seen: tuple[tuple[float, int], ...], begin: float) -> Iterable[int]:
+def _during(seen: Loads, begin: float) -> Iterable[int]:
     """Return the loads from `begin` on, or none when the history starts after `begin`."""
     if seen[0][0] > begin:
         return []

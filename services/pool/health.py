@@ -33,13 +33,6 @@ class HealthState:
         return self.state is ReplicaState.HEALTHY
 
 
-def judge(silent_s: float, spec: HealthSpec) -> ReplicaState:
-    """Return HEALTHY, SUSPECT or DEAD by the seconds since a serving replica's last heartbeat."""
-    if silent_s < spec.suspect_after_s:
-        return ReplicaState.HEALTHY
-    return ReplicaState.SUSPECT if silent_s < spec.dead_after_s else ReplicaState.DEAD
-
-
 def refitted(life: HealthState) -> HealthState:
     """Return the state after all missed updates were sent: a starting process becomes HEALTHY."""
     starting = life.state is ReplicaState.DEAD and not life.over
@@ -51,10 +44,12 @@ def silent(life: HealthState, silent_s: float, spec: HealthSpec) -> HealthState:
 
     A starting process is unchanged: the start's own timeout bounds it.
     """
-    judged = judge(silent_s, spec)
-    if judged is ReplicaState.DEAD and life.state is not ReplicaState.DEAD:
+    if silent_s >= spec.dead_after_s and life.state is not ReplicaState.DEAD:
         return lost(life)
-    return HealthState(judged) if life.state in IN_SERVICE else life
+    if life.state not in IN_SERVICE:
+        return life
+    doubted = silent_s >= spec.suspect_after_s
+    return HealthState(ReplicaState.SUSPECT if doubted else ReplicaState.HEALTHY)
 
 
 def drained(life: HealthState) -> HealthState:

@@ -18,7 +18,7 @@ from typing import Any
 from protocols.errors import ForgeError, PlaneError, RunError
 from protocols.records.status import ReplicaState
 from protocols.spec.services import HealthSpec
-from services.pool.autoscale import LoadHistory
+from services.pool.autoscale import Loads
 from services.pool.health import IN_SERVICE, drained, refitted
 from services.pool.pool import Pool
 from services.pool.process import ReplicaProcess, by_rank
@@ -43,7 +43,7 @@ class PoolTemplate:
     args: tuple[Any, ...]
     prepare: Prepare | None
     check: Check | None = None
-    loads: LoadHistory = field(default_factory=LoadHistory)
+    loads: Loads = ()
     scaling: asyncio.Lock = field(default_factory=asyncio.Lock)
     refused: str = ""  # error of the last scaling by load
     wait: float = 0.0  # time (monotonic seconds) before which no scaling by load is tried
@@ -115,11 +115,12 @@ class ReplicaLifecycle:
             drained_away = replica not in pool.replicas or replica.state is ReplicaState.DRAINING
             if self._stopping or drained_away:
                 return
-            process = replica.process
             if isinstance(error, ForgeError) and not isinstance(error, RunError | PlaneError):
                 return self._fail(error)  # a user's mistake: another try would fail the same way
             replica.end(replica.ended or last_line(error))
-            if not pool.served and process is not None and self._is_well(replica, process):
+            p = replica.process
+            lost = p is None or p.ended_pid() or p.given_up or self.lost_host(replica)
+            if not pool.served and not lost:
                 return self._fail(RunError(f"{replica.name} does not start: {replica.ended}"))
             await self._bury(pool, replica)
             return
@@ -203,9 +204,7 @@ class ReplicaLifecycle:
                     f"are used up; the last reason: {replica.ended}"
                 )
             )
-        successor = Replica(pool.role, replica.slot, replica.generation + 1)
-        pool.replicas.append(successor)
-        pool.replicas.sort(key=lambda r: r.slot)
+        successor = _add_successor(pool, replica)
         if replica.process is None:  # no process started: pause before the next try
             await asyncio.sleep(RETRY_SECONDS)
         await self._live(pool, successor)
@@ -240,10 +239,7 @@ class ReplicaLifecycle:
             for replica in [r for r in _staying(pool) if r.process in leaving]:
                 replica.life = drained(replica.life)
                 self._note("replica_moved", role=pool.role, replica=replica.name)
-                successor = Replica(pool.role, replica.slot, replica.generation + 1)
-                pool.replicas.append(successor)
-                pool.replicas.sort(key=lambda r: r.slot)
-                self.begin(self._hand_over(pool, replica, successor))
+                self.begin(self._hand_over(pool, replica, _add_successor(pool, replica)))
 
     async def _hand_over(self, pool: Pool, replica: Replica, successor: Replica) -> None:
         """Drain a replica and start its successor. Both run at once, unless the role has a
@@ -256,9 +252,7 @@ class ReplicaLifecycle:
 
     async def _move(self, pool: Pool, replica: Replica) -> None:
         """Start a replica's successor on another host, and drain the replica once that serves."""
-        successor = Replica(pool.role, replica.slot, replica.generation + 1)
-        pool.replicas.append(successor)
-        pool.replicas.sort(key=lambda r: r.slot)
+        successor = _add_successor(pool, replica)
         try:
             await self._start(pool, successor, self.roles[pool.role], replica.process)
         except Exception as error:
@@ -281,9 +275,6 @@ class ReplicaLifecycle:
         if not self.failure.done():
             self.failure.set_exception(error)
 
-    def _is_well(self, replica: Replica, process: ReplicaProcess) -> bool:
-        return not (process.gone() or process.given_up or self.lost_host(replica))
-
     def lost_host(self, replica: Replica) -> bool:
         """Return whether a remote replica, starting or not, was silent for `dead_after_s`. The end
         of a remote process is never seen, so silence counts as loss."""
@@ -302,6 +293,14 @@ class ReplicaLifecycle:
         if not task.cancelled() and (error := task.exception()) is not None:
             # No task raises for the loss of a replica, so this is a bug in this package.
             self._fail(RunError(f"the service failed: {error!r}"))
+
+
+def _add_successor(pool: Pool, replica: Replica) -> Replica:
+    """Add the replica's next generation to the pool, in the same slot, and return it."""
+    successor = Replica(pool.role, replica.slot, replica.generation + 1)
+    pool.replicas.append(successor)
+    pool.replicas.sort(key=lambda r: r.slot)
+    return successor
 
 
 def _staying(pool: Pool) -> list[Replica]:

@@ -32,7 +32,6 @@ from services.pool.process import ProcessHost
 from services.pool.process_manager import ProcessManager
 
 POLL_SECONDS = 1.0  # between two queries of a worker's info
-ATTACH_SECONDS = 30.0
 FIRST_SECONDS = 10.0  # for workers that are being started beside the run
 CLOSE_SECONDS = 5.0  # for a source to give back what it made
 
@@ -42,11 +41,11 @@ Begin = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
 @dataclass(eq=False)
 class HostMember:
-    """Hold a worker of the source. `gone` is set once the source no longer has it; `joined`
+    """Hold a worker of the source. `removed` is set once the source no longer has it; `joined`
     resolves when the first attach succeeded or failed."""
 
     worker: HostWorker
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    removed: asyncio.Event = field(default_factory=asyncio.Event)
     joined: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -100,17 +99,17 @@ class HostMembership:
             self._note("failed", error="hosts", message=f"the hosts were not given back: {why}")
 
     async def _keep_up(self, answers: AsyncGenerator[tuple[HostWorker, ...]]) -> None:
-        told = ""
+        noted = ""
         while True:
             try:
                 async for workers in answers:
-                    told = ""
+                    noted = ""
                     self._follow(workers)
                 return
             except ForgeError as error:  # the run continues with its present hosts
-                if str(error) != told:
-                    told = str(error)
-                    self._note("failed", error="hosts", message=told)
+                if str(error) != noted:
+                    noted = str(error)
+                    self._note("failed", error="hosts", message=noted)
             finally:
                 await answers.aclose()
             await asyncio.sleep(POLL_SECONDS)
@@ -120,7 +119,7 @@ class HostMembership:
         # By address too: a replaced pod has the name of the one before.
         there = {(w.name, w.address): w for w in workers}
         for key in [key for key in self._members if key not in there]:
-            self._members.pop(key).gone.set()
+            self._members.pop(key).removed.set()
         for key, worker in there.items():
             if key not in self._members:
                 self._members[key] = HostMember(worker)
@@ -130,9 +129,9 @@ class HostMembership:
 
     async def _attend(self, member: HostMember) -> None:
         """Follow one worker through all its restarts, for as long as the source has it."""
-        worker, told = member.worker, ""
+        worker, noted = member.worker, ""
         patience = time.monotonic() + FIRST_SECONDS
-        while not member.gone.is_set():
+        while not member.removed.is_set():
             try:
                 hello, host = await self._join(worker)
             except RunError as error:
@@ -143,12 +142,12 @@ class HostMembership:
                     member.joined.set_exception(error)
                     member.joined.exception()  # mark as retrieved: `open` awaits the first only
                 # Note an unreachable worker once, not every second.
-                if str(error) != told and not (told and isinstance(error, WorkerUnreachable)):
-                    told = str(error)
-                    self._note("host_refused", host=worker.name, reason=told)
+                if str(error) != noted and not (noted and isinstance(error, WorkerUnreachable)):
+                    noted = str(error)
+                    self._note("host_refused", host=worker.name, reason=noted)
                 await self._pause(member)
                 continue
-            told = "away"
+            noted = "away"
             self._processes.arrange(self._order)
             self._note("host_joined", host=worker.name, role=worker.role)
             if not member.joined.done():
@@ -169,25 +168,24 @@ class HostMembership:
             raise WorkerUnreachable(f"the worker at {worker.address} is draining; start it again")
         # By the host just reached: the worker's own name may not be in DNS yet.
         reached, port = host_and_port(worker.address)[0], host_and_port(hello.address)[1]
-        [mesh] = await attach([f"tcp://{reached}:{port}"], ATTACH_SECONDS)
-        return hello, self._processes.join(worker, mesh)
+        return hello, self._processes.join(worker, await attach(f"tcp://{reached}:{port}"))
 
     async def _stay(self, member: HostMember, hello: WorkerInfo | None) -> tuple[str, str]:
         """Wait until the worker is to be left; return the event to note and the reason."""
         address, name = member.worker.address, member.worker.name
-        heard, silent = time.monotonic(), False
-        while not member.gone.is_set():
+        answered, silent = time.monotonic(), False
+        while not member.removed.is_set():
             await self._pause(member)
             if hello is None:
                 continue
             try:
                 now = await ask_hello(address)
             except WorkerUnreachable as error:
-                if not silent and time.monotonic() - heard > self._silent_s:
+                if not silent and time.monotonic() - answered > self._silent_s:
                     silent = True
                     self._note("host_lost", host=name, reason=str(error), seconds=0.0)
                 continue
-            heard = time.monotonic()
+            answered = time.monotonic()
             if now.incarnation != hello.incarnation:
                 return "host_lost", "it was started again"
             if now.draining:
@@ -199,4 +197,4 @@ class HostMembership:
 
     async def _pause(self, member: HostMember) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(member.gone.wait(), POLL_SECONDS)
+            await asyncio.wait_for(member.removed.wait(), POLL_SECONDS)

@@ -1,4 +1,7 @@
-"""Hold a replica's process, or its ranks, each with a heartbeat actor, and the host they run on."""
+"""Hold a replica's process, or its ranks, each with a heartbeat actor, and the host they run on.
+
+Check the files that several hosts must share: the run directory and the model.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,17 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from monarch.actor import HostMesh, ProcMesh
 
-from actors.heartbeat import Heartbeat
+from actors.heartbeat import Heartbeat, digest
 from protocols.errors import RunError
-from services.hosts.source import HostWorker
-from services.pool.placement import Slot
+from services.hosts.source import HostWorker, finish
 from services.proc_info import has_ended
 
+LOOK_SECONDS = 30.0  # a shared file system may be slow on first access
 STOP_SECONDS = 3.0  # an idle process stops in 0.5 s, a computing one after its computation
 
 T = TypeVar("T")
@@ -27,26 +31,26 @@ T = TypeVar("T")
 @dataclass(eq=False)
 class ReplicaProcess:
     """Hold one process, or `ranks` of one host that start and end together. It has answered when
-    all ranks have, and is gone when any rank is. `pids` is empty until all have answered; `heard`
-    is the last time they did (monotonic seconds). `given_up` is set once Monarch reports the
-    process lost, which it may also do for one that was paused too long. `gpus` are the devices of
-    the host that it sees; `taken` is set once a replica uses it."""
+    all ranks have, and has ended when any rank has. `pids` is empty until all have answered;
+    `last_beat` is the last time they did (monotonic seconds). `given_up` is set once Monarch
+    reports the process lost, which it may also do for one that was paused too long. `gpus` are the
+    devices of the host that it sees; `taken` is set once a replica uses it."""
 
     name: str
     host: str
     procs: ProcMesh
-    pulses: Sequence[Any]
+    heartbeats: Sequence[Any]
     local: bool
     gpus: tuple[int, ...] = ()
     taken: bool = False
     pids: tuple[int, ...] = ()
     given_up: bool = False
-    heard: float = field(default_factory=time.monotonic)
+    last_beat: float = field(default_factory=time.monotonic)
 
     @property
-    def pulse(self) -> Any:
+    def heartbeat(self) -> Any:
         """Return the heartbeat actor of the process, or of rank 0."""
-        return self.pulses[0]
+        return self.heartbeats[0]
 
     @property
     def pid(self) -> int:
@@ -55,17 +59,17 @@ class ReplicaProcess:
 
     @property
     def silent_s(self) -> float:
-        return time.monotonic() - self.heard
+        return time.monotonic() - self.last_beat
 
     async def beat(self) -> int:
         """Send a heartbeat to all ranks and return their resident memory in bytes."""
         beats: list[Heartbeat] = await asyncio.gather(
-            *(finish(p.beat.call_one()) for p in self.pulses)
+            *(finish(p.beat.call_one()) for p in self.heartbeats)
         )
-        self.pids, self.heard = tuple(beat.pid for beat in beats), time.monotonic()
+        self.pids, self.last_beat = tuple(beat.pid for beat in beats), time.monotonic()
         return sum(beat.memory_bytes for beat in beats)
 
-    def gone(self) -> int:
+    def ended_pid(self) -> int:
         """Return the id of a local process that has ended, 0 for none. Remote ends are not seen."""
         return next((pid for pid in self.pids if has_ended(pid)), 0) if self.local else 0
 
@@ -83,14 +87,15 @@ class ReplicaProcess:
 
 @dataclass(eq=False)
 class ProcessHost:
-    """Hold a host on which processes are started. `trial` runs while the host is suspect, and ends
-    once a process has started there again. `gates` are resolved when the host becomes suspect or is
-    left. Processes of a `local` host can be killed, and their ends are seen."""
+    """Hold a host on which processes are started, and its `processes`, also those that start or
+    end. `trial` runs while the host is suspect, and ends once a process has started there again.
+    `gates` are resolved when the host becomes suspect or is left. Processes of a `local` host can
+    be killed, and their ends are seen."""
 
     worker: HostWorker
     mesh: HostMesh
     local: bool
-    living: list[ReplicaProcess] = field(default_factory=list)
+    processes: list[ReplicaProcess] = field(default_factory=list)
     gates: set[asyncio.Future[None]] = field(default_factory=set)
     trial: asyncio.Task[None] | None = None
 
@@ -99,9 +104,16 @@ class ProcessHost:
         return self.worker.name
 
     @property
-    def spot(self) -> Slot:
-        role, capacity = self.worker.role, self.worker.capacity
-        return Slot(role, capacity, len(self.living), self.trial is None)
+    def well(self) -> bool:
+        return self.trial is None
+
+    @property
+    def has_room(self) -> bool:
+        return not self.worker.capacity or len(self.processes) < self.worker.capacity
+
+    def fits(self, role: str) -> bool:
+        """Return whether a process of that role ("" for a spare) may ever start there."""
+        return self.worker.role in ("", role) and bool(role or not self.worker.capacity)
 
     def open_gates(self) -> None:
         """Wake all tasks that wait for this host, so that they give it up."""
@@ -129,6 +141,35 @@ def by_rank(actors: Any, ranks: int) -> list[Any]:
     return [actors] if ranks == 1 else [actors.slice(procs=rank) for rank in range(ranks)]
 
 
-async def finish(future: Any) -> Any:
-    """Await a Monarch future in a coroutine, which asyncio can bound."""
-    return await future
+async def same_files(
+    process: ReplicaProcess, *, role: str, read: Sequence[str], written: Sequence[str]
+) -> None:
+    """Check that a process on another host has the same files, and can write beside those in
+    `written`. Raises RunError otherwise, instead of at the first checkpoint an hour later."""
+    if process.local or not (read or written):
+        return
+    try:
+        async with asyncio.timeout(LOOK_SECONDS):
+            seen = await process.heartbeat.look.call_one((*read, *written))
+    except TimeoutError as error:
+        raise RunError(
+            f"{process.host} did not read {', '.join((*read, *written))} within {LOOK_SECONDS:g} s;"
+            " check the file systems that are mounted there"
+        ) from error
+    for path in (*read, *written):
+        theirs, writable = seen[path]
+        folder = Path(path).parent
+        if theirs != digest(Path(path)):
+            what = "is another file" if theirs else "is not there"
+            remedy = (
+                f"mount the same file system at {folder} on this host and on every one that may "
+                f"run {role}"
+                if path in written
+                else f"have the same model at {folder} on every host, or give a hub id"
+            )
+            raise RunError(f"on {process.host}, {path} {what}, and {role} needs it; {remedy}")
+        if path in written and not writable:
+            raise RunError(
+                f"on {process.host}, {role} may not write to {folder}; run the worker as a user "
+                "who may"
+            )

@@ -22,9 +22,9 @@ from actors.base import bootstrap, gpus_here
 from actors.heartbeat import HeartbeatActor
 from protocols.errors import RunError
 from protocols.spec.services import HealthSpec
-from services.hosts.source import HostWorker
+from services.hosts.source import HostWorker, finish
 from services.pool.placement import choose, crowded, lack
-from services.pool.process import ProcessHost, ReplicaProcess, by_rank, finish
+from services.pool.process import ProcessHost, ReplicaProcess, by_rank
 
 SPARE_SECONDS = 1.0  # an idle process answers in a millisecond
 RETRY_SECONDS = 1.0  # between two trials of a host that fails them at once
@@ -53,9 +53,7 @@ class ProcessManager:
         self._hosts: list[ProcessHost] = []
         self._left: list[ProcessHost] = []  # hosts being left: no process starts there
         self._health = health
-        self._spares: dict[
-            asyncio.Task[ReplicaProcess], int
-        ] = {}  # to the number of threads of the spare
+        self._spares: dict[asyncio.Task[ReplicaProcess], int] = {}  # to its number of threads
         self._threads: set[int] = set()  # thread counts of replicas so far
         self._wanted_spares = spares
         self._keeping = False
@@ -99,16 +97,12 @@ class ProcessManager:
                 spare = await asyncio.shield(warming)
             except RunError:  # the spare failed: try the next, or start a process
                 continue
-            try:
+            with contextlib.suppress(Exception):  # dead, paused or unreachable
                 await asyncio.wait_for(spare.beat(), SPARE_SECONDS)
-            except Exception:  # dead, paused or unreachable: try the next, or start a process
-                self._begin(self.discard(spare))
-                continue
-            if self._host_of(spare) in self._left:
-                self._begin(self.discard(spare))
-                continue
-            spare.taken = True
-            return spare
+                if self._host_of(spare) not in self._left:
+                    spare.taken = True
+                    return spare
+            self._begin(self.discard(spare))
         if self._closed:
             raise RunError("the mesh is stopping: it starts no process")
         without = None if away_from is None else self._host_of(away_from)
@@ -125,7 +119,7 @@ class ProcessManager:
 
     def warm(self, threads: Sequence[int]) -> None:
         """Start a spare with so many threads for each entry; none if every worker has one role."""
-        if self._closed or not any(host.spot.fits("") for host in self._hosts):
+        if self._closed or not any(host.fits("") for host in self._hosts):
             return
         for count in threads:
             self._spares[self._begin(self._start_spare(count))] = count
@@ -144,15 +138,15 @@ class ProcessManager:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
         hosts = [*self._hosts, *self._left]
-        await asyncio.gather(*(p.end() for host in hosts for p in host.living))
+        await asyncio.gather(*(p.end() for host in hosts for p in host.processes))
         for host in hosts:
-            host.living.clear()
+            host.processes.clear()
 
     def lost(self, process: ReplicaProcess) -> None:
         """Mark the host of a lost process as suspect, unless the process is known to have ended."""
         host = self._host_of(process)
-        if host is not None and not process.gone():
-            self._doubt(host)
+        if host is not None and not process.ended_pid():
+            self._suspect(host)
 
     def mind(self) -> None:
         """Send heartbeats to the spares of remote hosts, at every heartbeat of the service."""
@@ -160,7 +154,7 @@ class ProcessManager:
             if spare.local:
                 continue
             if spare.silent_s < self._health.dead_after_s:
-                self._begin(self._hear(spare))
+                self._begin(self._beat(spare))
             else:
                 del self._spares[task]
                 self.lost(spare)
@@ -192,10 +186,10 @@ class ProcessManager:
         if host.trial is not None:
             host.trial.cancel()
         host.open_gates()
-        here = {task: p for task, p in self._warm_spares().items() if p in host.living}
+        here = {task: p for task, p in self._warm_spares().items() if p in host.processes}
         for task in here:
             del self._spares[task]
-        for process in host.living:
+        for process in host.processes:
             if not process.taken:
                 self._begin(self.discard(process))
         if self._keeping:
@@ -204,31 +198,30 @@ class ProcessManager:
 
     async def left(self, host: ProcessHost) -> None:
         """Wait until the host has no process, and forget the host."""
-        while host.living:
+        while host.processes:
             await self._changed.wait()
         self._left.remove(host)
 
     def leaving(self) -> Sequence[ReplicaProcess]:
         """Return the processes at work on hosts that are being left."""
-        return [p for host in self._left for p in host.living if p.taken]
+        return [p for host in self._left for p in host.processes if p.taken]
 
     def rank(self, process: ReplicaProcess) -> int:
         """Return the index of a process's host; 0 where its worker takes any role."""
         host = self._host_of(process)
-        in_order = host in self._hosts and host is not None and host.worker.role
-        return self._hosts.index(host) if in_order and host is not None else 0
+        return self._hosts.index(host) if host in self._hosts and host.worker.role else 0
 
     def lack(self, role: str) -> str:
         """Return a message why a process of the role does not start."""
-        return lack([host.spot for host in self._hosts], role)
+        return lack(self._hosts, role)
 
     def crowded(self) -> Sequence[ReplicaProcess]:
         """Return the working processes of a host with two more than another of its role with
         room."""
         idle = self._warm_spares().values()
-        at_work = [[p for p in host.living if p not in idle] for host in self._hosts]
-        most = crowded([host.spot for host in self._hosts], [len(there) for there in at_work])
-        return () if most is None else at_work[most]
+        working = [[p for p in host.processes if p not in idle] for host in self._hosts]
+        most = crowded(self._hosts, [len(there) for there in working])
+        return () if most is None else working[most]
 
     def _warm_spares(self) -> dict[asyncio.Task[ReplicaProcess], ReplicaProcess]:
         done = (t for t in self._spares if t.done() and not t.cancelled())
@@ -240,7 +233,7 @@ class ProcessManager:
         host, process = await self._start("spare", "", threads, gpus=())
         if self._warm is not None:
             try:
-                warming = self._begin(finish(process.pulse.warm.call_one(self._warm)))
+                warming = self._begin(finish(process.heartbeat.warm.call_one(self._warm)))
                 await host.unless_lost(warming, self._timeout_s)
             except Exception as error:
                 await self.discard(process)
@@ -276,13 +269,13 @@ class ProcessManager:
                     continue
                 if not self._is_one_of_several(host) or time.monotonic() > deadline:
                     raise
-                self._doubt(host)
+                self._suspect(host)
 
     def _spawn_on(
         self, host: ProcessHost, name: str, threads: int, gpus: Sequence[int], ranks: int = 1
     ) -> ReplicaProcess:
         """Return a starting process, which counts at once for the next choice of a host."""
-        used = Counter(device for process in host.living for device in process.gpus)
+        used = Counter(device for process in host.processes for device in process.gpus)
         devices = tuple(d for d in range(len(used) + len(gpus)) if d not in used)[: len(gpus)]
         if host.local and gpus and (there := gpus_here()):
             # With too few GPUs, processes share those that the fewest processes use.
@@ -292,11 +285,11 @@ class ProcessManager:
                 per_host={"procs": ranks}, name=name, bootstrap=bootstrap(threads, devices, ranks)
             )
             alone_s = None if host.local else ALONE * self._health.dead_after_s
-            pulses = by_rank(procs.spawn(f"{name}pulse", HeartbeatActor, alone_s), ranks)
+            heartbeats = by_rank(procs.spawn(f"{name}heartbeat", HeartbeatActor, alone_s), ranks)
         except Exception as error:
             raise RunError(f"{host.label} started no process {name}: {error!r}") from error
-        process = ReplicaProcess(name, host.label, procs, pulses, host.local, devices)
-        host.living.append(process)
+        process = ReplicaProcess(name, host.label, procs, heartbeats, host.local, devices)
+        host.processes.append(process)
         return process
 
     async def _started(self, process: ReplicaProcess, limit: float | None) -> ReplicaProcess:
@@ -314,12 +307,10 @@ class ProcessManager:
     async def _choose(self, role: str, deadline: float, without: ProcessHost | None) -> ProcessHost:
         """Return the host for a process of the role, waiting for one until `deadline`."""
         while True:
-            spots = [host.spot for host in self._hosts]
-            at = self._hosts.index(without) if without in self._hosts and without else None
-            chosen = choose(spots, role, at)
+            chosen = choose(self._hosts, role, without)
             if chosen is not None:
-                return self._hosts[chosen]
-            if not role and not any(spot.fits(role) for spot in spots):
+                return chosen
+            if not role and not any(host.fits(role) for host in self._hosts):
                 raise RunError("no worker takes spares")
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
@@ -338,7 +329,7 @@ class ProcessManager:
         others = (h for h in self._hosts if h is not host and h.worker.role in ("", role))
         return not host.local and any(others)
 
-    def _doubt(self, host: ProcessHost) -> None:
+    def _suspect(self, host: ProcessHost) -> None:
         several = self._is_one_of_several(host)
         if not several or host.trial is not None or self._closed or host in self._left:
             return
@@ -365,7 +356,7 @@ class ProcessManager:
         with contextlib.suppress(RunError):
             await self.discard(await start)
 
-    async def _hear(self, process: ReplicaProcess) -> None:
+    async def _beat(self, process: ReplicaProcess) -> None:
         with contextlib.suppress(Exception):  # `mind` judges its silence
             await asyncio.wait_for(process.beat(), self._health.dead_after_s)
 
@@ -382,12 +373,12 @@ class ProcessManager:
             task.exception()  # mark as retrieved: an abandoned start has no reader
 
     def _host_of(self, process: ReplicaProcess) -> ProcessHost | None:
-        return next((h for h in (*self._hosts, *self._left) if process in h.living), None)
+        return next((h for h in (*self._hosts, *self._left) if process in h.processes), None)
 
     def _forget(self, process: ReplicaProcess) -> None:
         host = self._host_of(process)
         if host is not None:
-            host.living.remove(process)
+            host.processes.remove(process)
             self._change()
 
     def _change(self) -> None:

@@ -67,15 +67,15 @@ class Service:
         observe: Callable[[TraceSpan], None],
     ) -> None:
         self.pools: dict[str, Pool] = {}
-        self._lives = ReplicaLifecycle(self.pools, processes, health, spawn_timeout_s, note)
+        self._lifecycle = ReplicaLifecycle(self.pools, processes, health, spawn_timeout_s, note)
         self._processes = processes
         self._health = health
         self._call_timeout_s, self._spawn_timeout_s = call_timeout_s, spawn_timeout_s
         self._note, self._observe = note, observe
         self._loop = asyncio.get_running_loop()
         self._source: HostSource | None = None
-        self._roster: HostMembership | None = None
-        self._lives.begin(self._keep_watch())
+        self._membership: HostMembership | None = None
+        self._lifecycle.begin(self._keep_watch())
 
     @classmethod
     async def of(
@@ -115,11 +115,11 @@ class Service:
                 processes.join(HostWorker(name if local else f"host{i}", ""), mesh, local=local)
             return service
         service._source = hosts
-        service._roster = HostMembership(
-            hosts, processes, needed or {}, health.dead_after_s, note, service._lives.begin
+        service._membership = HostMembership(
+            hosts, processes, needed or {}, health.dead_after_s, note, service._lifecycle.begin
         )
         try:
-            await service._roster.open()
+            await service._membership.open()
         except BaseException:
             await service.stop()
             raise
@@ -128,7 +128,7 @@ class Service:
     @property
     def failure(self) -> asyncio.Future[None]:
         """Return a future that fails on a spent restart budget or a user's mistake."""
-        return self._lives.failure
+        return self._lifecycle.failure
 
     def spawn(
         self,
@@ -154,11 +154,11 @@ class Service:
         if n is not None:
             spec = spec.model_copy(update={"replicas": n})
         pool = Pool(name, spec, self._call_timeout_s, self._observe)
-        pool.resize = self._lives.resize
-        pool.report_death = self._lives.lost
-        self._lives.roles[name] = PoolTemplate(actor, args, prepare, check)
+        pool.resize = self._lifecycle.resize
+        pool.report_death = self._lifecycle.lost
+        self._lifecycle.roles[name] = PoolTemplate(actor, args, prepare, check)
         self.pools[name] = pool
-        self._lives.resize(pool)
+        self._lifecycle.resize(pool)
         return pool
 
     async def scale(self, role: str, replicas: int) -> None:
@@ -168,13 +168,13 @@ class Service:
         shrink, replicas drain and then hosts are given back, both in the background.
         """
         pool, source = self.pools[role], self._source
-        async with self._lives.roles[role].scaling:
+        async with self._lifecycle.roles[role].scaling:
             before = pool.target
             if replicas > before and source is not None:
                 await self._want(source, role, replicas)
             pool.scale(replicas)
         if replicas < before and source is not None:
-            self._lives.begin(self._give_back(source, pool, replicas))
+            self._lifecycle.begin(self._give_back(source, pool, replicas))
 
     async def _want(self, source: HostSource, role: str, replicas: int) -> None:
         try:
@@ -190,7 +190,7 @@ class Service:
         """Request fewer hosts once the surplus replicas are gone."""
         with contextlib.suppress(TimeoutError):  # replicas left on the hosts are then moved
             await pool.settled(DRAIN_SECONDS)
-        async with self._lives.roles[pool.role].scaling:
+        async with self._lifecycle.roles[pool.role].scaling:
             if pool.target == replicas:  # not scaled again meanwhile
                 try:
                     await self._want(source, pool.role, replicas)
@@ -226,16 +226,16 @@ class Service:
 
     async def stop(self) -> None:
         """Stop every replica and process, the silent ones too, and give the hosts back."""
-        await self._lives.stop()
-        if self._roster is not None:
-            await self._roster.close()
+        await self._lifecycle.stop()
+        if self._membership is not None:
+            await self._membership.close()
 
     def noticed(self, failure: MeshFailure) -> bool:
         """Handle a report of Monarch's supervision, from any thread. Returns True (handled)."""
         name, report = failure.mesh_name or "", str(failure)
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(
-                self._supervised, name, report, context=self._lives.context
+                self._supervised, name, report, context=self._lifecycle.context
             )
         return True
 
@@ -253,8 +253,8 @@ class Service:
                     self._look_at(replica, late)
                 self._autoscale(pool)
             self._processes.mind()
-            self._lives.leave()
-            self._lives.balance()
+            self._lifecycle.leave()
+            self._lifecycle.balance()
             due = time.monotonic() + pause
             await asyncio.sleep(pause)
 
@@ -262,20 +262,20 @@ class Service:
         process = replica.process
         if process is None or replica.ended:
             return
-        if gone := process.gone():
-            return self._lives.lost(replica, f"its process {gone} has ended")
-        self._lives.begin(self._hear(replica, process))
+        if pid := process.ended_pid():
+            return self._lifecycle.lost(replica, f"its process {pid} has ended")
+        self._lifecycle.begin(self._beat(replica, process))
         if late or (process.local and replica.state not in IN_SERVICE):
             return
         life = silent(replica.life, time.monotonic() - replica.beaten, self._health)
-        if life.over or self._lives.lost_host(replica):
-            self._lives.lost(replica, f"it was silent for {self._health.dead_after_s:g} s")
+        if life.over or self._lifecycle.lost_host(replica):
+            self._lifecycle.lost(replica, f"it was silent for {self._health.dead_after_s:g} s")
         elif life.takes_requests and not replica.life.takes_requests:
-            self._lives.begin(self._trust_again(replica, life))
+            self._lifecycle.begin(self._trust_again(replica, life))
         else:
             replica.life = life
 
-    async def _hear(self, replica: Replica, process: ReplicaProcess) -> None:
+    async def _beat(self, replica: Replica, process: ReplicaProcess) -> None:
         try:
             async with asyncio.timeout(self._health.dead_after_s):
                 memory_bytes = await process.beat()
@@ -292,7 +292,7 @@ class Service:
         except PlaneError:  # the store is being replaced: the next heartbeat tries again
             return
         except Exception as error:
-            return self._lives.lost(
+            return self._lifecycle.lost(
                 replica, f"it cannot be told what it missed: {last_line(error)}"
             )
         if replica.state is ReplicaState.SUSPECT and pool.is_current(replica):
@@ -306,21 +306,21 @@ class Service:
             process = replica.process
             if process is None:
                 continue
-            pulse = f"{process.name}pulse"
-            if name in (pulse, replica.actor_name):
-                process.given_up |= name == pulse or UNHEARD in report
-                self._lives.lost(replica, last_reason(report))
-            elif gone := process.gone():  # another actor failed: TorchStore's, Monarch's logger
-                self._lives.lost(replica, f"its process {gone} has ended")
+            heartbeat = f"{process.name}heartbeat"
+            if name in (heartbeat, replica.actor_name):
+                process.given_up |= name == heartbeat or UNHEARD in report
+                self._lifecycle.lost(replica, last_reason(report))
+            elif pid := process.ended_pid():  # another actor failed: TorchStore's, Monarch's logger
+                self._lifecycle.lost(replica, f"its process {pid} has ended")
 
     def _autoscale(self, pool: Pool) -> None:
-        role, spec = self._lives.roles[pool.role], pool.spec.autoscale
+        role, spec = self._lifecycle.roles[pool.role], pool.spec.autoscale
         if spec is None:
             return
         load = len(pool.in_flight)
         role.loads, wanted = decide(role.loads, time.monotonic(), load, pool.target, spec)
         if wanted != pool.target and not role.scaling.locked() and time.monotonic() >= role.wait:
-            self._lives.begin(self._follow_load(role, pool, wanted))
+            self._lifecycle.begin(self._follow_load(role, pool, wanted))
 
     async def _follow_load(self, role: PoolTemplate, pool: Pool, wanted: int) -> None:
         before = pool.target

@@ -60,7 +60,7 @@ class Telemetry:
         """Close all sinks concurrently, within CLOSE_SECONDS. A sink that takes longer is reported
         and left to its daemon thread."""
         sinks, self._sinks = self._sinks, {}
-        done = _close_all(sinks, CLOSE_SECONDS)
+        done = _close_all(sinks)
         for name in sinks:
             error = done.get(name, TimeoutError(f"not closed within {CLOSE_SECONDS:g} s"))
             if error is not None:
@@ -110,7 +110,7 @@ def open_sinks(
         for name in dict.fromkeys(wanted.sinks):
             sinks[name] = _open(name, spec, directory)
     except BaseException:
-        _close_all(sinks, CLOSE_SECONDS)
+        _close_all(sinks)
         raise
     return Telemetry(list(sinks.items()), report, url)
 
@@ -139,8 +139,8 @@ def _missing(module: str) -> bool:
         return True
 
 
-def _close_all(sinks: Mapping[str, TelemetrySink], seconds: float) -> dict[str, Exception | None]:
-    """Return name -> the error of its `close`, or None; without sinks not done in time."""
+def _close_all(sinks: Mapping[str, TelemetrySink]) -> dict[str, Exception | None]:
+    """Return name -> the error of its `close`, or None; without sinks not done in CLOSE_SECONDS."""
     done: dict[str, Exception | None] = {}
     threads = [
         threading.Thread(target=partial(_close, sink, done, name), daemon=True)
@@ -148,7 +148,7 @@ def _close_all(sinks: Mapping[str, TelemetrySink], seconds: float) -> dict[str, 
     ]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + CLOSE_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return dict(done)

@@ -45,10 +45,10 @@ class OtlpSink:
     """
 
     def __init__(self, run: str, mesh: str) -> None:
-        asked = os.environ.get(PROTOCOL, "http/protobuf")
-        if asked != "http/protobuf":
+        protocol = os.environ.get(PROTOCOL, "http/protobuf")
+        if protocol != "http/protobuf":
             raise SpecError(
-                f"telemetry.sinks: otlp speaks http/protobuf: got {PROTOCOL}={asked}; unset it, "
+                f"telemetry.sinks: otlp speaks http/protobuf: got {PROTOCOL}={protocol}; unset it, "
                 "and point OTEL_EXPORTER_OTLP_ENDPOINT to the collector's HTTP port"
             )
         timeout = None if TIMEOUT in os.environ else TIMEOUT_SECONDS
@@ -124,7 +124,7 @@ class OtlpSink:
             parent = NonRecordingSpan(
                 SpanContext(*ids, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
             )
-        told = self._tracer.start_span(
+        exported = self._tracer.start_span(
             f"{role_of(span.lane)}.{span.name}",
             context=trace.set_span_in_context(parent),
             attributes={"forge.lane": span.lane, **{f"forge.{k}": v for k, v in facts.items()}},
@@ -132,8 +132,8 @@ class OtlpSink:
         )
         outcome = str(facts.get("outcome", "ok"))
         if outcome != "ok":
-            told.set_status(Status(StatusCode.ERROR, outcome))
-        told.end(_nanoseconds(max(span.begin, span.end)))
+            exported.set_status(Status(StatusCode.ERROR, outcome))
+        exported.end(_nanoseconds(max(span.begin, span.end)))
         if "request" in facts:
             of = {"role": role_of(span.lane), "method": span.name, "outcome": outcome}
             self._request.record(max(0.0, span.end - span.begin), of)

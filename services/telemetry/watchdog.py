@@ -16,13 +16,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from protocols.records.status import ReplicaState, RunStatus
 from protocols.spec.services import WatchdogSpec
-from services.pool.pool import Pool
+from services.pool.pool import Pool, RequestStatus
 from services.telemetry.recorder import RunLog
 
 LOOK_SECONDS = 1.0  # between two looks at the run as a whole: sinks, watchdog
@@ -64,29 +63,25 @@ async def watch(
         if not progress.stalled(now, spec):
             continue
         message = who_waits(
-            unanswered(pools, now),
+            unanswered(pools),
             {role: sum(r.life.takes_requests for r in p.replicas) for role, p in pools.items()},
-            silent_s=progress.silent_s(now), stage=status.stage, phase=status.phase,
+            now, silent_s=progress.silent_s(now), stage=status.stage, phase=status.phase,
         )  # fmt: skip
-        files = await write_stacks(local_processes(pools), directory, STACK_SECONDS)
-        stacks = sorted({str(f.path.parent) for f in files if f.path is not None})
-        recorder.event("stalled", message=message, stacks=stacks)
+        stacks = await write_stacks(local_processes(pools), directory, STACK_SECONDS)
+        recorder.event("stalled", message=message, stacks=[str(stacks)] if stacks else [])
         moved = recorder.moved  # the event itself is no progress
         stalled = True
         show(message=message)
 
 
-def unanswered(pools: Mapping[str, Pool], now: float) -> list[InFlight]:
+def unanswered(pools: Mapping[str, Pool]) -> list[RequestStatus]:
     """Return the requests in flight, and the starts of replicas that have died."""
-    found = []
-    for role, pool in pools.items():
-        for r in pool.in_flight.values():
-            seconds = now - r.begun
-            found.append(InFlight(role, r.replica or None, r.method, r.id, seconds, r.attempt))
+    found: list[RequestStatus] = []
+    for pool in pools.values():
+        found += pool.in_flight.values()
         for replica in pool.replicas:
             if replica.state is ReplicaState.DEAD:
-                seconds = now - replica.begun
-                found.append(InFlight(role, replica.name, "ready", "its start", seconds, 1))
+                found.append(RequestStatus("its start", "ready", replica.begun, replica.name, 1))
     return found
 
 
@@ -109,12 +104,12 @@ class ProgressClock:
     def __init__(self, now: float) -> None:
         self._moved = now
         self._paused: float | None = None
-        self._told = False
+        self._reported = False
 
     def made(self, now: float) -> None:
         """Record progress: a request was answered, a phase ended, or a replica came back."""
         self._moved = now
-        self._told = False
+        self._reported = False
         if self._paused is not None:
             self._paused = now
 
@@ -134,52 +129,39 @@ class ProgressClock:
 
     def stalled(self, now: float, spec: WatchdogSpec) -> bool:
         """Return True once for each stall; progress rearms it."""
-        if self._told or self._paused is not None or self.silent_s(now) < spec.stall_s:
+        if self._reported or self._paused is not None or self.silent_s(now) < spec.stall_s:
             return False
-        self._told = True
+        self._reported = True
         return True
 
 
-@dataclass(frozen=True)
-class InFlight:
-    """Describe an unanswered request: `InFlight("trainer", "trainer[0]", "step", "trainer/17",
-    61.2, 1)`. `replica` is None while it waits for one, `seconds` counts from its first attempt,
-    `attempt` from 1."""
-
-    role: str
-    replica: str | None
-    method: str
-    request: str
-    seconds: float
-    attempt: int
-
-
 def who_waits(
-    requests: Sequence[InFlight],
+    requests: Sequence[RequestStatus],
     in_service: Mapping[str, int],
+    now: float,
     *,
     silent_s: float,
     stage: str,
     phase: str,
 ) -> str:
-    """Return a one-line message of the waiting requests, oldest first.
+    """Return a one-line message of the waiting requests at `now` (monotonic seconds), oldest first.
 
     `in_service` counts the replicas of each role that take requests. For example "no progress for
     60 s in training on_policy, phase train: controller waits for trainer[0].step (request
     trainer/17, 61.2 s, attempt 1); 2 requests wait for a replica of generator, which has none in
     service".
     """
-    oldest = sorted(requests, key=lambda r: -r.seconds)
+    oldest = sorted(requests, key=lambda r: r.begun)
     placed = [
-        f"{r.replica}.{r.method} (request {r.request}, {r.seconds:.1f} s, attempt {r.attempt})"
+        f"{r.replica}.{r.method} (request {r.id}, {now - r.begun:.1f} s, attempt {r.attempt})"
         for r in oldest
-        if r.replica is not None
+        if r.replica
     ]
     clauses = []
     if placed:
         more = [f"{len(placed) - NAMED} more"] if len(placed) > NAMED else []
         clauses.append("controller waits for " + ", ".join(placed[:NAMED] + more))
-    for role, count in Counter(r.role for r in oldest if r.replica is None).items():
+    for role, count in Counter(r.id.partition("/")[0] for r in oldest if not r.replica).items():
         wait = "1 request waits" if count == 1 else f"{count} requests wait"
         have = in_service.get(role, 0) or "none"
         clauses.append(f"{wait} for a replica of {role}, which has {have} in service")
@@ -189,41 +171,28 @@ def who_waits(
     return f"no progress for {silent_s:.0f} s in {place or 'the run'}: " + "; ".join(clauses)
 
 
-@dataclass(frozen=True)
-class StackFile:
-    """Describe one process's stack dump. `fault` is "" where it was written, else the reason and
-    the remedy, which the file holds too. `path` is None where the file could not be written."""
-
-    name: str
-    path: Path | None
-    fault: str
-
-
-async def write_stacks(
-    pids: Mapping[str, int], directory: Path, timeout_s: float
-) -> list[StackFile]:
-    """Write the Python stacks of local processes to `directory`/stacks/<time>/<name>.txt.
+async def write_stacks(pids: Mapping[str, int], directory: Path, timeout_s: float) -> Path | None:
+    """Write the Python stacks of local processes to `directory`/stacks/<time>/<name>.txt, and
+    return that folder, or None where none could be written.
 
     `pids` maps a name ("generator[0]", "controller") to its process on this host. All are read
     concurrently, within `timeout_s` and a second. No process is paused, so a stopped or busy one
-    can be read as well. Never raises for failures of a process, the disk or permissions: these
-    become a `fault`.
+    can be read as well. Never raises for failures of a process, the disk or permissions: a file
+    without stacks holds the reason and the remedy.
     """
     spy = find_py_spy()
-    folder = directory / "stacks" / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}"[:-3]
-    folder = folder.with_name(folder.name + "Z")
+    folder = directory / "stacks" / f"{f'{datetime.now(UTC):%Y%m%dT%H%M%S.%f}'[:-3]}Z"
 
-    async def one(name: str, pid: int) -> StackFile:
-        stacks, fault = await _dump(spy, pid, timeout_s)
-        path = folder / f"{name}.txt"
-        try:
+    async def write(name: str, pid: int) -> bool:
+        stacks = await _dump(spy, pid, timeout_s)
+        with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(stacks or fault + "\n", encoding="utf-8")
-        except OSError as error:
-            return StackFile(name, None, f"{path} could not be written: {error}")
-        return StackFile(name, path, fault)
+            (folder / f"{name}.txt").write_text(stacks, encoding="utf-8")
+            return True
+        return False
 
-    return list(await asyncio.gather(*(one(name, pid) for name, pid in pids.items())))
+    written = await asyncio.gather(*(write(name, pid) for name, pid in pids.items()))
+    return folder if any(written) else None
 
 
 def find_py_spy() -> str | None:
@@ -232,26 +201,26 @@ def find_py_spy() -> str | None:
     return shutil.which("py-spy", path=beside) or shutil.which("py-spy")
 
 
-async def _dump(spy: str | None, pid: int, timeout_s: float) -> tuple[str, str]:
-    """Return the stacks and "", or "" and the reason for their absence."""
+async def _dump(spy: str | None, pid: int, timeout_s: float) -> str:
+    """Return the stacks, or a line with the reason for their absence."""
     if pid <= 0:
-        return "", "it has no process"
+        return "it has no process\n"
     if spy is None:
-        return "", f"py-spy is neither beside {sys.executable} nor on PATH; pip install py-spy"
+        return f"py-spy is neither beside {sys.executable} nor on PATH; pip install py-spy\n"
     try:
         async with asyncio.timeout(timeout_s):
             for attempt in range(ATTEMPTS):
                 code, out, complaint = await _run_py_spy(spy, pid)
                 if code == 0:
-                    return out, ""
+                    return out
                 if TORN not in complaint:
                     break
                 await asyncio.sleep(0.01 * 2**attempt)
     except TimeoutError:
-        return "", f"py-spy did not read process {pid} within {timeout_s:g} s"
+        return f"py-spy did not read process {pid} within {timeout_s:g} s\n"
     except OSError as error:
-        return "", f"{spy} could not be run: {error}; pip install py-spy"
-    return "", _reason(pid, complaint)
+        return f"{spy} could not be run: {error}; pip install py-spy\n"
+    return _reason(pid, complaint) + "\n"
 
 
 async def _run_py_spy(spy: str, pid: int) -> tuple[int | None, str, str]:

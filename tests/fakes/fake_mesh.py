@@ -128,7 +128,7 @@ class FakeProcess:
         if self.fault is not None:
             raise SupervisionError(f"a call failed:\n\n  {self.fault!r}")
 
-    def gone(self) -> int:
+    def ended_pid(self) -> int:
         if self.died.is_set():
             return self.pid
         return self.pid + min(self.lost) if self.lost else 0

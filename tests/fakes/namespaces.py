@@ -1,7 +1,7 @@
 """Hosts made of network namespaces: real links between Monarch workers, to be cut and restored.
 
     with Hosts(2) as hosts:                        # in a program started with `ALONE` before it
-        await attach(hosts.addresses)
+        await asyncio.gather(*map(attach, hosts.addresses))
         hosts.cut(0)
         hosts.restore(0)
 

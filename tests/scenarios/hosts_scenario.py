@@ -131,11 +131,11 @@ async def scenario(hosts: Hosts) -> dict[str, Any]:
     report: dict[str, Any] = {"events": []}
     monarch.actor.enable_transport(f"tcp://{CLIENT}:0")
     try:
-        await attach([f"tcp://{NOBODY}:26600"], timeout_s=1.0)
+        await attach(f"tcp://{NOBODY}:26600", timeout_s=1.0)
     except RunError as error:
         report["nobody"] = str(error)
     service = await Service.of(
-        await attach(hosts.addresses),
+        await asyncio.gather(*map(attach, hosts.addresses)),
         health=HEALTH,
         call_timeout_s=30.0,
         spawn_timeout_s=60.0,

@@ -68,7 +68,7 @@ class Pods:
 
 async def answering(worker: HostWorker) -> int:
     """The worker's process, by what it started."""
-    (mesh,) = await attach([worker.address])
+    mesh = await attach(worker.address)
     procs = mesh.spawn_procs(per_host={"gpus": 1})
     who = procs.spawn("who", Who)
     found: int = await asyncio.wait_for(who.parent.call_one(), 60)

@@ -16,7 +16,7 @@ import pytest
 from protocols.errors import CheckpointError, RunError
 from protocols.files import iter_rows, read_rows
 from protocols.records.run_files import MetricRow, RolloutRow, RunResults
-from services.run_directory import RunDirectory, outcome, phase_means
+from services.run_directory import RunDirectory, outcome
 
 START = datetime(2026, 7, 26, 10, 15, 30, 120_000, tzinfo=UTC)
 
@@ -353,18 +353,3 @@ def test_processes_that_start_at_once_get_different_runs(tmp_path: Path) -> None
 )
 def test_the_outcome_is_that_of_the_last_start(events: list[str], status: str) -> None:
     assert outcome([{"event": event} for event in events]) == status
-
-
-def test_phase_means_count_a_repeated_step_once() -> None:
-    def step(number: int, rollout: float) -> dict[str, Any]:
-        seconds = {"rollout": rollout, "orchestration": 0.5, "step": rollout + 0.5}
-        return {"event": "step", "arm": "on_policy", "step": number, "seconds": seconds}
-
-    events: list[dict[str, Any]] = [
-        step(1, 1.0),
-        step(2, 9.0),
-        {"event": "run_started"},
-        step(2, 2.0),
-    ]
-    means = {"rollout": 1.5, "score": 0.0, "train": 0.0, "publish": 0.0}
-    assert phase_means(events) == {"on_policy": means | {"orchestration": 0.5, "step": 2.0}}

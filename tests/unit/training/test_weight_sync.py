@@ -54,7 +54,7 @@ class FakePlane:
 
     async def _reach(self) -> None:
         await asyncio.sleep(0.01)
-        if self.process is not None and self.process.gone():
+        if self.process is not None and self.process.ended_pid():
             raise PlaneError("the store is gone")
 
 

@@ -92,8 +92,8 @@ async def until(so: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def guests(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Guest]]:
-    async def attach(addresses: list[str], timeout_s: float) -> list[FakeHost]:
-        return [FakeHost(start_s=0.0) for _ in addresses]
+    async def attach(address: str) -> FakeHost:
+        return FakeHost(start_s=0.0)
 
     monkeypatch.setattr(roster_module, "attach", attach)
     monkeypatch.setattr(roster_module, "POLL_SECONDS", 0.02)

@@ -132,7 +132,7 @@ async def until(done: Callable[[], Any]) -> None:
 
 
 def children_of(service: Service) -> list[int]:
-    return [process.pid for process in service._processes._hosts[0].living]
+    return [process.pid for process in service._processes._hosts[0].processes]
 
 
 async def warmed(service: Service) -> int:

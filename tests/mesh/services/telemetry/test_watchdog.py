@@ -16,14 +16,8 @@ from hypothesis import strategies as st
 from monarch.actor import Actor, concurrent_endpoint, endpoint, this_host
 
 from protocols.spec.services import WatchdogSpec
-from services.telemetry.watchdog import (
-    InFlight,
-    ProgressClock,
-    StackFile,
-    find_py_spy,
-    who_waits,
-    write_stacks,
-)
+from services.pool.pool import RequestStatus
+from services.telemetry.watchdog import ProgressClock, find_py_spy, who_waits, write_stacks
 
 SECONDS = 20.0  # for a dump, which takes 0.02 s on a quiet machine
 
@@ -71,8 +65,11 @@ def start() -> Iterator[Start]:
         child.communicate()
 
 
-def written(pids: dict[str, int], directory: Path, timeout_s: float = SECONDS) -> list[StackFile]:
-    return asyncio.run(write_stacks(pids, directory, timeout_s))
+def written(pids: dict[str, int], directory: Path, timeout_s: float = SECONDS) -> dict[str, str]:
+    """Name -> text of the file."""
+    folder = asyncio.run(write_stacks(pids, directory, timeout_s))
+    assert folder is not None
+    return {path.stem: path.read_text() for path in folder.iterdir()}
 
 
 def gone_pid() -> int:
@@ -87,8 +84,17 @@ MINUTE = WatchdogSpec(stall_s=60.0)
 moves = st.sampled_from(["made", "pause", "resume", "look"])
 
 
-def told(requests: list[InFlight], **in_service: int) -> str:
-    return who_waits(requests, in_service, silent_s=60.2, stage="training on_policy", phase="train")
+NOW = 1000.0
+
+
+def request(name: str, method: str, seconds: float, replica: str, attempt: int) -> RequestStatus:
+    return RequestStatus(name, method, NOW - seconds, replica, attempt)
+
+
+def told(requests: list[RequestStatus], **in_service: int) -> str:
+    return who_waits(
+        requests, in_service, NOW, silent_s=60.2, stage="training on_policy", phase="train"
+    )
 
 
 START = "no progress for 60 s in training on_policy, phase train: "
@@ -104,13 +110,11 @@ def test_idle_busy_stopped_and_missing_processes(start: Start, tmp_path: Path) -
         "trainer[0]": gone,
         "trainer[1]": 0,
     }
-    files = written(pids, tmp_path)
+    text = written(pids, tmp_path)
 
-    assert [f.name for f in files] == list(pids)
+    assert text.keys() == pids.keys()
     (folder,) = (tmp_path / "stacks").iterdir()
     assert re.fullmatch(r"\d{8}T\d{6}\.\d{3}Z", folder.name)
-    assert [f.path for f in files] == [folder / f"{name}.txt" for name in pids]
-    text = {name: (folder / f"{name}.txt").read_text() for name in pids}
     for name, function in [
         ("generator[0]", "waiting_for_godot"),
         ("generator[1]", "counting_sheep"),
@@ -121,8 +125,6 @@ def test_idle_busy_stopped_and_missing_processes(start: Start, tmp_path: Path) -
         assert re.search(rf"^    {function} \(<string>:\d+\)$", text[name], re.MULTILINE)
     assert text["trainer[0]"] == f"there is no process {gone}\n"
     assert text["trainer[1]"] == "it has no process\n"
-    assert [f.fault for f in files] == ["", "", "", f"there is no process {gone}",
-                                        "it has no process"]  # fmt: skip
     # Looking changed nothing: the stopped one is stopped, the others are not.
     states = [Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in list(pids.values())[:3]]
     assert states == ["S", "R", "T"]
@@ -133,8 +135,8 @@ import asyncio, ctypes, os, pathlib, sys
 from services.telemetry.watchdog import write_stacks
 if os.geteuid() == 0:
     assert ctypes.CDLL(None).prctl(24, 19) == 0  # drop CAP_SYS_PTRACE, for what is executed
-(file,) = asyncio.run(write_stacks({"trainer[0]": int(sys.argv[1])}, pathlib.Path(sys.argv[2]), 20))
-print(file.path.read_text(), end="")
+folder = asyncio.run(write_stacks({"trainer[0]": int(sys.argv[1])}, pathlib.Path(sys.argv[2]), 20))
+print((folder / "trainer[0].txt").read_text(), end="")
 """
 
 
@@ -167,8 +169,9 @@ def test_a_py_spy_that_hangs_is_ended_in_time(
 ) -> None:
     pids = tmp_path / "pids"
     fake_py_spy(tmp_path, monkeypatch, f"#!/bin/sh\necho $$ >> {pids}\nexec sleep 6000\n")
-    files = written({f"generator[{i}]": os.getpid() for i in range(4)}, tmp_path, 1.0)
-    assert [f.fault for f in files] == [f"py-spy did not read process {os.getpid()} within 1 s"] * 4
+    text = written({f"generator[{i}]": os.getpid() for i in range(4)}, tmp_path, 1.0)
+    fault = f"py-spy did not read process {os.getpid()} within 1 s\n"
+    assert text == {f"generator[{i}]": fault for i in range(4)}
     started = [int(pid) for pid in pids.read_text().split()]
     assert len(started) == 4
     assert not any(Path(f"/proc/{pid}").exists() for pid in started)
@@ -195,7 +198,7 @@ def test_a_replica_shows_where_its_endpoint_hangs(
     hangs = tmp_path / "hangs"
     monkeypatch.setenv("FORGE_HANGS", str(hangs))
 
-    async def scenario() -> list[StackFile]:
+    async def scenario() -> Path | None:
         mesh = this_host().spawn_procs(per_host={"gpus": 1})
         stuck = mesh.spawn("stuck", Stuck)
         pid = await stuck.ready.call_one()
@@ -203,16 +206,16 @@ def test_a_replica_shows_where_its_endpoint_hangs(
         async with asyncio.timeout(60):
             while not hangs.exists():  # noqa: ASYNC110  # of another process there is no event
                 await asyncio.sleep(0.02)
-        files = await write_stacks({"generator[0]": pid, "controller": os.getpid()}, tmp_path, 20)
+        folder = await write_stacks({"generator[0]": pid, "controller": os.getpid()}, tmp_path, 20)
         os.kill(pid, signal.SIGKILL)
-        return files
+        return folder
 
-    replica, controller = asyncio.run(scenario())
-    assert (replica.fault, controller.fault) == ("", "")
-    assert replica.path is not None
-    assert controller.path is not None
-    assert re.search(r"waiting_in_an_endpoint \(.*test_watchdog.py:\d+\)", replica.path.read_text())
-    assert "    test_a_replica_shows_where_its_endpoint_hangs (" in controller.path.read_text()
+    folder = asyncio.run(scenario())
+    assert folder is not None
+    replica = (folder / "generator[0].txt").read_text()
+    assert re.search(r"waiting_in_an_endpoint \(.*test_watchdog.py:\d+\)", replica)
+    controller = (folder / "controller.txt").read_text()
+    assert "    test_a_replica_shows_where_its_endpoint_hangs (" in controller
 
 
 def test_a_stall_is_told_once_and_again_after_progress() -> None:
@@ -275,9 +278,9 @@ def test_silence_is_the_running_time_since_the_last_progress(
 
 def test_who_waits_for_whom() -> None:
     requests = [
-        InFlight("generator", None, "generate", "generator/31", 4.0, 2),
-        InFlight("trainer", "trainer[0]", "step", "trainer/17", 61.24, 1),
-        InFlight("generator", None, "generate", "generator/30", 5.0, 1),
+        request("generator/31", "generate", 4.0, "", 2),
+        request("trainer/17", "step", 61.24, "trainer[0]", 1),
+        request("generator/30", "generate", 5.0, "", 1),
     ]
     assert told(requests, generator=0, trainer=1) == START + (
         "controller waits for trainer[0].step (request trainer/17, 61.2 s, attempt 1); "
@@ -287,10 +290,10 @@ def test_who_waits_for_whom() -> None:
 
 def test_the_oldest_come_first_of_those_placed_and_of_those_waiting() -> None:
     requests = [
-        InFlight("generator", None, "generate", "generator/3", 1.0, 1),
-        InFlight("teacher", None, "score", "teacher/9", 70.0, 3),
-        InFlight("generator", "generator[1]", "generate", "generator/1", 2.0, 1),
-        InFlight("generator", "generator[0]", "generate", "generator/2", 80.0, 2),
+        request("generator/3", "generate", 1.0, "", 1),
+        request("teacher/9", "score", 70.0, "", 3),
+        request("generator/1", "generate", 2.0, "generator[1]", 1),
+        request("generator/2", "generate", 80.0, "generator[0]", 2),
     ]
     assert told(requests, generator=2) == START + (
         "controller waits for generator[0].generate (request generator/2, 80.0 s, attempt 2), "
@@ -301,7 +304,7 @@ def test_the_oldest_come_first_of_those_placed_and_of_those_waiting() -> None:
 
 
 def test_a_long_list_is_cut() -> None:
-    requests = [InFlight("g", "g[0]", "generate", f"g/{i}", 100.0 - i, 1) for i in range(11)]
+    requests = [request(f"g/{i}", "generate", 100.0 - i, "g[0]", 1) for i in range(11)]
     message = told(requests, g=1)
     assert re.findall(r"request (g/\d+),", message) == [f"g/{i}" for i in range(8)]
     assert message.endswith("(request g/7, 93.0 s, attempt 1), 3 more")
@@ -309,7 +312,7 @@ def test_a_long_list_is_cut() -> None:
 
 
 def test_nothing_in_flight_and_no_phase() -> None:
-    assert who_waits([], {}, silent_s=61, stage="starting", phase="") == (
+    assert who_waits([], {}, NOW, silent_s=61, stage="starting", phase="") == (
         "no progress for 61 s in starting: no request is in flight, so the controller itself is "
         "held up"
     )
@@ -318,22 +321,19 @@ def test_nothing_in_flight_and_no_phase() -> None:
 def test_a_process_that_is_no_python_is_a_fault(tmp_path: Path) -> None:
     child = subprocess.Popen(["sleep", "60"])
     try:
-        (file,) = written({"generator[0]": child.pid}, tmp_path)
+        (fault,) = written({"generator[0]": child.pid}, tmp_path).values()
     finally:
         child.kill()
         child.wait()
-    assert file.fault.startswith(f"py-spy could not read process {child.pid}: Error: ")
-    assert file.path is not None
-    assert file.path.read_text() == file.fault + "\n"
-    assert "\n" not in file.fault
+    assert fault.startswith(f"py-spy could not read process {child.pid}: Error: ")
+    assert fault.count("\n") == 1
 
 
 def test_two_stalls_have_a_folder_each(start: Start, tmp_path: Path) -> None:
     pid = start("waiting_for_godot")
-    files = [written({"generator[0]": pid}, tmp_path)[0]]
-    time.sleep(0.01)
-    files += written({"generator[0]": pid}, tmp_path)
-    assert [f.fault for f in files] == ["", ""]
+    for _ in range(2):
+        assert "waiting_for_godot" in written({"generator[0]": pid}, tmp_path)["generator[0]"]
+        time.sleep(0.01)
     assert len(list((tmp_path / "stacks").iterdir())) == 2
 
 
@@ -343,9 +343,7 @@ def test_without_py_spy_the_file_says_what_to_do(
     pid = start("waiting_for_godot")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    (file,) = written({"trainer[0]": pid}, tmp_path)
-    assert file.path is not None
-    assert file.path.read_text() == (
+    assert written({"trainer[0]": pid}, tmp_path)["trainer[0]"] == (
         f"py-spy is neither beside {tmp_path}/bin/python nor on PATH; pip install py-spy\n"
     )
 
@@ -371,10 +369,7 @@ def test_stacks_that_change_while_they_are_read_are_read_again(
         f"[ $(wc -l < {tries}) -gt 3 ] && echo 'Thread 1' && exit 0\n"
         "echo 'Error: Failed to get stack traces' >&2; exit 1\n",
     )  # fmt: skip
-    (file,) = written({"trainer[0]": os.getpid()}, tmp_path)
-    assert file.fault == ""
-    assert file.path is not None
-    assert file.path.read_text() == "Thread 1\n"
+    assert written({"trainer[0]": os.getpid()}, tmp_path) == {"trainer[0]": "Thread 1\n"}
     assert tries.read_text().split() == ["x"] * 4
 
 
@@ -382,12 +377,11 @@ def test_a_py_spy_that_cannot_run_is_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spy = fake_py_spy(tmp_path, monkeypatch, "#!/nowhere/sh\n")
-    (file,) = written({"trainer[0]": os.getpid()}, tmp_path)
-    assert file.fault.startswith(f"{spy} could not be run: ")
+    (fault,) = written({"trainer[0]": os.getpid()}, tmp_path).values()
+    assert fault.startswith(f"{spy} could not be run: ")
 
 
-def test_a_directory_that_cannot_be_written_is_a_fault(start: Start, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_no_error(start: Start, tmp_path: Path) -> None:
     (tmp_path / "stacks").write_text("in the way")
-    (file,) = written({"trainer[0]": start("waiting_for_godot")}, tmp_path)
-    assert file.path is None
-    assert "trainer[0].txt could not be written: " in file.fault
+    pids = {"trainer[0]": start("waiting_for_godot")}
+    assert asyncio.run(write_stacks(pids, tmp_path, SECONDS)) is None

@@ -2,12 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from report_setup import HOSTILE, START, Page, make_run, rollout, svgs
 
-from forge_run.report.page import write_report
+from forge_run.report.page import phase_means, write_report
 from services.run_directory import RunDirectory
 
 
@@ -131,3 +132,18 @@ def test_a_long_rollout_is_cut(tmp_path: Path) -> None:
     text = Page(write_report(run.path).read_text()).text
     assert f"{'x' * 1200} ... (300 more characters)" in text
     assert "x" * 1201 not in text
+
+
+def test_phase_means_count_a_repeated_step_once() -> None:
+    def step(number: int, rollout: float) -> dict[str, Any]:
+        seconds = {"rollout": rollout, "orchestration": 0.5, "step": rollout + 0.5}
+        return {"event": "step", "arm": "on_policy", "step": number, "seconds": seconds}
+
+    events: list[dict[str, Any]] = [
+        step(1, 1.0),
+        step(2, 9.0),
+        {"event": "run_started"},
+        step(2, 2.0),
+    ]
+    means = {"rollout": 1.5, "score": 0.0, "train": 0.0, "publish": 0.0}
+    assert phase_means(events) == {"on_policy": means | {"orchestration": 0.5, "step": 2.0}}

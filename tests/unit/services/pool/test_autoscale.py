@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocols.spec.services import AutoscaleSpec
-from services.pool.autoscale import LoadHistory, decide
+from services.pool.autoscale import decide
 
 
 def spec_of(**changes: float) -> AutoscaleSpec:
@@ -21,7 +21,7 @@ def spec_of(**changes: float) -> AutoscaleSpec:
 
 def sizes(spec: AutoscaleSpec, loads: Sequence[int], replicas: int, every: float = 1.0) -> list:
     """The size after each second's look at the load; each is given to the pool at once."""
-    state, told = LoadHistory(), []
+    state, told = (), []
     for i, load in enumerate(loads):
         state, replicas = decide(state, i * every, load, replicas, spec)
         told.append(replicas)
@@ -96,17 +96,17 @@ def test_without_delays_and_tolerance_it_is_the_quotient() -> None:
 
 
 def test_what_was_seen_is_forgotten_after_the_longer_delay() -> None:
-    state = LoadHistory()
+    state = ()
     for i in range(10_000):
         state, _ = decide(state, i * 0.5, i % 7, 4, spec_of())
     # 20 looks in 10 s, and the load that was in force when they began.
-    assert len(state.seen) == 21
+    assert len(state) == 21
 
 
 def test_a_load_that_stays_is_kept_once() -> None:
-    state, _ = decide(LoadHistory(), 0.0, 4, 2, spec_of())
+    state, _ = decide((), 0.0, 4, 2, spec_of())
     same, _ = decide(state, 500.0, 4, 2, spec_of())
-    assert same == state == LoadHistory(((0.0, 4),))
+    assert same == state == ((0.0, 4),)
 
 
 # -- whatever the load ------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_at_a_constant_load_it_never_goes_there_and_back(
 ) -> None:
     """Whatever came before, which the delays still look back at: it only grows, or only shrinks,
     and what it has become when the past is out of sight it stays."""
-    state, now = LoadHistory(), 0.0
+    state, now = (), 0.0
     for wait, past in before:
         now += wait
         state, replicas = decide(state, now, past, replicas, spec)
@@ -166,7 +166,7 @@ def test_every_change_has_its_reason_in_the_trace(
 ) -> None:
     """Judged by an account of its own: what the load was at each of many instants."""
     replicas = min(max(replicas, spec.min), spec.max)
-    state, now, looks = LoadHistory(), 0.0, []
+    state, now, looks = (), 0.0, []
     for wait, load in trace:
         now += wait
         looks = [*looks, (now, load)]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from protocols.records.status import ReplicaState
 from protocols.spec.services import HealthSpec
-from services.pool.health import HealthState, drained, judge, lost, refitted, silent
+from services.pool.health import HealthState, drained, lost, refitted, silent
 
 DEAD, DRAINING = ReplicaState.DEAD, ReplicaState.DRAINING
 HEALTHY, SUSPECT = ReplicaState.HEALTHY, ReplicaState.SUSPECT
@@ -22,7 +22,7 @@ STARTING, GONE = HealthState(), HealthState(DEAD, over=True)
     ],
 )  # fmt: skip
 def test_silence_is_judged(seconds: float, state: ReplicaState) -> None:
-    assert judge(seconds, SPEC) is state
+    assert silent(HealthState(HEALTHY), seconds, SPEC).state is state
 
 
 def test_a_starting_process_works_only_after_its_refit() -> None:

@@ -94,7 +94,7 @@ def test_supervision_is_faster_than_a_heartbeat() -> None:
         report = "MeshFailure(\n  worker0 failed:\n  the process was killed(sig=9)\n)"
 
         class Failure:
-            mesh_name = f"{first.process.name}pulse-1x7a"
+            mesh_name = f"{first.process.name}heartbeat-1x7a"
 
             def __str__(self) -> str:
                 return report
@@ -125,7 +125,7 @@ def test_a_silent_replica_is_doubted_then_replaced() -> None:
         await asyncio.sleep(2.9)
         await pool.settled(5.0)
         assert stopped.ended == "it was silent for 5 s"
-        assert stopped.process.gone(), "what is left of it is killed"
+        assert stopped.process.ended_pid(), "what is left of it is killed"
         assert pids(pool) == [103, 102]
         await h.service.stop()
 
@@ -237,7 +237,7 @@ def test_the_death_of_a_starting_replica_is_seen_whenever_it_comes() -> None:
 
 @pytest.mark.parametrize(
     "failed",
-    ["{process}pulse-1x7a", "{actor}-1x7a"],
+    ["{process}heartbeat-1x7a", "{actor}-1x7a"],
 )
 def test_a_process_given_up_while_it_starts_is_tried_again(failed: str) -> None:
     """On a machine that stands still for seconds Monarch takes a starting process for lost."""
@@ -335,7 +335,7 @@ def test_a_successor_that_does_not_get_ready_has_a_reason() -> None:
     async def scenario() -> None:
         h = house()
         pool = await settled(h, n=1, restarts=1)
-        h.service._lives.roles["worker"].actor = Mute
+        h.service._lifecycle.roles["worker"].actor = Mute
         pool.replicas[0].process.die()
         await asyncio.sleep(125.0)
         with pytest.raises(RunError, match=r"reason: worker\[0\]\.ready did not answer in time$"):
@@ -380,7 +380,7 @@ def test_scaled_down_while_it_gets_ready() -> None:
     async def scenario() -> None:
         h = house()
         pool = await settled(h, n=1)
-        h.service._lives.roles["worker"].actor = Mute
+        h.service._lifecycle.roles["worker"].actor = Mute
         pool.scale(2)
         await asyncio.sleep(0.5)
         assert len(h.processes.living) == 2

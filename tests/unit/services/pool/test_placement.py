@@ -3,11 +3,22 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.pool.placement import Slot, choose, crowded, lack
+from services.hosts.source import HostWorker
+from services.pool.placement import choose, crowded, lack
+from services.pool.process import ProcessHost
 
-SPOTS = st.lists(
+
+def host(role: str = "", capacity: int = 0, busy: int = 0, well: bool = True) -> ProcessHost:
+    """A host with so many processes."""
+    found = ProcessHost(HostWorker("", "", role, capacity), None, local=False)  # type: ignore[arg-type]
+    found.processes = [None] * busy  # type: ignore[list-item]
+    found.trial = None if well else object()  # type: ignore[assignment]
+    return found
+
+
+HOSTS = st.lists(
     st.builds(
-        Slot,
+        host,
         role=st.sampled_from(["", "generator", "trainer"]),
         capacity=st.integers(0, 2),
         busy=st.integers(0, 3),
@@ -19,52 +30,59 @@ ROLES = st.sampled_from(["", "generator", "trainer", "store"])
 
 
 def test_the_host_with_the_fewest_and_the_first_of_equals() -> None:
-    assert choose([Slot(busy=2), Slot(busy=1), Slot(busy=1)], "generator") == 1
+    hosts = [host(busy=2), host(busy=1), host(busy=1)]
+    assert choose(hosts, "generator") is hosts[1]
 
 
 def test_a_role_s_own_workers_come_before_those_of_any() -> None:
-    spots = [Slot(), Slot("generator", capacity=1), Slot("trainer")]
-    assert choose(spots, "generator") == 1
-    assert choose(spots, "trainer") == 2
-    assert choose(spots, "store") == 0
+    hosts = [host(), host("generator", capacity=1), host("trainer")]
+    assert choose(hosts, "generator") is hosts[1]
+    assert choose(hosts, "trainer") is hosts[2]
+    assert choose(hosts, "store") is hosts[0]
 
 
 def test_a_full_or_doubted_one_is_passed_over() -> None:
-    spots = [Slot("generator", 1, busy=1), Slot("generator", 1, well=False)]
-    assert choose(spots, "generator") is None
-    assert choose([*spots, Slot(busy=9)], "generator") == 2
-    assert lack(spots, "generator") == "2 workers take generator: 1 full, 1 silent"
-    assert lack(spots, "store") == "no worker takes store"
+    hosts = [host("generator", 1, busy=1), host("generator", 1, well=False)]
+    assert choose(hosts, "generator") is None
+    assert choose([*hosts, other := host(busy=9)], "generator") is other
+    assert lack(hosts, "generator") == "2 workers take generator: 1 full, 1 silent"
+    assert lack(hosts, "store") == "no worker takes store"
 
 
 def test_a_spare_takes_nobody_s_place() -> None:
-    assert choose([Slot("generator"), Slot("", capacity=2)], "") is None
-    assert choose([Slot("generator"), Slot("", busy=7)], "") == 1
+    assert choose([host("generator"), host("", capacity=2)], "") is None
+    assert choose([host("generator"), other := host("", busy=7)], "") is other
 
 
 def test_away_from_a_host() -> None:
-    assert choose([Slot(busy=0), Slot(busy=5)], "generator", without=0) == 1
+    hosts = [host(busy=0), host(busy=5)]
+    assert choose(hosts, "generator", without=hosts[0]) is hosts[1]
 
 
-@given(SPOTS, ROLES)
-def test_what_is_chosen_may_be(spots: list[Slot], role: str) -> None:
-    at = choose(spots, role)
-    may = [s.well and s.fits(role) and (not s.capacity or s.busy < s.capacity) for s in spots]
-    assert (at is None) == (not any(may))
-    if at is not None:
-        assert may[at]
-        own = [s for s, ok in zip(spots, may, strict=True) if ok and s.role == role]
-        assert spots[at].busy == min(s.busy for s in own or [spots[at]])
+@given(HOSTS, ROLES)
+def test_what_is_chosen_may_be(hosts: list[ProcessHost], role: str) -> None:
+    chosen = choose(hosts, role)
+    may = [
+        h
+        for h in hosts
+        if h.trial is None and h.fits(role)
+        and (not h.worker.capacity or len(h.processes) < h.worker.capacity)
+    ]  # fmt: skip
+    assert (chosen is None) == (not may)
+    if chosen is not None:
+        assert any(chosen is h for h in may)
+        own = [h for h in may if h.worker.role == role]
+        assert len(chosen.processes) == min(len(h.processes) for h in own or [chosen])
 
 
 def test_two_more_than_another_of_its_role_is_crowded() -> None:
-    spots = [Slot(), Slot(), Slot("generator"), Slot("generator")]
-    assert crowded(spots, [2, 0, 1, 1]) == 0
-    assert crowded(spots, [2, 1, 3, 1]) == 2
-    assert crowded(spots, [1, 0, 1, 0]) is None
-    assert crowded(spots, [3, 3, 0, 0]) is None, "those of another role are no place for them"
+    hosts = [host(), host(), host("generator"), host("generator")]
+    assert crowded(hosts, [2, 0, 1, 1]) == 0
+    assert crowded(hosts, [2, 1, 3, 1]) == 2
+    assert crowded(hosts, [1, 0, 1, 0]) is None
+    assert crowded(hosts, [3, 3, 0, 0]) is None, "those of another role are no place for them"
 
 
 def test_nobody_is_moved_to_a_full_or_doubted_host() -> None:
-    assert crowded([Slot(), Slot(well=False)], [4, 0]) is None
-    assert crowded([Slot("", 4, 4), Slot("", 1, 1)], [4, 0]) is None
+    assert crowded([host(), host(well=False)], [4, 0]) is None
+    assert crowded([host("", 4, 4), host("", 1, 1)], [4, 0]) is None

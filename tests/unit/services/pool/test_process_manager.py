@@ -147,10 +147,10 @@ def test_spares_are_for_workers_of_any_role() -> None:
         processes, hosts = of(("g0", "generator", 1), spares=2)
         processes.keep_spares()
         await asyncio.sleep(1.0)
-        assert hosts["g0"].living == []
+        assert hosts["g0"].processes == []
         host = join(processes, "a")
         await asyncio.sleep(1.0)
-        assert [p.name.partition("x")[0] for p in host.living] == ["spare"] * 2
+        assert [p.name.partition("x")[0] for p in host.processes] == ["spare"] * 2
         spare = await processes.take("trainer", 1, role="trainer")
         assert spare.name.startswith("spare")
         own = await processes.take("generator", 1, role="generator")
@@ -172,7 +172,7 @@ def test_devices_are_those_that_are_free_on_the_host() -> None:
         assert (first.gpus, second.gpus) == ((0, 1), (2, 3))
         await processes.discard(first)
         assert (await take(7)).gpus == (0, 1)
-        assert len(hosts["a"].living) == 2
+        assert len(hosts["a"].processes) == 2
         await processes.stop()
 
     run(scenario())

@@ -146,7 +146,7 @@ def test_with_any_rank_s_process_the_replica_is_gone(rank: int) -> None:
         await asyncio.sleep(1.0)
         process.lose(rank)
         assert await asked == "ok"
-        assert process.gone(), "the others are ended too"
+        assert process.ended_pid(), "the others are ended too"
         assert pool.replicas[0].generation == 1
         assert len(h.processes.living) == 1
         # Idle, it is seen by the next heartbeat.
@@ -200,10 +200,10 @@ def test_a_process_of_several_beats_for_all_and_ends_with_any(
 
     procs: Any = SimpleNamespace()
     process = ReplicaProcess("trainer0x1", "here", procs, [pulse(7), pulse(8)], local=True)
-    assert (process.pid, process.gone()) == (0, 0)
+    assert (process.pid, process.ended_pid()) == (0, 0)
     assert asyncio.run(process.beat()) == 1500
-    assert (process.pid, process.pids, process.gone()) == (7, (7, 8), 0)
+    assert (process.pid, process.pids, process.ended_pid()) == (7, (7, 8), 0)
     ended.add(8)
-    assert process.gone() == 8
+    assert process.ended_pid() == 8
     process.kill()
     assert killed == [(7, signal.SIGKILL), (8, signal.SIGKILL)]

@@ -9,15 +9,15 @@ import pytest
 
 from actors.heartbeat import digest
 from protocols.errors import RunError
-from services.pool.shared_files import same_files
+from services.pool.process import same_files
 
 
 def process(seen: dict[str, tuple[str, bool]], local: bool = False) -> Any:
     async def look(paths: tuple[str, ...]) -> dict[str, tuple[str, bool]]:
         return {path: seen[path] for path in paths}
 
-    pulse = SimpleNamespace(look=SimpleNamespace(call_one=look))
-    return SimpleNamespace(host="w1", local=local, pulse=pulse)
+    heartbeat = SimpleNamespace(look=SimpleNamespace(call_one=look))
+    return SimpleNamespace(host="w1", local=local, heartbeat=heartbeat)
 
 
 @pytest.fixture
