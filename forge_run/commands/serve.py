@@ -21,7 +21,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_run.formatting import TableSection
+from actors.base import gpus_here
+from forge_run.formatting import TableSection, facts, lines
+from forge_run.launch import kill_mesh, monarch_environment
+from forge_run.preflight import NO_GPU, Fault, located, vllm_faults
 from protocols.errors import SpecError
 from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.loading import LoadedServeSpec, load_serve
@@ -50,7 +53,7 @@ def serve(loaded: LoadedServeSpec) -> int:
     # before the imports that start threads.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    os.environ.update(monarch_environment(spec))
+    os.environ.update(monarch_environment(spec.health))
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     with listening:
         server = ServeProcess(spec, listening)
@@ -79,44 +82,36 @@ def plan(loaded: LoadedServeSpec) -> list[TableSection]:
         ("at a time", f"{http.max_pending} responses, {http.deadline_s:g} s each at most"),
         ("library", spec.library),
     ]
-    sections = [TableSection(f"serve {spec.name}", ("", ""), tuple(rows))]
+    sections = [facts(f"serve {spec.name}", rows)]
     if Path(spec.library).is_dir():
         library = CartridgeStore(Path(spec.library), base)
         held = tuple((n, ", ".join(map(str, library.versions(n)))) for n in library.names())
         if held:
             sections.append(TableSection("cartridges", ("name", "versions"), held))
-    reasons = tuple((fault.text,) for fault in unmet(loaded))
-    if reasons:
-        sections.append(TableSection("cannot serve here yet", ("",), reasons))
+    if faults := unmet(loaded):
+        sections.append(lines("cannot serve here yet", (fault.text for fault in faults)))
     return sections
 
 
 def unmet(loaded: LoadedServeSpec) -> list[SpecProblem]:
     """Return the reasons why this spec cannot be served on this machine now; empty if it can."""
-    from actors.base import VLLM_REMEDY, gpus_here, missing_vllm
+    return located(_faults(loaded.spec), loaded.place)
 
-    spec, faults = loaded.spec, []
 
-    def cannot(key: str, value: object, why: str, remedy: str) -> None:
-        where = loaded.place(key)
-        faults.append(SpecProblem(where, f"{key}: {value} {why}: set at {where}; {remedy}"))
-
+def _faults(spec: ServeSpec) -> Iterator[Fault]:
+    role, gpus = spec.roles.generator, "roles.generator.gpus"
     if not (Path(spec.model.path) / "config.json").is_file():
-        cannot("model.path", spec.model.path, "has no config.json", "give a model's directory")
-    role = spec.roles.generator
+        yield "model.path", spec.model.path, "has no config.json", "give a model's directory"
     if role.procs != 1:
-        cannot("roles.generator.procs", role.procs, "cannot run", "use 1, and more replicas")
-    if spec.generator.backend == "vllm" and missing_vllm():
-        cannot("generator.backend", "vllm", "needs vLLM, which is not installed", VLLM_REMEDY)
+        yield "roles.generator.procs", role.procs, "cannot run", "use 1, and more replicas"
+    yield from vllm_faults(spec.generator.backend)
     if spec.generator.backend == "torch" and role.gpus > 1:
-        cannot("roles.generator.gpus", role.gpus, "cannot run, a model lies on one", "use 1")
+        yield gpus, role.gpus, "cannot run, a model lies on one", "use 1"
     elif spec.generator.backend == "torch" and role.gpus and not gpus_here():
-        why = "cannot run here, torch sees no GPU on this machine"
-        cannot("roles.generator.gpus", role.gpus, why, "use 0, or a torch built for CUDA")
+        yield gpus, role.gpus, NO_GPU, "use 0, or a torch built for CUDA"
     if spec.http.key_env and not os.environ.get(spec.http.key_env):
         why = "is not in the environment, and the API key is read from it"
-        cannot("http.key_env", spec.http.key_env, why, "export it, or set http.key_env to null")
-    return faults
+        yield "http.key_env", spec.http.key_env, why, "export it, or set http.key_env to null"
 
 
 def listen(address: str) -> socket.socket:
@@ -134,17 +129,6 @@ def listen(address: str) -> socket.socket:
             "127.0.0.1:0 for any free one"
         ) from error
     return made
-
-
-def monarch_environment(spec: ServeSpec) -> dict[str, str]:
-    """Return what Monarch reads on import, as `forge_run.launch.monarch_environment`."""
-    patience = f"{max(1, round(spec.health.dead_after_s))}s"
-    return {
-        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
-        "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
-        "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
-        "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s",
-    }
 
 
 class ServeProcess:
@@ -286,8 +270,6 @@ def _note(event: str, **facts: Any) -> None:
 def _end_monarch(cut_off: bool) -> None:
     """End this client's part of the mesh; kill what did not end."""
     import monarch.actor as monarch
-
-    from forge_run.launch import kill_mesh
 
     if cut_off:
         kill_mesh()
