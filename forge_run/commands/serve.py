@@ -173,9 +173,9 @@ class ServeProcess:
 
         from registry.formats.base_model import read_base
         from registry.store import CartridgeStore
-        from serving.app import ServerConfig, create_door
+        from serving.app import create_server
+        from serving.backend import RequestLimits, ServerConfig
         from serving.pool_backend import PoolBackend
-        from serving.request_parsing import RequestLimits
         from serving.strategy_runner import CatalogueStrategies
 
         spec, http = self.spec, self.spec.http
@@ -183,7 +183,7 @@ class ServeProcess:
         backend = PoolBackend(pool, http.deadline_s)
         host, port = http.listen.rpartition(":")[0], self.listening.getsockname()[1]
         context = min(base.context, spec.context_tokens or base.context)
-        door = create_door(
+        built = create_server(
             ServerConfig(
                 model=spec.name, backend=backend, texts=texts,
                 library=CartridgeStore(Path(spec.library), base),
@@ -196,7 +196,7 @@ class ServeProcess:
         )  # fmt: skip
         self._web = uvicorn.Server(
             uvicorn.Config(
-                door.app, log_config=None, access_log=False, lifespan="off", ws="none",
+                built.app, log_config=None, access_log=False, lifespan="off", ws="none",
                 server_header=False, timeout_graceful_shutdown=round(http.drain_s),
             )
         )  # fmt: skip
@@ -213,7 +213,7 @@ class ServeProcess:
             if service.failure.done():
                 service.failure.result()
         finally:
-            await door.close()
+            await built.close()
 
     async def _first(self, starting: Any) -> bool:
         """Return whether it started before a signal; raises its error if it failed."""
