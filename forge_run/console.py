@@ -147,16 +147,22 @@ def arms_table(results: Mapping[str, Any]) -> Table:
     for heading in ("accuracy", *HEADS, "sampled"):
         table.add_column(heading, justify="right", no_wrap=True)
     arms = results.get("arms", {})
-    for name in [*ARMS, *(arm for arm in arms if arm not in ARMS)]:
-        arm = arms.get(name) or {}
-        style = "bold" if name == "on_policy" else None
-        sampled = arm_cells(arm.get("sampled"))[0]
-        table.add_row(name, *arm_cells(arm), sampled, style=style if arm else "dim")
+    for name, *cells in arm_rows(arms):
+        style = ("bold" if name == "on_policy" else None) if arms.get(name) else "dim"
+        table.add_row(name, *cells[: 2 + len(HEADS)], style=style)
     return table
 
 
-def arm_cells(measured: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return an accuracy and the columns HEADS beside it, as texts."""
+def arm_rows(arms: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """Return a row of every arm: its name, then its greedy and its sampled accuracy, each with the
+    columns HEADS."""
+    measured = {name: arms.get(name) or {} for name in dict.fromkeys((*ARMS, *arms))}
+    return tuple(
+        (name, *_arm_cells(arm), *_arm_cells(arm.get("sampled"))) for name, arm in measured.items()
+    )
+
+
+def _arm_cells(measured: Mapping[str, Any] | None) -> tuple[str, ...]:
     if not measured:
         return (UNKNOWN,) * (1 + len(HEADS))
     share = (percent(measured["accuracy"]), interval(measured["ci95"]))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from forge_run.console import percent
 from forge_run.formatting import TableSection
-from forge_run.report.plots import curve, hue, plot, share_axes
+from forge_run.report.plots import Plot, curve, hue, share_axes
 from forge_run.report.template import Block, Row
 from protocols.records.run_files import ARMS
 
@@ -33,7 +33,7 @@ def aggregation(metrics: Sequence[Row], results: Row) -> list[Block]:
     blocks: list[Block] = []
     if rows:
         title, note = "Accuracy of each population", "Problems that are trained on, by step."
-        blocks.append(("plots", [plot(title, note, partial(_draw, rows=rows))]))
+        blocks.append(("plots", [Plot(title, note, partial(_draw, rows=rows))]))
     if told:
         steps = max(len(populations["accuracy"]) for populations in told.values())
         heads = ("arm", *(f"population {t}" for t in range(steps)), "majority", "pass at n")
