@@ -13,9 +13,16 @@ from typing import Any
 
 import yaml
 
-from deploy.manifests.mesh import MeshFiles, base, instance, provisioning, scaling, space_of
-from deploy.manifests.monitoring import monitoring
-from deploy.manifests.objects import GPU, IMAGE, Object, Resources, mesh_name
+from deploy.manifests.mesh import MeshFiles, base, provisioning, scaling, scope_of
+from deploy.manifests.objects import (
+    GPU,
+    IMAGE,
+    POD_MONITOR_API,
+    Object,
+    Resources,
+    Scope,
+    mesh_name,
+)
 from deploy.manifests.server import door, runs
 from deploy.manifests.sizing import ModelSize
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
@@ -37,7 +44,7 @@ def mesh_tree(
     """Return base, components and overlays of a training mesh: text by path under deploy/k8s."""
     parts = base(spec, files, size)
     tree = _folder("base", parts)
-    watched = monitoring(instance(spec), space_of(spec), rules, dashboard)
+    watched = monitoring(scope_of(spec), rules, dashboard)
     tree |= _folder("components/monitoring", {"monitoring.yaml": watched}, kind="Component")
     for name, rights in (("scaling", scaling(spec)), ("provisioning", provisioning(spec))):
         tree |= _folder(f"components/{name}", {"access.yaml": rights}, kind="Component")
@@ -50,6 +57,23 @@ def mesh_tree(
         patch = _patch(POOL, mesh_name("teacher_replay"), more_of_them)
         tree |= _overlay("teachers", ["../gpu"], [patch])
     return _headed(tree, files)
+
+
+def monitoring(scope: Scope, rules: Mapping[str, Any], dashboard: str) -> list[Object]:
+    """Return a run's PodMonitor, its recording and alert rules, and the dashboard for Grafana's
+    sidecar. `rules` is the content of deploy/monitoring/rules.yml, `dashboard` the text of
+    dashboard.json."""
+    # The rules and the dashboard query the scrape job "forge"; the operator's default is the
+    # namespace.
+    job = {"targetLabel": "job", "replacement": "forge"}
+    groups = {"groups": list(rules["groups"])}
+    board = scope.made("v1", "ConfigMap", "forge-dashboard", data={"forge.json": dashboard})
+    board["metadata"]["labels"]["grafana_dashboard"] = "1"
+    return [
+        scope.pod_monitor("forge", scope.of("controller").labels, "metrics", relabelings=[job]),
+        scope.made(POD_MONITOR_API, "PrometheusRule", "forge", spec=groups),
+        board,
+    ]
 
 
 def door_tree(spec: ServeSpec, files: MeshFiles, resources: Resources) -> Tree:
