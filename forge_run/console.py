@@ -88,24 +88,16 @@ class ConsoleDisplay:
 
     def _plain(self, status: RunStatus) -> str:
         parts = [f"[{duration(self._clock() - self._started)}]", status.stage]
-        if status.steps:
-            parts.append(f"step {status.step}/{status.steps}")
-        if status.kl is not None:
-            parts.append(f"kl {status.kl:.4f}")
-        if status.reward is not None:
-            parts.append(f"reward {status.reward:.3f}")
-        if status.accuracy is not None:
-            parts.append(f"accuracy {percent(status.accuracy)}")
-        if status.steps:
-            parts.append(f"cartridge v{status.version}")
-        if status.tokens_per_second is not None:
-            parts.append(f"{status.tokens_per_second:,.0f} tokens/s")
-        if status.seconds_left is not None:
-            parts.append(f"{duration(status.seconds_left)} left")
-        parts += [
-            text for text in (status.message, status.error and f"error: {status.error}") if text
-        ]
-        return "  ".join(parts)
+        left = None if status.seconds_left is None else duration(status.seconds_left)
+        fields = (
+            (f"step {{}}/{status.steps}", status.step if status.steps else None),
+            ("kl {:.4f}", status.kl), ("reward {:.3f}", status.reward),
+            ("accuracy {:.1%}", status.accuracy),
+            ("cartridge v{}", status.version if status.steps else None),
+            ("{:,.0f} tokens/s", status.tokens_per_second), ("{} left", left),
+            ("{}", status.message or None), ("error: {}", status.error or None),
+        )  # fmt: skip
+        return "  ".join([*parts, *(form.format(x) for form, x in fields if x is not None)])
 
     def _panel(self, status: RunStatus) -> Panel:
         facts = Table.grid(padding=(0, 2))
