@@ -78,8 +78,8 @@ async def _refused(request: Request, error: Exception) -> Response:
         return error.response
     assert isinstance(error, HTTPException)
     unknown = error.status_code == 404
-    said = "there is no such route; see /openapi.json" if unknown else str(error.detail)
-    return ApiError(error.status_code, said).response
+    why = "there is no such route; see /openapi.json" if unknown else str(error.detail)
+    return ApiError(error.status_code, why).response
 
 
 async def _malformed(request: Request, error: Exception) -> Response:
@@ -101,9 +101,9 @@ def _of_body(fault: dict[str, Any]) -> ApiError:
         for part in fault["loc"][1:]
         if isinstance(part, int) or (part.isidentifier() and part not in TYPES)
     ]
-    kind, said = fault["type"], fault["msg"]
+    kind, message = fault["type"], fault["msg"]
     if kind == "json_invalid":
-        why = fault.get("ctx", {}).get("error", said)
+        why = fault.get("ctx", {}).get("error", message)
         return bad_request(f"the body is no JSON: {why}", None, "invalid_json")
     if not names:
         return bad_request(
@@ -119,4 +119,4 @@ def _of_body(fault: dict[str, Any]) -> ApiError:
             param,
             "unknown_field",
         )
-    return bad_request(f"{param}: {said[:1].lower()}{said[1:]}", param)
+    return bad_request(f"{param}: {message[:1].lower()}{message[1:]}", param)

@@ -58,8 +58,8 @@ class StrategyCatalog(Protocol):
         """Raise DataError for options that the strategy does not take, or an unknown form."""
         ...
 
-    async def run(self, asked: ServingRequest, prefix: PrefixRef) -> StrategyResult:
-        """Return the strategy's result for `asked.messages`. Raises DataError or RunError."""
+    async def run(self, request: ServingRequest, prefix: PrefixRef) -> StrategyResult:
+        """Return the strategy's result for `request.messages`. Raises DataError or RunError."""
         ...
 
 

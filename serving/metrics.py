@@ -15,10 +15,8 @@ class ServingMetrics:
 
     def __init__(self, pending: Callable[[], int], decoding: Callable[[], int]) -> None:
         self._registry = registry = CollectorRegistry()
-        counter, histogram = (
-            partial(Counter, registry=registry),
-            partial(Histogram, buckets=SECONDS),
-        )
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=SECONDS)
         self._requests = counter(
             "forge_serve_requests", "Requests by route and status.", ["route", "status"]
         )

@@ -152,7 +152,7 @@ class RequestParser:
             )
         messages = tuple(AgentMessage(m.speaker, m.text) for m in body.messages)
         prompt = self._texts.chat(messages, bool(entries))
-        return self._asked(
+        return self._parsed(
             "chatcmpl", body, entries, (prompt,), next(iter(both), None),
             (body.top_logprobs or 0) if body.logprobs else None, messages,
         )  # fmt: skip
@@ -167,9 +167,9 @@ class RequestParser:
             raise self._too_many()
         read = tuple(self._texts.prompt(p, bool(entries), "prompt") for p in prompts)
         most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-        return self._asked("cmpl", body, entries, read, most, body.logprobs)
+        return self._parsed("cmpl", body, entries, read, most, body.logprobs)
 
-    def _asked(
+    def _parsed(
         self,
         kind: str,
         body: SamplingFields,
@@ -234,17 +234,17 @@ class RequestParser:
         return min(room, limits.max_tokens) if most is None else most
 
     def _with_strategy(
-        self, asked: ServingRequest, name: ModelName, forge: ForgeOptions
+        self, request: ServingRequest, name: ModelName, forge: ForgeOptions
     ) -> ServingRequest:
         """Attach the strategy. Raises for fields that a strategy, with its one answer, cannot
         serve."""
         if name.strategy is None:
-            return asked
+            return request
         for what, given in (
-            ("n", asked.n > 1),
-            ("stop", bool(asked.stops)),
-            ("top_k", asked.sampling.top_k > 0),
-            ("logprobs", asked.top_logprobs is not None),
+            ("n", request.n > 1),
+            ("stop", bool(request.stops)),
+            ("top_k", request.sampling.top_k > 0),
+            ("logprobs", request.top_logprobs is not None),
         ):
             if given:
                 raise bad_request(
@@ -255,7 +255,7 @@ class RequestParser:
         chosen = StrategyRequest(
             name.strategy, forge.options or {}, forge.form or GENERAL, forge.budget
         )
-        return replace(asked, strategy=chosen)
+        return replace(request, strategy=chosen)
 
     def _too_many(self) -> ApiError:
         return bad_request(

@@ -23,7 +23,7 @@ from deploy.manifests.objects import (
     Scope,
     mesh_name,
 )
-from deploy.manifests.server import door, runs
+from deploy.manifests.server import runs, server
 from deploy.manifests.sizing import ModelSize
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.serving import ServeSpec
@@ -76,9 +76,9 @@ def monitoring(scope: Scope, rules: Mapping[str, Any], dashboard: str) -> list[O
     ]
 
 
-def door_tree(spec: ServeSpec, files: MeshFiles, resources: Resources) -> Tree:
+def server_tree(spec: ServeSpec, files: MeshFiles, resources: Resources) -> Tree:
     """Return the server's overlays, with an image for CPUs, or for GPUs where the spec has any."""
-    parts = door(spec, files, resources)
+    parts = server(spec, files, resources)
     target = "cuda" if resources.gpus else "cpu"
     image = _replace(f"{JOB_CONTAINER}/image", f"{IMAGE}-{target}")
     tree = _folder("overlays/serve", parts, patches=[_patch("Deployment", "door", image)])
@@ -116,11 +116,11 @@ def gpu_patches(spec: RunSpec) -> list[Object]:
     for name, role in spec.roles:
         if name in MODEL_ROLES:
             gpus = str(role.procs * max(1, role.gpus))
-            asked = [
+            added = [
                 _add(f"{CONTAINER}/resources/{kind}/{_escaped(GPU)}", gpus)
                 for kind in ("requests", "limits")
             ]
-            patches.append(_patch(POOL, mesh_name(name), *asked, *_on_gpu_nodes()))
+            patches.append(_patch(POOL, mesh_name(name), *added, *_on_gpu_nodes()))
     return [*patches, _patch("Job", "controller", _replace(f"{JOB_CONTAINER}/image", image))]
 
 

@@ -25,13 +25,13 @@ HTTP_PORT = 8000
 SECRET, KEY = "forge-door", "api-key"
 QUEUE_DEPTH = "forge_serve_queue_depth"  # serving.metrics
 CLIENTS = "cartridge-forge/asks"  # label of the namespaces whose pods may send requests
-MOST_DOORS = 4
+MAX_SERVERS = 4
 STOP_SECONDS = 15  # for the generators to end, after http.drain_s
 LEAVE_SECONDS = 5  # after which proxies send an ending server no new requests
 SYNC_EVERY = "*/5 * * * *"
 
 
-def door(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, list[Object]]:
+def server(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, list[Object]]:
     """Return every object, by file. A server's `files` have no config."""
     scope = Scope(dashed(spec.name), "door")
     mine = scope.labels
@@ -163,7 +163,7 @@ def _autoscaler(spec: ServeSpec, scope: Scope) -> Object:
     body = {
         "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "door"},
         "minReplicas": 1,
-        "maxReplicas": MOST_DOORS,
+        "maxReplicas": MAX_SERVERS,
         "metrics": [{"type": "Pods", "pods": {**depth, "target": target}}],
         "behavior": {"scaleDown": {"stabilizationWindowSeconds": 300}},
     }

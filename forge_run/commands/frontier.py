@@ -51,12 +51,12 @@ def command(
         chosen = chosen.model_copy(update={"questions": questions})
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     rows, version = asyncio.run(_measure(spec, directory, chosen, show))
-    told = {
+    record = {
         "version": version,
         **chosen.model_dump(mode="json", exclude={"arms"}),
         "arms": [row.as_dict() for row in rows],
     }
-    write_atomically(directory.path / FRONTIER, json.dumps(told, indent=1) + "\n")
+    write_atomically(directory.path / FRONTIER, json.dumps(record, indent=1) + "\n")
     from forge_run.report.page import write_report
 
     write_report(directory.path)

@@ -72,8 +72,8 @@ def command(spec: RunSpec, out: Path, show: Callable[[str], None]) -> list[str]:
                 lambda done, of: show(f"{done} of {of} rows"),
             )  # fmt: skip
         found = counts(rows)
-        told = {"documents": parts.as_dict(), "model": model, "config": plan.config, **found}
-        write_atomically(out / "summary.json", json.dumps(told, indent=2) + "\n")
+        summary = {"documents": parts.as_dict(), "model": model, "config": plan.config, **found}
+        write_atomically(out / "summary.json", json.dumps(summary, indent=2) + "\n")
         lines = [f"{name:30} {count}" for name, count in found.items()]
         try:
             write_parquet(rows, out / "rows.parquet")

@@ -139,7 +139,7 @@ class ServeProcess:
         self.spec, self.listening = spec, listening
         self.signal = 0
         self.cut_off = False
-        self._told = asyncio.Event()
+        self._signalled = asyncio.Event()
         self._web: Any = None
 
     async def run(self) -> None:
@@ -191,7 +191,7 @@ class ServeProcess:
                 limits=RequestLimits(spec.max_tokens, context, http.max_choices), end_ids=end_ids,
                 http=http, held_cartridges=spec.held_cartridges,
                 key=os.environ[http.key_env] if http.key_env else None,
-                draining=self._told.is_set,
+                draining=self._signalled.is_set,
             )
         )  # fmt: skip
         self._web = uvicorn.Server(
@@ -205,7 +205,7 @@ class ServeProcess:
         print(f"serving {spec.name} on http://{host}:{port}; Ctrl-C drains and ends", flush=True)
         try:
             await asyncio.wait(
-                {running, service.failure, asyncio.create_task(self._told.wait())},
+                {running, service.failure, asyncio.create_task(self._signalled.wait())},
                 return_when=asyncio.FIRST_COMPLETED,
             )
             self._web.should_exit = True
@@ -218,12 +218,12 @@ class ServeProcess:
     async def _first(self, starting: Any) -> bool:
         """Return whether it started before a signal; raises its error if it failed."""
         begun = asyncio.ensure_future(starting)
-        told = asyncio.ensure_future(self._told.wait())
-        await asyncio.wait({begun, told}, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        signalled = asyncio.ensure_future(self._signalled.wait())
+        await asyncio.wait({begun, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
         if begun.done():
             begun.result()
-            return not self._told.is_set()
+            return not self._signalled.is_set()
         begun.cancel()
         await asyncio.wait({begun})
         return False
@@ -237,7 +237,7 @@ class ServeProcess:
             if self.signal and self._web is not None:
                 self._web.force_exit = True
             self.signal = self.signal or number
-            self._told.set()
+            self._signalled.set()
 
         def wait() -> None:
             while True:
@@ -263,8 +263,8 @@ def ids_of_the_end(model: Path, tokenizer: Any) -> frozenset[int]:
 
 
 def _note(event: str, **facts: Any) -> None:
-    told = " ".join(f"{k}={v}" for k, v in facts.items())
-    print(f"{event} {told}", file=sys.stderr, flush=True)
+    shown = " ".join(f"{k}={v}" for k, v in facts.items())
+    print(f"{event} {shown}", file=sys.stderr, flush=True)
 
 
 def _end_monarch(cut_off: bool) -> None:

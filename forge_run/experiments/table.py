@@ -85,9 +85,9 @@ def gather(runs: Iterable[tuple[Trial, RunDirectory]]) -> list[SweepRow]:
     rows = []
     for (_, name), each in found.items():
         trial, arm, _ = each[0]
-        told = [results for *_, results in each]
-        measured = [results["arms"][arm] for results in told]
-        ratio = fmean(results["compression"]["ratio"] for results in told)
+        outcomes = [results for *_, results in each]
+        measured = [results["arms"][arm] for results in outcomes]
+        ratio = fmean(results["compression"]["ratio"] for results in outcomes)
         rows.append(
             SweepRow(
                 point=trial.point,
@@ -96,7 +96,7 @@ def gather(runs: Iterable[tuple[Trial, RunDirectory]]) -> list[SweepRow]:
                 accuracy=tuple(m["accuracy"] for m in measured),
                 unparsed=tuple(m["parse_failures"] for m in measured),
                 questions=sum(m["n"] for m in measured),
-                tokens=fmean(results["tokens_trained"].get(arm, 0) for results in told),
+                tokens=fmean(results["tokens_trained"].get(arm, 0) for results in outcomes),
                 compression={"none": None, "document": 1.0}.get(arm, ratio),
             )
         )
@@ -202,18 +202,18 @@ def plots(spec: SweepSpec, rows: Sequence[SweepRow]) -> list[Plot]:
 def positions(key: str, rows: Sequence[SweepRow]) -> tuple[dict[str, float], bool]:
     """Return the x position of each value of an axis, keyed by its JSON, and whether x is a number.
     P is placed by its compression, other numbers by value, anything else by its index."""
-    told = {json.dumps(row.point[key]): row.point[key] for row in rows}
+    values = {json.dumps(row.point[key]): row.point[key] for row in rows}
     if key == P_KEY:
         ratios = {
             json.dumps(row.point[key]): row.compression
             for row in rows
             if row.compression is not None and row.compression != 1
         }
-        if ratios.keys() == told.keys():
+        if ratios.keys() == values.keys():
             return ratios, True
-    if all(isinstance(v, int | float) and not isinstance(v, bool) for v in told.values()):
-        return {text: float(value) for text, value in told.items()}, True
-    return {text: float(i) for i, text in enumerate(told)}, False
+    if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values.values()):
+        return {text: float(value) for text, value in values.items()}, True
+    return {text: float(i) for i, text in enumerate(values)}, False
 
 
 def _draw_axis(figure: Figure, key: str, rows: Sequence[SweepRow]) -> None:
