@@ -49,13 +49,17 @@ def mesh_tree(
     for name, rights in (("scaling", scaling(spec)), ("provisioning", provisioning(spec))):
         tree |= _folder(f"components/{name}", {"access.yaml": rights}, kind="Component")
     more = ["../../components/scaling"]
-    tree |= _overlay("cpu", ["../../base"], cpu_patches(spec), more)
+    tree |= _folder(
+        "overlays/cpu", {}, base=["../../base"], components=more, patches=cpu_patches(spec)
+    )
     more = ["../../components/monitoring", *more]
-    tree |= _overlay("gpu", ["../../base"], gpu_patches(spec), more)
+    tree |= _folder(
+        "overlays/gpu", {}, base=["../../base"], components=more, patches=gpu_patches(spec)
+    )
     if "teacher_replay" in dict(spec.roles):
         more_of_them = _replace("/spec/replicas", TEACHERS)
         patch = _patch(POOL, mesh_name("teacher_replay"), more_of_them)
-        tree |= _overlay("teachers", ["../gpu"], [patch])
+        tree |= _folder("overlays/teachers", {}, base=["../gpu"], patches=[patch])
     return _headed(tree, files)
 
 
@@ -112,6 +116,10 @@ def gpu_patches(spec: RunSpec) -> list[Object]:
     """Return patches for H100-class nodes: a role with the model gets its spec's GPUs, at least
     one."""
     image = f"{IMAGE}-cuda"
+    on_gpu_nodes = {
+        "nodeSelector": {f"{GPU}.product": H100},
+        "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}],
+    }
     patches = [_patch(POOL, None, _replace(f"{CONTAINER}/image", image))]
     for name, role in spec.roles:
         if name in MODEL_ROLES:
@@ -120,7 +128,8 @@ def gpu_patches(spec: RunSpec) -> list[Object]:
                 _add(f"{CONTAINER}/resources/{kind}/{_escaped(GPU)}", gpus)
                 for kind in ("requests", "limits")
             ]
-            patches.append(_patch(POOL, mesh_name(name), *added, *_on_gpu_nodes()))
+            added += [_add(f"/spec/podTemplate/spec/{key}", x) for key, x in on_gpu_nodes.items()]
+            patches.append(_patch(POOL, mesh_name(name), *added))
     return [*patches, _patch("Job", "controller", _replace(f"{JOB_CONTAINER}/image", image))]
 
 
@@ -129,14 +138,6 @@ def text(value: Any) -> str:
     return yaml.dump(
         value, Dumper=ManifestDumper, sort_keys=False, default_flow_style=False, width=100
     )
-
-
-def _on_gpu_nodes() -> list[Object]:
-    tainted = {"key": GPU, "operator": "Exists", "effect": "NoSchedule"}
-    return [
-        _add("/spec/podTemplate/spec/nodeSelector", {f"{GPU}.product": H100}),
-        _add("/spec/podTemplate/spec/tolerations", [tainted]),
-    ]
 
 
 def _patch(kind: str, name: str | None, *operations: Object) -> Object:
@@ -163,6 +164,7 @@ def _folder(
     *,
     kind: str = "Kustomization",
     base: Sequence[str] = (),
+    components: Sequence[str] = (),
     patches: Sequence[Object] = (),
 ) -> Tree:
     """Return a folder's files, and the kustomization that lists them."""
@@ -170,25 +172,11 @@ def _folder(
         f"{folder}/{name}": "---\n".join(text(found) for found in objects)
         for name, objects in parts.items()
     }
-    fields: Object = {"resources": [*base, *parts]}
-    if patches:
-        fields["patches"] = list(patches)
-    return {**tree, f"{folder}/kustomization.yaml": _kustomization(kind, fields)}
-
-
-def _overlay(
-    name: str, resources: list[str], patches: Sequence[Object], components: Sequence[str] = ()
-) -> Tree:
-    fields: Object = {"resources": resources}
-    if components:
-        fields["components"] = list(components)
-    fields["patches"] = list(patches)
-    return {f"overlays/{name}/kustomization.yaml": _kustomization("Kustomization", fields)}
-
-
-def _kustomization(kind: str, fields: Object) -> str:
+    lists = {"resources": [*base, *parts], "components": components, "patches": patches}
     version = "v1alpha1" if kind == "Component" else "v1beta1"
-    return text({"apiVersion": f"kustomize.config.k8s.io/{version}", "kind": kind, **fields})
+    fields: Object = {"apiVersion": f"kustomize.config.k8s.io/{version}", "kind": kind}
+    fields |= {name: list(entries) for name, entries in lists.items() if entries}
+    return {**tree, f"{folder}/kustomization.yaml": text(fields)}
 
 
 def _headed(tree: Tree, files: MeshFiles) -> Tree:
