@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from benchmarks.meters import FigureTable, Laps, one_thread
 from benchmarks.record import ROOT, benchmark
-from forge_run.report.plots import hue, legend, svg_file
+from forge_run.report.plots import Plot, hue, legend
 from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.decoding.decode_batch import generate
 from learning.losses.doc_kl import doc_kl_tokens
@@ -261,7 +261,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> str:
         parts[0].set_ylabel("a step, ms")
         legend(parts[0], ncols=2)
 
-    return svg_file("A step's cost by the length of its document", draw, 3.0)
+    return Plot("A step's cost by the length of its document", "", draw).alone
 
 
 async def run(asked: argparse.Namespace) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich import box
@@ -60,12 +59,7 @@ class ConsoleDisplay:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live:
             self._live.stop()
 
@@ -94,24 +88,16 @@ class ConsoleDisplay:
 
     def _plain(self, status: RunStatus) -> str:
         parts = [f"[{duration(self._clock() - self._started)}]", status.stage]
-        if status.steps:
-            parts.append(f"step {status.step}/{status.steps}")
-        if status.kl is not None:
-            parts.append(f"kl {status.kl:.4f}")
-        if status.reward is not None:
-            parts.append(f"reward {status.reward:.3f}")
-        if status.accuracy is not None:
-            parts.append(f"accuracy {percent(status.accuracy)}")
-        if status.steps:
-            parts.append(f"cartridge v{status.version}")
-        if status.tokens_per_second is not None:
-            parts.append(f"{status.tokens_per_second:,.0f} tokens/s")
-        if status.seconds_left is not None:
-            parts.append(f"{duration(status.seconds_left)} left")
-        parts += [
-            text for text in (status.message, status.error and f"error: {status.error}") if text
-        ]
-        return "  ".join(parts)
+        left = None if status.seconds_left is None else duration(status.seconds_left)
+        fields = (
+            (f"step {{}}/{status.steps}", status.step if status.steps else None),
+            ("kl {:.4f}", status.kl), ("reward {:.3f}", status.reward),
+            ("accuracy {:.1%}", status.accuracy),
+            ("cartridge v{}", status.version if status.steps else None),
+            ("{:,.0f} tokens/s", status.tokens_per_second), ("{} left", left),
+            ("{}", status.message or None), ("error: {}", status.error or None),
+        )  # fmt: skip
+        return "  ".join([*parts, *(form.format(x) for form, x in fields if x is not None)])
 
     def _panel(self, status: RunStatus) -> Panel:
         facts = Table.grid(padding=(0, 2))
@@ -153,16 +139,22 @@ def arms_table(results: Mapping[str, Any]) -> Table:
     for heading in ("accuracy", *HEADS, "sampled"):
         table.add_column(heading, justify="right", no_wrap=True)
     arms = results.get("arms", {})
-    for name in [*ARMS, *(arm for arm in arms if arm not in ARMS)]:
-        arm = arms.get(name) or {}
-        style = "bold" if name == "on_policy" else None
-        sampled = arm_cells(arm.get("sampled"))[0]
-        table.add_row(name, *arm_cells(arm), sampled, style=style if arm else "dim")
+    for name, *cells in arm_rows(arms):
+        style = ("bold" if name == "on_policy" else None) if arms.get(name) else "dim"
+        table.add_row(name, *cells[: 2 + len(HEADS)], style=style)
     return table
 
 
-def arm_cells(measured: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return an accuracy and the columns HEADS beside it, as texts."""
+def arm_rows(arms: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """Return a row of every arm: its name, then its greedy and its sampled accuracy, each with the
+    columns HEADS."""
+    measured = {name: arms.get(name) or {} for name in dict.fromkeys((*ARMS, *arms))}
+    return tuple(
+        (name, *_arm_cells(arm), *_arm_cells(arm.get("sampled"))) for name, arm in measured.items()
+    )
+
+
+def _arm_cells(measured: Mapping[str, Any] | None) -> tuple[str, ...]:
     if not measured:
         return (UNKNOWN,) * (1 + len(HEADS))
     share = (percent(measured["accuracy"]), interval(measured["ci95"]))

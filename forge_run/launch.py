@@ -13,6 +13,7 @@ import contextlib
 import math
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -24,11 +25,13 @@ from typing import Any
 from rich.console import Console
 
 from forge_run.console import ConsoleDisplay, print_results
-from forge_run.reachable_address import reached_at
-from protocols.errors import CheckpointError, ForgeError, RunError
+from protocols.errors import CheckpointError, ForgeError, RunError, SpecError
+from protocols.spec.hosts import HostsSpec
 from protocols.spec.loading import load_resolved
 from protocols.spec.mesh import RunSpec
+from protocols.spec.services import HealthSpec
 from protocols.spec.yaml_source import dump_yaml
+from services.hosts.handshake import host_and_port
 from services.hosts.source import LINK_ENVIRONMENT
 from services.proc_info import descendants
 from services.run_directory import RunDirectory
@@ -39,32 +42,33 @@ POLL_SECONDS = 0.25
 STOP_SECONDS = 6.0
 END_SECONDS = 1.5  # STOP_SECONDS, twice this and the report fit in 10 s
 STATUS_TIMEOUT = 30.0
+ANYWHERE = ("192.0.2.1", 9)  # a documentation network: reached over the default route
 
 
-def monarch_environment(spec: RunSpec) -> dict[str, str]:
+def monarch_environment(health: HealthSpec, *, local: bool = True) -> dict[str, str]:
     """Return the environment that Monarch reads on import, in every process of the mesh.
 
     A killed process is noticed in fractions of a second instead of ten. Where its end was not seen,
     or it is silent, Monarch waits for `health.dead_after_s` instead of 30 s: calls to a lost tensor
-    store hang that long in the actors that made them. With other hosts a message is kept for as
-    long as its link may be down.
+    store hang that long in the actors that made them. With other hosts than this one, not `local`,
+    a message is kept for as long as its link may be down.
     """
-    local = spec.mesh.hosts.kind == "local"
-    patience = f"{math.ceil(spec.mesh.health.dead_after_s)}s"
+    patience = f"{math.ceil(health.dead_after_s)}s"
     return {
         "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
         **({"HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s"} if local else LINK_ENVIRONMENT),
-        # No secret: the clients of replay.local's own provider require some key.
-        "FORGE_LOCAL_PROVIDER_KEY": "local",
     }
 
 
 def run(spec: RunSpec, *, run_dir: Path | None, resume: str | None) -> int:
     """Run to the end, or to a checkpoint when interrupted. Returns the exit code: 0 finished, 130 /
     143 stopped by SIGINT / SIGTERM. Raises ForgeError."""
-    os.environ.update(monarch_environment(spec))
+    local = spec.mesh.hosts.kind == "local"
+    os.environ.update(monarch_environment(spec.mesh.health, local=local))
+    # No secret: the clients of replay.local's own provider require some key.
+    os.environ["FORGE_LOCAL_PROVIDER_KEY"] = "local"
     caught = SignalFlag()
     console = Console()
     error: ForgeError | None = None
@@ -252,3 +256,39 @@ def _end(procs: Any) -> None:
     for ending in (procs.stop, monarch.shutdown_context):
         with contextlib.suppress(Exception):
             ending().get(timeout=END_SECONDS)
+
+
+def reached_at(hosts: HostsSpec) -> str:
+    """Return this host's address: `hosts.reached_at`, else that of the route to the first worker,
+    else of the default route. IPv6 addresses are in brackets. Raises SpecError for a name without
+    an address, and where there is no such route."""
+    named = hosts.reached_at
+    try:
+        if named is not None:
+            return _bracketed(_address_of(named))
+        if hosts.addresses:
+            host, port = host_and_port(hosts.addresses[0])
+            return _bracketed(_local_address(_address_of(host.strip("[]")), port))
+        return _bracketed(_local_address(*ANYWHERE))
+    except OSError as error:
+        to = named or (hosts.addresses[0] if hosts.addresses else "anywhere")
+        raise SpecError(
+            f"hosts.reached_at: this host found no address for the workers ({to}: "
+            f"{error.strerror}); set it to this host's address as the workers reach it"
+        ) from error
+
+
+def _address_of(name: str) -> str:
+    return str(socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0][4][0])
+
+
+def _local_address(address: str, port: int) -> str:
+    """Return the route's local address. Connecting a datagram socket sends nothing."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))
+        return str(probe.getsockname()[0])
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

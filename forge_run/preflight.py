@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from actors.base import VLLM_REMEDY, gpus_here, missing_vllm
 from protocols.spec.errors import SpecProblem, combined
+from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
-from protocols.spec.teacher_replay import ReplaySpec, ReplayTeacherSpec
+from protocols.spec.teacher_replay import ReplayTeacherSpec
 from protocols.spec.yaml_source import SourceLocation
+
+Fault = tuple[str, object, str, str]  # dotted key, value, what is wrong, remedy
+NO_GPU = "cannot run here, torch sees no GPU on this machine"
 
 
 def resolved_place(key: str) -> SourceLocation:
@@ -32,101 +36,79 @@ def unmet(
     spec: RunSpec, place: Callable[[str], SourceLocation] = resolved_place
 ) -> list[SpecProblem]:
     """Return the reasons why this machine cannot run the spec now; empty when it can."""
-    faults = []
+    return located([*_role_faults(spec), *_input_faults(spec.learn)], place)
 
-    def cannot(key: str, value: object, why: str, remedy: str) -> None:
-        where = place(key)
-        faults.append(SpecProblem(where, f"{key}: {value} {why}: set at {where}; {remedy}"))
 
-    mesh, learn = spec.mesh, spec.learn
-    trainer = mesh.roles.trainer
-    if trainer.replicas != 1:
-        cannot(
-            "roles.trainer.replicas",
-            trainer.replicas,
-            "cannot run, one trainer owns the cartridges",
-            "use 1",
-        )
+def located(faults: Iterable[Fault], place: Callable[[str], SourceLocation]) -> list[SpecProblem]:
+    """Return the faults as problems of a spec, each with the place of its key."""
+    return [
+        SpecProblem(place(key), f"{key}: {value} {why}: set at {place(key)}; {remedy}")
+        for key, value, why, remedy in faults
+    ]
+
+
+def _role_faults(spec: RunSpec) -> Iterator[Fault]:
+    generator = spec.learn.generator
+    if (replicas := spec.mesh.roles.trainer.replicas) != 1:
+        why = "cannot run, one trainer owns the cartridges"
+        yield "roles.trainer.replicas", replicas, why, "use 1"
     for name, role in spec.roles:
+        procs, gpus = f"roles.{name}.procs", f"roles.{name}.gpus"
         if role.procs != 1 and name != "trainer":
-            why = "only the trainer works in several processes"
-            remedy = "use 1, and more replicas"
-            cannot(f"roles.{name}.procs", role.procs, f"cannot run, {why}", remedy)
-        if name == "generator" and learn.generator.backend == "vllm":
-            if role.gpus not in (0, learn.generator.tensor_parallel):
-                cannot(
-                    "roles.generator.gpus",
-                    role.gpus,
+            why = "cannot run, only the trainer works in several processes"
+            yield procs, role.procs, why, "use 1, and more replicas"
+        if name == "generator" and generator.backend == "vllm":
+            if role.gpus not in (0, generator.tensor_parallel):
+                why = (
                     "cannot run, an engine takes generator.tensor_parallel "
-                    f"({learn.generator.tensor_parallel}) of them",
-                    "make them equal",
+                    f"({generator.tensor_parallel}) of them"
                 )
+                yield gpus, role.gpus, why, "make them equal"
         elif role.gpus and name not in MODEL_ROLES:
-            cannot(f"roles.{name}.gpus", role.gpus, "cannot run, it has no model there", "use 0")
+            yield gpus, role.gpus, "cannot run, it has no model there", "use 0"
         elif role.gpus > 1:
             why = "cannot run, a process's model lies on one"
-            cannot(f"roles.{name}.gpus", role.gpus, why, "use 1, and more replicas or ranks")
-        elif role.gpus and mesh.hosts.kind == "local" and not gpus_here():
-            why = "cannot run here, torch sees no GPU on this machine"
+            yield gpus, role.gpus, why, "use 1, and more replicas or ranks"
+        elif role.gpus and spec.mesh.hosts.kind == "local" and not gpus_here():
             remedy = "use 0, or install a torch built for CUDA and check nvidia-smi"
-            cannot(f"roles.{name}.gpus", role.gpus, why, remedy)
-    if learn.generator.backend == "vllm" and missing_vllm():
-        cannot("generator.backend", "vllm", "needs vLLM, which is not installed", VLLM_REMEDY)
-    _check_model(learn.model.path, cannot)
-    _check_data(spec, cannot)
-    _check_keys(learn.replay, cannot)
-    return faults
+            yield gpus, role.gpus, NO_GPU, remedy
+    yield from vllm_faults(generator.backend)
 
 
-def _check_model(path: str, cannot: Callable[[str, object, str, str], None]) -> None:
-    if Path(path).is_absolute() and not (Path(path) / "config.json").is_file():
-        cannot(
-            "model.path",
-            path,
-            "has no config.json",
-            "give a directory with config.json and *.safetensors, or a hub id",
-        )
+def vllm_faults(backend: str) -> Iterator[Fault]:
+    """Yield a fault where the backend is vLLM and vLLM is not installed."""
+    if backend == "vllm" and missing_vllm():
+        yield "generator.backend", "vllm", "needs vLLM, which is not installed", VLLM_REMEDY
 
 
-def _check_keys(replay: ReplaySpec | None, cannot: Callable[[str, object, str, str], None]) -> None:
-    """Report missing API keys before anything starts."""
-    if replay is None or replay.local is not None:
-        return
-    for name in sorted({str(t.key_env) for t in replay.teachers if missing_key(t)}):
-        why = "is not in the environment, and a teacher's key is read from it"
-        remedy = "export it, or ask a provider of our own by --set replay.local={}"
-        cannot("replay.teachers", name, why, remedy)
+def _input_faults(learn: LearnSpec) -> Iterator[Fault]:
+    """Yield what is wrong with the model, the data, and the external teachers' API keys."""
+    model, data, replay = learn.model.path, learn.data, learn.replay
+    if Path(model).is_absolute() and not (Path(model) / "config.json").is_file():
+        remedy = "give a directory with config.json and *.safetensors, or a hub id"
+        yield "model.path", model, "has no config.json", remedy
+    if data.path is None and data.source == "longhealth":
+        why = "cannot run, LongHealth asks not to be shipped and is read from a path or URL"
+        yield "data.path", "null", why, "add --set data.path=benchmark_v5.json"
+    elif data.source == "documents":
+        if data.path is None:
+            why = "cannot run, there are no documents"
+            yield "data.path", "null", why, "add --set data.path=FOLDER"
+    elif data.path is None:
+        from environments.clinic.vocabulary import FIELDS
+
+        if data.facts is not None and data.facts > len(FIELDS):
+            why = f"is more than the {len(FIELDS)} kinds of fact that the clinic knows"
+            yield "data.facts", data.facts, why, f"set it to {len(FIELDS)} or less"
+    elif not data.path.startswith(("http://", "https://")) and not Path(data.path).is_file():
+        yield "data.path", data.path, "is not a file", "give LongHealth's JSON, a path or a URL"
+    if replay is not None and replay.local is None:
+        for name in sorted({str(t.key_env) for t in replay.teachers if missing_key(t)}):
+            why = "is not in the environment, and a teacher's key is read from it"
+            remedy = "export it, or ask a provider of our own by --set replay.local={}"
+            yield "replay.teachers", name, why, remedy
 
 
 def missing_key(teacher: ReplayTeacherSpec) -> bool:
     """Return whether the environment lacks the teacher's API key."""
     return not os.environ.get(teacher.key_env or "")
-
-
-def _check_data(spec: RunSpec, cannot: Callable[[str, object, str, str], None]) -> None:
-    data = spec.learn.data
-    if data.path is None and data.source == "longhealth":
-        cannot(
-            "data.path",
-            "null",
-            "cannot run, LongHealth asks not to be shipped and is read from a path or URL",
-            "add --set data.path=benchmark_v5.json",
-        )
-    elif data.source == "documents":
-        if data.path is None:
-            cannot(
-                "data.path", "null", "cannot run, there are no documents",
-                "add --set data.path=FOLDER",
-            )  # fmt: skip
-    elif data.path is None:
-        from environments.clinic.vocabulary import FIELDS
-
-        if data.facts is not None and data.facts > len(FIELDS):
-            cannot(
-                "data.facts",
-                data.facts,
-                f"is more than the {len(FIELDS)} kinds of fact that the clinic knows",
-                f"set it to {len(FIELDS)} or less",
-            )
-    elif not data.path.startswith(("http://", "https://")) and not Path(data.path).is_file():
-        cannot("data.path", data.path, "is not a file", "give LongHealth's JSON, a path or a URL")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,21 +10,13 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from protocols.spec.services import LOOPBACK
-from protocols.spec.serving import HttpSpec
-from registry.store import CartridgeStore
-from serving.admission import Admission
-from serving.backend import Backend, StrategyCatalog
+from serving.backend import ServerConfig
 from serving.errors import ApiError, AsciiJSON, bad_request
 from serving.handler import RequestHandler
-from serving.metrics import ServingMetrics
 from serving.middleware import ApiKeyMiddleware, BodyLimitMiddleware, MetricsMiddleware
-from serving.request_parsing import RequestLimits, RequestParser
-from serving.resident_cartridges import ResidentCartridges
-from serving.routes import OpenAIRoutes, routes
+from serving.routes import routes
 from serving.routes_admin import admin_routes
 from serving.routes_models import model_routes
-from serving.tokenization import Tokenization
 
 # Fields of OpenAI's API that are not served, with the remedy for each.
 UNSERVED = {
@@ -51,54 +40,21 @@ TYPES = ("str", "int", "float", "bool", "none")  # added by pydantic to the `loc
 
 
 @dataclass(frozen=True)
-class ServerConfig:
-    """Hold the parts of a server. With `key` None requests need no API key."""
-
-    model: str
-    backend: Backend
-    texts: Tokenization
-    library: CartridgeStore
-    strategies: StrategyCatalog
-    limits: RequestLimits
-    end_ids: frozenset[int]
-    http: HttpSpec
-    held_cartridges: int = 16
-    key: str | None = None
-    draining: Callable[[], bool] = lambda: False
-
-
-@dataclass(frozen=True)
 class Server:
     """Hold an application: `app` for the ASGI server, `api` for the OpenAPI schema. Call `close`
     after the last request."""
 
     app: ASGIApp
     api: FastAPI
-    admission: Admission
-    shelf: ResidentCartridges
-    reading: ThreadPoolExecutor
+    handler: RequestHandler
 
     async def close(self) -> None:
-        await self.shelf.close()
-        self.reading.shutdown(wait=False, cancel_futures=True)
+        await self.handler.close()
 
 
-def create_door(house: ServerConfig) -> Server:
+def create_server(config: ServerConfig) -> Server:
     """Return the application with its middleware, its routes and their resources."""
-    http = house.http
-    admission = Admission(http.max_pending)
-    metrics = ServingMetrics(lambda: admission.pending, house.backend.depth)
-    shelf = ResidentCartridges(house.backend, house.held_cartridges)
-    desk = RequestHandler(
-        house.backend, house.texts, shelf, admission, metrics, house.strategies, house.end_ids,
-        http.deadline_s,
-    )  # fmt: skip
-    reader = RequestParser(
-        house.model, house.texts, house.library, house.limits,
-        lambda name: name in house.strategies.names(),
-    )  # fmt: skip
-    # One thread: a tokenizer is not thread-safe.
-    reading = ThreadPoolExecutor(1, "reading")
+    http, handler = config.http, RequestHandler(config)
     api = FastAPI(
         title="Cartridge Forge",
         version="0.1.0",
@@ -109,15 +65,12 @@ def create_door(house: ServerConfig) -> Server:
             HTTPException: _refused, RequestValidationError: _malformed, Exception: _failed,
         },
     )  # fmt: skip
-    api.include_router(routes(OpenAIRoutes(desk, reading, http.keep_alive_s), reader))
-    started = int(time.time())
-    api.include_router(model_routes(desk, reader, house.library, started, house.draining))
-    has_key, loopback = house.key is not None, http.listen.rpartition(":")[0] in LOOPBACK
-    api.include_router(admin_routes(house.library, shelf, has_key=has_key, loopback=loopback))
+    for router in (routes(handler), model_routes(handler), admin_routes(handler)):
+        api.include_router(router)
     app: ASGIApp = BodyLimitMiddleware(api, http.max_body_bytes, http.max_upload_bytes)
-    if house.key is not None:
-        app = ApiKeyMiddleware(app, house.key)
-    return Server(MetricsMiddleware(app, metrics), api, admission, shelf, reading)
+    if config.key is not None:
+        app = ApiKeyMiddleware(app, config.key)
+    return Server(MetricsMiddleware(app, handler.metrics), api, handler)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -125,8 +78,8 @@ async def _refused(request: Request, error: Exception) -> Response:
         return error.response
     assert isinstance(error, HTTPException)
     unknown = error.status_code == 404
-    said = "there is no such route; see /openapi.json" if unknown else str(error.detail)
-    return ApiError(error.status_code, said).response
+    why = "there is no such route; see /openapi.json" if unknown else str(error.detail)
+    return ApiError(error.status_code, why).response
 
 
 async def _malformed(request: Request, error: Exception) -> Response:
@@ -148,9 +101,9 @@ def _of_body(fault: dict[str, Any]) -> ApiError:
         for part in fault["loc"][1:]
         if isinstance(part, int) or (part.isidentifier() and part not in TYPES)
     ]
-    kind, said = fault["type"], fault["msg"]
+    kind, message = fault["type"], fault["msg"]
     if kind == "json_invalid":
-        why = fault.get("ctx", {}).get("error", said)
+        why = fault.get("ctx", {}).get("error", message)
         return bad_request(f"the body is no JSON: {why}", None, "invalid_json")
     if not names:
         return bad_request(
@@ -166,4 +119,4 @@ def _of_body(fault: dict[str, Any]) -> ApiError:
             param,
             "unknown_field",
         )
-    return bad_request(f"{param}: {said[:1].lower()}{said[1:]}", param)
+    return bad_request(f"{param}: {message[:1].lower()}{message[1:]}", param)

@@ -1,13 +1,17 @@
-"""Define the interfaces that answer requests: the generators, and strategies by name."""
+"""Define what a server is made of: the generators, strategies by name, limits, and the library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from protocols.spec.serving import HttpSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
+from registry.store import CartridgeStore
 from serving.request import ServingRequest, StrategyRequest
+from serving.tokenization import Tokenization
 from strategies.problem import StrategyResult
 
 # Receives tokens as they are sampled. A token may be reported twice: the replica that replaces a
@@ -54,6 +58,32 @@ class StrategyCatalog(Protocol):
         """Raise DataError for options that the strategy does not take, or an unknown form."""
         ...
 
-    async def run(self, asked: ServingRequest, prefix: PrefixRef) -> StrategyResult:
-        """Return the strategy's result for `asked.messages`. Raises DataError or RunError."""
+    async def run(self, request: ServingRequest, prefix: PrefixRef) -> StrategyResult:
+        """Return the strategy's result for `request.messages`. Raises DataError or RunError."""
         ...
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limit a request. `context` counts the positions of cartridges, prompt and response."""
+
+    max_tokens: int
+    context: int
+    max_choices: int
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Hold the parts of a server. With `key` None requests need no API key."""
+
+    model: str
+    backend: Backend
+    texts: Tokenization
+    library: CartridgeStore
+    strategies: StrategyCatalog
+    limits: RequestLimits
+    end_ids: frozenset[int]
+    http: HttpSpec
+    held_cartridges: int = 16
+    key: str | None = None
+    draining: Callable[[], bool] = lambda: False

@@ -20,12 +20,12 @@ from protocols.wire.openai_chat import FinishReason
 class StopFilter:
     """Pass text on up to the first stop string, independent of how the text is cut into pieces. The
     stop string that is completed first counts; of two that end at one place, the longer one. `cut`
-    is where it begins, in characters from the start of the text; None until one was found."""
+    is where it begins, None until one was found; `sent` is the number of characters passed on."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self._told = 0
+        self.sent = 0
         self.cut: int | None = None
 
     def feed(self, text: str) -> str:
@@ -36,20 +36,19 @@ class StopFilter:
         found = [(at + len(s), at) for s in self._stops if (at := held.find(s)) >= 0]
         if found:
             _, at = min(found)
-            self.cut = self._told + at
-            self._held = ""
-            return self._tell(held[:at])
+            self.cut, self._held = self.sent + at, ""
+            return self._send(held[:at])
         keep = max((_beginning(held, s) for s in self._stops), default=0)
         self._held = held[len(held) - keep :]
-        return self._tell(held[: len(held) - keep])
+        return self._send(held[: len(held) - keep])
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the response."""
         held, self._held = self._held, ""
-        return self._tell(held)
+        return self._send(held)
 
-    def _tell(self, text: str) -> str:
-        self._told += len(text)
+    def _send(self, text: str) -> str:
+        self.sent += len(text)
         return text
 
 
@@ -83,50 +82,45 @@ class Detokenizer:
     """Turn the tokens of one response into pieces. `count` is the number of tokens read."""
 
     def __init__(self, decode: Decode, stops: Sequence[str], end_ids: frozenset[int]) -> None:
-        self._said = TokenText(decode)
+        self._text = TokenText(decode)
         self._filter = StopFilter(stops)
         self._end_ids = end_ids
         self._pending: list[TokenRecord] = []
-        self._told = 0  # characters
         self.count = 0
 
-    def feed(self, came: TokenChunk) -> TextPiece:
+    def feed(self, chunk: TokenChunk) -> TextPiece:
         """Return the piece that these tokens complete. Tokens read before are skipped, and so is a
         chunk behind a gap: the completion has all tokens."""
         text = ""
-        skip = self.count - came.first
+        skip = self.count - chunk.first
         if skip < 0:
             return TextPiece("", ())
-        for i in range(skip, len(came.token_ids)):
-            top = came.top_logprobs[i] if came.top_logprobs else ()
-            token = TokenRecord(came.token_ids[i], came.logprobs[i], top, len(self._said.text))
+        for i in range(skip, len(chunk.token_ids)):
+            top = chunk.top_logprobs[i] if chunk.top_logprobs else ()
+            token = TokenRecord(chunk.token_ids[i], chunk.logprobs[i], top, len(self._text.text))
             self.count += 1
             if self._filter.cut is None:
                 self._pending.append(token)
-                text += self._filter.feed(self._said.add(token.id))
-        return self._piece(text, last=False)
+                text += self._filter.feed(self._text.add(token.id))
+        return TextPiece(text, self._sent_tokens())
 
     def finish(self, completion: Completion) -> TextPiece:
         """Return the rest of the response, with the finish reason "stop" or "length"."""
-        came = TokenChunk(
+        chunk = TokenChunk(
             completion.request_id, 0, completion.token_ids, completion.logprobs,
             completion.top_logprobs,
         )  # fmt: skip
-        rest = self.feed(came)
-        text = rest.text
-        if self._filter.cut is None:
-            text += self._filter.feed(self._said.rest()) + self._filter.flush()
-        stopped = self._filter.cut is not None or completion.finish_reason != "length"
-        piece = self._piece(text, last=True)
-        return TextPiece(text, rest.tokens + piece.tokens, "stop" if stopped else "length")
+        text, tokens = (rest := self.feed(chunk)).text, rest.tokens
+        if self._filter.cut is not None:
+            return TextPiece(text, tokens, "stop")
+        text += self._filter.feed(self._text.rest()) + self._filter.flush()
+        if self._filter.cut is not None:
+            return TextPiece(text, tokens + self._sent_tokens(), "stop")
+        tokens += tuple(t for t in self._pending if t.id not in self._end_ids)
+        return TextPiece(text, tokens, "length" if completion.finish_reason == "length" else "stop")
 
-    def _piece(self, text: str, last: bool) -> TextPiece:
-        self._told += len(text)
-        cut = self._filter.cut
-        if last and cut is None:
-            told = [t for t in self._pending if t.id not in self._end_ids]
-            self._pending = []
-        else:
-            told = [t for t in self._pending if t.offset < self._told]
-            self._pending = self._pending[len(told) :]
-        return TextPiece(text, tuple(told))
+    def _sent_tokens(self) -> tuple[TokenRecord, ...]:
+        """Return the pending tokens whose text has been sent, at least in part."""
+        sent = tuple(t for t in self._pending if t.offset < self._filter.sent)
+        del self._pending[: len(sent)]
+        return sent

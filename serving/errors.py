@@ -1,11 +1,12 @@
 """Define errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`.
 
-400 invalid_request_error   a malformed request; `param` names the field 401 authentication_error
-a missing or wrong API key 403 permission_error        an admin route that is off 404
-not_found_error         an unknown model, cartridge, version or route 413 / 408                   a
-body that is too large, or arrives too slowly 429 rate_limit_error        the queue is full;
-Retry-After has the seconds to wait 503 / 504 service_error     draining or starting; the request's
-deadline passed
+400 invalid_request_error   a malformed request; `param` names the field
+401 authentication_error    a missing or wrong API key
+403 permission_error        an admin route that is off
+404 not_found_error         an unknown model, cartridge, version or route
+408, 413                    a body that arrives too slowly, or is too large
+429 rate_limit_error        the queue is full; Retry-After has the seconds to wait
+503, 504 service_error      draining or starting; the request's deadline passed
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class ApiError(HTTPException):
     def body(self) -> dict[str, Any]:
         """Return the body of the reply: an `ErrorAnswer` as plain data."""
         kind = KINDS.get(self.status_code, "service_error")
-        error = ErrorBody(message=self.detail, type=kind, param=self.param, code=self.code)
-        return ErrorAnswer(error=error).model_dump()
+        fields = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        return {"error": fields}
 
     @property
     def response(self) -> Response:

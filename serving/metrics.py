@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -14,33 +15,30 @@ class ServingMetrics:
 
     def __init__(self, pending: Callable[[], int], decoding: Callable[[], int]) -> None:
         self._registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "forge_serve_requests", "Requests by route and status.", ["route", "status"],
-            registry=registry,
-        )  # fmt: skip
-        self._seconds = Histogram(
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=SECONDS)
+        self._requests = counter(
+            "forge_serve_requests", "Requests by route and status.", ["route", "status"]
+        )
+        self._seconds = histogram(
             "forge_serve_request_seconds", "From a request's first byte to its answer's last.",
-            ["route"], buckets=SECONDS, registry=registry,
+            ["route"],
         )  # fmt: skip
-        self._first = Histogram(
+        self._first = histogram(
             "forge_serve_first_token_seconds", "From being let in to the first token, of streams.",
-            buckets=SECONDS, registry=registry,
         )  # fmt: skip
-        self._tokens = Counter(
-            "forge_serve_tokens", "Tokens read (prompt) and sampled (completion).", ["kind"],
-            registry=registry,
-        )  # fmt: skip
-        self._gone = Counter(
-            "forge_serve_disconnects", "Clients that left before their answer was whole.",
-            registry=registry,
-        )  # fmt: skip
-        waiting = Gauge(
-            "forge_serve_pending", "Responses that were let in and have not ended.",
-            registry=registry,
-        )  # fmt: skip
-        waiting.set_function(pending)
-        busy = Gauge("forge_serve_queue_depth", "Calls of generators under way.", registry=registry)
-        busy.set_function(decoding)
+        self._tokens = counter(
+            "forge_serve_tokens", "Tokens read (prompt) and sampled (completion).", ["kind"]
+        )
+        self._disconnects = counter(
+            "forge_serve_disconnects", "Clients that left before their answer was whole."
+        )
+        gauges = (
+            ("forge_serve_pending", "Responses that were let in and have not ended.", pending),
+            ("forge_serve_queue_depth", "Calls of generators under way.", decoding),
+        )
+        for name, about, read in gauges:
+            Gauge(name, about, registry=registry).set_function(read)
 
     def answered(self, route: str, status: int, seconds: float) -> None:
         self._requests.labels(route, str(status)).inc()
@@ -54,7 +52,7 @@ class ServingMetrics:
         self._tokens.labels("completion").inc(completion)
 
     def disconnected(self) -> None:
-        self._gone.inc()
+        self._disconnects.inc()
 
     def page(self) -> bytes:
         return generate_latest(self._registry)

@@ -72,8 +72,8 @@ class ApiKeyMiddleware:
         right = hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
         if right or scope["path"] in OPEN:
             return await self._app(scope, receive, send)
-        said = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
-        await ApiError(401, said, code="invalid_api_key").response(scope, receive, send)
+        why = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+        await ApiError(401, why, code="invalid_api_key").response(scope, receive, send)
 
 
 class BodyLimitMiddleware:
@@ -89,8 +89,8 @@ class BodyLimitMiddleware:
         most = self._max_upload_bytes if upload else self._max_bytes
         seconds = UPLOAD_SECONDS if upload else BODY_SECONDS
         deadline = asyncio.get_running_loop().time() + seconds
-        said = f"the body is larger than {most} bytes; send less at a time"
-        too_large = ApiError(413, said, code="body_too_large")
+        why = f"the body is larger than {most} bytes; send less at a time"
+        too_large = ApiError(413, why, code="body_too_large")
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > most:
             return await too_large.response(scope, receive, send)

@@ -57,21 +57,21 @@ class ServingRequest:
         return sum(entry.manifest.tokens for entry in self.entries)
 
 
-def requests_of(asked: ServingRequest, prefix: PrefixRef) -> list[GenerateRequest]:
+def requests_of(request: ServingRequest, prefix: PrefixRef) -> list[GenerateRequest]:
     """Return one request for each response, ordered by prompt."""
-    until = StopCondition(strings=asked.stops) if asked.stops else None
+    until = StopCondition(strings=request.stops) if request.stops else None
     return [
         GenerateRequest(
-            id=f"{asked.id}/{p * asked.n + i}",
+            id=f"{request.id}/{p * request.n + i}",
             prompt_ids=prompt.ids,
             prefix=prefix,
-            sampling=asked.sampling,
-            seed=seed_of(asked.seed, p * asked.n + i),
-            top_logprobs=asked.top_logprobs or 0,
+            sampling=request.sampling,
+            seed=seed_of(request.seed, p * request.n + i),
+            top_logprobs=request.top_logprobs or 0,
             until=until,
         )
-        for p, prompt in enumerate(asked.prompts)
-        for i in range(asked.n)
+        for p, prompt in enumerate(request.prompts)
+        for i in range(request.n)
     ]
 
 

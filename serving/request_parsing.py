@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from protocols.errors import DataError
@@ -12,7 +12,8 @@ from protocols.teacher_replay import AgentMessage
 from protocols.types import Sampling
 from protocols.wire.openai_chat import ChatRequest, CompletionRequest, ForgeOptions, SamplingFields
 from registry.names import CartridgeName, ModelName, parse_cartridge, parse_model
-from registry.store import CartridgeStore, CartridgeVersion
+from registry.store import CartridgeVersion
+from serving.backend import ServerConfig
 from serving.errors import ApiError, bad_request, refusing
 from serving.request import ServingRequest, StrategyRequest, drawn_seed
 from serving.tokasaurus import (
@@ -20,7 +21,7 @@ from serving.tokasaurus import (
     CartridgeCompletionRequest,
     CartridgeSource,
 )
-from serving.tokenization import Tokenization, TokenizedPrompt
+from serving.tokenization import TokenizedPrompt
 
 DEFAULT_TOKENS = 16  # of a completion, OpenAI's default
 GENERAL = "general"  # the default form of answers
@@ -28,30 +29,14 @@ NO_OPTIONS = ForgeOptions.model_validate({})
 LEAST_MASS = 1e-9  # top_p 0 keeps the likeliest token alone
 
 
-@dataclass(frozen=True)
-class RequestLimits:
-    """Limit a request. `context` counts the positions of cartridges, prompt and response."""
-
-    max_tokens: int
-    context: int
-    max_choices: int
-
-
 class RequestParser:
     """Parse requests for one model. Every method raises ApiError. The time of a method grows with
-    the length of the text; any thread may call it. `known_strategy` tells whether a strategy of
-    that name exists."""
+    the length of the text; any thread may call it."""
 
-    def __init__(
-        self,
-        model: str,
-        texts: Tokenization,
-        library: CartridgeStore,
-        limits: RequestLimits,
-        known_strategy: Callable[[str], bool],
-    ) -> None:
-        self.model, self._texts, self._library, self._limits = model, texts, library, limits
-        self._known_strategy = known_strategy
+    def __init__(self, config: ServerConfig) -> None:
+        self.model, self._limits = config.model, config.limits
+        self._texts, self._library = config.texts, config.library
+        self._strategies = config.strategies
 
     def chat(self, body: ChatRequest) -> ServingRequest:
         forge = body.forge or NO_OPTIONS
@@ -87,7 +72,7 @@ class RequestParser:
             if name.base != self.model:
                 raise DataError(f"the model {name.base} is not served here; ask for {self.model}")
         with refusing(404, "model", "strategy_not_found"):
-            if name.strategy is not None and not self._known_strategy(name.strategy):
+            if name.strategy not in (None, *self._strategies.names()):
                 raise DataError(
                     f"there is no strategy {name.strategy}; GET /v1/models lists those there are"
                 )
@@ -108,7 +93,7 @@ class RequestParser:
                     "forge.cartridge",
                 )
         if forge.strategy is not None:
-            if not self._known_strategy(forge.strategy):
+            if forge.strategy not in self._strategies.names():
                 raise bad_request(
                     "forge.strategy is none there is; GET /v1/models lists them", "forge.strategy"
                 )
@@ -167,7 +152,7 @@ class RequestParser:
             )
         messages = tuple(AgentMessage(m.speaker, m.text) for m in body.messages)
         prompt = self._texts.chat(messages, bool(entries))
-        return self._asked(
+        return self._parsed(
             "chatcmpl", body, entries, (prompt,), next(iter(both), None),
             (body.top_logprobs or 0) if body.logprobs else None, messages,
         )  # fmt: skip
@@ -182,9 +167,9 @@ class RequestParser:
             raise self._too_many()
         read = tuple(self._texts.prompt(p, bool(entries), "prompt") for p in prompts)
         most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-        return self._asked("cmpl", body, entries, read, most, body.logprobs)
+        return self._parsed("cmpl", body, entries, read, most, body.logprobs)
 
-    def _asked(
+    def _parsed(
         self,
         kind: str,
         body: SamplingFields,
@@ -249,17 +234,17 @@ class RequestParser:
         return min(room, limits.max_tokens) if most is None else most
 
     def _with_strategy(
-        self, asked: ServingRequest, name: ModelName, forge: ForgeOptions
+        self, request: ServingRequest, name: ModelName, forge: ForgeOptions
     ) -> ServingRequest:
         """Attach the strategy. Raises for fields that a strategy, with its one answer, cannot
         serve."""
         if name.strategy is None:
-            return asked
+            return request
         for what, given in (
-            ("n", asked.n > 1),
-            ("stop", bool(asked.stops)),
-            ("top_k", asked.sampling.top_k > 0),
-            ("logprobs", asked.top_logprobs is not None),
+            ("n", request.n > 1),
+            ("stop", bool(request.stops)),
+            ("top_k", request.sampling.top_k > 0),
+            ("logprobs", request.top_logprobs is not None),
         ):
             if given:
                 raise bad_request(
@@ -270,7 +255,7 @@ class RequestParser:
         chosen = StrategyRequest(
             name.strategy, forge.options or {}, forge.form or GENERAL, forge.budget
         )
-        return replace(asked, strategy=chosen)
+        return replace(request, strategy=chosen)
 
     def _too_many(self) -> ApiError:
         return bad_request(

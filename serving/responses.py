@@ -35,7 +35,7 @@ def joined(pieces: Sequence[TextPiece]) -> TextPiece:
 class CompletionWire:
     """Write the replies to one completion request. `head` has id, created and model; in a stream
     with usage also `usage`, null except in the last chunk. `token` returns a token's text and
-    bytes. `top` is asked.top_logprobs."""
+    bytes. `top` is the request's top_logprobs."""
 
     def __init__(
         self, head: dict[str, Any], token: Callable[[int], tuple[str, list[int]]], top: int | None
@@ -43,9 +43,9 @@ class CompletionWire:
         self._head, self._token, self._top = head, token, top
 
     def whole(
-        self, told: Sequence[TextPiece], usage: TokenUsage, forge: ForgeExtension, **more: Any
+        self, pieces: Sequence[TextPiece], usage: TokenUsage, forge: ForgeExtension, **more: Any
     ) -> dict[str, Any]:
-        choices = [self._choice(i, piece) for i, piece in enumerate(told)]
+        choices = [self._choice(i, piece) for i, piece in enumerate(pieces)]
         return self._plain(choices, usage=usage, forge=forge, **more)
 
     def opening(self, choices: int) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ class ChatWire(CompletionWire):
     """Write the replies to one chat request."""
 
     def whole(
-        self, told: Sequence[TextPiece], usage: TokenUsage, forge: ForgeExtension, **more: Any
+        self, pieces: Sequence[TextPiece], usage: TokenUsage, forge: ForgeExtension, **more: Any
     ) -> dict[str, Any]:
         choices = [
             ChatChoice(
@@ -99,7 +99,7 @@ class ChatWire(CompletionWire):
                 logprobs=self._logprobs(piece),
                 finish_reason=piece.finish_reason or "stop",
             )
-            for i, piece in enumerate(told)
+            for i, piece in enumerate(pieces)
         ]
         more |= {**self._head, "usage": usage, "forge": forge}
         return ChatCompletion(object="chat.completion", choices=choices, **more).plain()
@@ -112,8 +112,8 @@ class ChatWire(CompletionWire):
     def chunks(self, choice: int, piece: TextPiece, forge: ForgeExtension) -> list[dict[str, Any]]:
         found = []
         if piece.text or piece.tokens:
-            said = AnswerMessage(content=piece.text)
-            found.append(self._chunk(choice, said, self._logprobs(piece)))
+            delta = AnswerMessage(content=piece.text)
+            found.append(self._chunk(choice, delta, self._logprobs(piece)))
         if piece.finish_reason is not None:
             ended = self._chunk(choice, AnswerMessage(), reason=piece.finish_reason)
             found.append(ended | {"forge": forge.plain()})
@@ -136,14 +136,14 @@ class ChatWire(CompletionWire):
     def _logprobs(self, piece: TextPiece) -> ChatLogprobs | None:
         if self._top is None:
             return None
-        told = [
+        tokens = [
             TokenLogprob(
                 **self._named(t.id, t.logprob),
                 top_logprobs=[TopLogprob(**self._named(*o)) for o in t.top[: self._top]],
             )
             for t in piece.tokens
         ]
-        return ChatLogprobs(content=told, refusal=None)
+        return ChatLogprobs(content=tokens, refusal=None)
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text, data = self._token(token)

@@ -16,10 +16,10 @@ from starlette.concurrency import run_in_threadpool
 
 from protocols.spec.services import LOOPBACK
 from registry.names import VERSION, CartridgeName, is_name
-from registry.store import CartridgeStore, CartridgeVersion
+from registry.store import CartridgeVersion
 from serving.errors import ApiError, bad_request, refusing
+from serving.handler import RequestHandler
 from serving.middleware import UPLOADS
-from serving.resident_cartridges import ResidentCartridges
 from serving.routes import REFUSALS
 
 T = TypeVar("T")
@@ -78,14 +78,14 @@ Name = Annotated[str, Depends(_name)]
 Version = Annotated[int | None, Depends(_version)]
 
 
-def admin_routes(
-    library: CartridgeStore, shelf: ResidentCartridges, *, has_key: bool, loopback: bool
-) -> APIRouter:
-    """Return the admin routes. With `has_key` the middleware checks the key; otherwise these routes
-    are served only if the server listens on `loopback` alone."""
+def admin_routes(handler: RequestHandler) -> APIRouter:
+    """Return the admin routes. If the server has a key, the middleware checks it; otherwise these
+    routes are served only if the server listens on loopback alone."""
+    library, resident = handler.config.library, handler.cartridges
+    loopback = handler.config.http.listen.rpartition(":")[0] in LOOPBACK
 
     async def local(request: Request) -> None:
-        if has_key:
+        if handler.config.key is not None:
             return
         host = re.sub(r":\d+$", "", request.headers.get("host", ""))
         if not loopback or host not in LOOPBACK or "origin" in request.headers:
@@ -100,15 +100,15 @@ def admin_routes(
         prefix=UPLOADS.rstrip("/"), responses=REFUSALS, dependencies=[Depends(local)]
     )
 
-    def told(entry: CartridgeVersion) -> CartridgeEntry:
+    def described(entry: CartridgeVersion) -> CartridgeEntry:
         versions = library.versions(entry.manifest.name)
         latest = entry.manifest.version == max(versions, default=0)
-        loaded = entry.key in shelf.held
+        loaded = entry.key in resident.held
         return CartridgeEntry(**entry.manifest.as_dict(), latest=latest, loaded=loaded)
 
     def listed(names: list[str]) -> CartridgeList:
         entries = [entry for name in names for entry in library.entries(name)]
-        return CartridgeList(cartridges=[told(entry) for entry in entries])
+        return CartridgeList(cartridges=[described(entry) for entry in entries])
 
     @router.get("", summary="Every version of every cartridge")
     async def every() -> CartridgeList:
@@ -121,7 +121,7 @@ def admin_routes(
 
     @router.get("/{name}/{version}")
     async def one(name: Name, version: Version) -> CartridgeEntry:
-        return told(await _found(library.get, CartridgeName(name, version)))
+        return described(await _found(library.get, CartridgeName(name, version)))
 
     @router.post(
         "/{name}",
@@ -139,7 +139,7 @@ def admin_routes(
             finally:
                 await run_in_threadpool(opened.close)
             with refusing(400, "body", "cartridge_refused"):
-                return told(await run_in_threadpool(library.add, name, file, source))
+                return described(await run_in_threadpool(library.add, name, file, source))
 
     @router.delete("/{name}", summary="Drop every version")
     async def drop_all(name: Name) -> DeletedCartridge:
@@ -149,7 +149,7 @@ def admin_routes(
     async def drop(name: Name, version: Version) -> DeletedCartridge:
         dropped = await _found(library.drop, name, version)
         for number in dropped:
-            shelf.drop((name, number))
+            resident.drop((name, number))
         return DeletedCartridge(name=name, versions=dropped)
 
     return router

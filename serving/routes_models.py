@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from typing import Literal
 
 from fastapi import APIRouter, Response
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
-from registry.store import CartridgeStore
 from serving.handler import RequestHandler
-from serving.request_parsing import RequestParser
 from serving.routes import REFUSALS
 
 
@@ -49,42 +48,35 @@ class PingReply(BaseModel):
     message: Literal["pong"] = "pong"
 
 
-def model_routes(
-    desk: RequestHandler,
-    reader: RequestParser,
-    library: CartridgeStore,
-    started: int,
-    draining: Callable[[], bool],
-) -> APIRouter:
-    """Return the routes; `started` is in Unix seconds."""
-    router = APIRouter(responses=REFUSALS)
+def model_routes(handler: RequestHandler) -> APIRouter:
+    """Return the routes; a model is as old as they are."""
+    router, config, started = APIRouter(responses=REFUSALS), handler.config, int(time.time())
 
     @router.get("/v1/models")
     async def models() -> ModelList:
         def have() -> dict[str, list[int]]:
-            return {name: library.versions(name) for name in library.names()}
+            return {name: config.library.versions(name) for name in config.library.names()}
 
-        forge = ForgeModels(
-            cartridges=await run_in_threadpool(have), strategies=desk.strategies.names()
-        )
-        return ModelList(data=[BaseModelEntry(id=reader.model, created=started, forge=forge)])
+        strategies = config.strategies.names()
+        forge = ForgeModels(cartridges=await run_in_threadpool(have), strategies=strategies)
+        return ModelList(data=[BaseModelEntry(id=config.model, created=started, forge=forge)])
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> ModelEntry:
-        found = await run_in_threadpool(reader.name_of, name)
+        found = await run_in_threadpool(handler.parser.name_of, name)
         return ModelEntry(id=str(found), created=started)
 
     @router.get("/health", summary="The process answers")
     async def health() -> ServerStatus:
-        replicas = desk.backend.healthy()
+        replicas = config.backend.healthy()
         status: Literal["ok", "starting"] = "ok" if replicas else "starting"
-        return ServerStatus(status="draining" if draining() else status, replicas=replicas)
+        return ServerStatus(status="draining" if config.draining() else status, replicas=replicas)
 
     @router.get("/ready", summary="Requests are served: 200, else 503")
     async def ready(response: Response) -> ServerStatus:
-        standing = await health()
-        response.status_code = 200 if standing.status == "ok" else 503
-        return standing
+        status = await health()
+        response.status_code = 200 if status.status == "ok" else 503
+        return status
 
     @router.get("/ping", summary="Tokasaurus' sign of life")
     async def ping() -> PingReply:
@@ -92,6 +84,6 @@ def model_routes(
 
     @router.get("/metrics", summary="Prometheus' text format")
     async def metrics() -> Response:
-        return Response(desk.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(handler.metrics.page(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return router

@@ -55,27 +55,27 @@ class CatalogueStrategies:
             )
         parse(strategy.name, strategy.options)
 
-    async def run(self, asked: ServingRequest, prefix: PrefixRef) -> StrategyResult:
+    async def run(self, request: ServingRequest, prefix: PrefixRef) -> StrategyResult:
         """Return the result, which is the same for the same seed. Cancelling this ends its
         decoding."""
-        assert asked.strategy is not None
+        assert request.strategy is not None
         here, calls = asyncio.get_running_loop(), itertools.count()
 
         async def generate(requests: Sequence[GenerateRequest]) -> list[Completion]:
             call = next(calls)  # request ids of two strategies may be equal
-            named = [replace(r, id=f"{asked.id}/{call}/{r.id}") for r in requests]
+            named = [replace(r, id=f"{request.id}/{call}/{r.id}") for r in requests]
             work = asyncio.run_coroutine_threadsafe(self._backend.generate(named), here)
             return await asyncio.wrap_future(work)
 
         conversation = ChatRenderer(self._texts.tokenizer, {STAND_IN: "x"})
-        document = STAND_IN if asked.entries else None
-        sampling, wanted = asked.sampling, asked.strategy
+        document = STAND_IN if request.entries else None
+        sampling, wanted = request.sampling, request.strategy
         solving = run(
             parse(wanted.name, wanted.options),
             TokenSampler(generate, conversation, document, prefix),
-            asked.messages,
+            request.messages,
             form=cast(Form, wanted.form),
-            seed=asked.seed,
+            seed=request.seed,
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -88,12 +88,12 @@ async def _apart(threads: ThreadPoolExecutor, work: Coroutine[Any, Any, T]) -> T
     """Return the outcome of `work`, run in a thread's event loop and cancelled with this call."""
     begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
 
-    async def told() -> T:
+    async def cancellable() -> T:
         task = asyncio.ensure_future(work)
         begun.append((asyncio.get_running_loop(), task))
         return await task
 
-    running = threads.submit(lambda: asyncio.run(told()))
+    running = threads.submit(lambda: asyncio.run(cancellable()))
     try:
         return await asyncio.wrap_future(running)
     except asyncio.CancelledError:

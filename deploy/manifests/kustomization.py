@@ -13,10 +13,17 @@ from typing import Any
 
 import yaml
 
-from deploy.manifests.mesh import MeshFiles, base, instance, provisioning, scaling, space_of
-from deploy.manifests.monitoring import monitoring
-from deploy.manifests.objects import GPU, IMAGE, Object, Resources, mesh_name
-from deploy.manifests.server import door, runs
+from deploy.manifests.mesh import MeshFiles, base, provisioning, scaling, scope_of
+from deploy.manifests.objects import (
+    GPU,
+    IMAGE,
+    POD_MONITOR_API,
+    Object,
+    Resources,
+    Scope,
+    mesh_name,
+)
+from deploy.manifests.server import runs, server
 from deploy.manifests.sizing import ModelSize
 from protocols.spec.mesh import MODEL_ROLES, RunSpec
 from protocols.spec.serving import ServeSpec
@@ -37,24 +44,45 @@ def mesh_tree(
     """Return base, components and overlays of a training mesh: text by path under deploy/k8s."""
     parts = base(spec, files, size)
     tree = _folder("base", parts)
-    watched = monitoring(instance(spec), space_of(spec), rules, dashboard)
+    watched = monitoring(scope_of(spec), rules, dashboard)
     tree |= _folder("components/monitoring", {"monitoring.yaml": watched}, kind="Component")
     for name, rights in (("scaling", scaling(spec)), ("provisioning", provisioning(spec))):
         tree |= _folder(f"components/{name}", {"access.yaml": rights}, kind="Component")
     more = ["../../components/scaling"]
-    tree |= _overlay("cpu", ["../../base"], cpu_patches(spec), more)
+    tree |= _folder(
+        "overlays/cpu", {}, base=["../../base"], components=more, patches=cpu_patches(spec)
+    )
     more = ["../../components/monitoring", *more]
-    tree |= _overlay("gpu", ["../../base"], gpu_patches(spec), more)
+    tree |= _folder(
+        "overlays/gpu", {}, base=["../../base"], components=more, patches=gpu_patches(spec)
+    )
     if "teacher_replay" in dict(spec.roles):
         more_of_them = _replace("/spec/replicas", TEACHERS)
         patch = _patch(POOL, mesh_name("teacher_replay"), more_of_them)
-        tree |= _overlay("teachers", ["../gpu"], [patch])
+        tree |= _folder("overlays/teachers", {}, base=["../gpu"], patches=[patch])
     return _headed(tree, files)
 
 
-def door_tree(spec: ServeSpec, files: MeshFiles, resources: Resources) -> Tree:
+def monitoring(scope: Scope, rules: Mapping[str, Any], dashboard: str) -> list[Object]:
+    """Return a run's PodMonitor, its recording and alert rules, and the dashboard for Grafana's
+    sidecar. `rules` is the content of deploy/monitoring/rules.yml, `dashboard` the text of
+    dashboard.json."""
+    # The rules and the dashboard query the scrape job "forge"; the operator's default is the
+    # namespace.
+    job = {"targetLabel": "job", "replacement": "forge"}
+    groups = {"groups": list(rules["groups"])}
+    board = scope.made("v1", "ConfigMap", "forge-dashboard", data={"forge.json": dashboard})
+    board["metadata"]["labels"]["grafana_dashboard"] = "1"
+    return [
+        scope.pod_monitor("forge", scope.of("controller").labels, "metrics", relabelings=[job]),
+        scope.made(POD_MONITOR_API, "PrometheusRule", "forge", spec=groups),
+        board,
+    ]
+
+
+def server_tree(spec: ServeSpec, files: MeshFiles, resources: Resources) -> Tree:
     """Return the server's overlays, with an image for CPUs, or for GPUs where the spec has any."""
-    parts = door(spec, files, resources)
+    parts = server(spec, files, resources)
     target = "cuda" if resources.gpus else "cpu"
     image = _replace(f"{JOB_CONTAINER}/image", f"{IMAGE}-{target}")
     tree = _folder("overlays/serve", parts, patches=[_patch("Deployment", "door", image)])
@@ -88,15 +116,20 @@ def gpu_patches(spec: RunSpec) -> list[Object]:
     """Return patches for H100-class nodes: a role with the model gets its spec's GPUs, at least
     one."""
     image = f"{IMAGE}-cuda"
+    on_gpu_nodes = {
+        "nodeSelector": {f"{GPU}.product": H100},
+        "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}],
+    }
     patches = [_patch(POOL, None, _replace(f"{CONTAINER}/image", image))]
     for name, role in spec.roles:
         if name in MODEL_ROLES:
             gpus = str(role.procs * max(1, role.gpus))
-            asked = [
+            added = [
                 _add(f"{CONTAINER}/resources/{kind}/{_escaped(GPU)}", gpus)
                 for kind in ("requests", "limits")
             ]
-            patches.append(_patch(POOL, mesh_name(name), *asked, *_on_gpu_nodes()))
+            added += [_add(f"/spec/podTemplate/spec/{key}", x) for key, x in on_gpu_nodes.items()]
+            patches.append(_patch(POOL, mesh_name(name), *added))
     return [*patches, _patch("Job", "controller", _replace(f"{JOB_CONTAINER}/image", image))]
 
 
@@ -105,14 +138,6 @@ def text(value: Any) -> str:
     return yaml.dump(
         value, Dumper=ManifestDumper, sort_keys=False, default_flow_style=False, width=100
     )
-
-
-def _on_gpu_nodes() -> list[Object]:
-    tainted = {"key": GPU, "operator": "Exists", "effect": "NoSchedule"}
-    return [
-        _add("/spec/podTemplate/spec/nodeSelector", {f"{GPU}.product": H100}),
-        _add("/spec/podTemplate/spec/tolerations", [tainted]),
-    ]
 
 
 def _patch(kind: str, name: str | None, *operations: Object) -> Object:
@@ -139,6 +164,7 @@ def _folder(
     *,
     kind: str = "Kustomization",
     base: Sequence[str] = (),
+    components: Sequence[str] = (),
     patches: Sequence[Object] = (),
 ) -> Tree:
     """Return a folder's files, and the kustomization that lists them."""
@@ -146,25 +172,11 @@ def _folder(
         f"{folder}/{name}": "---\n".join(text(found) for found in objects)
         for name, objects in parts.items()
     }
-    fields: Object = {"resources": [*base, *parts]}
-    if patches:
-        fields["patches"] = list(patches)
-    return {**tree, f"{folder}/kustomization.yaml": _kustomization(kind, fields)}
-
-
-def _overlay(
-    name: str, resources: list[str], patches: Sequence[Object], components: Sequence[str] = ()
-) -> Tree:
-    fields: Object = {"resources": resources}
-    if components:
-        fields["components"] = list(components)
-    fields["patches"] = list(patches)
-    return {f"overlays/{name}/kustomization.yaml": _kustomization("Kustomization", fields)}
-
-
-def _kustomization(kind: str, fields: Object) -> str:
+    lists = {"resources": [*base, *parts], "components": components, "patches": patches}
     version = "v1alpha1" if kind == "Component" else "v1beta1"
-    return text({"apiVersion": f"kustomize.config.k8s.io/{version}", "kind": kind, **fields})
+    fields: Object = {"apiVersion": f"kustomize.config.k8s.io/{version}", "kind": kind}
+    fields |= {name: list(entries) for name, entries in lists.items() if entries}
+    return {**tree, f"{folder}/kustomization.yaml": text(fields)}
 
 
 def _headed(tree: Tree, files: MeshFiles) -> Tree:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from posixpath import join, normpath
-from typing import Any
 
 from deploy.manifests.objects import (
     HELLO_PORT,
@@ -21,17 +20,12 @@ from deploy.manifests.objects import (
     MONARCH_API,
     WORKER_PORT,
     Object,
-    budget,
-    claim,
+    Scope,
     dashed,
     from_monitoring,
     from_namespace,
-    labels,
-    made,
     mesh_name,
-    namespace,
     pod,
-    policy,
     secret_env,
     settings,
     tcp,
@@ -46,6 +40,11 @@ CONTROL_KEYS = ("ca.crt", "tls.crt", "tls.key", "token")
 TOKEN = "FORGE_CONTROL_TOKEN"
 TEACHERS_SECRET = "forge-teachers"
 PEMS = "/etc/forge/control"
+# Asks the gRPC health service over TLS, with the token.
+HEALTH_CHECK = [
+    "python", "-m", "forge_run.commands.health_check", f"localhost:{CONTROL_PORT}",
+    f"{PEMS}/ca.crt", TOKEN,
+]  # fmt: skip
 # Roles that write to runs, besides the controller: checkpoints and the last state, the ledger.
 WRITES_RUNS = ("trainer", "teacher_replay")
 STEERS = "cartridge-forge/steers"  # label of the namespaces whose pods may steer a run
@@ -64,22 +63,22 @@ class MeshFiles:
     sets: tuple[str, ...] = ()
 
 
-def instance(spec: RunSpec) -> str:
-    """Return the mesh's name as the value of the instance label."""
-    return dashed(spec.mesh.name)
-
-
-def space_of(spec: RunSpec) -> str:
-    """Return the namespace of the mesh."""
-    return f"forge-{instance(spec)}"
+def scope_of(spec: RunSpec) -> Scope:
+    """Return the scope of the mesh's objects."""
+    return Scope(dashed(spec.mesh.name))
 
 
 def base(spec: RunSpec, files: MeshFiles, size: ModelSize) -> dict[str, list[Object]]:
     """Return every object of the base, by file."""
+    scope = scope_of(spec)
+    data = {"mesh.yaml": files.mesh_text, "config.yaml": files.config_text}
     return {
-        "namespace.yaml": [namespace(space_of(spec), instance(spec), secrets(spec))],
+        "namespace.yaml": [scope.made_namespace(secrets(spec))],
         "access.yaml": access(spec),
-        "files.yaml": [_config_map(spec, files), _runs(spec)],
+        "files.yaml": [
+            scope.made("v1", "ConfigMap", "mesh", data=data),
+            scope.of("controller").claim("runs", "ReadWriteMany", "20Gi"),
+        ],
         "pools.yaml": [monarch_mesh(spec, name, size) for name, _ in spec.roles],
         "controller.yaml": [controller(spec, files, size)],
         "network.yaml": network(spec),
@@ -103,13 +102,11 @@ def teacher_keys(spec: RunSpec) -> tuple[str, ...]:
 
 def access(spec: RunSpec) -> list[Object]:
     """Return the pods' accounts, and the controller's right to see the pods it attaches to."""
-    space, mine = space_of(spec), labels(instance(spec))
+    scope, no_token = scope_of(spec), {"automountServiceAccountToken": False}
     seeing = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
     return [
-        *(
-            made("v1", "ServiceAccount", name, space, mine, automountServiceAccountToken=False)
-            for name in ("forge-controller", "forge-worker")
-        ),
+        scope.made("v1", "ServiceAccount", "forge-controller", **no_token),
+        scope.made("v1", "ServiceAccount", "forge-worker", **no_token),
         *_granted(spec, "forge-attach", seeing),
     ]
 
@@ -136,20 +133,19 @@ def _on_meshes(spec: RunSpec, *verbs: str) -> Object:
 
 
 def _granted(spec: RunSpec, name: str, rules: Sequence[Object]) -> list[Object]:
-    space, mine = space_of(spec), labels(instance(spec))
-    group = "rbac.authorization.k8s.io"
+    scope, group = scope_of(spec), "rbac.authorization.k8s.io"
     role = {"apiGroup": group, "kind": "Role", "name": name}
-    subject = {"kind": "ServiceAccount", "name": "forge-controller", "namespace": space}
+    subject = {"kind": "ServiceAccount", "name": "forge-controller", "namespace": scope.namespace}
     return [
-        made(f"{group}/v1", "Role", name, space, mine, rules=list(rules)),
-        made(f"{group}/v1", "RoleBinding", name, space, mine, roleRef=role, subjects=[subject]),
+        scope.made(f"{group}/v1", "Role", name, rules=list(rules)),
+        scope.made(f"{group}/v1", "RoleBinding", name, roleRef=role, subjects=[subject]),
     ]
 
 
 def monarch_mesh(spec: RunSpec, name: str, size: ModelSize) -> Object:
     """Return the pool of a role: each replica is a pod with one Monarch worker."""
     role = getattr(spec.mesh.roles, name)
-    mine = labels(instance(spec), dashed(name))
+    scope = scope_of(spec).of(dashed(name))
     keys = teacher_keys(spec) if name == "teacher_replay" else ()
     writes = name in WRITES_RUNS
     template = pod(
@@ -157,7 +153,7 @@ def monarch_mesh(spec: RunSpec, name: str, size: ModelSize) -> Object:
         ["forge", "worker", "--address", _ADDRESS],
         pod_resources(spec, name, role, size),
         "forge-worker",
-        mine,
+        scope.labels,
         ports={"mesh": WORKER_PORT, "hello": HELLO_PORT},
         # The worker answers there until SIGTERM.
         probes={"readinessProbe": {"httpGet": {"path": "/hello", "port": "hello"}, **_OFTEN}},
@@ -170,22 +166,23 @@ def monarch_mesh(spec: RunSpec, name: str, size: ModelSize) -> Object:
         mounts=[_RUNS_MOUNT] if writes else (),
     )
     body = {"replicas": role.replicas, "port": WORKER_PORT, "podTemplate": template}
-    return made(MONARCH_API, "MonarchMesh", mesh_name(name), space_of(spec), mine, spec=body)
+    return scope.made(MONARCH_API, "MonarchMesh", mesh_name(name), spec=body)
 
 
 def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
     """Return the Job of one run. Exit code 2, a mistake in the spec, is not retried."""
-    mine = labels(instance(spec), "controller")
+    scope = scope_of(spec).of("controller")
+    pems = [{"key": key, "path": key} for key in CONTROL_KEYS if key != "token"]
     template = pod(
         "controller",
         ["forge-run", *_arguments(files)],
         controller_resources(spec, size),
         "forge-controller",
-        mine,
+        scope.labels,
         ports={"control": CONTROL_PORT, "metrics": METRICS_PORT},
         # kubelet's own gRPC probe supports neither TLS nor a token, and the control plane requires
         # both beyond loopback. No liveness probe: mesh.watchdog detects a run that hangs.
-        probes={"readinessProbe": {"exec": {"command": _asks()}, **_PATIENCE}},
+        probes={"readinessProbe": {"exec": {"command": HEALTH_CHECK}, **_PATIENCE}},
         env=[
             secret_env(TOKEN, CONTROL_SECRET, "token"),
             # The controller's pod owns the MonarchMeshes that the controller creates.
@@ -195,11 +192,12 @@ def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
         volumes=[
             {"name": "mesh", "configMap": {"name": "mesh"}},
             _RUNS,
-            {"name": "control", "secret": {"secretName": CONTROL_SECRET, "items": _pem_items()}},
+            {"name": "control", "secret": {"secretName": CONTROL_SECRET, "items": pems}},
         ],
         mounts=[
             _file("mesh.yaml", _mesh_path(files)),
-            _file("config.yaml", _config_path(files)),
+            # Where the mesh file expects its config, relative to itself.
+            _file("config.yaml", normpath(join(HOME, "meshes", files.config_name))),
             _RUNS_MOUNT,
             {"name": "control", "mountPath": PEMS, "readOnly": True},
         ],
@@ -218,7 +216,7 @@ def controller(spec: RunSpec, files: MeshFiles, size: ModelSize) -> Object:
         "podFailurePolicy": {"rules": rules},
         "template": template,
     }
-    return made("batch/v1", "Job", "controller", space_of(spec), mine, spec=job)
+    return scope.made("batch/v1", "Job", "controller", spec=job)
 
 
 _PATIENCE = {"periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 3}
@@ -247,51 +245,23 @@ def _arguments(files: MeshFiles) -> list[str]:
     return [_mesh_path(files), *kept, *settings(*files.sets, *own)]
 
 
-def _asks() -> list[str]:
-    """Return the readiness command: the gRPC health service over TLS, with the token."""
-    asked = (f"localhost:{CONTROL_PORT}", f"{PEMS}/ca.crt", TOKEN)
-    return ["python", "-m", "forge_run.commands.health_check", *asked]
-
-
 def _mesh_path(files: MeshFiles) -> str:
     return f"{HOME}/meshes/{files.mesh_name}"
-
-
-def _config_path(files: MeshFiles) -> str:
-    """Return the path at which the mesh file expects its config, relative to itself."""
-    return normpath(join(HOME, "meshes", files.config_name))
 
 
 def _file(key: str, path: str) -> Object:
     return {"name": "mesh", "mountPath": path, "subPath": key, "readOnly": True}
 
 
-def _pem_items() -> list[Object]:
-    return [{"key": key, "path": key} for key in CONTROL_KEYS if key != "token"]
-
-
-def _config_map(spec: RunSpec, files: MeshFiles) -> Object:
-    data = {"mesh.yaml": files.mesh_text, "config.yaml": files.config_text}
-    return made("v1", "ConfigMap", "mesh", space_of(spec), labels(instance(spec)), data=data)
-
-
-def _runs(spec: RunSpec) -> Object:
-    mine = labels(instance(spec), "controller")
-    return claim("runs", space_of(spec), mine, "ReadWriteMany", "20Gi")
-
-
 def network(spec: RunSpec) -> list[Object]:
     """Return policies that deny all traffic, and allow each connection that the mesh needs. The
     mesh's own TCP is neither encrypted nor authenticated: only these policies protect it."""
-    space, mine = space_of(spec), labels(instance(spec))
-    here = labels(instance(spec), "controller")
+    scope = scope_of(spec)
+    mine, here, allow = scope.labels, scope.of("controller").labels, scope.policy
     own: list[Object] = [{"podSelector": {"matchLabels": mine}}]
     anything = {"ports": [{"protocol": "TCP", "port": 1, "endPort": 65535}]}
     steering = [from_namespace(STEERS, "true")]
     api = [{"ipBlock": {"cidr": cidr}} for cidr in PRIVATE]
-
-    def allow(name: str, selector: dict[str, str], **rules: Any) -> Object:
-        return policy(name, space, mine, selector, **rules)
 
     policies = [
         allow("deny-all", {}, ingress=(), egress=()),
@@ -304,7 +274,7 @@ def network(spec: RunSpec) -> list[Object]:
     ]
     if teacher_keys(spec):
         public = [{"ipBlock": {"cidr": "0.0.0.0/0", "except": list(NOT_PUBLIC)}}]
-        asking = labels(instance(spec), "teacher-replay")
+        asking = scope.of("teacher-replay").labels
         policies.append(allow("teachers", asking, egress=[{"to": public, "ports": tcp(443)}]))
     return policies
 
@@ -319,10 +289,6 @@ def _dns() -> Object:
 
 def disruption(spec: RunSpec) -> list[Object]:
     """Let drains evict one pod of a pool at a time, and the controller's only after its run."""
-    space = space_of(spec)
-    pools = [
-        budget(dashed(name), space, labels(instance(spec), dashed(name)), maxUnavailable=1)
-        for name, _ in spec.roles
-    ]
-    here = labels(instance(spec), "controller")
-    return [*pools, budget("controller", space, here, minAvailable=1)]
+    scope, names = scope_of(spec), [dashed(name) for name, _ in spec.roles]
+    pools = [scope.of(name).budget(name, maxUnavailable=1) for name in names]
+    return [*pools, scope.of("controller").budget("controller", minAvailable=1)]

@@ -1,6 +1,6 @@
 """Build the parts of every manifest: names, labels, resources, and the one form of a pod.
 
-    labels("three-channels", "generator")  ->  app.kubernetes.io/{part-of,instance,component,...}
+    Scope("three-channels", "generator").labels  ->  app.kubernetes.io/{part-of,instance,component}
 
 Objects are plain dicts with Kubernetes' field names. Nothing here reads a file or a clock.
 """
@@ -57,37 +57,78 @@ def mesh_name(role: str) -> str:
     return role.replace("_", "")
 
 
-def labels(instance: str, component: str | None = None) -> dict[str, str]:
-    """Return the labels of all objects of one mesh, or of one component of it."""
-    common = {f"{DOMAIN}/part-of": PART_OF, f"{DOMAIN}/instance": instance}
-    return common if component is None else {**common, f"{DOMAIN}/component": component}
+@dataclass(frozen=True)
+class Scope:
+    """Make the objects of a mesh or a server, or of one component of it: `Scope("longhealth",
+    "controller")`. All are in its namespace, and carry its labels."""
 
+    instance: str
+    component: str | None = None
 
-def made(
-    api: str,
-    kind: str,
-    name: str,
-    namespace: str | None,
-    labelled: Mapping[str, str],
-    **fields: Any,
-) -> Object:
-    """Return an object with its metadata first."""
-    metadata: Object = {"name": name}
-    if namespace is not None:
-        metadata["namespace"] = namespace
-    metadata["labels"] = {**labelled, f"{DOMAIN}/managed-by": "forge-k8s"}
-    return {"apiVersion": api, "kind": kind, "metadata": metadata, **fields}
+    def of(self, component: str) -> Scope:
+        """Return the scope of one component."""
+        return Scope(self.instance, component)
 
+    @property
+    def namespace(self) -> str:
+        return f"forge-{self.instance}"
 
-def namespace(name: str, instance: str, secrets: Mapping[str, Sequence[str]]) -> Object:
-    """Return the namespace, under the restricted Pod Security Standard. `secrets` maps the name of
-    each Secret that must be created there by hand to its keys."""
-    made_by_hand = "; ".join(f"{name}: {' '.join(keys)}" for name, keys in secrets.items())
-    found = made("v1", "Namespace", name, None, labels(instance))
-    found["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] = "restricted"
-    if made_by_hand:
-        found["metadata"]["annotations"] = {SECRETS: made_by_hand}
-    return found
+    @property
+    def labels(self) -> dict[str, str]:
+        """Return the labels by which the objects are selected."""
+        common = {f"{DOMAIN}/part-of": PART_OF, f"{DOMAIN}/instance": self.instance}
+        own = {} if self.component is None else {f"{DOMAIN}/component": self.component}
+        return {**common, **own}
+
+    def made(self, api: str, kind: str, name: str, **fields: Any) -> Object:
+        """Return an object with its metadata first."""
+        labelled = {**self.labels, f"{DOMAIN}/managed-by": "forge-k8s"}
+        metadata = {"name": name, "namespace": self.namespace, "labels": labelled}
+        return {"apiVersion": api, "kind": kind, "metadata": metadata, **fields}
+
+    def made_namespace(self, secrets: Mapping[str, Sequence[str]]) -> Object:
+        """Return the namespace, under the restricted Pod Security Standard. `secrets` maps the name
+        of each Secret that must be created there by hand to its keys."""
+        found = Scope(self.instance).made("v1", "Namespace", self.namespace)
+        metadata = found["metadata"]
+        del metadata["namespace"]
+        metadata["labels"]["pod-security.kubernetes.io/enforce"] = "restricted"
+        by_hand = "; ".join(f"{name}: {' '.join(keys)}" for name, keys in secrets.items())
+        metadata |= {"annotations": {SECRETS: by_hand}} if by_hand else {}
+        return found
+
+    def policy(
+        self,
+        name: str,
+        selector: Mapping[str, str],
+        *,
+        ingress: Sequence[Object] | None = None,
+        egress: Sequence[Object] | None = None,
+    ) -> Object:
+        """Return a NetworkPolicy for `selector`'s pods; a direction given allows only its rules."""
+        rules = {"ingress": ingress, "egress": egress}
+        given = {key: list(value) for key, value in rules.items() if value is not None}
+        spec: Object = {"podSelector": {"matchLabels": dict(selector)} if selector else {}}
+        spec["policyTypes"] = [key.capitalize() for key in given]
+        spec |= {key: value for key, value in given.items() if value}
+        return self.made("networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
+
+    def budget(self, name: str, **allowed: int) -> Object:
+        """Return a PodDisruptionBudget for the pods: `maxUnavailable=1` or `minAvailable=1`."""
+        spec = {**allowed, "selector": {"matchLabels": self.labels}}
+        return self.made("policy/v1", "PodDisruptionBudget", name, spec=spec)
+
+    def claim(self, name: str, mode: str, size: str) -> Object:
+        """Return a PersistentVolumeClaim of access mode `mode`."""
+        spec = {"accessModes": [mode], "resources": {"requests": {"storage": size}}}
+        return self.made("v1", "PersistentVolumeClaim", name, spec=spec)
+
+    def pod_monitor(self, name: str, selector: Mapping[str, str], port: str, **way: Any) -> Object:
+        """Return a PodMonitor that scrapes /metrics of the pods of `selector`; `way` extends its
+        endpoint."""
+        end = {"port": port, "path": "/metrics", "interval": METRICS_EVERY, **way}
+        body = {"selector": {"matchLabels": dict(selector)}, "podMetricsEndpoints": [end]}
+        return self.made(POD_MONITOR_API, "PodMonitor", name, spec=body)
 
 
 def settings(*values: str) -> list[str]:
@@ -163,36 +204,6 @@ def pod(
     }
 
 
-def policy(
-    name: str,
-    space: str,
-    labelled: Mapping[str, str],
-    selector: Mapping[str, str],
-    *,
-    ingress: Sequence[Object] | None = None,
-    egress: Sequence[Object] | None = None,
-) -> Object:
-    """Return a NetworkPolicy for `selector`'s pods; a direction given allows only its rules."""
-    rules = {"ingress": ingress, "egress": egress}
-    given = {key: list(value) for key, value in rules.items() if value is not None}
-    spec: Object = {"podSelector": {"matchLabels": dict(selector)} if selector else {}}
-    spec["policyTypes"] = [key.capitalize() for key in given]
-    spec |= {key: value for key, value in given.items() if value}
-    return made("networking.k8s.io/v1", "NetworkPolicy", name, space, labelled, spec=spec)
-
-
-def budget(name: str, space: str, labelled: Mapping[str, str], **allowed: int) -> Object:
-    """Return a PodDisruptionBudget for `labelled` pods: `maxUnavailable=1` or `minAvailable=1`."""
-    spec = {**allowed, "selector": {"matchLabels": dict(labelled)}}
-    return made("policy/v1", "PodDisruptionBudget", name, space, labelled, spec=spec)
-
-
-def claim(name: str, space: str, labelled: Mapping[str, str], mode: str, size: str) -> Object:
-    """Return a PersistentVolumeClaim of access mode `mode`."""
-    spec = {"accessModes": [mode], "resources": {"requests": {"storage": size}}}
-    return made("v1", "PersistentVolumeClaim", name, space, labelled, spec=spec)
-
-
 def tcp(*ports: int) -> list[Object]:
     return [{"protocol": "TCP", "port": port} for port in ports]
 
@@ -204,18 +215,3 @@ def from_namespace(label: str, value: str) -> Object:
 
 def from_monitoring() -> Object:
     return from_namespace("kubernetes.io/metadata.name", MONITORING_NAMESPACE)
-
-
-def pod_monitor(
-    name: str,
-    space: str,
-    labelled: Mapping[str, str],
-    selector: Mapping[str, str],
-    port: str,
-    **way: Any,
-) -> Object:
-    """Return a PodMonitor that scrapes /metrics of the pods of `selector`; `way` extends its
-    endpoint."""
-    end = {"port": port, "path": "/metrics", "interval": METRICS_EVERY, **way}
-    body = {"selector": {"matchLabels": dict(selector)}, "podMetricsEndpoints": [end]}
-    return made(POD_MONITOR_API, "PodMonitor", name, space, labelled, spec=body)

@@ -10,17 +10,11 @@ from deploy.manifests.objects import (
     HOME,
     Object,
     Resources,
-    budget,
-    claim,
+    Scope,
     dashed,
     from_monitoring,
     from_namespace,
-    labels,
-    made,
-    namespace,
     pod,
-    pod_monitor,
-    policy,
     secret_env,
     settings,
     tcp,
@@ -31,47 +25,43 @@ HTTP_PORT = 8000
 SECRET, KEY = "forge-door", "api-key"
 QUEUE_DEPTH = "forge_serve_queue_depth"  # serving.metrics
 CLIENTS = "cartridge-forge/asks"  # label of the namespaces whose pods may send requests
-MOST_DOORS = 4
+MAX_SERVERS = 4
 STOP_SECONDS = 15  # for the generators to end, after http.drain_s
 LEAVE_SECONDS = 5  # after which proxies send an ending server no new requests
 SYNC_EVERY = "*/5 * * * *"
 
 
-def door(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, list[Object]]:
+def server(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, list[Object]]:
     """Return every object, by file. A server's `files` have no config."""
-    name = dashed(spec.name)
-    space, mine = f"forge-{name}", labels(name, "door")
+    scope = Scope(dashed(spec.name), "door")
+    mine = scope.labels
     variable = spec.http.key_env or "FORGE_API_KEY"
     clients = [from_namespace(CLIENTS, "true"), from_monitoring()]
     # /metrics requires the API key.
     key = {"type": "Bearer", "credentials": {"name": SECRET, "key": KEY}}
-    account = made("v1", "ServiceAccount", "forge-door", space, mine)
+    no_token = {"automountServiceAccountToken": False}
     return {
-        "namespace.yaml": [namespace(space, name, {SECRET: (KEY,)})],
-        "access.yaml": [{**account, "automountServiceAccountToken": False}],
+        "namespace.yaml": [scope.made_namespace({SECRET: (KEY,)})],
+        "access.yaml": [scope.made("v1", "ServiceAccount", "forge-door", **no_token)],
         "files.yaml": [
-            made("v1", "ConfigMap", "serve", space, mine, data={"serve.yaml": files.mesh_text}),
-            claim("library", space, mine, "ReadWriteMany", "20Gi"),  # servers may be on many nodes
+            scope.made("v1", "ConfigMap", "serve", data={"serve.yaml": files.mesh_text}),
+            scope.claim("library", "ReadWriteMany", "20Gi"),  # servers may be on many nodes
         ],
-        "door.yaml": [_deployment(spec, files, resources, space, mine, variable)],
-        "service.yaml": [_service(space, mine)],
-        "scaling.yaml": [
-            _autoscaler(spec, space, mine),
-            budget("door", space, mine, maxUnavailable=1),
-        ],
+        "door.yaml": [_deployment(spec, files, resources, scope, variable)],
+        "service.yaml": [_service(scope)],
+        "scaling.yaml": [_autoscaler(spec, scope), scope.budget("door", maxUnavailable=1)],
         "network.yaml": [
-            policy("deny-all", space, mine, {}, ingress=(), egress=()),
-            policy("http", space, mine, mine, ingress=[{"from": clients, "ports": tcp(HTTP_PORT)}]),
+            scope.policy("deny-all", {}, ingress=(), egress=()),
+            scope.policy("http", mine, ingress=[{"from": clients, "ports": tcp(HTTP_PORT)}]),
         ],
-        "monitoring.yaml": [pod_monitor("door", space, mine, mine, "http", authorization=key)],
+        "monitoring.yaml": [scope.pod_monitor("door", mine, "http", authorization=key)],
     }
 
 
 def runs(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, list[Object]]:
     """Return the CronJob that adds finished runs' cartridges to the library, one call at a time.
     Its claim must be bound to the volume of the runs, which this namespace only reads."""
-    name = dashed(spec.name)
-    space, mine = f"forge-{name}", labels(name, "cartridges")
+    scope = Scope(dashed(spec.name), "cartridges")
     mesh = f"{HOME}/meshes/{files.mesh_name}"
     sets = settings(*files.sets, "library=/library")
     volumes, mounts = _files(mesh)
@@ -82,7 +72,7 @@ def runs(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, l
         # A checkpoint has all cartridges of a run, as the server may.
         Resources(cpu=1, memory=resources.memory, shm=1),
         "forge-door",
-        mine,
+        scope.labels,
         ports={},
         probes={},
         volumes=[*volumes, {"name": "runs", "persistentVolumeClaim": bound}],
@@ -97,19 +87,14 @@ def runs(spec: ServeSpec, files: MeshFiles, resources: Resources) -> dict[str, l
     }
     return {
         "runs.yaml": [
-            claim("runs", space, mine, "ReadOnlyMany", "100Gi"),
-            made("batch/v1", "CronJob", "cartridges", space, mine, spec=body),
+            scope.claim("runs", "ReadOnlyMany", "100Gi"),
+            scope.made("batch/v1", "CronJob", "cartridges", spec=body),
         ]
     }
 
 
 def _deployment(
-    spec: ServeSpec,
-    files: MeshFiles,
-    resources: Resources,
-    space: str,
-    mine: dict[str, str],
-    variable: str,
+    spec: ServeSpec, files: MeshFiles, resources: Resources, scope: Scope, variable: str
 ) -> Object:
     mesh = f"{HOME}/meshes/{files.mesh_name}"
     own = (f"http.listen=0.0.0.0:{HTTP_PORT}", f"http.key_env={variable}", "library=/library")
@@ -121,7 +106,7 @@ def _deployment(
         ["forge", "serve", mesh, *settings(*files.sets, *own)],
         resources,
         "forge-door",
-        mine,
+        scope.labels,
         ports={"http": HTTP_PORT},
         probes={
             "startupProbe": {**_get("/health"), "periodSeconds": 5, "failureThreshold": tries},
@@ -140,10 +125,10 @@ def _deployment(
     one_more = {"maxUnavailable": 0, "maxSurge": 1}
     body = {
         "strategy": {"type": "RollingUpdate", "rollingUpdate": one_more},
-        "selector": {"matchLabels": mine},
+        "selector": {"matchLabels": scope.labels},
         "template": template,
     }
-    return made("apps/v1", "Deployment", "door", space, mine, spec=body)
+    return scope.made("apps/v1", "Deployment", "door", spec=body)
 
 
 def _files(mesh: str) -> tuple[list[Object], list[Object]]:
@@ -163,13 +148,13 @@ def _get(path: str) -> Object:
     return {"httpGet": {"path": path, "port": "http"}, "timeoutSeconds": 5}
 
 
-def _service(space: str, mine: dict[str, str]) -> Object:
+def _service(scope: Scope) -> Object:
     ports = [{"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}]
-    body = {"type": "ClusterIP", "selector": mine, "ports": ports}
-    return made("v1", "Service", "door", space, mine, spec=body)
+    body = {"type": "ClusterIP", "selector": scope.labels, "ports": ports}
+    return scope.made("v1", "Service", "door", spec=body)
 
 
-def _autoscaler(spec: ServeSpec, space: str, mine: dict[str, str]) -> Object:
+def _autoscaler(spec: ServeSpec, scope: Scope) -> Object:
     """Add a pod once the pods' calls fill half of what their generators decode at once."""
     role = spec.roles.generator
     half = max(1, role.replicas * role.max_ongoing // 2)
@@ -178,8 +163,8 @@ def _autoscaler(spec: ServeSpec, space: str, mine: dict[str, str]) -> Object:
     body = {
         "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "door"},
         "minReplicas": 1,
-        "maxReplicas": MOST_DOORS,
+        "maxReplicas": MAX_SERVERS,
         "metrics": [{"type": "Pods", "pods": {**depth, "target": target}}],
         "behavior": {"scaleDown": {"stabilizationWindowSeconds": 300}},
     }
-    return made("autoscaling/v2", "HorizontalPodAutoscaler", "door", space, mine, spec=body)
+    return scope.made("autoscaling/v2", "HorizontalPodAutoscaler", "door", spec=body)

@@ -308,7 +308,7 @@ def controller_resources(spec: RunSpec, size: ModelSize) -> Resources:
     return _resources(RoleSpec(procs=2), twice, shm=twice)
 
 
-def door_resources(spec: ServeSpec, size: ModelSize, cartridge_tokens: int) -> Resources:
+def server_resources(spec: ServeSpec, size: ModelSize, cartridge_tokens: int) -> Resources:
     """Return resources of a server and its generators, which are processes of the same pod."""
     role = spec.roles.generator
     held = size.weights + spec.held_cartridges * cartridge_tokens * size.kv_token

@@ -5,68 +5,63 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from forge_run.formatting import TableSection
 from protocols.errors import DataError
-
-if TYPE_CHECKING:
-    from forge_run.formatting import TableSection
-    from registry.formats.cartridge_file import CartridgeFile
-    from registry.store import CartridgeStore, CartridgeVersion
+from protocols.spec.loading import load_serve
+from registry.formats import convert, forge, run_checkpoint
+from registry.formats.base_model import read_base
+from registry.formats.cartridge_file import CartridgeFile
+from registry.formats.diff import changes, differences
+from registry.importing import add_cartridge, add_finished, add_from_run
+from registry.names import parse_cartridge
+from registry.store import CartridgeStore, CartridgeVersion
 
 
 def add(*, path: Path, names: Sequence[str], **where: Any) -> int:
     """Add the cartridges of a run, or the one in a file. Raises DataError for a file without a
     name."""
-    from registry.formats import run_checkpoint
-    from registry.formats.convert import read
-    from registry.importing import add_cartridge, add_from_run
-
     library = _library(**where)
     if run_checkpoint.is_run(path):
         renamed = {name: new or name for name, _, new in (n.partition("=") for n in names)}
         added = add_from_run(library, path, renamed)
     elif len(names) == 1 and "=" not in names[0]:
-        cartridge = read(path)
-        added = [add_cartridge(library, names[0], cartridge, {"file": path.name})]
+        added = [add_cartridge(library, names[0], convert.read(path), {"file": path.name})]
     else:
         raise DataError(f"{path} is no run, so name what it is to be called: --name NAME")
-    _tell_added(added)
-    return 0
+    return _print_added(added)
 
 
 def sync(*, runs: Path, **where: Any) -> int:
     """Add the cartridges of every finished run. Raises DataError for a missing directory."""
-    from registry.importing import add_finished
-
     if not runs.is_dir():
         raise DataError(f"there is no directory {runs}; name the one that holds the runs")
     added, passed = add_finished(_library(**where), runs)
-    _tell_added(added)
+    _print_added(added)
     for reason in passed:
         print(f"passed by: {reason}", file=sys.stderr)
     return 0
 
 
-def _tell_added(entries: Sequence[CartridgeVersion]) -> None:
+def _print_added(entries: Sequence[CartridgeVersion]) -> int:
     for entry in entries:
-        told = entry.manifest
-        print(f"{_shown(entry)}: {told.tokens} tokens, {told.source.get('checkpoint', told.dtype)}")
+        source, tokens = entry.manifest.source, entry.manifest.tokens
+        print(f"{_shown(entry)}: {tokens} tokens, {source.get('checkpoint', entry.manifest.dtype)}")
+    return 0
 
 
 def list_versions(*, name: str | None, **where: Any) -> list[TableSection]:
     """Return a table of all versions, of one cartridge or of all."""
-    from forge_run.formatting import TableSection
-
     library, rows = _library(**where), []
     for called in _names(library, name):
         tags = library.tags(called)
         for entry in library.entries(called):
-            told = entry.manifest
-            words = [tag for tag, version in tags.items() if version == told.version]
+            file = entry.manifest
+            words = [tag for tag, version in tags.items() if version == file.version]
             rows.append((
-                _shown(entry), " ".join(words), str(told.tokens), str(told.frozen), told.dtype,
-                f"{told.bytes:,}", told.created, _origin(entry),
+                _shown(entry), " ".join(words), str(file.tokens), str(file.frozen), file.dtype,
+                f"{file.bytes:,}", file.created, _origin(entry),
             ))  # fmt: skip
     heads = ("version", "tags", "tokens", "frozen", "dtype", "bytes", "created", "from")
     return [TableSection(str(library.directory), heads, tuple(rows))]
@@ -74,7 +69,7 @@ def list_versions(*, name: str | None, **where: Any) -> list[TableSection]:
 
 def tag(*, cartridge: str, tag: str, remove: bool, **where: Any) -> int:
     """Give a version a tag, or with `remove` take it away."""
-    library, named = _library(**where), _parsed(cartridge)
+    library, named = _library(**where), parse_cartridge(cartridge)
     if remove:
         library.untag(named.name, tag)
         print(f"{named.name}: {tag} removed")
@@ -85,9 +80,6 @@ def tag(*, cartridge: str, tag: str, remove: bool, **where: Any) -> int:
 
 def diff(*, a: str, b: str, **where: Any) -> list[TableSection]:
     """Return tables of the differences between two cartridges, layer by layer."""
-    from forge_run.formatting import TableSection
-    from registry.formats.diff import changes, differences
-
     library = _library(**where)
     first, second = _either(library, a), _either(library, b)
     apart = tuple(differences(first, second)) or (("none", "", ""),)
@@ -124,9 +116,8 @@ def push(*, cartridge: str, repo: str, private: bool, **where: Any) -> int:
     """Commit a version to the Hugging Face hub."""
     from registry.hub import push
 
-    entry = _library(**where).get(_parsed(cartridge))
-    address = push(entry, repo, private=private)
-    print(f"{_shown(entry)}: {address}")
+    entry = _library(**where).get(parse_cartridge(cartridge))
+    print(f"{_shown(entry)}: {push(entry, repo, private=private)}")
     return 0
 
 
@@ -136,16 +127,11 @@ def pull(*, repo: str, revision: str | None, name: str | None, **where: Any) -> 
 
     name = name or repo.rpartition("/")[2]
     entry = pull(_library(**where), repo, name, revision=revision)
-    told = entry.manifest
-    print(f"{_shown(entry)}: {told.tokens} tokens, {told.source['revision']}")
+    print(f"{_shown(entry)}: {entry.manifest.tokens} tokens, {entry.manifest.source['revision']}")
     return 0
 
 
 def _library(mesh: str, sets: Sequence[str]) -> CartridgeStore:
-    from protocols.spec.loading import load_serve
-    from registry.formats.base_model import read_base
-    from registry.store import CartridgeStore
-
     spec = load_serve(mesh, sets=sets).spec
     return CartridgeStore(Path(spec.library), read_base(Path(spec.model.path)))
 
@@ -153,25 +139,14 @@ def _library(mesh: str, sets: Sequence[str]) -> CartridgeStore:
 def _names(library: CartridgeStore, name: str | None) -> list[str]:
     if name is None:
         return library.names()
-    return [library.get(_parsed(name)).manifest.name]
-
-
-def _parsed(text: str) -> Any:
-    from registry.names import parse_cartridge
-
-    try:
-        return parse_cartridge(text)
-    except ValueError as error:
-        raise DataError(str(error)) from error
+    return [library.get(parse_cartridge(name)).manifest.name]
 
 
 def _either(library: CartridgeStore, text: str) -> CartridgeFile:
     """Return a cartridge by its path, or else by its name in the cartridge store."""
-    from registry.formats import convert, forge
-
     if Path(text).exists():
         return convert.read(Path(text))
-    return forge.read(library.get(_parsed(text)).path.parent)
+    return forge.read(library.get(parse_cartridge(text)).path.parent)
 
 
 def _shown(entry: CartridgeVersion) -> str:

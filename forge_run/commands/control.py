@@ -7,6 +7,8 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,13 +47,8 @@ def status(*, as_json: bool, watch: bool, **where: Any) -> int:
 
 
 def _watch(client: ControlClient, target: ControlTarget, console: Console, as_json: bool) -> int:
-    live = (
-        Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
-    )
-    seen = False
-    if live:
-        live.start()
-    try:
+    seen, panel = False, console.is_terminal and not as_json
+    with Live(console=console, auto_refresh=False) if panel else nullcontext() as live:
         while True:
             try:
                 run, status = client.status()
@@ -69,16 +66,13 @@ def _watch(client: ControlClient, target: ControlTarget, console: Console, as_js
             if status.done:
                 return 0
             time.sleep(WATCH_SECONDS)
-    finally:
-        if live:
-            live.stop()
 
 
 def _print(console: Console, run: str, status: Any, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"run": run, **asdict(status)}), flush=True)
-        return
-    console.print(status_view(run, status))
+    else:
+        console.print(status_view(run, status))
 
 
 def scale(*, role: str, replicas: int, **where: Any) -> int:
@@ -89,34 +83,27 @@ def scale(*, role: str, replicas: int, **where: Any) -> int:
     return 0
 
 
-def pause(**where: Any) -> int:
-    """Hold a run after the step in progress."""
-    with ControlClient(_target(**where)) as client:
-        client.pause()
-    print("pausing after the step in progress; forge resume goes on")
-    return 0
+def _steering(call: Callable[[ControlClient], None], done: str) -> Callable[..., int]:
+    """Return the command that makes a call without arguments, and prints `done`."""
+
+    def command(**where: Any) -> int:
+        with ControlClient(_target(**where)) as client:
+            call(client)
+        print(done)
+        return 0
+
+    return command
 
 
-def resume(**where: Any) -> int:
-    """Let a paused run go on."""
-    with ControlClient(_target(**where)) as client:
-        client.resume()
-    print("going on")
-    return 0
+pause = _steering(ControlClient.pause, "pausing after the step in progress; forge resume goes on")
+resume = _steering(ControlClient.resume, "going on")
+stop = _steering(ControlClient.stop, "stopping after the step in progress, with a checkpoint")
 
 
 def checkpoint(**where: Any) -> int:
     """Write a checkpoint after the step in progress."""
     with ControlClient(_target(**where)) as client:
         print(f"wrote checkpoint {client.checkpoint()}")
-    return 0
-
-
-def stop(**where: Any) -> int:
-    """End a run after the step in progress, with a checkpoint."""
-    with ControlClient(_target(**where)) as client:
-        client.stop()
-    print("stopping after the step in progress, with a checkpoint")
     return 0
 
 
@@ -149,14 +136,14 @@ def _target(
     ControlError for a run that does not run."""
     if address is not None:
         _check_address(address, run, ca, token_env)
-        token = None if token_env is None else read_token(token_env)
-        return ControlTarget(address, None, _ca(ca), token)
-    directory = _run(run, run_dir)
-    address = read_endpoints(directory).control
-    # The run's own spec names the certificate and the token; the options override it.
-    control = load_resolved(directory / "spec.yaml").mesh.control
-    ca = ca or (Path(control.tls_cert) if control.tls_cert else None)
-    token_env = token_env or control.token_env
+        directory = None
+    else:
+        directory = _run(run, run_dir)
+        address = read_endpoints(directory).control
+        # The run's own spec names the certificate and the token; the options override it.
+        control = load_resolved(directory / "spec.yaml").mesh.control
+        ca = ca or (Path(control.tls_cert) if control.tls_cert else None)
+        token_env = token_env or control.token_env
     token = None if token_env is None else read_token(token_env)
     return ControlTarget(address, directory, _ca(ca), token)
 

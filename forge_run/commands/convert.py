@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from forge_run.formatting import TableSection, facts, render
 from protocols.errors import DataError
-
-if TYPE_CHECKING:
-    from forge_run.formatting import TableSection
-    from registry.formats.cartridge_file import CartridgeFile
+from registry.formats import convert as formats
+from registry.formats.base_model import made_for, misfits, other_weights, read_base, require_fit
+from registry.formats.cartridge_file import CartridgeFile
+from registry.formats.diff import norms, provenance
 
 
 def convert(
@@ -25,32 +25,25 @@ def convert(
     model: Path | None,
 ) -> int:
     """Write `source` in the format `to` at `target`. Raises DataError."""
-    from registry.formats.base_model import made_for, read_base, require_fit
-    from registry.formats.convert import convert, losses, read
-
-    cartridge = read(source, name)
+    cartridge = formats.read(source, name)
     if model is not None:
         base = read_base(model)
         require_fit(cartridge, base)
         cartridge = made_for(cartridge, base)
-    lost = losses(cartridge, to, dtype)
+    lost = formats.losses(cartridge, to, dtype)
     if lost and strict:
         raise DataError(f"{'; '.join(lost)} (--strict)")
     for line in lost:
         print(f"warning: {line}", file=sys.stderr)
-    convert(cartridge, target, to, dtype=dtype, force=force)
+    formats.convert(cartridge, target, to, dtype=dtype, force=force)
     print(f"{target}: {to}, {cartridge.tokens} tokens, {dtype or cartridge.dtype}")
     return 0
 
 
 def inspect(*, source: Path, name: str | None, model: Path | None) -> int:
     """Print a cartridge's contents. Raises DataError for one that does not fit `model`."""
-    from forge_run.formatting import render
-    from registry.formats.base_model import misfits, other_weights, read_base
-    from registry.formats.convert import detect, read
-
-    cartridge = read(source, name)
-    shown = sections(cartridge, detect(source))
+    cartridge = formats.read(source, name)
+    shown = sections(cartridge, formats.detect(source))
     sys.stdout.write(render(shown, terminal=sys.stdout.isatty()))
     if model is not None:
         wrong = misfits(cartridge, read_base(model)) or other_weights(cartridge, model)
@@ -62,9 +55,6 @@ def inspect(*, source: Path, name: str | None, model: Path | None) -> int:
 
 def sections(cartridge: CartridgeFile, format: str) -> list[TableSection]:
     """Return the tables that `forge inspect` prints."""
-    from forge_run.formatting import TableSection
-    from registry.formats.diff import norms, provenance
-
     shape, numbers = " x ".join(map(str, cartridge.kv.shape)), f"{cartridge.kv.numel():,}"
     about = (
         ("format", format),
@@ -81,19 +71,19 @@ def sections(cartridge: CartridgeFile, format: str) -> list[TableSection]:
     )  # fmt: skip
     heads = ("layer", "keys rms", "values rms", "largest key", "largest value")
     return [
-        TableSection("cartridge", ("", ""), about),
-        TableSection("made for and of", ("", ""), tuple(provenance(cartridge))),
+        facts("cartridge", about),
+        facts("made for and of", provenance(cartridge)),
         TableSection("norms", heads, measured),
     ]
 
 
 def _proof(cartridge: CartridgeFile) -> str:
     """Name the facts that were compared with the model, and those the cartridge lacks."""
-    facts = cartridge.facts
-    said = {
-        "shape": True, "RoPE": bool(facts.rope), "config": bool(facts.config_sha256),
-        "weights": bool(facts.weights_sha256 and facts.weights_dtype),
+    made_of = cartridge.facts
+    compared = {
+        "RoPE": made_of.rope, "config": made_of.config_sha256,
+        "weights": made_of.weights_sha256 and made_of.weights_dtype,
     }  # fmt: skip
-    known = [what for what, there in said.items() if there]
-    silent = [what for what, there in said.items() if not there]
-    return ", ".join(known) + (f"; it does not say which {' or '.join(silent)}" if silent else "")
+    known = ["shape", *(name for name, value in compared.items() if value)]
+    lacking = [name for name, value in compared.items() if not value]
+    return ", ".join(known) + (f"; it does not say which {' or '.join(lacking)}" if lacking else "")

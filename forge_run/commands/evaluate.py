@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from forge_run.commands.__init__ import (note)
+from forge_run.commands import note
 from forge_run.commands.cartridge_pool import cartridge_pool
 from forge_run.console import shown_path
 from forge_run.formatting import TableSection
@@ -60,8 +60,8 @@ def command(
     kinds = None if arms is None else [kind.strip() for kind in arms.split(",")]
     home = out or (runs[0].resolve() if len(runs) == 1 else runs[0].resolve().parent / "eval")
     found = evaluate(runs, chosen, asked=asked, kinds=kinds, out=home, show=show)
-    for name, svg in plots(found):
-        write_atomically(home / name, svg)
+    for plot in plots(found):
+        write_atomically(home / plot.file, plot.alone)
     write_atomically(home / "eval.md", markdown(found))
     write_page(home, found)
     if len(runs) == 1 and home == runs[0].resolve():

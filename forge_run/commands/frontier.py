@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from forge_run.commands.__init__ import (note)
+from forge_run.commands import note
 from forge_run.commands.cartridge_pool import cartridge_pool
 from forge_run.formatting import TableSection
 from forge_run.report.frontier import HEADS, cells
@@ -51,12 +51,12 @@ def command(
         chosen = chosen.model_copy(update={"questions": questions})
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     rows, version = asyncio.run(_measure(spec, directory, chosen, show))
-    told = {
+    record = {
         "version": version,
         **chosen.model_dump(mode="json", exclude={"arms"}),
         "arms": [row.as_dict() for row in rows],
     }
-    write_atomically(directory.path / FRONTIER, json.dumps(told, indent=1) + "\n")
+    write_atomically(directory.path / FRONTIER, json.dumps(record, indent=1) + "\n")
     from forge_run.report.page import write_report
 
     write_report(directory.path)

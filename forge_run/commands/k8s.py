@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from deploy.manifests.kustomization import Tree, door_tree, mesh_tree
+from deploy.manifests.kustomization import Tree, mesh_tree, server_tree
 from deploy.manifests.mesh import MeshFiles
-from deploy.manifests.sizing import door_resources, model_size
+from deploy.manifests.sizing import model_size, server_resources
 from protocols.files import REPOSITORY
 from protocols.spec.loading import load_serve, load_spec
 from protocols.spec.yaml_source import read_yaml
@@ -35,7 +35,7 @@ def render(mesh: str, sets: Sequence[str] = ()) -> Tree:
     """Return the manifests of a mesh, or of a server's `meshes/serve.yaml`: texts by path."""
     if "config" in read_yaml(Path(mesh), mesh).values:
         return _mesh(mesh, sets)
-    return _door(mesh, sets)
+    return _server(mesh, sets)
 
 
 def _mesh(mesh: str, sets: Sequence[str]) -> Tree:
@@ -53,9 +53,9 @@ def _mesh(mesh: str, sets: Sequence[str]) -> Tree:
     return mesh_tree(spec, files, model_size(spec.learn.model), rules, dashboard)
 
 
-def _door(mesh: str, sets: Sequence[str]) -> Tree:
+def _server(mesh: str, sets: Sequence[str]) -> Tree:
     spec = load_serve(mesh, sets=sets).spec
     text = Path(mesh).read_text(encoding="utf-8")
     files = MeshFiles(Path(mesh).name, text, "", "", tuple(sets))
-    resources = door_resources(spec, model_size(spec.model), CARTRIDGE_TOKENS)
-    return door_tree(spec, files, resources)
+    resources = server_resources(spec, model_size(spec.model), CARTRIDGE_TOKENS)
+    return server_tree(spec, files, resources)

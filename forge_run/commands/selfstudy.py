@@ -20,9 +20,9 @@ from pathlib import Path
 from documents.corpus import read_parts
 from documents.synthesis import SynthesisPlan, model_name, write_study
 from documents.synthesis_rows import counts, write_parquet
-from forge_run.commands.__init__ import (note)
+from forge_run.commands import note
 from forge_run.formatting import TableSection
-from forge_run.plan.documents import told
+from forge_run.plan.documents import remarks
 from forge_run.plan.plan import plan
 from protocols.errors import DataError, SpecError
 from protocols.files import write_atomically
@@ -57,7 +57,7 @@ def command(spec: RunSpec, out: Path, show: Callable[[str], None]) -> list[str]:
     from learning.model.loading import load_tokenizer
 
     parts = read_parts(learn, load_tokenizer(learn.model.path))
-    for line in told(parts):
+    for line in remarks(parts):
         show(line)
     out.mkdir(parents=True, exist_ok=True)
     api = learn.self_study.api
@@ -72,8 +72,8 @@ def command(spec: RunSpec, out: Path, show: Callable[[str], None]) -> list[str]:
                 lambda done, of: show(f"{done} of {of} rows"),
             )  # fmt: skip
         found = counts(rows)
-        told = {"documents": parts.as_dict(), "model": model, "config": plan.config, **found}
-        write_atomically(out / "summary.json", json.dumps(told, indent=2) + "\n")
+        summary = {"documents": parts.as_dict(), "model": model, "config": plan.config, **found}
+        write_atomically(out / "summary.json", json.dumps(summary, indent=2) + "\n")
         lines = [f"{name:30} {count}" for name, count in found.items()]
         try:
             write_parquet(rows, out / "rows.parquet")

@@ -21,7 +21,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_run.formatting import TableSection
+from actors.base import gpus_here
+from forge_run.formatting import TableSection, facts, lines
+from forge_run.launch import kill_mesh, monarch_environment
+from forge_run.preflight import NO_GPU, Fault, located, vllm_faults
 from protocols.errors import SpecError
 from protocols.spec.errors import SpecProblem, combined
 from protocols.spec.loading import LoadedServeSpec, load_serve
@@ -50,7 +53,7 @@ def serve(loaded: LoadedServeSpec) -> int:
     # before the imports that start threads.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    os.environ.update(monarch_environment(spec))
+    os.environ.update(monarch_environment(spec.health))
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     with listening:
         server = ServeProcess(spec, listening)
@@ -79,44 +82,36 @@ def plan(loaded: LoadedServeSpec) -> list[TableSection]:
         ("at a time", f"{http.max_pending} responses, {http.deadline_s:g} s each at most"),
         ("library", spec.library),
     ]
-    sections = [TableSection(f"serve {spec.name}", ("", ""), tuple(rows))]
+    sections = [facts(f"serve {spec.name}", rows)]
     if Path(spec.library).is_dir():
         library = CartridgeStore(Path(spec.library), base)
         held = tuple((n, ", ".join(map(str, library.versions(n)))) for n in library.names())
         if held:
             sections.append(TableSection("cartridges", ("name", "versions"), held))
-    reasons = tuple((fault.text,) for fault in unmet(loaded))
-    if reasons:
-        sections.append(TableSection("cannot serve here yet", ("",), reasons))
+    if faults := unmet(loaded):
+        sections.append(lines("cannot serve here yet", (fault.text for fault in faults)))
     return sections
 
 
 def unmet(loaded: LoadedServeSpec) -> list[SpecProblem]:
     """Return the reasons why this spec cannot be served on this machine now; empty if it can."""
-    from actors.base import VLLM_REMEDY, gpus_here, missing_vllm
+    return located(_faults(loaded.spec), loaded.place)
 
-    spec, faults = loaded.spec, []
 
-    def cannot(key: str, value: object, why: str, remedy: str) -> None:
-        where = loaded.place(key)
-        faults.append(SpecProblem(where, f"{key}: {value} {why}: set at {where}; {remedy}"))
-
+def _faults(spec: ServeSpec) -> Iterator[Fault]:
+    role, gpus = spec.roles.generator, "roles.generator.gpus"
     if not (Path(spec.model.path) / "config.json").is_file():
-        cannot("model.path", spec.model.path, "has no config.json", "give a model's directory")
-    role = spec.roles.generator
+        yield "model.path", spec.model.path, "has no config.json", "give a model's directory"
     if role.procs != 1:
-        cannot("roles.generator.procs", role.procs, "cannot run", "use 1, and more replicas")
-    if spec.generator.backend == "vllm" and missing_vllm():
-        cannot("generator.backend", "vllm", "needs vLLM, which is not installed", VLLM_REMEDY)
+        yield "roles.generator.procs", role.procs, "cannot run", "use 1, and more replicas"
+    yield from vllm_faults(spec.generator.backend)
     if spec.generator.backend == "torch" and role.gpus > 1:
-        cannot("roles.generator.gpus", role.gpus, "cannot run, a model lies on one", "use 1")
+        yield gpus, role.gpus, "cannot run, a model lies on one", "use 1"
     elif spec.generator.backend == "torch" and role.gpus and not gpus_here():
-        why = "cannot run here, torch sees no GPU on this machine"
-        cannot("roles.generator.gpus", role.gpus, why, "use 0, or a torch built for CUDA")
+        yield gpus, role.gpus, NO_GPU, "use 0, or a torch built for CUDA"
     if spec.http.key_env and not os.environ.get(spec.http.key_env):
         why = "is not in the environment, and the API key is read from it"
-        cannot("http.key_env", spec.http.key_env, why, "export it, or set http.key_env to null")
-    return faults
+        yield "http.key_env", spec.http.key_env, why, "export it, or set http.key_env to null"
 
 
 def listen(address: str) -> socket.socket:
@@ -136,17 +131,6 @@ def listen(address: str) -> socket.socket:
     return made
 
 
-def monarch_environment(spec: ServeSpec) -> dict[str, str]:
-    """Return what Monarch reads on import, as `forge_run.launch.monarch_environment`."""
-    patience = f"{max(1, round(spec.health.dead_after_s))}s"
-    return {
-        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "200ms",
-        "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": patience,
-        "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": patience,
-        "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "15s",
-    }
-
-
 class ServeProcess:
     """Run one server. `signal` is the signal that ended it; `cut_off` is set when the generators
     did not end in time."""
@@ -155,7 +139,7 @@ class ServeProcess:
         self.spec, self.listening = spec, listening
         self.signal = 0
         self.cut_off = False
-        self._told = asyncio.Event()
+        self._signalled = asyncio.Event()
         self._web: Any = None
 
     async def run(self) -> None:
@@ -189,9 +173,9 @@ class ServeProcess:
 
         from registry.formats.base_model import read_base
         from registry.store import CartridgeStore
-        from serving.app import ServerConfig, create_door
+        from serving.app import create_server
+        from serving.backend import RequestLimits, ServerConfig
         from serving.pool_backend import PoolBackend
-        from serving.request_parsing import RequestLimits
         from serving.strategy_runner import CatalogueStrategies
 
         spec, http = self.spec, self.spec.http
@@ -199,7 +183,7 @@ class ServeProcess:
         backend = PoolBackend(pool, http.deadline_s)
         host, port = http.listen.rpartition(":")[0], self.listening.getsockname()[1]
         context = min(base.context, spec.context_tokens or base.context)
-        door = create_door(
+        built = create_server(
             ServerConfig(
                 model=spec.name, backend=backend, texts=texts,
                 library=CartridgeStore(Path(spec.library), base),
@@ -207,12 +191,12 @@ class ServeProcess:
                 limits=RequestLimits(spec.max_tokens, context, http.max_choices), end_ids=end_ids,
                 http=http, held_cartridges=spec.held_cartridges,
                 key=os.environ[http.key_env] if http.key_env else None,
-                draining=self._told.is_set,
+                draining=self._signalled.is_set,
             )
         )  # fmt: skip
         self._web = uvicorn.Server(
             uvicorn.Config(
-                door.app, log_config=None, access_log=False, lifespan="off", ws="none",
+                built.app, log_config=None, access_log=False, lifespan="off", ws="none",
                 server_header=False, timeout_graceful_shutdown=round(http.drain_s),
             )
         )  # fmt: skip
@@ -221,7 +205,7 @@ class ServeProcess:
         print(f"serving {spec.name} on http://{host}:{port}; Ctrl-C drains and ends", flush=True)
         try:
             await asyncio.wait(
-                {running, service.failure, asyncio.create_task(self._told.wait())},
+                {running, service.failure, asyncio.create_task(self._signalled.wait())},
                 return_when=asyncio.FIRST_COMPLETED,
             )
             self._web.should_exit = True
@@ -229,17 +213,17 @@ class ServeProcess:
             if service.failure.done():
                 service.failure.result()
         finally:
-            await door.close()
+            await built.close()
 
     async def _first(self, starting: Any) -> bool:
         """Return whether it started before a signal; raises its error if it failed."""
         begun = asyncio.ensure_future(starting)
-        told = asyncio.ensure_future(self._told.wait())
-        await asyncio.wait({begun, told}, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        signalled = asyncio.ensure_future(self._signalled.wait())
+        await asyncio.wait({begun, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
         if begun.done():
             begun.result()
-            return not self._told.is_set()
+            return not self._signalled.is_set()
         begun.cancel()
         await asyncio.wait({begun})
         return False
@@ -253,7 +237,7 @@ class ServeProcess:
             if self.signal and self._web is not None:
                 self._web.force_exit = True
             self.signal = self.signal or number
-            self._told.set()
+            self._signalled.set()
 
         def wait() -> None:
             while True:
@@ -279,15 +263,13 @@ def ids_of_the_end(model: Path, tokenizer: Any) -> frozenset[int]:
 
 
 def _note(event: str, **facts: Any) -> None:
-    told = " ".join(f"{k}={v}" for k, v in facts.items())
-    print(f"{event} {told}", file=sys.stderr, flush=True)
+    shown = " ".join(f"{k}={v}" for k, v in facts.items())
+    print(f"{event} {shown}", file=sys.stderr, flush=True)
 
 
 def _end_monarch(cut_off: bool) -> None:
     """End this client's part of the mesh; kill what did not end."""
     import monarch.actor as monarch
-
-    from forge_run.launch import kill_mesh
 
     if cut_off:
         kill_mesh()

@@ -76,14 +76,14 @@ def _start(child: ChildRun) -> subprocess.Popen[bytes]:
 
 
 def _id_of(child: ChildRun, code: int) -> str:
-    said = child.log.read_text(encoding="utf-8", errors="replace")
+    output = child.log.read_text(encoding="utf-8", errors="replace")
     if code != 0:
-        last = next((x for x in reversed(said.splitlines()) if x.strip()), "it said nothing")
+        last = next((x for x in reversed(output.splitlines()) if x.strip()), "it said nothing")
         raise RunError(
             f"{child.name} ended with {code}: {last.strip()}; see {shown_path(child.log)}, and "
             "give the same command again to go on"
         )
-    found = re.search(r"^run (\S+)$", said, re.MULTILINE)
+    found = re.search(r"^run (\S+)$", output, re.MULTILINE)
     if found is None:
         raise RunError(f"{child.name} named no run; see {shown_path(child.log)}")
     return found[1]

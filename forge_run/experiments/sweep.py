@@ -94,8 +94,8 @@ def sweep(
     )  # fmt: skip
     write_atomically(home / "sweep.md", markdown(spec, rows))
     write_atomically(home / "sweep.html", page_of(spec, rows))
-    for name, svg in plots(spec, rows):
-        write_atomically(home / name, svg)
+    for plot in plots(spec, rows):
+        write_atomically(home / plot.file, plot.alone)
     return rows
 
 

@@ -6,7 +6,7 @@ runs and their arms  ->  gather  ->  SweepRow, its values seed by seed  ->  tabl
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean
@@ -18,13 +18,12 @@ from forge_run.formatting import TableSection, count_text, markdown_table, markd
 from forge_run.report.plots import (
     HUES,
     MARKERS,
+    Plot,
     as_percent,
     error_bars,
     hue,
     legend,
-    plot,
     share_axes,
-    svg_file,
 )
 from forge_run.report.template import Block, render
 from protocols.errors import RunError
@@ -86,9 +85,9 @@ def gather(runs: Iterable[tuple[Trial, RunDirectory]]) -> list[SweepRow]:
     rows = []
     for (_, name), each in found.items():
         trial, arm, _ = each[0]
-        told = [results for *_, results in each]
-        measured = [results["arms"][arm] for results in told]
-        ratio = fmean(results["compression"]["ratio"] for results in told)
+        outcomes = [results for *_, results in each]
+        measured = [results["arms"][arm] for results in outcomes]
+        ratio = fmean(results["compression"]["ratio"] for results in outcomes)
         rows.append(
             SweepRow(
                 point=trial.point,
@@ -97,7 +96,7 @@ def gather(runs: Iterable[tuple[Trial, RunDirectory]]) -> list[SweepRow]:
                 accuracy=tuple(m["accuracy"] for m in measured),
                 unparsed=tuple(m["parse_failures"] for m in measured),
                 questions=sum(m["n"] for m in measured),
-                tokens=fmean(results["tokens_trained"].get(arm, 0) for results in told),
+                tokens=fmean(results["tokens_trained"].get(arm, 0) for results in outcomes),
                 compression={"none": None, "document": 1.0}.get(arm, ratio),
             )
         )
@@ -176,54 +175,45 @@ def markdown(spec: SweepSpec, rows: Sequence[SweepRow]) -> str:
 def page_of(spec: SweepSpec, rows: Sequence[SweepRow]) -> str:
     """Return sweep.html: the tables and plots."""
     sections: dict[str, list[Block]] = {s.title: [("table", s)] for s in table(spec, rows)}
-    drawn = [plot(title, note, draw, HEIGHT) for _, title, note, draw in _drawings(spec, rows)]
-    sections["Plots"] = [("plots", drawn)]
+    sections["Plots"] = [("plots", plots(spec, rows))]
     return render(f"sweep {spec.name}", [("soft", NOTE)], sections)
 
 
-def plots(spec: SweepSpec, rows: Sequence[SweepRow]) -> list[tuple[str, str]]:
-    """Return (file name, SVG) of each plot; each SVG stands alone."""
-    return [(file, svg_file(title, draw, HEIGHT)) for file, title, _, draw in _drawings(spec, rows)]
-
-
-def _drawings(
-    spec: SweepSpec, rows: Sequence[SweepRow]
-) -> Iterator[tuple[str, str, str, partial[None]]]:
-    """Yield accuracy against every axis and training tokens; without axes, of each arm."""
-    bars = "bars are 95% intervals"
+def plots(spec: SweepSpec, rows: Sequence[SweepRow]) -> list[Plot]:
+    """Return plots of accuracy against every axis and training tokens; without axes, of each arm.
+    They are also files."""
+    bars, drawn = "bars are 95% intervals", []
     for key in spec.axes:
         name = "compression" if key == P_KEY else key
-        yield (
-            f"sweep-{name}.svg", f"Accuracy against {name}",
-            f"Means over the seeds and all other axes; {bars} over the seeds.",
-            partial(_draw_axis, key=key, rows=rows),
-        )  # fmt: skip
+        note = f"Means over the seeds and all other axes; {bars} over the seeds."
+        draw = partial(_draw_axis, key=key, rows=rows)
+        drawn.append(Plot(f"Accuracy against {name}", note, draw, HEIGHT, f"sweep-{name}.svg"))
     if spec.axes:
-        yield (
-            "sweep-tokens.svg", "Accuracy against training tokens",
-            f"A point is one arm at one combination of the axes; {bars}.",
-            partial(_draw_tokens, rows=[row for row in rows if row.tokens]),
-        )  # fmt: skip
+        title, file = "Accuracy against training tokens", "sweep-tokens.svg"
+        note = f"A point is one arm at one combination of the axes; {bars}."
+        draw = partial(_draw_tokens, rows=[row for row in rows if row.tokens])
     else:
+        title, file = "Accuracy of each arm", "sweep-arms.svg"
         note = f"Means over the seeds; {bars} over them."
-        yield "sweep-arms.svg", "Accuracy of each arm", note, partial(_draw_arms, rows=rows)
+        draw = partial(_draw_arms, rows=rows)
+    return [*drawn, Plot(title, note, draw, HEIGHT, file)]
 
 
 def positions(key: str, rows: Sequence[SweepRow]) -> tuple[dict[str, float], bool]:
     """Return the x position of each value of an axis, keyed by its JSON, and whether x is a number.
     P is placed by its compression, other numbers by value, anything else by its index."""
-    told = {json.dumps(row.point[key]): row.point[key] for row in rows}
+    values = {json.dumps(row.point[key]): row.point[key] for row in rows}
     if key == P_KEY:
         ratios = {
             json.dumps(row.point[key]): row.compression
             for row in rows
             if row.compression is not None and row.compression != 1
         }
-        if ratios.keys() == told.keys():
+        if ratios.keys() == values.keys():
             return ratios, True
-    if all(isinstance(v, int | float) and not isinstance(v, bool) for v in told.values()):
-        return {text: float(value) for text, value in told.items()}, True
-    return {text: float(i) for i, text in enumerate(told)}, False
+    if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values.values()):
+        return {text: float(value) for text, value in values.items()}, True
+    return {text: float(i) for i, text in enumerate(values)}, False
 
 
 def _draw_axis(figure: Figure, key: str, rows: Sequence[SweepRow]) -> None:

@@ -1,4 +1,5 @@
-"""Plan a run with episodes: its loss channels, samples, external teachers and votes."""
+"""Plan a run with rewards, by episodes or by recursive self-aggregation (RSA): its loss channels,
+samples, external teachers and votes."""
 
 from __future__ import annotations
 
@@ -6,21 +7,35 @@ from forge_run.formatting import Rows, TableSection, facts
 from forge_run.preflight import missing_key
 from protocols.spec.learn import LearnSpec
 from protocols.spec.objective import EpisodesSpec
+from protocols.spec.rsa import RsaSpec
 from protocols.spec.teacher_replay import PriceSpec, ReplaySpec
 
-CHANNEL_COLUMNS = ("channel", "weight", "learns from")
 TEACHER_COLUMNS = ("teacher", "model", "dollars a million tokens", "cap", "calls at a time")
 
 
 def data_text(learn: LearnSpec) -> str:
-    """Return the `data` row of a run at clinic desks."""
+    """Return the `data` row of a run at clinic desks, or on a page about solving problems."""
+    if learn.rsa is not None:
+        problems = learn.rsa.problems
+        return f"a page on solving problems, for {problems.kind}: {problems.name}"
     data = learn.data
     return f"{data.patients} clinic desks, seed {data.seed}: handbooks of {data.facts} fields"
 
 
-def sections(learn: LearnSpec, episodes: EpisodesSpec) -> list[TableSection]:
-    """Return the sections on channels and, if the run has them, on teachers and votes."""
-    found = [TableSection("channels", CHANNEL_COLUMNS, channel_rows(learn, episodes))]
+def sections(learn: LearnSpec) -> list[TableSection]:
+    """Return the sections on channels and, if the run has them, on teachers and votes; none for a
+    run without rewards."""
+    columns = ("channel", "weight", "learns from")
+    if learn.rsa is not None:
+        return [TableSection("channels", columns, _rsa_channels(learn, learn.rsa))]
+    if learn.episodes is None:
+        return []
+    weighed = learn.objective.summary(learn.loss, learn.episodes.group)
+    rows = tuple(
+        (name, shown, source) if weight else (name, "0", "left out")
+        for name, weight, shown, source in weighed
+    )
+    found = [TableSection("channels", columns, rows)]
     if replay := learn.replay:
         found += [
             TableSection("teachers", TEACHER_COLUMNS, teacher_rows(replay)),
@@ -29,16 +44,23 @@ def sections(learn: LearnSpec, episodes: EpisodesSpec) -> list[TableSection]:
     return found
 
 
-def channel_rows(learn: LearnSpec, episodes: EpisodesSpec) -> Rows:
-    """Return a row for each channel with its weight, in the order of the objective."""
-    return tuple(
-        (name, shown, source) if weight else (name, "0", "left out")
-        for name, weight, shown, source in learn.objective.summary(learn.loss, episodes.group)
+def _rsa_channels(learn: LearnSpec, rsa: RsaSpec) -> Rows:
+    weighed = f" + {rsa.greedy_reward_weight:g} x mean score" if rsa.greedy_reward_weight else ""
+    source = {
+        "rollout": f"{rsa.final_reward_metric} of the last population{weighed}, compared among "
+        f"{rsa.rollouts_per_example} runs of a problem",
+        "population": "each candidate's own score, compared with its population's",
+    }[rsa.advantage]
+    doc = learn.objective.w_doc
+    on_all = f"{learn.loss.direction} KL to the model with the document, on all candidates"
+    return (
+        ("doc_kl", f"{doc:g}", on_all if doc else "left out"),
+        ("grpo", f"{learn.objective.w_rl:g}", source),
     )
 
 
-def sampled(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, list[tuple[str, str]]]:
-    """Return the most response tokens of a step, and the rows on what is sampled."""
+def sampled_episodes(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, list[tuple[str, str]]]:
+    """Return the most response tokens of a step of episodes, and the rows on what is sampled."""
     steps, environment = learn.train.steps, episodes.environment
     each = episodes.tasks * episodes.group
     served = "clinic desks, served here" if environment.url is None else environment.url
@@ -53,6 +75,24 @@ def sampled(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, list[tuple[s
             f"at most {episodes.max_turns} turns of {learn.rollout.max_tokens} tokens, "
             f"{episodes.max_context} with what it reads",
         ),
+    ]
+
+
+def sampled_runs(learn: LearnSpec, rsa: RsaSpec) -> tuple[int, list[tuple[str, str]]]:
+    """Return the same of a step of recursive self-aggregation."""
+    steps, problems = learn.train.steps, rsa.problems
+    runs = rsa.examples * rsa.rollouts_per_example
+    asked = runs * rsa.candidates
+    about = "questions of the patients" if problems.name is None else problems.name
+    return asked * learn.rollout.max_tokens, [
+        ("problems", f"{problems.kind}: {about}; {rsa.examples} a step, asked as {rsa.task}"),
+        (
+            "a run",
+            f"T {rsa.T} populations of M {rsa.M} x N {rsa.N}, each but the first made of K {rsa.K} "
+            f"of the one before: {rsa.candidates} candidates in {rsa.T} calls",
+        ),
+        ("runs", f"{rsa.rollouts_per_example} a problem, {runs} a step, {runs * steps:,} in all"),
+        ("candidates", f"{asked:,} a step, {asked * steps:,} in all, each a training sample"),
     ]
 
 

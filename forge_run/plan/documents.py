@@ -38,7 +38,7 @@ def studied(learn: LearnSpec) -> tuple[LearnSpec, list[TableSection]]:
         rows[MOST_ROWS:] = [(f"and {more} more", *[""] * (len(HEADS) - 1))]
     title = f"{len(counts)} documents, {sum(counts):,} tokens, a cartridge each"
     sections = [TableSection(title, HEADS, tuple(rows))]
-    if odd := told(parts):
+    if odd := remarks(parts):
         sections.append(lines("left out, or read in an unusual way", odd))
     sections.append(facts("self-study", study_rows(learn, parts)))
     return _sized(learn, counts), sections
@@ -58,10 +58,10 @@ def require_documents(learn: LearnSpec) -> list[str]:
         from training.recipes.question_files import read_questions
 
         read_questions(learn.data.questions, parts.texts, learn.data.instruction)
-    return told(parts)
+    return remarks(parts)
 
 
-def told(parts: Corpus) -> list[str]:
+def remarks(parts: Corpus) -> list[str]:
     """Return remarks on documents left out, or read in an unusual way."""
     return [*(f"left out: {x}" for x in parts.left_out), *(f"note: {x}" for x in parts.notes)]
 

@@ -13,12 +13,13 @@ from dataclasses import replace
 from deploy.manifests.sizing import (
     TRAINER_BYTES,
     ModelSize,
-    kv_values_per_token,
     matmul_parameters,
     model_size,
+    published_bytes,
+    trainable_numbers,
 )
 from forge_run.formatting import TableSection, bytes_text, count_text, facts, lines, seconds_text
-from forge_run.plan import channels, documents, roofline, rsa, sizing
+from forge_run.plan import channels, documents, roofline, sizing
 from forge_run.plan.roofline import A100, H200, MFU, PhaseCost, Workload
 from forge_run.preflight import resolved_place, unmet
 from protocols.spec.learn import LearnSpec
@@ -36,17 +37,18 @@ def plan(
     """Return every section of the plan, in reading order. Raises SpecError for a damaged
     config.json."""
     shape = model_shape(spec.learn.model)
-    learn, told = documents.studied(spec.learn)
+    size = None if shape is None else ModelSize(shape, VALUE_BYTES[spec.learn.model.dtype])
+    learn, on_documents = documents.studied(spec.learn)
     spec = spec.model_copy(update={"learn": learn})
     sections = [
         _run_section(spec),
-        *told,
+        *on_documents,
         _roles_section(spec),
-        _memory_section(spec, shape),
-        *_sizing_sections(spec, shape),
-        *_channel_sections(spec.learn),
-        _budget_section(spec.learn),
-        _roofline_section(spec, shape),
+        _memory_section(spec, size),
+        *([] if size is None else [sizing.summary(spec, size)]),
+        *channels.sections(learn),
+        _budget_section(learn),
+        _roofline_section(spec),
     ]
     if faults := unmet(spec, place):
         sections.append(lines("cannot run here yet", (fault.text for fault in faults)))
@@ -57,12 +59,6 @@ def size_plan(spec: RunSpec) -> tuple[TableSection, ...]:
     """Return each role's needs, item by item. Raises SpecError for a model of unknown shape."""
     size = model_size(spec.learn.model)
     return (sizing.summary(spec, size), *sizing.details(spec, size))
-
-
-def _sizing_sections(spec: RunSpec, shape: ShapeSpec | None) -> list[TableSection]:
-    if shape is None:
-        return []
-    return [sizing.summary(spec, ModelSize(shape, VALUE_BYTES[spec.learn.model.dtype]))]
 
 
 def _run_section(spec: RunSpec) -> TableSection:
@@ -82,10 +78,8 @@ def _run_section(spec: RunSpec) -> TableSection:
 
 def _data_text(learn: LearnSpec) -> str:
     data = learn.data
-    if data.source == "desk":
+    if data.source in ("desk", "primer"):
         return channels.data_text(learn)
-    if data.source == "primer":
-        return rsa.data_text(learn)
     if data.source == "documents":
         return f"{data.path or 'no documents yet'}; questions: {data.questions or 'self-study'}"
     source = data.path or (
@@ -94,15 +88,6 @@ def _data_text(learn: LearnSpec) -> str:
         else "longhealth, not at hand"
     )
     return f"{data.patients} patients; {source}"
-
-
-def _channel_sections(learn: LearnSpec) -> list[TableSection]:
-    """Return the sections that only a run with rewards has."""
-    if learn.rsa is not None:
-        return [
-            TableSection("channels", channels.CHANNEL_COLUMNS, rsa.channel_rows(learn, learn.rsa))
-        ]
-    return [] if learn.episodes is None else channels.sections(learn, learn.episodes)
 
 
 def _roles_section(spec: RunSpec) -> TableSection:
@@ -121,32 +106,26 @@ def _roles_section(spec: RunSpec) -> TableSection:
     return TableSection("roles", columns, rows)
 
 
-def _memory_section(spec: RunSpec, shape: ShapeSpec | None) -> TableSection:
+def _memory_section(spec: RunSpec, size: ModelSize | None) -> TableSection:
     learn = spec.learn
     tokens, documents = learn.cartridge.tokens, learn.data.patients
     frozen = learn.cartridge.frozen
     rows = [("cartridge", f"{tokens} tokens, {frozen} of them frozen, for each of {documents}")]
-    if shape is None:
+    if size is None:
         unknown = "unknown: no config.json at model.path and no model.shape"
         rows += [("KV per token", unknown), ("all cartridges", unknown), ("document KV", unknown)]
         return facts("memory", rows)
-    values = kv_values_per_token(shape)
-    per_token = values * VALUE_BYTES[learn.model.dtype]
-    trainable = documents * (tokens - frozen) * values
-    weights = matmul_parameters(shape)
+    shape, per_token, trainable = size.shape, size.kv_token, trainable_numbers(learn, size)
+    weights = count_text(matmul_parameters(shape))
     rows += [
-        (
-            "model",
-            f"{count_text(weights)} weights in matrix products, "
-            f"{bytes_text(weights * VALUE_BYTES[learn.model.dtype])}",
-        ),
+        ("model", f"{weights} weights in matrix products, {bytes_text(size.weights)}"),
         (
             "KV per token",
             f"{per_token:,} B = {shape.layers} layers x 2 x {shape.kv_heads} heads x "
-            f"{shape.head_dim} x {VALUE_BYTES[learn.model.dtype]} B",
+            f"{shape.head_dim} x {size.value_bytes} B",
         ),
         ("one cartridge", bytes_text(tokens * per_token)),
-        ("all cartridges", f"{bytes_text(documents * tokens * per_token)}, published as one"),
+        ("all cartridges", f"{bytes_text(published_bytes(learn, size))}, published as one"),
         (
             "trainable",
             f"{count_text(trainable)} numbers, {bytes_text(trainable * TRAINER_BYTES)} "
@@ -189,16 +168,16 @@ def _budget_section(learn: LearnSpec) -> TableSection:
     prompts, gradients = learn.rollout.prompts, []
     sampled = prompts * learn.rollout.max_tokens
     asked = [("prompts", f"{prompts} a step, {prompts * steps:,} in all")]
-    probe, told = "questions", f"at most {answers:,} answers"
+    probe, measured = "questions", f"at most {answers:,} answers"
     if learn.episodes is not None:
-        sampled, asked = channels.sampled(learn, learn.episodes)
-        probe, told = "cases", f"at most {answers:,} episodes"
+        sampled, asked = channels.sampled_episodes(learn, learn.episodes)
+        probe, measured = "cases", f"at most {answers:,} episodes"
         every = learn.objective.compare_every
         gradients = [("gradients", f"compared every {every} steps" if every else "never compared")]
     elif learn.rsa is not None:
-        sampled, asked = rsa.sampled(learn, learn.rsa)
+        sampled, asked = channels.sampled_runs(learn, learn.rsa)
         candidates = len(evaluate.arms) * evaluate.questions * learn.rsa.candidates
-        probe, told = "runs", f"{candidates:,} candidates"
+        probe, measured = "runs", f"{candidates:,} candidates"
     behind = f"at most {staleness} behind" if staleness else "on policy"
     rows = [
         ("steps", f"{steps}, {behind}{_warm_text(learn)}"),
@@ -207,7 +186,7 @@ def _budget_section(learn: LearnSpec) -> TableSection:
         ("packed rows", f"{learn.train.row_tokens} tokens"),
         *gradients,
         ("probes", f"{probes} of {evaluate.probe_questions} {probe}"),
-        ("evaluation", f"{told}: {', '.join(evaluate.arms)}"),
+        ("evaluation", f"{measured}: {', '.join(evaluate.arms)}"),
     ]
     return facts("budget", rows)
 
@@ -220,23 +199,10 @@ def _warm_text(learn: LearnSpec) -> str:
     return f", after {warm.steps} of them on the teacher's text{sooner}"
 
 
-def _not_estimated(learn: LearnSpec, shape: ShapeSpec | None) -> str:
-    """Return the reason why a step has no roofline; "" where it has one."""
-    if learn.rsa is not None:
-        return "not estimated for rsa, whose prompts hold what was said before"
-    if learn.episodes is not None:
-        return "not estimated for episodes, which end when they like"
-    if shape is None:
-        return "unknown: needs the model's shape"
-    return "" if learn.data.document_tokens else "unknown: needs data.document_tokens"
-
-
-def _roofline_section(spec: RunSpec, shape: ShapeSpec | None) -> TableSection:
-    learn = spec.learn
-    if (why := _not_estimated(learn, shape)) or shape is None:
-        return lines("roofline of a step", [why])
-    base = _workload(learn)
-    phases = step_phases(spec, shape, base)
+def _roofline_section(spec: RunSpec) -> TableSection:
+    phases = step_workload(spec)
+    if not phases:
+        return lines("roofline of a step", [_not_estimated(spec.learn)])
     rows = [(low.name, *_phase_cells(low, high)) for low, high in phases]
     counted = phases[:-1]  # without the document re-read
     totals = (
@@ -246,16 +212,27 @@ def _roofline_section(spec: RunSpec, shape: ShapeSpec | None) -> TableSection:
     rows.append(("step, phases in turn", "", "", *totals))
     return TableSection(
         f"roofline of a step: bf16 peaks at {MFU:.0%} MFU, one device a replica, prompts of "
-        f"{base.prompt} tokens, all of one document .. each of its own",
+        f"{_workload(spec.learn).prompt} tokens, all of one document .. each of its own",
         ("phase", "FLOP", "bytes", "A100", "H200"),
         tuple(rows),
     )
 
 
+def _not_estimated(learn: LearnSpec) -> str:
+    """Return the reason why a step has no roofline."""
+    if learn.rsa is not None:
+        return "not estimated for rsa, whose prompts hold what was said before"
+    if learn.episodes is not None:
+        return "not estimated for episodes, which end when they like"
+    if model_shape(learn.model) is None:
+        return "unknown: needs the model's shape"
+    return "unknown: needs data.document_tokens"
+
+
 def step_workload(spec: RunSpec) -> tuple[tuple[PhaseCost, PhaseCost], ...]:
     """Return `step_phases` of the spec's own step; empty where the plan has no roofline for it."""
     learn, shape = spec.learn, model_shape(spec.learn.model)
-    if _not_estimated(learn, shape) or shape is None:
+    if learn.rsa or learn.episodes or shape is None or not learn.data.document_tokens:
         return ()
     return step_phases(spec, shape, _workload(learn))
 

@@ -37,12 +37,9 @@ class AttentionKernel:
 
 
 FUSED = AttentionKernel(causal=True, backward=2.5)  # recomputes the scores in the backward
-EXPLICIT = AttentionKernel(
-    causal=False, backward=2.0
-)  # learning.model.attention: keeps whole rows of scores
-CHUNKED = AttentionKernel(
-    causal=False, backward=3.0
-)  # as EXPLICIT, with scores recomputed where they are too many to keep
+# learning.model.attention keeps whole rows of scores, and recomputes them where they are too many.
+EXPLICIT = AttentionKernel(causal=False, backward=2.0)
+CHUNKED = AttentionKernel(causal=False, backward=3.0)
 
 
 @dataclass(frozen=True)

@@ -25,25 +25,25 @@ def summary(spec: RunSpec, size: ModelSize) -> TableSection:
     """Return a row per role. "memory of a process" is a GPU's where the role has one, else the
     host's."""
     rows = [_row(spec, name, role, size) for name, role in spec.roles]
-    asked = controller_resources(spec, size)
+    pod = controller_resources(spec, size)
     rows.append(
-        ("controller", "0", "", "two versions in the store", str(asked.cpu), f"{asked.memory} GiB",
-         f"{asked.shm} GiB")
+        ("controller", "0", "", "two versions in the store", str(pod.cpu), f"{pod.memory} GiB",
+         f"{pod.shm} GiB")
     )  # fmt: skip
     return TableSection("sizing, by the model's shape", COLUMNS, tuple(rows))
 
 
 def _row(spec: RunSpec, name: str, role: RoleSpec, size: ModelSize) -> tuple[str, ...]:
-    needs, asked = role_needs(spec, name, size), pod_resources(spec, name, role, size)
+    needs, pod = role_needs(spec, name, size), pod_resources(spec, name, role, size)
     largest = max(needs.items, key=lambda item: item[1], default=None)
     return (
         name,
-        str(asked.gpus),
+        str(pod.gpus),
         bytes_text(needs.held) if needs.items else "",
         "" if largest is None else f"{largest[0]}, {bytes_text(largest[1])}",
-        str(asked.cpu),
-        f"{asked.memory} GiB",
-        f"{asked.shm} GiB",
+        str(pod.cpu),
+        f"{pod.memory} GiB",
+        f"{pod.shm} GiB",
     )
 
 

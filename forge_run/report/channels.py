@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from forge_run.console import number
 from forge_run.formatting import TableSection
-from forge_run.report.plots import LINES, PAINT, by_arm, curve, hue, plot, share_axes
+from forge_run.report.plots import LINES, PAINT, Plot, by_arm, curve, hue, share_axes
 from forge_run.report.template import Block, Row
 from protocols.records.run_files import TRAINED_ARMS
 
@@ -37,13 +37,12 @@ def rewards(metrics: Sequence[Row]) -> list[Block]:
     plots = []
     if any("reward" in row["episodes"] for row in rows):
         title = "Mean reward of a step's episodes"
-        plots.append(plot(title, _reward_note(rows), partial(_draw_rewards, rows=rows)))
-    if kinds := _kinds(rows):
-        draw = partial(_draw_errors, rows=rows, kinds=kinds)
-        met = {kind: sum(row["episodes"].get(ERROR + kind, 0) for row in rows) for kind in kinds}
+        plots.append(Plot(title, _reward_note(rows), partial(_draw_rewards, rows=rows)))
+    if met := _errors(rows):
+        draw = partial(_draw_errors, rows=rows, kinds=[kind for kind, _ in met])
         turns = sum(row["episodes"]["turns"] for row in rows)
-        note = "; ".join(f"{kind}: {n:,} of {turns:,} turns" for kind, n in met.items())
-        plots.append(plot("Turns that met an error", f"{note}.", draw))
+        note = "; ".join(f"{kind}: {n:,} of {turns:,} turns" for kind, n in met)
+        plots.append(Plot("Turns that met an error", f"{note}.", draw))
     if plots:
         return [("plots", plots)]
     # Every environment failed before its first observation.
@@ -60,12 +59,12 @@ def channels(metrics: Sequence[Row]) -> list[Block]:
     title = "Value of each channel"
     note = "Each over its own denominator, before its weight; where that is 0, nothing is drawn."
     draw = partial(_draw_panels, rows=rows, names=names, value=_value)
-    plots = [plot(title, note, draw, _height(names))]
+    plots = [Plot(title, note, draw, _height(names))]
     if pairs := _names(row.get("cosines") or {} for row in rows):
         title = "Cosines between the channels' gradients"
         note = "Below 0 two channels pull against each other."
         draw = partial(_draw_panels, rows=rows, names=pairs, value=_cosine, signed=True)
-        plots.append(plot(title, note, draw, _height(pairs)))
+        plots.append(Plot(title, note, draw, _height(pairs)))
     return [("plots", plots), *_tables(rows, names)]
 
 
@@ -81,9 +80,9 @@ def _tables(rows: Sequence[Row], names: Sequence[str]) -> Iterable[Block]:
         yield "heading", at
         yield "table", TableSection(f"Channels, {at}", HEADS, lines)
         if compared:
-            told = _gradients(arm, compared[-1])
-            yield "soft", f"{told.title}."
-            yield "table", told
+            table = _gradients(arm, compared[-1])
+            yield "soft", f"{table.title}."
+            yield "table", table
 
 
 def _norms(row: Row) -> dict[str, float]:
@@ -109,8 +108,8 @@ def _gradients(arm: str, row: Row) -> TableSection:
     lines = []
     for one in norms:
         of_one = [cosines.get(f"{one}/{other}", cosines.get(f"{other}/{one}")) for other in norms]
-        told = [number(cosine, "+.2f") for cosine in of_one]
-        lines.append((one, number(norms[one], ".3g"), *told))
+        shown = [number(cosine, "+.2f") for cosine in of_one]
+        lines.append((one, number(norms[one], ".3g"), *shown))
     heads = ("channel", "norm", *(f"cosine to {name}" for name in norms))
     return TableSection(f"Gradients of {arm}, step {row['step']}", heads, tuple(lines))
 
@@ -120,13 +119,13 @@ def _names(mappings: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(name for mapping in mappings for name in mapping))
 
 
-def _kinds(rows: Sequence[Row]) -> list[str]:
-    """Return the kinds of error, the most frequent first."""
+def _errors(rows: Sequence[Row]) -> list[tuple[str, int]]:
+    """Return the kinds of error with the turns that met them, the most frequent first."""
     met: Counter[str] = Counter()
     for row in rows:
-        met.update({k: n for k, n in row["episodes"].items() if k.startswith(ERROR)})
-    ranked = sorted(met, key=lambda name: (-met[name], name))
-    return [name.removeprefix(ERROR) for name in ranked]
+        counts = row["episodes"].items()
+        met.update({k.removeprefix(ERROR): n for k, n in counts if k.startswith(ERROR)})
+    return sorted(met.items(), key=lambda item: (-item[1], item[0]))
 
 
 def _reward(row: Row) -> float | None:
@@ -158,9 +157,9 @@ def _draw_rewards(figure: Figure, rows: Sequence[Row]) -> None:
 
 def _draw_errors(figure: Figure, rows: Sequence[Row], kinds: Sequence[str]) -> None:
     axes = share_axes(figure, xlabel="step")
-    told = [row for row in rows if row["episodes"]["turns"]]
+    counted = [row for row in rows if row["episodes"]["turns"]]
     for index, kind in enumerate(kinds):
-        for arm, points in by_arm(told, partial(_error_share, kind=kind)).items():
+        for arm, points in by_arm(counted, partial(_error_share, kind=kind)).items():
             label = kind if arm == rows[0]["arm"] else None
             curve(axes, label, points, 1, color=hue(index), linestyle=LINES[arm])
     axes.set_ylim(bottom=0)

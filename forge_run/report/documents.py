@@ -28,11 +28,11 @@ def documents(file: Path, arms: Row, rows: Iterable[Row]) -> list[Block]:
     """Return tables of documents.json and the `rows` of selfstudy.jsonl; nothing for other data."""
     if not file.is_file():
         return []
-    told = json.loads(file.read_bytes())
+    found = json.loads(file.read_bytes())
     heads = ("document", "from", "tokens", "characters", "SHA-256")
-    read = TableSection("Documents", heads, tuple(map(_read, told["documents"])))
+    read = TableSection("Documents", heads, tuple(map(_read, found["documents"])))
     blocks: list[Block] = [("table", read)]
-    remarks = [*(f"left out: {x}" for x in told["left_out"]), *told["notes"]]
+    remarks = [*(f"left out: {x}" for x in found["left_out"]), *found["notes"]]
     doubles = RunDirectory(file.parent).contamination
     if doubles.is_file():
         count = sum(1 for _ in iter_rows(doubles))

@@ -63,23 +63,23 @@ def episode(row: Row) -> Block:
     ends = [row["error_kind"] or f"reward {number(row['reward'], 'g')}", *row["flags"]]
     head = f"{row['arm']}, step {row['step']}: {row['task']['id']}, {row['task']['document']} "
     head += f"({len(row['turns'])} turns, {', '.join(ends)})"
-    said = _messages(row["opening"])
+    texts = _messages(row["opening"])
     left_out = range(TURNS // 2, len(row["turns"]) - TURNS // 2)
     for index, turn in enumerate(row["turns"]):
         if index in left_out:
             if index == left_out[0]:
-                said.append(("...", f"{len(left_out)} turns"))
+                texts.append(("...", f"{len(left_out)} turns"))
             continue
-        said += [("student", turn["text"]), *_messages(turn["observation"])]
+        texts += [("student", turn["text"]), *_messages(turn["observation"])]
         if turn["observation"]["expected"] is not None:
-            said.append(("right answer", turn["observation"]["expected"]))
-    return "talk", (head, [(who, shortened(text)) for who, text in said])
+            texts.append(("right answer", turn["observation"]["expected"]))
+    return "talk", (head, [(speaker, shortened(text)) for speaker, text in texts])
 
 
 def _messages(observation: Row) -> list[tuple[str, str]]:
     kind = observation["error_kind"]
-    said = [
+    texts = [
         (f"{message['role']}, {kind}" if kind else message["role"], message["content"])
         for message in observation["messages"]
     ]
-    return said + ([("environment", observation["error"])] if observation["error"] else [])
+    return texts + ([("environment", observation["error"])] if observation["error"] else [])

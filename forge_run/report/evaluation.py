@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from forge_run.console import UNKNOWN, interval, number, percent
 from forge_run.formatting import TableSection, count_text, markdown_table, markdown_text
-from forge_run.report.plots import PAINT, error_bars, hue, legend, plot, share_axes, svg_file
+from forge_run.report.plots import PAINT, Plot, error_bars, hue, legend, share_axes
 from forge_run.report.template import Block, render
 from protocols.files import write_atomically
 from protocols.records.evaluation import EvalRow, Evaluation
@@ -97,7 +97,7 @@ def _pair_rows(found: Evaluation) -> Iterator[tuple[str, ...]]:
             )  # fmt: skip
 
 
-def told(found: Evaluation) -> list[str]:
+def remarks(found: Evaluation) -> list[str]:
     """Return remarks beside the tables: contamination, and the evaluation's notes."""
     c = found["contamination"]
     doubles = f"{c['exact']} exact and {c['near']} near doubles"
@@ -114,9 +114,9 @@ def markdown(found: Evaluation) -> str:
     lines = ["# Evaluation", "", f"Runs: {', '.join(found['runs'])}", ""]
     for one in (section(found), pair_section(found)):
         lines += [f"## {markdown_text(one.title)}", "", markdown_table(one), ""]
-    for name, title, _, _ in _drawings(found):
-        lines += [f"![{title}]({name})", ""]
-    lines += [f"- {markdown_text(line)}" for line in (*told(found), *NOTES)]
+    for plot in plots(found):
+        lines += [f"![{plot.title}]({plot.file})", ""]
+    lines += [f"- {markdown_text(line)}" for line in (*remarks(found), *NOTES)]
     return "\n".join(lines) + "\n"
 
 
@@ -128,10 +128,9 @@ def evaluation(run: Path) -> list[Block]:
 
 def blocks(found: Evaluation) -> list[Block]:
     """Return the tables, the plots and their notes."""
-    drawn = [plot(title, note, draw, HEIGHT) for _, title, note, draw in _drawings(found)]
     tables = (section(found), pair_section(found))
     titled = [block for one in tables for block in (("heading", one.title), ("table", one))]
-    return [*titled, ("plots", drawn), ("list", [*told(found), *NOTES])]
+    return [*titled, ("plots", plots(found)), ("list", [*remarks(found), *NOTES])]
 
 
 def write_page(home: Path, found: Evaluation) -> Path:
@@ -142,24 +141,18 @@ def write_page(home: Path, found: Evaluation) -> Path:
     return path
 
 
-def plots(found: Evaluation) -> list[tuple[str, str]]:
-    """Return (file name, SVG) of each plot; each SVG stands alone."""
-    return [(file, svg_file(title, draw, HEIGHT)) for file, title, _, draw in _drawings(found)]
-
-
-def _drawings(found: Evaluation) -> Iterator[tuple[str, str, str, partial[None]]]:
+def plots(found: Evaluation) -> list[Plot]:
+    """Return the plots, which are also files."""
     metric, rows = found["metric"], found["rows"]
     note = f"{rows[0]['n']} questions; bars are 95% intervals."
-    yield (
-        "eval-compression.svg", f"{metric} against compression", note,
-        partial(_draw_compression, rows=rows, metric=metric),
-    )  # fmt: skip
+    draw = partial(_draw_compression, rows=rows, metric=metric)
+    drawn = [Plot(f"{metric} against compression", note, draw, HEIGHT, "eval-compression.svg")]
     if any(row["trained_tokens"] for row in rows):
-        yield (
-            "eval-training.svg", f"{metric} against training tokens",
-            f"{note} Lines are arms that no run trained.",
-            partial(_draw_training, rows=rows, metric=metric),
-        )  # fmt: skip
+        note += " Lines are arms that no run trained."
+        draw = partial(_draw_training, rows=rows, metric=metric)
+        title = f"{metric} against training tokens"
+        drawn.append(Plot(title, note, draw, HEIGHT, "eval-training.svg"))
+    return drawn
 
 
 def _draw_compression(figure: Figure, rows: Sequence[EvalRow], metric: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from forge_run.console import interval, percent
 from forge_run.formatting import TableSection
-from forge_run.report.plots import MARKERS, PAINT, error_bars, hue, legend, plot, share_axes
+from forge_run.report.plots import MARKERS, PAINT, Plot, error_bars, hue, legend, share_axes
 from forge_run.report.template import Block
 from services.run_directory import FRONTIER
 from training.evaluation.strategies import ArmRow
@@ -31,11 +31,11 @@ def frontier(run: Path) -> list[Block]:
     file = run / FRONTIER
     if not file.is_file():
         return []
-    told = json.loads(file.read_text(encoding="utf-8"))
-    rows = [ArmRow(**arm) for arm in told["arms"]]
-    name = f"{rows[0].n} questions over version {told['version']}"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    rows = [ArmRow(**arm) for arm in found["arms"]]
+    name = f"{rows[0].n} questions over version {found['version']}"
     note = f"{name}; bars are 95% intervals, lines join the budgets of one strategy."
-    drawn = plot("Accuracy against tokens", note, partial(_draw, rows=rows), height=4.2)
+    drawn = Plot("Accuracy against tokens", note, partial(_draw, rows=rows), height=4.2)
     table = TableSection(name, HEADS, tuple(map(cells, rows)))
     return [("soft", NOTE), ("table", table), ("plots", [drawn])]
 

@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_run.console import HEADS, arm_cells, duration, number, percent, summary
+from forge_run.console import HEADS, arm_rows, duration, number, percent, summary
 from forge_run.formatting import TableSection
 from forge_run.report.channels import channels, rewards
 from forge_run.report.documents import documents
 from forge_run.report.episodes import MonitorCounts, episode, monitors
 from forge_run.report.evaluation import evaluation
 from forge_run.report.frontier import frontier
-from forge_run.report.plots import LINES, PAINT, Curves, as_percent, by_arm, curve, plot, share_axes
+from forge_run.report.plots import LINES, PAINT, Curves, Plot, as_percent, by_arm, curve, share_axes
 from forge_run.report.rsa import aggregation
 from forge_run.report.template import Block, Row, render, shortened
 from forge_run.report.votes import teachers
@@ -107,8 +107,9 @@ def _header(results: Row, events: list[Row]) -> list[Block]:
     if times := [event["time"] for event in events]:
         blocks.append(("soft", f"{times[0]} to {times[-1]}"))
     if not results:
-        told = "There is no results.json: this page shows what the run wrote so far."
-        blocks.append(("text", told))
+        blocks.append(
+            ("text", "There is no results.json: this page shows what the run wrote so far.")
+        )
     failed = [event for event in events if event["event"] == "failed"]
     if status == "failed" and failed:
         fields = {k: v for k, v in failed[-1].items() if k not in ("time", "event")}
@@ -129,29 +130,25 @@ def _arms(arms: Row, note: str) -> list[Block]:
     if not arms:
         return [("text", "No arm has its final evaluation.")]
     heads = ("arm", "accuracy", *HEADS, "sampled", *HEADS)
-    rows = []
-    for name in [*ARMS, *(arm for arm in arms if arm not in ARMS)]:
-        arm = arms.get(name) or {}
-        rows.append((name, *arm_cells(arm), *arm_cells(arm.get("sampled"))))
-    return [("soft", note), ("table", TableSection("Table of arms", heads, tuple(rows)))]
+    return [("soft", note), ("table", TableSection("Table of arms", heads, arm_rows(arms)))]
 
 
 def _training(metrics: list[Row], means: Means, arms: Row) -> list[Block]:
     plots = []
     if kl := by_arm(metrics, lambda row: row["kl"]):
-        told = (f"{a}: {p[0][1]:.3f} to {p[-1][1]:.3f} in {len(p)} steps" for a, p in kl.items())
-        title, note = "KL to the document teacher, per token", f"{'; '.join(told)}."
-        plots.append(plot(title, note, partial(_draw_kl, kl=kl)))
+        ends = (f"{a}: {p[0][1]:.3f} to {p[-1][1]:.3f} in {len(p)} steps" for a, p in kl.items())
+        title, note = "KL to the document teacher, per token", f"{'; '.join(ends)}."
+        plots.append(Plot(title, note, partial(_draw_kl, kl=kl)))
     if probes := by_arm(metrics, lambda row: row.get("accuracy")):
         note = (
             "Probe questions while training" + bool(arms) * "; lines are the arms' final accuracy"
         )
         draw = partial(_draw_accuracy, probes=probes, arms=arms)
-        plots.append(plot("Accuracy over steps", f"{note}.", draw))
+        plots.append(Plot("Accuracy over steps", f"{note}.", draw))
     if means:
         shares = ", ".join(f"{arm} {percent(_share(phases))}" for arm, phases in means.items())
         note = f"Means. Orchestration: {shares}; the goal is {GOAL:.0%} of a step at most."
-        plots.append(plot("Seconds per step", note, partial(_draw_phases, means=means)))
+        plots.append(Plot("Seconds per step", note, partial(_draw_phases, means=means)))
     return [("plots", plots) if plots else ("text", "No step was recorded.")]
 
 

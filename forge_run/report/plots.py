@@ -49,7 +49,7 @@ STYLE = (
 HUES = tuple(name for name in COLOURS if name.startswith("hue"))
 MARKERS = "osD^v<>P"
 
-# matplotlib draws with stand-in colours; `_svg` turns each into the CSS variable of its name.
+# matplotlib draws with stand-in colours; `Plot` turns each into the CSS variable of its name.
 PAINT = {name: f"#dead{index:02x}" for index, name in enumerate(COLOURS)}
 RC: dict[Any, Any] = {
     **{"font.family": "sans-serif", "font.size": 9, "legend.frameon": False},
@@ -65,47 +65,49 @@ RC: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Plot:
-    """Hold an inline SVG with its title, and a note that is also its text for screen readers."""
+    """Describe a plot of a page, `height` inches high; `note` is also its text for screen readers.
+    `file` is the name of an SVG to be written beside the page, empty for none."""
 
     title: str
     note: str
-    svg: str
+    draw: Draw
+    height: float = 3.0
+    file: str = ""
 
+    @property
+    def svg(self) -> str:
+        """Return the plot for its page."""
+        return self._svg(f"{self.title}. {self.note}")
 
-def plot(title: str, note: str, draw: Draw, height: float = 3.0) -> Plot:
-    """Return a plot for a page, `height` inches high."""
-    return Plot(title, note, _svg(title, f"{title}. {note}", draw, height))
+    @property
+    def alone(self) -> str:
+        """Return an SVG that stands alone, in light or dark colours as the viewer prefers."""
+        return self._svg(self.title, f"<style>{STYLE}</style>") + "\n"
 
+    def _svg(self, label: str, style: str = "") -> str:
+        """Return SVG without prolog, metadata, matplotlib's style or a fixed size."""
+        import matplotlib as mpl  # half a second, and only reports need it
+        from matplotlib.figure import Figure
+        from matplotlib.style import context
 
-def svg_file(title: str, draw: Draw, height: float) -> str:
-    """Return an SVG that stands alone, in light or dark colours as the viewer prefers."""
-    return _svg(title, title, draw, height, f"<style>{STYLE}</style>") + "\n"
-
-
-def _svg(title: str, label: str, draw: Draw, height: float, style: str = "") -> str:
-    """Return a drawing as SVG without prolog, metadata, matplotlib's style or a fixed size."""
-    import matplotlib as mpl  # half a second, and only reports need it
-    from matplotlib.figure import Figure
-    from matplotlib.style import context
-
-    # The salt makes ids deterministic, and unique among the figures of a page.
-    with context("default"), mpl.rc_context({**RC, "svg.hashsalt": title}):
-        # Near a phone's width, so that text keeps about its size.
-        figure = Figure(figsize=(4.8, height), layout="constrained")
-        draw(figure)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    whole = re.search(r'<svg[^>]*(viewBox="[^"]*")[^>]*>(.*)', out.getvalue().strip(), re.DOTALL)
-    assert whole
-    box, inside = whole.groups()
-    inside = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", inside, flags=re.DOTALL)
-    inside = re.sub(r'<g id="[^"]*"', "<g", inside)  # ids like axes_1 would repeat
-    for name, colour in PAINT.items():
-        inside = inside.replace(colour, f"var(--{name})")
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-        f'role="img" aria-label="{escape(label)}" {box}>{style}{inside}'
-    )
+        # The salt makes ids deterministic, and unique among the figures of a page.
+        with context("default"), mpl.rc_context({**RC, "svg.hashsalt": self.title}):
+            # Near a phone's width, so that text keeps about its size.
+            figure = Figure(figsize=(4.8, self.height), layout="constrained")
+            self.draw(figure)
+            out = io.StringIO()
+            figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        whole = re.search(r'<svg[^>]*(viewBox="[^"]*")[^>]*>(.*)', out.getvalue().strip(), re.S)
+        assert whole
+        box, inside = whole.groups()
+        inside = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", inside, flags=re.S)
+        inside = re.sub(r'<g id="[^"]*"', "<g", inside)  # ids like axes_1 would repeat
+        for name, colour in PAINT.items():
+            inside = inside.replace(colour, f"var(--{name})")
+        return (
+            '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+            f'role="img" aria-label="{escape(label)}" {box}>{style}{inside}'
+        )
 
 
 def hue(index: int) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from forge_run.console import percent
 from forge_run.formatting import TableSection
-from forge_run.report.plots import curve, hue, plot, share_axes
+from forge_run.report.plots import Plot, curve, hue, share_axes
 from forge_run.report.template import Block, Row
 from protocols.records.run_files import ARMS
 
@@ -26,29 +26,29 @@ ACCURACY = "rsa/accuracy_"  # key prefix in a row's episodes, before the populat
 def aggregation(metrics: Sequence[Row], results: Row) -> list[Block]:
     """Return accuracy by population and the gain of training; nothing without populations."""
     arms = results.get("arms") or {}
-    told = {
+    populations_of = {
         arm: arms[arm]["populations"] for arm in ARMS if (arms.get(arm) or {}).get("populations")
     }
     rows = [row for row in metrics if f"{ACCURACY}0" in (row.get("episodes") or {})]
     blocks: list[Block] = []
     if rows:
         title, note = "Accuracy of each population", "Problems that are trained on, by step."
-        blocks.append(("plots", [plot(title, note, partial(_draw, rows=rows))]))
-    if told:
-        steps = max(len(populations["accuracy"]) for populations in told.values())
+        blocks.append(("plots", [Plot(title, note, partial(_draw, rows=rows))]))
+    if populations_of:
+        steps = max(len(populations["accuracy"]) for populations in populations_of.values())
         heads = ("arm", *(f"population {t}" for t in range(steps)), "majority", "pass at n")
         lines = tuple(
             (arm, *map(percent, [*p["accuracy"], p["majority_vote"], p["pass_at_n"]]))
-            for arm, p in told.items()
+            for arm, p in populations_of.items()
         )
         name = "Accuracy of each population on held-out problems"
         blocks += [("soft", f"{name}."), ("table", TableSection(name, heads, lines))]
     if gain := results.get("aggregation"):
-        blocks.append(("text", _told(gain)))
+        blocks.append(("text", _gain_text(gain)))
     return blocks
 
 
-def _told(gain: Row) -> str:
+def _gain_text(gain: Row) -> str:
     """Return the gain of training, in points of accuracy."""
     last, first, own = (f"{100 * gain[key]:+.1f}" for key in ("last", "first", "aggregation"))
     share = "" if gain["share"] is None else f", {percent(gain['share'])} of it"

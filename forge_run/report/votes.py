@@ -76,7 +76,8 @@ def _count(verdict: Row, tallies: dict[str, TeacherTally]) -> None:
         tally = tallies.setdefault(vote["teacher"], TeacherTally())
         tally.asked += 1
         if vote["canonical"] is None:
-            tally.abstained[_kind(vote["error"])] += 1
+            # "unparseable: no JSON" is of the kind "unparseable"
+            tally.abstained[vote["error"].partition(":")[0]] += 1
             continue
         tally.valid += 1
         tally.latency_s += vote["latency_s"]
@@ -89,11 +90,6 @@ def _majority(counts: Sequence[Sequence[object]]) -> object:
     (action, most), *others = counts or [(None, 0)]
     alone = all(n != most for _, n in others)
     return action if int(str(most)) > 1 and alone else None
-
-
-def _kind(error: str) -> str:
-    """Return an error's kind: `_kind("unparseable: no JSON") == "unparseable"`."""
-    return error.partition(":")[0]
 
 
 def _spent(ledger: Iterable[Row]) -> dict[str, int]:
@@ -148,10 +144,10 @@ def _by_reason(reasons: Counter[str], because: Counter[str]) -> list[Block]:
 
 def _afterwards(metrics: Iterable[Row]) -> list[Block]:
     """Return what votes.jsonl lacks: states without a verdict, and the outcome of pairs."""
-    told: Counter[str] = Counter()
+    met: Counter[str] = Counter()
     for row in metrics:
-        told.update({what: row.get("episodes", {}).get(f"teachers/{what}", 0) for what in LATER})
-    ends = "; ".join(f"{meaning} {told[what]:,}" for what, meaning in LATER.items() if told[what])
+        met.update({kind: row.get("episodes", {}).get(f"teachers/{kind}", 0) for kind in LATER})
+    ends = "; ".join(f"{meaning} {met[kind]:,}" for kind, meaning in LATER.items() if met[kind])
     return [("soft", f"{ends}.")] if ends else []
 
 
@@ -162,8 +158,9 @@ def _audit(verdict: Row, state: Row | None) -> Block:
         f"{verdict['counts'][0][1]} of {valid} votes, {verdict['asked_because']}"
     )
     messages = [] if state is None else state["messages"][-LAST_MESSAGES:]
-    said = [(message["role"], message["content"]) for message in messages]
-    said += [("chosen", verdict["chosen"]), ("rejected", verdict["rejected"])]
-    for vote in verdict["votes"]:
-        said.append((vote["teacher"], vote["canonical"] or f"abstains: {vote['error']}"))
-    return "talk", (head, [(who, shortened(text)) for who, text in said])
+    texts = [
+        *((message["role"], message["content"]) for message in messages),
+        ("chosen", verdict["chosen"]), ("rejected", verdict["rejected"]),
+        *((v["teacher"], v["canonical"] or f"abstains: {v['error']}") for v in verdict["votes"]),
+    ]  # fmt: skip
+    return "talk", (head, [(speaker, shortened(text)) for speaker, text in texts])

@@ -23,7 +23,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from deploy.manifests.mesh import instance, monarch_mesh, space_of
+from deploy.manifests.mesh import monarch_mesh, scope_of
 from deploy.manifests.objects import mesh_name
 from deploy.manifests.sizing import model_size
 from protocols.errors import RunError
@@ -55,7 +55,7 @@ class KubernetesHosts:
         """Read the cluster's configuration, without a request. Raises RunError without one."""
         self._run = spec
         self._spec = spec.mesh.hosts.kubernetes or KubernetesSpec()
-        self._space = self._spec.namespace or space_of(spec)
+        self._space = self._spec.namespace or scope_of(spec).namespace
         self._roles = [name for name, _ in spec.roles]
         self._wanted = {name: role.replicas for name, role in spec.roles}
         self._made_by = os.environ.get("POD_UID") or uuid.uuid4().hex
@@ -75,7 +75,7 @@ class KubernetesHosts:
         if self._spec.provision:
             await self._provision(end)
         follower = self._follower = PodWatcher(
-            self._connect(), selector(instance(self._run), self._roles)
+            self._connect(), selector(scope_of(self._run).instance, self._roles)
         )
         await asyncio.to_thread(follower.begin, asyncio.get_running_loop())
         attached: frozenset[tuple[str, int]] = frozenset()

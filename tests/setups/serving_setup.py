@@ -28,10 +28,9 @@ from protocols.spec.serving import HttpSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, TokenChunk
 from registry.formats.base_model import read_base
 from registry.store import CartridgeStore
-from serving.app import Server, ServerConfig, create_door
-from serving.backend import OnTokens, StrategyCatalog
+from serving.app import Server, create_server
+from serving.backend import OnTokens, RequestLimits, ServerConfig, StrategyCatalog
 from serving.request import ServingRequest, StrategyRequest
-from serving.request_parsing import RequestLimits
 from serving.tokenization import Tokenization
 from strategies.problem import StrategyResult
 from strategies.samplers.token_budget import TokenSpend
@@ -202,7 +201,7 @@ def serving(
     server: list[uvicorn.Server] = []
 
     async def serve() -> None:
-        door = create_door(house)
+        door = create_server(house)
         started.append(door)
         config = uvicorn.Config(
             door.app, log_config=None, access_log=False, lifespan="off", ws="none", http="h11",

@@ -27,7 +27,7 @@ from protocols.types import TraceSpan
 from services.mesh import open_generators
 from services.pool.pool import Pool
 from services.pool.service import Service
-from serving.app import Server, create_door
+from serving.app import Server, create_server
 from serving.pool_backend import PoolBackend
 
 SERVE = str(Path(__file__).resolve().parents[3] / "meshes/serve.yaml")
@@ -70,7 +70,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         service.keep_spares()
         house = new_house(directory, PoolBackend(pool, 60.0))
         add_cartridge(house.library, "p1", seed=1)
-        door = create_door(house)
+        door = create_server(house)
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         config = uvicorn.Config(door.app, log_config=None, lifespan="off", ws="none")
@@ -162,7 +162,7 @@ def test_who_leaves_ends_the_decoding_in_the_replica(
             async for _ in stream:
                 break
             await stream.close()
-        await until(lambda: not live.door.admission.pending and not live.pool.in_flight)
+        await until(lambda: not live.door.handler.admission.pending and not live.pool.in_flight)
 
     spans: list[TraceSpan] = []
     monkeypatch.setattr(live.pool, "_observe", spans.append)

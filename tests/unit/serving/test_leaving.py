@@ -52,7 +52,7 @@ def test_a_client_that_leaves_ends_the_decoding(slow: Served, stream: bool) -> N
     # Long before its deadline, and before it would have ended by itself.
     wait_until(lambda: slow.backend.cancelled == before + 1)
     wait_until(lambda: slow.backend.decoding() == 0)
-    wait_until(lambda: slow.door.admission.pending == 0)
+    wait_until(lambda: slow.door.handler.admission.pending == 0)
 
 
 def disconnects(served: Served) -> float:
@@ -80,14 +80,14 @@ def test_the_official_client_that_stops_reading(slow: Served) -> None:
 def test_the_queue_is_bounded_and_says_when_to_come_again(slow: Served) -> None:
     with OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0) as client:
         streams = [client.completions.create(**never_ending(stream=True)) for _ in range(4)]
-        wait_until(lambda: slow.door.admission.pending == 4)
+        wait_until(lambda: slow.door.handler.admission.pending == 4)
         with pytest.raises(openai.RateLimitError) as full:
             client.completions.create(**never_ending())
         assert int(full.value.response.headers["retry-after"]) >= 1
         assert full.value.code == "queue_full"
         for stream in streams:
             stream.close()
-        wait_until(lambda: slow.door.admission.pending == 0)
+        wait_until(lambda: slow.door.handler.admission.pending == 0)
         client.completions.create(model=MODEL, prompt=[60], max_tokens=1)
 
 

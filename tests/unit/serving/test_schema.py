@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 from serving_setup import InProcess, new_house
 
-from serving.app import Server, create_door
-from serving.request_parsing import RequestLimits
+from serving.app import Server, create_server
+from serving.backend import RequestLimits
 
 ROUTES = (
     "/v1/chat/completions",
@@ -26,7 +26,7 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     backend = InProcess()
     directory = tmp_path_factory.mktemp("schema")
     limits = RequestLimits(max_tokens=4, context=256, max_choices=4)
-    yield create_door(new_house(directory, backend, max_body_bytes=4096, limits=limits))
+    yield create_server(new_house(directory, backend, max_body_bytes=4096, limits=limits))
     backend.close()
 
 

@@ -83,7 +83,7 @@ def test_a_client_that_leaves_ends_a_strategys_decoding(served: Served) -> None:
             )  # fmt: skip
         wait_until(lambda: served.backend.cancelled > before)
         wait_until(lambda: served.backend.decoding() == 0)
-        wait_until(lambda: served.door.admission.pending == 0)
+        wait_until(lambda: served.door.handler.admission.pending == 0)
     finally:
         served.backend.pause = 0.0
 

@@ -141,7 +141,7 @@ def test_the_table_against_values_worked_by_hand(tmp_path: Path) -> None:
     assert set(drawn) == {"sweep-compression.svg", "sweep-tokens.svg"}
     assert all(text.startswith("<svg xmlns=") for text in drawn.values())
     alone = plots(SPEC.model_copy(update={"axes": {}}), rows)
-    assert [name for name, _ in alone] == ["sweep-arms.svg"]
+    assert [plot.file for plot in alone] == ["sweep-arms.svg"]
 
 
 def test_a_sweep_that_failed_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -40,14 +40,15 @@ def test_markdown_keeps_its_columns_whatever_a_name_holds() -> None:
 def test_plots_are_whole_svg_files_with_their_own_colours() -> None:
     told = eval_found(NONE, DOCUMENT, EVAL_ROW)
     first = plots(told)
-    assert first == plots(told)
-    assert [name for name, _ in first] == ["eval-compression.svg", "eval-training.svg"]
-    for _, svg in first:
+    assert [plot.file for plot in first] == ["eval-compression.svg", "eval-training.svg"]
+    for plot, again in zip(first, plots(told), strict=True):
+        svg = plot.alone
+        assert svg == again.alone
         assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
         for name in set(part.split(")")[0] for part in svg.split("var(")[1:]):
             assert f"{name}:#" in svg
     # Without any training there is no plot against its tokens.
-    assert [name for name, _ in plots(eval_found(NONE, DOCUMENT))] == ["eval-compression.svg"]
+    assert [plot.file for plot in plots(eval_found(NONE, DOCUMENT))] == ["eval-compression.svg"]
 
 
 def test_where_no_answers_are_known_agreement_is_shown(tmp_path: Path) -> None:

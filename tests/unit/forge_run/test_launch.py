@@ -2,8 +2,7 @@
 
 import pytest
 
-from forge_run.launch import monarch_environment
-from forge_run.reachable_address import reached_at
+from forge_run.launch import monarch_environment, reached_at
 from protocols.errors import SpecError
 from protocols.spec.hosts import HostsSpec
 from protocols.spec.loading import load_spec
@@ -29,6 +28,6 @@ def test_none_is_an_error_with_the_remedy() -> None:
 def test_messages_to_other_hosts_wait_for_their_links() -> None:
     mesh = "meshes/longhealth.yaml"
     delivery = "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT"
-    assert monarch_environment(load_spec(mesh).spec)[delivery] == "15s"
-    over = "hosts={kind: addresses, addresses: ['tcp://a:1']}"
-    assert monarch_environment(load_spec(mesh, sets=(over,)).spec)[delivery] == "24h"
+    health = load_spec(mesh).spec.mesh.health
+    assert monarch_environment(health)[delivery] == "15s"
+    assert monarch_environment(health, local=False)[delivery] == "24h"
