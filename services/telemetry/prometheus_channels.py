@@ -35,7 +35,12 @@ class ChannelMetrics:
         )  # fmt: skip
         self._clipped = Gauge(
             "forge_channel_clipped_ratio",
-            "Share of a channel's tokens, or of their outcomes, that its clip held back.",
+            "Share of a channel's tokens that its clip held back.",
+            channel, registry=to,
+        )  # fmt: skip
+        self._removed = Gauge(
+            "forge_channel_gradient_removed_ratio",
+            "Share of a channel's gradient by its logits that its bound or clip took away.",
             channel, registry=to,
         )  # fmt: skip
         self._reward = Gauge(
@@ -66,6 +71,8 @@ class ChannelMetrics:
                 self._gradient.labels(row.arm, name).set(facts["grad_norm"])
             if "clipped" in facts:
                 self._clipped.labels(row.arm, name).set(facts["clipped"])
+            if "gradient_removed" in facts:
+                self._removed.labels(row.arm, name).set(facts["gradient_removed"])
         if not row.episodes:
             return
         errored = row.episodes["errored"]
