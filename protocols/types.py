@@ -280,9 +280,9 @@ class TrainStepOutput(TimedReply):
 
     `kl` is the mean doc_kl per trained token, `grad_norm` that before clipping. `tokens` carried a
     loss; `stale_tokens` of the sampled ones were of an older version than the one trained. `terms`
-    holds for each channel with a weight its value, count (denominator), weight, the means of its
-    facts and, where gradients were compared, its own grad_norm: of the value, not of the weighted
-    value.
+    holds for each channel with a weight its value, count (denominator), weight, its facts (means
+    over tokens or pairs, and shares) and, where gradients were compared, its own grad_norm: of the
+    value, not of the weighted value.
 
         {"grpo": {"value": -0.02, "count": 512, "weight": 1.0, "ratio": 1.0, "excluded": 2}}
 

@@ -112,13 +112,15 @@ class LossTerm:
 
     total   scalar with graph
     count   the channel's own denominator
-    facts   detached scalars summed over `items` (trained tokens, or pairs), for the report
+    facts   detached scalars summed over `items` (trained tokens, or pairs), reported as their mean
+    shares  detached scalars (part, whole), reported as part / whole over all micro-batches
     """
 
     total: Tensor
     count: int
     items: int
     facts: Mapping[str, Tensor] = field(default_factory=dict)
+    shares: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def check_scores(batch: TrainBatch, name: str, tokens: int, *, needed: bool) -> None:
@@ -149,19 +151,19 @@ class LossAccumulator:
         self._weights = weights
         self.values = dict.fromkeys(weights, 0.0)
         self._counts = dict.fromkeys(weights, 0)
-        self._items = dict.fromkeys(weights, 0)
-        self._facts: dict[str, dict[str, float]] = {name: {} for name in weights}
+        # by channel and fact: a sum, and what it is divided by
+        self._facts: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in weights}
         self._gradients: dict[str, Tensor] = {}
 
     def add(self, terms: Mapping[str, LossTerm], means: Mapping[str, Tensor]) -> None:
         """Add a micro-batch: its terms, and their totals over the step's denominators."""
         for name, term in terms.items():
-            facts = self._facts[name]
             self.values[name] += means[name].item()
             self._counts[name] += term.count
-            self._items[name] += term.items
             for fact, value in term.facts.items():
-                facts[fact] = facts.get(fact, 0.0) + value.item()
+                self._add_fact(name, fact, value.item(), term.items)
+            for fact, (part, whole) in term.shares.items():
+                self._add_fact(name, fact, part.item(), whole.item())
 
     def add_gradients(
         self, means: Mapping[str, Tensor], parameter: Tensor, nothing: Tensor | None = None
@@ -182,7 +184,6 @@ class LossAccumulator:
         return {
             "values": self.values,
             "counts": self._counts,
-            "items": self._items,
             "facts": self._facts,
             "compared": list(self._gradients),
         }
@@ -194,16 +195,13 @@ class LossAccumulator:
         of the shape of `like` over the ranks."""
         first, *others = sums
         self.values, self._counts = dict(first["values"]), dict(first["counts"])
-        self._items = dict(first["items"])
         self._facts = {name: dict(facts) for name, facts in first["facts"].items()}
         for other in others:
             for name in self._weights:
                 self.values[name] += other["values"][name]
                 self._counts[name] += other["counts"][name]
-                self._items[name] += other["items"][name]
-                facts = self._facts[name]
-                for fact, value in other["facts"][name].items():
-                    facts[fact] = facts.get(fact, 0.0) + value
+                for fact, (part, whole) in other["facts"][name].items():
+                    self._add_fact(name, fact, part, whole)
         compared = {name for one in sums for name in one["compared"]}
         for name in [name for name in self._weights if name in compared]:
             gradient = self._gradients.get(name, torch.zeros_like(like)).contiguous()
@@ -218,12 +216,14 @@ class LossAccumulator:
         found = {}
         for name, weight in self._weights.items():
             assert self._counts[name] == counts[name], (name, self._counts[name], counts[name])
-            items = max(self._items[name], 1)
             found[name] = {
                 "value": self.values[name],
                 "count": counts[name],
                 "weight": weight,
-                **{fact: value / items for fact, value in self._facts[name].items()},
+                **{
+                    fact: part / whole if whole else 0.0
+                    for fact, (part, whole) in self._facts[name].items()
+                },
                 **facts.get(name, {}),
             }
             if name in self._gradients:
@@ -238,3 +238,7 @@ class LossAccumulator:
             f"{a}/{b}": (flat[a] @ flat[b] / (flat[a].norm() * flat[b].norm())).item()
             for a, b in combinations([name for name in self._weights if name in flat], 2)
         }
+
+    def _add_fact(self, name: str, fact: str, part: float, whole: float) -> None:
+        held = self._facts[name].get(fact, (0.0, 0.0))
+        self._facts[name][fact] = (held[0] + part, held[1] + whole)

@@ -35,6 +35,10 @@ from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample
 
+IMPOSSIBLE = float("-inf")  # the log-probability of an outcome that a side rules out
+UNRESOLVED = 1e-7  # float32 log-probabilities cannot tell a smaller rest of the mass from rounding
+SMALL_TAIL = 1e-6  # below it, 1 - (the rest) is off by more than a tenth
+
 
 @dataclass(frozen=True)
 class DocKL(LossChannel):
@@ -119,10 +123,12 @@ def aligned(
         )
     assert teacher.indices is not None
     assert teacher.logprobs is not None
-    top_s = log_s.gather(-1, teacher.indices.long())
+    indices = teacher.indices.long()
+    top_s = log_s.gather(-1, indices)
     top_t = teacher.logprobs.float()
     if form == "tail" and top_t.shape[-1] < log_s.shape[-1]:
-        top_s = torch.cat([top_s, log_tail(top_s)], dim=-1)
+        resolved = _log_mass(top_t) < -UNRESOLVED
+        top_s = torch.cat([top_s, _student_tail(log_s, top_s, indices, resolved)], dim=-1)
         top_t = torch.cat([top_t, log_tail(top_t)], dim=-1)
     elif form == "renormalised":
         top_s = top_s.log_softmax(-1)
@@ -137,7 +143,7 @@ def divergence(log_s: Tensor, log_t: Tensor, spec: LossSpec) -> Tensor:
     if spec.direction == "reverse":
         return _kl(log_s, log_t)
     if spec.direction == "cross_entropy":
-        return -(log_t.exp() * log_s).sum(-1)
+        return -(log_t.exp() * torch.where(log_t == IMPOSSIBLE, 0.0, log_s)).sum(-1)
     assert spec.beta is not None, "the section's own rule"
     return jensen_shannon(log_s, log_t, spec.beta)
 
@@ -161,16 +167,53 @@ def _parts(log_s: Tensor, log_t: Tensor, beta: float) -> list[tuple[float, Tenso
         return [(1.0, _kl_entries(log_t, log_s))]
     if beta == 1:
         return [(1.0, _kl_entries(log_s, log_t))]
-    weights = torch.tensor([1 - beta, beta], device=log_s.device).log()
-    log_m = torch.logsumexp(torch.stack([log_s + weights[0], log_t + weights[1]]), dim=0)
+    log_m = _log_mixture(log_s, log_t, beta)
     return [(beta, _kl_entries(log_t, log_m)), (1 - beta, _kl_entries(log_s, log_m))]
 
 
+def jensen_shannon_slopes(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
+    """Return the derivative of each of `jensen_shannon_entries` by its own log S, [N, K], without
+    gradient."""
+    log_s, log_t = log_s.detach(), log_t.detach()
+    if beta == 0:
+        return -log_t.exp()
+    if beta == 1:
+        return _kl_entries(log_s, log_t) + log_s.exp()
+    return (1 - beta) * _kl_entries(log_s, _log_mixture(log_s, log_t, beta))
+
+
+def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
+    """Return log M, finite where both sides are impossible: torch's logsumexp of -inf alone has
+    NaN as its gradient, and no entry reads M there."""
+    weights = torch.tensor([1 - beta, beta], device=log_s.device).log()
+    log_t = torch.where((log_s == IMPOSSIBLE) & (log_t == IMPOSSIBLE), 0.0, log_t)
+    return torch.logsumexp(torch.stack([log_s + weights[0], log_t + weights[1]]), dim=0)
+
+
 def log_tail(top: Tensor) -> Tensor:
-    """Return the log of the mass outside the given entries, [N, 1]. It is bounded away from log 0,
-    so that a top-k with all the mass has a finite tail and a finite gradient."""
-    held = torch.logsumexp(top, dim=-1, keepdim=True).clamp(max=-1e-7)
-    return torch.log(-torch.expm1(held))
+    """Return the log of the mass outside the given entries, [N, 1], at least log(UNRESOLVED):
+    float32 log-probabilities do not say how much less than that is left."""
+    return torch.log(-torch.expm1(_log_mass(top).clamp(max=-UNRESOLVED)))
+
+
+def _student_tail(log_s: Tensor, top_s: Tensor, indices: Tensor, resolved: Tensor) -> Tensor:
+    """Return the log of the student's mass outside `indices` [N, k], with its gradient, [N, 1].
+
+    A tail of less than SMALL_TAIL is summed over the vocabulary, since 1 - (the rest) has hardly a
+    digit left. Where the teacher's tail is not `resolved` [N, 1] either, both count as UNRESOLVED.
+    """
+    small = _log_mass(top_s.detach()) > -SMALL_TAIL
+    (rows,) = (small & resolved).squeeze(-1).nonzero(as_tuple=True)
+    rest = log_s[rows].scatter(-1, indices[rows], IMPOSSIBLE)
+    return log_tail(top_s).index_put((rows,), _log_mass(rest))
+
+
+def _log_mass(logprobs: Tensor) -> Tensor:
+    """Return the log of each row's sum, [N, 1]; -inf without gradient where every entry is -inf,
+    for which the gradient of torch's logsumexp is NaN."""
+    empty = (logprobs == IMPOSSIBLE).all(-1, keepdim=True)
+    total = torch.logsumexp(logprobs.masked_fill(empty, 0.0), dim=-1, keepdim=True)
+    return total.masked_fill(empty, IMPOSSIBLE)
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -179,6 +222,6 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _kl_entries(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return each outcome's part of KL(p || q); 0 log 0 = 0, also where log_p is -inf."""
-    terms = log_p.exp() * (log_p - log_q)
-    return torch.where(log_p == float("-inf"), torch.zeros_like(terms), terms)
+    """Return each outcome's part of KL(p || q); 0 log 0 = 0, also where log_p is -inf. The
+    difference is masked before it is multiplied: 0 * -inf has NaN as its gradient."""
+    return log_p.exp() * torch.where(log_p == IMPOSSIBLE, 0.0, log_p - log_q)

@@ -4,17 +4,27 @@ Student and teacher score the same tokens of the turn; the teacher's context has
 two variants (S student, T teacher, at one token of the turn):
 
     jsd       the generalised JSD of `learning.losses.doc_kl` over the vocabulary (beta 0 and 1 are
-              the forward and reverse KL), every outcome's contribution clamped to at most
-              `token_clip` before they are summed: a token whose large contributions are clamped
-              may come out negative, so both are reported
+              the forward and reverse KL)
     sampled   sg(log S - log T) * log S on the sampled token, times min(exp(log S - old), 2) without
               gradient: the reverse KL's gradient, estimated from the sample alone
 
 Both sum over tokens; the denominator is the number of tokens. Temperature divides both sides'
 logits, with no T^2 factor.
 
-Sources: Huebotter et al. 2026 (SDPO); Zhao et al. 2026 (OPSD: hinted self-teacher, token clip);
-Agarwal et al. 2024 (generalised JSD).
+Two options bound a token's jsd, and neither is on by default:
+
+    token_bound   weighs the whole token by min(1, token_bound / its jsd), a weight without
+                  gradient: a shorter step in the same direction
+    token_clip    clamps each vocabulary entry's part to at most token_clip. A clamped entry has no
+                  gradient, and at a wrong call the clamped entries are the right and the wrong
+                  token: the entries that are left train away from the hint
+
+With either, `gradient_removed` reports the sum over tokens and logits of |d jsd/dz - d loss/dz|
+divided by that of |d jsd/dz|: 0 where nothing is taken away, above 1 only where the gradient is
+turned round.
+
+Sources: Huebotter et al. 2026 (SDPO, sampled variant); Zhao et al. 2026 (OPSD: hinted self-teacher,
+token clip); Agarwal et al. 2024 (generalised JSD).
 """
 
 from __future__ import annotations
@@ -22,11 +32,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from learning.losses.channel import Item, LossChannel, LossTerm, MicroBatch, check_scores
-from learning.losses.doc_kl import aligned, jensen_shannon_entries
+from learning.losses.doc_kl import aligned, jensen_shannon_entries, jensen_shannon_slopes
 from learning.losses.grpo import (
     LOG_RATIO_BOUND,
     check_episodes,
@@ -41,7 +50,6 @@ from protocols.spec.objective import LossSpec, ObjectiveSpec, SdpoSpec
 from protocols.train_batch import TrainBatch, hinted
 from protocols.types import Sample
 
-FACTS = {"jsd": ("clipped", "negative"), "sampled": ("difference", "ratio")}
 RATIO_CAP = 2.0
 
 
@@ -97,12 +105,13 @@ class SDPO(LossChannel):
 def sdpo_tokens(
     student: Tensor, teacher: TeacherDistribution, targets: Tensor, old: Tensor, spec: SdpoSpec
 ) -> tuple[Tensor, ...]:
-    """Return each hinted token's loss and its facts, in the order of FACTS[spec.variant]: [N] each.
+    """Return each hinted token's loss, [N], and two numbers of each for the report, if there are
+    any, [N] each: of "sampled" log S - log T and the ratio, of a bounded or clipped "jsd" the
+    gradient taken away and the whole gradient, both as sums over logits of absolute values.
 
     student [N, V] are logits with gradient, `targets` [N] the sampled tokens, `old` [N] their
-    log-probability under the version that sampled them, which only "sampled" reads. Facts of "jsd"
-    are the share of outcomes clamped, and whether the token's loss is negative. "sampled" needs all
-    the teacher's logits, for its probability of the sampled token.
+    log-probability under the version that sampled them, which only "sampled" reads. "sampled" needs
+    all the teacher's logits, for its probability of the sampled token.
     """
     if spec.variant == "sampled":
         return _sampled(student, teacher, targets, old)
@@ -112,8 +121,16 @@ def sdpo_tokens(
 def sdpo_term(tokens: tuple[Tensor, ...], spec: SdpoSpec) -> LossTerm:
     """Sum what `sdpo_tokens` returned into a LossTerm."""
     loss, *values = tokens
-    facts = zip(FACTS[spec.variant], values, strict=True)
-    return LossTerm(loss.sum(), len(loss), len(loss), {k: v.detach().sum() for k, v in facts})
+    sums = [value.detach().sum() for value in values]
+    if spec.variant == "sampled":
+        difference, ratio = sums
+        facts = {"difference": difference, "ratio": ratio}
+        return LossTerm(loss.sum(), len(loss), len(loss), facts=facts)
+    shares = {}
+    if sums:
+        removed, whole = sums
+        shares["gradient_removed"] = (removed, whole)
+    return LossTerm(loss.sum(), len(loss), len(loss), shares=shares)
 
 
 def alpha_at(step: int, alpha: float, warmup_steps: int) -> float:
@@ -125,12 +142,27 @@ def alpha_at(step: int, alpha: float, warmup_steps: int) -> float:
 def _jsd(student: Tensor, teacher: TeacherDistribution, spec: SdpoSpec) -> tuple[Tensor, ...]:
     log_s, log_t = aligned(student, teacher, "tail", spec.temperature)
     entries = jensen_shannon_entries(log_s, log_t, spec.beta)
-    clipped = torch.zeros_like(entries)
+    if spec.token_bound is not None:
+        loss = entries.sum(-1)
+        weight = spec.token_bound / loss.detach().clamp(min=spec.token_bound)
+        slopes = jensen_shannon_slopes(log_s, log_t, spec.beta)
+        whole = _logit_gradient(log_s, slopes, spec.temperature)
+        return weight * loss, (1 - weight) * whole, whole
     if spec.token_clip is not None:
-        clipped = (entries > spec.token_clip).float()
-        entries = entries.clamp(max=spec.token_clip)
-    loss = entries.sum(-1)
-    return loss, clipped.mean(-1), (loss < 0).float()
+        clamped = entries.detach() > spec.token_clip
+        slopes = jensen_shannon_slopes(log_s, log_t, spec.beta)
+        whole = _logit_gradient(log_s, slopes, spec.temperature)
+        removed = _logit_gradient(log_s, slopes * clamped, spec.temperature)
+        return entries.clamp(max=spec.token_clip).sum(-1), removed, whole
+    return (entries.sum(-1),)
+
+
+def _logit_gradient(log_s: Tensor, slopes: Tensor, temperature: float) -> Tensor:
+    """Return sum over logits z of |d/dz|, [N], of a sum of outcomes with d outcome/d log S =
+    `slopes` [N, K]. A tail's logits share its sign, so its entry holds their sum."""
+    log_s = log_s.detach()
+    gradient = slopes - log_s.exp() * slopes.sum(-1, keepdim=True)
+    return gradient.abs().sum(-1) / temperature
 
 
 def _sampled(

@@ -101,8 +101,17 @@ class SdpoSpec(SpecSection):
     )
     beta: float = Field(default=0.5, ge=0, le=1, description="jsd: 0 forward KL, 1 reverse KL")
     temperature: float = Field(default=1.0, gt=0, description="divides both sides' logits")
+    token_bound: float | None = Field(
+        default=None,
+        gt=0,
+        description="jsd: most nats of one token, whose gradient is scaled down to them; null: no "
+        "bound",
+    )
     token_clip: float | None = Field(
-        default=0.05, gt=0, description="most nats of one vocabulary entry; null: unbounded"
+        default=None,
+        gt=0,
+        description="jsd: most nats of one vocabulary entry, which has no gradient beyond: turns "
+        "the gradient of wrong calls round; null: no clip",
     )
 
     @field_validator("temperature")
@@ -110,6 +119,20 @@ class SdpoSpec(SpecSection):
     def _plain_when_sampled(cls, value: float, info: ValidationInfo) -> float:
         if info.data.get("variant") == "sampled" and value != 1.0:
             raise broken("must be 1 with variant sampled, which has no distribution", "set it to 1")
+        return value
+
+    @field_validator("token_bound")
+    @classmethod
+    def _bounds_the_jsd(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("variant") == "sampled":
+            raise broken("belongs to variant jsd alone", "remove it")
+        return value
+
+    @field_validator("token_clip")
+    @classmethod
+    def _one_bound(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("token_bound") is not None:
+            raise broken("cannot be given beside token_bound", "remove token_clip")
         return value
 
 

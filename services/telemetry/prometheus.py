@@ -71,7 +71,11 @@ GAUGES = {
     ),
     "forge_channel_clipped_ratio": (
         "arm channel",
-        "Share of a channel's tokens, or of their outcomes, that its clip held back.",
+        "Share of a channel's tokens that its clip held back.",
+    ),
+    "forge_channel_gradient_removed_ratio": (
+        "arm channel",
+        "Share of a channel's gradient by its logits that its bound or clip took away.",
     ),
     "forge_episode_reward": ("arm", "Mean reward of the last step's judged episodes."),
 }  # fmt: skip
@@ -228,6 +232,9 @@ class PrometheusSink:
                 self._at("forge_channel_gradient_norm", row.arm, channel).set(facts["grad_norm"])
             if "clipped" in facts:
                 self._at("forge_channel_clipped_ratio", row.arm, channel).set(facts["clipped"])
+            if "gradient_removed" in facts:
+                removed = self._at("forge_channel_gradient_removed_ratio", row.arm, channel)
+                removed.set(facts["gradient_removed"])
         if row.episodes:
             self._episodes(row.arm, row.episodes)
         self._at("forge_gradient_norm", row.arm).set(row.grad_norm)

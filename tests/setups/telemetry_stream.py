@@ -59,6 +59,7 @@ def row(arm: str, step: int) -> MetricRow:
     channels: dict[str, dict[str, float]] = {
         "doc_kl": {"value": kl, "count": 100 + step, "weight": 0.2},
         "grpo": {"value": -0.25 * step, "count": 64, "weight": 1.0, "clipped": 0.125},
+        "sdpo": {"value": 0.1, "count": 12, "weight": 0.5, "gradient_removed": 0.25},
         "replay_dpo": {"value": 0.5, "count": 3, "weight": 0.5},
     }
     if step == 1:

@@ -125,7 +125,7 @@ SETTINGS = {
     "whole": (TRAIN, OBJECTIVE),
     "in chunks, sampled": (
         in_chunks(TRAIN, 4 * 97 * 9).model_copy(update={"recompute_layers": True}),
-        changed(OBJECTIVE, compare_every=0, sdpo=SdpoSpec(variant="sampled", token_clip=None)),
+        changed(OBJECTIVE, compare_every=0, sdpo=SdpoSpec(variant="sampled")),
     ),
 }
 

@@ -165,7 +165,7 @@ def doc(value: float) -> dict[str, float]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     run = RunDirectory.create(tmp_path_factory.mktemp("runs"), "desk", "seed: 0\n", now=START)
     grpo = {"value": -0.25, "count": 1234, "weight": 1.0, "ratio": 1.0}
-    sdpo = {"value": 0.0325, "count": 40, "weight": 0.125, "clipped": 0.0116, "negative": 0.0}
+    sdpo = {"value": 0.0325, "count": 40, "weight": 0.125, "gradient_removed": 0.0116}
     nothing = {"value": 0.0, "count": 0, "weight": 0.5}
     run.append_metric(
         metric(

@@ -66,6 +66,7 @@ def value(sink: PrometheusSink, name: str, **labels: str) -> float:
         ("forge_channel_denominator", {"channel": "doc_kl"}, 104),
         ("forge_channel_gradient_norm", {"channel": "grpo"}, 0.375),  # of the first step
         ("forge_channel_clipped_ratio", {"channel": "grpo"}, 0.125),
+        ("forge_channel_gradient_removed_ratio", {"channel": "sdpo"}, 0.25),
         ("forge_episode_reward", {"arm": "on_policy"}, 0.25),
         ("forge_episodes_total", {"arm": "on_policy", "outcome": "judged"}, 4 * 7),
         ("forge_episodes_total", {"arm": "on_policy", "outcome": "errored"}, 4),

@@ -306,7 +306,7 @@ def test_certain_and_agreed(spec: LossSpec) -> None:
         assert gradient.abs().max() < 1e-6
 
 
-def test_a_tail_of_nothing_is_bounded() -> None:
+def test_a_teacher_s_tail_of_nothing_is_bounded() -> None:
     """log(1e-7) and no gradient where everything is held; log(.25) with one where it is not."""
     top = torch.tensor([[0.0], [math.log(0.75)]], requires_grad=True)
     tail = log_tail(top)
@@ -365,3 +365,89 @@ def test_parts_are_joined_in_the_order_of_the_samples() -> None:
     )
     assert full.logits is not None
     assert full.logits.tolist() == [[0.0] * 4, [0.0] * 4, [1.0] * 4]
+
+
+def in_float64(
+    student: Tensor, teacher: Tensor, direction: str, k: int | None
+) -> tuple[float, Tensor]:
+    """The summed divergence and its gradient from probabilities in float64, in which an outcome of
+    probability 0 is left out of its sum."""
+    logits = student.detach().double().requires_grad_()
+    s, t = logits.softmax(-1), teacher.double().softmax(-1)
+    if k is not None:
+        top = teacher.topk(k).indices
+        s, t = (
+            torch.cat([p.gather(-1, top), p.scatter(-1, top, 0).sum(-1, True)], -1) for p in (s, t)
+        )
+
+    def summed(p: Tensor, q: Tensor) -> Tensor:
+        held = p.detach() > 0
+        return (p[held] * q[held].log()).sum()
+
+    if direction == "forward":
+        total = summed(t, t) - summed(t, s)
+    elif direction == "cross_entropy":
+        total = -summed(t, s)
+    elif direction == "reverse":
+        total = summed(s, s) - summed(s, t)
+    else:
+        m = (s + t) / 2
+        total = (summed(t, t) - summed(t, m) + summed(s, s) - summed(s, m)) / 2
+    (gradient,) = torch.autograd.grad(total, logits)
+    return total.item(), gradient
+
+
+def ruled_out(logits: Tensor, tokens: tuple[int, ...]) -> Tensor:
+    return logits.index_fill(-1, torch.tensor(tokens, dtype=torch.long), -math.inf)
+
+
+@pytest.mark.parametrize("theirs", [(), (1, 4), (4, 6)])
+@pytest.mark.parametrize("own", [(1, 4), (2, 3, 6, 7), (0, 5)])
+@pytest.mark.parametrize("k", [None, 2, 4, 8])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_tokens_that_a_side_rules_out(
+    direction: str, k: int | None, own: tuple[int, ...], theirs: tuple[int, ...]
+) -> None:
+    """Logits of -inf: 0 * -inf is 0 in the loss and in its gradient. One side alone may make the
+    loss infinite (forward: the student's), and then no gradient is asked for."""
+    draws = torch.Generator().manual_seed(2)
+    student = ruled_out(torch.randn(5, 8, generator=draws), own).requires_grad_()
+    # The likeliest are 0 and 5: a student that rules them out keeps nothing of the teacher's top 2.
+    bias = torch.tensor([4.0, 1.0, 0.0, 0.0, 1.0, 3.0, 0.0, 0.0])
+    teacher = ruled_out(torch.randn(5, 8, generator=draws) / 4 + bias, theirs)
+    given = (
+        TeacherDistribution(logits=teacher)
+        if k is None
+        else TeacherDistribution(None, *top_k(teacher, k))
+    )
+    expected, reference = in_float64(student, teacher, direction, k)
+    total, gradient = loss_and_gradient(student, given, loss_form(direction))
+    assert total == pytest.approx(expected, rel=1e-5)
+    if math.isfinite(expected):
+        torch.testing.assert_close(gradient, reference.float(), rtol=0, atol=2e-6)
+        assert torch.equal(gradient[:, own], torch.zeros(5, len(own)))
+
+
+@pytest.mark.parametrize(
+    ("mass", "precision"), [(1e-3, 1e-3), (1e-5, 0.03), (1e-7, 1e-5), (1e-9, 1e-5), (1e-12, 1e-5)]
+)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_student_s_small_tail_keeps_its_loss_and_gradient(
+    direction: str, mass: float, precision: float
+) -> None:
+    """The top 3 hold 1 - mass of the student and .8 of the teacher. Below 1e-6 the tail is summed
+    exactly; above, it is 1 - (the rest) in float32, which has two digits at 1e-5."""
+    draws = torch.Generator().manual_seed(9)
+    shape = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    rest = torch.randn(1, 20, generator=draws).log_softmax(-1)
+    student = torch.cat([shape + math.log1p(-mass), rest + math.log(mass)], -1).requires_grad_()
+    teacher = torch.cat([shape.flip(-1) + math.log(0.8), rest.flip(-1) + math.log(0.2)], -1)
+    assert set(top_k(teacher, 3)[0][0].tolist()) == {0, 1, 2}
+    expected, reference = in_float64(student, teacher, direction, 3)
+    total, gradient = loss_and_gradient(
+        student, TeacherDistribution(None, *top_k(teacher, 3)), loss_form(direction)
+    )
+    assert total == pytest.approx(expected, rel=precision)
+    assert gradient[:, 3:].abs().min() > 0
+    torch.testing.assert_close(gradient[:, 3:].double(), reference[:, 3:], rtol=precision, atol=0)
+    torch.testing.assert_close(gradient.double(), reference, rtol=precision, atol=1e-6)

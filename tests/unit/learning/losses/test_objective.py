@@ -135,7 +135,7 @@ def by_transformers(
 def test_every_term_and_the_gradient_equal_transformers(twin: Twin) -> None:
     bank = bank_of(twin)
     batch = scene(twin, bank)
-    objective = changed(ALL, grpo=PolicyGradientSpec(mismatch=None), sdpo=SdpoSpec(token_clip=None))
+    objective = changed(ALL, grpo=PolicyGradientSpec(mismatch=None))
     values, gradient = by_transformers(twin, bank, batch, objective)
     done = do(twin, batch, objective, bank=bank)
     terms = done.result.terms
@@ -379,9 +379,7 @@ def test_sdpo_touches_the_turn_s_tokens_alone(llama: Twin) -> None:
     assert not torch.equal(poisoned(response_ids=(*ids[:3], 90, *ids[4:])), clean.trained)
 
 
-@pytest.mark.parametrize(
-    "spec", [SdpoSpec(token_clip=None), SdpoSpec(beta=0.0), SdpoSpec(variant="sampled")]
-)
+@pytest.mark.parametrize("spec", [SdpoSpec(), SdpoSpec(beta=0.0), SdpoSpec(variant="sampled")])
 def test_without_a_hint_there_is_nothing_to_learn(twin: Twin, spec: SdpoSpec) -> None:
     bank = bank_of(twin)
     batch = scene(twin, bank)
