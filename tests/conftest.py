@@ -53,6 +53,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # so that nothing is left at the interpreter's end
+
+
 # Of a test that does not say how many. HYPOTHESIS_PROFILE=many looks longer.
 settings.register_profile("few", max_examples=40, deadline=None)
 settings.register_profile("many", max_examples=1000, deadline=None)
