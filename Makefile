@@ -84,10 +84,10 @@ run-vllm: install-vllm ## the main job, sampled by vLLM
 
 # Three tiers by directory. A run's roles take turns, so that of two cores one is often idle: two
 # files of tests side by side (tests/conftest.py says what stays together).
-PYTEST = $(BIN)/python -m pytest -n 2
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
 SLOW_PYTEST = FORGE_REQUIRE_VLLM=1 FORGE_REQUIRE_VERIFIERS=1 \
   FORGE_REQUIRE_PROMETHEUS=$(if $(shell command -v apt-get),1) \
-  $(PYTEST) --dist loadfile --no-loadscope-reorder
+  $(PYTEST) --no-loadscope-reorder
 
 test-fast: install ## tests/unit: no mesh of processes, under a minute
 	$(PYTEST) tests/unit

@@ -11,15 +11,14 @@ never a provider's text, which may repeat the key; in an answer the key is repla
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import anthropic
 import httpx2
-import openai
 
 from protocols.errors import SpecError
 from protocols.spec.teacher_replay import OFFICIAL_URLS, Provider, ReplayTeacherSpec
@@ -63,10 +62,14 @@ class ApiClient:
     ) -> None:
         self._model, self._key, self._timeout_s = model, key, timeout_s
         self._is_openai = provider == "openai"
-        sdk: Any = openai if self._is_openai else anthropic
-        self._sdk = sdk.AsyncClient(
+        # The provider's own SDK alone: it takes a second to import, and actors use one.
+        self._sdk: Any = importlib.import_module(provider)
+        self._error = self._sdk.OpenAIError if self._is_openai else self._sdk.AnthropicError
+        self._client = self._sdk.AsyncClient(
             api_key=key, base_url=url, timeout=timeout_s, max_retries=0, default_headers=headers,
-            http_client=sdk.DefaultAsyncHttpxClient(**_isolation(url, key)) if isolated else None,
+            http_client=(
+                self._sdk.DefaultAsyncHttpxClient(**_isolation(url, key)) if isolated else None
+            ),
         )  # fmt: skip
 
     async def ask(
@@ -96,30 +99,29 @@ class ApiClient:
             reply = read_reply(answer)
             raw = reply.raw.replace(self._key, "[key]")
             return replace(reply, raw=raw, usage=usage, nanodollars=_reported(answer))
-        except (openai.APIStatusError, anthropic.APIStatusError) as error:
+        except self._sdk.APIStatusError as error:
             return _by_status(error.status_code, error.response.headers)
-        except (openai.APIConnectionError, anthropic.APIConnectionError) as error:
-            return _by_cause(error)
+        except self._sdk.APITimeoutError as error:
+            return _by_cause(error, "timeout")
+        except self._sdk.APIConnectionError as error:
+            return _by_cause(error, "cut_off")
         except TimeoutError:
             return TeacherReply("timeout")
-        except (
-            ValueError, TypeError, AttributeError, IndexError,
-            openai.OpenAIError, anthropic.AnthropicError,
-        ):  # fmt: skip
+        except (ValueError, TypeError, AttributeError, IndexError, self._error):
             return TeacherReply("unreadable", usage=usage)  # the body is not JSON, or no message
 
     async def close(self) -> None:
-        await self._sdk.close()
+        await self._client.close()
 
     async def _send_chat(self, turns: list[dict[str, str]], max_tokens: int, more: Any) -> Any:
-        return await self._sdk.chat.completions.create(
+        return await self._client.chat.completions.create(
             messages=turns, max_completion_tokens=max_tokens, **more
         )
 
     async def _send_messages(self, turns: list[dict[str, str]], max_tokens: int, more: Any) -> Any:
         system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
-        return await self._sdk.messages.create(
-            system=system or anthropic.omit,
+        return await self._client.messages.create(
+            system=system or self._sdk.omit,
             messages=[turn for turn in turns if turn["role"] != "system"],
             max_tokens=max_tokens,
             timeout=self._timeout_s,  # without it the SDK refuses long answers without streaming
@@ -248,13 +250,11 @@ def _by_status(status: int, headers: Mapping[str, str]) -> TeacherReply:
     )
 
 
-def _by_cause(error: Exception) -> TeacherReply:
-    """Map a failed connection to whether it was free and may be retried."""
+def _by_cause(error: Exception, otherwise: str) -> TeacherReply:
+    """Map a failed connection to whether it was free; `otherwise` is the code where it was not."""
     if isinstance(error.__cause__, NOT_SENT):
         return TeacherReply("unreachable", free=True)
-    if isinstance(error, openai.APITimeoutError | anthropic.APITimeoutError):
-        return TeacherReply("timeout")
-    return TeacherReply("cut_off")
+    return TeacherReply(otherwise)
 
 
 def _seconds(text: str | None) -> float:

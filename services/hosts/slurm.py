@@ -165,7 +165,9 @@ class SlurmHosts:
 
     async def _submitted(self, submitting: asyncio.Future[None]) -> None:
         try:
-            await asyncio.wait_for(asyncio.shield(submitting), SUBMIT_SECONDS)
+            # Python 3.11's wait_for loses a cancellation that comes with the result.
+            async with asyncio.timeout(SUBMIT_SECONDS):
+                await asyncio.shield(submitting)
         except TimeoutError as error:
             raise RunError(
                 f"sbatch did not answer within {SUBMIT_SECONDS:g} s; is Slurm's controller up "
@@ -276,7 +278,8 @@ async def ask(*command: str) -> str | None:
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        said, _ = await asyncio.wait_for(asking.communicate(), ASK_SECONDS)
+        async with asyncio.timeout(ASK_SECONDS):
+            said, _ = await asking.communicate()
     except TimeoutError:
         return None
     finally:

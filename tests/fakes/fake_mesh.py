@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -32,15 +33,20 @@ HEALTH = HealthSpec(heartbeat_s=0.5, suspect_after_s=2.0, dead_after_s=5.0)
 # -- time ---------------------------------------------------------------------------------------
 
 
+_monotonic = time.monotonic
+
+
 class _Clock(selectors.DefaultSelector):
-    """A selector that, where it would wait, lets the time pass instead."""
+    """A selector that, where it would wait, lets the time pass instead: in its own thread. The loop
+    of another, as of a server that tests share, would sleep till this clock's time otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 1000.0
+        self._thread = threading.get_ident()
 
     def time(self) -> float:
-        return self.now
+        return self.now if threading.get_ident() == self._thread else _monotonic()
 
     def select(self, timeout: float | None = None) -> Any:
         ready = super().select(0)

@@ -225,6 +225,7 @@ def serving(
         thread.join(20)
         listening.close()
         backend.close()
+        assert not thread.is_alive(), "the server did not end"
 
 
 def wait_until(true: Any, seconds: float = 60.0) -> None:

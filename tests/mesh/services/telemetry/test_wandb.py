@@ -74,6 +74,15 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_run_group_and_config(told: Path) -> None:
+    (path,) = told.glob("wandb/offline-run-*/*.wandb")
+    (run,) = [r.run for r in records(path) if r.WhichOneof("record_type") == "run"]
+    assert (run.run_id, run.display_name, run.run_group) == ("run-1", "run-1", "small")
+    assert run.project == "cartridge-forge"
+    config = {update.key: update.value_json for update in run.config.update}
+    assert json.loads(config["mesh"]) == {"name": "small"}
+
+
 def test_the_whole_run_is_in_its_file(told: Path) -> None:
     rows = history(told)
     losses = [row["on_policy/loss/doc_kl"] for row in rows if "on_policy/loss/doc_kl" in row]
