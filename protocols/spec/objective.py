@@ -61,8 +61,10 @@ class MismatchSpec(SpecSection):
 class GrpoSpec(SpecSection):
     """Configure the policy gradient over verifiable rewards."""
 
-    baseline: Literal["grpo", "dr_grpo", "rloo"] = Field(
-        default="grpo", description="what a reward is compared with, within its group"
+    baseline: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
+        default="grpo",
+        description="what a reward is compared with: its group; of reinforce_pp the whole rollout, "
+        "of its variant both",
     )
     ratio: Literal["token", "sequence"] = Field(
         default="token", description="importance ratio of each token, or one of the episode"

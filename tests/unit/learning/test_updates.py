@@ -147,11 +147,15 @@ def test_results_join_by_their_denominators() -> None:
     assert joined_output(outputs[:1], 1) is outputs[0]
 
 
-def test_minibatches_hold_the_terms_of_the_whole(llama: Twin) -> None:
-    """Nearly without a learning rate: every value is the undivided step's."""
+@pytest.mark.parametrize("baseline", ["grpo", "reinforce_pp"])
+def test_minibatches_hold_the_terms_of_the_whole(llama: Twin, baseline: str) -> None:
+    """Nearly without a learning rate: every value is the undivided step's, also where rewards are
+    compared over the whole rollout."""
     batch = lesson(llama)
-    one = trainer_of(llama, ALL, lr=1e-12).step_on(batch, 0)
-    two = trainer_of(llama, ALL, lr=1e-12, minibatches=2, updates_per_rollout=3).step_on(batch, 0)
+    form = changed(ALL, grpo=GrpoSpec(baseline=baseline))
+    one = trainer_of(llama, form, lr=1e-12).step_on(batch, 0)
+    two = trainer_of(llama, form, lr=1e-12, minibatches=2, updates_per_rollout=3).step_on(batch, 0)
+    assert one.terms["grpo"]["value"] != 0
     for name, term in one.terms.items():
         for fact, value in term.items():
             assert two.terms[name][fact] == pytest.approx(value, rel=2e-4, abs=2e-5), (name, fact)
