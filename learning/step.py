@@ -13,8 +13,10 @@
 Advantages and denominators are those of the whole batch, which every rank receives, so neither
 ranks nor micro-batches change a term.
 
-Left out on purpose: a second student forward for "old" log-probabilities (one update per rollout
-needs none), a gradient of the base model, and a value function.
+A rollout that is trained in several updates runs this for each (`learning.updates`), with the
+log-probabilities before the first as scores (`learning.policy_scores`).
+
+Left out on purpose: a gradient of the base model, and a value function.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,15 @@ from torch import Tensor
 
 from learning.cartridge.bank import CartridgeBank
 from learning.checkpoint import Checkpoint, read_state, write_checkpoint, write_state
+from learning.losses.channel import LossChannel
+from learning.losses.grpo import check_policy
 from learning.losses.objective import active_channels
 from learning.model.distributed import ALONE, ProcessGroup
 from learning.model.loading import base_hash
+from learning.policy_scores import shared_logprobs
 from learning.scoring import TeacherDistribution
 from learning.step import LearningRateSchedule, new_optimizer, train_step
+from learning.updates import divide, joined_output
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
@@ -97,9 +102,10 @@ class CartridgeTrainer:
         )
 
     def step_on(self, batch: TrainBatch, version: int) -> TrainStepOutput:
-        """Run one optimizer step on `version`, which must be the current one, and advance the
-        version. Raises StaleTokenError for any other version. The version just trained returns its
-        output again."""
+        """Train one rollout on `version`, which must be the current one, and advance the version:
+        one optimizer update, or `train.updates_per_rollout * train.minibatches` of them. Raises
+        StaleTokenError for any other version. The version just trained returns its output again.
+        After an error nothing is trained."""
         if version == self.version - 1 and self._last is not None:
             return self._last  # already trained, but the reply was lost
         if version != self.version:
@@ -108,28 +114,92 @@ class CartridgeTrainer:
                 "step was lost or repeated"
             )
         with self._ranks.abreast():
-            result = train_step(
-                self.model,
-                self.bank,
-                self._optimizer,
-                batch,
-                [now for c in self._channels if (now := c.at(self._step)).weight],
-                lr=self._schedule.at(self._step),
-                clip=self.spec.clip,
-                row_tokens=self.spec.row_tokens,
-                version=version,
-                staleness=self.spec.staleness,
-                micro_tokens=self._objective.micro_tokens,
-                compare_gradients=self._compares(),
-                logit_bytes=self.spec.logit_chunk_mb * 2**20,
-                recompute_layers=self.spec.recompute_layers,
-                ranks=self._ranks,
-            )
+            result = self._train(batch, version)
         self._step += 1
         self.version += 1
         self._last = result
         self._keep()
         return result
+
+    def _train(self, batch: TrainBatch, version: int) -> TrainStepOutput:
+        """Make the step's updates; after an error of one of them, none."""
+        spec, passes = self.spec, self.spec.updates_per_rollout
+        channels = [now for c in self._channels if (now := c.at(self._step)).weight]
+        batch = self._completed(batch, channels, version)
+        before = self._held() if passes * spec.minibatches > 1 else None
+        outputs: list[TrainStepOutput] = []
+        try:
+            for n in range(passes):
+                draws = random.Random(f"minibatch/{spec.seed}/{self._arm}/{self._step}/{n}")
+                for part in divide(batch, spec.minibatches, draws):
+                    outputs.append(
+                        train_step(
+                            self.model,
+                            self.bank,
+                            self._optimizer,
+                            part,
+                            channels,
+                            lr=self._schedule.at(self._step),
+                            clip=spec.clip,
+                            row_tokens=spec.row_tokens,
+                            version=version,
+                            staleness=spec.staleness,
+                            micro_tokens=self._objective.micro_tokens,
+                            compare_gradients=self._compares() and not outputs,
+                            logit_bytes=spec.logit_chunk_mb * 2**20,
+                            recompute_layers=spec.recompute_layers,
+                            ranks=self._ranks,
+                        )
+                    )
+        except BaseException:
+            if before is not None:
+                self._put_back(before)
+            raise
+        return joined_output(outputs, passes)
+
+    def _completed(
+        self, batch: TrainBatch, channels: Sequence[LossChannel], version: int
+    ) -> TrainBatch:
+        """Return the batch with what the channels need before its first update."""
+        spec = self.spec
+        updates = spec.updates_per_rollout * spec.minibatches
+        wanted = {name for channel in channels for name in channel.references(updates)}
+        scores: dict[str, Any] = {}
+        if "old" in wanted and batch.scores.get("old") is None:
+            for r in batch.rl:
+                if any(r.trained):
+                    check_policy(batch, r, version)
+            scores["old"] = self._logprobs(batch, self.bank.trainable)
+        if spec.minibatches > 1:
+            for channel in channels:
+                scores |= channel.of_rollout(batch)
+        return replace(batch, scores={**batch.scores, **scores}) if scores else batch
+
+    def _logprobs(self, batch: TrainBatch, trainable: Tensor) -> Tensor:
+        """Return the log-probabilities of the episodes' response tokens over the cartridges with
+        these trainable tokens."""
+        return shared_logprobs(
+            self.model,
+            [r.sample for r in batch.rl],
+            self.bank.names,
+            torch.cat([self.bank.frozen, trainable.detach()], dim=4),
+            row_tokens=self.spec.row_tokens,
+            micro_tokens=self._objective.micro_tokens,
+            ranks=self._ranks,
+        )
+
+    def _held(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return copies of the cartridges and of Adam's state."""
+        state = self._optimizer.state.get(self.bank.trainable, {})
+        return self.bank.trainable.detach().clone(), {k: v.clone() for k, v in state.items()}
+
+    def _put_back(self, held: tuple[Tensor, dict[str, Tensor]]) -> None:
+        with torch.no_grad():
+            self.bank.trainable.copy_(held[0])
+        self.bank.trainable.grad = None
+        self._optimizer = new_optimizer(self.bank)
+        if held[1]:
+            self._optimizer.state[self.bank.trainable] = held[1]
 
     def _compares(self) -> bool:
         every = self._objective.compare_every

@@ -181,6 +181,7 @@ def _budget_section(learn: LearnSpec) -> TableSection:
     behind = f"at most {staleness} behind" if staleness else "on policy"
     rows = [
         ("steps", f"{steps}, {behind}{_warm_text(learn)}"),
+        *_update_rows(learn),
         *asked,
         ("response tokens", f"at most {sampled:,} a step, {sampled * steps:,} in all"),
         ("packed rows", f"{learn.train.row_tokens} tokens"),
@@ -189,6 +190,16 @@ def _budget_section(learn: LearnSpec) -> TableSection:
         ("evaluation", f"{measured}: {', '.join(evaluate.arms)}"),
     ]
     return facts("budget", rows)
+
+
+def _update_rows(learn: LearnSpec) -> list[tuple[str, str]]:
+    """Return a row on the optimiser updates of a step, where there are several."""
+    passes, parts = learn.train.updates_per_rollout, learn.train.minibatches
+    if passes * parts == 1:
+        return []
+    return [
+        ("updates", f"{passes} passes x {parts} minibatches = {passes * parts} a step, one version")
+    ]
 
 
 def _warm_text(learn: LearnSpec) -> str:

@@ -1,17 +1,23 @@
-"""Compute advantages: the reward of an episode relative to the other episodes of its task.
+"""Compute advantages: the reward of an episode relative to other episodes.
 
     grpo      (r - mean) / (std + 1e-4), the standard deviation with n - 1 (Shao et al. 2024)
     dr_grpo   r - mean: no weight to tasks that are nearly always or never solved (Liu et al. 2025)
     rloo      r - mean of the others (Ahmadian et al. 2024)
 
-The advantage is 0 for an episode alone in its group, and for all of a group whose rewards are
-equal. An episode without a reward is not trained on and enters no mean.
+    reinforce_pp            (r - Mean) / (Std + 1e-4) (REINFORCE++, Hu et al. 2025)
+    reinforce_pp_baseline   (r - mean) / (Std + 1e-4), Std of these differences (the same authors'
+                            variant with a group baseline)
+
+mean and std are those of an episode's group, the episodes of one task; Mean and Std, the latter
+with n, those of all episodes of the rollout. The advantage is 0 where all rewards compared are
+equal: for an episode alone in its group too, but with reinforce_pp. An episode without a reward is
+not trained on and enters no mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean, stdev
+from statistics import fmean, pstdev, stdev
 
 EPSILON = 1e-4  # keeps advantages finite in a group whose rewards hardly differ
 
@@ -19,8 +25,11 @@ EPSILON = 1e-4  # keeps advantages finite in a group whose rewards hardly differ
 def group_advantages(
     rewards: Sequence[float | None], groups: Sequence[str], baseline: str = "grpo"
 ) -> list[float | None]:
-    """Return the advantage of each episode within its group, in order; None where the reward is
-    None."""
+    """Return the advantage of each episode, in order; None where the reward is None."""
+    if baseline == "reinforce_pp":  # one group of all
+        return _normalised(group_advantages(rewards, [""] * len(rewards), "dr_grpo"))
+    if baseline == "reinforce_pp_baseline":
+        return _normalised(group_advantages(rewards, groups, "dr_grpo"))
     found: list[float | None] = [None] * len(rewards)
     members: dict[str, list[int]] = {}
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
@@ -31,6 +40,13 @@ def group_advantages(
         for i, advantage in zip(indices, _within(values, baseline), strict=True):
             found[i] = advantage
     return found
+
+
+def _normalised(centred: list[float | None]) -> list[float | None]:
+    """Return the values, whose mean is 0, over their standard deviation."""
+    values = [a for a in centred if a is not None]
+    scale = pstdev(values, 0.0) + EPSILON if values else EPSILON
+    return [None if a is None else a / scale for a in centred]
 
 
 def _within(rewards: list[float], baseline: str) -> list[float]:

@@ -92,12 +92,21 @@ class LossChannel(Protocol):
         cannot be trained on."""
         ...
 
+    def references(self, updates: int) -> frozenset[str]:
+        """Return the names of the log-probabilities in `batch.scores` that the trainer computes
+        before the first of a rollout's `updates`: see `learning.policy_scores`."""
+        return frozenset()
+
+    def of_rollout(self, batch: TrainBatch) -> Mapping[str, Any]:
+        """Return what the parts of a divided rollout must know of the whole, as further scores."""
+        return {}
+
     def denominator(self, batch: TrainBatch) -> int:
         """Return the divisor of the total over the whole batch; 0 without data."""
         ...
 
     def facts(self, batch: TrainBatch) -> Mapping[str, float]:
-        """Return further metrics of the whole batch."""
+        """Return further metrics of the whole batch; integers add up over parts of a rollout."""
         return {}
 
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:

@@ -17,11 +17,21 @@ the version that sampled it, `sampler` the inference engine's own, `ref` a froze
     dapo       tokens of all trainers' batches
 
 A trainer's batch is all its micro-batches on all its ranks; with one trainer, bnpo and dapo are
-equal. With one update per rollout, `old` is `pi` without its gradient: the ratio is 1, its gradient
-is not.
+equal.
+
+`old` is one of
+
+    trainer    the trainer's own, computed before the first of a rollout's updates; with one update
+               it is `pi` without its gradient: the ratio is 1, its gradient is not
+    sampler    the sampler's record; w_t is 1 then, for the ratio has the sampler's deviation in it
+
+With the sampler's record its deviation alone moves tokens out of the clip range and out of the
+gradient, which costs accuracy against truncated weights (Yao et al. 2025). `trainer` is the
+default, and clips what the updates moved.
 
 Sources: Shao et al. 2024 (GRPO); Yu et al. 2025 (DAPO: clip-higher, token mean); Liu et al. 2025
-(Dr. GRPO); Zheng et al. 2025 (sequence ratio); Ye et al. 2020 (dual clip); Schulman 2020 (k3).
+(Dr. GRPO); Zheng et al. 2025 (sequence ratio); Ye et al. 2020 (dual clip); Schulman 2020 (k3);
+Yao et al. 2025 (the sampler off-policy: truncated importance weights).
 """
 
 from __future__ import annotations
@@ -29,7 +39,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -94,7 +104,14 @@ class GRPO(LossChannel):
         check_scores(batch, "ref", tokens, needed=self.spec.kl > 0)
         check_scores(batch, "distill", tokens, needed=self.spec.distill > 0)
         for i in self._advantages(batch):
-            check_policy(batch, batch.rl[i], version)
+            check_policy(batch, batch.rl[i], version, recorded=self.spec.old == "sampler")
+
+    def references(self, updates: int) -> frozenset[str]:
+        return frozenset({"old"} if self.spec.old == "trainer" and updates > 1 else ())
+
+    def of_rollout(self, batch: TrainBatch) -> dict[str, Any]:
+        own = self._advantages(batch).items()
+        return {"advantages": {batch.rl[i].sample.id: value for i, value in own}}
 
     def denominator(self, batch: TrainBatch) -> int:
         return grpo_count([sum(batch.rl[i].trained) for i in self._advantages(batch)], self.spec)
@@ -105,13 +122,15 @@ class GRPO(LossChannel):
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         batch, tokens = micro.batch, micro.tokens[self.name]
         pi = logits.logprobs(tokens.at, tokens.first)
-        old = old_logprobs(pi, batch, tokens)
+        sampler = pi.new_tensor(
+            [batch.rl[i].sample.sampler_logprobs[t] for i, own in tokens.items for t in own]
+        )
+        old = sampler if self.spec.old == "sampler" else old_logprobs(pi, batch, tokens)
         value_of = self._advantages(batch)
         advantages = pi.new_tensor([value_of[i] for i, own in tokens.items for _ in own])
         if self.spec.distill:
             distilling = batch.scores["distill"][tokens.inside].to(pi)
             advantages = distilled(advantages, old, distilling, self.spec.distill)
-        sampler = [batch.rl[i].sample.sampler_logprobs[t] for i, own in tokens.items for t in own]
         ref = batch.scores.get("ref")
         return grpo(
             pi,
@@ -119,13 +138,16 @@ class GRPO(LossChannel):
             advantages,
             [len(own) for _, own in tokens.items],
             self.spec,
-            sampler=pi.new_tensor(sampler),
+            sampler=sampler,
             ref=None if ref is None else ref[tokens.inside].to(pi),
         )
 
     def _advantages(self, batch: TrainBatch) -> dict[int, float]:
         """Return the advantages of the whole batch by index, for episodes with a reward and a
-        trained token."""
+        trained token. Those of a part of a rollout are the whole rollout's."""
+        if (known := batch.scores.get("advantages")) is not None:
+            ids = [r.sample.id for r in batch.rl]
+            return {i: known[name] for i, name in enumerate(ids) if name in known}
         judged = [i for i, r in enumerate(batch.rl) if r.reward is not None and any(r.trained)]
         values = group_advantages(
             [batch.rl[i].reward for i in judged],
@@ -151,9 +173,11 @@ def check_episodes(batch: TrainBatch) -> int:
     return tokens
 
 
-def check_policy(batch: TrainBatch, r: PolicySample, version: int) -> None:
+def check_policy(
+    batch: TrainBatch, r: PolicySample, version: int, *, recorded: bool = False
+) -> None:
     """Raise DataError for an episode drawn with altered sampling. Raise StaleTokenError for one of
-    another version without "old" scores."""
+    another version without "old" scores, unless `recorded` ones take their place."""
     s, drawn = r.sample, r.sampling
     if (drawn.temperature, drawn.top_p, drawn.top_k) != (1.0, 1.0, 0):
         raise DataError(
@@ -161,7 +185,7 @@ def check_policy(batch: TrainBatch, r: PolicySample, version: int) -> None:
             f"top_k {drawn.top_k}, which biases the policy's ratio; sample at 1, 1 and 0"
         )
     own = {v for v, trained in zip(s.versions, r.trained, strict=True) if trained}
-    if batch.scores.get("old") is None and own != {version}:
+    if not recorded and batch.scores.get("old") is None and own != {version}:
         raise StaleTokenError(
             f"RL sample {s.id} was sampled by versions {sorted(own)}, and version {version} is "
             "being trained: give scores of old, the log-probabilities under the versions that "
@@ -170,8 +194,8 @@ def check_policy(batch: TrainBatch, r: PolicySample, version: int) -> None:
 
 
 def old_logprobs(pi: Tensor, batch: TrainBatch, tokens: ChannelTokens) -> Tensor:
-    """Return the log-probabilities under the policy that sampled, without gradient. With one update
-    per rollout they are those of `pi`."""
+    """Return the trainer's log-probabilities under the version that sampled, without gradient. With
+    one update per rollout they are those of `pi`."""
     old = batch.scores.get("old")
     return pi.detach() if old is None else old[tokens.inside].to(pi)
 
@@ -190,10 +214,12 @@ def grpo(
     [N].
 
     `pi` has gradient, `old`, `sampler` and `ref` none. A mismatch correction needs `sampler`,
-    kl > 0 needs `ref`. Facts are sums over tokens: clipped, ratio, k3, the mismatch weight and the
+    kl > 0 needs `ref`. Facts are sums over tokens: ratio; clipped, and of it at the lower and at
+    the upper bound; approx_kl, the k3 estimate of KL(old || pi); k3, the mismatch weight and the
     share that it corrected.
     """
     log_ratio = pi - old
+    moved = k3_divergence(old, pi.detach())
     if spec.ratio == "sequence":
         log_ratio = per_episode(log_ratio, lengths, torch.mean)
     ratio = log_ratio.exp()
@@ -203,7 +229,14 @@ def grpo(
     if spec.dual_clip is not None:
         worst = -spec.dual_clip * advantages
         loss = torch.where(advantages < 0, torch.minimum(loss, worst), loss)
-    facts = {"ratio": ratio, "clipped": (bounded_gain < gain).float()}
+    clipped = bounded_gain < gain
+    facts = {
+        "ratio": ratio,
+        "clipped": clipped.float(),
+        "clipped_low": (clipped & (advantages < 0)).float(),
+        "clipped_high": (clipped & (advantages > 0)).float(),
+        "approx_kl": moved,
+    }
     if spec.mismatch is not None:
         assert sampler is not None, "a mismatch correction needs the sampler's log-probabilities"
         weight, corrected = mismatch_weight(old, sampler, lengths, spec.mismatch)

@@ -87,6 +87,9 @@ class SDPO(LossChannel):
             for i in sorted({i for i, _ in self.items(batch)}):
                 check_policy(batch, batch.rl[i], version)
 
+    def references(self, updates: int) -> frozenset[str]:
+        return frozenset({"old"} if self.spec.variant == "sampled" and updates > 1 else ())
+
     def denominator(self, batch: TrainBatch) -> int:
         return sum(turn.tokens for turn in batch.turns)
 

@@ -61,11 +61,18 @@ class MismatchSpec(SpecSection):
 class GrpoSpec(SpecSection):
     """Configure the policy gradient over verifiable rewards."""
 
-    baseline: Literal["grpo", "dr_grpo", "rloo"] = Field(
-        default="grpo", description="what a reward is compared with, within its group"
+    baseline: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
+        default="grpo",
+        description="what a reward is compared with: its group; of reinforce_pp the whole rollout, "
+        "of its variant both",
     )
     ratio: Literal["token", "sequence"] = Field(
         default="token", description="importance ratio of each token, or one of the episode"
+    )
+    old: Literal["trainer", "sampler"] = Field(
+        default="trainer",
+        description="whose log-probability the ratio divides by: the trainer's own under the "
+        "version that sampled, or the sampler's record",
     )
     clip_low: float = Field(default=0.2, ge=0, le=1, description="the ratio's least is 1 - this")
     clip_high: float = Field(default=0.28, ge=0, description="the ratio's most is 1 + this")
@@ -79,7 +86,8 @@ class GrpoSpec(SpecSection):
         default=None, ge=1, validate_default=True, description="dr_grpo's length, tokens"
     )
     mismatch: MismatchSpec | None = Field(
-        default=MismatchSpec(), description="sampler against trainer; null: no correction"
+        default=MismatchSpec(),
+        description="sampler against trainer, of old trainer; null: no correction",
     )
 
     @field_validator("max_length")
@@ -90,6 +98,18 @@ class GrpoSpec(SpecSection):
             raise broken("must be given with reduction dr_grpo, which divides by it", "set it")
         if reduction not in ("dr_grpo", None) and value is not None:
             raise broken("belongs to reduction dr_grpo alone", "remove it")
+        return value
+
+    @field_validator("mismatch")
+    @classmethod
+    def _is_corrected_once(
+        cls, value: MismatchSpec | None, info: ValidationInfo
+    ) -> MismatchSpec | None:
+        if value is not None and info.data.get("old") == "sampler":
+            raise broken(
+                "must be null with old sampler, whose ratio has the sampler's deviation in it",
+                "set it to null, or old to trainer",
+            )
         return value
 
 

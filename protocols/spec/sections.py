@@ -250,6 +250,12 @@ class TrainSpec(SpecSection):
     lr: float = Field(default=0.02, gt=0, description="Adam's learning rate after warm-up")
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
     clip: float = Field(default=1.0, gt=0, description="most gradient norm")
+    updates_per_rollout: int = Field(default=1, ge=1, description="passes over a step's rollout")
+    minibatches: int = Field(
+        default=1,
+        ge=1,
+        description="parts of a rollout, one optimiser update each; no group is divided",
+    )
     staleness: int = Field(
         default=0,
         ge=0,

@@ -114,6 +114,17 @@ def sharded(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     return done
 
 
+def several(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
+    """Two passes over two minibatches of every batch, of several ranks over a sharded base."""
+    spec = TRAIN.model_copy(update={"updates_per_rollout": 2, "minibatches": 2})
+    model = load_model(str(house.twin.path))
+    if ranks.world > 1:
+        shard_base(model, ranks)
+    trainer = trainer_of(replace(house.twin, model=model), spec, ranks)
+    trainer.begin("all", STEPS)
+    return told(job, house, trainer, curve(trainer, house))
+
+
 def tied(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     """One step of the shipped reader, whose embedding is its projection: whole, and sharded."""
     samples = [Sample(f"s{i}", "p", (7, 8, 9 + i), (11, 12, 13), (), (0,) * 3) for i in range(3)]
@@ -206,6 +217,8 @@ JOBS: dict[str, tuple[int, Callable[[str, House, ProcessGroup], dict[str, Any]]]
     "two": (2, train),
     "three": (3, train),
     "sharded": (2, sharded),
+    "several": (1, several),
+    "several_two": (2, several),
     "tied": (2, tied),
     "half": (2, resumed),
     "more": (1, resumed),

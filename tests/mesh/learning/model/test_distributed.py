@@ -62,7 +62,20 @@ def test_ranks_train_what_one_trains(told: Told, out: Path, job: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("job", ["two", "three", "sharded", "rest", "nan"])
+def test_ranks_make_the_updates_that_one_makes(told: Told, out: Path) -> None:
+    """Four updates a step, with the log-probabilities before the first of them."""
+    (alone,) = told["several"]
+    for step in (0, 4, 5):
+        assert alone["results"][step]["terms"]["grpo"]["updates"] == 4
+        assert alone["results"][step]["terms"]["grpo"]["approx_kl_last"] > 0
+    assert_same_curve(told["several_two"][0]["results"], alone["results"])
+    ours, theirs = (
+        load_file(out / f"{j}.safetensors")["trainable"] for j in ("several_two", "several")
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("job", ["two", "three", "sharded", "several_two", "rest", "nan"])
 def test_every_rank_holds_the_same_bits_and_tells_the_same(told: Told, job: str) -> None:
     first, *others = told[job]
     assert len(others) == JOBS[job][0] - 1

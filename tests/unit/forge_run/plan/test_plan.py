@@ -298,3 +298,16 @@ def test_numbers_as_people_read_them() -> None:
     assert [seconds_text(s) for s in (5.61, 0.9999, 0.7553, 0.0094, 2e-5, 120)] == [
         "5.6 s", "1 s", "755 ms", "9.4 ms", "20 us", "120 s",
     ]  # fmt: skip
+
+
+def test_several_updates_of_a_step_are_in_the_plan() -> None:
+    mesh = str(REPOSITORY / "meshes" / "three_channels.yaml")
+
+    def budget(*sets: str) -> dict[str, str]:
+        sections = plan(load_spec(mesh, sets=sets).spec)
+        (found,) = [section for section in sections if section.title == "budget"]
+        return {str(row[0]): str(row[1]) for row in found.rows}
+
+    assert "updates" not in budget()
+    told = budget("train.updates_per_rollout=2", "train.minibatches=4")
+    assert told["updates"] == "2 passes x 4 minibatches = 8 a step, one version"

@@ -251,8 +251,9 @@ BAD_OVERRIDES = [
      "(generator.block_tokens); round it to 32, 64, ..."),
     ("train.stpes=3",
      "unknown key stpes at --set train.stpes=3 (train.stpes); did you mean steps? known here: "
-     "steps, lr, warmup_steps, clip, staleness, seed, row_tokens, logit_chunk_mb, "
-     "recompute_layers, shard_base, checkpoint_every, keep_checkpoints, compose, warm_start"),
+     "steps, lr, warmup_steps, clip, updates_per_rollout, minibatches, staleness, seed, "
+     "row_tokens, logit_chunk_mb, recompute_layers, shard_base, checkpoint_every, "
+     "keep_checkpoints, compose, warm_start"),
     ("rollout.kinds=[recite",
      "the text must be valid YAML: expected ',' or ']', but got '<stream end>' at "
      "--set rollout.kinds=[recite:1; check indentation, colons, quotes and brackets"),
