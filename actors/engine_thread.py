@@ -26,9 +26,14 @@ from torch import Tensor
 
 from learning.cartridge.bank import VersionLedger
 from protocols.errors import ForgeError, PublishError
-from protocols.types import Completion, EngineReport, GenerateRequest, TokenChunk, refused
-
-CARTRIDGE = "cartridge/"
+from protocols.types import (
+    CARTRIDGE,
+    Completion,
+    EngineReport,
+    GenerateRequest,
+    TokenChunk,
+    refused,
+)
 
 
 class Engine(Protocol):

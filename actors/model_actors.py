@@ -19,6 +19,7 @@ from torch import Tensor
 from actors.base import ModelSource
 from learning.cartridge.bank import CartridgeVersions
 from learning.cartridge.composition import composed
+from learning.cartridge.fingerprint import Fingerprints
 from learning.decoding.decode_batch import generate
 from learning.losses.dpo import with_references
 from learning.model.document_kv import DocumentKVCache, document_kv, host_spill
@@ -74,6 +75,7 @@ class CartridgeReaderActor(ModelActor):
     def __init__(self, base: ModelSource, keep_versions: int) -> None:
         super().__init__(base)
         self._cartridges = CartridgeVersions(keep_versions)
+        self._fingerprints = Fingerprints()
 
     @endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
@@ -102,11 +104,16 @@ class GeneratorActor(CartridgeReaderActor):
     @endpoint
     async def generate(self, requests: Sequence[GenerateRequest]) -> GenerateOutput:
         begun = time.perf_counter()
-        done = generate(self._model, requests, self._lookup, self._end_ids, self._text)
+        done = generate(
+            self._model, requests, self._lookup, self._end_ids, self._text, self._served
+        )
         return GenerateOutput(time.perf_counter() - begun, tuple(done))
 
     def _lookup(self, ref: PrefixRef) -> Tensor:
         return composed(self._model, [self._single(part) for part in ref.parts])
+
+    def _served(self, ref: PrefixRef, kv: Tensor) -> tuple[str, ...]:
+        return self._fingerprints.served(ref, kv, self._single)
 
     def _single(self, ref: PrefixRef) -> Tensor:
         kind, _, name = ref.name.partition("/")
@@ -161,9 +168,10 @@ class SDPOTeacherActor(CartridgeReaderActor):
         begun = time.perf_counter()
         prefixes = self._prefixes([s.document for s in samples], version)
         tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
+        served = {name: self._fingerprints.of(kv) for name, kv in prefixes.items()}
         seconds = time.perf_counter() - begun
         packet = await self._put(stem, tensors)
-        return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))))
+        return ScoreOutput(seconds, packet, len(next(iter(tensors.values()))), served=served)
 
     @endpoint
     async def references(

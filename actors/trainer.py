@@ -18,6 +18,7 @@ from monarch.actor import endpoint
 
 from actors.base import ModelSource, RankPlace
 from actors.model_actors import ModelActor
+from learning.cartridge.fingerprint import fingerprint
 from learning.cartridge.initialization import CartridgeInit, InitSource, initial_bank
 from learning.checkpoint import read_checkpoint
 from learning.model.distributed import join, shard_base
@@ -150,7 +151,8 @@ class TrainerActor(ModelActor):
             return None
         names, kv = self._trainer.snapshot(version)
         packet = await self._put(f"cartridges/{version}", {"kv": kv})
-        return CartridgeSnapshot(version, names, packet)
+        own = tuple(map(fingerprint, kv))
+        return CartridgeSnapshot(version, names, packet, own)
 
     @endpoint
     async def save(self, directory: str, position: dict[str, Any], version: int) -> str:

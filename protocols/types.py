@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+CARTRIDGE = "cartridge/"  # the names of prefixes that are trained cartridges begin with it
+
 
 @dataclass(frozen=True, order=True)
 class PrefixRef:
@@ -113,7 +115,9 @@ class Completion:
     `prompt_ids[t + 1]`: the first prompt token follows a cartridge, which predicts nothing;
     `prompt_likeliest[t]` is the likeliest token there. `top_logprobs[t]` are (token id,
     log-probability) pairs, likeliest first. `dropped` counts sampled tokens that are left out
-    because the response ended before them.
+    because the response ended before them. `served` are the fingerprints
+    (`learning.cartridge.fingerprint`) of the cartridges in memory that the prefix's parts were read
+    from, "" for a document.
     """
 
     request_id: str
@@ -127,6 +131,7 @@ class Completion:
     ended_by: str = ""
     dropped: int = 0
     prompt_likeliest: tuple[int, ...] = ()
+    served: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -190,12 +195,14 @@ class CartridgeSnapshot:
     """Refer to one published version of every cartridge of a run.
 
     `names[c]` is the document whose cartridge is row c of the packet's tensor "kv" [C, L, 2, H_kv,
-    P, D], with post-RoPE keys at positions 0..P-1.
+    P, D], with post-RoPE keys at positions 0..P-1. `fingerprints[c]` is the trainer's own of it
+    (`learning.cartridge.fingerprint`).
     """
 
     version: int
     names: tuple[str, ...]
     packet: TensorRef
+    fingerprints: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -266,12 +273,14 @@ class ScoreOutput(TimedReply):
 
     The packet holds "indices" [N, k] int32 and "logprobs" [N, k] float32 (the teacher's top k at
     each of the N response tokens, most likely first), or "logits" [N, V] float32. `documents` are
-    the document KV look-ups that scoring took.
+    the document KV look-ups that scoring took. `served` maps the cartridges that were read to their
+    fingerprints, as in `Completion`.
     """
 
     packet: TensorRef = field(default_factory=lambda: TensorRef("", TensorLayout(())))
     tokens: int = 0
     documents: CacheStats = field(default_factory=CacheStats)
+    served: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

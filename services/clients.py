@@ -39,6 +39,7 @@ from protocols.types import (
 )
 from services.pool.pool import Pool, PoolUpdate
 from services.pool.replica import Replica, ask
+from services.published import PublishedCartridges
 
 Replied = Callable[[Sequence[Completion]], None] | None
 """Called with the completions of each reply as soon as that reply arrives."""
@@ -90,13 +91,19 @@ def remember_files(pool: Pool, files: Mapping[int, tuple[str, str]]) -> None:
 
 class GeneratorClient(RoleClient):
     """Sample responses. `chunk` is the maximum number of requests in one call of `generate` that
-    has a callback (None: an equal share for each replica)."""
+    has a callback (None: an equal share for each replica). With `published`, completions over
+    cartridges are compared with what was published."""
 
     role = "generator"
 
-    def __init__(self, pools: Mapping[str, Pool], chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        pools: Mapping[str, Pool],
+        chunk: int | None = None,
+        published: PublishedCartridges | None = None,
+    ) -> None:
         super().__init__(pools)
-        self._chunk = chunk
+        self._chunk, self._published = chunk, published
 
     async def generate(
         self, requests: Sequence[GenerateRequest], replied: Replied = None, /
@@ -105,17 +112,20 @@ class GeneratorClient(RoleClient):
         generator computed. `replied` is called with the completions of each reply.
 
         Raises PublishError for a request that a generator refused, because a run requests only
-        versions that it published.
+        versions that it published, and StaleTokenError for one served from other numbers.
         """
         computed: list[tuple[float, float]] = []
 
         async def share(items: Sequence[GenerateRequest]) -> list[Completion]:
-            done: GenerateOutput = await self.pool.route("generate", tuple(items))
+            done: GenerateOutput
+            replica, done = await self.pool.route_named("generate", tuple(items))
             now = time.perf_counter()
             computed.append((now - done.compute_seconds, now))
             for completion in done.completions:
                 if completion.error:
                     raise PublishError(f"{completion.request_id}: {completion.error}")
+            if self._published is not None:
+                self._published.check(replica, items, done.completions)
             if replied is not None:
                 replied(done.completions)
             return list(done.completions)
@@ -184,10 +194,20 @@ class HintedTeacherClient(RoleClient):
 
     role = HINTED_TEACHER
 
+    def __init__(
+        self, pools: Mapping[str, Pool], published: PublishedCartridges | None = None
+    ) -> None:
+        super().__init__(pools)
+        self._published = published
+
     async def score(self, stem: str, samples: Sequence[Sample], version: int) -> ScoreOutput:
         """Put the distributions over every response token, computed with the cartridges of
-        `version`, into the tensor plane under `stem`."""
-        scored: ScoreOutput = await self.pool.route("score", stem, tuple(samples), version)
+        `version`, into the tensor plane under `stem`. With `published`, raises StaleTokenError for
+        scores of other numbers."""
+        scored: ScoreOutput
+        replica, scored = await self.pool.route_named("score", stem, tuple(samples), version)
+        if self._published is not None:
+            self._published.check_served(replica, stem, version, scored.served)
         return scored
 
     async def references(

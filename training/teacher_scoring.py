@@ -64,7 +64,7 @@ class TeacherScoring:
     def __init__(self, mesh: Mesh, weights: WeightSync) -> None:
         self._mesh, self._weights = mesh, weights
         self._doc_teacher = DocTeacherClient(mesh.pools)
-        self._hinted_teacher = HintedTeacherClient(mesh.pools)
+        self._hinted_teacher = HintedTeacherClient(mesh.pools, weights.published)
         self._begun: dict[str, list[PendingScore]] = {}  # by key
         self._scored_in = 0  # the oldest plane that holds scores of the step
 

@@ -53,9 +53,10 @@ class TrainingRun:
     ) -> None:
         self._spec, self._learn = spec, spec.learn
         self._course = course
-        self._generator = GeneratorClient(mesh.pools, spec.learn.rollout.chunk)
         self._trainer = TrainerClient(mesh.pools)
         self._weights = WeightSync(mesh, keep=1 + spec.learn.train.staleness)
+        published = self._weights.published
+        self._generator = GeneratorClient(mesh.pools, spec.learn.rollout.chunk, published)
         self._teachers = TeacherScoring(mesh, self._weights)
         self._validation = OverlappedValidation(self._validate, recorder.metric)
         self._directory = directory

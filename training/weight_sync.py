@@ -19,6 +19,7 @@ from services.clients import TrainerClient, load_cartridges, remember_cartridges
 from services.mesh import Mesh
 from services.planes.codec import packed_bytes
 from services.pool.pool import Pool
+from services.published import PublishedCartridges
 
 
 class WeightSync:
@@ -34,6 +35,8 @@ class WeightSync:
         self._keep = keep
         self._trainer = TrainerClient(mesh.pools)
         self.moved_bytes = 0
+        # Generators keep one version more than stays published, and so do their requests.
+        self.published = PublishedCartridges(keep + 1)
         self._published: list[tuple[int, CartridgeSnapshot]] = []
         self._read: list[tuple[int, str]] = []
         # A key is in the plane before it is in these lists; `_forgotten` waits for that.
@@ -71,6 +74,7 @@ class WeightSync:
             raise RunError(
                 f"the trainer published version {snapshot.version} where {version} was due"
             )
+        self.published.add(snapshot)
         for pool in self._readers:
             await load_cartridges(pool, snapshot, self._keep)
         return snapshot

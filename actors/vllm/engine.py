@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -57,11 +57,19 @@ from actors.vllm.kv_layout import (
 )
 from actors.vllm.outputs import completed, likeliest, of_prompt
 from learning.cartridge.composition import frequencies_of, shifted
+from learning.cartridge.fingerprint import Fingerprints, joined_fingerprint
 from learning.decoding.decode_batch import DecodeState, new_row, uniforms
 from learning.decoding.stopping import Decode
 from protocols.errors import DataError, RunError
 from protocols.spec.sections import GeneratorSpec
-from protocols.types import Completion, GenerateRequest, Sampling, TokenChunk
+from protocols.types import (
+    CARTRIDGE,
+    Completion,
+    GenerateRequest,
+    PrefixRef,
+    Sampling,
+    TokenChunk,
+)
 
 MAX_LOGPROBS = 20  # at a position; vLLM's default, and the maximum of other APIs
 MAX_REQUESTS = 256  # in one step; vLLM's default on most machines
@@ -90,6 +98,7 @@ class VllmEngine:
         self._tensor_parallel = spec.tensor_parallel
         self._first_request: float | None = None
         self._running: dict[str, GenerateRequest] = {}
+        self._prefixes: dict[str, PrefixRef] = {}  # of the running requests
         self._followed: dict[str, DecodeState] = {}  # requests that are inspected token by token
         self._streams: set[str] = set()
         self._to_cancel: list[str] = []
@@ -169,12 +178,43 @@ class VllmEngine:
         )
         self._engine.add_request(key, tokens_input(ids, cache_salt=salt), parameters)
         self._running[key] = request
+        self._prefixes[key] = request.prefix
         if followed:
             self._followed[key] = row
         if stream:
             self._streams.add(key)
 
     def step(self) -> Iterable[tuple[str, TokenChunk | Completion]]:
+        known: dict[PrefixRef, tuple[str, ...]] = {}
+        for key, news in self._step():
+            if isinstance(news, Completion) and not news.error:
+                prefix = self._prefixes[key]
+                if prefix not in known:
+                    known[prefix] = tuple(self._fingerprint(part) for part in prefix.parts)
+                news = replace(news, served=known[prefix])
+            if isinstance(news, Completion):
+                del self._prefixes[key]
+            yield key, news
+
+    def _fingerprint(self, part: PrefixRef) -> str:
+        """Return the fingerprint of a cartridge as the workers hold it now; "" of a document."""
+        if not part.name.startswith(CARTRIDGE):
+            return ""
+        name = part.name.removeprefix(CARTRIDGE)
+        told = self._engine.collective_rpc("cartridge_digests", args=(part.version, name))
+        layers, total, size = self._shape
+        heads: dict[int, str] = {}
+        for digests, _ in told:
+            for head, digest in digests.items():  # several ranks may hold one head
+                if heads.setdefault(head, digest) != digest:
+                    return f"ranks that hold other numbers of head {head}"
+        if len(heads) < total:
+            return "no longer held by the worker"
+        shape = (layers, 2, total, self._tokens[part.version], size)
+        dtype = getattr(torch, told[0][1])
+        return joined_fingerprint(shape, dtype, [heads[i] for i in range(total)])
+
+    def _step(self) -> Iterable[tuple[str, TokenChunk | Completion]]:
         outputs = self._engine.step()
         if outputs and self.first_token_seconds is None and self._first_request is not None:
             self.first_token_seconds = time.perf_counter() - self._first_request
@@ -313,6 +353,7 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_tokens = vllm_config.cache_config.block_size
         self._noted: list[KVFill] = []
         self._held: dict[int, tuple[tuple[str, ...], Tensor]] = {}
+        self._fingerprints = Fingerprints()
         self._failed: set[int] = set()
         self.loads = 0
         self.loaded_tokens = 0
@@ -356,6 +397,18 @@ class CartridgeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def drop(self, version: int) -> None:
         self._held.pop(version, None)
+
+    def digests(self, version: int, name: str) -> tuple[dict[int, str], str]:
+        """Return the digests of this rank's heads of a cartridge, by the head's index, and the
+        dtype; none of a version that it lost."""
+        if version not in self._held:
+            return {}, ""
+        names, kv = self._held[version]
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        total = self._vllm_config.model_config.get_total_num_kv_heads()
+        mine = range(total)[kv_heads(total, rank, ranks)]
+        digests = self._fingerprints.heads(kv[names.index(name)])
+        return dict(zip(mine, digests, strict=True)), str(kv.dtype).removeprefix("torch.")
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
@@ -457,6 +510,9 @@ class CartridgeExtension:
 
     def drop_cartridges(self, version: int) -> None:
         _connector().drop(version)
+
+    def cartridge_digests(self, version: int, name: str) -> tuple[dict[int, str], str]:
+        return _connector().digests(version, name)
 
     def cartridge_loads(self) -> tuple[int, int]:
         return _connector().loads, _connector().loaded_tokens

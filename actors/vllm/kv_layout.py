@@ -19,9 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from actors.engine_thread import CARTRIDGE
 from protocols.errors import DataError, PublishError
-from protocols.types import GenerateRequest
+from protocols.types import CARTRIDGE, GenerateRequest
 
 PLACEHOLDER = 0  # any id of the vocabulary, because it is never embedded
 

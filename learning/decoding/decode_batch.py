@@ -28,6 +28,12 @@ if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a mo
     from transformers import PreTrainedModel
 
 Lookup = Callable[[PrefixRef], Tensor]
+Served = Callable[[PrefixRef, Tensor], tuple[str, ...]]
+
+
+def unserved(ref: PrefixRef, kv: Tensor) -> tuple[str, ...]:
+    """Return no fingerprints: the `Served` of callers that compare none."""
+    return ()
 
 
 @torch.no_grad()
@@ -37,13 +43,14 @@ def generate(
     lookup: Lookup,
     end_ids: frozenset[int],
     decode: Decode | None = None,
+    served: Served = unserved,
 ) -> list[Completion]:
     """Complete every request; return the completions in the order of the requests.
 
     `lookup` returns a prefix's keys and values [L, 2, H_kv, P, D], those of a composition already
     at their positions. If it raises PublishError, only the requests over that prefix are refused.
-    `decode` returns the text of ids, for requests with `until`. Raises DataError for an empty
-    prompt.
+    `decode` returns the text of ids, for requests with `until`; `served` the fingerprints of a
+    prefix from the keys and values that are decoded over. Raises DataError for an empty prompt.
     """
     rows = [new_row(r, decode) for r in requests]
     groups: dict[PrefixRef, list[DecodeState]] = {}
@@ -54,11 +61,15 @@ def generate(
 
     def found(ref: PrefixRef) -> Tensor | None:
         try:
-            return lookup(ref)
+            kv = lookup(ref)
         except PublishError as error:
             for row in groups[ref]:
                 row.error = str(error)
             return None
+        proof = served(ref, kv)
+        for row in groups[ref]:
+            row.served = proof
+        return kv
 
     def decoded(prefixes: Sequence[Tensor], batch: Sequence[Sequence[DecodeState]]) -> None:
         lane = DecodeBatch(model, prefixes, batch, end_ids)
@@ -94,6 +105,7 @@ class DecodeState:
     ended_by: str = ""
     dropped: int = 0
     error: str = ""
+    served: tuple[str, ...] = ()
 
     @property
     def top_wanted(self) -> int:
@@ -140,6 +152,7 @@ class DecodeState:
             finish_reason=self.reason,
             prompt_logprobs=self.prompt_logprobs,
             prompt_likeliest=self.prompt_likeliest,
+            served=self.served,
             top_logprobs=tuple(self.top),
             ended_by=self.ended_by,
             dropped=self.dropped,

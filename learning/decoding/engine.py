@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from learning.cartridge.composition import composed, frequencies
+from learning.cartridge.fingerprint import Fingerprints
 from learning.decoding.decode_batch import DecodeBatch, DecodeState, new_row
 from learning.decoding.stopping import Decode
 from learning.model.attention import kv_shape
@@ -46,6 +47,7 @@ class TorchEngine:
         self._model, self._document, self._end_ids = model, document, end_ids
         self._decode, self._max_rows = decode, max_rows
         self._held: dict[int, tuple[tuple[str, ...], Tensor]] = {}
+        self._fingerprints = Fingerprints()
         self._waiting: deque[str] = deque()
         self._rows: dict[str, DecodeState] = {}
         self._told: dict[str, int] = {}  # streamed requests: tokens sent so far
@@ -123,7 +125,11 @@ class TorchEngine:
                 groups.setdefault(row.request.prefix, []).append(row)
                 decoding += 1
         for ref, rows in groups.items():
-            new = DecodeBatch(self._model, [self._prefix(ref)], [rows], self._end_ids)
+            prefix = self._prefix(ref)
+            served = self._fingerprints.served(ref, prefix, self._single)
+            for row in rows:
+                row.served = served
+            new = DecodeBatch(self._model, [prefix], [rows], self._end_ids)
             if ref in self._lanes and self._lanes[ref].live:
                 self._lanes[ref].merge(new)
             else:

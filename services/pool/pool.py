@@ -97,19 +97,26 @@ class Pool:
         Raises the actor's exception, or RunError when no reply arrives in time or `attempts`
         replicas died during the request.
         """
+        return (await self.route_named(method, *args, session=session, timeout_s=timeout_s))[1]
+
+    async def route_named(
+        self, method: str, *args: Any, session: str | None = None, timeout_s: float | None = None
+    ) -> tuple[str, Any]:
+        """Return the name of the replica that replied, and its reply; otherwise as `route`."""
         limit = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
         request = RequestStatus(f"{self.role}/{next(self._ids)}", method, time.monotonic())
         self.in_flight[request.id] = request
         try:
             answer = await self._attempts(request, args, session, deadline, limit)
+            name = request.replica
         except BaseException:
             self.failures += 1
             raise
         finally:
             del self.in_flight[request.id]
         self.requests += 1
-        return answer
+        return name, answer
 
     def session(self, name: str) -> Callable[..., Awaitable[Any]]:
         """Return `route` for a session: `ask = pool.session("u17"); await ask("generate", ...)`."""

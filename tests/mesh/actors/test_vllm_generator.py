@@ -18,6 +18,7 @@ from monarch.actor import concurrent_endpoint
 from vllm_replica import Replica, over, over_all, prompts, replica, require_vllm, tiny_model
 
 from actors.engine_generator import EngineGeneratorActor
+from learning.cartridge.fingerprint import fingerprint
 from protocols.errors import DataError, PublishError
 from protocols.types import GenerateRequest, PrefixRef, Sampling
 
@@ -38,6 +39,21 @@ class Forgetful(EngineGeneratorActor):
 
         def work(future: Future[None]) -> None:
             self._engine._engine._engine.collective_rpc("drop_cartridges", args=(version,))
+            future.set_result(None)
+
+        self._engine._post(EngineCall(work, done)).result(60)
+
+    @concurrent_endpoint
+    async def exchange(self, version: int, other: int) -> None:
+        """Its worker holds the numbers of `other` under `version` from now on."""
+        from actors.engine_thread import EngineCall
+        from actors.vllm import engine as module
+
+        done: Future[None] = Future()
+
+        def work(future: Future[None]) -> None:
+            held = module._connector()._held
+            held[version] = held[other]
             future.set_result(None)
 
         self._engine._post(EngineCall(work, done)).result(60)
@@ -82,10 +98,25 @@ def test_every_kind_of_prefix_in_one_batch(engine: Replica) -> None:
         assert list(c.token_ids) == model.greedy(kv, r.prompt_ids, 6) == list(e.token_ids)
         assert c.versions == (r.prefix.version,) * 6
         assert c.finish_reason == "length"
+        document = r.prefix.name.startswith("document/")
+        assert c.served == (("",) if document else (fingerprint(kv),))
         said = model.logprobs(kv, r.prompt_ids + c.token_ids)[-7:-1]
         close(c.logprobs, said[range(6), list(c.token_ids)])
     # Different prefixes do make different continuations, or this test would see nothing.
     assert len({c.token_ids for c in done[3::4]}) > 5
+
+
+def test_what_the_worker_holds_is_fingerprinted_not_what_it_was_told(engine: Replica) -> None:
+    """Tensors exchanged in the worker, also below blocks that were filled before."""
+    first, second = (engine.publish(engine.model.cartridges(s, 2, ALIGNED)) for s in (71, 72))
+    a, b = (fingerprint(engine.published[first][name]) for name in "ab")
+    both = over_all([("cartridge/b", first), ("cartridge/a", first)], (5, 6, 7))
+    of_b = over("cartridge/b", first, (5, 6, 7))
+    assert [c.served for c in engine.generate(both, of_b)] == [(b, a), (b,)]
+    engine.call("exchange", first, second)
+    (done,) = engine.generate(over("cartridge/b", first, (5, 6, 7, 8)))
+    assert done.served == (fingerprint(engine.published[second]["b"]),)
+    assert done.versions == (first,) * 6, "the label is still the old one"
 
 
 @pytest.mark.parametrize("cut", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20}])

@@ -8,23 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from driven_run import run_with, small_spec
 from monarch.actor import endpoint
-from small_run import MESH, SMALL
 
 from actors.model_actors import GeneratorActor
 from protocols.errors import PublishError, StaleTokenError
-from protocols.records.status import RunStatus
-from protocols.spec.loading import load_spec
-from protocols.spec.mesh import RunSpec
 from protocols.types import CartridgeSnapshot, GenerateOutput, GenerateRequest, PrefixRef
 from services import roles
-from services.control.commands import RunCommands
-from services.mesh import open_mesh, spawn_roles
 from services.run_directory import RunDirectory
-from services.telemetry.hub import open_sinks
-from services.telemetry.recorder import RunLog
-from training.recipes.registry import open_course
-from training.training_run import TrainingRun
 
 
 class Deaf(GeneratorActor):
@@ -53,42 +44,15 @@ class Lying(Deaf):
             )
             for r in requests
         ]
-        done = generate(self._model, old, self._lookup, self._end_ids)
+        done = generate(self._model, old, self._lookup, self._end_ids, served=self._served)
         return GenerateOutput(0.0, tuple(done))
-
-
-def small_spec() -> RunSpec:
-    sets = {**SMALL, "evaluate.arms": "[on_policy]", "evaluate.probe_every": 0}
-    sets |= {"roles.generator.replicas": 1, "plane": "shared_memory"}
-    return load_spec(str(MESH), sets=[f"{k}={v}" for k, v in sets.items()]).spec
-
-
-async def run_with(spec: RunSpec, directory: RunDirectory) -> TrainingRun:
-    """A run driven from this process, without a controller."""
-    hub = open_sinks(spec, directory, lambda sink, message: None)
-    recorder = RunLog(directory, hub)
-    mesh = await open_mesh(spec, recorder.event, recorder.span)
-    helm = RunCommands(
-        RunStatus, lambda **_: None, lambda: mesh.pools, recorder, mesh.service.scale
-    )
-    try:
-        course = open_course(spec, mesh)
-        await spawn_roles(spec, course.documents, course.end_ids, mesh, directory)
-        run = TrainingRun(
-            spec, course, mesh, directory, recorder, lambda **_: None, helm.between_steps
-        )
-        await run.go()
-        return run
-    finally:
-        await mesh.stop()
-        await asyncio.to_thread(recorder.close)
 
 
 @pytest.mark.parametrize(
     ("broken", "error", "message"),
     [
         (Deaf, PublishError, r"version 1 is not held here \(held: \[0\]\)"),
-        (Lying, StaleTokenError, r"was sampled by version 0, and version 1 is being trained"),
+        (Lying, StaleTokenError, r"version 1, .* which is cartridge patient_\d+ version 0"),
     ],
 )
 def test_a_broken_publish_is_refused(

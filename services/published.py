@@ -1,0 +1,75 @@
+"""Compare the cartridges that generators and teachers served with those that the trainer published.
+
+    trainer     -> CartridgeSnapshot.fingerprints -> PublishedCartridges.add
+    generator   -> Completion.served              -> PublishedCartridges.check
+    hinted teacher -> ScoreOutput.served          -> PublishedCartridges.check_served
+
+A label says which version a replica believes that it serves. A fingerprint is of the numbers that
+it read (`learning.cartridge.fingerprint`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from protocols.errors import StaleTokenError
+from protocols.types import CARTRIDGE, CartridgeSnapshot, Completion, GenerateRequest
+
+SHOWN = 12  # hexadecimal digits of a fingerprint in an error
+
+
+class PublishedCartridges:
+    """Hold the trainer's fingerprints of the newest `keep` published versions."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._known: dict[int, Mapping[str, str]] = {}
+
+    def add(self, snapshot: CartridgeSnapshot) -> None:
+        """Add a version that is about to be published, or is published again."""
+        self._known[snapshot.version] = dict(
+            zip(snapshot.names, snapshot.fingerprints, strict=False)
+        )
+        for old in sorted(self._known)[: -self._keep]:
+            del self._known[old]
+
+    def check(
+        self, replica: str, requests: Sequence[GenerateRequest], completions: Sequence[Completion]
+    ) -> None:
+        """Raise StaleTokenError for a completion that was not sampled over the published numbers of
+        the cartridges that its request names."""
+        for request, completion in zip(requests, completions, strict=True):
+            parts = request.prefix.parts
+            served = completion.served or ("",) * len(parts)
+            for part, got in zip(parts, served, strict=True):
+                if part.name.startswith(CARTRIDGE):
+                    name = part.name.removeprefix(CARTRIDGE)
+                    self._compare(replica, request.id, name, part.version, got)
+
+    def check_served(
+        self, replica: str, what: str, version: int, served: Mapping[str, str]
+    ) -> None:
+        """Raise StaleTokenError unless `replica` read the published numbers of `version` for
+        `what`."""
+        for name, got in served.items():
+            self._compare(replica, what, name, version, got)
+
+    def _compare(self, replica: str, what: str, name: str, version: int, got: str) -> None:
+        published = self._known.get(version, {}).get(name)
+        if published is None or got == published:
+            return
+        raise StaleTokenError(
+            f"{replica} served {what} under cartridge {name} version {version}, published with "
+            f"fingerprint {published[:SHOWN]}, from numbers with fingerprint "
+            f"{got[:SHOWN] or '(none given)'}, {self._whose(got, name)}: what it loads or looks "
+            "up is not what was published; nothing was trained on it; repair or replace this "
+            "replica, then resume the run"
+        )
+
+    def _whose(self, got: str, name: str) -> str:
+        """Return which published cartridge has this fingerprint, one of this name if any."""
+        holders = [(n, v) for v, of in self._known.items() for n in of if of[n] == got]
+        if not holders:
+            return f"which no published cartridge has (versions {sorted(self._known)})"
+        one, version = min(holders, key=lambda holder: (holder[0] != name, holder))
+        return f"which is cartridge {one} version {version}"

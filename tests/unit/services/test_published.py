@@ -1,0 +1,73 @@
+"""What was served is compared with what was published, by its numbers' fingerprints."""
+
+import pytest
+
+from protocols.errors import StaleTokenError
+from protocols.types import (
+    CartridgeSnapshot,
+    Completion,
+    GenerateRequest,
+    PrefixRef,
+    Sampling,
+    TensorLayout,
+    TensorRef,
+    composed_ref,
+)
+from services.published import PublishedCartridges
+
+PACKET = TensorRef("k", TensorLayout(()))
+
+
+def published(keep: int = 3, versions: int = 3) -> PublishedCartridges:
+    """Fingerprints are a0 b0, a1 b1, ..."""
+    found = PublishedCartridges(keep)
+    for v in range(versions):
+        found.add(CartridgeSnapshot(v, ("a", "b"), PACKET, (f"a{v}", f"b{v}")))
+    return found
+
+
+def check(ledger: PublishedCartridges, ref: PrefixRef, served: tuple[str, ...]) -> None:
+    asked = GenerateRequest("train/7/0", (4,), ref, Sampling(), 0)
+    answer = Completion("train/7/0", (5,), (-0.1,), (ref.version,), "stop", served=served)
+    ledger.check("generator[1]", [asked], [answer])
+
+
+A2, B2 = PrefixRef("cartridge/a", 2), PrefixRef("cartridge/b", 2)
+
+
+def test_the_published_numbers_pass() -> None:
+    check(published(), A2, ("a2",))
+    check(published(), composed_ref([B2, A2]), ("b2", "a2"))
+    check(published(), PrefixRef("document/a", 0), ("",))
+    published().check_served("hinted_teacher[0]", "scores/1", 2, {"a": "a2"})
+
+
+@pytest.mark.parametrize(
+    ("ref", "served", "whose"),
+    [
+        (A2, ("a0",), "which is cartridge a version 0"),
+        (A2, ("b2",), "which is cartridge b version 2"),
+        (A2, ("zz",), r"which no published cartridge has \(versions \[0, 1, 2\]\)"),
+        (A2, (), r"fingerprint \(none given\)"),
+        (composed_ref([B2, A2]), ("b2", "a1"), "cartridge a version 2, .* a version 1"),
+    ],
+)
+def test_other_numbers_are_refused_by_name(
+    ref: PrefixRef, served: tuple[str, ...], whose: str
+) -> None:
+    with pytest.raises(StaleTokenError, match=whose) as caught:
+        check(published(), ref, served)
+    assert "generator[1] served train/7/0 under cartridge a version 2" in str(caught.value)
+    assert "fingerprint a2" in str(caught.value)
+
+
+def test_a_teachers_scores_are_compared_too() -> None:
+    with pytest.raises(StaleTokenError, match=r"hinted_teacher\[0\] served scores/1"):
+        published().check_served("hinted_teacher[0]", "scores/1", 2, {"a": "a2", "b": "b1"})
+
+
+def test_only_the_newest_versions_are_kept() -> None:
+    ledger = published(keep=2)
+    check(ledger, PrefixRef("cartridge/a", 0), ("gone",))  # not compared: a generator refuses it
+    with pytest.raises(StaleTokenError):
+        check(ledger, PrefixRef("cartridge/a", 1), ("gone",))
