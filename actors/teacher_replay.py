@@ -1,9 +1,10 @@
-"""Ask external teachers for the actions that they prefer in the student's states."""
+"""Ask external teachers for the actions that they prefer in the student's states, and for hints."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from pathlib import Path
 
 from monarch.actor import Actor, concurrent_endpoint
@@ -13,7 +14,7 @@ from protocols.spec.teacher_replay import ReplaySpec
 from protocols.teacher_replay import PanelVerdict, ReplayState
 from teachers.budget import SpendTotals
 from teachers.ledger import SpendLedger
-from teachers.panel import TeacherPanel, ask_teachers, limits_of
+from teachers.panel import TeacherPanel, ask_teachers, hint_of_teacher, limits_of
 
 
 class TeacherReplayActor(Actor):
@@ -42,6 +43,16 @@ class TeacherReplayActor(Actor):
         """Return the verdict and every vote on a state within `deadline_s`; failed teachers
         abstain."""
         return await ask_teachers(self._at_desk(), state)
+
+    @concurrent_endpoint
+    async def hint(
+        self, teacher: str, state: ReplayState, asked: str, timeout_s: float
+    ) -> tuple[str, str]:
+        """Return (hint, "") by the named teacher within `timeout_s`, or ("", why). The last message
+        of the state reports a failure; `asked` ends the prompt."""
+        named = next(t for t in self._spec.teachers if t.name == teacher)
+        deadline = time.monotonic() + timeout_s
+        return await hint_of_teacher(self._at_desk(), named, state, asked, deadline)
 
     @concurrent_endpoint
     async def totals(self) -> dict[str, SpendTotals]:

@@ -12,11 +12,12 @@ Each branch stores its token ids once. A turn's context is the part of its branc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from environments.hints import TurnHint
 from protocols.episodes import Episode
 from protocols.errors import DataError
 
@@ -25,8 +26,9 @@ RECORD = "episode"
 _EPISODE = TypeAdapter(Episode)
 
 
-def to_row(episode: Episode, arm: str, step: int) -> dict[str, Any]:
-    """Return the episode as plain JSON values; `arm` and `step` are those of its run."""
+def to_row(episode: Episode, arm: str, step: int, hints: Sequence[TurnHint] = ()) -> dict[str, Any]:
+    """Return the episode as plain JSON values; `arm` and `step` are those of its run. The turn of
+    each of `hints` gets "hint", its text, and "no_hint", why it was not used, "" if it was."""
     branches: list[list[int]] = []
     spans = []
     row = _EPISODE.dump_python(episode, mode="json")
@@ -40,6 +42,8 @@ def to_row(episode: Episode, arm: str, step: int) -> dict[str, Any]:
             assert whole[: len(before)] == before, f"{episode.task.id}: a branch was rewritten"
             branches[branch] = whole
         spans.append({"branch": branch, "start": len(context), "stop": len(whole), **turn})
+    for hint in hints:
+        spans[hint.turn] |= {"hint": hint.text, "no_hint": hint.why}
     head = {"schema": SCHEMA, "record": RECORD, "arm": arm, "step": step}
     return {**head, **row, "branches": branches, "turns": spans}
 

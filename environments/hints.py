@@ -1,17 +1,24 @@
-"""Write hints for failed turns, by template or writer; reject those that leak the answer."""
+"""Choose the text of a failed turn's hint; drop what reveals the answer.
+
+template    a text of the environment's registry, filled in with the facts of the failure
+feedback    the environment's own text of the error
+sibling     a successful episode of the same task, as a demonstration
+written     by a model, which gets the conversation and the error (training.recipes.hint_writers)
+
+A hint is read by the teacher alone, never by the student. A demonstration holds the answer by
+construction, so the leak check applies to the other three.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import re
 import unicodedata
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from protocols.episodes import Observation
+from environments.renderer import messages_so_far
+from protocols.episodes import Episode, Observation
 from protocols.teacher_replay import AgentMessage
-
-Writer = Callable[[Observation, Sequence[AgentMessage]], Awaitable[str]]
 
 # A number keeps its sign and its fraction; any other word is letters and digits.
 _WORD = re.compile(r"(?<!\w)[-+]?\d+(?:[.,]\d+)*\w*|\w+")
@@ -19,40 +26,98 @@ _SQUEEZED = 5  # characters; many unrelated words contain a shorter answer
 
 
 @dataclass(frozen=True)
-class Hints:
-    """Choose the hint of a failed turn. `templates` maps hint keys to texts that the observation's
-    facts fill in: `{"where": "the handbook says {field} {department}."}`. `writer`, for example a
-    language model, is called where no template fits; it receives the observation and all messages
-    up to it."""
+class FailedTurn:
+    """Hold a turn that met a failure: `turn` counts the episode's turns from 0."""
 
-    templates: Mapping[str, str]
-    writer: Writer | None = None
-    timeout_s: float = 30.0
+    episode: Episode
+    turn: int
 
-    async def hint(
-        self, seen: Observation, messages: Sequence[AgentMessage], expected: str | None
-    ) -> tuple[str, str]:
-        """Return (the hint, "") for an observation, or ("", why) when there is none: "no_hint",
-        "leaks_answer", "writer_failed" or "writer_timeout"."""
-        text, why = _filled(self.templates.get(seen.hint_key, ""), seen.hint_facts), "no_hint"
-        if not text and self.writer is not None:
-            text, why = await self._written(self.writer, seen, messages)
-        if not text:
-            return "", why
-        if expected is not None and leaks(text, expected):
-            return "", "leaks_answer"
-        return text, ""
+    @property
+    def seen(self) -> Observation:
+        """Return the observation that reported the failure."""
+        return self.episode.turns[self.turn].observation
 
-    async def _written(
-        self, writer: Writer, seen: Observation, messages: Sequence[AgentMessage]
-    ) -> tuple[str, str]:
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                return (await writer(seen, messages)).strip(), "no_hint"
-        except TimeoutError:
-            return "", "writer_timeout"
-        except Exception:  # a writer may raise anything; a missing hint must not end the run
-            return "", "writer_failed"
+    @property
+    def messages(self) -> tuple[AgentMessage, ...]:
+        """Return the conversation up to that observation."""
+        return messages_so_far(self.episode.opening, self.episode.turns[: self.turn + 1])
+
+
+@dataclass(frozen=True)
+class TurnHint:
+    """Hold the hint of a failed turn: `TurnHint("desk/12/0/1", 0, "read note 17.")`.
+
+    `why` says why there is none: "no_hint", "leaks_answer" (`text` then is what was dropped),
+    "no_sibling", "writer_failed", "writer_timeout", "too_long" or "empty_turn".
+    """
+
+    episode: str
+    turn: int
+    text: str
+    why: str = ""
+
+
+def failed_turns(episodes: Sequence[Episode]) -> list[FailedTurn]:
+    """Return the turns that met a failure, in order."""
+    return [
+        FailedTurn(e, t)
+        for e in episodes
+        for t, turn in enumerate(e.turns)
+        if turn.observation.error_kind
+    ]
+
+
+def template_hint(failed: FailedTurn, templates: Mapping[str, str]) -> TurnHint:
+    """Return the template of the failure's hint key with its facts: `{"where": "the handbook says
+    {field} {department}."}`."""
+    seen = failed.seen
+    text = _filled(templates.get(seen.hint_key, ""), seen.hint_facts)
+    return checked_hint(failed, text, expected_of(failed.episode))
+
+
+def feedback_hint(failed: FailedTurn) -> TurnHint:
+    """Return what the environment said of the failure."""
+    text = "\n".join(m.content for m in failed.seen.messages)
+    return checked_hint(failed, text, expected_of(failed.episode))
+
+
+def sibling_hint(failed: FailedTurn, episodes: Sequence[Episode], reward: float) -> TurnHint:
+    """Return the shortest other episode of the group with at least this `reward`, as a transcript
+    of its turns and what they met; the first of equally short ones. It is not checked for the
+    answer, which it holds."""
+    own = failed.episode
+    siblings = [
+        e
+        for e in episodes
+        if e.group == own.group
+        and e.task.id != own.task.id
+        and e.reward is not None
+        and e.reward >= reward
+    ]
+    if not siblings:
+        return TurnHint(own.task.id, failed.turn, "", "no_sibling")
+    best = min(siblings, key=lambda e: len(e.turns))
+    said = messages_so_far(best.opening, best.turns)[len(best.opening.messages) :]
+    return TurnHint(
+        own.task.id, failed.turn, "\n".join(f"{m.role}: {m.content.strip()}" for m in said)
+    )
+
+
+def checked_hint(
+    failed: FailedTurn, text: str, expected: str | None, why: str = "no_hint"
+) -> TurnHint:
+    """Return a hint with this text, unless the text is empty, for the reason `why`, or reveals the
+    `expected` answer. Nothing is checked where that is None: the answer is not known."""
+    text = text.strip()
+    if text:
+        why = "leaks_answer" if expected is not None and leaks(text, expected) else ""
+    return TurnHint(failed.episode.task.id, failed.turn, text, why)
+
+
+def expected_of(episode: Episode) -> str | None:
+    """Return the right answer, or None; many environments reveal it only at the end."""
+    seen = (episode.opening, *(turn.observation for turn in episode.turns))
+    return next((o.expected for o in reversed(seen) if o.expected is not None), None)
 
 
 def words(text: str) -> tuple[str, ...]:

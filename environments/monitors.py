@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from environments.action_parsing import ActionFormat
-from environments.hints import holds, words
-from environments.training_signals import expected_of
+from environments.hints import expected_of, holds, words
 from protocols.episodes import Episode, Turn
 from protocols.teacher_replay import Action, OptionAction, TextAction, ToolAction
 

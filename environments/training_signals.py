@@ -9,14 +9,13 @@ training_pair   a preference of the panel, in the student's token ids (DPO)
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from environments.action_parsing import ActionFormat
-from environments.hints import Hints
+from environments.hints import TurnHint
 from environments.renderer import ChatRenderer, messages_so_far
 from protocols import teacher_replay
 from protocols.episodes import Episode, Turn
@@ -27,7 +26,6 @@ from protocols.types import Sample
 from teachers.actions import action_of
 
 TOOL_VERSION = -1  # of tokens that the student did not sample
-HINTS_AT_ONCE = 8
 
 
 def rl_samples(episodes: Sequence[Episode]) -> list[PolicySample]:
@@ -55,49 +53,37 @@ def turn_samples(episodes: Sequence[Episode]) -> list[Sample]:
     ]  # fmt: skip
 
 
-async def hinted_turns(
-    episodes: Sequence[Episode], hints: Hints, conversation: ChatRenderer
-) -> tuple[list[HintedTurn], Counter[str]]:
-    """Return the failed turns, each with its hint, and a count of turns left out by reason.
+def hinted_turns(
+    episodes: Sequence[Episode],
+    hints: Sequence[TurnHint],
+    conversation: ChatRenderer,
+    row_tokens: int,
+) -> tuple[list[HintedTurn], list[TurnHint]]:
+    """Return the failed turns that have a hint, and the hints as they were used.
 
-    The reasons are those of `Hints.hint` and "empty_turn". A hinted turn refers to the sample that
+    A turn without tokens gets no hint ("empty_turn"), nor one whose hinted context does not fit a
+    row of `row_tokens` with the turn ("too_long"). A hinted turn refers to the sample that
     `rl_samples` makes of its branch.
     """
-    failed = [
-        (e, t) for e in episodes for t, turn in enumerate(e.turns) if turn.observation.error_kind
-    ]
-    places = asyncio.Semaphore(HINTS_AT_ONCE)
-
-    async def hinted(e: Episode, t: int) -> tuple[str, str]:
-        async with places:
-            messages = messages_so_far(e.opening, e.turns[: t + 1])
-            return await hints.hint(e.turns[t].observation, messages, expected_of(e))
-
-    found = await asyncio.gather(*(hinted(e, t) for e, t in failed))
+    known = {e.task.id: e for e in episodes}
     items: list[HintedTurn] = []
-    left_out: Counter[str] = Counter()
-    for (e, t), (hint, why) in zip(failed, found, strict=True):
-        turn = e.turns[t]
-        if why or not turn.response_ids:
-            left_out[why or "empty_turn"] += 1
-            continue
-        first = next(u for u in e.turns if u.branch == turn.branch)
-        start = len(turn.context_ids) - len(first.context_ids)
-        items.append(
-            HintedTurn(
-                _sample_id(e, turn.branch),
-                start,
-                start + len(turn.response_ids),
-                conversation.with_hint(turn.context_ids, hint),
-            )
-        )
-    return items, left_out
-
-
-def expected_of(episode: Episode) -> str | None:
-    """Return the right answer, or None; many environments reveal it only at the end."""
-    seen = (episode.opening, *(turn.observation for turn in episode.turns))
-    return next((o.expected for o in reversed(seen) if o.expected is not None), None)
+    used: list[TurnHint] = []
+    for hint in hints:
+        e = known[hint.episode]
+        turn = e.turns[hint.turn]
+        if not (hint.why or turn.response_ids):
+            hint = replace(hint, why="empty_turn")
+        if not hint.why:
+            context = conversation.with_hint(turn.context_ids, hint.text)
+            if len(context) + len(turn.response_ids) > row_tokens:
+                hint = replace(hint, why="too_long")
+            else:
+                first = next(u for u in e.turns if u.branch == turn.branch)
+                start = len(turn.context_ids) - len(first.context_ids)
+                stop = start + len(turn.response_ids)
+                items.append(HintedTurn(_sample_id(e, turn.branch), start, stop, context))
+        used.append(hint)
+    return items, used
 
 
 def replay_states(

@@ -292,6 +292,14 @@ class TeacherReplayClient(RoleClient):
         verdict: PanelVerdict = await self.pool.route("vote", state)
         return verdict
 
+    async def hint(
+        self, teacher: str, state: ReplayState, asked: str, timeout_s: float
+    ) -> tuple[str, str]:
+        """Return (hint, "") by the named teacher for a state whose last message reports a failure,
+        or ("", why) when there is none after `timeout_s`."""
+        hint: tuple[str, str] = await self.pool.route("hint", teacher, state, asked, timeout_s)
+        return hint
+
 
 class RSAAggregatorClient(RoleClient):
     """Draw problems, judge populations and build the requests of the next population."""

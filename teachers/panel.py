@@ -1,6 +1,7 @@
 """Ask external teachers: reserve, call and settle, retry where that may help, then count the votes.
 
 vote_of_teacher   returns one teacher's vote on one state, always, within the deadline
+hint_of_teacher   returns one teacher's hint for a failed turn, or why there is none
 ask_teachers      applies the gate, then asks as many teachers as needed, cheapest first
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -40,7 +41,9 @@ from teachers.prompts import (
     TeacherReply,
     call_key,
     read_answer,
+    read_hint,
     render,
+    render_hint,
     state_hash,
 )
 from teachers.voting import decide, next_to_ask, worth_asking
@@ -63,6 +66,15 @@ class TeacherPanel:
         for client in self.clients.values():
             await client.close()
         self.ledger.close()
+
+
+@dataclass(frozen=True)
+class TeacherQuestion:
+    """Hold a prompt about a state, and whether an answer to it can be used."""
+
+    prompt: TeacherPrompt
+    state: ReplayState
+    usable: Callable[[str], bool]
 
 
 def limits_of(spec: ReplaySpec) -> dict[str, SpendLimits]:
@@ -98,21 +110,47 @@ async def vote_of_teacher(
 ) -> TeacherVote:
     """Return one teacher's vote by `deadline` (monotonic seconds). A call that the ledger has an
     answer to is not made."""
-    key = call_key(teacher, state)
+    question = TeacherQuestion(
+        render(state), state, lambda raw: read_answer(raw, state)[0] is not None
+    )
+    settled, why = await _settled(desk, teacher, question, deadline)
+    if settled is None:
+        return _abstained(teacher, state, call_key(teacher, question.prompt, state), why)
+    return vote_from(settled, state)
+
+
+async def hint_of_teacher(
+    desk: TeacherPanel, teacher: ReplayTeacherSpec, state: ReplayState, asked: str, deadline: float
+) -> tuple[str, str]:
+    """Return (hint, "") from one teacher by `deadline` (monotonic seconds), or ("", why) with the
+    reasons of a TeacherVote. `asked` ends the prompt. The ledger is used as for a vote."""
+    question = TeacherQuestion(render_hint(state, asked), state, lambda raw: bool(read_hint(raw)))
+    settled, why = await _settled(desk, teacher, question, deadline)
+    if settled is None:
+        return "", why
+    if settled.outcome != ANSWERED or settled.refused:
+        return "", "refused" if settled.refused else settled.outcome
+    hint = read_hint(settled.raw)
+    return hint, "" if hint else "unparseable: no hint"
+
+
+async def _settled(
+    desk: TeacherPanel, teacher: ReplayTeacherSpec, question: TeacherQuestion, deadline: float
+) -> tuple[SettledCall | None, str]:
+    """Return the ledger's row of the question, or (None, why) if the teacher was not called. A call
+    that the ledger has an answer to is not made; a failed one is repeated."""
+    key = call_key(teacher, question.prompt, question.state)
     client = desk.clients.get(teacher.name)
     if client is None:
         found = await asyncio.to_thread(desk.ledger.found, key, failures=True)
-        return _abstained(teacher, state, key, "not_in_ledger") if found is None else (
-            vote_from(found, state)
-        )  # fmt: skip
-    prompt = render(state)
-    call = TeacherCall(key, teacher.name, desk.run, worst(teacher, prompt))
+        return found, "" if found else "not_in_ledger"
+    call = TeacherCall(key, teacher.name, desk.run, worst(teacher, question.prompt))
     tries, failed = 0, None
     while True:
         admission = await _admit(desk.ledger, call)
         match admission:
             case AlreadyAnswered(settled):
-                return vote_from(settled, state)
+                return settled, ""
             case CallRefused(why):
                 break
             case CallLater(seconds, why):
@@ -122,15 +160,15 @@ async def vote_of_teacher(
             case CallNow(attempt):
                 tries += 1
                 settled, retriable = await _attempt(
-                    desk, teacher, client, call, prompt, state, attempt, tries, deadline
+                    desk, teacher, client, call, question, attempt, tries, deadline
                 )
                 pause = teacher.backoff_s * 2 ** (tries - 1) * random.uniform(0.5, 1.0)
                 late = time.monotonic() + pause > deadline
                 if not retriable or tries >= teacher.attempts or late:
-                    return vote_from(settled, state)
+                    return settled, ""
                 failed = settled
                 await asyncio.sleep(pause)
-    return vote_from(failed, state) if failed else _abstained(teacher, state, key, why)
+    return failed, why
 
 
 def vote_from(settled: SettledCall, state: ReplayState) -> TeacherVote:
@@ -174,8 +212,7 @@ async def _attempt(
     teacher: ReplayTeacherSpec,
     client: TeacherClient,
     call: TeacherCall,
-    prompt: TeacherPrompt,
-    state: ReplayState,
+    question: TeacherQuestion,
     attempt: str,
     tries: int,
     deadline: float,
@@ -185,7 +222,7 @@ async def _attempt(
     reply = TeacherReply(INTERRUPTED)
     try:
         async with asyncio.timeout(max(0.0, deadline - begun)):
-            reply = await client.ask(prompt, attempt)
+            reply = await client.ask(question.prompt, attempt)
     except TimeoutError:
         reply = TeacherReply("timeout", retriable=False)
     finally:
@@ -193,7 +230,7 @@ async def _attempt(
         settled = SettledCall(
             attempt, call.key, call.teacher, call.run, reply.outcome,
             _paid(reply, call, teacher), reply.usage, reply.raw, reply.refused,
-            _usable(reply, state), round(time.monotonic() - begun, 6), tries,
+            _usable(reply, question), round(time.monotonic() - begun, 6), tries,
             reply.retry_after_s, time.time(),
         )  # fmt: skip
         desk.ledger.settle(settled)
@@ -210,12 +247,8 @@ def _paid(reply: TeacherReply, call: TeacherCall, teacher: ReplayTeacherSpec) ->
     return 0 if reply.free else call.nanodollars
 
 
-def _usable(reply: TeacherReply, state: ReplayState) -> bool:
-    return (
-        reply.outcome == ANSWERED
-        and not reply.refused
-        and read_answer(reply.raw, state)[0] is not None
-    )
+def _usable(reply: TeacherReply, question: TeacherQuestion) -> bool:
+    return reply.outcome == ANSWERED and not reply.refused and question.usable(reply.raw)
 
 
 def _abstained(teacher: ReplayTeacherSpec, state: ReplayState, key: str, why: str) -> TeacherVote:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from environments.hints import TurnHint
 from learning.step import OFFLINE_VERSION
 from protocols.episodes import Episode
 from protocols.records.run_files import RolloutRow
@@ -56,8 +57,9 @@ class Rollout:
     """Hold what one step samples: samples with their prompts and completions.
 
     `seconds` is the wall time, `compute` the part of it in which any generator computed. With
-    `episodes`, the samples are their turns. `parts` are groups of sample ids that the document
-    teacher scores together, where that is not all of them at once.
+    `episodes`, the samples are their turns, and `hints` are those of the failed ones. `parts` are
+    groups of sample ids that the document teacher scores together, where that is not all of them at
+    once.
     """
 
     step: int
@@ -67,6 +69,7 @@ class Rollout:
     seconds: float
     compute: float
     episodes: Sequence[Episode] = ()
+    hints: Sequence[TurnHint] = ()
     parts: Sequence[tuple[str, ...]] = ()
 
 

@@ -1,7 +1,8 @@
 """Start a local provider with fake teachers that know the desk, for the default demo.
 
 A fake teacher reads the handbook and the episode so far, as any teacher does, and answers with the
-next call of a good clerk; at a set rate it answers with a wrong one.
+next call of a good clerk; at a set rate it answers with a wrong one. Asked for a hint, it writes
+that call as text.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import re
 from collections.abc import Sequence
 from functools import partial
 
+from environments.clinic.desk import call_text
 from environments.clinic.vocabulary import DEPARTMENTS
 from protocols.errors import DataError
 from protocols.spec.teacher_replay import LocalSpec, ReplaySpec
 from protocols.teacher_replay import AgentMessage, ToolAction
 from teachers.fake_provider.app import FakeProvider, FaultRates, ProviderRequest, sometimes_right
+from teachers.prompts import HINT_INSTRUCTIONS
 
 KEY_ENV = "FORGE_LOCAL_PROVIDER_KEY"
 
@@ -77,5 +80,7 @@ def _answer(request: ProviderRequest, right: bool) -> str:
     if not right:
         other = next(d for d in DEPARTMENTS if d != call.arguments.get("department"))
         call = ToolAction("find", {"field": "nothing", "department": other})
+    if request.system.startswith(HINT_INSTRUCTIONS):
+        return json.dumps({"kind": "text", "tool": "", "arguments": "", "answer": call_text(call)})
     arguments = json.dumps(dict(call.arguments))
     return json.dumps({"kind": "tool", "tool": call.tool, "arguments": arguments, "answer": ""})

@@ -39,7 +39,9 @@ def sections(learn: LearnSpec) -> list[TableSection]:
     if replay := learn.replay:
         found += [
             TableSection("teachers", TEACHER_COLUMNS, teacher_rows(replay)),
-            facts("votes", vote_rows(learn, replay)),
+            facts("votes", vote_rows(learn, replay))
+            if learn.objective.beta
+            else facts("hints", hint_rows(learn, replay)),
         ]
     return found
 
@@ -124,6 +126,17 @@ def vote_rows(learn: LearnSpec, replay: ReplaySpec) -> list[tuple[str, str]]:
         ("states", f"at most {states} a step, {states * steps:,} in all"),
         ("cap", f"{replay.cap:g} dollars together, set aside before each call"),
         ("deadline", f"{replay.deadline_s:g} s for a state; no step waits for it"),
+    ]
+
+
+def hint_rows(learn: LearnSpec, replay: ReplaySpec) -> list[tuple[str, str]]:
+    """Return rows on the provider of the hints, where a teacher writes them and none votes."""
+    hints = learn.objective.hints
+    return [
+        *_answered(replay),
+        ("asked", f"{hints.hint_writer}, about every failed turn"),
+        ("cap", f"{replay.cap:g} dollars together, set aside before each call"),
+        ("deadline", f"{hints.hint_timeout_s:g} s for a hint; the step waits for it"),
     ]
 
 

@@ -10,6 +10,7 @@ from pydantic import model_validator
 
 from protocols.rsa import shape_fault
 from protocols.spec.base import SpecSection, broken
+from protocols.spec.objective import HINT_WRITER
 from protocols.spec.rsa import OF_DOCUMENTS, RsaSpec
 from protocols.spec.sections import LearnSections
 
@@ -76,10 +77,18 @@ def _of_channels(spec: LearnSections) -> Iterator[Rule]:
         "data.source must be desk with episodes, and only then",
         "set data.source: desk, or remove the section episodes",
     )
+    asks = objective.hints.asks if objective.alpha > 0 else None
     yield (
-        (objective.beta > 0) != (spec.replay is not None),
-        "objective.beta must be > 0 with the section replay, and only then",
+        (objective.beta > 0 or asks is not None) != (spec.replay is not None),
+        "objective.beta must be > 0 with the section replay, and only then, unless one of its "
+        f"teachers writes the hints ({HINT_WRITER})",
         "set it, or remove the section replay",
+    )
+    named = () if spec.replay is None else tuple(t.name for t in spec.replay.teachers)
+    yield (
+        asks is not None and asks not in named,
+        f"{HINT_WRITER} must be generator or one of replay.teachers ({', '.join(named)})",
+        "correct the name",
     )
     yield (
         episodes is not None and episodes.max_context > spec.train.row_tokens,

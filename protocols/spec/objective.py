@@ -15,6 +15,9 @@ from pydantic import Field, ValidationInfo, field_validator
 from protocols.spec.base import SpecSection, bounded, broken
 from protocols.spec.environment import EnvironmentSpec
 
+GENERATOR = "generator"  # the writer of hints that is no external teacher
+HINT_WRITER = "objective.sdpo.hint_writer"  # the key that names the writer
+
 
 class LossSpec(SpecSection):
     """Configure doc_kl: student against teacher on the sampled tokens, nats per token."""
@@ -113,7 +116,60 @@ class GrpoSpec(SpecSection):
         return value
 
 
-class SdpoSpec(SpecSection):
+class HintSpec(SpecSection):
+    """Configure where the hints of failed turns come from."""
+
+    hints: Literal["template", "model", "sibling", "feedback"] = Field(
+        default="template",
+        description="the environment's registry, a model that reads the conversation, a "
+        "successful episode of the same task, or the environment's own text of the error",
+    )
+    hint_writer: str = Field(
+        default=GENERATOR,
+        min_length=1,
+        description="hints model: generator, or the name of one of replay.teachers",
+    )
+    hint_context: Literal["document", "cartridge"] = Field(
+        default="document", description="what the generator reads before the conversation"
+    )
+    hint_prompt: str = Field(
+        default="Say in one sentence what to do next. Do not give the answer.",
+        description="what the writer is asked after the error; empty: nothing, it goes on itself",
+    )
+    hint_tokens: int = Field(
+        default=64, ge=1, description="most tokens of a hint that the generator writes"
+    )
+    hint_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="seconds for a step's hints by the generator, for each by a teacher",
+    )
+    sibling_reward: float = Field(
+        default=1.0, description="least reward of an episode that hints sibling shows"
+    )
+
+    @property
+    def source(self) -> str:
+        """Return where hints come from, for a plan."""
+        if self.hints != "model":
+            return self.hints
+        return f"by {self.hint_writer}" + ("" if self.asks else f" with the {self.hint_context}")
+
+    @property
+    def asks(self) -> str | None:
+        """Return the external teacher that writes the hints, or None."""
+        by_teacher = self.hints == "model" and self.hint_writer != GENERATOR
+        return self.hint_writer if by_teacher else None
+
+    @field_validator("hint_writer")
+    @classmethod
+    def _writer_is_of_model(cls, value: str, info: ValidationInfo) -> str:
+        if value != GENERATOR and info.data.get("hints", "model") != "model":
+            raise broken("belongs to hints model alone", "remove it or set hints: model")
+        return value
+
+
+class SdpoSpec(HintSpec):
     """Configure self-distillation from the model with a hint in its context."""
 
     variant: Literal["jsd", "sampled"] = Field(
@@ -220,11 +276,16 @@ class ObjectiveSpec(SpecSection):
             ("grpo", self.w_rl, f"{self.w_rl:g}",
              f"rewards, compared in groups of {group} episodes"),
             ("sdpo", self.alpha, alpha,
-             "turns that met an error, against the same model under a hint"),
+             f"turns that met an error, against the same model under a hint: {self.sdpo.source}"),
             ("replay_dpo", self.beta, f"{self.beta:g}",
              f"at most {dpo.pairs} pairs a step, each in {dpo.uses} steps, from {dpo.lag} to "
              f"{dpo.max_age} steps after its episode"),
         )  # fmt: skip
+
+    @property
+    def hints(self) -> HintSpec:
+        """Return where hints come from."""
+        return self.sdpo
 
     @property
     def of_episodes(self) -> bool:

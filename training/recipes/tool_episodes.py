@@ -21,7 +21,7 @@ from typing import Any
 from environments.action_parsing import DESK
 from environments.clinic.desk import HINTS, draw_desk
 from environments.episode_files import to_row
-from environments.hints import Hints
+from environments.hints import TurnHint
 from environments.monitors import count_flags, flagged
 from environments.renderer import NO_DOCUMENT, ChatRenderer
 from environments.rollout import BARE, over_cartridge, run_episodes
@@ -41,6 +41,7 @@ from services.mesh import Mesh
 from services.run_directory import RunDirectory
 from teachers.ledger import RunSpending
 from training.recipes.base import Recipe
+from training.recipes.hint_writers import HintWriter
 from training.recipes.preferences import AskedState, PreferenceQueue
 from training.rollouts import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
 
@@ -59,10 +60,12 @@ class ToolEpisodesRecipe(Recipe):
         self._desks = [desk.id for desk in desks]
         self._texts = {desk.id: desk.document for desk in desks}
         self._conversation = ChatRenderer(tokenizer, self._texts)
-        self._hints = Hints(HINTS)
+        self._hints = HintWriter(
+            spec.objective.hints, HINTS, self._conversation, self._texts, mesh.pools,
+            spec.train.row_tokens,
+        )  # fmt: skip
         self._preferences: PreferenceQueue | None = None
         self._spending: RunSpending | None = None
-        self._left_out: Counter[str] = Counter()  # error turns of the step without a hint, and why
         self.documents: Mapping[str, tuple[int, ...]] = {
             **{name: self._conversation.head(name) for name in self._desks},
             NO_DOCUMENT: self._conversation.head(None),
@@ -92,9 +95,13 @@ class ToolEpisodesRecipe(Recipe):
             partial(self._hand_over, ended),
         )
         episodes = [flagged(e, DESK) for e in episodes]
+        hints: list[TurnHint] = []
+        if self._objective.alpha:
+            written, computed = await self._hints.write(episodes, version, generate)
+            hints, compute = self._hinted(episodes, written)[1], compute + computed
         samples = turn_samples(episodes)
         seconds = time.perf_counter() - begun
-        return Rollout(step, (), (), samples, seconds, compute, episodes)
+        return Rollout(step, (), (), samples, seconds, compute, episodes, hints)
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
@@ -177,17 +184,22 @@ class ToolEpisodesRecipe(Recipe):
         if self._objective.w_doc:
             ended("doc_teacher", [r.sample for r in rl])
         if self._objective.alpha:
-            items, _ = await hinted_turns(episodes, self._hints, self._conversation)
-            ended(HINTED_TEACHER, hinted(items, rl))
+            hints = self._hints.at_once(episodes)
+            if hints is not None:
+                ended(HINTED_TEACHER, hinted(self._hinted(episodes, hints)[0], rl))
+
+    def _hinted(
+        self, episodes: Sequence[Episode], hints: Sequence[TurnHint]
+    ) -> tuple[list[HintedTurn], list[TurnHint]]:
+        row = self._spec.train.row_tokens
+        return hinted_turns(episodes, hints, self._conversation, row)
 
     # -- train batches --------------------------------------------------------------------------
 
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
         objective, episodes = self._objective, rollout.episodes
         rl = rl_samples(episodes)
-        items: list[HintedTurn] = []
-        if objective.alpha:
-            items, self._left_out = await hinted_turns(episodes, self._hints, self._conversation)
+        items, _ = self._hinted(episodes, rollout.hints)
         pairs: list[PreferencePair] = []
         if objective.beta:
             preferences = self._asking()
@@ -227,7 +239,12 @@ class ToolEpisodesRecipe(Recipe):
     # -- records --------------------------------------------------------------------------------
 
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:
-        directory.append_episodes(to_row(e, arm, step) for e in rollout.episodes)
+        hints: dict[str, list[TurnHint]] = {}
+        for hint in rollout.hints:
+            hints.setdefault(hint.episode, []).append(hint)
+        directory.append_episodes(
+            to_row(e, arm, step, hints.get(e.task.id, ())) for e in rollout.episodes
+        )
         if self._preferences is not None:
             directory.append_votes(
                 {"arm": arm, "step": step, **row} for row in self._preferences.told()
@@ -248,7 +265,8 @@ class ToolEpisodesRecipe(Recipe):
             counts["reward"] = math.fsum(rewards) / len(rewards)
         counts |= {f"error/{kind}": n for kind, n in sorted(errors.items())}
         counts |= {f"flag/{flag}": n for flag, n in sorted(count_flags(episodes).items())}
-        counts |= {f"no_hint/{why}": n for why, n in sorted(self._left_out.items())}
+        left_out = Counter(hint.why for hint in record.rollout.hints if hint.why)
+        counts |= {f"no_hint/{why}": n for why, n in sorted(left_out.items())}
         if self._preferences is not None:
             became = self._preferences.counted()
             counts |= {f"teachers/{what}": n for what, n in sorted(became.items())}

@@ -8,6 +8,7 @@ import pytest
 from episode_setup import LOST, RIGHT, TEMPLATES, episode_of, task
 
 from environments.episode_files import from_row, to_row
+from environments.hints import TurnHint
 from protocols.episodes import Episode, Observation, Turn
 from protocols.errors import DataError
 from protocols.teacher_replay import AgentMessage
@@ -43,6 +44,22 @@ def test_a_row_by_hand() -> None:
     assert row["turns"][0]["sampler_logprobs"] == [-0.1, -0.7]
     assert row["turns"][0]["versions"] == [3, 3]
     assert row["turns"][0]["observation"]["hint_key"] == "where"
+
+
+def test_the_hints_of_failed_turns_are_kept_beside_them() -> None:
+    episode = episode_of(LOST)
+    hints = [
+        TurnHint("desk/12/0/1", 0, "the handbook says surgeon cardiology."),
+        TurnHint("desk/12/0/1", 1, "it is weber.", "leaks_answer"),
+    ]
+    row = json.loads(json.dumps(to_row(episode, "on_policy", 12, hints)))
+    found = [(t.get("hint"), t.get("no_hint")) for t in row["turns"]]
+    assert found == [
+        ("the handbook says surgeon cardiology.", ""),
+        ("it is weber.", "leaks_answer"),
+        (None, None),
+    ]
+    assert from_row(row) == episode
 
 
 GOOD: dict[str, Any] = to_row(episode_of(RIGHT), "on_policy", 12)

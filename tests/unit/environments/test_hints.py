@@ -1,34 +1,39 @@
-"""Hints: templates first, a writer second, none that tells the answer; failures are counted."""
+"""Hints: of templates, feedback and siblings; none but a sibling's tells the answer."""
 
-import asyncio
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
-from desk_tasks import replayed
-from episode_setup import CASE, seen_at_desk
+from episode_setup import LOST, RIGHT, episode_of, seen_at_desk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from environments.clinic.desk import HINTS, reply_to
-from environments.hints import Hints, Writer, holds, leaks, words
-from protocols.episodes import Observation
+from environments.clinic.desk import HINTS
+from environments.hints import (
+    FailedTurn,
+    TurnHint,
+    checked_hint,
+    failed_turns,
+    feedback_hint,
+    holds,
+    leaks,
+    sibling_hint,
+    template_hint,
+    words,
+)
+from protocols.episodes import Episode, Observation
 from protocols.teacher_replay import AgentMessage
 
-LOST = seen_at_desk(("find surgeon in urology.",))
-ASKED = (AgentMessage("user", "what is the surgeon?"), *LOST.messages)
+
+def failed(*said: str, see: Callable[[Sequence[str]], Observation] = seen_at_desk) -> FailedTurn:
+    """The last turn of an episode in which a student says these words."""
+    return FailedTurn(episode_of(said, see=see), len(said) - 1)
 
 
-def hint(hints: Hints, seen: Observation = LOST, expected: str | None = "weber") -> tuple[str, str]:
-    return asyncio.run(hints.hint(seen, ASKED, expected))
-
-
-def says(text: str) -> Writer:
-    async def write(seen: Observation, messages: Sequence[AgentMessage]) -> str:
-        assert (seen, messages) == (LOST, ASKED)
-        return text
-
-    return write
+def hinted(text: str, why: str = "", turn: int = 0) -> TurnHint:
+    return TurnHint("desk/12/0/1", turn, text, why)
 
 
 @pytest.mark.parametrize(
@@ -43,41 +48,75 @@ def says(text: str) -> Writer:
         (("find surgeon in cardiology.", "read note 3."), "read note 17."),
     ],
 )
-def test_the_desk_has_a_hint_for_every_failure(calls: tuple[str, ...], expected: str) -> None:
-    reply = reply_to(CASE, replayed(CASE, calls[:-1], 4)[-1], calls[-1], 4).reply
-    assert reply is not None
-    assert reply.error_kind
-    seen = Observation(hint_key=reply.hint_key, hint_facts=reply.hint_facts)
-    assert hint(Hints(HINTS), seen, CASE.value) == (expected, "")
+def test_the_desk_has_a_template_for_every_failure(calls: tuple[str, ...], expected: str) -> None:
+    turn = failed(*calls)
+    assert turn.seen.error_kind
+    assert template_hint(turn, HINTS) == hinted(expected, turn=len(calls) - 1)
 
 
-def test_templates_come_first_and_the_writer_second() -> None:
-    assert hint(Hints({"where": "look in {department}."}, says("x"))) == ("look in cardiology.", "")
-    assert hint(Hints({}, says(" ask the ward. "))) == ("ask the ward.", "")
-    assert hint(Hints({"where": "the {ward}."}, says("ask."))) == ("ask.", "")
-    assert hint(Hints({"where": "the {ward}."})) == ("", "no_hint")
-    assert hint(Hints({}, says(" "))) == ("", "no_hint")
+def test_a_template_needs_its_facts() -> None:
+    lost = failed("find surgeon in urology.")
+    assert template_hint(lost, {"where": "look in {department}."}) == hinted("look in cardiology.")
+    assert template_hint(lost, {"where": "the {ward}."}) == hinted("", "no_hint")
+    assert template_hint(lost, {}) == hinted("", "no_hint")
 
 
-def test_a_hint_with_the_answer_is_refused() -> None:
-    assert hint(Hints({}, says("It is WEBER!"))) == ("", "leaks_answer")
-    assert hint(Hints({"where": "ask {department}."}), expected="cardiology") == (
-        "",
-        "leaks_answer",
-    )
-    assert hint(Hints({}, says("weber")), expected=None) == ("weber", "")
+def test_feedback_is_the_environments_own_text() -> None:
+    assert feedback_hint(failed("find surgeon in urology.")) == hinted("no surgeon in urology.")
 
 
-def test_a_writer_that_fails_or_hangs_costs_a_hint_alone() -> None:
-    async def fails(seen: Observation, messages: Sequence[AgentMessage]) -> str:
-        raise RuntimeError("no network")
+def test_feedback_that_reveals_the_answer_is_dropped() -> None:
+    def see(actions: Sequence[str]) -> Observation:
+        seen = seen_at_desk(actions)
+        told = (AgentMessage("tool", "not so: it is WEBER."),)
+        return replace(seen, messages=told, expected="weber") if actions else seen
 
-    async def hangs(seen: Observation, messages: Sequence[AgentMessage]) -> str:
-        await asyncio.sleep(3600)
-        return ""
+    lost = failed("find surgeon in urology.", see=see)
+    assert feedback_hint(lost) == hinted("not so: it is WEBER.", "leaks_answer")
 
-    assert hint(Hints({}, fails)) == ("", "writer_failed")
-    assert hint(Hints({}, hangs, timeout_s=0.01)) == ("", "writer_timeout")
+
+def test_a_hint_with_the_answer_is_refused_and_kept_for_the_record() -> None:
+    lost = failed("find surgeon in urology.")
+    assert checked_hint(lost, " It is WEBER! ", "weber") == hinted("It is WEBER!", "leaks_answer")
+    assert checked_hint(lost, "weber", None) == hinted("weber")
+    assert checked_hint(lost, " ", "weber") == hinted("", "no_hint")
+    assert checked_hint(lost, "", "weber", "writer_failed") == hinted("", "writer_failed")
+
+
+def member(m: int, said: Sequence[str], group: str = "desk/12/0") -> Episode:
+    e = episode_of(said)
+    return replace(e, task=replace(e.task, id=f"{group}/{m}"), group=group)
+
+
+def test_a_sibling_shows_how_the_task_is_done() -> None:
+    """The shortest success of the group, in the episode's own words and without its question."""
+    detour = ("find surgeon in urology.", *RIGHT)
+    episodes = [
+        member(0, LOST), member(1, detour), member(2, RIGHT), member(3, RIGHT),
+        member(0, RIGHT[:1] + RIGHT[2:], "desk/13/0"),
+    ]  # fmt: skip
+    lost, other, *_ = failed_turns(episodes)
+    assert (lost.episode.task.id, lost.turn) == ("desk/12/0/0", 0)
+    shown = sibling_hint(lost, episodes, 1.0)
+    assert shown == TurnHint(
+        "desk/12/0/0", 0,
+        "assistant: find surgeon in cardiology.\ntool: note 17.\n"
+        "assistant: read note 17.\ntool: surgeon weber.\n"
+        "assistant: answer weber.\ntool: right.",
+    )  # fmt: skip
+    assert leaks(shown.text, "weber")  # by construction
+    assert sibling_hint(other, episodes, 1.0).turn == 1
+
+
+@pytest.mark.parametrize("rewards", [(0.0, 0.9), (None, 0.0)])
+def test_without_a_success_beside_it_a_turn_has_no_sibling(rewards: tuple[Any, Any]) -> None:
+    """Neither a lesser reward, nor its own success, nor another task's."""
+    own = replace(member(0, ("find surgeon in urology.", *RIGHT)), reward=1.0)
+    others = [replace(member(i + 1, LOST), reward=r) for i, r in enumerate(rewards)]
+    episodes = [own, *others, member(0, RIGHT, "desk/13/0")]
+    (lost, *_) = failed_turns(episodes)
+    assert sibling_hint(lost, episodes, 1.0) == TurnHint("desk/12/0/0", 0, "", "no_sibling")
+    assert sibling_hint(lost, episodes, 0.5).why == ("" if 0.9 in rewards else "no_sibling")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What the channels are given: spans, versions and hinted contexts, token for token."""
 
-import asyncio
 import math
 from collections import Counter
 from dataclasses import replace
@@ -10,7 +9,7 @@ from episode_setup import HANDBOOK, LOST, RIGHT, TEMPLATES, conversation, episod
 
 from environments.action_parsing import DESK
 from environments.clinic.desk import HINTS
-from environments.hints import Hints
+from environments.hints import TurnHint, failed_turns, template_hint
 from environments.training_signals import (
     hinted_turns,
     replay_states,
@@ -31,7 +30,9 @@ USER, END, ASSISTANT = 4, 2, 5
 def items_of(
     episodes: list[Episode], name: str, templates: dict[str, str]
 ) -> tuple[list[HintedTurn], Counter[str]]:
-    return asyncio.run(hinted_turns(episodes, Hints(templates), conversation(name)))
+    hints = [template_hint(failed, templates) for failed in failed_turns(episodes)]
+    items, used = hinted_turns(episodes, hints, conversation(name), 4096)
+    return items, Counter(hint.why for hint in used if hint.why)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -128,6 +129,21 @@ def test_turns_without_a_hint_are_counted() -> None:
     empty = replace(episode.turns[0], response_ids=(), sampler_logprobs=(), versions=())
     items, left_out = items_of([replace(episode, turns=(empty,))], "shipped", HINTS)
     assert (items, left_out) == ([], Counter(empty_turn=1))
+
+
+def test_a_hinted_context_must_fit_a_row_with_its_turn() -> None:
+    episode, talk = episode_of(LOST), conversation()
+    turn = episode.turns[0]
+    short, long = "read note 17.", "read note 17. " * 20
+    exact = len(talk.with_hint(turn.context_ids, short)) + len(turn.response_ids)
+    hints = [TurnHint("desk/12/0/1", 0, short), TurnHint("desk/12/0/1", 1, long)]
+    items, used = hinted_turns([episode], hints, talk, exact)
+    assert [(i.start, i.stop) for i in items] == [(0, len(turn.response_ids))]
+    assert len(items[0].context_ids) + items[0].tokens == exact
+    assert used == [hints[0], replace(hints[1], why="too_long")]
+    assert hinted_turns([episode], used, talk, exact) == (items, used)
+    items, used = hinted_turns([episode], hints, talk, exact - 1)
+    assert (items, [hint.why for hint in used]) == ([], ["too_long", "too_long"])
 
 
 def test_an_item_of_a_later_branch_points_to_its_sample() -> None:

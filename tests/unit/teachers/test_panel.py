@@ -2,6 +2,7 @@
 time, with its money accounted for and no secret anywhere."""
 
 import asyncio
+import json
 import logging
 import socket
 import time
@@ -19,6 +20,7 @@ from replay_setup import (
     a_teacher,
     answer,
     canonical_read,
+    case,
     ledger_rows,
     prices,
     right,
@@ -39,8 +41,8 @@ from teachers.budget import ANSWERED, SpendTotals
 from teachers.clients import connect
 from teachers.fake_provider.app import FakeProvider, FaultRates, ProviderRequest
 from teachers.ledger import SpendLedger
-from teachers.panel import TeacherPanel, ask_teachers, limits_of, worst
-from teachers.prompts import TeacherClient, TeacherReply, render
+from teachers.panel import TeacherPanel, ask_teachers, hint_of_teacher, limits_of, worst
+from teachers.prompts import HINT_INSTRUCTIONS, TeacherClient, TeacherReply, render
 
 MODELS = prices(a_spec(*(a_teacher(name, "http://127.0.0.1:1") for name in "abcde")))
 
@@ -115,6 +117,53 @@ def test_two_wires_one_vote(provider: FakeProvider, path: Path) -> None:
     assert not by_attempt
     assert sum(v.nanodollars for v in verdict.votes) == provider.money()
     assert totals(path, spec) == SpendTotals(spent=provider.money(), calls=2, answered=2)
+
+
+def hints(
+    path: Path, spec: ReplaySpec, *states: ReplayState, online: bool = True
+) -> list[tuple[str, str]]:
+    """The hints of the first teacher, asked for one after the other."""
+
+    async def ask() -> list[tuple[str, str]]:
+        ledger = SpendLedger(path, limits_of(spec))
+        clients = {t.name: connect(t) for t in spec.teachers} if online else {}
+        desk = TeacherPanel(spec, ledger, "run", clients)
+        try:
+            late = time.monotonic() + 60.0
+            return [await hint_of_teacher(desk, spec.teachers[0], s, "Hint?", late) for s in states]
+        finally:
+            await desk.close()
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_hint_is_paid_once_out_of_the_votes_budget(
+    provider: FakeProvider, path: Path, which: int
+) -> None:
+    def write(asked: ProviderRequest) -> str:
+        assert asked.system.startswith(HINT_INSTRUCTIONS)
+        text = f"read note {case(asked)}."
+        return json.dumps({"kind": "text", "tool": "", "arguments": "", "answer": text})
+
+    provider.rule = write
+    spec = a_spec(both(provider)[which])
+    assert hints(path, spec, a_state(7), a_state(7)) == [("read note 7.", "")] * 2
+    assert totals(path, spec) == SpendTotals(spent=provider.money(), calls=1, answered=1)
+    assert hints(path, spec, a_state(7), online=False) == [("read note 7.", "")]
+    assert hints(path, spec, a_state(8), online=False) == [("", "not_in_ledger")]
+    poor = spec.model_copy(update={"cap": 1e-9})
+    assert hints(path, poor, a_state(8)) == [("", "budget_run")]
+
+
+def test_a_teacher_that_gives_no_hint_says_why(provider: FakeProvider, path: Path) -> None:
+    spec = a_spec(both(provider, attempts=2)[0])
+    assert hints(path, spec, a_state(1)) == [("", "unparseable: no hint")]  # an action
+    provider.faults = FaultRates(refuse=1.0)
+    assert hints(path, spec, a_state(2)) == [("", "refused")]
+    provider.faults = FaultRates(server_error=1.0)
+    assert hints(path, spec, a_state(3)) == [("", "http_500")]
+    assert totals(path, spec).spent == provider.money()
 
 
 def test_the_third_is_paid_only_when_two_cheaper_ones_disagree(

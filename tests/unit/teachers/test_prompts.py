@@ -6,12 +6,26 @@ from dataclasses import replace
 import pytest
 from replay_setup import a_state, a_teacher, answer, canonical_read
 
-from protocols.spec.teacher_replay import PriceSpec
-from protocols.teacher_replay import AgentMessage, TeacherUsage, ToolAction
+from protocols.spec.teacher_replay import PriceSpec, ReplayTeacherSpec
+from protocols.teacher_replay import AgentMessage, ReplayState, TeacherUsage, ToolAction
 from teachers.budget import OVERHEAD_TOKENS, cost, nanodollars, reported, worst_case
-from teachers.prompts import ANSWER_SCHEMA, TeacherAnswer, call_key, read_answer, render, state_hash
+from teachers.prompts import (
+    ANSWER_SCHEMA,
+    HINT_INSTRUCTIONS,
+    TeacherAnswer,
+    call_key,
+    read_answer,
+    read_hint,
+    render,
+    render_hint,
+    state_hash,
+)
 
 URL = "http://127.0.0.1:1/v1"
+
+
+def key_of(teacher: ReplayTeacherSpec, state: ReplayState) -> str:
+    return call_key(teacher, render(state), state)
 
 
 def test_a_teacher_sees_the_state_and_not_what_the_student_did() -> None:
@@ -26,6 +40,20 @@ def test_a_teacher_sees_the_state_and_not_what_the_student_did() -> None:
     assert state_hash(other) == state_hash(a_state(7))
 
 
+def test_a_hint_is_asked_for_after_the_error_and_read_from_text_answers_alone() -> None:
+    state, teacher = a_state(7), a_teacher("a", URL)
+    prompt = render_hint(state, "What now?")
+    assert prompt.system.startswith(HINT_INSTRUCTIONS)
+    assert prompt.user.endswith("error: no note 99\n\nWhat now?")
+    assert '"name":"read_value"' in prompt.system
+    assert render_hint(state, "").user.endswith("Write the hint.")
+    assert call_key(teacher, prompt, state) != key_of(teacher, state)
+    said = {"kind": "text", "tool": "", "arguments": "", "answer": " read note 3. "}
+    assert read_hint(json.dumps(said)) == "read note 3."
+    assert read_hint(json.dumps({**said, "kind": "tool"})) == ""
+    assert read_hint("no JSON") == ""
+
+
 def test_half_a_character_is_replaced() -> None:
     state = a_state(messages=(AgentMessage("user", "x\ud800y"),))
     assert "x?y" in render(state).user
@@ -34,10 +62,10 @@ def test_half_a_character_is_replaced() -> None:
 
 def test_the_key_follows_what_decides_the_answer() -> None:
     teacher, state = a_teacher("a", URL), a_state()
-    key = call_key(teacher, state)
-    assert call_key(a_teacher("a", URL + "/"), state) == key
+    key = key_of(teacher, state)
+    assert key_of(a_teacher("a", URL + "/"), state) == key
     different = [
-        call_key(teacher.model_copy(update=change), state)
+        key_of(teacher.model_copy(update=change), state)
         for change in (
             {"model": "other"},
             {"base_url": "http://127.0.0.1:2/v1"},
@@ -47,16 +75,14 @@ def test_the_key_follows_what_decides_the_answer() -> None:
         )
     ]
     different += [
-        call_key(teacher, replace(state, messages=state.messages[:2])),
-        call_key(teacher, replace(state, tools=())),
-        call_key(teacher, replace(state, options=("x", "y"))),
+        key_of(teacher, replace(state, messages=state.messages[:2])),
+        key_of(teacher, replace(state, tools=())),
+        key_of(teacher, replace(state, options=("x", "y"))),
     ]
     assert len({key, *different}) == 9
     same = [
-        call_key(
-            teacher.model_copy(update={"name": "b", "concurrency": 1, "timeout_s": 9.0}), state
-        ),
-        call_key(teacher, replace(state, trace_id="other", turn=5, error_kind="", confidence=0.1)),
+        key_of(teacher.model_copy(update={"name": "b", "concurrency": 1, "timeout_s": 9.0}), state),
+        key_of(teacher, replace(state, trace_id="other", turn=5, error_kind="", confidence=0.1)),
     ]
     assert set(same) == {key}
 

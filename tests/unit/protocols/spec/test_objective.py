@@ -1,14 +1,21 @@
-"""The section grpo: which of its keys go together, with the whole message of those that do not."""
+"""Rules of the objective: which keys of grpo go together, and what the writer of hints needs."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from protocols.errors import SpecError
+from protocols.spec.learn import LearnSpec
+from protocols.spec.loading import load_spec
 from protocols.spec.objective import GrpoSpec, MismatchSpec
 
+MESH = str(Path(__file__).resolve().parents[4] / "meshes" / "three_channels.yaml")
+MODEL = "objective.sdpo.hints=model"
+BY_OPUS = (MODEL, "objective.sdpo.hint_writer=opus")
 BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"old": "sampler"},
@@ -30,3 +37,32 @@ def test_what_goes_together() -> None:
     assert GrpoSpec().old == "trainer"
     assert GrpoSpec().mismatch == MismatchSpec()
     assert GrpoSpec(old="sampler", mismatch=None).mismatch is None
+
+
+def learn(*sets: str) -> LearnSpec:
+    return load_spec(MESH, sets=sets).spec.learn
+
+
+def test_hints_are_of_templates_unless_told() -> None:
+    sdpo = learn().objective.sdpo
+    assert (sdpo.hints, sdpo.hint_writer, sdpo.asks) == ("template", "generator", None)
+    assert learn(MODEL).objective.sdpo.asks is None
+    assert learn(*BY_OPUS).objective.sdpo.asks == "opus"
+    assert learn(*BY_OPUS, "objective.beta=0").replay is not None
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (("objective.sdpo.hint_writer=opus",), "belongs to hints model alone"),
+        ((MODEL, "objective.sdpo.hint_writer=nobody"),
+         r"must be generator or one of replay.teachers \(opus, gpt, open\)"),
+        (("objective.beta=0",), "beta must be > 0 with the section replay"),
+        ((*BY_OPUS, "objective.beta=0", "objective.alpha=0"), "beta must be > 0"),
+        ((*BY_OPUS, "objective.beta=0", "replay=null"), "beta must be > 0"),
+        ((MODEL, "objective.beta=0"), "beta must be > 0"),
+    ],
+)  # fmt: skip
+def test_a_writer_must_be_there(sets: tuple[str, ...], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        learn(*sets)

@@ -210,7 +210,12 @@ def test_arms_are_measured_on_the_same_cases_over_their_prefixes() -> None:
     assert {(r.prefix.name, r.sampling.temperature) for r in bare} == {("document/none", 1.0)}
 
 
-@pytest.mark.parametrize("sets", [(), ("objective.w_doc=0",), ("objective.alpha=0",)])
+@pytest.mark.parametrize(
+    "sets",
+    [
+        (), ("objective.w_doc=0",), ("objective.alpha=0",), ("objective.sdpo.hints=feedback",),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("able", [True, False])
 def test_what_is_handed_over_is_what_the_lesson_has(sets: tuple[str, ...], able: bool) -> None:
     learn = spec(*sets)
@@ -227,3 +232,38 @@ def test_what_is_handed_over_is_what_the_lesson_has(sets: tuple[str, ...], able:
         "sdpo_teacher": hinted(lesson.turns, lesson.rl),
     }
     assert bool(told["sdpo_teacher"]) == (not able and "objective.alpha=0" not in sets)
+
+
+@pytest.mark.parametrize("source", ["sibling", "model"])
+def test_hints_that_need_the_whole_step_are_scored_with_the_lesson(source: str) -> None:
+    """A clerk who finds nothing has no sibling; as the writer it says what is no help."""
+    learn = spec(f"objective.sdpo.hints={source}")
+    cases, clerk = course(learn), Clerk(learn, able=False)
+    told: list[str] = []
+    rollout = asyncio.run(cases.sample(0, 7, clerk, lambda role, samples: told.append(role)))
+    assert set(told) == {"doc_teacher"}
+    lesson = asyncio.run(cases.lesson(rollout, 7))
+    found = facts(cases, rollout)
+    assert len(rollout.hints) == 30
+    if source == "sibling":
+        assert (lesson.turns, found["no_hint/no_sibling"]) == ((), 30)
+        return
+    assert len(lesson.turns) == 30
+    assert not any(key.startswith("no_hint") for key in found)
+    assert {h.text.strip() for h in rollout.hints} == {"find nothing in urology."}
+    asked = [r for r in clerk.requests if r.id.startswith("hint/")]
+    assert {r.prefix.name for r in asked} == {"document/desk_01", "document/desk_02"}
+    assert len(asked) == 30
+    assert rollout.compute == (5 + 1) * 0.25
+
+
+def test_the_record_has_every_hint(tmp_path: Path) -> None:
+    learn = spec("objective.sdpo.hints=feedback")
+    cases, clerk = course(learn), Clerk(learn, able=False)
+    rows: list[dict[str, Any]] = []
+    directory: Any = SimpleNamespace(append_episodes=rows.extend)
+    cases.record(sample(cases, clerk), "on_policy", 1, directory)
+    turns = [turn for row in rows for turn in row["turns"]]
+    assert len(turns) == 30
+    assert all(turn["hint"] == turn["observation"]["messages"][0]["content"] for turn in turns)
+    assert {turn["no_hint"] for turn in turns} == {""}
