@@ -15,7 +15,7 @@ from channel_setup import prefixes
 from desk_tasks import replayed
 
 from environments.clinic.desk import HINTS, draw_case, draw_desk
-from environments.hints import Hints
+from environments.hints import failed_turns, template_hint
 from environments.renderer import ChatRenderer
 from environments.rollout import over_cartridge, run_episodes
 from environments.training_signals import hinted_turns, rl_samples, turn_samples
@@ -110,25 +110,23 @@ def scene_of(model: Any, tokenizer: Any, index: int) -> DeskScene:
             reply.hint_key, reply.hint_facts,
         )  # fmt: skip
 
-    async def play() -> tuple[Any, Any]:
-        episodes = await run_episodes(
+    async def play() -> Any:
+        return await run_episodes(
             [Task(name, desk.id, {}) for name in cases], say, move, talk,
             group_size=2, sampling=Sampling(max_tokens=16), prefix=over_cartridge(0),
             seed_of=lambda name: random.Random(name).getrandbits(32),
             max_context=128, max_turns=MAX_TURNS,
         )  # fmt: skip
-        turns, left_out = await hinted_turns(episodes, Hints(HINTS), talk)
-        assert not left_out
-        return episodes, turns
 
-    episodes, turns = asyncio.run(play())
-    failed = [
-        (e, t) for e in episodes for t, turn in enumerate(e.turns) if turn.observation.error_kind
-    ]
+    episodes = asyncio.run(play())
+    failed = failed_turns(episodes)
+    hints = [template_hint(f, HINTS) for f in failed]
+    turns, used = hinted_turns(episodes, hints, talk, ROW_TOKENS)
+    assert not any(hint.why for hint in used)
     wrong_finds = [
-        (f"{e.task.id}/{t}", e, turn)
-        for (e, t), turn in zip(failed, turns, strict=True)
-        if e.turns[t].observation.hint_key == "where"
+        (f"{f.episode.task.id}/{f.turn}", f.episode, turn)
+        for f, turn in zip(failed, turns, strict=True)
+        if f.seen.hint_key == "where"
     ]
     names = {name for name, *_ in wrong_finds}
     doc = [s for s in turn_samples(episodes) if s.id in names]
