@@ -42,11 +42,13 @@ def sampled(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, list[tuple[s
     steps, environment = learn.train.steps, episodes.environment
     each = episodes.tasks * episodes.group
     served = "clinic desks, served here" if environment.url is None else environment.url
-    return each * episodes.max_turns * learn.rollout.max_tokens, [
+    most = each * (1 + learn.objective.refills)
+    return most * episodes.max_turns * learn.rollout.max_tokens, [
         ("environment", f"{served}; {environment.timeout_s:g} s a move"),
         (
             "episodes",
-            f"{episodes.tasks} tasks x {episodes.group} = {each:,} a step, {each * steps:,} in all",
+            f"{episodes.tasks} tasks x {episodes.group} = {each:,} a step, {each * steps:,} in all"
+            + refill_text(learn),
         ),
         (
             "an episode",
@@ -54,6 +56,12 @@ def sampled(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, list[tuple[s
             f"{episodes.max_context} with what it reads",
         ),
     ]
+
+
+def refill_text(learn: LearnSpec) -> str:
+    """Return what refills may add to a step's tasks; "" without them."""
+    rounds = learn.objective.refills
+    return f", and up to {rounds} times as many for groups without variance" if rounds else ""
 
 
 def teacher_rows(replay: ReplaySpec) -> Rows:

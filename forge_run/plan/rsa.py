@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from forge_run.formatting import Rows
+from forge_run.plan.channels import refill_text
 from protocols.spec.learn import LearnSpec
 from protocols.spec.rsa import RsaSpec
 
@@ -36,13 +37,17 @@ def sampled(learn: LearnSpec, rsa: RsaSpec) -> tuple[int, list[tuple[str, str]]]
     runs = rsa.examples * rsa.rollouts_per_example
     asked = runs * rsa.candidates
     about = "questions of the patients" if problems.name is None else problems.name
-    return asked * learn.rollout.max_tokens, [
+    return asked * (1 + learn.objective.refills) * learn.rollout.max_tokens, [
         ("problems", f"{problems.kind}: {about}; {rsa.examples} a step, asked as {rsa.task}"),
         (
             "a run",
             f"T {rsa.T} populations of M {rsa.M} x N {rsa.N}, each but the first made of K {rsa.K} "
             f"of the one before: {rsa.candidates} candidates in {rsa.T} calls",
         ),
-        ("runs", f"{rsa.rollouts_per_example} a problem, {runs} a step, {runs * steps:,} in all"),
+        (
+            "runs",
+            f"{rsa.rollouts_per_example} a problem, {runs} a step, {runs * steps:,} in all"
+            + refill_text(learn),
+        ),
         ("candidates", f"{asked:,} a step, {asked * steps:,} in all, each a training sample"),
     ]

@@ -66,6 +66,18 @@ class GrpoSpec(SpecSection):
         description="what a reward is compared with: its group; of reinforce_pp the whole rollout, "
         "of its variant both",
     )
+    zero_variance: Literal["drop", "keep"] = Field(
+        default="drop",
+        validate_default=True,
+        description="groups whose rewards are all equal: out of the loss and of its denominator, "
+        "or in it with advantages of 0",
+    )
+    refill: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="most rounds of further tasks that a step samples for dropped groups",
+    )
     ratio: Literal["token", "sequence"] = Field(
         default="token", description="importance ratio of each token, or one of the episode"
     )
@@ -89,6 +101,23 @@ class GrpoSpec(SpecSection):
         default=MismatchSpec(),
         description="sampler against trainer, of old trainer; null: no correction",
     )
+
+    @field_validator("zero_variance")
+    @classmethod
+    def _fits_the_baseline(cls, value: str, info: ValidationInfo) -> str:
+        if value == "drop" and info.data.get("baseline") == "reinforce_pp":
+            raise broken(
+                "must be keep with baseline reinforce_pp, which compares with all groups",
+                "set it to keep, or take reinforce_pp_baseline",
+            )
+        return value
+
+    @field_validator("refill")
+    @classmethod
+    def _refills_what_is_dropped(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("zero_variance") == "keep":
+            raise broken("must be 0 with zero_variance keep, which drops none", "set it to 0")
+        return value
 
     @field_validator("max_length")
     @classmethod
@@ -202,6 +231,12 @@ class ObjectiveSpec(SpecSection):
              f"at most {dpo.pairs} pairs a step, each in {dpo.uses} steps, from {dpo.lag} to "
              f"{dpo.max_age} steps after its episode"),
         )  # fmt: skip
+
+    @property
+    def refills(self) -> int:
+        """Return the most rounds in which a step samples further tasks for groups that grpo
+        drops."""
+        return self.grpo.refill if self.w_rl > 0 else 0
 
     @property
     def of_episodes(self) -> bool:

@@ -30,7 +30,7 @@ from learning.packing import pack, response_logits
 from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
 from learning.step import new_optimizer
 from protocols.errors import DataError, ForgeError, RunError, StaleTokenError
-from protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
+from protocols.spec.objective import DpoSpec, GrpoSpec, ObjectiveSpec, SdpoSpec
 from protocols.train_batch import HintedTurn, PolicySample, TrainBatch, hinted
 from protocols.types import Sample, Sampling
 
@@ -481,10 +481,33 @@ def test_a_channel_without_gradient_has_no_angle(llama: Twin) -> None:
     """All rewards equal: advantages of 0."""
     batch = scene(llama, bank_of(llama))
     batch = replace(batch, rl=[replace(r, reward=1.0, error_kind="") for r in batch.rl])
-    done = do(llama, batch, only("w_rl", "beta"), compare_gradients=True)
+    keep = changed(only("w_rl", "beta"), grpo=GrpoSpec(zero_variance="keep"))
+    done = do(llama, batch, keep, compare_gradients=True)
     assert done.result.terms["grpo"]["value"] == 0.0
     assert done.result.terms["grpo"]["grad_norm"] == 0.0
     assert done.result.cosines == {}
+
+
+def test_a_group_without_variance_is_in_no_denominator(llama: Twin) -> None:
+    """Task y solved by both: its 8 tokens of 22 are out, bit for bit as if they were not there;
+    kept, they only weaken task x."""
+    batch = scene(llama, bank_of(llama))
+    rl = [replace(r, reward=1.0) if r.group == "y" else r for r in batch.rl]
+    equal = replace(batch, rl=rl)
+    dropped = do(llama, equal, only("w_rl"))
+    without = do(llama, replace(scored(batch, ref=None), rl=rl[:4]), only("w_rl"))
+    kept = do(llama, equal, changed(only("w_rl"), grpo=GrpoSpec(zero_variance="keep")))
+    assert torch.equal(dropped.trained, without.trained)
+    found = dropped.result.terms["grpo"]
+    assert (found["count"], found["dropped_groups"], found["excluded"]) == (14, 1, 1)
+    assert kept.result.terms["grpo"]["count"] == 22
+    assert "dropped_groups" not in kept.result.terms["grpo"]
+    value = kept.result.terms["grpo"]["value"]
+    assert value == pytest.approx(found["value"] * 14 / 22, rel=1e-4)
+    nothing = replace(batch, rl=[replace(r, reward=1.0, error_kind="") for r in batch.rl])
+    done = do(llama, nothing, only("w_rl"))
+    assert (done.result.terms["grpo"]["value"], done.result.tokens) == (0.0, 0)
+    assert done.result.terms["grpo"]["dropped_groups"] == 2
 
 
 def test_tools_answers_are_not_trained_on(llama: Twin) -> None:
@@ -546,12 +569,13 @@ def test_distillation_and_the_reference_reach_the_loss(llama: Twin) -> None:
     own = response_logprobs(llama.model, [r.sample for r in rl], prefixes(bank), 64)
     trained = torch.tensor([own for r in rl for own in r.trained])
     batch = replace(scored(batch, distill=own - 2.0), rl=rl)
-    spec = PolicyGradientSpec(mismatch=None, distill=0.25)
+    spec = PolicyGradientSpec(mismatch=None, distill=0.25, zero_variance="keep")
     done = do(llama, batch, changed(only("w_rl"), grpo=spec))
     assert done.result.terms["grpo"]["value"] == pytest.approx(0.25 * 2.0 * 1.3 / 1.3, abs=1e-5)
     d = (batch.scores["ref"] - own)[trained]
     k3 = (d.exp() - d - 1).mean().item()
-    done = do(llama, batch, changed(only("w_rl"), grpo=PolicyGradientSpec(mismatch=None, kl=0.5)))
+    spec = PolicyGradientSpec(mismatch=None, kl=0.5, zero_variance="keep")
+    done = do(llama, batch, changed(only("w_rl"), grpo=spec))
     assert k3 > 1e-3
     assert done.result.terms["grpo"]["k3"] == pytest.approx(k3, rel=1e-3)
     assert done.result.terms["grpo"]["value"] == pytest.approx(0.5 * k3, rel=1e-3)

@@ -227,3 +227,53 @@ def test_what_is_handed_over_is_what_the_lesson_has(sets: tuple[str, ...], able:
         "sdpo_teacher": hinted(lesson.turns, lesson.rl),
     }
     assert bool(told["sdpo_teacher"]) == (not able and "objective.alpha=0" not in sets)
+
+
+class Uneven(Clerk):
+    """Knows the handbook in every other episode of the tasks 1, 3 and 5, and in all of task 0."""
+
+    def answer(self, request: GenerateRequest) -> Completion:
+        task, member = map(int, request.id.split("/")[2:4])
+        self.able = task == 0 or (task % 2 == 1 and member == 0)
+        return super().answer(request)
+
+
+@pytest.mark.parametrize(
+    ("sets", "tasks", "told"),
+    [
+        ((), 3, None),
+        (("objective.grpo.refill=1",), 5, {"dropped": 3, "sampled": 2, "missing": 1}),
+        (("objective.grpo.refill=4",), 6, {"dropped": 3, "sampled": 3, "missing": 0}),
+        (("objective.grpo.refill=4", "objective.w_rl=0"), 3, None),
+    ],
+)
+def test_further_tasks_take_the_place_of_those_without_variance(
+    sets: tuple[str, ...], tasks: int, told: dict[str, int] | None
+) -> None:
+    """Task 0 is solved by all and 2 by none, as is 4, of the first refill."""
+    learn = spec(*sets)
+    cases, clerk = course(learn), Uneven(learn)
+    heard: list[Any] = []
+
+    def ended(role: str, samples: Sequence[Any]) -> None:
+        heard.extend(samples if role == "doc_teacher" else ())
+
+    rollout = asyncio.run(cases.sample(0, 7, clerk, ended))
+    assert [e.group for e in rollout.episodes] == [
+        f"on_policy/1/{task}" for task in range(tasks) for _ in range(2)
+    ]
+    assert len({r.id for r in clerk.requests}) == len({r.seed for r in clerk.requests})
+    counts = {
+        k.removeprefix("refill/"): v for k, v in facts(cases, rollout).items() if "refill" in k
+    }
+    assert counts == (told or {})
+    # All episodes are read by the teachers; GRPO itself drops the groups.
+    lesson = asyncio.run(cases.lesson(rollout, 7))
+    assert sorted(s.id for s in heard) == sorted(s.id for s in lesson.doc)
+    assert len(lesson.doc) == 2 * tasks
+    again = Uneven(learn)
+    assert asyncio.run(course(learn).sample(0, 7, again)).episodes == rollout.episodes
+    # The first tasks are those of a run without refills.
+    if learn.objective.w_rl and told:
+        plain = Uneven(learn)
+        assert asyncio.run(course(spec()).sample(0, 7, plain)).episodes == rollout.episodes[:6]
