@@ -37,6 +37,7 @@ class TurnSpan:
     versions: tuple[int, ...]
     text: str
     observation: Observation
+    finish_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def to_row(episode: Episode, arm: str, step: int) -> dict[str, Any]:
         spans.append(
             TurnSpan(
                 turn.branch, len(turn.context_ids), len(whole), turn.sampler_logprobs,
-                turn.versions, turn.text, turn.observation,
+                turn.versions, turn.text, turn.observation, turn.finish_reason,
             )
         )  # fmt: skip
     row = EpisodeFileRow(
@@ -102,5 +103,5 @@ def from_row(row: Mapping[str, Any]) -> Episode:
 def _turn(span: TurnSpan, ids: tuple[int, ...]) -> Turn:
     return Turn(
         ids[: span.start], ids[span.start : span.stop], span.sampler_logprobs, span.versions,
-        span.text, span.observation, span.branch,
+        span.text, span.observation, span.branch, span.finish_reason,
     )  # fmt: skip

@@ -42,6 +42,12 @@ def group_advantages(
     return found
 
 
+def overlong_penalty(length: int, limit: int, buffer: int) -> float:
+    """Return what a response of `length` tokens loses of its reward (Yu et al. 2025, soft overlong
+    punishment): 0 up to `limit - buffer`, then linearly down to -1 at `limit`."""
+    return -min(1.0, max(0, length - (limit - buffer)) / buffer)
+
+
 def varying_groups(rewards: Sequence[float], groups: Sequence[str]) -> set[str]:
     """Return the groups whose rewards are not all equal: those that GRPO learns from."""
     of_group: dict[str, set[float]] = {}

@@ -78,6 +78,17 @@ class GrpoSpec(SpecSection):
         le=16,
         description="most rounds of further tasks that a step samples for dropped groups",
     )
+    overlong: Literal["none", "filter", "shape"] = Field(
+        default="none",
+        description="episodes with a turn at the limit of its tokens: as all others; out of the "
+        "loss, if it was cut; or with a reward that falls over the last overlong_buffer tokens",
+    )
+    overlong_buffer: int | None = Field(
+        default=None,
+        ge=1,
+        validate_default=True,
+        description="tokens below rollout.max_tokens over which shape takes the reward down by 1",
+    )
     ratio: Literal["token", "sequence"] = Field(
         default="token", description="importance ratio of each token, or one of the episode"
     )
@@ -117,6 +128,16 @@ class GrpoSpec(SpecSection):
     def _refills_what_is_dropped(cls, value: int, info: ValidationInfo) -> int:
         if value and info.data.get("zero_variance") == "keep":
             raise broken("must be 0 with zero_variance keep, which drops none", "set it to 0")
+        return value
+
+    @field_validator("overlong_buffer")
+    @classmethod
+    def _is_of_shape(cls, value: int | None, info: ValidationInfo) -> int | None:
+        overlong = info.data.get("overlong")
+        if overlong == "shape" and value is None:
+            raise broken("must be given with overlong shape", "set it, or overlong to filter")
+        if overlong not in ("shape", None) and value is not None:
+            raise broken("belongs to overlong shape alone", "remove it")
         return value
 
     @field_validator("max_length")

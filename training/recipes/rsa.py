@@ -172,7 +172,7 @@ class RSARecipe(Recipe):
     def _varied(self, runs: Sequence[PlayedRun], sampling: Sampling) -> set[str]:
         """Return the problems, by the group of their runs, with rewards that vary."""
         found = [(run.start.group, e) for run in runs for e in self._episodes(run, sampling)]
-        groups = varying(rl_samples([e for _, e in found]))
+        groups = varying(rl_samples([e for _, e in found]), self._spec.objective.grpo)
         return {problem for problem, e in found if e.group in groups}
 
     def _episodes(self, run: PlayedRun, sampling: Sampling) -> list[Episode]:
@@ -266,7 +266,7 @@ def _episode(
     )  # fmt: skip
     turn = Turn(
         g.request.prompt_ids, g.completion.token_ids, g.completion.logprobs, g.completion.versions,
-        g.text, seen,
+        g.text, seen, finish_reason=g.completion.finish_reason,
     )  # fmt: skip
     task = Task(f"{run.start.name}/{step}/{slot}", problem.document, facts)
     opening = Observation((AgentMessage("user", g.prompt),))

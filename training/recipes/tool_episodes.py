@@ -107,7 +107,7 @@ class ToolEpisodesRecipe(Recipe):
             episodes += [flagged(e, DESK) for e in played]
             compute += seconds
             first += wanted
-            wanted = each - len(varying(rl_samples(episodes)))
+            wanted = each - len(varying(rl_samples(episodes), self._objective.grpo))
             if wanted <= 0:
                 break
         samples = turn_samples(episodes)
@@ -265,7 +265,10 @@ class ToolEpisodesRecipe(Recipe):
         if rewards:
             counts["reward"] = math.fsum(rewards) / len(rewards)
         if self._objective.refills:
-            groups, kept = {e.group for e in episodes}, varying(rl_samples(episodes))
+            groups, kept = (
+                {e.group for e in episodes},
+                varying(rl_samples(episodes), self._objective.grpo),
+            )
             counts |= refill_counts(self._episodes.tasks, len(groups), len(kept))
         counts |= {f"error/{kind}": n for kind, n in sorted(errors.items())}
         counts |= {f"flag/{flag}": n for flag, n in sorted(count_flags(episodes).items())}

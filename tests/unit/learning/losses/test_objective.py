@@ -281,6 +281,48 @@ def test_with_nothing_at_all_the_cartridge_stays(llama: Twin, batch: str) -> Non
     assert done.result.terms["grpo"]["excluded"] == len(none.rl)
 
 
+def test_overlong_episodes_are_filtered_as_if_they_had_no_reward(llama: Twin) -> None:
+    """And are compared with none: e2 was cut, so e0 and e1 alone are task x."""
+    batch = scene(llama, bank_of(llama))
+    cut = replace(batch, rl=[replace(r, truncated=r.sample.id == "e2") for r in batch.rl])
+    errored = [
+        replace(r, reward=None, error_kind="cut") if r.sample.id == "e2" else r for r in batch.rl
+    ]
+    filtering = changed(only("w_rl"), grpo=GrpoSpec(overlong="filter"))
+    ours = do(llama, cut, filtering)
+    theirs = do(llama, replace(batch, rl=errored), only("w_rl"))
+    assert torch.equal(ours.trained, theirs.trained)
+    assert ours.result.terms["grpo"]["overlong"] == 1
+    assert not torch.equal(ours.trained, do(llama, cut, only("w_rl")).trained)
+    # Cut without another of its reward, nothing of the task is left to compare.
+    alone = replace(batch, rl=[replace(r, truncated=r.sample.id == "e0") for r in batch.rl])
+    found = do(llama, alone, filtering).result.terms["grpo"]
+    assert (found["count"], found["dropped_groups"]) == (8, 1)
+
+
+def test_overlong_turns_cost_reward_and_no_group_its_place(llama: Twin) -> None:
+    """A limit of 16 and a buffer of 4: 14 tokens cost half a reward. The reward before that tells
+    whether a group varies."""
+    batch = scene(llama, bank_of(llama))
+    limit = Sampling(max_tokens=16)
+
+    def cut(reward_of: dict[str, float], longest: int) -> TrainBatch:
+        rl = [
+            replace(r, sampling=limit, longest_turn=longest if r.sample.id == "e1" else 12,
+                    reward=r.reward if r.reward is None else reward_of.get(r.sample.id, r.reward))
+            for r in batch.rl
+        ]  # fmt: skip
+        return replace(batch, rl=rl)
+
+    shape = changed(only("w_rl"), grpo=GrpoSpec(overlong="shape", overlong_buffer=4))
+    ours = do(llama, cut({}, 14), shape)
+    theirs = do(llama, cut({"e1": -0.5}, 12), only("w_rl"))
+    assert torch.equal(ours.trained, theirs.trained)
+    assert ours.result.terms["grpo"]["overlong"] == 1
+    equal = dict.fromkeys(("e0", "e1", "e2"), 1.0)
+    assert do(llama, cut(equal, 14), shape).result.terms["grpo"]["dropped_groups"] == 1
+
+
 def test_errored_episodes_are_left_out_bit_for_bit(llama: Twin) -> None:
     batch = scene(llama, bank_of(llama))
     draws = random.Random(9)

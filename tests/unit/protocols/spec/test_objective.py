@@ -23,6 +23,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"zero_variance": "keep", "refill": 2},
         "must be 0 with zero_variance keep, which drops none; set it to 0",
     ),
+    ({"overlong": "shape"}, "must be given with overlong shape; set it, or overlong to filter"),
+    ({"overlong_buffer": 4}, "belongs to overlong shape alone; remove it"),
     ({"refill": 17}, "less than or equal to 16"),
     ({"old": "both"}, "Input should be 'trainer' or 'sampler'"),
 ]

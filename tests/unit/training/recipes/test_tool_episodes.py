@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from environments.clinic.desk import TOOLS, call_text, draw_case, draw_desk
 from environments.clinic.fake_teachers import next_call
 from learning.model.loading import load_tokenizer
 from protocols.episodes import EnvironmentRequest, Observation
-from protocols.errors import RunError
+from protocols.errors import RunError, SpecError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
 from protocols.teacher_replay import AgentMessage
@@ -277,3 +278,22 @@ def test_further_tasks_take_the_place_of_those_without_variance(
     if learn.objective.w_rl and told:
         plain = Uneven(learn)
         assert asyncio.run(course(spec()).sample(0, 7, plain)).episodes == rollout.episodes[:6]
+
+
+def test_a_turn_that_its_limit_cut_is_told_to_grpo() -> None:
+    class Wordy(Clerk):
+        def answer(self, request: GenerateRequest) -> Completion:
+            said = super().answer(request)
+            cut = request.id.endswith("/1/0")  # the first turn of every task's second episode
+            return replace(said, finish_reason="length") if cut else said
+
+    learn = spec("objective.grpo.overlong=filter")
+    rollout = sample(course(learn), Wordy(learn))
+    lesson = asyncio.run(course(learn).lesson(rollout, 7))
+    assert [r.truncated for r in lesson.rl] == [False, True] * 3
+    assert all(r.longest_turn for r in lesson.rl)
+
+
+def test_the_buffer_of_overlong_turns_fits_a_turn() -> None:
+    with pytest.raises(SpecError, match=r"overlong_buffer must be <= rollout.max_tokens \(16\)"):
+        spec("objective.grpo.overlong=shape", "objective.grpo.overlong_buffer=17")
