@@ -121,5 +121,5 @@ def _turn(
         raise PublishError(f"{completion.request_id}: {completion.error}")
     return Turn(
         request.prompt_ids, completion.token_ids, completion.logprobs, completion.versions,
-        conversation.decode(completion.token_ids), Observation(), branch,
+        conversation.decode(completion.token_ids), Observation(), branch, completion.finish_reason,
     )  # fmt: skip

@@ -160,8 +160,10 @@ def _rl_sample(episode: Episode, branch: int, turns: Sequence[Turn]) -> PolicySa
         tuple(logprobs), tuple(versions),
     )  # fmt: skip
     return PolicySample(
-        sample, tuple(trained), episode.sampling, episode.group, episode.reward, episode.error_kind
-    )
+        sample, tuple(trained), episode.sampling, episode.group, episode.reward, episode.error_kind,
+        longest_turn=max(len(turn.response_ids) for turn in episode.turns),
+        truncated=any(turn.finish_reason == "length" for turn in episode.turns),
+    )  # fmt: skip
 
 
 def _sample_id(episode: Episode, branch: int) -> str:

@@ -65,7 +65,8 @@ class Turn:
 
     `context_ids` are all tokens between the cartridge and the response; `response_ids` ends with
     the end token where it was sampled. `branch` increases by one where `context_ids` does not begin
-    with the context and response of the turn before.
+    with the context and response of the turn before. `finish_reason` is the completion's ("length":
+    the limit of tokens cut it); "" where it was not recorded.
     """
 
     context_ids: tuple[int, ...]
@@ -75,6 +76,7 @@ class Turn:
     text: str
     observation: Observation
     branch: int = 0
+    finish_reason: str = ""
 
 
 @dataclass(frozen=True)

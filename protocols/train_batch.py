@@ -42,6 +42,8 @@ class PolicySample:
     trained on, and has log-probability 0 and version -1. Rewards are compared within `group`: the
     episodes of one task. An episode that could not be judged has reward None and its cause in
     `error_kind` ("environment_died"): it is left out and counted, never trained on as a 0.
+    `longest_turn` is the number of tokens of the whole episode's longest turn, `truncated` whether
+    the limit `sampling.max_tokens` cut one of its turns.
     """
 
     sample: Sample
@@ -50,6 +52,8 @@ class PolicySample:
     group: str
     reward: float | None
     error_kind: str = ""
+    longest_turn: int = 0
+    truncated: bool = False
 
     def __post_init__(self) -> None:
         s = self.sample

@@ -141,6 +141,16 @@ def as_sample(
     )
 
 
+def refill_counts(wanted: int, sampled: int, kept: int) -> dict[str, int]:
+    """Return what refilling did in a step that wanted so many tasks: tasks dropped, because their
+    rewards do not vary; tasks sampled in further rounds; and tasks that are still missing."""
+    return {
+        "refill/dropped": sampled - kept,
+        "refill/sampled": sampled - wanted,
+        "refill/missing": max(0, wanted - kept),
+    }
+
+
 def handed_over(
     prompts: Sequence[StudyPrompt], ended: ScoreGroup
 ) -> Callable[[Sequence[Completion]], None]:

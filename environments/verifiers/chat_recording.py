@@ -61,6 +61,7 @@ class ChatRecord:
         turn = Turn(
             asked.prompt_ids, completion.token_ids, completion.logprobs, completion.versions,
             self._conversation.decode(completion.token_ids), Observation(), branch,
+            completion.finish_reason,
         )  # fmt: skip
         self.turns = (*self.turns, turn)
         return turn

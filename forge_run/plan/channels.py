@@ -66,11 +66,13 @@ def sampled_episodes(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, lis
     steps, environment = learn.train.steps, episodes.environment
     each = episodes.tasks * episodes.group
     served = "clinic desks, served here" if environment.url is None else environment.url
-    return each * episodes.max_turns * learn.rollout.max_tokens, [
+    most = each * (1 + learn.objective.refills)
+    return most * episodes.max_turns * learn.rollout.max_tokens, [
         ("environment", f"{served}; {environment.timeout_s:g} s a move"),
         (
             "episodes",
-            f"{episodes.tasks} tasks x {episodes.group} = {each:,} a step, {each * steps:,} in all",
+            f"{episodes.tasks} tasks x {episodes.group} = {each:,} a step, {each * steps:,} in all"
+            + refill_text(learn),
         ),
         (
             "an episode",
@@ -86,16 +88,26 @@ def sampled_runs(learn: LearnSpec, rsa: RsaSpec) -> tuple[int, list[tuple[str, s
     runs = rsa.examples * rsa.rollouts_per_example
     asked = runs * rsa.candidates
     about = "questions of the patients" if problems.name is None else problems.name
-    return asked * learn.rollout.max_tokens, [
+    return asked * (1 + learn.objective.refills) * learn.rollout.max_tokens, [
         ("problems", f"{problems.kind}: {about}; {rsa.examples} a step, asked as {rsa.task}"),
         (
             "a run",
             f"T {rsa.T} populations of M {rsa.M} x N {rsa.N}, each but the first made of K {rsa.K} "
             f"of the one before: {rsa.candidates} candidates in {rsa.T} calls",
         ),
-        ("runs", f"{rsa.rollouts_per_example} a problem, {runs} a step, {runs * steps:,} in all"),
+        (
+            "runs",
+            f"{rsa.rollouts_per_example} a problem, {runs} a step, {runs * steps:,} in all"
+            + refill_text(learn),
+        ),
         ("candidates", f"{asked:,} a step, {asked * steps:,} in all, each a training sample"),
     ]
+
+
+def refill_text(learn: LearnSpec) -> str:
+    """Return what refills may add to a step's tasks; "" without them."""
+    rounds = learn.objective.refills
+    return f", and up to {rounds} times as many for groups without variance" if rounds else ""
 
 
 def teacher_rows(replay: ReplaySpec) -> Rows:

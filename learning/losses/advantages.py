@@ -42,6 +42,20 @@ def group_advantages(
     return found
 
 
+def overlong_penalty(length: int, limit: int, buffer: int) -> float:
+    """Return what a response of `length` tokens loses of its reward (Yu et al. 2025, soft overlong
+    punishment): 0 up to `limit - buffer`, then linearly down to -1 at `limit`."""
+    return -min(1.0, max(0, length - (limit - buffer)) / buffer)
+
+
+def varying_groups(rewards: Sequence[float], groups: Sequence[str]) -> set[str]:
+    """Return the groups whose rewards are not all equal: those that GRPO learns from."""
+    of_group: dict[str, set[float]] = {}
+    for reward, group in zip(rewards, groups, strict=True):
+        of_group.setdefault(group, set()).add(reward)
+    return {group for group, found in of_group.items() if len(found) > 1}
+
+
 def _normalised(centred: list[float | None]) -> list[float | None]:
     """Return the values, whose mean is 0, over their standard deviation."""
     values = [a for a in centred if a is not None]

@@ -25,6 +25,13 @@ equal.
                it is `pi` without its gradient: the ratio is 1, its gradient is not
     sampler    the sampler's record; w_t is 1 then, for the ratio has the sampler's deviation in it
 
+A group whose rewards are all equal has advantages of 0. It is dropped with its tokens, or it would
+weaken the others through the denominator (`zero_variance`; Yu et al. 2025, dynamic sampling).
+
+An episode with a turn at its limit of tokens may be left out (`overlong: filter`; its reward is
+then compared with none), or lose reward over the last tokens before the limit (`shape`). Whether a
+group varies is a matter of the rewards before that, as in DAPO.
+
 With the sampler's record its deviation alone moves tokens out of the clip range and out of the
 gradient, which costs accuracy against truncated weights (Yao et al. 2025). `trainer` is the
 default, and clips what the updates moved.
@@ -45,7 +52,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from learning.losses.advantages import group_advantages
+from learning.losses.advantages import group_advantages, overlong_penalty, varying_groups
 from learning.losses.channel import (
     ChannelTokens,
     Item,
@@ -117,7 +124,16 @@ class GRPO(LossChannel):
         return grpo_count([sum(batch.rl[i].trained) for i in self._advantages(batch)], self.spec)
 
     def facts(self, batch: TrainBatch) -> dict[str, float]:
-        return {"excluded": len(batch.rl) - len(self._advantages(batch))}
+        rl, spec = batch.rl, self.spec
+        judged = compared(rl, spec)
+        found: dict[str, float] = {"excluded": len(rl) - len(judged)}
+        if spec.overlong == "filter":
+            found["overlong"] = sum(r.truncated and r.reward is not None for r in rl)
+        elif spec.overlong == "shape":
+            found["overlong"] = sum(shaped(rl[i], spec) != rl[i].reward for i in judged)
+        if spec.zero_variance == "drop":
+            found["dropped_groups"] = len({rl[i].group for i in judged} - varying(rl, spec))
+        return found
 
     def term(self, logits: ChunkedLogits, micro: MicroBatch) -> LossTerm:
         batch, tokens = micro.batch, micro.tokens[self.name]
@@ -143,18 +159,45 @@ class GRPO(LossChannel):
         )
 
     def _advantages(self, batch: TrainBatch) -> dict[int, float]:
-        """Return the advantages of the whole batch by index, for episodes with a reward and a
-        trained token. Those of a part of a rollout are the whole rollout's."""
+        """Return the advantages of the whole batch by index, for episodes that bear the loss. Those
+        of a part of a rollout are the whole rollout's."""
         if (known := batch.scores.get("advantages")) is not None:
             ids = [r.sample.id for r in batch.rl]
             return {i: known[name] for i, name in enumerate(ids) if name in known}
-        judged = [i for i, r in enumerate(batch.rl) if r.reward is not None and any(r.trained)]
+        judged = compared(batch.rl, self.spec)
+        if self.spec.zero_variance == "drop":
+            groups = varying(batch.rl, self.spec)
+            judged = [i for i in judged if batch.rl[i].group in groups]
         values = group_advantages(
-            [batch.rl[i].reward for i in judged],
+            [shaped(batch.rl[i], self.spec) for i in judged],
             [batch.rl[i].group for i in judged],
             self.spec.baseline,
         )
         return {i: a for i, a in zip(judged, values, strict=True) if a is not None}
+
+
+def compared(rl: Sequence[PolicySample], spec: GrpoSpec) -> list[int]:
+    """Return the indices of the episodes whose rewards are compared: those with a reward and a
+    trained token, and not cut short where these are filtered."""
+    return [
+        i for i, r in enumerate(rl)
+        if r.reward is not None and any(r.trained)
+        and not (r.truncated and spec.overlong == "filter")
+    ]  # fmt: skip
+
+
+def shaped(r: PolicySample, spec: GrpoSpec) -> float | None:
+    """Return an episode's reward, less what its longest turn costs."""
+    if r.reward is None or spec.overlong_buffer is None:
+        return r.reward
+    return r.reward + overlong_penalty(r.longest_turn, r.sampling.max_tokens, spec.overlong_buffer)
+
+
+def varying(rl: Sequence[PolicySample], spec: GrpoSpec) -> set[str]:
+    """Return the groups whose compared rewards are not all equal."""
+    judged = [rl[i] for i in compared(rl, spec)]
+    rewards = [r.reward for r in judged if r.reward is not None]
+    return varying_groups(rewards, [r.group for r in judged])
 
 
 def episodes_of(batch: TrainBatch) -> list[tuple[Sample, ...]]:

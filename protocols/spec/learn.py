@@ -109,6 +109,12 @@ def _of_rewards(spec: LearnSections) -> Iterator[Rule]:
         "being trained",
         "set it to 0",
     )
+    buffer, most = spec.objective.grpo.overlong_buffer, spec.rollout.max_tokens
+    yield (
+        buffer is not None and buffer > most,
+        f"objective.grpo.overlong_buffer must be <= rollout.max_tokens ({most})",
+        "it is the last part of a turn: lower it",
+    )
     drawn = spec.rollout
     yield (
         (drawn.temperature, drawn.top_p, drawn.top_k) != (1.0, 1.0, 0),

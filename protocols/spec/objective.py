@@ -69,6 +69,29 @@ class GrpoSpec(SpecSection):
         description="what a reward is compared with: its group; of reinforce_pp the whole rollout, "
         "of its variant both",
     )
+    zero_variance: Literal["drop", "keep"] = Field(
+        default="drop",
+        validate_default=True,
+        description="groups whose rewards are all equal: out of the loss and of its denominator, "
+        "or in it with advantages of 0",
+    )
+    refill: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="most rounds of further tasks that a step samples for dropped groups",
+    )
+    overlong: Literal["none", "filter", "shape"] = Field(
+        default="none",
+        description="episodes with a turn at the limit of its tokens: as all others; out of the "
+        "loss, if it was cut; or with a reward that falls over the last overlong_buffer tokens",
+    )
+    overlong_buffer: int | None = Field(
+        default=None,
+        ge=1,
+        validate_default=True,
+        description="tokens below rollout.max_tokens over which shape takes the reward down by 1",
+    )
     ratio: Literal["token", "sequence"] = Field(
         default="token", description="importance ratio of each token, or one of the episode"
     )
@@ -92,6 +115,33 @@ class GrpoSpec(SpecSection):
         default=MismatchSpec(),
         description="sampler against trainer, of old trainer; null: no correction",
     )
+
+    @field_validator("zero_variance")
+    @classmethod
+    def _fits_the_baseline(cls, value: str, info: ValidationInfo) -> str:
+        if value == "drop" and info.data.get("baseline") == "reinforce_pp":
+            raise broken(
+                "must be keep with baseline reinforce_pp, which compares with all groups",
+                "set it to keep, or take reinforce_pp_baseline",
+            )
+        return value
+
+    @field_validator("refill")
+    @classmethod
+    def _refills_what_is_dropped(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("zero_variance") == "keep":
+            raise broken("must be 0 with zero_variance keep, which drops none", "set it to 0")
+        return value
+
+    @field_validator("overlong_buffer")
+    @classmethod
+    def _is_of_shape(cls, value: int | None, info: ValidationInfo) -> int | None:
+        overlong = info.data.get("overlong")
+        if overlong == "shape" and value is None:
+            raise broken("must be given with overlong shape", "set it, or overlong to filter")
+        if overlong not in ("shape", None) and value is not None:
+            raise broken("belongs to overlong shape alone", "remove it")
+        return value
 
     @field_validator("max_length")
     @classmethod
@@ -286,6 +336,12 @@ class ObjectiveSpec(SpecSection):
     def hints(self) -> HintSpec:
         """Return where hints come from."""
         return self.sdpo
+
+    @property
+    def refills(self) -> int:
+        """Return the most rounds in which a step samples further tasks for groups that grpo
+        drops."""
+        return self.grpo.refill if self.w_rl > 0 else 0
 
     @property
     def of_episodes(self) -> bool:

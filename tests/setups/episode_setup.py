@@ -143,7 +143,7 @@ def episode_of(
         turns.append(
             Turn(
                 ids, response, (-0.5,) * len(response), (3,) * len(response),
-                talk.decode(response), see(said[: t + 1]), branch,
+                talk.decode(response), see(said[: t + 1]), branch, "stop",
             )
         )  # fmt: skip
     last = turns[-1].observation

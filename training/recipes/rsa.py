@@ -18,6 +18,7 @@ from environments.episode_files import to_row
 from environments.renderer import NO_DOCUMENT, ChatRenderer
 from environments.rollout import BARE
 from environments.training_signals import rl_samples, turn_samples
+from learning.losses.grpo import varying
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.errors import DataError, RunError
 from protocols.records.intervals import mean_interval
@@ -34,7 +35,15 @@ from strategies.rsa.populations import reward
 from training.recipes.base import Recipe
 from training.recipes.rsa_problems import ProblemSource, open_source
 from training.recipes.rsa_rollouts import CandidateRecord, PlayedRun, RSAStart, play
-from training.rollouts import Rollout, ScoreGroup, StepRecord, TimedGenerate, as_sample, unheard
+from training.rollouts import (
+    Rollout,
+    ScoreGroup,
+    StepRecord,
+    TimedGenerate,
+    as_sample,
+    refill_counts,
+    unheard,
+)
 
 
 @dataclass(frozen=True)
@@ -66,12 +75,6 @@ class RSARecipe(Recipe):
     ) -> RSARollout:
         """Return the rollout of a step; a population is scored while the next is sampled."""
         begun = time.perf_counter()
-        starts = []
-        for i, problem in enumerate(await self._source.training(step)):
-            group = f"on_policy/{step + 1}/{i}"
-            for r in range(self._rsa.rollouts_per_example):
-                stream = f"rsa/{self._spec.train.seed}/{step}/{i}/{r}"
-                starts.append(RSAStart(f"{group}/{r}", stream, group, problem))
         sampling = Sampling(max_tokens=self._spec.rollout.max_tokens)
 
         async def heard(
@@ -83,11 +86,26 @@ class RSARecipe(Recipe):
                 ended("doc_teacher", [as_sample(_document(r), r, c) for r, c in said])
             return completions, seconds
 
-        runs, compute = await play(
-            starts, heard, self._aggregators.turn, self._conversation, populations=self._rsa.T,
-            sampling=sampling, ids=self._fitting,
-            prefix=lambda problem: PrefixRef(f"cartridge/{problem.document}", version),
-        )  # fmt: skip
+        runs: list[PlayedRun] = []
+        first, wanted, compute = 0, self._rsa.examples, 0.0
+        for _ in range(1 + self._spec.objective.refills):
+            starts = []
+            for i, problem in enumerate(await self._source.training(step, first, wanted), first):
+                group = f"on_policy/{step + 1}/{i}"
+                for r in range(self._rsa.rollouts_per_example):
+                    stream = f"rsa/{self._spec.train.seed}/{step}/{i}/{r}"
+                    starts.append(RSAStart(f"{group}/{r}", stream, group, problem))
+            played, seconds = await play(
+                starts, heard, self._aggregators.turn, self._conversation,
+                populations=self._rsa.T, sampling=sampling, ids=self._fitting,
+                prefix=lambda problem: PrefixRef(f"cartridge/{problem.document}", version),
+            )  # fmt: skip
+            runs += played
+            compute += seconds
+            first += wanted
+            wanted = self._rsa.examples - len(self._varied(runs, sampling))
+            if wanted <= 0:
+                break
         episodes = [e for run in runs for e in self._episodes(run, sampling)]
         samples = turn_samples(episodes)
         seconds = time.perf_counter() - begun
@@ -151,6 +169,12 @@ class RSARecipe(Recipe):
         metric, weight = rsa.final_reward_metric, rsa.greedy_reward_weight
         return reward(run.metrics(-1), metric, run.scores, weight)
 
+    def _varied(self, runs: Sequence[PlayedRun], sampling: Sampling) -> set[str]:
+        """Return the problems, by the group of their runs, with rewards that vary."""
+        found = [(run.start.group, e) for run in runs for e in self._episodes(run, sampling)]
+        groups = varying(rl_samples([e for _, e in found]), self._spec.objective.grpo)
+        return {problem for problem, e in found if e.group in groups}
+
     def _episodes(self, run: PlayedRun, sampling: Sampling) -> list[Episode]:
         """Return each candidate as an episode of one turn, with its training reward."""
         own = self._rsa.advantage == "population"
@@ -183,6 +207,10 @@ class RSARecipe(Recipe):
         }
         if rewards:
             counts["reward"] = fmean(rewards)
+        if self._spec.objective.refills:
+            sampled = len({run.start.group for run in runs})
+            kept = len(self._varied(runs, rollout.episodes[0].sampling))
+            counts |= refill_counts(self._rsa.examples, sampled, kept)
         found = populations(runs)
         counts |= {f"rsa/accuracy_{t}": value for t, value in enumerate(found["accuracy"])}
         counts["rsa/majority_vote"] = found["majority_vote"]
@@ -238,7 +266,7 @@ def _episode(
     )  # fmt: skip
     turn = Turn(
         g.request.prompt_ids, g.completion.token_ids, g.completion.logprobs, g.completion.versions,
-        g.text, seen,
+        g.text, seen, finish_reason=g.completion.finish_reason,
     )  # fmt: skip
     task = Task(f"{run.start.name}/{step}/{slot}", problem.document, facts)
     opening = Observation((AgentMessage("user", g.prompt),))

@@ -47,8 +47,11 @@ class ProblemSource(Protocol):
 
     documents: Mapping[str, str]
 
-    async def training(self, step: int) -> Sequence[RSAProblem]:
-        """Return the problems of 0-based `step`."""
+    async def training(
+        self, step: int, first: int = 0, count: int | None = None
+    ) -> Sequence[RSAProblem]:
+        """Return `count` problems of 0-based `step` from index `first` on; None: as many as the
+        step has. Those after them are further ones, for a refill."""
 
     async def held_out(self, most: int | None) -> Sequence[RSAProblem]:
         """Return the first `most` held-out problems (None: all)."""
@@ -95,10 +98,12 @@ class OfPatients:
                 f"{share:g}; change it, or give more questions"
             )
 
-    async def training(self, step: int) -> Sequence[RSAProblem]:
+    async def training(
+        self, step: int, first: int = 0, count: int | None = None
+    ) -> Sequence[RSAProblem]:
         names = sorted(self.documents)
         found = []
-        for i in range(self._each):
+        for i in range(first, first + (self._each if count is None else count)):
             name, rng = names[(step * self._each + i) % len(names)], self._rng(step, i)
             if self._sentences:
                 found.append(self._of_sentence(name, f"{name}/{step}/{i}", rng))
@@ -122,19 +127,26 @@ class OfPatients:
 
 
 class ByNumber:
-    """Give the problems after the held-out ones, in order, starting over at the end."""
+    """Give the problems after the held-out ones, in order, starting over at the end. Further ones
+    of a step are random, and none of the step's others while there are enough."""
 
     def __init__(self, spec: LearnSpec, draw: Draw) -> None:
         assert spec.rsa is not None
         self._each, self._most = spec.rsa.examples, spec.rsa.problems.most
         self._questions, self._draw = spec.evaluate.questions, draw
+        self._seed = spec.train.seed
         self.documents: Mapping[str, str] = {PRIMER: PRIMER_TEXT}
 
-    async def training(self, step: int) -> Sequence[RSAProblem]:
+    async def training(
+        self, step: int, first: int = 0, count: int | None = None
+    ) -> Sequence[RSAProblem]:
         of_training = self._most - self._questions
-        first = step * self._each
-        numbers = [self._questions + (first + i) % of_training for i in range(self._each)]
-        return await self._draw(numbers, PRIMER)
+        stop = first + (self._each if count is None else count)
+        numbers = [(step * self._each + i) % of_training for i in range(self._each)]
+        for i in range(self._each, stop):
+            others = sorted(set(range(of_training)) - set(numbers)) or range(of_training)
+            numbers.append(random.Random(f"problem/{self._seed}/{step}/{i}").choice(others))
+        return await self._draw([self._questions + n for n in numbers[first:stop]], PRIMER)
 
     async def held_out(self, most: int | None) -> Sequence[RSAProblem]:
         count = self._questions if most is None else min(most, self._questions)

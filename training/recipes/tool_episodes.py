@@ -26,6 +26,7 @@ from environments.monitors import count_flags, flagged
 from environments.renderer import NO_DOCUMENT, ChatRenderer
 from environments.rollout import BARE, over_cartridge, run_episodes
 from environments.training_signals import hinted_turns, replay_states, rl_samples, turn_samples
+from learning.losses.grpo import varying
 from protocols.episodes import Episode, Task
 from protocols.errors import RunError
 from protocols.records.intervals import wilson_interval
@@ -43,7 +44,14 @@ from teachers.ledger import RunSpending
 from training.recipes.base import Recipe
 from training.recipes.hint_writers import HintWriter
 from training.recipes.preferences import AskedState, PreferenceQueue
-from training.rollouts import Rollout, ScoreGroup, StepRecord, TimedGenerate, unheard
+from training.rollouts import (
+    Rollout,
+    ScoreGroup,
+    StepRecord,
+    TimedGenerate,
+    refill_counts,
+    unheard,
+)
 
 
 class ToolEpisodesRecipe(Recipe):
@@ -77,24 +85,33 @@ class ToolEpisodesRecipe(Recipe):
     async def sample(
         self, step: int, version: int, generate: TimedGenerate, ended: ScoreGroup = unheard
     ) -> Rollout:
-        """Return a step's episodes; those that end in the same turn are scored together at once."""
+        """Return a step's episodes; those that end in the same turn are scored together at once.
+        Further tasks are sampled for groups that GRPO drops, in `refill` rounds at most."""
         begun = time.perf_counter()
         each, seed = self._episodes.tasks, self._spec.train.seed
-        tasks = [
-            self._task(f"on_policy/{step + 1}/{i}", step * each + i, f"task/{seed}/{step}/{i}")
-            for i in range(each)
-        ]
         sampling = Sampling(max_tokens=self._spec.rollout.max_tokens)
-        episodes, compute = await self._play(
-            tasks,
-            self._episodes.group,
-            sampling,
-            over_cartridge(version),
-            f"sample/{seed}/",
-            generate,
-            partial(self._hand_over, ended),
-        )
-        episodes = [flagged(e, DESK) for e in episodes]
+        episodes: list[Episode] = []
+        first, wanted, compute = 0, each, 0.0
+        for _ in range(1 + self._objective.refills):
+            tasks = [
+                self._task(f"on_policy/{step + 1}/{i}", step * each + i, f"task/{seed}/{step}/{i}")
+                for i in range(first, first + wanted)
+            ]
+            played, seconds = await self._play(
+                tasks,
+                self._episodes.group,
+                sampling,
+                over_cartridge(version),
+                f"sample/{seed}/",
+                generate,
+                partial(self._hand_over, ended),
+            )
+            episodes += [flagged(e, DESK) for e in played]
+            compute += seconds
+            first += wanted
+            wanted = each - len(varying(rl_samples(episodes), self._objective.grpo))
+            if wanted <= 0:
+                break
         hints: list[TurnHint] = []
         if self._objective.alpha:
             written, computed = await self._hints.write(episodes, version, generate)
@@ -263,6 +280,12 @@ class ToolEpisodesRecipe(Recipe):
         }
         if rewards:
             counts["reward"] = math.fsum(rewards) / len(rewards)
+        if self._objective.refills:
+            groups, kept = (
+                {e.group for e in episodes},
+                varying(rl_samples(episodes), self._objective.grpo),
+            )
+            counts |= refill_counts(self._episodes.tasks, len(groups), len(kept))
         counts |= {f"error/{kind}": n for kind, n in sorted(errors.items())}
         counts |= {f"flag/{flag}": n for flag, n in sorted(count_flags(episodes).items())}
         left_out = Counter(hint.why for hint in record.rollout.hints if hint.why)

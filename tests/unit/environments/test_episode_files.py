@@ -27,7 +27,7 @@ def test_a_row_by_hand() -> None:
         (AgentMessage("tool", "note 17."),), error_kind="missing_record", hint_key="where"
     )
     turns = (
-        Turn((4, 5), (7, 2), (-0.1, -0.7), (3, 3), "find", seen),
+        Turn((4, 5), (7, 2), (-0.1, -0.7), (3, 3), "find", seen, 0, "length"),
         Turn((4, 5, 7, 2, 40, 5), (9,), (-0.2,), (4,), "read", seen),
         Turn((4, 5), (9, 2), (-0.2, -0.3), (4, 4), "read", Observation(done=True, reward=1.0), 1),
     )

@@ -54,6 +54,20 @@ def test_an_episode_is_one_sample_with_the_tools_words_untrained(name: str) -> N
         assert (logprob, version) == ((-0.5, 3) if mine else (0.0, -1))
 
 
+def test_a_sample_knows_its_episode_s_longest_turn_and_whether_one_was_cut() -> None:
+    """Of a whole episode, in each of its branches."""
+    episode = episode_of(RIGHT)
+    longest = max(len(turn.response_ids) for turn in episode.turns)
+    (sample,) = rl_samples([episode])
+    assert (sample.longest_turn, sample.truncated) == (longest, False)
+    one, two, three = episode.turns
+    forked = replace(
+        episode, turns=(replace(one, finish_reason="length"), two, replace(three, branch=1))
+    )
+    found = [(s.longest_turn, s.truncated) for s in rl_samples([forked])]
+    assert found == [(longest, True)] * 2
+
+
 def test_a_branch_is_a_sample_of_its_own() -> None:
     episode = episode_of(RIGHT)
     one, two, three = episode.turns

@@ -311,3 +311,19 @@ def test_several_updates_of_a_step_are_in_the_plan() -> None:
     assert "updates" not in budget()
     told = budget("train.updates_per_rollout=2", "train.minibatches=4")
     assert told["updates"] == "2 passes x 4 minibatches = 8 a step, one version"
+
+
+def test_refills_bound_what_a_step_samples() -> None:
+    mesh = str(REPOSITORY / "meshes" / "three_channels.yaml")
+
+    def budget(*sets: str) -> dict[str, str]:
+        sections = plan(load_spec(mesh, sets=sets).spec)
+        (found,) = [section for section in sections if section.title == "budget"]
+        return {str(row[0]): str(row[1]) for row in found.rows}
+
+    plain, refilled = budget(), budget("objective.grpo.refill=2")
+    assert plain["response tokens"].startswith("at most 5,120 a step")  # 64 x 5 turns x 16
+    assert refilled["response tokens"].startswith("at most 15,360 a step")
+    assert refilled["episodes"] == (
+        plain["episodes"] + ", and up to 2 times as many for groups without variance"
+    )

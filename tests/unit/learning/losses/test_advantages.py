@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.losses.advantages import group_advantages
+from learning.losses.advantages import group_advantages, overlong_penalty, varying_groups
 from protocols.spec.objective import GrpoSpec
 
 BASELINES = get_args(GrpoSpec.model_fields["baseline"].annotation)
@@ -93,3 +93,18 @@ def test_only_the_group_matters(data: st.DataObject) -> None:
     by_index = {i: a for (_, _, i), a in zip(mixed, found, strict=True) if i >= 0}
     assert [by_index[i] for i in range(len(rewards))] == pytest.approx(alone, abs=1e-9)
     assert sum(a for a in alone if a is not None) == pytest.approx(0, abs=1e-9)
+
+
+def test_groups_whose_rewards_vary() -> None:
+    rewards, groups = [1.0, 0.0, 0.3, 0.3, 5.0], ["a", "a", "b", "b", "c"]
+    assert varying_groups(rewards, groups) == {"a"}
+    assert varying_groups([], []) == set()
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"),
+    [(0, 0.0), (11, 0.0), (12, 0.0), (13, -0.25), (14, -0.5), (16, -1.0), (20, -1.0)],
+)
+def test_the_last_tokens_before_the_limit_cost_reward(length: int, penalty: float) -> None:
+    """A limit of 16 tokens with a buffer of 4: nothing up to 12."""
+    assert overlong_penalty(length, 16, 4) == penalty

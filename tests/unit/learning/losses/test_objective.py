@@ -30,7 +30,7 @@ from learning.packing import pack, response_logits
 from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
 from learning.step import new_optimizer
 from protocols.errors import DataError, ForgeError, RunError, StaleTokenError
-from protocols.spec.objective import DpoSpec, ObjectiveSpec, SdpoSpec
+from protocols.spec.objective import DpoSpec, GrpoSpec, ObjectiveSpec, SdpoSpec
 from protocols.train_batch import HintedTurn, PolicySample, TrainBatch, hinted
 from protocols.types import Sample, Sampling
 
@@ -281,6 +281,48 @@ def test_with_nothing_at_all_the_cartridge_stays(llama: Twin, batch: str) -> Non
     assert done.result.terms["grpo"]["excluded"] == len(none.rl)
 
 
+def test_overlong_episodes_are_filtered_as_if_they_had_no_reward(llama: Twin) -> None:
+    """And are compared with none: e2 was cut, so e0 and e1 alone are task x."""
+    batch = scene(llama, bank_of(llama))
+    cut = replace(batch, rl=[replace(r, truncated=r.sample.id == "e2") for r in batch.rl])
+    errored = [
+        replace(r, reward=None, error_kind="cut") if r.sample.id == "e2" else r for r in batch.rl
+    ]
+    filtering = changed(only("w_rl"), grpo=GrpoSpec(overlong="filter"))
+    ours = do(llama, cut, filtering)
+    theirs = do(llama, replace(batch, rl=errored), only("w_rl"))
+    assert torch.equal(ours.trained, theirs.trained)
+    assert ours.result.terms["grpo"]["overlong"] == 1
+    assert not torch.equal(ours.trained, do(llama, cut, only("w_rl")).trained)
+    # Cut without another of its reward, nothing of the task is left to compare.
+    alone = replace(batch, rl=[replace(r, truncated=r.sample.id == "e0") for r in batch.rl])
+    found = do(llama, alone, filtering).result.terms["grpo"]
+    assert (found["count"], found["dropped_groups"]) == (8, 1)
+
+
+def test_overlong_turns_cost_reward_and_no_group_its_place(llama: Twin) -> None:
+    """A limit of 16 and a buffer of 4: 14 tokens cost half a reward. The reward before that tells
+    whether a group varies."""
+    batch = scene(llama, bank_of(llama))
+    limit = Sampling(max_tokens=16)
+
+    def cut(reward_of: dict[str, float], longest: int) -> TrainBatch:
+        rl = [
+            replace(r, sampling=limit, longest_turn=longest if r.sample.id == "e1" else 12,
+                    reward=r.reward if r.reward is None else reward_of.get(r.sample.id, r.reward))
+            for r in batch.rl
+        ]  # fmt: skip
+        return replace(batch, rl=rl)
+
+    shape = changed(only("w_rl"), grpo=GrpoSpec(overlong="shape", overlong_buffer=4))
+    ours = do(llama, cut({}, 14), shape)
+    theirs = do(llama, cut({"e1": -0.5}, 12), only("w_rl"))
+    assert torch.equal(ours.trained, theirs.trained)
+    assert ours.result.terms["grpo"]["overlong"] == 1
+    equal = dict.fromkeys(("e0", "e1", "e2"), 1.0)
+    assert do(llama, cut(equal, 14), shape).result.terms["grpo"]["dropped_groups"] == 1
+
+
 def test_errored_episodes_are_left_out_bit_for_bit(llama: Twin) -> None:
     batch = scene(llama, bank_of(llama))
     draws = random.Random(9)
@@ -479,10 +521,33 @@ def test_a_channel_without_gradient_has_no_angle(llama: Twin) -> None:
     """All rewards equal: advantages of 0."""
     batch = scene(llama, bank_of(llama))
     batch = replace(batch, rl=[replace(r, reward=1.0, error_kind="") for r in batch.rl])
-    done = do(llama, batch, only("w_rl", "beta"), compare_gradients=True)
+    keep = changed(only("w_rl", "beta"), grpo=GrpoSpec(zero_variance="keep"))
+    done = do(llama, batch, keep, compare_gradients=True)
     assert done.result.terms["grpo"]["value"] == 0.0
     assert done.result.terms["grpo"]["grad_norm"] == 0.0
     assert done.result.cosines == {}
+
+
+def test_a_group_without_variance_is_in_no_denominator(llama: Twin) -> None:
+    """Task y solved by both: its 8 tokens of 22 are out, bit for bit as if they were not there;
+    kept, they only weaken task x."""
+    batch = scene(llama, bank_of(llama))
+    rl = [replace(r, reward=1.0) if r.group == "y" else r for r in batch.rl]
+    equal = replace(batch, rl=rl)
+    dropped = do(llama, equal, only("w_rl"))
+    without = do(llama, replace(scored(batch, ref=None), rl=rl[:4]), only("w_rl"))
+    kept = do(llama, equal, changed(only("w_rl"), grpo=GrpoSpec(zero_variance="keep")))
+    assert torch.equal(dropped.trained, without.trained)
+    found = dropped.result.terms["grpo"]
+    assert (found["count"], found["dropped_groups"], found["excluded"]) == (14, 1, 1)
+    assert kept.result.terms["grpo"]["count"] == 22
+    assert "dropped_groups" not in kept.result.terms["grpo"]
+    value = kept.result.terms["grpo"]["value"]
+    assert value == pytest.approx(found["value"] * 14 / 22, rel=1e-4)
+    nothing = replace(batch, rl=[replace(r, reward=1.0, error_kind="") for r in batch.rl])
+    done = do(llama, nothing, only("w_rl"))
+    assert (done.result.terms["grpo"]["value"], done.result.tokens) == (0.0, 0)
+    assert done.result.terms["grpo"]["dropped_groups"] == 2
 
 
 def test_tools_answers_are_not_trained_on(llama: Twin) -> None:
@@ -544,12 +609,13 @@ def test_distillation_and_the_reference_reach_the_loss(llama: Twin) -> None:
     own = response_logprobs(llama.model, [r.sample for r in rl], prefixes(bank), 64)
     trained = torch.tensor([own for r in rl for own in r.trained])
     batch = replace(scored(batch, distill=own - 2.0), rl=rl)
-    spec = PolicyGradientSpec(mismatch=None, distill=0.25)
+    spec = PolicyGradientSpec(mismatch=None, distill=0.25, zero_variance="keep")
     done = do(llama, batch, changed(only("w_rl"), grpo=spec))
     assert done.result.terms["grpo"]["value"] == pytest.approx(0.25 * 2.0 * 1.3 / 1.3, abs=1e-5)
     d = (batch.scores["ref"] - own)[trained]
     k3 = (d.exp() - d - 1).mean().item()
-    done = do(llama, batch, changed(only("w_rl"), grpo=PolicyGradientSpec(mismatch=None, kl=0.5)))
+    spec = PolicyGradientSpec(mismatch=None, kl=0.5, zero_variance="keep")
+    done = do(llama, batch, changed(only("w_rl"), grpo=spec))
     assert k3 > 1e-3
     assert done.result.terms["grpo"]["k3"] == pytest.approx(k3, rel=1e-3)
     assert done.result.terms["grpo"]["value"] == pytest.approx(0.5 * k3, rel=1e-3)

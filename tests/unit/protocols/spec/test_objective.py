@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from protocols.errors import SpecError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
-from protocols.spec.objective import GrpoSpec, MismatchSpec
+from protocols.spec.objective import GrpoSpec, MismatchSpec, ObjectiveSpec
 
 MESH = str(Path(__file__).resolve().parents[4] / "meshes" / "three_channels.yaml")
 MODEL = "objective.sdpo.hints=model"
@@ -22,6 +22,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "must be null with old sampler, whose ratio has the sampler's deviation in it; "
         "set it to null, or old to trainer",
     ),
+    (
+        {"baseline": "reinforce_pp"},
+        "must be keep with baseline reinforce_pp, which compares with all groups; set it to keep",
+    ),
+    (
+        {"zero_variance": "keep", "refill": 2},
+        "must be 0 with zero_variance keep, which drops none; set it to 0",
+    ),
+    ({"overlong": "shape"}, "must be given with overlong shape; set it, or overlong to filter"),
+    ({"overlong_buffer": 4}, "belongs to overlong shape alone; remove it"),
+    ({"refill": 17}, "less than or equal to 16"),
     ({"old": "both"}, "Input should be 'trainer' or 'sampler'"),
 ]
 
@@ -36,6 +47,9 @@ def test_what_does_not_go_together_is_refused(given: dict[str, Any], message: st
 def test_what_goes_together() -> None:
     assert GrpoSpec().old == "trainer"
     assert GrpoSpec().mismatch == MismatchSpec()
+    assert GrpoSpec(baseline="reinforce_pp", zero_variance="keep").refill == 0
+    assert ObjectiveSpec(w_rl=1.0, grpo=GrpoSpec(refill=3)).refills == 3
+    assert ObjectiveSpec(grpo=GrpoSpec(refill=3)).refills == 0  # there is no GRPO
     assert GrpoSpec(old="sampler", mismatch=None).mismatch is None
 
 

@@ -319,3 +319,48 @@ def test_each_population_is_handed_over_once_it_is_sampled(w_doc: int) -> None:
     assert [(role, len(samples)) for role, samples in told] == [("doc_teacher", 24)] * 4 * w_doc
     by_id = {s.id: s for s in lesson.doc}
     assert {s.id: s for _, samples in told for s in samples} == by_id
+
+
+def uneven(name: str) -> bool:
+    """The second run knows more, but in problem 1, where no run knows anything."""
+    return at(name)[0] != 1 and second_run_knows(name)
+
+
+@pytest.mark.parametrize("advantage", ["rollout", "population"])
+def test_further_problems_take_the_place_of_those_without_variance(advantage: str) -> None:
+    sets = (f"rsa.advantage={advantage}", "objective.grpo.refill=3", "objective.w_doc=1")
+    scene = Scene(uneven, *sets)
+    rollout = scene.sample()
+    groups = [run.start.group for run in rollout.runs]
+    assert groups == [f"on_policy/1/{i}" for i in range(4) for _ in range(2)]
+    found = scene.facts(rollout)
+    assert {k: v for k, v in found.items() if "refill" in k} == {
+        "refill/dropped": 1, "refill/sampled": 1, "refill/missing": 0
+    }  # fmt: skip
+    plain = Scene(uneven, sets[0], sets[2]).sample()
+    assert list(rollout.runs[:6]) == list(plain.runs)
+    requests = [r for batch in scene.student.batches for r in batch]
+    assert len({r.seed for r in requests}) == len({r.id for r in requests}) == 8 * EACH
+
+
+def test_problems_by_number_refill_with_others() -> None:
+    learn = spec(
+        "rsa.problems.kind=reasoning_gym", "rsa.problems.name=basic_arithmetic",
+        "rsa.problems.most=17",
+        "data.source=primer", "data.patients=1", "data.facts=null", "data.notes=null",
+    )  # fmt: skip
+    asked: list[list[int]] = []
+
+    async def draw(numbers: Sequence[int], document: str) -> list[RSAProblem]:
+        asked.append(list(numbers))
+        return []
+
+    source = ByNumber(learn, draw)
+    for first, count in ((0, 3), (3, 2), (5, 7), (12, 1)):
+        asyncio.run(source.training(1, first, count))
+    step, one, two, all_used = asked
+    assert step == [8, 9, 10]  # five are held out, three were of the step before
+    assert sorted(step + one + two) == list(range(5, 17))
+    assert all_used[0] in range(5, 17)
+    asyncio.run(source.training(1, 3, 2))
+    assert asked[-1] == one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from environments.clinic.desk import TOOLS, call_text, draw_case, draw_desk
 from environments.clinic.fake_teachers import next_call
 from learning.model.loading import load_tokenizer
 from protocols.episodes import EnvironmentRequest, Observation
-from protocols.errors import RunError
+from protocols.errors import RunError, SpecError
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
 from protocols.teacher_replay import AgentMessage
@@ -267,3 +268,72 @@ def test_the_record_has_every_hint(tmp_path: Path) -> None:
     assert len(turns) == 30
     assert all(turn["hint"] == turn["observation"]["messages"][0]["content"] for turn in turns)
     assert {turn["no_hint"] for turn in turns} == {""}
+
+
+class Uneven(Clerk):
+    """Knows the handbook in every other episode of the tasks 1, 3 and 5, and in all of task 0."""
+
+    def answer(self, request: GenerateRequest) -> Completion:
+        task, member = map(int, request.id.split("/")[2:4])
+        self.able = task == 0 or (task % 2 == 1 and member == 0)
+        return super().answer(request)
+
+
+@pytest.mark.parametrize(
+    ("sets", "tasks", "told"),
+    [
+        ((), 3, None),
+        (("objective.grpo.refill=1",), 5, {"dropped": 3, "sampled": 2, "missing": 1}),
+        (("objective.grpo.refill=4",), 6, {"dropped": 3, "sampled": 3, "missing": 0}),
+        (("objective.grpo.refill=4", "objective.w_rl=0"), 3, None),
+    ],
+)
+def test_further_tasks_take_the_place_of_those_without_variance(
+    sets: tuple[str, ...], tasks: int, told: dict[str, int] | None
+) -> None:
+    """Task 0 is solved by all and 2 by none, as is 4, of the first refill."""
+    learn = spec(*sets)
+    cases, clerk = course(learn), Uneven(learn)
+    heard: list[Any] = []
+
+    def ended(role: str, samples: Sequence[Any]) -> None:
+        heard.extend(samples if role == "doc_teacher" else ())
+
+    rollout = asyncio.run(cases.sample(0, 7, clerk, ended))
+    assert [e.group for e in rollout.episodes] == [
+        f"on_policy/1/{task}" for task in range(tasks) for _ in range(2)
+    ]
+    assert len({r.id for r in clerk.requests}) == len({r.seed for r in clerk.requests})
+    counts = {
+        k.removeprefix("refill/"): v for k, v in facts(cases, rollout).items() if "refill" in k
+    }
+    assert counts == (told or {})
+    # All episodes are read by the teachers; GRPO itself drops the groups.
+    lesson = asyncio.run(cases.lesson(rollout, 7))
+    assert sorted(s.id for s in heard) == sorted(s.id for s in lesson.doc)
+    assert len(lesson.doc) == 2 * tasks
+    again = Uneven(learn)
+    assert asyncio.run(course(learn).sample(0, 7, again)).episodes == rollout.episodes
+    # The first tasks are those of a run without refills.
+    if learn.objective.w_rl and told:
+        plain = Uneven(learn)
+        assert asyncio.run(course(spec()).sample(0, 7, plain)).episodes == rollout.episodes[:6]
+
+
+def test_a_turn_that_its_limit_cut_is_told_to_grpo() -> None:
+    class Wordy(Clerk):
+        def answer(self, request: GenerateRequest) -> Completion:
+            said = super().answer(request)
+            cut = request.id.endswith("/1/0")  # the first turn of every task's second episode
+            return replace(said, finish_reason="length") if cut else said
+
+    learn = spec("objective.grpo.overlong=filter")
+    rollout = sample(course(learn), Wordy(learn))
+    lesson = asyncio.run(course(learn).lesson(rollout, 7))
+    assert [r.truncated for r in lesson.rl] == [False, True] * 3
+    assert all(r.longest_turn for r in lesson.rl)
+
+
+def test_the_buffer_of_overlong_turns_fits_a_turn() -> None:
+    with pytest.raises(SpecError, match=r"overlong_buffer must be <= rollout.max_tokens \(16\)"):
+        spec("objective.grpo.overlong=shape", "objective.grpo.overlong_buffer=17")
