@@ -150,7 +150,10 @@ class TrainerActor(ModelActor):
             return None
         names, kv = self._trainer.snapshot(version)
         packet = await self._put(f"cartridges/{version}", {"kv": kv})
-        return CartridgeSnapshot(version, names, packet)
+        other, hinted = self._trainer.hinted_snapshot(version), None
+        if other is not None:
+            hinted = await self._put(f"cartridges/{version}/hinted", {"kv": other})
+        return CartridgeSnapshot(version, names, packet, hinted)
 
     @endpoint
     async def save(self, directory: str, position: dict[str, Any], version: int) -> str:

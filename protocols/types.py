@@ -190,12 +190,19 @@ class CartridgeSnapshot:
     """Refer to one published version of every cartridge of a run.
 
     `names[c]` is the document whose cartridge is row c of the packet's tensor "kv" [C, L, 2, H_kv,
-    P, D], with post-RoPE keys at positions 0..P-1.
+    P, D], with post-RoPE keys at positions 0..P-1. `hinted` holds those that read hints in their
+    place, in the same form; None where these do.
     """
 
     version: int
     names: tuple[str, ...]
     packet: TensorRef
+    hinted: TensorRef | None = None
+
+    @property
+    def packets(self) -> tuple[TensorRef, ...]:
+        """Return the references to all its tensors."""
+        return (self.packet,) if self.hinted is None else (self.packet, self.hinted)
 
 
 @dataclass(frozen=True)
