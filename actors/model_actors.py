@@ -80,10 +80,13 @@ class CartridgeReaderActor(ModelActor):
     @endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
         """Load a published version from the tensor plane; requests may name it from now on."""
-        tensors = await self._plane.get(snapshot.packet)
-        kv = tensors["kv"].to(self._model.device, self._model.dtype)
+        kv = await self._read(snapshot.packet)
         self._cartridges.add(snapshot.version, snapshot.names, kv)
         return snapshot.version
+
+    async def _read(self, packet: TensorRef) -> Tensor:
+        tensors = await self._plane.get(packet)
+        return tensors["kv"].to(self._model.device, self._model.dtype)
 
 
 class GeneratorActor(CartridgeReaderActor):
@@ -151,7 +154,8 @@ class DocTeacherActor(ModelActor):
 
 
 class SDPOTeacherActor(CartridgeReaderActor):
-    """Hold the last few published cartridge versions, as a generator does."""
+    """Hold the last few published cartridge versions, as a generator does, and beside each the
+    cartridges that read hints in its place, where the run publishes them."""
 
     def __init__(
         self, base: ModelSource, row_tokens: int, keep_top: int | None, keep_versions: int
@@ -160,13 +164,24 @@ class SDPOTeacherActor(CartridgeReaderActor):
         super().__init__(base, keep_versions)
         self._row_tokens = row_tokens
         self._keep_top = keep_top
+        self._hinted = CartridgeVersions(keep_versions)
+
+    @endpoint
+    async def load(self, snapshot: CartridgeSnapshot) -> int:
+        """Load a published version from the tensor plane, with those that read hints."""
+        kv = await self._read(snapshot.packet)
+        hinted = kv if snapshot.hinted is None else await self._read(snapshot.hinted)
+        self._cartridges.add(snapshot.version, snapshot.names, kv)
+        self._hinted.add(snapshot.version, snapshot.names, hinted)
+        return snapshot.version
 
     @endpoint
     async def score(self, stem: str, samples: Sequence[Sample], version: int) -> ScoreOutput:
         """Put the distributions over every response token of hinted turns under a key of this stem:
-        with the cartridges of `version`, each sample's context before its own tokens."""
+        with the cartridges that read hints at `version`, each sample's context before its own
+        tokens."""
         begun = time.perf_counter()
-        prefixes = self._prefixes([s.document for s in samples], version)
+        prefixes = self._prefixes(self._hinted, [s.document for s in samples], version)
         tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
         served = {name: self._fingerprints.of(kv) for name, kv in prefixes.items()}
         seconds = time.perf_counter() - begun
@@ -178,8 +193,10 @@ class SDPOTeacherActor(CartridgeReaderActor):
         self, pairs: Sequence[PreferencePair], version: int
     ) -> list[PreferencePair]:
         """Return the pairs with reference log-probabilities of `version`."""
-        prefixes = self._prefixes([p.document for p in pairs], version)
+        prefixes = self._prefixes(self._cartridges, [p.document for p in pairs], version)
         return with_references(self._model, pairs, prefixes, self._row_tokens, version, 0)
 
-    def _prefixes(self, documents: Sequence[str], version: int) -> dict[str, Tensor]:
-        return {name: self._cartridges.get(name, version) for name in sorted(set(documents))}
+    def _prefixes(
+        self, held: CartridgeVersions, documents: Sequence[str], version: int
+    ) -> dict[str, Tensor]:
+        return {name: held.get(name, version) for name in sorted(set(documents))}

@@ -152,7 +152,10 @@ class TrainerActor(ModelActor):
         names, kv = self._trainer.snapshot(version)
         packet = await self._put(f"cartridges/{version}", {"kv": kv})
         own = tuple(map(fingerprint, kv))
-        return CartridgeSnapshot(version, names, packet, own)
+        other, hinted = self._trainer.hinted_snapshot(version), None
+        if other is not None:
+            hinted = await self._put(f"cartridges/{version}/hinted", {"kv": other})
+        return CartridgeSnapshot(version, names, packet, own, hinted)
 
     @endpoint
     async def save(self, directory: str, position: dict[str, Any], version: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a mo
     from transformers import PreTrainedModel
 
 SNAPSHOT = "snapshot."
+HINTED = "hinted_snapshot."
 
 
 class CartridgeTrainer:
@@ -69,6 +70,9 @@ class CartridgeTrainer:
             ranks.follow(part)
         self._initial = self.bank.trainable.detach().clone()
         self._base_hash = base_hash(model)
+        # What reads hints instead of the cartridges in training: None where those do.
+        averages = self._objective.hinted_decay is not None
+        self._hinted = self._initial.clone() if averages else None
         self.version = -1
         self._arm = ""
         self._step = 0
@@ -77,6 +81,7 @@ class CartridgeTrainer:
         self._optimizer = new_optimizer(self.bank)
         self._last_state = last_state
         self._snapshots: dict[int, Tensor] = {}
+        self._hinted_snapshots: dict[int, Tensor] = {}
 
     def begin(self, arm: str, steps: int) -> int:
         """Start an arm of `steps` steps from the untrained cartridges; return its version."""
@@ -84,6 +89,8 @@ class CartridgeTrainer:
             return self.version
         with torch.no_grad():
             self.bank.trainable.copy_(self._initial)
+            if self._hinted is not None:
+                self._hinted.copy_(self._initial)
         self._optimizer = new_optimizer(self.bank)
         self._schedule = LearningRateSchedule(
             self.spec.lr, min(self.spec.warmup_steps, max(1, steps // 2)), steps
@@ -115,6 +122,9 @@ class CartridgeTrainer:
             )
         with self._ranks.abreast():
             result = self._train(batch, version)
+        if self._hinted is not None and (decay := self._objective.hinted_decay) is not None:
+            with torch.no_grad():
+                self._hinted.lerp_(self.bank.trainable, 1.0 - decay)
         self._step += 1
         self.version += 1
         self._last = result
@@ -212,14 +222,22 @@ class CartridgeTrainer:
         if version == self.version and version not in self._snapshots:
             dtype = getattr(torch, self._publish_dtype)
             self._snapshots[version] = self.bank.snapshot(dtype)
+            if self._hinted is not None:
+                self._hinted_snapshots[version] = self.bank.snapshot(dtype, self._hinted)
             for old in sorted(self._snapshots)[: -(self.spec.staleness + 1)]:
                 del self._snapshots[old]
+                self._hinted_snapshots.pop(old, None)
         if version not in self._snapshots:
             raise PublishError(
                 f"version {version} cannot be published: the trainer stands at {self.version} and "
                 f"still has {sorted(self._snapshots)}"
             )
         return self.bank.names, self._snapshots[version]
+
+    def hinted_snapshot(self, version: int) -> Tensor | None:
+        """Return the cartridges that read hints at a version that `snapshot` returned, in the same
+        form; None where they are that version's own."""
+        return self._hinted_snapshots.get(version)
 
     def base_hash(self) -> str:
         """Return the SHA-256 of the base as it is now; for a sharded base all ranks must call
@@ -254,6 +272,8 @@ class CartridgeTrainer:
             state = self._state({})
             for version in self._needed():
                 state.tensors[f"{SNAPSHOT}{version}"] = self._snapshots[version]
+                if version in self._hinted_snapshots:
+                    state.tensors[f"{HINTED}{version}"] = self._hinted_snapshots[version]
             write_state(self._last_state, state)
 
     def _needed(self) -> list[int]:
@@ -270,6 +290,7 @@ class CartridgeTrainer:
             "trainable": self.bank.trainable.detach(),
             "frozen": self.bank.frozen,
             **{f"adam.{k}": v for k, v in state.items()},
+            **({} if self._hinted is None else {"hinted": self._hinted}),
         }
         facts = {
             "names": list(self.bank.names),
@@ -307,9 +328,16 @@ class CartridgeTrainer:
                 f"{held}, this run has {list(self.bank.names)} of {here}; resume with the spec of "
                 "its run"
             )
+        if (self._hinted is not None) != ("hinted" in tensors):
+            raise CheckpointError(
+                "the checkpoint was made with another teacher of hints; resume with the "
+                "objective of its run"
+            )
         with torch.no_grad():
             self.bank.trainable.copy_(tensors["trainable"])
             self.bank.frozen.copy_(tensors["frozen"])
+            if self._hinted is not None:
+                self._hinted.copy_(tensors["hinted"])
         self._optimizer = new_optimizer(self.bank)
         moments = {
             # Adam keeps its step count on the host, wherever its moments are.
@@ -323,11 +351,12 @@ class CartridgeTrainer:
         last = facts["last"]
         self._last = last and TrainStepOutput(0.0, self.version, **last)
         self._schedule = LearningRateSchedule(self.spec.lr, facts["warmup_steps"], facts["steps"])
-        self._snapshots = {
-            int(k.removeprefix(SNAPSHOT)): v.clone()
-            for k, v in tensors.items()
-            if k.startswith(SNAPSHOT)
-        }
+        self._snapshots = _versions(tensors, SNAPSHOT)
+        self._hinted_snapshots = _versions(tensors, HINTED)
+
+
+def _versions(tensors: Mapping[str, Tensor], stem: str) -> dict[int, Tensor]:
+    return {int(k.removeprefix(stem)): v.clone() for k, v in tensors.items() if k.startswith(stem)}
 
 
 def _told(output: TrainStepOutput) -> dict[str, Any]:

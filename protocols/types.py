@@ -196,13 +196,20 @@ class CartridgeSnapshot:
 
     `names[c]` is the document whose cartridge is row c of the packet's tensor "kv" [C, L, 2, H_kv,
     P, D], with post-RoPE keys at positions 0..P-1. `fingerprints[c]` is the trainer's own of it
-    (`learning.cartridge.fingerprint`).
+    (`learning.cartridge.fingerprint`). `hinted` holds the cartridges that read hints in their
+    place, in the same form; None where these do.
     """
 
     version: int
     names: tuple[str, ...]
     packet: TensorRef
     fingerprints: tuple[str, ...] = ()
+    hinted: TensorRef | None = None
+
+    @property
+    def packets(self) -> tuple[TensorRef, ...]:
+        """Return the references to all its tensors."""
+        return (self.packet,) if self.hinted is None else (self.packet, self.hinted)
 
 
 @dataclass(frozen=True)

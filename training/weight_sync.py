@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Sequence
 
 from protocols.errors import PlaneError, PublishError, RunError
-from protocols.spec.mesh import CARTRIDGE_READERS
+from protocols.spec.mesh import CARTRIDGE_READERS, HINTED_TEACHER
 from protocols.types import CartridgeSnapshot
 from services.clients import TrainerClient, load_cartridges, remember_cartridges
 from services.mesh import Mesh
@@ -59,7 +59,7 @@ class WeightSync:
                         self._published.append((life, snapshot))
                         while len(self._published) > self._keep:
                             written, old = self._published.pop(0)
-                            self._read.append((written, old.packet.key))
+                            self._read += [(written, packet.key) for packet in old.packets]
                         break
                     self._sweep.add("")  # replaced meanwhile: unknown which plane has it
             except PlaneError as error:
@@ -67,6 +67,9 @@ class WeightSync:
         await self.tidy()
         readers = sum(len(pool) for pool in self._readers)
         self.moved_bytes = packed_bytes(snapshot.packet.layout) * (1 + readers)
+        if snapshot.hinted is not None:
+            hinted = len(self._mesh.pools[HINTED_TEACHER])
+            self.moved_bytes += packed_bytes(snapshot.hinted.layout) * (1 + hinted)
 
     async def _publish(self, version: int) -> CartridgeSnapshot:
         snapshot = await self._trainer.publish(version)
@@ -144,7 +147,8 @@ class WeightSync:
                 found = await plane.keys(prefix)
             except PlaneError:  # the plane is being replaced, and its keys are gone
                 return []
-            known = {s.packet.key for _, s in self._published} | {key for _, key in self._read}
+            published = {packet.key for _, s in self._published for packet in s.packets}
+            known = published | {key for _, key in self._read}
             lost = []
             for key in (key for key in found if key not in known):
                 stems = [stem for stem in self._under_way if key.startswith(f"{stem}/")]

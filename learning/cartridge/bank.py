@@ -50,9 +50,11 @@ class CartridgeBank(nn.Module):
         return sum(int(x.view(torch.int32).sum()) for x in (self.frozen, self.trainable))
 
     @torch.no_grad()
-    def snapshot(self, dtype: torch.dtype) -> Tensor:
-        """Return a detached contiguous copy [C, L, 2, H_kv, P, D] to publish."""
-        return self.kv().to(dtype, copy=True).contiguous()
+    def snapshot(self, dtype: torch.dtype, trainable: Tensor | None = None) -> Tensor:
+        """Return a detached contiguous copy [C, L, 2, H_kv, P, D] to publish, with another
+        `trainable` part where one is given."""
+        part = self.trainable if trainable is None else trainable
+        return torch.cat([self.frozen, part], dim=4).to(dtype, copy=True).contiguous()
 
 
 def first_tokens(documents: Mapping[str, Tensor], tokens: int, frozen: int) -> CartridgeBank:

@@ -240,6 +240,25 @@ class SdpoSpec(HintSpec):
         "the gradient of wrong calls round; null: no clip",
     )
 
+    teacher: Literal["live", "base", "ema"] = Field(
+        default="live",
+        description="the cartridges that read the hint: those in training, the untrained ones, or "
+        "their moving average",
+    )
+    ema_decay: float = Field(
+        default=0.95, ge=0, lt=1, description="ema: share of the average that a step keeps"
+    )
+
+    @property
+    def reader(self) -> str:
+        """Return which model reads the hint, for a plan."""
+        over = {
+            "live": "the same model",
+            "base": "the model over the untrained cartridge",
+            "ema": f"the model over the cartridges' average (decay {self.ema_decay:g})",
+        }
+        return over[self.teacher]
+
     @field_validator("temperature")
     @classmethod
     def _plain_when_sampled(cls, value: float, info: ValidationInfo) -> float:
@@ -326,7 +345,8 @@ class ObjectiveSpec(SpecSection):
             ("grpo", self.w_rl, f"{self.w_rl:g}",
              f"rewards, compared in groups of {group} episodes"),
             ("sdpo", self.alpha, alpha,
-             f"turns that met an error, against the same model under a hint: {self.sdpo.source}"),
+             f"turns that met an error, against {self.sdpo.reader} under a hint: "
+             f"{self.sdpo.source}"),
             ("replay_dpo", self.beta, f"{self.beta:g}",
              f"at most {dpo.pairs} pairs a step, each in {dpo.uses} steps, from {dpo.lag} to "
              f"{dpo.max_age} steps after its episode"),
@@ -342,6 +362,14 @@ class ObjectiveSpec(SpecSection):
         """Return the most rounds in which a step samples further tasks for groups that grpo
         drops."""
         return self.grpo.refill if self.w_rl > 0 else 0
+
+    @property
+    def hinted_decay(self) -> float | None:
+        """Return the decay of the average of the cartridges that read hints: 1 for the untrained
+        ones, None for those in training."""
+        if not self.alpha or self.sdpo.teacher == "live":
+            return None
+        return self.sdpo.ema_decay if self.sdpo.teacher == "ema" else 1.0
 
     @property
     def of_episodes(self) -> bool:

@@ -129,10 +129,12 @@ def test_what_was_spent_is_told_with_each_step(done: Finished) -> None:
 
 def test_deaths_of_desk_hint_teacher_and_controller_change_nothing(tmp_path: Path) -> None:
     """kill -9 of each while it is wanted, then of the controller: the run that goes on by itself,
-    and is resumed, ends as the undisturbed one does, to the byte."""
-    calm = whole_run(tmp_path / "calm", **WITHOUT_TEACHERS).path
+    and is resumed, ends as the undisturbed one does, to the byte; the average of the cartridges
+    that reads the hints, and the hints that the generator writes, among it."""
+    sets = {**WITHOUT_TEACHERS, "objective.sdpo.teacher": "ema", "objective.sdpo.hints": "model"}
+    calm = whole_run(tmp_path / "calm", **sets).path
     root = tmp_path / "struck"
-    with running(command(root, **WITHOUT_TEACHERS), root) as run:
+    with running(command(root, **sets), root) as run:
         wait_for(root, 1)
         for role in WITHOUT_ASKING:
             (pid,) = pids(root)[role]
@@ -148,7 +150,7 @@ def test_deaths_of_desk_hint_teacher_and_controller_change_nothing(tmp_path: Pat
         if e["event"] == "replica_lost"
     ]
     assert set(lost) >= set(WITHOUT_ASKING)
-    process = run_to_end(command(root, "--resume", **WITHOUT_TEACHERS))
+    process = run_to_end(command(root, "--resume", **sets))
     assert process.returncode == 0, process.stdout + process.stderr
     for name in ("metrics.jsonl", "episodes.jsonl"):
         assert (directory(root) / name).read_bytes() == (calm / name).read_bytes(), name

@@ -72,6 +72,7 @@ class Trainer:
         self.count = itertools.count()
         self.seconds = 0.0
         self.off_by = 0
+        self.hinted = False
 
     async def ready(self) -> int:
         return 1
@@ -85,7 +86,8 @@ class Trainer:
             raise PublishError(f"version {version} cannot be published")
         key = f"cartridges/{version}/{next(self.count)}"
         packet = await self.plane.put(key, version)
-        return CartridgeSnapshot(version + self.off_by, ("a",), packet)
+        hinted = await self.plane.put(f"{key}/hinted", version) if self.hinted else None
+        return CartridgeSnapshot(version + self.off_by, ("a",), packet, hinted=hinted)
 
 
 class Generator:
@@ -169,6 +171,30 @@ def test_a_publish_reaches_every_generator_and_the_old_are_deleted(
         w.process("generator").die()
         await w.settled()
         assert w.actor("generator").loaded == [4, 5][-keep:]
+        await w.mesh.stop()
+
+    run(scenario())
+
+
+def test_what_reads_hints_goes_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A put and a get by the hinted teacher more; deleted with the version, known to a sweep, and
+    published again with it into another plane."""
+
+    async def scenario() -> None:
+        w = await world(monkeypatch)
+        w.h.service.spawn(Generator, role="sdpo_teacher", args=(w.mesh,), n=1, spec=RoleSpec())
+        await w.h.service.ready()
+        w.actor("trainer").hinted = True
+        for version in (3, 4):
+            await w.weights.publish(version)
+            assert w.weights.moved_bytes == 256 * (1 + 3) + 256 * (1 + 1)
+        w.weights.replica_lost()
+        await w.weights.tidy()
+        await w.weights.tidied()
+        assert list(w.held) == ["cartridges/4/1", "cartridges/4/1/hinted"]
+        w.process("store").die()
+        await w.settled()
+        assert list(w.held) == ["cartridges/4/2", "cartridges/4/2/hinted"]
         await w.mesh.stop()
 
     run(scenario())
