@@ -12,6 +12,7 @@ from torch import Tensor
 
 from learning.cartridge.bank import CartridgeBank
 from learning.checkpoint import Checkpoint, read_state, write_checkpoint, write_state
+from learning.losses.balance import GradientBalance
 from learning.losses.objective import active_channels
 from learning.model.distributed import ALONE, ProcessGroup
 from learning.model.loading import base_hash
@@ -57,6 +58,13 @@ class CartridgeTrainer:
         self.spec = spec
         self._objective = objective or ObjectiveSpec()
         self._channels = active_channels(self._objective, loss)
+        # One channel alone is trained as its weight says.
+        balanced = self._objective.balance == "gradient_norm" and len(self._channels) > 1
+        self._balance = (
+            GradientBalance(self._objective.balance_every, self._objective.balance_bound)
+            if balanced
+            else None
+        )
         self._publish_dtype = publish_dtype
         self._ranks = ranks
         self.bank = bank
@@ -83,6 +91,8 @@ class CartridgeTrainer:
         self._schedule = LearningRateSchedule(
             self.spec.lr, min(self.spec.warmup_steps, max(1, steps // 2)), steps
         )
+        if self._balance is not None:
+            self._balance.restore({})
         self._arm, self._step, self._last = arm, 0, None
         self.version += 1
         self._keep()
@@ -121,6 +131,7 @@ class CartridgeTrainer:
                 staleness=self.spec.staleness,
                 micro_tokens=self._objective.micro_tokens,
                 compare_gradients=self._compares(),
+                balance=self._balance,
                 logit_bytes=self.spec.logit_chunk_mb * 2**20,
                 recompute_layers=self.spec.recompute_layers,
                 ranks=self._ranks,
@@ -212,6 +223,8 @@ class CartridgeTrainer:
             "base_hash": self._base_hash,
             "position": position,
         }
+        if self._balance is not None:
+            facts["balance"] = self._balance.state()
         return Checkpoint(facts, tensors)
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -249,6 +262,8 @@ class CartridgeTrainer:
         }
         if moments:
             self._optimizer.state[self.bank.trainable] = moments
+        if self._balance is not None:
+            self._balance.restore(facts.get("balance", {}))  # none in those of older versions
         self.version, self._arm, self._step = facts["version"], facts["arm"], facts["step"]
         last = facts["last"]
         self._last = last and TrainStepOutput(0.0, self.version, **last)
