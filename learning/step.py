@@ -8,7 +8,9 @@
       -> given teacher distributions over the same tokens, against the student's logits, which
          exist for a chunk of tokens at a time
       -> one named term for each channel over its own denominator, times its weight
-      -> backward into the cartridges only -> sums over all ranks -> clip -> Adam
+      -> backward into the cartridges only: one of the sum, or one for each channel where the
+         channels are balanced (`learning.losses.balance`)
+      -> sums over all ranks -> clip -> Adam
 
 Advantages and denominators are those of the whole batch, which every rank receives, so neither
 ranks nor micro-batches change a term.
@@ -31,6 +33,7 @@ import torch
 from learning.batch import prepare
 from learning.cartridge.bank import CartridgeBank
 from learning.cartridge.composition import prefix_lengths, prefix_name, student_kv
+from learning.losses.balance import GradientBalance
 from learning.losses.channel import LossAccumulator, LossChannel
 from learning.model.distributed import ALONE, ProcessGroup, is_sharded
 from learning.packing import check_rows, pack, response_tokens
@@ -105,6 +108,7 @@ def train_step(
     staleness: int,
     micro_tokens: int | None = None,
     compare_gradients: bool = False,
+    balance: GradientBalance | None = None,
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
     ranks: ProcessGroup = ALONE,
@@ -116,7 +120,9 @@ def train_step(
 
     `micro_tokens` bounds the tokens of one forward, `logit_bytes` the logits that exist at a time,
     `recompute_layers` the activations kept to those of one layer: none of them changes a term.
-    `compare_gradients` costs one more backward per channel and changes no term either.
+    `compare_gradients` costs one more backward per channel and changes no term either. `balance`
+    replaces the weights by its coefficients, and is given the norms of the channels' gradients in
+    the steps in which it is due, which run one backward per channel.
     """
     prepared = prepare(batch, channels, version)
     sampled = dict.fromkeys(channel.reads for channel in channels if channel.sampled)
@@ -126,6 +132,8 @@ def train_step(
     weights = {channel.name: channel.weight for channel in channels}
     counts = {channel.name: channel.denominator(batch) for channel in channels}
     tally = LossAccumulator(weights)
+    measured = balance is not None and balance.is_due(version, [n for n, c in counts.items() if c])
+    coefficients = weights if balance is None else balance.coefficients(weights)
 
     alone = {name: bank.frozen.shape[4] + bank.trainable.shape[4] for name in bank.names}
     prefix_tokens = prefix_lengths(texts, alone)
@@ -158,11 +166,11 @@ def train_step(
         tokens += len(packed.targets)
         tally.add(terms, means)
         nothing = [0.0 * student.hidden.sum()] if together else []
-        if compare_gradients:
+        if compare_gradients or measured:
             tally.add_gradients(means, bank.trainable, *nothing)
-
-        weighted = [weights[name] * mean for name, mean in means.items()] + nothing
-        sum(weighted[1:], weighted[0]).backward()  # type: ignore[no-untyped-call]  # torch's own
+        if not measured:
+            weighted = [coefficients[name] * mean for name, mean in means.items()] + nothing
+            sum(weighted[1:], weighted[0]).backward()  # type: ignore[no-untyped-call]  # torch's own
 
     found = ranks.gather(
         {
@@ -174,7 +182,11 @@ def train_step(
     )
     _check_agreement(found)
     tally.merge([one["sums"] for one in found], ranks.add, bank.trainable)
-    if texts:
+    if balance is not None and measured:
+        balance.add(tally.norms())
+        coefficients = balance.coefficients(weights)
+        bank.trainable.grad = tally.gradient(coefficients)
+    elif texts:
         if bank.trainable.grad is None:  # this rank had no micro-batch
             bank.trainable.grad = torch.zeros_like(bank.trainable)
         ranks.add(bank.trainable.grad)
@@ -183,6 +195,7 @@ def train_step(
         group["lr"] = lr
     optimizer.step()
     facts = {channel.name: channel.facts(batch) for channel in channels}
+    told = tally.terms(counts, facts)
     return TrainStepOutput(
         compute_seconds=0.0,  # measured by the caller
         version=version + 1,
@@ -191,8 +204,8 @@ def train_step(
         lr=lr,
         tokens=sum(one["tokens"] for one in found),
         stale_tokens=stale,
-        terms=tally.terms(counts, facts),
-        cosines=tally.cosines(),
+        terms=told if balance is None else balance.report(told, coefficients),
+        cosines=tally.cosines() if compare_gradients else {},
     )
 
 

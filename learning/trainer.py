@@ -13,6 +13,7 @@ from torch import Tensor
 
 from learning.cartridge.bank import CartridgeBank
 from learning.checkpoint import Checkpoint, read_state, write_checkpoint, write_state
+from learning.losses.balance import GradientBalance
 from learning.losses.channel import LossChannel
 from learning.losses.grpo import check_policy
 from learning.losses.objective import active_channels
@@ -63,6 +64,13 @@ class CartridgeTrainer:
         self.spec = spec
         self._objective = objective or ObjectiveSpec()
         self._channels = active_channels(self._objective, loss)
+        # One channel alone is trained as its weight says.
+        balanced = self._objective.balance == "gradient_norm" and len(self._channels) > 1
+        self._balance = (
+            GradientBalance(self._objective.balance_every, self._objective.balance_bound)
+            if balanced
+            else None
+        )
         self._publish_dtype = publish_dtype
         self._ranks = ranks
         self.bank = bank
@@ -95,6 +103,8 @@ class CartridgeTrainer:
         self._schedule = LearningRateSchedule(
             self.spec.lr, min(self.spec.warmup_steps, max(1, steps // 2)), steps
         )
+        if self._balance is not None:
+            self._balance.restore({})
         self._arm, self._step, self._last = arm, 0, None
         self.version += 1
         self._keep()
@@ -156,6 +166,7 @@ class CartridgeTrainer:
                             staleness=spec.staleness,
                             micro_tokens=self._objective.micro_tokens,
                             compare_gradients=self._compares() and not outputs,
+                            balance=self._balance,
                             logit_bytes=spec.logit_chunk_mb * 2**20,
                             recompute_layers=spec.recompute_layers,
                             ranks=self._ranks,
@@ -198,18 +209,22 @@ class CartridgeTrainer:
             ranks=self._ranks,
         )
 
-    def _held(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return copies of the cartridges and of Adam's state."""
+    def _held(self) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
+        """Return copies of the cartridges, of Adam's state and of the channels' balance."""
         state = self._optimizer.state.get(self.bank.trainable, {})
-        return self.bank.trainable.detach().clone(), {k: v.clone() for k, v in state.items()}
+        balance = {} if self._balance is None else self._balance.state()
+        own = self.bank.trainable.detach().clone()
+        return own, {k: v.clone() for k, v in state.items()}, balance
 
-    def _put_back(self, held: tuple[Tensor, dict[str, Tensor]]) -> None:
+    def _put_back(self, held: tuple[Tensor, dict[str, Tensor], dict[str, Any]]) -> None:
         with torch.no_grad():
             self.bank.trainable.copy_(held[0])
         self.bank.trainable.grad = None
         self._optimizer = new_optimizer(self.bank)
         if held[1]:
             self._optimizer.state[self.bank.trainable] = held[1]
+        if self._balance is not None:
+            self._balance.restore(held[2])
 
     def _compares(self) -> bool:
         every = self._objective.compare_every
@@ -303,6 +318,8 @@ class CartridgeTrainer:
             "base_hash": self._base_hash,
             "position": position,
         }
+        if self._balance is not None:
+            facts["balance"] = self._balance.state()
         return Checkpoint(facts, tensors)
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -347,6 +364,8 @@ class CartridgeTrainer:
         }
         if moments:
             self._optimizer.state[self.bank.trainable] = moments
+        if self._balance is not None:
+            self._balance.restore(facts.get("balance", {}))  # none in those of older versions
         self.version, self._arm, self._step = facts["version"], facts["arm"], facts["step"]
         last = facts["last"]
         self._last = last and TrainStepOutput(0.0, self.version, **last)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from forge_run.formatting import Rows, TableSection, facts
 from forge_run.preflight import missing_key
 from protocols.spec.learn import LearnSpec
-from protocols.spec.objective import EpisodesSpec
+from protocols.spec.objective import EpisodesSpec, ObjectiveSpec
 from protocols.spec.rsa import RsaSpec
 from protocols.spec.teacher_replay import PriceSpec, ReplaySpec
 
@@ -59,6 +59,17 @@ def _rsa_channels(learn: LearnSpec, rsa: RsaSpec) -> Rows:
         ("doc_kl", f"{doc:g}", on_all if doc else "left out"),
         ("grpo", f"{learn.objective.w_rl:g}", source),
     )
+
+
+def gradients_text(objective: ObjectiveSpec) -> str:
+    """Return how the channels' gradients are joined, and how often they are compared."""
+    weights = (objective.w_doc, objective.w_rl, objective.alpha, objective.beta)
+    joined, every = "summed by weight", objective.balance_every
+    if objective.balance != "none" and sum(weight > 0 for weight in weights) > 1:
+        measured = "every step" if every == 1 else f"every {every} steps"
+        joined = f"shares by weight, norms measured {measured}"
+    every = objective.compare_every
+    return f"{joined}; compared every {every} steps" if every else f"{joined}; never compared"
 
 
 def sampled_episodes(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, list[tuple[str, str]]]:

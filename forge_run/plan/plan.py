@@ -172,8 +172,7 @@ def _budget_section(learn: LearnSpec) -> TableSection:
     if learn.episodes is not None:
         sampled, asked = channels.sampled_episodes(learn, learn.episodes)
         probe, measured = "cases", f"at most {answers:,} episodes"
-        every = learn.objective.compare_every
-        gradients = [("gradients", f"compared every {every} steps" if every else "never compared")]
+        gradients = [("gradients", channels.gradients_text(learn.objective))]
     elif learn.rsa is not None:
         sampled, asked = channels.sampled_runs(learn, learn.rsa)
         candidates = len(evaluate.arms) * evaluate.questions * learn.rsa.candidates

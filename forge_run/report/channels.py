@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 WINDOW = 10  # steps of a trailing mean at most, and a quarter of the run's at most
 ERROR = "error/"  # key prefix in a row's episodes: turns that met that kind
-OWN_COLUMNS = ("weight", "value", "count", "grad_norm")  # of a channel; its other keys are facts
+BALANCE = ("coefficient", "share")  # of a channel whose gradient is balanced with the others'
+# Keys of a channel that have columns; its other keys are facts.
+OWN_COLUMNS = ("weight", "value", "count", "grad_norm", "mean_grad_norm", *BALANCE)
 PANEL = 1.3  # inches that one row of small multiples is high
 HEADS = ("channel", "weight", "value", "denominator", "facts")
 
@@ -74,7 +76,9 @@ def _tables(rows: Sequence[Row], names: Sequence[str]) -> Iterable[Block]:
         of_arm = [row for row in rows if row["arm"] == arm]
         if not of_arm:
             continue
-        last, compared = of_arm[-1], [row for row in of_arm if _norms(row)]
+        last = of_arm[-1]
+        normed = [row for row in of_arm if _norms(row)]
+        compared = [row for row in normed if row.get("cosines")] or normed
         at = f"{arm}, step {last['step']}"
         lines = tuple(_cells(name, last["channels"].get(name)) for name in names)
         yield "heading", at
@@ -103,14 +107,17 @@ def _cells(name: str, facts: Row | None) -> tuple[str, ...]:
 
 
 def _gradients(arm: str, row: Row) -> TableSection:
-    """Return norms and cosines of one step, a row for each channel that had a gradient."""
+    """Return norms and cosines of one step, a row for each channel that had a gradient, with
+    coefficients and shares where the channels were balanced."""
     norms, cosines = _norms(row), row.get("cosines") or {}
+    balanced = [key for key in BALANCE if any(key in row["channels"][name] for name in norms)]
     lines = []
     for one in norms:
         of_one = [cosines.get(f"{one}/{other}", cosines.get(f"{other}/{one}")) for other in norms]
         shown = [number(cosine, "+.2f") for cosine in of_one]
-        lines.append((one, number(norms[one], ".3g"), *shown))
-    heads = ("channel", "norm", *(f"cosine to {name}" for name in norms))
+        facts = [number(row["channels"][one].get(key), ".3g") for key in balanced]
+        lines.append((one, number(norms[one], ".3g"), *facts, *shown))
+    heads = ("channel", "norm", *balanced, *(f"cosine to {name}" for name in norms))
     return TableSection(f"Gradients of {arm}, step {row['step']}", heads, tuple(lines))
 
 

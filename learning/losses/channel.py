@@ -177,7 +177,7 @@ class LossAccumulator:
     def add_gradients(
         self, means: Mapping[str, Tensor], parameter: Tensor, nothing: Tensor | None = None
     ) -> None:
-        """Add each channel's own gradient; the graph is kept for the backward that trains. With
+        """Add each channel's own gradient; the graph is kept for a backward that trains. With
         `nothing`, a zero with graph, every channel of nonzero weight runs a backward: ranks that
         share a base must run equally many."""
         for name in means if nothing is None else self._weights:
@@ -222,7 +222,7 @@ class LossAccumulator:
     ) -> dict[str, dict[str, float]]:
         """Return by channel: value, count, weight, the means of its facts, those given, and
         grad_norm."""
-        found = {}
+        found, norms = {}, self.norms()
         for name, weight in self._weights.items():
             assert self._counts[name] == counts[name], (name, self._counts[name], counts[name])
             found[name] = {
@@ -235,9 +235,18 @@ class LossAccumulator:
                 },
                 **facts.get(name, {}),
             }
-            if name in self._gradients:
-                found[name]["grad_norm"] = self._gradients[name].double().norm().item()
+            if name in norms:
+                found[name]["grad_norm"] = norms[name]
         return found
+
+    def norms(self) -> dict[str, float]:
+        """Return the norm of each channel's own gradient, where gradients were added."""
+        return {name: self._gradients[name].double().norm().item() for name in self._compared()}
+
+    def gradient(self, coefficients: Mapping[str, float]) -> Tensor | None:
+        """Return the sum of the channels' gradients times `coefficients`; None without any."""
+        parts = [coefficients[name] * self._gradients[name] for name in self._compared()]
+        return sum(parts[1:], parts[0]) if parts else None
 
     def cosines(self) -> dict[str, float]:
         """Return the cosine between the gradients of every two channels, {"doc_kl/grpo": 0.31},
@@ -247,6 +256,11 @@ class LossAccumulator:
             f"{a}/{b}": (flat[a] @ flat[b] / (flat[a].norm() * flat[b].norm())).item()
             for a, b in combinations([name for name in self._weights if name in flat], 2)
         }
+
+    def _compared(self) -> list[str]:
+        """Return the channels with gradients, in the order of the weights: that of a rank's own
+        micro-batches would add in another order than the other ranks."""
+        return [name for name in self._weights if name in self._gradients]
 
     def _add_fact(self, name: str, fact: str, part: float, whole: float) -> None:
         held = self._facts[name].get(fact, (0.0, 0.0))

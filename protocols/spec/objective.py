@@ -2,6 +2,8 @@
 
     total = w_doc * doc_kl  +  w_rl * grpo  +  alpha * sdpo  +  beta * replay_dpo
 
+With balance gradient_norm the weights are shares of the gradient (`learning.losses.balance`).
+
 Every weight but w_doc is 0 by default, and a step leaves out a channel of weight 0. The channel's
 module in `learning.losses` documents what its keys do.
 """
@@ -321,6 +323,20 @@ class ObjectiveSpec(SpecSection):
     grpo: GrpoSpec = Field(default=GrpoSpec(), description="verifiable rewards")
     sdpo: SdpoSpec = Field(default=SdpoSpec(), description="hint distillation")
     dpo: DpoSpec = Field(default=DpoSpec(), description="the teachers' preferences")
+    balance: Literal["none", "gradient_norm"] = Field(
+        default="gradient_norm",
+        description="of two or more channels: weights as they are, or each channel's share of the "
+        "gradient's norm follows its weight",
+    )
+    balance_every: int = Field(
+        default=1,
+        ge=1,
+        description="steps between measurements of the channels' gradient norms, which cost a "
+        "backward for each channel",
+    )
+    balance_bound: float = Field(
+        default=100.0, ge=1, description="most that balance changes a weight by, as a factor"
+    )
     micro_tokens: int | None = Field(
         default=None, ge=2, description="tokens of one forward; null: the whole batch in one"
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from learning.cartridge.bank import CartridgeBank, first_tokens
+from learning.losses.balance import GradientBalance
 from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
 from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
@@ -154,6 +155,7 @@ def do(
     row_tokens: int = 24,
     micro_tokens: int | None = None,
     compare_gradients: bool = False,
+    balance: GradientBalance | None = None,
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
 ) -> Done:
@@ -172,6 +174,7 @@ def do(
         staleness=staleness,
         micro_tokens=micro_tokens,
         compare_gradients=compare_gradients,
+        balance=balance,
         logit_bytes=logit_bytes,
         recompute_layers=recompute_layers,
     )

@@ -10,6 +10,7 @@ import torch
 from channel_setup import ALL, changed, scene
 
 from learning.cartridge.bank import first_tokens
+from learning.checkpoint import read_checkpoint
 from learning.losses.objective import active_channels
 from learning.scoring import TeacherDistribution, score
 from learning.step import train_step
@@ -68,6 +69,65 @@ def test_a_replaced_trainer_answers_what_was_done_with_every_term(
     assert second.recover() == first.version == 2
     assert second.step_on(batches[-1], 1) == done
     assert torch.equal(second.bank.trainable, first.bank.trainable)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_resumed_trainer_balances_to_the_bit(llama: Twin, tmp_path: Path, every: int) -> None:
+    """The running norms are in the checkpoint: two steps, a resume and two more are four steps."""
+    objective = changed(WARMING, balance_every=every, compare_every=0)
+    whole = trainer_of(llama, objective)
+    whole.begin("all", 4)
+    batches = []
+    for v in range(4):
+        if v == 2:
+            saved = whole.save(tmp_path, {}, 2)
+        batches.append(scene(llama, whole.bank, v, version=v))
+        last = whole.step_on(batches[-1], v)
+    resumed = trainer_of(llama, objective)
+    resumed.restore(read_checkpoint(saved))
+    for v in (2, 3):
+        again = resumed.step_on(batches[v], v)
+    assert again == last
+    assert torch.equal(resumed.bank.trainable, whole.bank.trainable)
+    # Its mean is of several steps; "sdpo" warms up and has one step fewer.
+    assert last.terms["grpo"]["mean_grad_norm"] != last.terms["grpo"].get("grad_norm")
+    assert ("share" in last.terms["grpo"]) == (every == 1)
+
+
+def test_a_checkpoint_without_running_norms_begins_them(llama: Twin, tmp_path: Path) -> None:
+    old = trainer_of(llama, changed(WARMING, balance="none"))
+    old.begin("all", 4)
+    old.step_on(scene(llama, old.bank, 0, version=0), 0)
+    checkpoint = read_checkpoint(old.save(tmp_path, {}, 1))
+    assert "balance" not in checkpoint.facts
+    new = trainer_of(llama)
+    new.restore(checkpoint)
+    term = new.step_on(scene(llama, new.bank, 1, version=1), 1).terms["grpo"]
+    assert term["mean_grad_norm"] == pytest.approx(term["grad_norm"])
+
+
+def test_an_arm_begins_without_the_norms_of_the_arm_before(llama: Twin) -> None:
+    trainer = trainer_of(llama)
+    for arm in ("all", "again"):
+        trainer.begin(arm, 4)
+        v = trainer.version
+        term = trainer.step_on(scene(llama, trainer.bank, v, version=v), v).terms["grpo"]
+        assert term["mean_grad_norm"] == pytest.approx(term["grad_norm"])
+
+
+def test_one_channel_is_trained_as_its_weight_says_to_the_bit(llama: Twin) -> None:
+    """No norm is measured, and no key is added to the row."""
+    results = []
+    for balance in ("none", "gradient_norm"):
+        alone = changed(WARMING, w_doc=0.0, alpha=0.0, beta=0.0, compare_every=0, balance=balance)
+        trainer = trainer_of(llama, alone)
+        trainer.begin("grpo", 2)
+        done = trainer.step_on(scene(llama, trainer.bank), 0)
+        results.append((done, trainer.bank.trainable.detach().clone()))
+    (plain, first), (balanced, second) = results
+    assert plain == balanced
+    assert "coefficient" not in balanced.terms["grpo"]
+    assert torch.equal(first, second)
 
 
 def test_documents_alone_are_the_step_of_samples_and_teacher(

@@ -171,8 +171,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
         metric(
             1,
             channels={
-                "doc_kl": {**doc(0.5), "grad_norm": 0.0119},
-                "grpo": {**grpo, "grad_norm": 0.5},
+                "doc_kl": {
+                    **doc(0.5),
+                    "grad_norm": 0.0119,
+                    "mean_grad_norm": 0.02,
+                    "coefficient": 4.75,
+                    "share": 0.125,
+                },
+                "grpo": {
+                    **grpo,
+                    "grad_norm": 0.5,
+                    "mean_grad_norm": 0.5,
+                    "coefficient": 0.79,
+                    "share": 0.875,
+                },
                 "replay_dpo": nothing,
             },
             cosines={"doc_kl/grpo": -0.25},
