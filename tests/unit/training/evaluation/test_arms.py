@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from environments.renderer import NO_DOCUMENT
 from protocols.errors import DataError, PublishError
+from protocols.records.answers import Answer, to_row
 from protocols.types import Completion, PrefixRef
 from training.evaluation.arms import ArmAnswers, EvalArm, pairs, sit
 from training.evaluation.questions import EvalSuite, first_tokens_of
+from training.recipes.longhealth import LongHealthPrompts, LongHealthRecipe, read_patients
 
 P = 16
 
@@ -164,3 +166,36 @@ def test_passages_are_the_documents_own_words_from_a_sentence_on(exam: EvalSuite
         assert words in text
         before = text[: text.index(words)].rstrip()
         assert not before or before[-1] in ".:"
+
+
+def test_a_run_and_the_evaluation_keep_the_same_answers(
+    exam: EvalSuite, sat: dict[str, ArmAnswers]
+) -> None:
+    """Of the same prefix, by ids, hashes, texts and losses; and the loss is that of the row."""
+    learn = spec(f"evaluate.questions={len(exam.items)}").learn
+    tasks = LongHealthPrompts(learn, read_patients(learn.data), tokenizer())
+    ask = Reader(tasks.documents, {})
+
+    async def generate(requests: Any, replied: Any = None, /) -> Any:
+        return await ask(requests), 0.0
+
+    kept: list[Answer] = []
+    for sampled in (False, True):
+        recipe = LongHealthRecipe(tasks, measured=True)
+        measured = asyncio.run(
+            recipe.measure(
+                "document", "document", 0, most=None, sampled=sampled, generate=generate,
+                keep=kept.extend,
+            )
+        )  # fmt: skip
+        assert measured["n"] == len(exam.items)
+    greedy, drawn = kept[: len(exam.items)], kept[len(exam.items) :]
+    assert {a.nll for a in drawn} == {None}
+    for mine, theirs in zip(greedy, sat["document"].answers, strict=True):
+        row = to_row(mine, "document", 0, sampled=False)
+        assert row.pop("nll") == pytest.approx(theirs["nll"], rel=1e-5)
+        assert row == {key: theirs[key] for key in row}
+    tokens = [len(item.right.answer_ids) for item in exam.items if item.right]
+    lost = sum(n * (a.nll or 0.0) for n, a in zip(tokens, greedy, strict=True))
+    whole = sat["document"].row["answers"]
+    assert math.exp(lost / sum(tokens)) == pytest.approx(whole["value"], rel=1e-5)
