@@ -241,7 +241,8 @@ class TrainingRun:
         step = self._state.step if arm in TRAINED_ARMS else 0
 
         def keep(answers: Sequence[Answer]) -> None:
-            rows = [to_row(answer, arm, step, sampled=sampled) for answer in answers]
+            drawn = sampled or self._learn.rsa is not None  # its candidates always are
+            rows = [to_row(answer, arm, step, sampled=drawn) for answer in answers]
             self._directory.append_answers(rows)
 
         return await self._course.measure(

@@ -115,6 +115,7 @@ def evaluate(
     sat = asyncio.run(_measure(first, paper, entry, spec, lambda row: show("  ".join(cells(row)))))
     names = [item.asked.document for item in paper.items]
     clusters = len(set(names))
+    facts = {item.asked.fact for item in paper.items}
     if 1 < clusters < FEW:
         notes.append(
             f"intervals of differences draw {clusters} documents: so few tell little of others"
@@ -127,10 +128,10 @@ def evaluate(
         source=paper.source,
         runs=[run.directory.id for run in finished],
         metric="accuracy" if known else "agreement",
-        resampled="documents" if clusters > 1 else "questions",
-        clusters=clusters if clusters > 1 else len(names),
+        resampled="documents" if clusters > 1 else "facts",
+        clusters=clusters if clusters > 1 else len(facts),
         rows=rows,
-        pairs=pairs(sat, names, spec),
+        pairs=pairs(sat, [item.asked for item in paper.items], spec),
         contamination=contamination,
         notes=notes,
         spec=spec.model_dump(mode="json"),

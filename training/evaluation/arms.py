@@ -24,7 +24,6 @@ from protocols.records.evaluation import EvalRow, Forgetting, PairedDifference, 
 from protocols.records.intervals import (
     mean_interval,
     paired_difference,
-    resampled_means,
     resamples,
     wilson_interval,
 )
@@ -34,6 +33,7 @@ from protocols.spec.experiments import EvalSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from training.evaluation.questions import EvalQuestion, EvalSuite, QuestionReading
 from training.recipes.agreement import HeldOutQuestion, StudyQuestion, compared, users_answer
+from training.recipes.question_files import UserQuestion
 
 Generating = Callable[[Sequence[GenerateRequest]], Awaitable[Sequence[Completion]]]
 AT_ONCE = 64  # requests of a call: more would wait in the engines until it times out
@@ -83,14 +83,14 @@ async def sit(
 
 
 def pairs(
-    sat: Sequence[ArmAnswers], documents: Sequence[str], spec: EvalSpec
+    sat: Sequence[ArmAnswers], asked: Sequence[UserQuestion], spec: EvalSpec
 ) -> list[PairedDifference]:
-    """Compare every pair of arms over the same resamples; `documents[i]` is of question i."""
-    drawn = resamples(documents, spec.resamples, spec.seed)
-    means = [resampled_means(one.scores, drawn) for one in sat]
+    """Compare every pair of arms over the same resamples of the questions."""
+    documents = [q.document for q in asked]
+    some = resamples(documents, [q.fact for q in asked], spec.resamples, spec.seed)
     found = []
-    for (i, a), (j, b) in combinations(enumerate(sat), 2):
-        told = paired_difference(a.scores, b.scores, means[i], means[j])
+    for a, b in combinations(sat, 2):
+        told = paired_difference(a.scores, b.scores, some)
         found.append(
             PairedDifference(
                 a=a.row["arm"], b=b.row["arm"], difference=told.mean, ci95=list(told.ci95),

@@ -20,6 +20,7 @@ from protocols.types import Completion, PrefixRef
 from training.evaluation.arms import ArmAnswers, EvalArm, pairs, sit
 from training.evaluation.questions import EvalSuite, first_tokens_of
 from training.recipes.longhealth import LongHealthPrompts, LongHealthRecipe, read_patients
+from training.recipes.question_files import UserQuestion
 
 P = 16
 
@@ -126,10 +127,13 @@ def test_a_cut_document_is_a_whole_prompt_within_the_budget(exam: EvalSuite) -> 
 def test_pairs_are_of_the_same_questions(sat: dict[str, ArmAnswers]) -> None:
     a = replace(sat["none"], scores=(0.0, 0.0, 1.0, 0.0))
     b = replace(sat["document"], scores=(1.0, 1.0, 1.0, 1.0))
-    (found,) = pairs([a, b], ["p", "q", "p", "q"], EVAL)
+    asked = [UserQuestion(str(i), name, "same?") for i, name in enumerate("pqpq")]
+    (found,) = pairs([a, b], asked, EVAL)
     assert (found["a"], found["b"], found["difference"]) == ("none", "document", 0.75)
-    # Of two documents p differs by 1/2 a question and q by 1: resamples have .5, .75 or 1.
-    assert found["ci95"] == [0.5, 1.0]
+    # Document p differs by 1/2 a question and q by 1: the mean varies by sqrt(1/32), times
+    # sqrt(2 / 1) for two documents, and t with one degree of freedom is 12.71.
+    half = 12.7062 * math.sqrt(1 / 32) * math.sqrt(2)
+    assert found["ci95"] == pytest.approx([0.75 - half, 0.75 + half], rel=0.12)  # 200 resamples
     assert found["share"] == 0.0
 
 
