@@ -179,6 +179,17 @@ COMMANDS = {
                 "where (default: the run; of several, the folder eval beside the first)",
                 type=Path),
     )),
+    "compare": Command("paired differences between the arms of a run, or between runs",
+                       "compare:command", (
+        _option("runs", "RUN", "run directories, or files of answers; runs of the same settings "
+                "over other documents are pooled", type=Path, nargs="+"),
+        _option("--arm", "ARM", "an arm to compare; repeatable (default: all of one run, the "
+                "trained ones of several)", dest="arms", action="append", default=[]),
+        _option("--metric", None, "what is compared; repeatable (default: all that both have)",
+                dest="metrics", action="append", default=[], choices=("right", "nll", "reward")),
+        _flag("--sampled", "sampled answers, not the greedy ones"),
+        _flag("--json", "print JSON, for programs", dest="as_json"),
+    )),
     "selfstudy": Command(
         "write questions and answers about documents, for a run or other trainers",
         "selfstudy:selfstudy", (

@@ -8,6 +8,7 @@ kill.
         ├── metrics.jsonl    one row per step, decided by the seed     appended
         ├── rollouts.jsonl   one row per sampled response              appended
         ├── episodes.jsonl   one row per episode, where there are any  appended
+        ├── answers.jsonl    every arm's evaluation answers            appended
         ├── votes.jsonl      teacher votes on the run's states         appended
         ├── selfstudy.jsonl  questions about a user's documents        appended
         ├── documents.json   which documents, by hash                  written once
@@ -21,6 +22,7 @@ kill.
         ├── results.json     the arms, at the end                      replaced whole
         ├── frontier.json    results of `forge frontier`               replaced whole
         ├── eval.json        results of `forge eval`                   replaced whole
+        ├── eval_answers.jsonl  every arm's answers in `forge eval`    replaced whole
         └── report.html      made from the files above                 replaced whole
 
 A whole file is replaced by rename, so a reader sees the old or the new content. Each appended file
@@ -33,7 +35,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,6 +43,7 @@ from typing import Any
 
 from protocols.errors import CheckpointError, RunError
 from protocols.files import append_rows, iter_rows, json_lines, utc_text, write_atomically
+from protocols.records.answers import AnswerRow
 from protocols.records.run_files import (
     TRAINED_ARMS,
     EventName,
@@ -52,6 +55,7 @@ from protocols.records.run_files import (
 LATEST = "latest"
 FRONTIER = "frontier.json"
 EVALUATION = "eval.json"
+EVAL_ANSWERS = "eval_answers.jsonl"
 
 
 class RunFile:
@@ -77,6 +81,7 @@ class RunDirectory:
     metrics = RunFile("metrics.jsonl")
     rollouts = RunFile("rollouts.jsonl")
     episodes = RunFile("episodes.jsonl")
+    answers = RunFile("answers.jsonl")
     votes = RunFile("votes.jsonl")
     selfstudy = RunFile("selfstudy.jsonl")
     documents = RunFile("documents.json")
@@ -162,6 +167,10 @@ class RunDirectory:
         """Append the votes of one step (`teachers.vote_records.to_row`) in one write."""
         append_rows(self.votes, list(rows))
 
+    def append_answers(self, rows: Sequence[AnswerRow]) -> None:
+        """Append one arm's answers (`protocols.records.answers`) in one write."""
+        append_rows(self.answers, rows)
+
     def append_event(
         self, event: EventName, *, now: datetime | None = None, **fields: object
     ) -> dict[str, object]:
@@ -185,11 +194,12 @@ class RunDirectory:
         """Remove a torn last line before anything is appended to it. All whole rows stay."""
         write_atomically(self.events, json_lines(iter_rows(self.events)))
 
-    def truncate_after(self, arm: str, step: int) -> dict[str, int]:
+    def truncate_after(self, arm: str, step: int, measured: Collection[str] = ()) -> dict[str, int]:
         """Cut the files back to a checkpoint and return how many whole rows each lost.
 
         `run.truncate_after("on_policy", 20)` keeps on_policy 1..20 and drops on_policy 21.. and all
-        of offline, which trains after it; step 0 drops the arm. A torn last line is dropped too.
+        of offline, which trains after it; step 0 drops the arm. Answers are kept of the arms in
+        `measured`, those with a result in the checkpoint. A torn last line is dropped too.
         `results.json` of the interrupted run is removed, because it does not describe the resumed
         run.
         """
@@ -201,6 +211,11 @@ class RunDirectory:
             kept = [row for row in rows if _position(row["arm"], row["step"]) <= end]
             write_atomically(file, json_lines(kept))
             dropped[file.name] = len(rows) - len(kept)
+        if self.answers.exists():
+            rows = list(iter_rows(self.answers))
+            kept = [row for row in rows if row["arm"] in measured]
+            write_atomically(self.answers, json_lines(kept))
+            dropped[self.answers.name] = len(rows) - len(kept)
         self.results.unlink(missing_ok=True)
         return dropped
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from environments.renderer import NO_DOCUMENT
 from protocols.errors import RunError
+from protocols.records.answers import Answer, to_row
 from protocols.records.run_files import (
+    TRAINED_ARMS,
     AggregationGain,
     ArmResult,
     MeasuredAccuracy,
@@ -237,9 +239,17 @@ class TrainingRun:
     async def _measure(
         self, arm: str, prefix: str, version: int, *, sampled: bool, most: int | None = None
     ) -> MeasuredAccuracy:
+        step = self._state.step if arm in TRAINED_ARMS else 0
+
+        def keep(answers: Sequence[Answer]) -> None:
+            drawn = sampled or self._learn.rsa is not None  # its candidates always are
+            rows = [to_row(answer, arm, step, sampled=drawn) for answer in answers]
+            self._directory.append_answers(rows)
+
         return await self._course.measure(
-            arm, prefix, version, most=most, sampled=sampled, generate=self._generator.generate
-        )
+            arm, prefix, version, most=most, sampled=sampled, generate=self._generator.generate,
+            keep=keep if most is None else None,  # not those of validation
+        )  # fmt: skip
 
     # -- checkpoints and results ----------------------------------------------------------------
 
@@ -284,7 +294,7 @@ class TrainingRun:
             self._resumed = True
             self._begun_arm = True
             self._course.stand(self._state.course)
-        self._directory.truncate_after(self._state.arm, self._state.step)
+        self._directory.truncate_after(self._state.arm, self._state.step, self._state.arms)
         self._show(step=self._state.step, arm=self._state.arm)
 
     def replica_lost(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from environments.clinic.longhealth import LETTERS, Patient, PatientQuestion
+from environments.clinic.vocabulary import FIELDS
 from protocols.errors import DataError
 
 _ANSWER = re.compile(
@@ -31,6 +32,8 @@ _SEVERAL = re.compile(
 )
 _AROUND = " .\"'*_`"
 _NUMBER = re.compile(r"\d+")
+_FIELD_QUESTION = re.compile(r"what is the (.+)\?")
+LEAD = "answer:"  # the form that LongHealth's instruction requires
 
 
 def recite_prompt(cue: str) -> str:
@@ -202,3 +205,12 @@ def claims(field: str, value: str) -> str:
     """Return one line of reasoning and the answer, right or wrong:
     `claims("sodium", "41 mmol")`."""
     return f"the chart says {field} {value}. the answer is {value}."
+
+
+def right_answer(question: PatientQuestion) -> str:
+    """Return the right answer of a question in the model's wording."""
+    # clinic-reader begins its answers with "the chart says"; it never learned another wording.
+    field = _FIELD_QUESTION.fullmatch(question.text)
+    if field and field[1] in FIELDS:
+        return claims(field[1], question.correct)
+    return f"{LEAD} {question.correct}"

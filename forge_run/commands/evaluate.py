@@ -4,9 +4,9 @@ RUNs' last checkpoints -> cartridges --+ their documents -> whole, cut, none ---
 generators -> every arm, the same questions configs/eval.yaml -> questions, passages, probes
 (training.evaluation)
 
-Writes OUT/eval.json, eval.md, eval.html, two SVGs, and answers.jsonl. For one run OUT is the run
-directory, whose report.html gets a section. Before it measures, the command searches for training
-prompts that duplicate the questions.
+Writes OUT/eval.json, eval.md, eval.html, two SVGs, and eval_answers.jsonl. For one run OUT is the
+run directory, whose report.html gets a section. Before it measures, the command searches for
+training prompts that duplicate the questions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from protocols.files import REPOSITORY, json_lines, write_atomically
 from protocols.records.evaluation import Contamination, EvalRow, Evaluation
 from protocols.spec.experiments import EvalSpec
 from protocols.spec.loading import load_file
-from services.run_directory import EVALUATION
+from services.run_directory import EVAL_ANSWERS, EVALUATION
 
 if TYPE_CHECKING:
     from training.evaluation.arms import ArmAnswers
@@ -81,7 +81,7 @@ def evaluate(
     out: Path,
     show: Callable[[str], None] = lambda line: None,
 ) -> Evaluation:
-    """Measure the runs and write `out`/eval.json and answers.jsonl.
+    """Measure the runs and write `out`/eval.json and eval_answers.jsonl.
 
     Callers with a table of their own use it directly: `evaluate(paths, EvalSpec(),
     out=folder)["rows"]`. Raises SpecError or CheckpointError for runs that cannot be compared,
@@ -115,6 +115,7 @@ def evaluate(
     sat = asyncio.run(_measure(first, paper, entry, spec, lambda row: show("  ".join(cells(row)))))
     names = [item.asked.document for item in paper.items]
     clusters = len(set(names))
+    facts = {item.asked.fact for item in paper.items}
     if 1 < clusters < FEW:
         notes.append(
             f"intervals of differences draw {clusters} documents: so few tell little of others"
@@ -127,16 +128,16 @@ def evaluate(
         source=paper.source,
         runs=[run.directory.id for run in finished],
         metric="accuracy" if known else "agreement",
-        resampled="documents" if clusters > 1 else "questions",
-        clusters=clusters if clusters > 1 else len(names),
+        resampled="documents" if clusters > 1 else "facts",
+        clusters=clusters if clusters > 1 else len(facts),
         rows=rows,
-        pairs=pairs(sat, names, spec),
+        pairs=pairs(sat, [item.asked for item in paper.items], spec),
         contamination=contamination,
         notes=notes,
         spec=spec.model_dump(mode="json"),
     )
     write_atomically(out / EVALUATION, json.dumps(evaluation, indent=1, allow_nan=False) + "\n")
-    write_atomically(out / "answers.jsonl", json_lines(a for one in sat for a in one.answers))
+    write_atomically(out / EVAL_ANSWERS, json_lines(a for one in sat for a in one.answers))
     return evaluation
 
 

@@ -98,14 +98,14 @@ class Contamination(TypedDict):
 class Evaluation(TypedDict):
     """Hold eval.json. `metric` is what `pairs` compare: "accuracy", or "agreement" (the share of
     the teacher's tokens that are an arm's most likely) where no answers are known. `resampled` is
-    what the bootstrap draws, `clusters` how many of them there are."""
+    what the bootstrap draws first, `clusters` how many of them there are."""
 
     schema: int
     model: str
     source: str
     runs: list[str]
     metric: Literal["accuracy", "agreement"]
-    resampled: Literal["documents", "questions"]
+    resampled: Literal["documents", "facts"]
     clusters: int
     rows: list[EvalRow]
     pairs: list[PairedDifference]

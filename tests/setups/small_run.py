@@ -62,7 +62,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def same_outcome(path: Path, reference: Path) -> None:
     """Files that the seed decides are equal to the byte; of the results, all but the times."""
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "answers.jsonl"):
         assert (path / name).read_bytes() == (reference / name).read_bytes(), name
     results = []
     for p in (path, reference):

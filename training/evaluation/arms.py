@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import fmean
 from typing import Any
@@ -19,11 +19,11 @@ from typing import Any
 from environments.renderer import NO_DOCUMENT
 from environments.rollout import BARE
 from protocols.errors import PublishError
+from protocols.records.answers import hash_of, mean_nll, to_row
 from protocols.records.evaluation import EvalRow, Forgetting, PairedDifference, Perplexity
 from protocols.records.intervals import (
     mean_interval,
     paired_difference,
-    resampled_means,
     resamples,
     wilson_interval,
 )
@@ -32,7 +32,8 @@ from protocols.seeds import stream_seed
 from protocols.spec.experiments import EvalSpec
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from training.evaluation.questions import EvalQuestion, EvalSuite, QuestionReading
-from training.recipes.agreement import HeldOutQuestion, StudyQuestion, compared
+from training.recipes.agreement import HeldOutQuestion, StudyQuestion, compared, users_answer
+from training.recipes.question_files import UserQuestion
 
 Generating = Callable[[Sequence[GenerateRequest]], Awaitable[Sequence[Completion]]]
 AT_ONCE = 64  # requests of a call: more would wait in the engines until it times out
@@ -82,14 +83,14 @@ async def sit(
 
 
 def pairs(
-    sat: Sequence[ArmAnswers], documents: Sequence[str], spec: EvalSpec
+    sat: Sequence[ArmAnswers], asked: Sequence[UserQuestion], spec: EvalSpec
 ) -> list[PairedDifference]:
-    """Compare every pair of arms over the same resamples; `documents[i]` is of question i."""
-    drawn = resamples(documents, spec.resamples, spec.seed)
-    means = [resampled_means(one.scores, drawn) for one in sat]
+    """Compare every pair of arms over the same resamples of the questions."""
+    documents = [q.document for q in asked]
+    some = resamples(documents, [q.fact for q in asked], spec.resamples, spec.seed)
     found = []
-    for (i, a), (j, b) in combinations(enumerate(sat), 2):
-        told = paired_difference(a.scores, b.scores, means[i], means[j])
+    for a, b in combinations(sat, 2):
+        told = paired_difference(a.scores, b.scores, some)
         found.append(
             PairedDifference(
                 a=a.row["arm"], b=b.row["arm"], difference=told.mean, ci95=list(told.ci95),
@@ -105,6 +106,7 @@ class RequestWindow:
     ) -> None:
         self._paper, self._spec, self._max_tokens = paper, spec, max_tokens
         self._generate = generate
+        self._hashes = {name: hash_of(text) for name, text in paper.texts.items()}
         self._taught: list[HeldOutQuestion] = []
         self._general: list[HeldOutQuestion] = []
         self._bare_accuracy = 0.0
@@ -121,7 +123,8 @@ class RequestWindow:
 
     async def sit(self, arm: EvalArm) -> ArmAnswers:
         items = self._paper.items
-        said = await self._answers(arm, items, "asked")
+        made = await self._completions(arm, items, "asked")
+        said = [self._paper.conversation.decode(c.token_ids).strip() for c in made]
         both = list(zip(items, said, strict=True))
         judged = [i.asked.scores(a) if i.known else (0.0, 0.0, True) for i, a in both]
         words = [i.asked.words(a) if i.known else (0.0, 0.0) for i, a in both]
@@ -130,6 +133,7 @@ class RequestWindow:
         right = [score for score, _, _ in judged]
         low, high = wilson_interval(round(sum(right)), len(right))
         wanted = [i.right for i in items if i.right is not None] or _readings(self._taught)
+        answers_read, nll = await self._perplexity(arm, wanted)
         sizes = [len(ids) for name, ids in self._paper.heads.items() if name != NO_DOCUMENT]
         row = EvalRow(
             arm=arm.name, kind=arm.kind, run=arm.run, mesh=arm.mesh, step=arm.step,
@@ -140,23 +144,27 @@ class RequestWindow:
             exact=fmean(e for e, _ in words) if known else None,
             f1=fmean(f for _, f in words) if known else None,
             parse_failures=sum(not gave for _, _, gave in judged),
-            answers=await self._perplexity(arm, wanted),
-            passages=await self._perplexity(arm, self._paper.passages)
+            answers=answers_read,
+            passages=(await self._perplexity(arm, self._paper.passages))[0]
             if self._paper.passages else None,
             teacher=_agreement(kl, same, self._taught),
             forgetting=await self._forgetting(arm) if self._paper.probes else None,
         )  # fmt: skip
-        answers = tuple(
+        records = zip(items, made, said, strict=True)
+        answers = [users_answer(i.asked, c, a, nll.get(i.asked.id), self._hashes)
+                   for i, c, a in records]  # fmt: skip
+        rows = tuple(
             {
-                "arm": arm.name, "id": i.asked.id, "document": i.asked.document, "answer": a,
-                "right": r if i.known else None, "gave": gave, "exact": e if i.known else None,
-                "f1": f if i.known else None, "kl": k, "top1": s,
+                **to_row(answer if i.known else replace(answer, right=None), arm.name, arm.step,
+                         sampled=False),
+                "gave": gave, "exact": e if i.known else None, "f1": f if i.known else None,
+                "kl": k, "top1": s,
             }
-            for i, a, (r, _, gave), (e, f), k, s in zip(
-                items, said, judged, words, kl, same, strict=True
+            for i, answer, (_, _, gave), (e, f), k, s in zip(
+                items, answers, judged, words, kl, same, strict=True
             )
         )  # fmt: skip
-        return ArmAnswers(row, tuple(right if known else same), answers)
+        return ArmAnswers(row, tuple(right if known else same), rows)
 
     async def _forgetting(self, arm: EvalArm) -> Forgetting:
         kl, same = compared(self._general, await self._read(arm, _readings(self._general)))
@@ -172,19 +180,21 @@ class RequestWindow:
         )
 
     async def _right(self, arm: EvalArm, items: Sequence[EvalQuestion]) -> list[float]:
-        said = await self._answers(arm, items, "probe")
+        made = await self._completions(arm, items, "probe")
+        said = [self._paper.conversation.decode(c.token_ids).strip() for c in made]
         return [i.asked.scores(a)[0] for i, a in zip(items, said, strict=True)]
 
-    async def _perplexity(self, arm: EvalArm, readings: Sequence[QuestionReading]) -> Perplexity:
+    async def _perplexity(
+        self, arm: EvalArm, readings: Sequence[QuestionReading]
+    ) -> tuple[Perplexity, dict[str, float | None]]:
+        """Return the perplexity of all readings, and the mean loss of each (nats) by its id."""
         read = await self._read(arm, readings)
         tokens = sum(len(r.answer_ids) for r in readings)
-        lost = -math.fsum(
-            x
-            for r, c in zip(readings, read, strict=True)
-            for x in c.prompt_logprobs[-len(r.answer_ids) :]
-        )
+        both = list(zip(readings, read, strict=True))
+        lost = -math.fsum(x for r, c in both for x in c.prompt_logprobs[-len(r.answer_ids) :])
         # A diverged prefix may make a token all but impossible: keep the value within a float.
-        return Perplexity(value=math.exp(min(lost / tokens, 700.0)), tokens=tokens)
+        found = Perplexity(value=math.exp(min(lost / tokens, 700.0)), tokens=tokens)
+        return found, {r.id: mean_nll(c, len(r.answer_ids)) for r, c in both}
 
     async def _exams(self, arm: EvalArm, items: Sequence[EvalQuestion]) -> list[HeldOutQuestion]:
         """Sample an arm's answers and its own log-probabilities of them: untruncated, at
@@ -210,12 +220,13 @@ class RequestWindow:
             for r, c in zip(readings, read, strict=True)
         ]  # fmt: skip
 
-    async def _answers(self, arm: EvalArm, items: Sequence[EvalQuestion], what: str) -> list[str]:
+    async def _completions(
+        self, arm: EvalArm, items: Sequence[EvalQuestion], what: str
+    ) -> list[Completion]:
         sampling = Sampling(temperature=0.0, max_tokens=self._max_tokens)
-        made = await self._all(
+        return await self._all(
             [self._request(arm, f"{arm.name}/{what}/{i.asked.id}", i, sampling, 0) for i in items]
         )
-        return [self._paper.conversation.decode(c.token_ids).strip() for c in made]
 
     async def _read(self, arm: EvalArm, readings: Sequence[QuestionReading]) -> list[Completion]:
         sampling = Sampling(temperature=0.0, max_tokens=1)

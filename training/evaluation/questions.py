@@ -23,8 +23,12 @@ from documents.near_duplicates import LocatedText
 from documents.seed_prompts import PLAIN, SENTENCE
 from documents.synthesis import read_rows
 from environments.clinic.longhealth import Patient, is_held_out, load_patients
-from environments.clinic.prompts import claims, option_prompt, recite_prompt, sentences, unique_cue
-from environments.clinic.vocabulary import FIELDS
+from environments.clinic.prompts import (
+    option_prompt,
+    recite_prompt,
+    sentences,
+    unique_cue,
+)
 from environments.renderer import NO_DOCUMENT, ChatRenderer
 from protocols.errors import DataError
 from protocols.files import REPOSITORY
@@ -38,7 +42,6 @@ from training.recipes.longhealth import in_turns, read_patients
 from training.recipes.question_files import UserQuestion, read_questions
 
 GENERAL = REPOSITORY / "configs" / "forgetting.json"
-LEAD = "answer:"  # the form that LongHealth's instruction requires
 CUE_WORDS = 3  # words of a passage that identify it
 WORD_START = re.compile(r"\S")
 
@@ -166,22 +169,11 @@ def _head(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 def _item(asked: UserQuestion, conversation: ChatRenderer, known: bool = True) -> EvalQuestion:
     ids, bare = (_opening(conversation, d, asked.text) for d in (asked.document, None))
-    words = _right(asked)
+    words = asked.wording
     if not words:
         return EvalQuestion(asked, ids, bare, None, known)
     right = QuestionReading(asked.id, asked.document, ids, bare, conversation.saying(words))
     return EvalQuestion(asked, ids, bare, right, known)
-
-
-def _right(asked: UserQuestion) -> str:
-    """Return the right answer in the model's wording; "" where there is none."""
-    if asked.choice is None:
-        return asked.answers[0] if asked.answers else ""
-    # clinic-reader begins its answers with "the chart says"; it never learned another wording.
-    field = re.fullmatch(r"what is the (.+)\?", asked.choice.text)
-    if field and field[1] in FIELDS:
-        return claims(field[1], asked.choice.correct)
-    return f"{LEAD} {asked.choice.correct}"
 
 
 def _opening(conversation: ChatRenderer, document: str | None, text: str) -> tuple[int, ...]:

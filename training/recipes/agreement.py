@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from protocols.records.answers import Answer, hash_of, mean_nll
 from protocols.records.intervals import mean_interval, wilson_interval
 from protocols.records.run_files import Agreement, MeasuredAccuracy
 from protocols.types import Completion
@@ -109,3 +110,31 @@ def answered(asked: Sequence[UserQuestion], responses: Sequence[str]) -> Measure
         parse_failures=sum(not gave for _, _, gave in scores),
         f1=fmean(score for _, score, _ in scores),
     )
+
+
+def teachers_answer(
+    exam: HeldOutQuestion,
+    read: Completion,
+    hashes: Mapping[str, str],
+    decode: Callable[[Sequence[int]], str],
+) -> Answer:
+    """Return the record of a held-out question whose expected answer is the teacher's own, which an
+    arm read. `hashes` has each document's `hash_of`."""
+    s = exam.studied
+    return Answer(
+        id=s.key, fact=s.text, document=s.document, document_hash=hashes[s.document],
+        question_hash=hash_of(s.text, *map(str, exam.answer_ids)),
+        expected=decode(exam.answer_ids), nll=mean_nll(read, len(exam.answer_ids)),
+    )  # fmt: skip
+
+
+def users_answer(
+    q: UserQuestion, completion: Completion, text: str, nll: float | None, hashes: Mapping[str, str]
+) -> Answer:
+    """Return the record of an arm's answer to a user's question."""
+    return Answer(
+        id=q.id, fact=q.fact, document=q.document, document_hash=hashes[q.document],
+        question_hash=hash_of(q.text, *q.answers, q.choice.correct if q.choice else ""),
+        text=text, answer=q.read(text), expected=q.expected, right=q.scores(text)[0], nll=nll,
+        tokens=len(completion.token_ids),
+    )  # fmt: skip

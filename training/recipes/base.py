@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from protocols.records.answers import KeepAnswers
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.train_batch import TrainBatch
 from services.run_directory import RunDirectory
@@ -48,10 +49,10 @@ class Recipe(Protocol):
     @abstractmethod
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate,
+        generate: TimedGenerate, keep: KeepAnswers | None = None,
     ) -> MeasuredAccuracy:  # fmt: skip
         """Measure one arm on the first `most` held-out questions (None: all), greedily or by
-        sampling; prefix "cartridge", "document" or "none"."""
+        sampling; prefix "cartridge", "document" or "none". `keep` gets every answer, once."""
 
     @abstractmethod
     def record(self, rollout: Rollout, arm: str, step: int, directory: RunDirectory) -> None:

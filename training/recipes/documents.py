@@ -28,6 +28,7 @@ from environments.renderer import NO_DOCUMENT, ChatRenderer
 from environments.rollout import BARE
 from protocols.errors import CheckpointError, DataError
 from protocols.files import write_atomically
+from protocols.records.answers import KeepAnswers, hash_of, mean_nll
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
@@ -36,10 +37,18 @@ from protocols.train_batch import PrecomputedScores, TrainBatch
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.run_directory import RunDirectory
 from strategies.samplers.token_sampler import TokenSampler
-from training.recipes.agreement import HeldOutQuestion, StudyQuestion, agreement, answered, split
+from training.recipes.agreement import (
+    HeldOutQuestion,
+    StudyQuestion,
+    agreement,
+    answered,
+    split,
+    teachers_answer,
+    users_answer,
+)
 from training.recipes.base import Recipe
 from training.recipes.contamination import clean
-from training.recipes.longhealth import in_company, in_turns
+from training.recipes.longhealth import in_company, in_turns, reading
 from training.recipes.question_files import UserQuestion, read_questions
 from training.rollouts import (
     Rollout,
@@ -74,6 +83,7 @@ class DocumentsRecipe(Recipe):
         self._training: dict[str, list[StudyQuestion]] = {}
         self._held_out: list[StudyQuestion] = []
         self._exams: list[HeldOutQuestion] = []
+        self._hashes = {name: hash_of(text) for name, text in parts.texts.items()}
         note_documents(parts, directory)
 
     # -- questions ------------------------------------------------------------------------------
@@ -206,7 +216,7 @@ class DocumentsRecipe(Recipe):
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate,
+        generate: TimedGenerate, keep: KeepAnswers | None = None,
     ) -> MeasuredAccuracy:  # fmt: skip
         """Return the agreement with the teacher on held-out questions; where the user gave
         questions, their answers decide the accuracy."""
@@ -218,23 +228,33 @@ class DocumentsRecipe(Recipe):
         ]
         completions, _ = await generate(requests)
         measured = agreement(self._exams[:most], completions)
+        if keep is not None:
+            both = zip(self._exams[:most], completions, strict=True)
+            keep([teachers_answer(e, c, self._hashes, self._decode) for e, c in both])
         if not self._asked:
             return measured
         asked = self._asked[: most or self._spec.evaluate.questions]
         sampling = Sampling(temperature=0.0, max_tokens=self._spec.evaluate.max_tokens)
-        answers, _ = await generate(
-            [
-                GenerateRequest(
-                    f"evaluate/{arm}/asked/{q.id}",
-                    self._prompt_ids(None if bare else q.document, q.text),
-                    BARE if bare else PrefixRef(f"{prefix}/{q.document}", version),
-                    sampling,
-                    stream_seed(f"asked/{q.id}"),
-                )
-                for q in asked
-            ]
-        )
+        requests = [
+            GenerateRequest(
+                f"evaluate/{arm}/asked/{q.id}",
+                self._prompt_ids(None if bare else q.document, q.text),
+                BARE if bare else PrefixRef(f"{prefix}/{q.document}", version),
+                sampling,
+                stream_seed(f"asked/{q.id}"),
+            )
+            for q in asked
+        ]
+        answers, _ = await generate(requests)
         said = [self._decode(c.token_ids) for c in answers]
+        if keep is not None:
+            ids = [self._conversation.saying(q.wording) if q.wording else () for q in asked]
+            readings = [reading(r, own) for r, own in zip(requests, ids, strict=True) if own]
+            read, _ = await generate(readings) if readings else ([], 0.0)
+            of_reading = iter(read)
+            nll = [mean_nll(next(of_reading), len(own)) if own else None for own in ids]
+            rows = zip(asked, answers, said, nll, strict=True)
+            keep([users_answer(q, c, text, lost, self._hashes) for q, c, text, lost in rows])
         return {**answered(asked, said), "agreement": measured["agreement"]}
 
     async def _examine(self, generate: TimedGenerate) -> None:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from documents.near_duplicates import LocatedText, overlaps
 from environments.clinic.longhealth import (
+    LETTERS,
     Patient,
     PatientQuestion,
     is_held_out,
@@ -30,11 +31,13 @@ from environments.clinic.patients import generate_clinic
 from environments.clinic.prompts import (
     option_prompt,
     parse_answer,
+    right_answer,
     self_study_prompt,
     sentence_ends,
 )
 from environments.renderer import NO_DOCUMENT, ChatRenderer
 from protocols.errors import DataError
+from protocols.records.answers import Answer, KeepAnswers, hash_of, mean_nll
 from protocols.records.intervals import wilson_interval
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.seeds import stream_seed
@@ -42,7 +45,7 @@ from protocols.spec.learn import LearnSpec
 from protocols.spec.sections import DataSpec
 from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import TrainBatch
-from protocols.types import GenerateRequest, PrefixRef, Sampling, composed_ref
+from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, composed_ref
 from services.run_directory import RunDirectory
 from training.recipes.base import Recipe
 from training.rollouts import (
@@ -103,12 +106,20 @@ class LongHealthRecipe(Recipe):
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate,
+        generate: TimedGenerate, keep: KeepAnswers | None = None,
     ) -> MeasuredAccuracy:  # fmt: skip
         exams = self._exams[:most]
         requests = self._tasks.exam_requests(exams, arm, prefix, version, sampled)
         completions, _ = await generate(requests)
-        return measure(exams, [self._tasks.decode(c.token_ids) for c in completions])
+        said = [self._tasks.decode(c.token_ids) for c in completions]
+        if keep is not None:
+            nll: list[float | None] = [None] * len(exams)
+            if not sampled:  # it does not depend on what was sampled
+                readings, tokens = self._tasks.readings(exams, requests)
+                read, _ = await generate(readings)
+                nll = [mean_nll(c, n) for c, n in zip(read, tokens, strict=True)]
+            keep(self._tasks.answers(exams, completions, said, nll))
+        return measure(exams, said)
 
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
         return TrainBatch(doc=tuple(rollout.samples))
@@ -263,6 +274,42 @@ class LongHealthPrompts:
             requests.append(GenerateRequest(name, ids, ref, sampling, draw))
         return requests
 
+    def readings(
+        self, exams: Sequence[LongHealthQuestion], requests: Sequence[GenerateRequest]
+    ) -> tuple[list[GenerateRequest], list[int]]:
+        """Return requests that read the right answers after the prompts of `requests`, and how many
+        tokens each of these answers has."""
+        found, tokens = [], []
+        for exam, request in zip(exams, requests, strict=True):
+            ids = self.conversation.saying(right_answer(exam.question))
+            found.append(reading(request, ids))
+            tokens.append(len(ids))
+        return found, tokens
+
+    def answers(
+        self,
+        exams: Sequence[LongHealthQuestion],
+        completions: Sequence[Completion],
+        said: Sequence[str],
+        nll: Sequence[float | None],
+    ) -> list[Answer]:
+        """Return the records of one arm's answers."""
+        found = []
+        for exam, completion, text, lost in zip(exams, completions, said, nll, strict=True):
+            q = exam.question
+            letter = parse_answer(text, q)
+            document = self.patients[q.patient].document
+            found.append(
+                Answer(
+                    id=q.id, fact=q.text, document=q.patient, document_hash=hash_of(document),
+                    question_hash=hash_of(exam.text, q.correct), text=text,
+                    answer=None if letter is None else q.options[LETTERS.index(letter)],
+                    expected=q.correct, right=float(letter is not None and q.is_correct(letter)),
+                    nll=lost, tokens=len(completion.token_ids),
+                )
+            )  # fmt: skip
+        return found
+
     def _prompt_ids(self, document: str | None, text: str) -> tuple[int, ...]:
         return self.conversation.opening(document, (AgentMessage("user", text),))
 
@@ -297,6 +344,14 @@ def in_company(
 def over(prompt: StudyPrompt, prefix: PrefixRef) -> StudyPrompt:
     """Return the prompt with another prefix."""
     return replace(prompt, request=replace(prompt.request, prefix=prefix))
+
+
+def reading(request: GenerateRequest, answer_ids: tuple[int, ...]) -> GenerateRequest:
+    """Return a request for the log-probabilities of `answer_ids` after the prompt of another."""
+    return replace(
+        request, id=f"{request.id}/read", prompt_ids=(*request.prompt_ids, *answer_ids),
+        sampling=Sampling(temperature=0.0, max_tokens=1), seed=0, prompt_logprobs=True,
+    )  # fmt: skip
 
 
 def in_turns(rows: Sequence[Sequence[Turn]]) -> list[Turn]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from environments.clinic.longhealth import LETTERS, PatientQuestion, parse_patients
-from environments.clinic.prompts import option_prompt, parse_answer, said_answer
+from environments.clinic.prompts import option_prompt, parse_answer, right_answer, said_answer
 from protocols.errors import DataError
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -45,6 +45,28 @@ class UserQuestion:
     text: str
     answers: tuple[str, ...] = ()
     choice: PatientQuestion | None = None
+
+    @property
+    def fact(self) -> str:
+        """Return the words of the question without its options."""
+        return self.choice.text if self.choice else self.text
+
+    @property
+    def expected(self) -> str | None:
+        """Return the right answer, or None where there is none."""
+        return self.choice.correct if self.choice else next(iter(self.answers), None)
+
+    @property
+    def wording(self) -> str | None:
+        """Return the right answer as the model says it, or None where there is none."""
+        return right_answer(self.choice) if self.choice else self.expected
+
+    def read(self, response: str) -> str | None:
+        """Return the answer in a response, or None where it gives none."""
+        if self.choice is not None:
+            letter = parse_answer(response, self.choice)
+            return None if letter is None else self.choice.options[LETTERS.index(letter)]
+        return said_answer(response) or response or None
 
     def scores(self, response: str) -> tuple[float, float, bool]:
         """Return (right: 0 or 1, F1, whether an answer was given) for a response."""

@@ -21,6 +21,7 @@ from environments.training_signals import rl_samples, turn_samples
 from learning.losses.grpo import varying
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.errors import DataError, RunError
+from protocols.records.answers import Answer, KeepAnswers, hash_of
 from protocols.records.intervals import mean_interval
 from protocols.records.run_files import MeasuredAccuracy, PopulationMeans
 from protocols.rsa import RSAProblem
@@ -113,7 +114,7 @@ class RSARecipe(Recipe):
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate,
+        generate: TimedGenerate, keep: KeepAnswers | None = None,
     ) -> MeasuredAccuracy:  # fmt: skip
         """Return the mean accuracy of the last population, one run a question, always sampled."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
@@ -129,7 +130,25 @@ class RSARecipe(Recipe):
             ids=lambda problem, prompt: self._ids(None if bare else problem.document, prompt),
             prefix=lambda p: BARE if bare else PrefixRef(f"{prefix}/{p.document}", version),
         )  # fmt: skip
+        if keep is not None:
+            keep([self._answer(run) for run in runs])
         return measured(runs)
+
+    def _answer(self, run: PlayedRun) -> Answer:
+        """Return the record of a run: the answer that most of the last population gave, and the
+        share of that population that is right."""
+        problem, last = run.start.problem, run.populations[-1]
+        chosen = None if run.chosen[-1] is None else last[run.chosen[-1]]
+        return Answer(
+            id=problem.id, fact=str(problem.facts.get("text", problem.id)),
+            document=problem.document,
+            document_hash=hash_of(self._source.documents[problem.document]),
+            question_hash=hash_of(problem.question),
+            text=None if chosen is None else chosen.text,
+            answer=None if chosen is None else chosen.candidate.answer,
+            expected=problem.facts.get("correct"), right=run.metrics(-1)["mean_accuracy"],
+            tokens=sum(len(g.completion.token_ids) for p in run.populations for g in p),
+        )  # fmt: skip
 
     def _ids(self, document: str | None, prompt: str) -> tuple[int, ...]:
         return self._conversation.opening(document, (AgentMessage("user", prompt),))

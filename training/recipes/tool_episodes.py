@@ -10,6 +10,7 @@ how the desk works, but no answer.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ from typing import Any
 from environments.action_parsing import DESK
 from environments.clinic.desk import HINTS, draw_desk
 from environments.episode_files import to_row
-from environments.hints import TurnHint
+from environments.hints import TurnHint, expected_of
 from environments.monitors import count_flags, flagged
 from environments.renderer import NO_DOCUMENT, ChatRenderer
 from environments.rollout import BARE, over_cartridge, run_episodes
@@ -29,12 +30,13 @@ from environments.training_signals import hinted_turns, replay_states, rl_sample
 from learning.losses.grpo import varying
 from protocols.episodes import Episode, Task
 from protocols.errors import RunError
+from protocols.records.answers import Answer, KeepAnswers, hash_of
 from protocols.records.intervals import wilson_interval
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.seeds import stream_seed
 from protocols.spec.learn import LearnSpec
 from protocols.spec.mesh import HINTED_TEACHER
-from protocols.teacher_replay import AgentMessage
+from protocols.teacher_replay import AgentMessage, ToolAction
 from protocols.train_batch import HintedTurn, PreferencePair, TrainBatch, hinted
 from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling
 from services.clients import EnvironmentClient
@@ -122,7 +124,7 @@ class ToolEpisodesRecipe(Recipe):
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
-        generate: TimedGenerate,
+        generate: TimedGenerate, keep: KeepAnswers | None = None,
     ) -> MeasuredAccuracy:  # fmt: skip
         """Return the share of held-out cases that were answered correctly."""
         evaluate, seed = self._spec.evaluate, self._spec.train.seed
@@ -141,12 +143,34 @@ class ToolEpisodesRecipe(Recipe):
 
         # The draw does not depend on the arm, so that arms differ by their prefix alone.
         episodes, _ = await self._play(tasks, 1, sampling, over, f"answer/{seed}/", generate)
+        if keep is not None:
+            keep([self._answer(f"exam/{seed}/{i}", e) for i, e in enumerate(episodes)])
         right = sum(e.reward == 1.0 for e in episodes)
         low, high = wilson_interval(right, len(episodes))
         unjudged = sum(e.reward is None for e in episodes)
         return MeasuredAccuracy(
             accuracy=right / len(episodes), ci95=[low, high], n=len(episodes),
             parse_failures=unjudged,
+        )  # fmt: skip
+
+    def _answer(self, name: str, episode: Episode) -> Answer:
+        """Return the record of a held-out case, by the name of its draw. The text is the last
+        turn's; the answer is what the last call says, if it is one that answers."""
+        task, turns = episode.task, episode.turns
+        question = "\n".join(m.content for m in episode.opening.messages if m.role == "user")
+        call = DESK.parse(turns[-1].text) if turns else None
+        said: Any = None
+        if isinstance(call, ToolAction) and call.tool == "answer":
+            said = call.arguments.get("value")
+        return Answer(
+            id=name, fact=question, document=task.document,
+            document_hash=hash_of(self._texts[task.document]),
+            question_hash=hash_of(json.dumps(dict(task.arguments), sort_keys=True)),
+            text=turns[-1].text if turns else None,
+            answer=None if said is None else str(said),
+            expected=expected_of(episode),
+            right=None if episode.reward is None else float(episode.reward == 1.0),
+            reward=episode.reward, tokens=sum(len(t.response_ids) for t in turns),
         )  # fmt: skip
 
     def _task(self, name: str, turn: int, stream: str) -> Task:

@@ -15,6 +15,7 @@ import pytest
 
 from protocols.errors import CheckpointError, RunError
 from protocols.files import iter_rows, read_rows
+from protocols.records.answers import Answer, AnswerRow, to_row
 from protocols.records.run_files import MetricRow, RolloutRow, RunResults
 from services.run_directory import RunDirectory, outcome
 
@@ -247,6 +248,24 @@ def test_killed_and_resumed_equals_uninterrupted(run: RunDirectory, tmp_path: Pa
     assert again.metrics.read_bytes() == whole.metrics.read_bytes()
     assert again.rollouts.read_bytes() == whole.rollouts.read_bytes()
     assert [event["event"] for event in iter_rows(again.events)] == ["run_started", "finished"]
+
+
+def answer(arm: str, id: str) -> AnswerRow:
+    found = Answer(id=id, fact="f", document="d", document_hash="0", question_hash="1", right=1.0)
+    return to_row(found, arm, 0, sampled=False)
+
+
+def test_answers_are_kept_of_the_arms_that_the_checkpoint_has(run: RunDirectory) -> None:
+    fill(run)
+    for arm in ("none", "untrained", "on_policy"):
+        run.append_answers([answer(arm, "a"), answer(arm, "b")])
+    with run.answers.open("ab") as handle:  # killed while it wrote the next arm
+        handle.write(b'{"arm": "offline", "st')
+    dropped = run.truncate_after("on_policy", 3, ("none", "untrained"))
+    assert dropped["answers.jsonl"] == 2
+    assert [row["arm"] for row in iter_rows(run.answers)] == ["none"] * 2 + ["untrained"] * 2
+    run.truncate_after("on_policy", 0)
+    assert run.answers.read_bytes() == b""
 
 
 def test_a_whole_row_without_its_newline_is_kept_and_ended(run: RunDirectory) -> None:

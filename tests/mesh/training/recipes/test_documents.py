@@ -16,6 +16,7 @@ from learning.decoding.decode_batch import generate
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import load_model, load_tokenizer
 from protocols.errors import CheckpointError, DataError
+from protocols.records.answers import Answer, KeepAnswers
 from protocols.records.run_files import MeasuredAccuracy
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
@@ -70,9 +71,13 @@ class House:
         kv = self._documents.get(name)
         return kv[:, :, :, : self.spec.cartridge.tokens] if kind == "cartridge" else kv
 
-    def measure(self, prefix: str, most: int | None = None) -> MeasuredAccuracy:
+    def measure(
+        self, prefix: str, most: int | None = None, keep: KeepAnswers | None = None
+    ) -> MeasuredAccuracy:
         return asyncio.run(
-            self.course.measure(prefix, prefix, 0, most=most, sampled=False, generate=self.generate)
+            self.course.measure(
+                prefix, prefix, 0, most=most, sampled=False, generate=self.generate, keep=keep
+            )
         )
 
 
@@ -146,7 +151,13 @@ def test_a_users_questions_decide_the_accuracy(tmp_path: Path) -> None:
     path.write_text(
         json.dumps({"data": [{"title": "x", "paragraphs": [{"context": context, "qas": qas}]}]})
     )
-    measured = House(tmp_path, f"data.questions={path}").measure("document")
+    kept: list[Answer] = []
+    measured = House(tmp_path, f"data.questions={path}").measure("document", keep=kept.extend)
+    *studied, asked = kept
+    assert {a.right for a in studied} == {None}
+    assert (asked.right, asked.expected) == (measured["accuracy"], "salt")
+    assert asked.nll is not None
+    assert asked.nll > 0.0
     assert measured["n"] == 1
     assert measured["accuracy"] in (0.0, 1.0)
     assert 0.0 <= measured["f1"] <= 1.0
@@ -163,6 +174,16 @@ def test_the_teacher_agrees_with_itself_and_others_less(house: House) -> None:
     assert arms["none"]["accuracy"] == of["none"]["top1"] < 1.0
     assert of["none"]["tokens"] == of["document"]["tokens"] <= 8 * arms["none"]["n"]
     assert house.measure("none", most=1)["n"] == 1
+
+
+def test_losses_of_the_teachers_answers_differ_by_the_divergence(house: House) -> None:
+    """Mean over questions of NLL without the document minus NLL with it is the KL of the arm."""
+    kept: dict[str, list[Answer]] = {"none": [], "document": []}
+    arms = {p: house.measure(p, keep=found.extend) for p, found in kept.items()}
+    pairs = list(zip(kept["none"], kept["document"], strict=True))
+    assert all(a.id == b.id and a.question_hash == b.question_hash for a, b in pairs)
+    gap = sum((a.nll or 0.0) - (b.nll or 0.0) for a, b in pairs) / len(pairs)
+    assert gap == pytest.approx(arms["none"]["agreement"]["kl"], rel=1e-4)
 
 
 def test_a_teachers_answers_are_those_it_samples(house: House) -> None:

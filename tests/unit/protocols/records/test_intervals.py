@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from protocols.records.intervals import (
     Z95,
+    ClusterResamples,
+    Difference,
+    holm,
     mean_interval,
     paired_difference,
-    resampled_means,
     resamples,
     student_t95,
     wilson_interval,
@@ -118,55 +120,116 @@ def test_no_freedom_is_refused() -> None:
         student_t95(0)
 
 
-def all_resamples(n: int) -> list[list[int]]:
-    return [list(sample) for sample in product(range(n), repeat=n)]
+def all_resamples(n: int) -> ClusterResamples:
+    return ClusterResamples(n, tuple(product(range(n), repeat=n)))
 
 
 def test_a_paired_difference_over_all_resamples() -> None:
     a, b = [0.0, 0.0, 1.0], [1.0, 0.0, 1.0]  # b - a = 1, 0, 0
-    every = all_resamples(3)
-    found = paired_difference(a, b, resampled_means(a, every), resampled_means(b, every))
-    # Of 27 resamples 8 hold the first question never, 12 once, 6 twice and 1 three times.
+    found = paired_difference(a, b, all_resamples(3))
     assert found.mean == pytest.approx(1 / 3)
-    # The 2.5% and 97.5% quantiles of 27 values are the first and the last.
-    assert found.ci95 == pytest.approx((0.0, 1.0))
+    # Of 27 resamples 8 hold the first question never, 12 once, 6 twice and 1 three times.
     assert found.share == pytest.approx(2 * 8 / 27)
+    # The resamples vary by (2/9) / 3, times 3/2 for three units: that is s^2 / n = (1/3) / 3. So
+    # the interval is Student's own, of the mean of three independent values.
+    assert found.ci95 == pytest.approx(mean_interval([1.0, 0.0, 0.0]))
+    # t = (1/3) / (1/3) = 1 with two degrees of freedom: P(|T| > 1) = 1 - 1 / sqrt(3).
+    assert found.p == pytest.approx(1 - 1 / sqrt(3))
 
 
 def test_resamples_tend_to_all_resamples() -> None:
     rng = random.Random("test/bootstrap")
     a = [float(rng.random() < 0.4) for _ in range(5)]
     b = [float(rng.random() < 0.7) for _ in range(5)]
-    every, some = all_resamples(5), resamples(["one"] * 5, 20_000, 0)
-    exact = paired_difference(a, b, resampled_means(a, every), resampled_means(b, every))
-    drawn = paired_difference(a, b, resampled_means(a, some), resampled_means(b, some))
+    every, some = all_resamples(5), resamples(["one"] * 5, list("abcde"), 20_000, 0)
+    exact, drawn = paired_difference(a, b, every), paired_difference(a, b, some)
     assert drawn.mean == exact.mean
-    assert drawn.ci95 == pytest.approx(exact.ci95, abs=1e-9)
+    assert drawn.ci95 == pytest.approx(exact.ci95, abs=0.02)
     assert drawn.share == pytest.approx(exact.share, abs=0.02)
+    assert drawn.p == pytest.approx(exact.p, abs=0.02)
 
 
 def test_equal_arms_do_not_differ_and_pairs_have_a_direction() -> None:
-    some = resamples(["one"] * 4, 500, 3)
+    some = resamples(["one"] * 4, list("abcd"), 500, 3)
     a, b = [0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]
-    means_a, means_b = resampled_means(a, some), resampled_means(b, some)
-    same = paired_difference(a, a, means_a, means_a)
-    assert (same.mean, same.ci95, same.share) == (0.0, (0.0, 0.0), 1.0)
-    there = paired_difference(a, b, means_a, means_b)
-    back = paired_difference(b, a, means_b, means_a)
+    same = paired_difference(a, a, some)
+    assert same == Difference(0.0, (0.0, 0.0), 1.0, 1.0)
+    there, back = paired_difference(a, b, some), paired_difference(b, a, some)
     assert (there.mean, back.mean, there.share) == (0.5, -0.5, back.share)
-    assert there.ci95[0] >= 0
+    assert there.ci95 == pytest.approx((-back.ci95[1], -back.ci95[0]))
+    assert there.p == back.p
+    # A difference without any spread: p is as small as 500 resamples can tell.
+    assert paired_difference([0.0] * 4, [1.0] * 4, some) == Difference(
+        1.0, (1.0, 1.0), 0.0, 1 / 501
+    )
+    alone = resamples(["one"] * 2, ["a"] * 2, 10, 0)
+    assert paired_difference([0.0, 0.0], [1.0, 0.0], alone).p == 1.0
 
 
-def test_whole_documents_are_drawn_where_there_are_several() -> None:
-    groups = ["p", "q", "p", "r", "q", "p"]
-    seen = Counter()
-    for sample in resamples(groups, 300, 1):
+def test_documents_are_drawn_and_within_them_facts() -> None:
+    documents = ["p", "q", "p", "r", "q", "p"]
+    facts = ["a", "a", "a", "a", "b", "b"]  # p: a twice, b; q: a, b; r: a
+    some = resamples(documents, facts, 600, 1)
+    assert some.units == 3
+    of_document: Counter[str] = Counter()
+    mixed = 0
+    for sample in some.drawn:
         times = Counter(sample)
-        for name, members in {"p": (0, 2, 5), "q": (1, 4), "r": (3,)}.items():
-            assert len({times[i] for i in members}) == 1
-            seen[name] += times[members[0]]
-    assert sum(seen.values()) == 300 * 3
-    assert all(abs(n - 300) < 100 for n in seen.values())
-    assert resamples(groups, 5, 1) == resamples(groups, 300, 1)[:5] != resamples(groups, 5, 2)
+        assert times[0] == times[2]  # the questions about one fact stay together
+        # A document that is drawn k times has k draws of each of its facts' number.
+        for name, members, each in (("p", (0, 5), 2), ("q", (1, 4), 2), ("r", (3,), 1)):
+            drawn, left = divmod(sum(times[i] for i in members), each)
+            assert left == 0
+            of_document[name] += drawn
+        mixed += times[1] != times[4]
+    assert sum(of_document.values()) == 600 * 3
+    assert all(abs(n - 600) < 100 for n in of_document.values())
+    assert mixed > 200  # facts are drawn too, not taken along
+    again = resamples(documents, facts, 5, 1).drawn
+    assert again == some.drawn[:5]
+    assert again != resamples(documents, facts, 5, 2).drawn
+    assert resamples(["one"] * 3, ["a", "b", "b"], 5, 0).units == 2
     with pytest.raises(ValueError, match="needs a question"):
-        resamples([], 5, 1)
+        resamples([], [], 5, 1)
+
+
+def clustered(rng: random.Random, documents: int, spread: float) -> list[tuple[str, str, float]]:
+    """Differences whose mean over documents is 0: each document, fact and question has its own."""
+    rows = []
+    for d in range(documents):
+        of_document = rng.gauss(0.0, spread)
+        for f in range(4):
+            of_fact = rng.gauss(0.0, 0.5)
+            rows += [
+                (f"d{d}", f"d{d}/f{f}", of_document + of_fact + rng.gauss(0.0, 0.5))
+                for _ in range(2)
+            ]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("documents", "spread", "low", "high"),
+    [(16, 0.5, 0.93, 0.99), (5, 0.5, 0.93, 0.995), (1, 0.0, 0.91, 0.98)],
+)
+def test_an_interval_covers_the_truth_as_often_as_it_says(
+    documents: int, spread: float, low: float, high: float
+) -> None:
+    """Of 400 seeded draws of clustered data; two stages err to the wide side."""
+    rng = random.Random(f"test/coverage/{documents}")
+    covered = 0
+    for trial in range(400):
+        rows = clustered(rng, documents, spread)
+        if documents == 1:  # of this document alone: twelve facts of it
+            rows = [(d, f"{f}/{i}", x) for i in range(3) for d, f, x in clustered(rng, 1, 0.0)]
+        some = resamples([d for d, _, _ in rows], [f for _, f, _ in rows], 200, trial)
+        found = paired_difference([0.0] * len(rows), [x for _, _, x in rows], some)
+        covered += found.ci95[0] <= 0.0 <= found.ci95[1]
+    assert low <= covered / 400 <= high
+
+
+def test_holm_by_hand() -> None:
+    # Sorted .01 .03 .04: 3 * .01 = .03, 2 * .03 = .06, 1 * .04 -> no less than .06.
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.6]) == pytest.approx([1.0, 1.0])
+    assert holm([0.02]) == [0.02]
+    assert holm([]) == []

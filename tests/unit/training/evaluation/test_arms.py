@@ -15,9 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from environments.renderer import NO_DOCUMENT
 from protocols.errors import DataError, PublishError
+from protocols.records.answers import Answer, to_row
 from protocols.types import Completion, PrefixRef
 from training.evaluation.arms import ArmAnswers, EvalArm, pairs, sit
 from training.evaluation.questions import EvalSuite, first_tokens_of
+from training.recipes.longhealth import LongHealthPrompts, LongHealthRecipe, read_patients
+from training.recipes.question_files import UserQuestion
 
 P = 16
 
@@ -124,10 +127,13 @@ def test_a_cut_document_is_a_whole_prompt_within_the_budget(exam: EvalSuite) -> 
 def test_pairs_are_of_the_same_questions(sat: dict[str, ArmAnswers]) -> None:
     a = replace(sat["none"], scores=(0.0, 0.0, 1.0, 0.0))
     b = replace(sat["document"], scores=(1.0, 1.0, 1.0, 1.0))
-    (found,) = pairs([a, b], ["p", "q", "p", "q"], EVAL)
+    asked = [UserQuestion(str(i), name, "same?") for i, name in enumerate("pqpq")]
+    (found,) = pairs([a, b], asked, EVAL)
     assert (found["a"], found["b"], found["difference"]) == ("none", "document", 0.75)
-    # Of two documents p differs by 1/2 a question and q by 1: resamples have .5, .75 or 1.
-    assert found["ci95"] == [0.5, 1.0]
+    # Document p differs by 1/2 a question and q by 1: the mean varies by sqrt(1/32), times
+    # sqrt(2 / 1) for two documents, and t with one degree of freedom is 12.71.
+    half = 12.7062 * math.sqrt(1 / 32) * math.sqrt(2)
+    assert found["ci95"] == pytest.approx([0.75 - half, 0.75 + half], rel=0.12)  # 200 resamples
     assert found["share"] == 0.0
 
 
@@ -164,3 +170,36 @@ def test_passages_are_the_documents_own_words_from_a_sentence_on(exam: EvalSuite
         assert words in text
         before = text[: text.index(words)].rstrip()
         assert not before or before[-1] in ".:"
+
+
+def test_a_run_and_the_evaluation_keep_the_same_answers(
+    exam: EvalSuite, sat: dict[str, ArmAnswers]
+) -> None:
+    """Of the same prefix, by ids, hashes, texts and losses; and the loss is that of the row."""
+    learn = spec(f"evaluate.questions={len(exam.items)}").learn
+    tasks = LongHealthPrompts(learn, read_patients(learn.data), tokenizer())
+    ask = Reader(tasks.documents, {})
+
+    async def generate(requests: Any, replied: Any = None, /) -> Any:
+        return await ask(requests), 0.0
+
+    kept: list[Answer] = []
+    for sampled in (False, True):
+        recipe = LongHealthRecipe(tasks, measured=True)
+        measured = asyncio.run(
+            recipe.measure(
+                "document", "document", 0, most=None, sampled=sampled, generate=generate,
+                keep=kept.extend,
+            )
+        )  # fmt: skip
+        assert measured["n"] == len(exam.items)
+    greedy, drawn = kept[: len(exam.items)], kept[len(exam.items) :]
+    assert {a.nll for a in drawn} == {None}
+    for mine, theirs in zip(greedy, sat["document"].answers, strict=True):
+        row = to_row(mine, "document", 0, sampled=False)
+        assert row.pop("nll") == pytest.approx(theirs["nll"], rel=1e-5)
+        assert row == {key: theirs[key] for key in row}
+    tokens = [len(item.right.answer_ids) for item in exam.items if item.right]
+    lost = sum(n * (a.nll or 0.0) for n, a in zip(tokens, greedy, strict=True))
+    whole = sat["document"].row["answers"]
+    assert math.exp(lost / sum(tokens)) == pytest.approx(whole["value"], rel=1e-5)

@@ -15,6 +15,7 @@ from environments.problems import ClinicProblems
 from learning.losses.advantages import group_advantages
 from learning.model.loading import load_tokenizer
 from protocols.errors import DataError
+from protocols.records.answers import Answer
 from protocols.rsa import AggregationInput, JudgedCandidate, RSAProblem
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
@@ -232,15 +233,19 @@ def test_arms_are_measured_on_the_same_held_out_questions_and_draws() -> None:
     knows: set[str] = set()
     scene = Scene(lambda name: name.split("/")[-2] == "3" and name.split("/")[-1] in knows)
     found, asked = [], []
+    kept: list[Answer] = []
     for arm, prefix in (("untrained", "cartridge"), ("none", "none")):
         scene.student.batches.clear()
         knows = {"0", "1", "2"} if prefix == "cartridge" else {"0"}
         course = scene.course
         found.append(
             asyncio.run(
-                course.measure(arm, prefix, 3, most=None, sampled=False, generate=scene.student)
+                course.measure(
+                    arm, prefix, 3, most=None, sampled=False, generate=scene.student,
+                    keep=kept.extend,
+                )
             )
-        )
+        )  # fmt: skip
         asked.append([r for batch in scene.student.batches for r in batch])
     measured = found[0]
     assert (measured["accuracy"], measured["n"], measured["parse_failures"]) == (0.75, 5, 0)
@@ -248,6 +253,10 @@ def test_arms_are_measured_on_the_same_held_out_questions_and_draws() -> None:
     assert measured["populations"] == {
         "accuracy": [0.0, 0.0, 0.0, 0.75], "majority_vote": 1.0, "pass_at_n": 1.0
     }  # fmt: skip
+    # One record a question: the answer that won the last population, and its share of right ones.
+    assert [a.right for a in kept] == [0.75] * 5 + [0.25] * 5
+    assert all(a.answer == a.expected for a in kept[:5])
+    assert [a.question_hash for a in kept[:5]] == [a.question_hash for a in kept[5:]]
     assert [r.seed for r in asked[0]] == [r.seed for r in asked[1]]
     assert {r.prefix.name for r in asked[1]} == {"document/none"}
     held = {s.problem.id for s in scene.aggregators.calls[-1]}

@@ -17,6 +17,7 @@ from environments.clinic.fake_teachers import next_call
 from learning.model.loading import load_tokenizer
 from protocols.episodes import EnvironmentRequest, Observation
 from protocols.errors import RunError, SpecError
+from protocols.records.answers import Answer
 from protocols.spec.learn import LearnSpec
 from protocols.spec.loading import load_spec
 from protocols.teacher_replay import AgentMessage
@@ -209,6 +210,31 @@ def test_arms_are_measured_on_the_same_cases_over_their_prefixes() -> None:
     none, bare = measured("none", 2, True)
     assert (none["accuracy"], none["n"]) == (0.0, 2)
     assert {(r.prefix.name, r.sampling.temperature) for r in bare} == {("document/none", 1.0)}
+
+
+def test_every_answer_is_kept_with_its_question() -> None:
+    learn = spec("evaluate.questions=5")
+    kept: dict[str, list[Answer]] = {"able": [], "not": []}
+    for arm, able in (("able", True), ("not", False)):
+        cases, clerk = course(learn), Clerk(learn, able)
+        measured = asyncio.run(
+            cases.measure(
+                arm, "cartridge", 3, most=None, sampled=False, generate=clerk,
+                keep=kept[arm].extend,
+            )
+        )  # fmt: skip
+        assert measured["accuracy"] == sum(a.right or 0.0 for a in kept[arm]) / 5
+    able, other = kept["able"], kept["not"]
+    assert [a.id for a in able] == [f"exam/{learn.train.seed}/{i}" for i in range(5)]
+    assert [a.document for a in able[:3]] == ["desk_01", "desk_02", "desk_01"]
+    assert all(a.answer == a.expected and a.answer in str(a.text) for a in able)
+    assert {(a.right, a.reward, a.nll) for a in able} == {(1.0, 1.0, None)}
+    assert all(a.fact.startswith("what is the ") for a in able)
+    for one, two in zip(able, other, strict=True):
+        same = ("id", "fact", "document", "document_hash", "question_hash")
+        assert [getattr(one, n) for n in same] == [getattr(two, n) for n in same]
+    assert {(a.answer, a.right, a.reward) for a in other} == {(None, 0.0, 0.0)}
+    assert all(a.tokens > 0 for a in able)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,115 @@
+"""Define the rows of a run's answers.jsonl: every arm's answer to every evaluation question.
+
+    {"arm": "on_policy", "step": 180, "sampled": false, "id": "patient_01/7",
+     "fact": "what is the sodium?", "document": "patient_01", "document_hash": "0f3a...",
+     "question_hash": "91bc...", "text": "the chart says sodium 41 mmol. the answer is 41 mmol.",
+     "answer": "41 mmol", "expected": "41 mmol", "right": 1.0, "nll": 0.031, "reward": null,
+     "tokens": 14}
+
+Arms and runs are paired by document, id and the two hashes. So questions that share an id and are
+about other documents are never paired.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypedDict, cast
+
+from protocols.types import Completion
+
+TEXT_LIMIT = 2000  # characters of a text; what was longer ends with a mark
+HASH_DIGITS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Hold one arm's answer to one question.
+
+    `fact` names what is asked for: questions that differ in their options alone share it. `answer`
+    is what was read from `text`, None where nothing could be. `right` is 1 or 0, or the share of
+    right candidates; None where it cannot be judged. `nll` is the mean negative log-probability of
+    `expected`, nats a token. `tokens` counts the response. What was not measured is None.
+    """
+
+    id: str
+    fact: str
+    document: str
+    document_hash: str
+    question_hash: str
+    text: str | None = None
+    answer: str | None = None
+    expected: str | None = None
+    right: float | None = None
+    nll: float | None = None
+    reward: float | None = None
+    tokens: int = 0
+
+
+class AnswerRow(TypedDict):
+    """Hold a row of answers.jsonl: an `Answer` with the arm that gave it, the arm's step, and
+    whether it was sampled or greedy."""
+
+    arm: str
+    step: int
+    sampled: bool
+    id: str
+    fact: str
+    document: str
+    document_hash: str
+    question_hash: str
+    text: str | None
+    answer: str | None
+    expected: str | None
+    right: float | None
+    nll: float | None
+    reward: float | None
+    tokens: int
+
+
+KeepAnswers = Callable[[Sequence[Answer]], None]
+
+
+def to_row(answer: Answer, arm: str, step: int, *, sampled: bool) -> AnswerRow:
+    """Return the row of an answer. Texts of more than TEXT_LIMIT characters are cut."""
+    fields: dict[str, Any] = asdict(answer)
+    for name in ("fact", "text", "answer", "expected"):
+        fields[name] = cut(fields[name])
+    return cast(AnswerRow, {"arm": arm, "step": step, "sampled": sampled, **fields})
+
+
+def cut(text: str | None) -> str | None:
+    """Return a text of at most TEXT_LIMIT characters; a longer one ends with how long it was."""
+    if text is None or len(text) <= TEXT_LIMIT:
+        return text
+    mark = f" [cut: {len(text):,} characters]"
+    return text[: TEXT_LIMIT - len(mark)] + mark
+
+
+def hash_of(*texts: str) -> str:
+    """Return the first HASH_DIGITS hexadecimal digits of the SHA-256 of texts."""
+    joined = "\x00".join(texts).encode("utf-8", "surrogatepass")
+    return hashlib.sha256(joined).hexdigest()[:HASH_DIGITS]
+
+
+def mean_nll(completion: Completion, tokens: int) -> float | None:
+    """Return the mean negative log-probability of a prompt's last `tokens` tokens, in nats; None
+    where the completion has no log-probabilities of them."""
+    read = completion.prompt_logprobs[-tokens:] if tokens else ()
+    return -sum(read) / tokens if read and len(read) == tokens else None
+
+
+def pairing_key(row: AnswerRow) -> tuple[str, str, str, str]:
+    """Return what identifies a question over arms and runs."""
+    return row["document"], row["document_hash"], row["id"], row["question_hash"]
+
+
+def clusters(rows: Iterable[AnswerRow]) -> tuple[list[str], list[str]]:
+    """Return the document and the fact of every row, as names that are unique over runs."""
+    documents, facts = [], []
+    for row in rows:
+        document = f"{row['document']}/{row['document_hash']}"
+        documents.append(document)
+        facts.append(f"{document}/{row['fact']}")
+    return documents, facts
