@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from learning.model.loading import base_hash
 from learning.policy_scores import shared_logprobs
 from learning.scoring import TeacherDistribution
 from learning.step import LearningRateSchedule, new_optimizer, train_step
-from learning.updates import divide, joined_output
+from learning.updates import run_updates
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
@@ -68,6 +67,7 @@ class CartridgeTrainer:
         for part in (self.bank.frozen, self.bank.trainable.data):
             ranks.follow(part)
         self._initial = self.bank.trainable.detach().clone()
+        self._reference: Tensor | None = None  # of GRPO's KL, for objectives with one of our own
         self._base_hash = base_hash(model)
         self.version = -1
         self._arm = ""
@@ -88,6 +88,7 @@ class CartridgeTrainer:
         self._schedule = LearningRateSchedule(
             self.spec.lr, min(self.spec.warmup_steps, max(1, steps // 2)), steps
         )
+        self._reference = self._initial.clone() if self._keeps_reference() else None
         self._arm, self._step, self._last = arm, 0, None
         self.version += 1
         self._keep()
@@ -123,39 +124,36 @@ class CartridgeTrainer:
 
     def _train(self, batch: TrainBatch, version: int) -> TrainStepOutput:
         """Make the step's updates; after an error of one of them, none."""
-        spec, passes = self.spec, self.spec.updates_per_rollout
+        spec = self.spec
         channels = [now for c in self._channels if (now := c.at(self._step)).weight]
-        batch = self._completed(batch, channels, version)
-        before = self._held() if passes * spec.minibatches > 1 else None
-        outputs: list[TrainStepOutput] = []
-        try:
-            for n in range(passes):
-                draws = random.Random(f"minibatch/{spec.seed}/{self._arm}/{self._step}/{n}")
-                for part in divide(batch, spec.minibatches, draws):
-                    outputs.append(
-                        train_step(
-                            self.model,
-                            self.bank,
-                            self._optimizer,
-                            part,
-                            channels,
-                            lr=self._schedule.at(self._step),
-                            clip=spec.clip,
-                            row_tokens=spec.row_tokens,
-                            version=version,
-                            staleness=spec.staleness,
-                            micro_tokens=self._objective.micro_tokens,
-                            compare_gradients=self._compares() and not outputs,
-                            logit_bytes=spec.logit_chunk_mb * 2**20,
-                            recompute_layers=spec.recompute_layers,
-                            ranks=self._ranks,
-                        )
-                    )
-        except BaseException:
-            if before is not None:
-                self._put_back(before)
-            raise
-        return joined_output(outputs, passes)
+
+        def update(part: TrainBatch, first: bool) -> TrainStepOutput:
+            return train_step(
+                self.model,
+                self.bank,
+                self._optimizer,
+                part,
+                channels,
+                lr=self._schedule.at(self._step),
+                clip=spec.clip,
+                row_tokens=spec.row_tokens,
+                version=version,
+                staleness=spec.staleness,
+                micro_tokens=self._objective.micro_tokens,
+                compare_gradients=first and self._compares(),
+                logit_bytes=spec.logit_chunk_mb * 2**20,
+                recompute_layers=spec.recompute_layers,
+                ranks=self._ranks,
+            )
+
+        return run_updates(
+            self._completed(batch, channels, version),
+            update,
+            (self.bank.trainable, self._optimizer),
+            passes=spec.updates_per_rollout,
+            minibatches=spec.minibatches,
+            stream=f"minibatch/{spec.seed}/{self._arm}/{self._step}",
+        )
 
     def _completed(
         self, batch: TrainBatch, channels: Sequence[LossChannel], version: int
@@ -170,6 +168,12 @@ class CartridgeTrainer:
                 if any(r.trained):
                     check_policy(batch, r, version)
             scores["old"] = self._logprobs(batch, self.bank.trainable)
+        if "ref" in wanted and batch.scores.get("ref") is None:
+            refresh = self._objective.grpo.kl_refresh
+            if refresh and self._step % refresh == 0:
+                self._reference = self.bank.trainable.detach().clone()
+            assert self._reference is not None, "kept since the arm began"
+            scores["ref"] = self._logprobs(batch, self._reference)
         if spec.minibatches > 1:
             for channel in channels:
                 scores |= channel.of_rollout(batch)
@@ -188,18 +192,8 @@ class CartridgeTrainer:
             ranks=self._ranks,
         )
 
-    def _held(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return copies of the cartridges and of Adam's state."""
-        state = self._optimizer.state.get(self.bank.trainable, {})
-        return self.bank.trainable.detach().clone(), {k: v.clone() for k, v in state.items()}
-
-    def _put_back(self, held: tuple[Tensor, dict[str, Tensor]]) -> None:
-        with torch.no_grad():
-            self.bank.trainable.copy_(held[0])
-        self.bank.trainable.grad = None
-        self._optimizer = new_optimizer(self.bank)
-        if held[1]:
-            self._optimizer.state[self.bank.trainable] = held[1]
+    def _keeps_reference(self) -> bool:
+        return any("ref" in channel.references(1) for channel in self._channels)
 
     def _compares(self) -> bool:
         every = self._objective.compare_every
@@ -270,6 +264,7 @@ class CartridgeTrainer:
             "trainable": self.bank.trainable.detach(),
             "frozen": self.bank.frozen,
             **{f"adam.{k}": v for k, v in state.items()},
+            **({} if self._reference is None else {"reference": self._reference}),
         }
         facts = {
             "names": list(self.bank.names),
@@ -307,6 +302,13 @@ class CartridgeTrainer:
                 f"{held}, this run has {list(self.bank.names)} of {here}; resume with the spec of "
                 "its run"
             )
+        if self._keeps_reference():
+            if "reference" not in tensors:
+                raise CheckpointError(
+                    "the checkpoint holds no reference for objective.grpo.kl; resume with the spec "
+                    "of its run"
+                )
+            self._reference = tensors["reference"].to(self.bank.trainable, copy=True)
         with torch.no_grad():
             self.bank.trainable.copy_(tensors["trainable"])
             self.bank.frozen.copy_(tensors["frozen"])

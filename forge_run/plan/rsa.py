@@ -27,7 +27,7 @@ def channel_rows(learn: LearnSpec, rsa: RsaSpec) -> Rows:
     told = f"{learn.loss.direction} KL to the model with the document, on all candidates"
     return (
         ("doc_kl", f"{doc:g}", told if doc else "left out"),
-        ("grpo", f"{learn.objective.w_rl:g}", source),
+        ("grpo", f"{learn.objective.w_rl:g}", source + learn.objective.grpo.terms_text),
     )
 
 
