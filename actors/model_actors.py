@@ -129,11 +129,14 @@ class DocTeacherActor(ModelActor):
     """Score the sampled tokens of a call in one pass, samples of one document over one prefix. A
     document's KV is computed once and reused (bounded LRU, then host memory)."""
 
-    def __init__(self, base: ModelSource, row_tokens: int, keep_top: int | None) -> None:
-        """Send `keep_top` entries a token, or all logits for None."""
+    def __init__(
+        self, base: ModelSource, row_tokens: int, keep_top: int | None, keep_sampled: bool = False
+    ) -> None:
+        """Send `keep_top` entries a token, or all logits for None. With `keep_sampled` also send
+        the sampled token's own log-probability."""
         super().__init__(base)
         self._row_tokens = row_tokens
-        self._keep_top = keep_top
+        self._keep_top, self._keep_sampled = keep_top, keep_sampled
         self._documents = DocumentKVCache(
             partial(document_kv, self._model),
             base.documents,
@@ -146,7 +149,10 @@ class DocTeacherActor(ModelActor):
         """Put the teacher's distributions over every response token under a key of this stem."""
         begun, before = time.perf_counter(), self._documents.counts
         prefixes = prefixes_of(samples, self._documents)
-        tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
+        tensors = score_kept(
+            self._model, samples, prefixes, self._row_tokens, self._keep_top,
+            keep_sampled=self._keep_sampled,
+        )  # fmt: skip
         seconds = time.perf_counter() - begun
         packet = await self._put(stem, tensors)
         looked_up = self._documents.counts.since(before)

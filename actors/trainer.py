@@ -24,6 +24,7 @@ from learning.checkpoint import read_checkpoint
 from learning.model.distributed import join, shard_base
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import claim_device, load_model, text_ids
+from learning.policy_scores import document_logprobs
 from learning.scoring import TeacherDistribution, joined, of_stored
 from learning.trainer import CartridgeTrainer
 from protocols.errors import PlaneError
@@ -74,6 +75,8 @@ class TrainerActor(ModelActor):
             publish_dtype=learn.model.dtype,
             ranks=self._ranks,
         )
+        objective = learn.objective
+        self._asks_document = objective.w_rl > 0 and objective.grpo.asks_document
         self._ranks.gather({})
         if self._ranks.leads:
             place.left()
@@ -107,7 +110,11 @@ class TrainerActor(ModelActor):
                 for role, samples in read.items()
             )
         )
-        scores = {role: told for role, told in zip(read, found, strict=True) if told is not None}
+        scores: dict[str, Any] = {
+            role: told for role, told in zip(read, found, strict=True) if told is not None
+        }
+        if self._asks_document and "doc_teacher" in scores:
+            scores["document"] = document_logprobs(lesson, scores["doc_teacher"])
         if "doc_teacher" in scores and lesson.doc_trained is not None:
             marks = torch.tensor([m for marks in lesson.doc_trained for m in marks])
             scores["doc_teacher"] = scores["doc_teacher"].rows(marks.nonzero().flatten())

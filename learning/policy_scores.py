@@ -1,9 +1,12 @@
-"""Compute the log-probabilities that the trainer itself adds to a batch, without gradient.
+"""Compute the log-probabilities of episodes that the policy gradient needs, without gradient.
 
-    old    under the cartridges before a rollout's first update: the version that sampled it
+    old        under the cartridges before a rollout's first update: the version that sampled it
+    ref        under the untrained cartridges, or an earlier version's
+    document   under the model with the document, by its teacher
 
-They are of all response tokens of the batch's episodes, in order. Every rank reads its share of the
-episodes and gets all numbers, which do not depend on the number of ranks.
+They are of all response tokens of the batch's episodes, in order. The trainer computes the first
+two: every rank reads its share of the episodes and gets all numbers, which do not depend on the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import torch
 from torch import Tensor
 
 from learning.model.distributed import ALONE, ProcessGroup, is_sharded
-from learning.packing import check_rows
-from learning.scoring import response_logprobs
+from learning.packing import check_rows, token_logprobs
+from learning.scoring import TeacherDistribution, response_logprobs
+from protocols.errors import DataError
+from protocols.train_batch import TrainBatch
 from protocols.types import Sample
 
 if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
@@ -54,6 +59,26 @@ def shared_logprobs(
             found[begins[part.start] : begins[part.stop]] = logprobs
     ranks.add(found)
     return found
+
+
+def document_logprobs(batch: TrainBatch, teacher: TeacherDistribution) -> Tensor:
+    """Return the document teacher's log-probability [N] of every response token of the episodes,
+    from its distribution at every response token of `batch.doc`. Raises DataError where these are
+    not the same samples, or the teacher did not keep what was sampled."""
+    if [s.id for s in batch.doc] != [r.sample.id for r in batch.rl]:
+        raise DataError(
+            "the document teacher read other samples than the episodes that objective.grpo.kl or "
+            "distill compares it with; give the batch's doc and rl the same ones, in order"
+        )
+    if teacher.sampled is not None:
+        return teacher.sampled
+    if teacher.logits is None:
+        raise DataError(
+            "the document teacher's scores lack the sampled tokens' own log-probabilities, which "
+            "objective.grpo.kl or distill needs; score them with keep_sampled"
+        )
+    targets = [t for s in batch.doc for t in s.response_ids]
+    return token_logprobs(teacher.logits.float(), torch.tensor(targets, dtype=torch.long))
 
 
 def _parts(samples: Sequence[Sample], micro_tokens: int | None) -> list[range]:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from learning.cartridge.composition import stack_prefixes
 from learning.model.document_kv import DocumentKVCache
-from learning.packing import ChunkedLogits, pack, response_tokens
+from learning.packing import ChunkedLogits, pack, response_tokens, token_logprobs
 from protocols.train_batch import PrecomputedScores
 from protocols.types import Sample
 
@@ -60,13 +60,25 @@ def score_kept(
     prefixes: Mapping[str, Tensor],
     row_tokens: int,
     keep_top: int | None,
+    *,
+    keep_sampled: bool = False,
 ) -> dict[str, Tensor]:
     """Return the tensors to store of `score_over`'s logits: the top entries of each token, or all
     for None. `TeacherDistribution(**score_kept(...))` reads them. For top
-    entries at most LOGIT_BYTES of logits exist at a time."""
+    entries at most LOGIT_BYTES of logits exist at a time. With `keep_sampled` the response tokens'
+    own log-probabilities are kept too, which may lie outside the top entries."""
     if keep_top is None:
         return {"logits": score_over(model, samples, prefixes, row_tokens)}
     tokens = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES)
+    if keep_sampled:
+        indices, logprobs, sampled = tokens.read(
+            slice(None),
+            lambda logits, of: (
+                *top_k(logits, keep_top),
+                token_logprobs(logits, tokens.targets[of]),
+            ),
+        )
+        return {"indices": indices, "logprobs": logprobs, "sampled": sampled}
     indices, logprobs = tokens.read(slice(None), lambda logits, of: top_k(logits, keep_top))
     return {"indices": indices, "logprobs": logprobs}
 
@@ -107,11 +119,13 @@ def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class TeacherDistribution:
     """Hold the teacher's distribution at N response tokens: `logits` [N, V], or its top k
-    (`indices`, `logprobs` [N, k], log-probabilities under the whole vocabulary)."""
+    (`indices`, `logprobs` [N, k], log-probabilities under the whole vocabulary). `sampled` [N] is
+    the response token's own, where it was asked for."""
 
     logits: Tensor | None = None
     indices: Tensor | None = None
     logprobs: Tensor | None = None
+    sampled: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -129,7 +143,7 @@ class TeacherDistribution:
         return self._each(lambda x: x.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> TeacherDistribution:
-        held = (self.logits, self.indices, self.logprobs)
+        held = (self.logits, self.indices, self.logprobs, self.sampled)
         return TeacherDistribution(*(None if x is None else change(x) for x in held))
 
 
@@ -153,7 +167,7 @@ def joined(
     rows = torch.tensor(
         [begins[i] + t for i, length in enumerate(lengths) for t in range(length)], dtype=torch.long
     )
-    columns = zip(*((t.logits, t.indices, t.logprobs) for _, t in parts), strict=True)
+    columns = zip(*((t.logits, t.indices, t.logprobs, t.sampled) for _, t in parts), strict=True)
     return TeacherDistribution(
         *(None if x[0] is None else torch.cat(x)[rows.to(x[0].device)] for x in columns)
     )

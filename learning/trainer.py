@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from learning.model.loading import base_hash
 from learning.policy_scores import shared_logprobs
 from learning.scoring import TeacherDistribution
 from learning.step import LearningRateSchedule, new_optimizer, train_step
-from learning.updates import divide, joined_output
+from learning.updates import run_updates
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
@@ -77,6 +76,7 @@ class CartridgeTrainer:
         for part in (self.bank.frozen, self.bank.trainable.data):
             ranks.follow(part)
         self._initial = self.bank.trainable.detach().clone()
+        self._reference: Tensor | None = None  # of GRPO's KL, for objectives with one of our own
         self._base_hash = base_hash(model)
         # What reads hints instead of the cartridges in training: None where those do.
         averages = self._objective.hinted_decay is not None
@@ -105,6 +105,7 @@ class CartridgeTrainer:
         )
         if self._balance is not None:
             self._balance.restore({})
+        self._reference = self._initial.clone() if self._keeps_reference() else None
         self._arm, self._step, self._last = arm, 0, None
         self.version += 1
         self._keep()
@@ -143,40 +144,43 @@ class CartridgeTrainer:
 
     def _train(self, batch: TrainBatch, version: int) -> TrainStepOutput:
         """Make the step's updates; after an error of one of them, none."""
-        spec, passes = self.spec, self.spec.updates_per_rollout
+        spec = self.spec
         channels = [now for c in self._channels if (now := c.at(self._step)).weight]
-        batch = self._completed(batch, channels, version)
-        before = self._held() if passes * spec.minibatches > 1 else None
-        outputs: list[TrainStepOutput] = []
+
+        def update(part: TrainBatch, first: bool) -> TrainStepOutput:
+            return train_step(
+                self.model,
+                self.bank,
+                self._optimizer,
+                part,
+                channels,
+                lr=self._schedule.at(self._step),
+                clip=spec.clip,
+                row_tokens=spec.row_tokens,
+                version=version,
+                staleness=spec.staleness,
+                micro_tokens=self._objective.micro_tokens,
+                compare_gradients=first and self._compares(),
+                balance=self._balance,
+                logit_bytes=spec.logit_chunk_mb * 2**20,
+                recompute_layers=spec.recompute_layers,
+                ranks=self._ranks,
+            )
+
+        balance = None if self._balance is None else self._balance.state()
         try:
-            for n in range(passes):
-                draws = random.Random(f"minibatch/{spec.seed}/{self._arm}/{self._step}/{n}")
-                for part in divide(batch, spec.minibatches, draws):
-                    outputs.append(
-                        train_step(
-                            self.model,
-                            self.bank,
-                            self._optimizer,
-                            part,
-                            channels,
-                            lr=self._schedule.at(self._step),
-                            clip=spec.clip,
-                            row_tokens=spec.row_tokens,
-                            version=version,
-                            staleness=spec.staleness,
-                            micro_tokens=self._objective.micro_tokens,
-                            compare_gradients=self._compares() and not outputs,
-                            balance=self._balance,
-                            logit_bytes=spec.logit_chunk_mb * 2**20,
-                            recompute_layers=spec.recompute_layers,
-                            ranks=self._ranks,
-                        )
-                    )
+            return run_updates(
+                self._completed(batch, channels, version),
+                update,
+                (self.bank.trainable, self._optimizer),
+                passes=spec.updates_per_rollout,
+                minibatches=spec.minibatches,
+                stream=f"minibatch/{spec.seed}/{self._arm}/{self._step}",
+            )
         except BaseException:
-            if before is not None:
-                self._put_back(before)
+            if self._balance is not None and balance is not None:
+                self._balance.restore(balance)
             raise
-        return joined_output(outputs, passes)
 
     def _completed(
         self, batch: TrainBatch, channels: Sequence[LossChannel], version: int
@@ -191,6 +195,12 @@ class CartridgeTrainer:
                 if any(r.trained):
                     check_policy(batch, r, version)
             scores["old"] = self._logprobs(batch, self.bank.trainable)
+        if "ref" in wanted and batch.scores.get("ref") is None:
+            refresh = self._objective.grpo.kl_refresh
+            if refresh and self._step % refresh == 0:
+                self._reference = self.bank.trainable.detach().clone()
+            assert self._reference is not None, "kept since the arm began"
+            scores["ref"] = self._logprobs(batch, self._reference)
         if spec.minibatches > 1:
             for channel in channels:
                 scores |= channel.of_rollout(batch)
@@ -209,22 +219,8 @@ class CartridgeTrainer:
             ranks=self._ranks,
         )
 
-    def _held(self) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
-        """Return copies of the cartridges, of Adam's state and of the channels' balance."""
-        state = self._optimizer.state.get(self.bank.trainable, {})
-        balance = {} if self._balance is None else self._balance.state()
-        own = self.bank.trainable.detach().clone()
-        return own, {k: v.clone() for k, v in state.items()}, balance
-
-    def _put_back(self, held: tuple[Tensor, dict[str, Tensor], dict[str, Any]]) -> None:
-        with torch.no_grad():
-            self.bank.trainable.copy_(held[0])
-        self.bank.trainable.grad = None
-        self._optimizer = new_optimizer(self.bank)
-        if held[1]:
-            self._optimizer.state[self.bank.trainable] = held[1]
-        if self._balance is not None:
-            self._balance.restore(held[2])
+    def _keeps_reference(self) -> bool:
+        return any("ref" in channel.references(1) for channel in self._channels)
 
     def _compares(self) -> bool:
         every = self._objective.compare_every
@@ -306,6 +302,7 @@ class CartridgeTrainer:
             "frozen": self.bank.frozen,
             **{f"adam.{k}": v for k, v in state.items()},
             **({} if self._hinted is None else {"hinted": self._hinted}),
+            **({} if self._reference is None else {"reference": self._reference}),
         }
         facts = {
             "names": list(self.bank.names),
@@ -350,6 +347,13 @@ class CartridgeTrainer:
                 "the checkpoint was made with another teacher of hints; resume with the "
                 "objective of its run"
             )
+        if self._keeps_reference():
+            if "reference" not in tensors:
+                raise CheckpointError(
+                    "the checkpoint holds no reference for objective.grpo.kl; resume with the spec "
+                    "of its run"
+                )
+            self._reference = tensors["reference"].to(self.bank.trainable, copy=True)
         with torch.no_grad():
             self.bank.trainable.copy_(tensors["trainable"])
             self.bank.frozen.copy_(tensors["frozen"])

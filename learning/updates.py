@@ -10,7 +10,7 @@ channels' data are each drawn in a random order and dealt to the minibatches in 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -22,8 +22,45 @@ from protocols.spec.mesh import HINTED_TEACHER
 from protocols.train_batch import TrainBatch
 from protocols.types import TrainStepOutput
 
-OF_EPISODES = ("old", "ref")  # scores of all response tokens of a batch's episodes
+OF_EPISODES = ("old", "ref", "document")  # scores of all response tokens of a batch's episodes
 LAST = ("ratio", "clipped_low", "clipped_high", "approx_kl")  # also told of the last update
+
+
+def run_updates(
+    batch: TrainBatch,
+    update: Callable[[TrainBatch, bool], TrainStepOutput],
+    trained: tuple[Tensor, torch.optim.Optimizer],
+    *,
+    passes: int,
+    minibatches: int,
+    stream: str,
+) -> TrainStepOutput:
+    """Call `update` for every minibatch of every pass, and return one result for all.
+
+    `update` gets the minibatch, and whether it is the first. `stream` names the draws of the
+    divisions. After an error the parameter and the optimizer `trained` are as before the first
+    update.
+    """
+    parameter, optimizer = trained
+    if passes * minibatches == 1:
+        return update(batch, True)
+    held = {k: v.clone() for k, v in optimizer.state.get(parameter, {}).items()}
+    before = parameter.detach().clone()
+    outputs: list[TrainStepOutput] = []
+    try:
+        for n in range(passes):
+            for part in divide(batch, minibatches, random.Random(f"{stream}/{n}")):
+                outputs.append(update(part, not outputs))
+    except BaseException:
+        if outputs:
+            with torch.no_grad():
+                parameter.copy_(before)
+            parameter.grad = None
+            optimizer.state.clear()
+            if held:
+                optimizer.state[parameter] = held
+        raise
+    return joined_output(outputs, passes)
 
 
 @dataclass

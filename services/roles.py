@@ -55,7 +55,7 @@ def role_arguments(
         return (*held, learn.generator) if learn.generator.backend == "vllm" else held
     top = None if learn.teacher.top_k == "full" else learn.teacher.top_k
     if name == "doc_teacher":
-        return (base, learn.train.row_tokens, top)
+        return (base, learn.train.row_tokens, top, learn.objective.grpo.asks_document)
     if name == HINTED_TEACHER:
         return (base, learn.train.row_tokens, top, learn.train.staleness + 2)
     if name == "environment":

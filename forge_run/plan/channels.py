@@ -57,7 +57,7 @@ def _rsa_channels(learn: LearnSpec, rsa: RsaSpec) -> Rows:
     on_all = f"{learn.loss.direction} KL to the model with the document, on all candidates"
     return (
         ("doc_kl", f"{doc:g}", on_all if doc else "left out"),
-        ("grpo", f"{learn.objective.w_rl:g}", source),
+        ("grpo", f"{learn.objective.w_rl:g}", source + learn.objective.grpo.terms_text),
     )
 
 

@@ -19,6 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, pstdev, stdev
 
+from protocols.spec.objective import GrpoSpec
+from protocols.train_batch import PolicySample
+
 EPSILON = 1e-4  # keeps advantages finite in a group whose rewards hardly differ
 
 
@@ -40,6 +43,30 @@ def group_advantages(
         for i, advantage in zip(indices, _within(values, baseline), strict=True):
             found[i] = advantage
     return found
+
+
+def compared(rl: Sequence[PolicySample], spec: GrpoSpec) -> list[int]:
+    """Return the indices of the episodes whose rewards are compared: those with a reward and a
+    trained token, and not cut short where these are filtered."""
+    return [
+        i for i, r in enumerate(rl)
+        if r.reward is not None and any(r.trained)
+        and not (r.truncated and spec.overlong == "filter")
+    ]  # fmt: skip
+
+
+def shaped(r: PolicySample, spec: GrpoSpec) -> float | None:
+    """Return an episode's reward, less what its longest turn costs."""
+    if r.reward is None or spec.overlong_buffer is None:
+        return r.reward
+    return r.reward + overlong_penalty(r.longest_turn, r.sampling.max_tokens, spec.overlong_buffer)
+
+
+def varying(rl: Sequence[PolicySample], spec: GrpoSpec) -> set[str]:
+    """Return the groups whose compared rewards are not all equal."""
+    judged = [rl[i] for i in compared(rl, spec)]
+    rewards = [r.reward for r in judged if r.reward is not None]
+    return varying_groups(rewards, [r.group for r in judged])
 
 
 def overlong_penalty(length: int, limit: int, buffer: int) -> float:

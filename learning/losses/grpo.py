@@ -45,14 +45,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from learning.losses.advantages import group_advantages, overlong_penalty, varying_groups
+from learning.losses.advantages import compared, group_advantages, shaped, varying
 from learning.losses.channel import (
     ChannelTokens,
     Item,
@@ -70,32 +69,23 @@ from protocols.types import Sample
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: larger ratios carry no information
 
 
-class PolicyGradientSpec(GrpoSpec):
-    """Extend the GRPO section by two options that runs provide no data for yet. `kl` weighs k3 and
-    needs `batch.scores["ref"]`. `distill` is the price of a nat between student and teacher in the
-    advantage and needs `batch.scores["distill"]`."""
-
-    kl: float = Field(default=0.0, ge=0)
-    distill: float = Field(default=0.0, ge=0)
-
-
 @dataclass(frozen=True)
 class GRPO(LossChannel):
     """Train on episodes with a reward, compared within their group.
 
-    `batch.scores` may have "old", "ref" and "distill": log-probabilities of *all* response tokens
+    `batch.scores` may have "old", "ref" and "document": log-probabilities of *all* response tokens
     of all episodes in order (those not trained on are never read), under the version that sampled
-    them (by default the one being trained), the reference, and the distilling teacher.
+    them (by default the one being trained), the reference, and the model with the document.
     """
 
     weight: float
-    spec: PolicyGradientSpec
+    spec: GrpoSpec
     name: ClassVar[str] = "grpo"
     reads: ClassVar[str] = "rl"
 
     @classmethod
     def of(cls, objective: ObjectiveSpec, loss: LossSpec) -> GRPO:
-        return cls(objective.w_rl, PolicyGradientSpec(**dict(objective.grpo)))
+        return cls(objective.w_rl, objective.grpo)
 
     def samples(self, batch: TrainBatch) -> list[tuple[Sample, ...]]:
         return episodes_of(batch)
@@ -108,13 +98,14 @@ class GRPO(LossChannel):
 
     def check(self, batch: TrainBatch, version: int) -> None:
         tokens = check_episodes(batch)
-        check_scores(batch, "ref", tokens, needed=self.spec.kl > 0)
-        check_scores(batch, "distill", tokens, needed=self.spec.distill > 0)
+        check_scores(batch, "ref", tokens, needed=self._reference == "ref")
+        check_scores(batch, "document", tokens, needed=self.spec.asks_document)
         for i in self._advantages(batch):
             check_policy(batch, batch.rl[i], version, recorded=self.spec.old == "sampler")
 
     def references(self, updates: int) -> frozenset[str]:
-        return frozenset({"old"} if self.spec.old == "trainer" and updates > 1 else ())
+        old = {"old"} if self.spec.old == "trainer" and updates > 1 else set()
+        return frozenset(old | ({"ref"} if self._reference == "ref" else set()))
 
     def of_rollout(self, batch: TrainBatch) -> dict[str, Any]:
         own = self._advantages(batch).items()
@@ -144,11 +135,13 @@ class GRPO(LossChannel):
         old = sampler if self.spec.old == "sampler" else old_logprobs(pi, batch, tokens)
         value_of = self._advantages(batch)
         advantages = pi.new_tensor([value_of[i] for i, own in tokens.items for _ in own])
+        facts = {}
         if self.spec.distill:
-            distilling = batch.scores["distill"][tokens.inside].to(pi)
-            advantages = distilled(advantages, old, distilling, self.spec.distill)
-        ref = batch.scores.get("ref")
-        return grpo(
+            document = batch.scores["document"][tokens.inside].to(pi)
+            advantages = distilled(advantages, old, document, self.spec.distill)
+            facts["distilled"] = (old - document).sum()
+        ref = batch.scores.get(self._reference)
+        term = grpo(
             pi,
             old,
             advantages,
@@ -157,6 +150,14 @@ class GRPO(LossChannel):
             sampler=sampler,
             ref=None if ref is None else ref[tokens.inside].to(pi),
         )
+        return replace(term, facts={**term.facts, **facts})
+
+    @property
+    def _reference(self) -> str:
+        """Return the name of the reference's scores; "" without a KL to one."""
+        if not self.spec.kl:
+            return ""
+        return "document" if self.spec.kl_reference == "document" else "ref"
 
     def _advantages(self, batch: TrainBatch) -> dict[int, float]:
         """Return the advantages of the whole batch by index, for episodes that bear the loss. Those
@@ -174,30 +175,6 @@ class GRPO(LossChannel):
             self.spec.baseline,
         )
         return {i: a for i, a in zip(judged, values, strict=True) if a is not None}
-
-
-def compared(rl: Sequence[PolicySample], spec: GrpoSpec) -> list[int]:
-    """Return the indices of the episodes whose rewards are compared: those with a reward and a
-    trained token, and not cut short where these are filtered."""
-    return [
-        i for i, r in enumerate(rl)
-        if r.reward is not None and any(r.trained)
-        and not (r.truncated and spec.overlong == "filter")
-    ]  # fmt: skip
-
-
-def shaped(r: PolicySample, spec: GrpoSpec) -> float | None:
-    """Return an episode's reward, less what its longest turn costs."""
-    if r.reward is None or spec.overlong_buffer is None:
-        return r.reward
-    return r.reward + overlong_penalty(r.longest_turn, r.sampling.max_tokens, spec.overlong_buffer)
-
-
-def varying(rl: Sequence[PolicySample], spec: GrpoSpec) -> set[str]:
-    """Return the groups whose compared rewards are not all equal."""
-    judged = [rl[i] for i in compared(rl, spec)]
-    rewards = [r.reward for r in judged if r.reward is not None]
-    return varying_groups(rewards, [r.group for r in judged])
 
 
 def episodes_of(batch: TrainBatch) -> list[tuple[Sample, ...]]:
@@ -248,7 +225,7 @@ def grpo(
     old: Tensor,
     advantages: Tensor,
     lengths: Sequence[int],
-    spec: PolicyGradientSpec,
+    spec: GrpoSpec,
     *,
     sampler: Tensor | None = None,
     ref: Tensor | None = None,

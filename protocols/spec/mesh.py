@@ -152,7 +152,7 @@ class RunSpec(SpecSection):
         learn, objective = self.learn, self.learn.objective
         needed = {
             "generator": True,
-            "doc_teacher": objective.w_doc > 0,
+            "doc_teacher": objective.reads_document,
             "sdpo_teacher": objective.alpha > 0 or objective.beta > 0,
             "environment": learn.episodes is not None,
             "teacher_replay": learn.replay is not None,

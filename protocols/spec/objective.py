@@ -118,6 +118,65 @@ class GrpoSpec(SpecSection):
         description="sampler against trainer, of old trainer; null: no correction",
     )
 
+    kl: float = Field(
+        default=0.0, ge=0, description="weight of the divergence from the reference, k3"
+    )
+    kl_reference: Literal["initial", "version", "document"] = Field(
+        default="initial",
+        description="the cartridge before training; a copy of it, renewed every kl_refresh steps; "
+        "or the model with the document",
+    )
+    kl_refresh: int | None = Field(
+        default=None,
+        ge=1,
+        validate_default=True,
+        description="steps after which kl_reference version is renewed",
+    )
+    distill: float = Field(
+        default=0.0,
+        ge=0,
+        description="what a nat between the student and the model with the document costs in the "
+        "advantage: distillation as a reward",
+    )
+
+    @property
+    def asks_document(self) -> bool:
+        """Return whether the document teacher's probability of each sampled token is needed."""
+        return self.distill > 0 or (self.kl > 0 and self.kl_reference == "document")
+
+    @property
+    def terms_text(self) -> str:
+        """Return what is learned beside rewards, for a plan; "" for nothing."""
+        found = ""
+        if self.kl:
+            whom = {"initial": "the untrained cartridge", "document": "the model with the document",
+                    "version": f"the cartridge of every {self.kl_refresh} steps"}  # fmt: skip
+            found += f"; KL to {whom[self.kl_reference]} x {self.kl:g}"
+        if self.distill:
+            found += f"; {self.distill:g} a nat from the model with the document"
+        return found
+
+    @field_validator("kl_refresh")
+    @classmethod
+    def _is_of_version(cls, value: int | None, info: ValidationInfo) -> int | None:
+        reference = info.data.get("kl_reference")
+        if reference == "version" and value is None:
+            raise broken("must be given with kl_reference version", "set it to a count of steps")
+        if reference not in ("version", None) and value is not None:
+            raise broken("belongs to kl_reference version alone", "remove it")
+        return value
+
+    @field_validator("distill")
+    @classmethod
+    def _learns_from_all(cls, value: float, info: ValidationInfo) -> float:
+        if value and info.data.get("zero_variance") == "drop":
+            raise broken(
+                "must be 0 with zero_variance drop, for it is learned from groups without variance "
+                "too",
+                "set it to 0, or zero_variance to keep",
+            )
+        return value
+
     @field_validator("zero_variance")
     @classmethod
     def _fits_the_baseline(cls, value: str, info: ValidationInfo) -> str:
@@ -359,7 +418,7 @@ class ObjectiveSpec(SpecSection):
             ("doc_kl", self.w_doc, f"{self.w_doc:g}",
              f"{loss.direction} KL to the model with the handbook, on the student's own tokens"),
             ("grpo", self.w_rl, f"{self.w_rl:g}",
-             f"rewards, compared in groups of {group} episodes"),
+             f"rewards, compared in groups of {group} episodes{self.grpo.terms_text}"),
             ("sdpo", self.alpha, alpha,
              f"turns that met an error, against {self.sdpo.reader} under a hint: "
              f"{self.sdpo.source}"),
@@ -372,6 +431,11 @@ class ObjectiveSpec(SpecSection):
     def hints(self) -> HintSpec:
         """Return where hints come from."""
         return self.sdpo
+
+    @property
+    def reads_document(self) -> bool:
+        """Return whether the document teacher reads what the student sampled."""
+        return self.w_doc > 0 or (self.w_rl > 0 and self.grpo.asks_document)
 
     @property
     def refills(self) -> int:

@@ -26,20 +26,20 @@ from twins import Twin, build
 
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import read_checkpoint
-from learning.losses.grpo import PolicyGradientSpec
 from learning.model.distributed import ALONE, ProcessGroup, held_bytes, join, leave, shard_base
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model
 from learning.packing import LOGIT_BYTES
 from learning.scoring import TeacherDistribution
 from learning.trainer import CartridgeTrainer
+from protocols.spec.objective import GrpoSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample
 
 READER = Path(__file__).parents[2] / "models/clinic-reader"
 TRAIN = TrainSpec(steps=6, lr=0.02, row_tokens=24)
-OBJECTIVE = changed(ALL, grpo=PolicyGradientSpec(kl=0.1), micro_tokens=24, compare_every=1)
+OBJECTIVE = changed(ALL, grpo=GrpoSpec(kl=0.1), micro_tokens=24, compare_every=1)
 STEPS = 6
 SILENT_TIMEOUT_S = 5.0
 

@@ -18,7 +18,7 @@ from environments.episode_files import to_row
 from environments.renderer import NO_DOCUMENT, ChatRenderer
 from environments.rollout import BARE
 from environments.training_signals import rl_samples, turn_samples
-from learning.losses.grpo import varying
+from learning.losses.advantages import varying
 from protocols.episodes import Episode, Observation, Task, Turn
 from protocols.errors import DataError, RunError
 from protocols.records.answers import Answer, KeepAnswers, hash_of
@@ -82,7 +82,7 @@ class RSARecipe(Recipe):
             requests: Sequence[GenerateRequest], replied: Replied = None, /
         ) -> tuple[list[Completion], float]:
             completions, seconds = await generate(requests)
-            if self._spec.objective.w_doc:
+            if self._spec.objective.reads_document:
                 said = zip(requests, completions, strict=True)
                 ended("doc_teacher", [as_sample(_document(r), r, c) for r, c in said])
             return completions, seconds
@@ -170,7 +170,7 @@ class RSARecipe(Recipe):
 
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
         rl = rl_samples(rollout.episodes)
-        doc = rl if self._spec.objective.w_doc else []
+        doc = rl if self._spec.objective.reads_document else []
         return TrainBatch(
             doc=tuple(r.sample for r in doc),
             doc_trained=tuple(r.trained for r in doc),

@@ -27,7 +27,7 @@ from environments.monitors import count_flags, flagged
 from environments.renderer import NO_DOCUMENT, ChatRenderer
 from environments.rollout import BARE, over_cartridge, run_episodes
 from environments.training_signals import hinted_turns, replay_states, rl_samples, turn_samples
-from learning.losses.grpo import varying
+from learning.losses.advantages import varying
 from protocols.episodes import Episode, Task
 from protocols.errors import RunError
 from protocols.records.answers import Answer, KeepAnswers, hash_of
@@ -222,7 +222,7 @@ class ToolEpisodesRecipe(Recipe):
     async def _hand_over(self, ended: ScoreGroup, episodes: Sequence[Episode]) -> None:
         """Send samples of ended episodes to the teachers, as `lesson` makes them."""
         rl = rl_samples(episodes)
-        if self._objective.w_doc:
+        if self._objective.reads_document:
             ended("doc_teacher", [r.sample for r in rl])
         if self._objective.alpha:
             hints = self._hints.at_once(episodes)
@@ -246,7 +246,7 @@ class ToolEpisodesRecipe(Recipe):
             preferences = self._asking()
             pairs = await preferences.due(rollout.step, version)
             preferences.ask(self._questions(rollout.step, episodes))
-        doc = rl if objective.w_doc else []
+        doc = rl if objective.reads_document else []
         return TrainBatch(
             doc=tuple(r.sample for r in doc),
             doc_trained=tuple(r.trained for r in doc),

@@ -8,10 +8,9 @@ import torch
 from channel_setup import ALL, bank_of, changed, do, scene, scored
 from twins import Twin
 
-from learning.losses.grpo import PolicyGradientSpec
 from learning.packing import LOGIT_BYTES
 from learning.scoring import TeacherDistribution, top_k
-from protocols.spec.objective import LossSpec, SdpoSpec
+from protocols.spec.objective import GrpoSpec, LossSpec, SdpoSpec
 
 VOCAB = 97
 
@@ -26,7 +25,7 @@ def top_5(teacher: TeacherDistribution) -> TeacherDistribution:
 OBJECTIVES = {
     "all channels": (ALL, LossSpec()),
     "reverse, with a reference": (
-        changed(ALL, grpo=PolicyGradientSpec(kl=0.1)),
+        changed(ALL, grpo=GrpoSpec(kl=0.1)),
         LossSpec(direction="reverse"),
     ),
     "renormalised": (ALL, LossSpec(direction="jsd", beta=0.3, form="renormalised")),

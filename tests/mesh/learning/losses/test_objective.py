@@ -12,7 +12,7 @@ from channel_setup import ALL, bank_of, changed, do, scene
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learning.losses.grpo import PolicyGradientSpec
+from protocols.spec.objective import GrpoSpec
 from protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def test_micro_batches_and_rows_change_no_term(
 ) -> None:
     batch = with_sampler(scene(llama, bank_of(llama), seed), 3.5)
     reduction = ("grpo", "bnpo", "dr_grpo", "dapo")[seed]
-    rl = PolicyGradientSpec(reduction=reduction, max_length=9 if seed == 2 else None, kl=0.1)
+    rl = GrpoSpec(reduction=reduction, max_length=9 if seed == 2 else None, kl=0.1)
     objective = changed(ALL, grpo=rl)
     whole = do(llama, batch, objective, compare_gradients=True)
     parts = do(llama, batch, objective, micro_tokens=micro, row_tokens=rows, compare_gradients=True)

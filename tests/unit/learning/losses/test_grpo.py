@@ -13,19 +13,18 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from learning.losses.grpo import (
-    PolicyGradientSpec,
     distilled,
     grpo,
     grpo_count,
     k3_divergence,
     mismatch_weight,
 )
-from protocols.spec.objective import MismatchSpec
+from protocols.spec.objective import GrpoSpec, MismatchSpec
 
-REDUCTIONS = get_args(PolicyGradientSpec.model_fields["reduction"].annotation)
+REDUCTIONS = get_args(GrpoSpec.model_fields["reduction"].annotation)
 PLAIN = {"mismatch": None}
 SHAPES = [
-    PolicyGradientSpec(
+    GrpoSpec(
         ratio=ratio, reduction=reduction, max_length=8 if reduction == "dr_grpo" else None, **more
     )
     for ratio in ("token", "sequence")
@@ -44,9 +43,7 @@ def f(*values: float) -> Tensor:
     return torch.tensor(values)
 
 
-def value(
-    spec: PolicyGradientSpec, pi: Tensor, old: Tensor, advantages: Tensor, lengths: list[int]
-) -> float:
+def value(spec: GrpoSpec, pi: Tensor, old: Tensor, advantages: Tensor, lengths: list[int]) -> float:
     term = grpo(pi, old, advantages, lengths, spec)
     return (term.total / term.count).item()
 
@@ -57,7 +54,7 @@ def value(
 )
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_clipping(level: str, ratio: float, advantage: float, loss: float) -> None:
-    spec = PolicyGradientSpec(ratio=level, clip_low=0.2, clip_high=0.28, mismatch=None)
+    spec = GrpoSpec(ratio=level, clip_low=0.2, clip_high=0.28, mismatch=None)
     term = grpo(f(math.log(ratio) - 1), f(-1.0), f(advantage), [1], spec)
     assert term.total.item() == pytest.approx(loss, abs=1e-6)
     # Only where the clipped side is the smaller gain is the gradient cut.
@@ -73,9 +70,7 @@ def test_clipping(level: str, ratio: float, advantage: float, loss: float) -> No
 )
 def test_reductions(reduction: str, expected: float) -> None:
     """A = +1 over 2 tokens and -1 over 4: their losses sum to 2, over 2 * 8 or 6; as means to 0."""
-    spec = PolicyGradientSpec(
-        reduction=reduction, max_length=8 if reduction == "dr_grpo" else None, **PLAIN
-    )
+    spec = GrpoSpec(reduction=reduction, max_length=8 if reduction == "dr_grpo" else None, **PLAIN)
     pi, advantages = torch.full((6,), -0.7), f(1, 1, -1, -1, -1, -1)
     assert value(spec, pi, pi, advantages, [2, 4]) == pytest.approx(expected, abs=1e-6)
 
@@ -83,7 +78,7 @@ def test_reductions(reduction: str, expected: float) -> None:
 def test_on_policy_the_gradient_is_minus_the_advantage() -> None:
     """old = pi without gradient: ratio 1 exactly, and d loss / d pi_t = -A_t / tokens."""
     pi = f(-0.3, -1.2, -2.0).requires_grad_()
-    term = grpo(pi, pi.detach(), f(2.0, 2.0, -1.0), [2, 1], PolicyGradientSpec(**PLAIN))
+    term = grpo(pi, pi.detach(), f(2.0, 2.0, -1.0), [2, 1], GrpoSpec(**PLAIN))
     assert term.facts["ratio"].item() == 3.0
     (gradient,) = torch.autograd.grad(term.total / term.count, pi)
     assert gradient.tolist() == pytest.approx([-2 / 3, -2 / 3, 1 / 3])
@@ -92,17 +87,15 @@ def test_on_policy_the_gradient_is_minus_the_advantage() -> None:
 def test_the_sequence_ratio_is_the_geometric_mean() -> None:
     """Ratios 1.1 and .9 of one episode: sqrt(.99) on both tokens; the second is alone: 1.2."""
     pi = f(math.log(1.1), math.log(0.9), math.log(1.2))
-    term = grpo(
-        pi, torch.zeros(3), f(1, 1, 1), [2, 1], PolicyGradientSpec(ratio="sequence", **PLAIN)
-    )
+    term = grpo(pi, torch.zeros(3), f(1, 1, 1), [2, 1], GrpoSpec(ratio="sequence", **PLAIN))
     assert term.total.item() == pytest.approx(-2 * math.sqrt(0.99) - 1.2, abs=1e-6)
 
 
 def test_dual_clip_bounds_what_a_bad_token_may_cost() -> None:
     """Ratio 5, A = -2: 10 without, 3 * 2 with a bound of 3; a good token is left alone."""
     pi, old = f(math.log(5), math.log(5)), torch.zeros(2)
-    free = grpo(pi, old, f(-2, 2), [2], PolicyGradientSpec(**PLAIN)).total
-    bound = grpo(pi, old, f(-2, 2), [2], PolicyGradientSpec(dual_clip=3.0, **PLAIN)).total
+    free = grpo(pi, old, f(-2, 2), [2], GrpoSpec(**PLAIN)).total
+    bound = grpo(pi, old, f(-2, 2), [2], GrpoSpec(dual_clip=3.0, **PLAIN)).total
     assert free.item() == pytest.approx(10 - 2 * 1.28, abs=1e-5)
     assert bound.item() == pytest.approx(6 - 2 * 1.28, abs=1e-5)
 
@@ -110,7 +103,7 @@ def test_dual_clip_bounds_what_a_bad_token_may_cost() -> None:
 def test_k3() -> None:
     assert k3_divergence(f(-1.0), f(-0.7)).item() == pytest.approx(0.049859, abs=5e-7)
     assert k3_divergence(f(-1.0, -2.0), f(-1.0, -2.0)).tolist() == [0.0, 0.0]
-    term = grpo(f(-1.0), f(-1.0), f(1.0), [1], PolicyGradientSpec(kl=2.0, **PLAIN), ref=f(-0.7))
+    term = grpo(f(-1.0), f(-1.0), f(1.0), [1], GrpoSpec(kl=2.0, **PLAIN), ref=f(-0.7))
     assert term.total.item() == pytest.approx(-1 + 2 * 0.049859, abs=2e-6)
     assert term.facts["k3"].item() == pytest.approx(0.049859, abs=5e-7)
 
@@ -175,7 +168,7 @@ def test_distillation_as_reward() -> None:
 def by_hand(
     episodes: list[list[tuple[float, float, float, float]]],
     advantages: list[float],
-    spec: PolicyGradientSpec,
+    spec: GrpoSpec,
 ) -> float:
     """Token by token in Python floats; an episode is a list of (pi, old, sampler, ref)."""
     means, total, tokens = [], 0.0, 0
@@ -212,7 +205,7 @@ def by_hand(
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), spec=st.sampled_from(SHAPES))
-def test_any_batch_equals_the_loops(data: st.DataObject, spec: PolicyGradientSpec) -> None:
+def test_any_batch_equals_the_loops(data: st.DataObject, spec: GrpoSpec) -> None:
     """And in any order, and cut into any micro-batches at episodes."""
     nat = st.floats(-1.5, 0.0)
     near = st.tuples(nat, nat, nat, nat)
@@ -242,7 +235,7 @@ def test_any_batch_equals_the_loops(data: st.DataObject, spec: PolicyGradientSpe
 
 
 @pytest.mark.parametrize("spec", SHAPES)
-def test_no_episode_gives_zero_and_a_finite_gradient(spec: PolicyGradientSpec) -> None:
+def test_no_episode_gives_zero_and_a_finite_gradient(spec: GrpoSpec) -> None:
     pi = torch.empty(0, requires_grad=True)
     none = torch.empty(0)
     term = grpo(pi, none, none, [], spec, sampler=none, ref=none)
@@ -269,7 +262,7 @@ def test_what_cannot_be_computed_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(
         ValidationError, match="max_length" if "dr_grpo" in wrong.values() else next(iter(wrong))
     ):
-        PolicyGradientSpec(**wrong)
+        GrpoSpec(**wrong)
 
 
 @pytest.mark.parametrize(

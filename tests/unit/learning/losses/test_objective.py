@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from learning.losses.advantages import group_advantages
 from learning.losses.doc_kl import doc_kl, jensen_shannon
-from learning.losses.grpo import PolicyGradientSpec
 from learning.losses.objective import CHANNELS, active_channels
 from learning.model.attention import hidden_states
 from learning.model.document_kv import document_kv
@@ -135,7 +134,7 @@ def by_transformers(
 def test_every_term_and_the_gradient_equal_transformers(twin: Twin) -> None:
     bank = bank_of(twin)
     batch = scene(twin, bank)
-    objective = changed(ALL, grpo=PolicyGradientSpec(mismatch=None))
+    objective = changed(ALL, grpo=GrpoSpec(mismatch=None))
     values, gradient = by_transformers(twin, bank, batch, objective)
     done = do(twin, batch, objective, bank=bank)
     terms = done.result.terms
@@ -357,7 +356,7 @@ def test_a_hinted_turn_of_an_errored_episode_is_learnt_from(llama: Twin) -> None
 @given(data=st.data())
 def test_the_order_of_samples_changes_no_term(llama: Twin, data: st.DataObject) -> None:
     batch = scene(llama, bank_of(llama))
-    objective = changed(ALL, grpo=PolicyGradientSpec(kl=0.1))
+    objective = changed(ALL, grpo=GrpoSpec(kl=0.1))
     whole = do(llama, batch, objective)
     orders = [
         data.draw(st.permutations(range(len(part)))) for part in (batch.doc, batch.rl, batch.pairs)
@@ -575,7 +574,7 @@ def test_the_mismatch_weight_comes_from_the_sampler_alone(llama: Twin) -> None:
         for r, p in zip(batch.rl, pieces, strict=True)
     ]
     exact = replace(batch, rl=rl)
-    plain = do(llama, exact, changed(only("w_rl"), grpo=PolicyGradientSpec(mismatch=None)))
+    plain = do(llama, exact, changed(only("w_rl"), grpo=GrpoSpec(mismatch=None)))
     agreed, lower = (
         do(llama, exact, only("w_rl")),
         do(llama, with_sampler(exact, 0.1), only("w_rl")),
@@ -608,13 +607,14 @@ def test_distillation_and_the_reference_reach_the_loss(llama: Twin) -> None:
     rl = [replace(r, reward=1.0, error_kind="") for r in batch.rl]
     own = response_logprobs(llama.model, [r.sample for r in rl], prefixes(bank), 64)
     trained = torch.tensor([own for r in rl for own in r.trained])
-    batch = replace(scored(batch, distill=own - 2.0), rl=rl)
-    spec = PolicyGradientSpec(mismatch=None, distill=0.25, zero_variance="keep")
+    batch = replace(scored(batch, document=own - 2.0), rl=rl)
+    spec = GrpoSpec(mismatch=None, distill=0.25, zero_variance="keep")
     done = do(llama, batch, changed(only("w_rl"), grpo=spec))
-    assert done.result.terms["grpo"]["value"] == pytest.approx(0.25 * 2.0 * 1.3 / 1.3, abs=1e-5)
+    assert done.result.terms["grpo"]["value"] == pytest.approx(0.25 * 2.0, abs=1e-5)
+    assert done.result.terms["grpo"]["distilled"] == pytest.approx(2.0, abs=1e-5)
     d = (batch.scores["ref"] - own)[trained]
     k3 = (d.exp() - d - 1).mean().item()
-    spec = PolicyGradientSpec(mismatch=None, kl=0.5, zero_variance="keep")
+    spec = GrpoSpec(mismatch=None, kl=0.5, zero_variance="keep")
     done = do(llama, batch, changed(only("w_rl"), grpo=spec))
     assert k3 > 1e-3
     assert done.result.terms["grpo"]["k3"] == pytest.approx(k3, rel=1e-3)
@@ -641,7 +641,7 @@ def spoil(batch: TrainBatch, what: str) -> TrainBatch:
     if what == "pair of the future":
         return replace(batch, pairs=[replace(batch.pairs[0], ref_version=1)])
     if what == "turn of nobody":
-        rest = {name: batch.scores[name][len(first.trained) :] for name in ("ref", "distill")}
+        rest = {name: batch.scores[name][len(first.trained) :] for name in ("ref", "document")}
         return replace(scored(batch, **rest), rl=batch.rl[1:])
     hinted_teacher = batch.scores["sdpo_teacher"]
     return {
@@ -650,7 +650,7 @@ def spoil(batch: TrainBatch, what: str) -> TrainBatch:
         "short hinted teacher": scored(batch, sdpo_teacher=hinted_teacher.rows(slice(0, 7))),
         "no reference": scored(batch, ref=None),
         "short reference": scored(batch, ref=torch.zeros(9)),
-        "no distilling teacher": scored(batch, distill=None),
+        "no document teacher": scored(batch, document=None),
     }[what]
 
 
@@ -671,7 +671,7 @@ def spoil(batch: TrainBatch, what: str) -> TrainBatch:
         ),
         ("no reference", DataError, "the batch has no ref"),
         ("short reference", DataError, r"ref speaks of 9 tokens and its samples have 32"),
-        ("no distilling teacher", DataError, "the batch has no distill"),
+        ("no document teacher", DataError, "the batch has no document"),
     ],
 )
 def test_what_does_not_fit_trains_nothing(
@@ -679,9 +679,11 @@ def test_what_does_not_fit_trains_nothing(
 ) -> None:
     bank = bank_of(llama)
     batch = scene(llama, bank)
-    batch = scored(batch, distill=batch.scores["ref"])
+    batch = scored(batch, document=batch.scores["ref"])
     objective = changed(
-        ALL, grpo=PolicyGradientSpec(kl=0.1, distill=0.1), dpo=DpoSpec(max_reference_age=2)
+        ALL,
+        grpo=GrpoSpec(kl=0.1, distill=0.1, zero_variance="keep"),
+        dpo=DpoSpec(max_reference_age=2),
     )
     before = bank.trainable.detach().clone()
     do(llama, batch, objective)

@@ -32,6 +32,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"overlong": "shape"}, "must be given with overlong shape; set it, or overlong to filter"),
     ({"overlong_buffer": 4}, "belongs to overlong shape alone; remove it"),
+    ({"kl_reference": "version"}, "must be given with kl_reference version; set it to a count"),
+    ({"kl_refresh": 4}, "belongs to kl_reference version alone; remove it"),
+    ({"distill": 0.1}, "must be 0 with zero_variance drop"),
     ({"refill": 17}, "less than or equal to 16"),
     ({"old": "both"}, "Input should be 'trainer' or 'sampler'"),
 ]
@@ -50,6 +53,14 @@ def test_what_goes_together() -> None:
     assert GrpoSpec(baseline="reinforce_pp", zero_variance="keep").refill == 0
     assert ObjectiveSpec(w_rl=1.0, grpo=GrpoSpec(refill=3)).refills == 3
     assert ObjectiveSpec(grpo=GrpoSpec(refill=3)).refills == 0  # there is no GRPO
+    assert ObjectiveSpec().reads_document
+    assert not ObjectiveSpec(w_doc=0.0, w_rl=1.0).reads_document
+    by_document = GrpoSpec(kl=0.1, kl_reference="document")
+    assert ObjectiveSpec(w_doc=0.0, w_rl=1.0, grpo=by_document).reads_document
+    assert by_document.terms_text == "; KL to the model with the document x 0.1"
+    distilling = GrpoSpec(zero_variance="keep", distill=0.5)
+    assert ObjectiveSpec(w_doc=0.0, w_rl=1.0, grpo=distilling).reads_document
+    assert distilling.terms_text == "; 0.5 a nat from the model with the document"
     assert GrpoSpec(old="sampler", mismatch=None).mismatch is None
 
 
