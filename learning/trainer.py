@@ -15,6 +15,7 @@ from learning.checkpoint import Checkpoint, read_state, write_checkpoint, write_
 from learning.losses.objective import active_channels
 from learning.model.distributed import ALONE, ProcessGroup
 from learning.model.loading import base_hash
+from learning.sampler_gap import GapBounds
 from learning.scoring import TeacherDistribution
 from learning.step import LearningRateSchedule, new_optimizer, train_step
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
@@ -49,6 +50,7 @@ class CartridgeTrainer:
         objective: ObjectiveSpec | None = None,
         loss: LossSpec | None = None,
         publish_dtype: str = "float32",
+        gap_bounds: GapBounds | None = None,
         ranks: ProcessGroup = ALONE,
     ) -> None:
         """Take the untrained `bank`. Each of several `ranks` has a trainer of its own; all get the
@@ -58,6 +60,7 @@ class CartridgeTrainer:
         self._objective = objective or ObjectiveSpec()
         self._channels = active_channels(self._objective, loss)
         self._publish_dtype = publish_dtype
+        self._gap_bounds = gap_bounds
         self._ranks = ranks
         self.bank = bank
         for part in (self.bank.frozen, self.bank.trainable.data):
@@ -123,6 +126,7 @@ class CartridgeTrainer:
                 compare_gradients=self._compares(),
                 logit_bytes=self.spec.logit_chunk_mb * 2**20,
                 recompute_layers=self.spec.recompute_layers,
+                gap_bounds=self._gap_bounds,
                 ranks=self._ranks,
             )
         self._step += 1

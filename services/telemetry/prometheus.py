@@ -107,6 +107,12 @@ class PrometheusSink:
             "forge_stale_tokens", "Trained tokens sampled by an older version.",
             ["arm"], registry=to,
         )  # fmt: skip
+        self._gap = Gauge(
+            "forge_sampler_gap_nats",
+            "Distance of the sampler's log-probabilities from the trainer's in the last step, mean "
+            "and largest of a token, and its signed mean.",
+            ["arm", "of"], registry=to,
+        )  # fmt: skip
         self._rollouts = Counter(
             "forge_rollouts", "Responses that were trained on.", ["arm"], registry=to
         )
@@ -210,6 +216,9 @@ class PrometheusSink:
         self._rate.labels(row.arm).set(row.lr)
         self._tokens.labels(row.arm).inc(row.tokens)
         self._stale.labels(row.arm).inc(row.stale_tokens)
+        for of in ("mean", "signed", "max"):
+            if of in row.sampler_gap:
+                self._gap.labels(row.arm, of).set(row.sampler_gap[of])
         if row.accuracy is not None:
             self._accuracy.labels(row.arm, "probe", "greedy").set(row.accuracy)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
+from learning.sampler_gap import GapBounds
 from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
 from learning.step import new_optimizer, train_step
 from protocols.spec.objective import LossSpec, ObjectiveSpec
@@ -156,6 +157,7 @@ def do(
     compare_gradients: bool = False,
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
+    gap_bounds: GapBounds | None = None,
 ) -> Done:
     """One step without clipping, of a fresh bank if none is given."""
     bank = bank or bank_of(twin)
@@ -174,6 +176,7 @@ def do(
         compare_gradients=compare_gradients,
         logit_bytes=logit_bytes,
         recompute_layers=recompute_layers,
+        gap_bounds=gap_bounds,
     )
     gradient = bank.trainable.grad
     held = None if gradient is None else gradient.clone()

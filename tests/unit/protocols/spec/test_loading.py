@@ -252,7 +252,8 @@ BAD_OVERRIDES = [
     ("train.stpes=3",
      "unknown key stpes at --set train.stpes=3 (train.stpes); did you mean steps? known here: "
      "steps, lr, warmup_steps, clip, staleness, seed, row_tokens, logit_chunk_mb, "
-     "recompute_layers, shard_base, checkpoint_every, keep_checkpoints, compose, warm_start"),
+     "recompute_layers, shard_base, checkpoint_every, keep_checkpoints, compose, sampler_gap, "
+      "warm_start"),
     ("rollout.kinds=[recite",
      "the text must be valid YAML: expected ',' or ']', but got '<stream end>' at "
      "--set rollout.kinds=[recite:1; check indentation, colons, quotes and brackets"),
