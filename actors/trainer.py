@@ -25,6 +25,7 @@ from learning.model.distributed import join, shard_base
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import claim_device, load_model, text_ids
 from learning.policy_scores import document_logprobs
+from learning.sampler_gap import gap_bounds
 from learning.scoring import TeacherDistribution, joined, of_stored
 from learning.trainer import CartridgeTrainer
 from protocols.errors import PlaneError
@@ -73,6 +74,9 @@ class TrainerActor(ModelActor):
             objective=learn.objective,
             loss=learn.loss,
             publish_dtype=learn.model.dtype,
+            gap_bounds=gap_bounds(
+                learn.train.sampler_gap, learn.model.dtype, learn.generator.backend
+            ),
             ranks=self._ranks,
         )
         objective = learn.objective

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from learning.losses.channel import ChannelTokens, Item, LossChannel, MicroBatch
 from learning.packing import PackedRows, text_of
+from learning.sampler_gap import sampled_tokens
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample
 
@@ -21,13 +22,15 @@ Member = tuple[str, int]  # a group of samples: the name of its set, and its ind
 class PreparedBatch:
     """Hold a checked train batch with the samples and items of its channels
     (`learning.losses.channel`). `sets` maps the name of a set to its groups of samples. `read` has
-    the indices of the groups that the student reads. `items` is keyed by channel."""
+    the indices of the groups that the student reads. `items` is keyed by channel. `version` is the
+    one to be trained."""
 
     batch: TrainBatch
     channels: Sequence[LossChannel]
     sets: Mapping[str, Sequence[tuple[Sample, ...]]]
     read: Mapping[str, Sequence[int]]
     items: Mapping[str, Sequence[Item]]
+    version: int
 
     def samples(self, sets: Iterable[str] | None = None) -> list[Sample]:
         """Return all samples that the student reads, or those of the sets named."""
@@ -93,13 +96,14 @@ class PreparedBatch:
         self, part: Sequence[Member], pack: Callable[[list[Sample]], PackedRows]
     ) -> MicroBatch:
         """Lay out one of the micro-batches that `split` returned."""
-        texts: list[Sample] = []
+        texts: list[tuple[Sample, bool]] = []
         marks: list[Tensor] = []
         tokens: dict[str, ChannelTokens] = {}
         first = 0
         for name, groups in self.sets.items():
             chosen = sorted(i for of, i in part if of == name)
-            texts += [s for i in chosen for s in groups[i]]
+            sampled = any(c.sampled for c in self.channels if c.reads == name)
+            texts += [(s, sampled) for i in chosen for s in groups[i]]
             whole = list(accumulate(map(_response, groups), initial=0))
             *begins, total = accumulate((_response(groups[i]) for i in chosen), initial=0)
             here = dict(zip(chosen, begins, strict=True))
@@ -125,7 +129,9 @@ class PreparedBatch:
                 )
             marks.append(needed)
             first += int(needed.sum())
-        return MicroBatch(self.batch, pack(texts).only(torch.cat(marks)), tokens)
+        every = torch.cat(marks)
+        record = sampled_tokens(texts, every, self.version)
+        return MicroBatch(self.batch, pack([s for s, _ in texts]).only(every), tokens, record)
 
 
 def prepare(batch: TrainBatch, channels: Sequence[LossChannel], version: int) -> PreparedBatch:
@@ -140,7 +146,8 @@ def prepare(batch: TrainBatch, channels: Sequence[LossChannel], version: int) ->
     for channel in channels:
         sets.setdefault(channel.reads, channel.samples(batch))
         read.setdefault(channel.reads, set()).update(g for g, _ in items[channel.name])
-    return PreparedBatch(batch, channels, sets, {name: sorted(read[name]) for name in sets}, items)
+    indices = {name: sorted(read[name]) for name in sets}
+    return PreparedBatch(batch, channels, sets, indices, items, version)
 
 
 def _length(sample: Sample) -> int:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a mo
     from transformers import PreTrainedModel
 
 LOGIT_BYTES = 4  # float32
+VALUE_BYTES = 2**24  # of logits whose exponentials exist at a time in `token_values`
 # Computes [n] tensors from n tokens' logits [n, V]. The slice gives their place among the tokens
 # that are read.
 Reader = Callable[[Tensor, slice], tuple[Tensor, ...]]
@@ -181,9 +182,11 @@ def response_tokens(
     *,
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
+    noting: bool = False,
 ) -> ChunkedLogits:
     """Return the logits of `response_logits`, to be read in chunks of at most `logit_bytes`. With
-    `recompute_layers` each layer keeps only its input for the backward pass."""
+    `recompute_layers` each layer keeps only its input for the backward pass; `noting` is for
+    `ChunkedLogits.observed`."""
     device, length = model.device, packed.ids.shape[1]
     segments = packed.segments.to(device)
     same = segments[:, :, None] == segments[:, None, :]
@@ -198,7 +201,7 @@ def response_tokens(
         )
     chunk = chunk_tokens(model.config.vocab_size, logit_bytes)
     return ChunkedLogits(
-        hidden[packed.row, packed.column], packed.targets, vocabulary(model), chunk
+        hidden[packed.row, packed.column], packed.targets, vocabulary(model), chunk, noting
     )
 
 
@@ -206,12 +209,14 @@ def response_tokens(
 class ChunkedLogits:
     """Hold N tokens' hidden states [N, width] and the tokens [N] that they predict. `project`
     computes logits [n, V] in float32 of [n, width]. `chunk` is the most tokens whose logits exist
-    at a time; None: all of them, computed once."""
+    at a time; None: all of them, computed once. `noting` keeps each token's log-probability when
+    its logits are read, for `observed`."""
 
     hidden: Tensor
     targets: Tensor
     project: Callable[[Tensor], Tensor]
     chunk: int | None = None
+    noting: bool = False
     _logprobs: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -227,9 +232,13 @@ class ChunkedLogits:
             logits = self.logits[rows]
             return reader(logits, slice(0, len(logits)))
         hidden = self.hidden[rows]
+        places = torch.arange(len(self.hidden))[rows]
 
         def one(part: Tensor, of: slice) -> tuple[Tensor, ...]:
-            return reader(self.project(part), of)
+            logits = self.project(part)
+            if self.noting:
+                self._note(places[of], logits)
+            return reader(logits, of)
 
         parts = []
         for start in range(0, max(len(hidden), 1), self.chunk):  # no tokens: one empty chunk
@@ -238,6 +247,34 @@ class ChunkedLogits:
                 checkpoint(one, hidden[of], of, use_reentrant=False, preserve_rng_state=False)
             )
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+    def observed(self) -> Tensor:
+        """Return the log-probabilities [N] of all tokens, on the host and without gradient. Those
+        of logits that were read before cost no further projection, and no loss changes by a bit."""
+        if self.chunk is None or len(self.hidden) <= self.chunk:
+            if 0 in self._logprobs:
+                return self._logprobs[0].detach().cpu()
+            return token_values(self.logits, self.targets).cpu()
+        values, noted = self._noted
+        for places in torch.split((~noted).nonzero().flatten(), self.chunk):
+            with torch.no_grad():
+                self._note(places, self.project(self.hidden[places.to(self.hidden.device)]))
+        return values.cpu()
+
+    @cached_property
+    def _noted(self) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities [N] noted so far, and which they are."""
+        tokens = len(self.hidden)
+        values = torch.zeros(tokens, device=self.hidden.device)
+        return values, torch.zeros(tokens, dtype=torch.bool)
+
+    def _note(self, places: Tensor, logits: Tensor) -> None:
+        """Note the log-probabilities of the tokens `places` [n] from their logits [n, V], unless
+        they are noted: a backward pass computes the logits again."""
+        values, noted = self._noted
+        if not noted[places].all():
+            values[places.to(values.device)] = token_values(logits, self.targets[places])
+            noted[places] = True
 
     def logprobs(self, at: slice | Tensor, first: int = 0) -> Tensor:
         """Return the log-probabilities [n] of the tokens `at`, all at or after `first`. All tokens
@@ -255,6 +292,15 @@ class ChunkedLogits:
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the log-probability [N] of each target [N] under logits [N, V]."""
     return -F.cross_entropy(logits, targets.to(logits.device), reduction="none")
+
+
+@torch.no_grad()
+def token_values(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the values of `token_logprobs`, without gradient and with little memory."""
+    rows = chunk_tokens(logits.shape[-1], VALUE_BYTES)
+    parts = [part.logsumexp(-1) for part in torch.split(logits, rows or 1)]
+    picked = logits.gather(-1, targets.to(logits.device)[:, None])[:, 0]
+    return picked - torch.cat(parts)
 
 
 def chunk_tokens(vocabulary: int, max_bytes: int | None) -> int | None:

@@ -7,6 +7,8 @@
       -> student forward: the only forward with gradient
       -> given teacher distributions over the same tokens, against the student's logits, which
          exist for a chunk of tokens at a time
+      -> the sampler's log-probabilities compared with those of these logits: a step of tokens that
+         this version did not sample is refused before the update
       -> one named term for each channel over its own denominator, times its weight
       -> backward into the cartridges only: one of the sum, or one for each channel where the
          channels are balanced (`learning.losses.balance`)
@@ -37,6 +39,7 @@ from learning.losses.balance import GradientBalance
 from learning.losses.channel import LossAccumulator, LossChannel
 from learning.model.distributed import ALONE, ProcessGroup, is_sharded
 from learning.packing import check_rows, pack, response_tokens
+from learning.sampler_gap import GapBounds, SamplerGap
 from protocols.errors import RunError, StaleTokenError
 from protocols.train_batch import TrainBatch
 from protocols.types import Sample, TrainStepOutput
@@ -111,6 +114,7 @@ def train_step(
     balance: GradientBalance | None = None,
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
+    gap_bounds: GapBounds | None = None,
     ranks: ProcessGroup = ALONE,
 ) -> TrainStepOutput:
     """Run one update with `channels`, all of nonzero weight, with the same result on all `ranks`.
@@ -120,6 +124,7 @@ def train_step(
 
     `micro_tokens` bounds the tokens of one forward, `logit_bytes` the logits that exist at a time,
     `recompute_layers` the activations kept to those of one layer: none of them changes a term.
+    `gap_bounds` refuses tokens that sampler and trainer disagree on (StaleTokenError).
     `compare_gradients` costs one more backward per channel and changes no term either. `balance`
     replaces the weights by its coefficients, and is given the norms of the channels' gradients in
     the steps in which it is due, which run one backward per channel.
@@ -131,7 +136,7 @@ def train_step(
     check_rows(texts, row_tokens)
     weights = {channel.name: channel.weight for channel in channels}
     counts = {channel.name: channel.denominator(batch) for channel in channels}
-    tally = LossAccumulator(weights)
+    tally, gap = LossAccumulator(weights), SamplerGap()
     measured = balance is not None and balance.is_due(version, [n for n, c in counts.items() if c])
     coefficients = weights if balance is None else balance.coefficients(weights)
 
@@ -154,6 +159,7 @@ def train_step(
             lengths,
             logit_bytes=logit_bytes,
             recompute_layers=recompute_layers,
+            noting=True,
         )
 
         terms = {c.name: c.term(student, micro) for c in channels if micro.tokens[c.name].items}
@@ -163,6 +169,8 @@ def train_step(
                 fault = fault or (
                     f"{name} became {mean.item()} at version {version}; lower train.lr (now {lr:g})"
                 )
+        if micro.sampled.compared.any():
+            gap.add(micro.sampled, student.observed())
         tokens += len(packed.targets)
         tally.add(terms, means)
         nothing = [0.0 * student.hidden.sum()] if together else []
@@ -178,9 +186,12 @@ def train_step(
             "stands": [version, bank.fingerprint()],
             "tokens": tokens,
             "sums": tally.sums(),
+            "gap": gap.sums(),
         }
     )
     _check_agreement(found)
+    gap = SamplerGap.of_ranks([one["gap"] for one in found])
+    gap.refuse(gap_bounds, version)
     tally.merge([one["sums"] for one in found], ranks.add, bank.trainable)
     if balance is not None and measured:
         balance.add(tally.norms())
@@ -206,6 +217,7 @@ def train_step(
         stale_tokens=stale,
         terms=told if balance is None else balance.report(told, coefficients),
         cosines=tally.cosines() if compare_gradients else {},
+        sampler_gap=gap.facts(),
     )
 
 

@@ -19,6 +19,7 @@ from learning.losses.objective import active_channels
 from learning.model.distributed import ALONE, ProcessGroup
 from learning.model.loading import base_hash
 from learning.policy_scores import shared_logprobs
+from learning.sampler_gap import GapBounds
 from learning.scoring import TeacherDistribution
 from learning.step import LearningRateSchedule, new_optimizer, train_step
 from learning.updates import run_updates
@@ -55,6 +56,7 @@ class CartridgeTrainer:
         objective: ObjectiveSpec | None = None,
         loss: LossSpec | None = None,
         publish_dtype: str = "float32",
+        gap_bounds: GapBounds | None = None,
         ranks: ProcessGroup = ALONE,
     ) -> None:
         """Take the untrained `bank`. Each of several `ranks` has a trainer of its own; all get the
@@ -71,6 +73,7 @@ class CartridgeTrainer:
             else None
         )
         self._publish_dtype = publish_dtype
+        self._gap_bounds = gap_bounds
         self._ranks = ranks
         self.bank = bank
         for part in (self.bank.frozen, self.bank.trainable.data):
@@ -162,6 +165,7 @@ class CartridgeTrainer:
                 micro_tokens=self._objective.micro_tokens,
                 compare_gradients=first and self._compares(),
                 balance=self._balance,
+                gap_bounds=self._gap_bounds if first else None,  # later ones are not the sampler's
                 logit_bytes=spec.logit_chunk_mb * 2**20,
                 recompute_layers=spec.recompute_layers,
                 ranks=self._ranks,

@@ -118,6 +118,7 @@ def joined_output(outputs: Sequence[TrainStepOutput], passes: int) -> TrainStepO
         stale_tokens=sum(output.stale_tokens for output in outputs) // passes,
         terms=terms,
         cosines=outputs[0].cosines,
+        sampler_gap=outputs[0].sampler_gap,  # later updates changed the policy
     )
 
 

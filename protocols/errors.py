@@ -4,7 +4,7 @@
     ├── SpecError        the mesh or config file, or --set: rule, location, remedy (exit code 2)
     ├── DataError        documents or questions that cannot be used               (exit code 2)
     ├── CheckpointError  a checkpoint that is missing, torn or of another run     (exit code 2)
-    ├── StaleTokenError  tokens older than the staleness bound reached the trainer (exit code 1)
+    ├── StaleTokenError  tokens of an old version, or of other numbers than named (exit code 1)
     ├── PublishError     a cartridge version that cannot be published or loaded   (exit code 1)
     ├── PlaneError       the tensor plane: a missing key, a failed transport      (exit code 1)
     ├── ControlError     a run that cannot be reached, or refuses a request       (exit code 1)
@@ -43,7 +43,10 @@ class CheckpointError(ForgeError, ValueError):
 
 
 class StaleTokenError(ForgeError, RuntimeError):
-    """Report sampled tokens older than the staleness bound that were about to be trained on."""
+    """Report tokens that were about to be trained on and are older than the staleness bound, or
+    were not sampled over the cartridge that they name. `samples` are the ids of some of them."""
+
+    samples: tuple[str, ...] = ()
 
 
 class PublishError(ForgeError, RuntimeError):

@@ -302,7 +302,9 @@ class TrainStepOutput(TimedReply):
 
         {"grpo": {"value": -0.02, "count": 512, "weight": 1.0, "ratio": 1.0, "excluded": 2}}
 
-    `cosines` is between channels' gradients: {"doc_kl/grpo": 0.31}.
+    `cosines` is between channels' gradients: {"doc_kl/grpo": 0.31}. `sampler_gap` compares the
+    sampler with the trainer (`learning.sampler_gap`): {"mean": 1e-6, "signed": 2e-8, "max": 9e-6,
+    "tokens": 512}; empty where no token of the trained version was.
     """
 
     version: int = 0
@@ -313,6 +315,7 @@ class TrainStepOutput(TimedReply):
     stale_tokens: int = 0
     terms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     cosines: Mapping[str, float] = field(default_factory=dict)
+    sampler_gap: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from monarch.actor import Channel
 
+from learning.cartridge.published import PublishedCartridges
 from protocols.episodes import EnvironmentRequest, Observation
 from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
@@ -39,13 +40,13 @@ from protocols.types import (
 )
 from services.pool.pool import Pool, PoolUpdate
 from services.pool.replica import Replica, ask
-from services.published import PublishedCartridges
 
 Replied = Callable[[Sequence[Completion]], None] | None
 """Called with the completions of each reply as soon as that reply arrives."""
 
 CARTRIDGE = "cartridge"  # the topic of updates about published cartridges
 CANCEL_SECONDS = 5.0
+REMEMBERED = 2**16  # requests whose replica is known: those of several steps
 RECOVER_SECONDS = 60.0
 
 
@@ -104,6 +105,7 @@ class GeneratorClient(RoleClient):
     ) -> None:
         super().__init__(pools)
         self._chunk, self._published = chunk, published
+        self._sampled: dict[str, str] = {}  # request -> the replica that replied, the newest ones
 
     async def generate(
         self, requests: Sequence[GenerateRequest], replied: Replied = None, /
@@ -124,6 +126,7 @@ class GeneratorClient(RoleClient):
             for completion in done.completions:
                 if completion.error:
                     raise PublishError(f"{completion.request_id}: {completion.error}")
+            self._sampled |= dict.fromkeys((r.id for r in items), replica)
             if self._published is not None:
                 self._published.check(replica, items, done.completions)
             if replied is not None:
@@ -131,7 +134,22 @@ class GeneratorClient(RoleClient):
             return list(done.completions)
 
         most = None if replied is None else self._chunk
-        return await self.pool.split(requests, share, most), busy(computed)
+        completions = await self.pool.split(requests, share, most)
+        for old in list(self._sampled)[:-REMEMBERED]:
+            del self._sampled[old]
+        return completions, busy(computed)
+
+    def sampled_by(self, samples: Sequence[str]) -> list[str]:
+        """Return the names of the replicas that sampled these samples, as far as they are known: a
+        turn by the id of its request, an episode by those of its turns."""
+        stems = tuple(f"{sample.partition('/branch')[0]}/" for sample in samples)
+        return sorted(
+            {
+                replica
+                for request, replica in self._sampled.items()
+                if request in samples or request.startswith(stems)
+            }
+        )
 
     async def stream(
         self,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from environments.renderer import NO_DOCUMENT
-from protocols.errors import RunError
+from protocols.errors import RunError, StaleTokenError
 from protocols.records.answers import Answer, to_row
 from protocols.records.run_files import (
     TRAINED_ARMS,
@@ -117,6 +117,10 @@ class TrainingRun:
         except StopRequested:
             await self.checkpoint()  # now, while the rollouts that run ahead can still be kept
             raise
+        except StaleTokenError as error:
+            if not (replicas := self._generator.sampled_by(error.samples)):
+                raise
+            raise StaleTokenError(f"{error} (sampled by {', '.join(replicas)})") from error
         finally:
             await self._rollouts.close()
             self._rollouts = None
@@ -176,7 +180,8 @@ class TrainingRun:
         row = MetricRow(
             arm=arm, step=step, version=output.version, kl=kl,
             grad_norm=output.grad_norm, lr=output.lr, tokens=output.tokens,
-            stale_tokens=output.stale_tokens, **self._course.facts(record),
+            stale_tokens=output.stale_tokens, sampler_gap=output.sampler_gap,
+            **self._course.facts(record),
         )  # fmt: skip
         self._course.record(record.rollout, arm, step, self._directory)
         every = self._learn.evaluate.probe_every

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from learning.cartridge.published import PublishedCartridges
 from protocols.errors import PlaneError, PublishError, RunError
 from protocols.spec.mesh import CARTRIDGE_READERS, HINTED_TEACHER
 from protocols.types import CartridgeSnapshot
@@ -19,7 +20,6 @@ from services.clients import TrainerClient, load_cartridges, remember_cartridges
 from services.mesh import Mesh
 from services.planes.codec import packed_bytes
 from services.pool.pool import Pool
-from services.published import PublishedCartridges
 
 
 class WeightSync:

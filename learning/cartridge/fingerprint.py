@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Fingerprints:
     """
 
     def __init__(self) -> None:
-        self._known = WeakTensorKeyDictionary()
+        self._known: MutableMapping[Tensor, dict[Any, list[str]]] = WeakTensorKeyDictionary()
 
     def heads(self, kv: Tensor) -> list[str]:
         """Return `head_digests` of kv [L, 2, H_kv, P, D], often a view of a larger tensor."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from learning.packing import ChunkedLogits, PackedRows
+from learning.sampler_gap import SampledTokens
 from learning.scoring import TeacherDistribution
 from protocols.errors import DataError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
@@ -47,12 +48,13 @@ class ChannelTokens:
 @dataclass(frozen=True)
 class MicroBatch:
     """Hold the rows of one student forward and the tokens of every channel in them. `packed` covers
-    the N response tokens that bear a loss of any channel, set by set. `batch` is the whole batch of
-    the step."""
+    the N response tokens that bear a loss of any channel, set by set; `sampled` is the sampler's
+    record of them. `batch` is the whole batch of the step."""
 
     batch: TrainBatch
     packed: PackedRows
     tokens: Mapping[str, ChannelTokens]
+    sampled: SampledTokens
 
 
 class LossChannel(Protocol):

@@ -56,7 +56,8 @@ class MetricRow:
     `{"arm": "on_policy", "step": 12, "version": 12, "kl": 0.431, "grad_norm": 0.87, "lr": 0.02,
     "tokens": 812, "stale_tokens": 0, "accuracy": null}`
     `step` counts from 1 in each arm. `kl` is null without document distillation, and `accuracy`
-    without a validation at this step. Episodes add three fields, each left out where it is empty:
+    without a validation at this step. `sampler_gap` is that of `TrainStepOutput`, left out where no
+    token was compared. Episodes add three fields, each left out where it is empty:
     `channels` holds the value, denominator ("count"), weight and facts of every channel with a
     weight, `cosines` those between channels' gradients, and `episodes` counts and means over the
     step's episodes:
@@ -76,6 +77,7 @@ class MetricRow:
     accuracy: float | None = None
     channels: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     cosines: Mapping[str, float] = field(default_factory=dict)
+    sampler_gap: Mapping[str, float] = field(default_factory=dict)
     episodes: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -243,6 +243,18 @@ class WarmStartSpec(SpecSection):
     )
 
 
+class SamplerGapSpec(SpecSection):
+    """Configure how far the sampler's log-probabilities may be from the trainer's own of the same
+    tokens, nats. A step outside a bound is refused."""
+
+    mean: float | None = Field(
+        default=None, gt=0, description="most mean |difference|; null: by dtype and backend"
+    )
+    max: float | None = Field(
+        default=None, gt=0, description="most |difference| of a token; null: by dtype and backend"
+    )
+
+
 class TrainSpec(SpecSection):
     """Configure the optimiser: Adam on the cartridges alone."""
 
@@ -290,6 +302,10 @@ class TrainSpec(SpecSection):
         le=1,
         description="share of the on-policy prompts over the document's cartridge composed with "
         "another's, before or behind it, which is not trained on them",
+    )
+    sampler_gap: SamplerGapSpec | None = Field(
+        default=SamplerGapSpec(),
+        description="bounds between sampler and trainer; null: measured, never refused",
     )
     warm_start: WarmStartSpec | None = Field(
         default=None, description="steps on the teacher's own text first; null: none"

@@ -77,6 +77,11 @@ GAUGES = {
         "arm channel",
         "Share of a channel's gradient by its logits that its bound or clip took away.",
     ),
+    "forge_sampler_gap_nats": (
+        "arm of",
+        "Distance of the sampler's log-probabilities from the trainer's in the last step, mean and "
+        "largest of a token, and its signed mean.",
+    ),
     "forge_episode_reward": ("arm", "Mean reward of the last step's judged episodes."),
 }  # fmt: skip
 COUNTERS = {
@@ -241,6 +246,9 @@ class PrometheusSink:
         self._at("forge_learning_rate", row.arm).set(row.lr)
         self._at("forge_trained_tokens", row.arm).inc(row.tokens)
         self._at("forge_stale_tokens", row.arm).inc(row.stale_tokens)
+        for of in ("mean", "signed", "max"):
+            if of in row.sampler_gap:
+                self._at("forge_sampler_gap_nats", row.arm, of).set(row.sampler_gap[of])
         if row.accuracy is not None:
             self._at("forge_accuracy_ratio", row.arm, "probe", "greedy").set(row.accuracy)
 

@@ -15,6 +15,7 @@ from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.losses.balance import GradientBalance
 from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
+from learning.sampler_gap import GapBounds
 from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
 from learning.step import new_optimizer, train_step
 from protocols.spec.objective import LossSpec, ObjectiveSpec
@@ -158,6 +159,7 @@ def do(
     balance: GradientBalance | None = None,
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
+    gap_bounds: GapBounds | None = None,
 ) -> Done:
     """One step without clipping, of a fresh bank if none is given."""
     bank = bank or bank_of(twin)
@@ -177,6 +179,7 @@ def do(
         balance=balance,
         logit_bytes=logit_bytes,
         recompute_layers=recompute_layers,
+        gap_bounds=gap_bounds,
     )
     gradient = bank.trainable.grad
     held = None if gradient is None else gradient.clone()

@@ -1,6 +1,7 @@
 """A fake house for the on-policy loop: generator, teacher and trainer that write down what happens.
 
 A fake's work takes a number of turns of the event loop, which stand for time: no test sleeps.
+`run_with` drives a real small run from the test's own process instead.
 """
 
 from __future__ import annotations
@@ -11,12 +12,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import strategies as st
+from small_run import MESH, SMALL
 
 from learning.step import check_fresh
+from protocols.records.status import RunStatus
+from protocols.spec.loading import load_spec
+from protocols.spec.mesh import RunSpec
 from protocols.train_batch import TeacherScores, TrainBatch
 from protocols.types import Sample, TensorLayout, TensorRef, TrainStepOutput
+from services.control.commands import RunCommands
+from services.mesh import open_mesh, spawn_roles
+from services.run_directory import RunDirectory
+from services.telemetry.hub import open_sinks
+from services.telemetry.recorder import RunLog
 from training.loop import OnPolicyLoop, Rollouts, RunState
+from training.recipes.registry import open_course
 from training.rollouts import Rollout, ScoringCost, StepRecord
+from training.training_run import TrainingRun
 
 Event = tuple[Any, ...]
 Turns = Callable[[str, int], int]
@@ -182,3 +194,31 @@ def turns_of(drawn: list[int]) -> Turns:
     """A duration for every phase of every step, from a few drawn numbers."""
     phases = {"rollout": 1, "score": 2, "train": 3, "publish": 4}
     return lambda phase, step: drawn[(phases[phase] * (step + 1)) % len(drawn)]
+
+
+def small_spec(**more: object) -> RunSpec:
+    sets = {**SMALL, "evaluate.arms": "[on_policy]", "evaluate.probe_every": 0}
+    sets |= {"roles.generator.replicas": 1, "plane": "shared_memory"}
+    sets |= {key.replace("__", "."): value for key, value in more.items()}
+    return load_spec(str(MESH), sets=[f"{k}={v}" for k, v in sets.items()]).spec
+
+
+async def run_with(spec: RunSpec, directory: RunDirectory) -> TrainingRun:
+    """A run driven from this process, without a controller."""
+    hub = open_sinks(spec, directory, lambda sink, message: None)
+    recorder = RunLog(directory, hub)
+    mesh = await open_mesh(spec, recorder.event, recorder.span)
+    helm = RunCommands(
+        RunStatus, lambda **_: None, lambda: mesh.pools, recorder, mesh.service.scale
+    )
+    try:
+        course = open_course(spec, mesh)
+        await spawn_roles(spec, course.documents, course.end_ids, mesh, directory)
+        run = TrainingRun(
+            spec, course, mesh, directory, recorder, lambda **_: None, helm.between_steps
+        )
+        await run.go()
+        return run
+    finally:
+        await mesh.stop()
+        await asyncio.to_thread(recorder.close)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driven_run import run_with, small_spec
+from loop_setup import run_with, small_spec
 from monarch.actor import endpoint
 
 from actors.model_actors import GeneratorActor

@@ -253,7 +253,8 @@ BAD_OVERRIDES = [
      "unknown key stpes at --set train.stpes=3 (train.stpes); did you mean steps? known here: "
      "steps, lr, warmup_steps, clip, updates_per_rollout, minibatches, staleness, seed, "
      "row_tokens, logit_chunk_mb, recompute_layers, shard_base, checkpoint_every, "
-     "keep_checkpoints, compose, warm_start"),
+     "keep_checkpoints, compose, sampler_gap, "
+     "warm_start"),
     ("rollout.kinds=[recite",
      "the text must be valid YAML: expected ',' or ']', but got '<stream end>' at "
      "--set rollout.kinds=[recite:1; check indentation, colons, quotes and brackets"),

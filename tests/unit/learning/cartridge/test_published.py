@@ -2,6 +2,7 @@
 
 import pytest
 
+from learning.cartridge.published import PublishedCartridges
 from protocols.errors import StaleTokenError
 from protocols.types import (
     CartridgeSnapshot,
@@ -13,7 +14,6 @@ from protocols.types import (
     TensorRef,
     composed_ref,
 )
-from services.published import PublishedCartridges
 
 PACKET = TensorRef("k", TensorLayout(()))
 

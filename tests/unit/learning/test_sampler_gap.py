@@ -1,0 +1,219 @@
+"""The sampler's log-probabilities are compared with those of the forward that trains."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from channel_setup import ALL, Done, bank_of, changed, do, prefixes, scene
+from torch import Tensor
+
+from learning.packing import ChunkedLogits
+from learning.sampler_gap import DEFAULTS, GapBounds, SamplerGap, gap_bounds, sampled_tokens
+from protocols.errors import StaleTokenError
+from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.sections import SamplerGapSpec
+from protocols.train_batch import PolicySample, TrainBatch
+from protocols.types import Sample
+
+if TYPE_CHECKING:
+    from twins import Twin
+
+TIGHT = GapBounds(1e-5, 1e-4)
+OPEN = GapBounds(1e9, 1e9)
+DOC_ALONE = ObjectiveSpec()
+
+
+def honest(twin: Twin, batch: TrainBatch, given: dict[str, Tensor]) -> TrainBatch:
+    """The batch with log-probabilities by plain transformers under the cartridges `given`."""
+
+    def told(s: Sample) -> Sample:
+        logits = twin.response_logits(s, given[s.document]).double()
+        values = logits.log_softmax(-1)[range(len(s.response_ids)), list(s.response_ids)]
+        own = [v if at >= 0 else 0.0 for v, at in zip(values.tolist(), s.versions, strict=True)]
+        return replace(s, sampler_logprobs=tuple(own))
+
+    def of_episode(r: PolicySample) -> PolicySample:
+        return replace(r, sample=told(r.sample))
+
+    return replace(batch, doc=[told(s) for s in batch.doc], rl=[of_episode(r) for r in batch.rl])
+
+
+def record(gaps: list[float]) -> tuple[SamplerGap, Tensor]:
+    gap = SamplerGap()
+    tokens = tuple(range(len(gaps)))
+    told = Sample("s", "a", (1,), tokens, (-1.0,) * len(gaps), (3,) * len(gaps))
+    needed = torch.ones(len(gaps), dtype=torch.bool)
+    trainer = torch.tensor(gaps) - 1.0
+    gap.add(sampled_tokens([(told, True)], needed, 3), trainer)
+    return gap, trainer
+
+
+def test_mean_sign_and_maximum_by_hand() -> None:
+    gap, _ = record([0.5, -0.25, 0.0, -0.75])
+    assert gap.facts() == {"mean": 0.375, "signed": -0.125, "max": 0.75, "tokens": 4}
+    assert gap.worst == {"sample": "s", "sampler": -1.0, "trainer": -1.75}
+    assert SamplerGap().facts() == {}
+
+
+def test_only_tokens_of_the_trained_version_are_compared() -> None:
+    """A tool's and a teacher's tokens, those of an older version, those that bear no loss, texts
+    without a record, and sets that nobody sampled are left out."""
+    mixed = Sample("m", "a", (1,), (5, 6, 7, 8), (-0.1, -0.2, 0.0, -0.4), (3, 3, -1, 2))
+    silent = Sample("n", "a", (1,), (5, 6), (), (3, 3))
+    pair = Sample("p", "a", (1,), (5,), (-0.5,), (3,))
+    last = Sample("z", "a", (1,), (5, 6), (-0.6, -0.7), (3, 3))
+    needed = torch.tensor([0, 1, 1, 1, 1, 1, 1, 0, 1], dtype=torch.bool)
+    texts = [(mixed, True), (silent, True), (pair, False), (last, True)]
+    found = sampled_tokens(texts, needed, 3)
+    assert found.compared.tolist() == [True, False, False, False, False, False, True]
+    assert found.logprobs[found.compared].tolist() == pytest.approx([-0.2, -0.7])
+    assert [found.locate(i) for i in range(7)] == ["m", "m", "m", "n", "n", "p", "z"]
+
+
+@pytest.mark.parametrize("broken", [math.nan, -math.inf])
+def test_a_log_probability_that_is_no_number_is_an_infinite_gap(broken: float) -> None:
+    gap = SamplerGap()
+    s = Sample("s", "a", (1,), (5, 6), (-1.0, broken), (3, 3))
+    gap.add(sampled_tokens([(s, True)], torch.ones(2, dtype=torch.bool), 3), -torch.ones(2))
+    assert gap.most == math.inf
+    with pytest.raises(StaleTokenError):
+        gap.refuse(OPEN, 3)
+
+
+def test_ranks_add_up() -> None:
+    parts, whole = ([0.5, -0.25], [0.0, -0.75]), record([0.5, -0.25, 0.0, -0.75])[0]
+    joined = SamplerGap.of_ranks([record(part)[0].sums() for part in parts])
+    assert joined == whole
+    assert SamplerGap.of_ranks([SamplerGap().sums(), whole.sums()]) == whole
+
+
+@pytest.mark.parametrize(
+    ("bounds", "passes"),
+    [((0.375, 0.75), True), ((0.374, 1.0), False), ((1.0, 0.74), False), (None, True)],
+)
+def test_a_bound_is_passed_at_its_value(bounds: tuple[float, float] | None, passes: bool) -> None:
+    gap, _ = record([0.5, -0.25, 0.0, -0.75])
+    chosen = None if bounds is None else GapBounds(*bounds)
+    if passes:
+        gap.refuse(chosen, 3)
+        return
+    with pytest.raises(StaleTokenError, match=r"4 tokens are 0\.375 nats .* 0\.75 at most") as told:
+        gap.refuse(chosen, 3)
+    assert told.value.samples == ("s",)
+
+
+def test_defaults_are_by_dtype_and_backend() -> None:
+    for (dtype, backend), values in DEFAULTS.items():
+        assert gap_bounds(SamplerGapSpec(), dtype, backend) == GapBounds(*values)
+    assert gap_bounds(SamplerGapSpec(mean=0.5), "float32", "torch") == GapBounds(
+        0.5, DEFAULTS["float32", "torch"][1]
+    )
+    assert gap_bounds(None, "float32", "torch") is None
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4, 100])
+@pytest.mark.parametrize("noting", [True, False])
+def test_observed_values_are_log_softmax_and_change_no_loss(
+    chunk: int | None, noting: bool
+) -> None:
+    draws = torch.Generator().manual_seed(0)
+    head = torch.randn(7, 31, generator=draws)
+    start = torch.randn(9, 7, generator=draws)
+    targets = torch.randint(31, (9,), generator=draws)
+    projections = []
+
+    def run(noting: bool) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = start.clone().requires_grad_()
+        projections.clear()
+
+        def project(part: Tensor) -> Tensor:
+            projections.append(len(part))
+            return part @ head
+
+        logits = ChunkedLogits(hidden, targets, project, chunk, noting)
+        rows = slice(2, 9)
+        (loss,) = logits.read(rows, lambda one, of: (one.square().log_softmax(-1)[:, 3],))
+        seen = logits.observed()
+        loss.sum().backward()
+        assert hidden.grad is not None
+        return loss.detach(), hidden.grad, seen
+
+    loss, gradient, seen = run(noting)
+    if noting and chunk is not None and chunk < 9:
+        # Forward and backward of the seven tokens read, and once the two that nobody read.
+        assert sum(projections) == 7 + 2 + 7
+    plain = run(False)
+    assert torch.equal(loss, plain[0])
+    assert torch.equal(gradient, plain[1])
+    reference = (start.double() @ head.double()).log_softmax(-1)[range(9), targets]
+    torch.testing.assert_close(seen.double(), reference, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("logit_bytes", [None, 5 * 4 * 97])
+@pytest.mark.parametrize("micro_tokens", [None, 20])
+def test_an_honest_sampler_passes_in_every_channel(
+    twin: Twin, logit_bytes: int | None, micro_tokens: int | None
+) -> None:
+    bank = bank_of(twin)
+    batch = honest(twin, scene(twin, bank), prefixes(bank))
+    done = do(
+        twin, batch, ALL, gap_bounds=TIGHT, logit_bytes=logit_bytes, micro_tokens=micro_tokens
+    )
+    gap = done.result.sampler_gap
+    # doc: 5 + 3 tokens; the student's own of the five judged episodes: 5 + 4 + 5 + 3 + 5.
+    assert gap["tokens"] == 8 + 22
+    assert 0 < gap["mean"] <= gap["max"] < 1e-4
+    assert abs(gap["signed"]) <= gap["mean"]
+
+
+def test_tokens_over_another_cartridge_are_refused_and_nothing_is_trained(twin: Twin) -> None:
+    bank = bank_of(twin)
+    given = prefixes(bank)
+    moved = {**given, "b": given["b"] + 1e-2 * torch.sin(99 * given["b"])}
+    batch = honest(twin, scene(twin, bank), moved)  # document b's alone
+    before = bank.trainable.detach().clone()
+    with pytest.raises(StaleTokenError, match=r"bounds 1e-05 and 0\.0001") as told:
+        do(twin, batch, ALL, bank=bank, gap_bounds=TIGHT)
+    assert torch.equal(bank.trainable, before)
+    assert told.value.samples[0] in ("d1", "e4", "e5")
+    measured = do(twin, batch, ALL, bank=bank).result.sampler_gap
+    assert measured["max"] > 1e-3
+
+
+def test_one_document_in_the_others_place_is_refused(twin: Twin) -> None:
+    bank = bank_of(twin)
+    given = prefixes(bank)
+    swapped = {"a": given["b"], "b": given["a"]}
+    batch = honest(twin, scene(twin, bank), swapped)
+    with pytest.raises(StaleTokenError):
+        do(twin, batch, DOC_ALONE, bank=bank, gap_bounds=TIGHT)
+
+
+def test_comparing_changes_no_bit_of_the_step(twin: Twin) -> None:
+    def done(batch: TrainBatch) -> Done:
+        return do(twin, batch, changed(ALL, w_rl=0.0), gap_bounds=OPEN, logit_bytes=4 * 97 * 3)
+
+    bank = bank_of(twin)
+    batch = scene(twin, bank)
+    compared = done(honest(twin, batch, prefixes(bank)))
+    # grpo alone reads the sampler's values; with no versions to compare there is nothing to do.
+    unknown = [replace(s, versions=(-1,) * len(s.versions)) for s in batch.doc]
+    rl = [replace(r, sample=replace(r.sample, sampler_logprobs=(0.0,) * len(r.trained)))
+          for r in batch.rl]  # fmt: skip
+    plain = done(replace(batch, doc=unknown, rl=rl))
+    assert torch.equal(compared.trained, plain.trained)
+    assert compared.gradient is not None
+    assert plain.gradient is not None
+    assert torch.equal(compared.gradient, plain.gradient)
+
+
+def test_tokens_of_an_older_version_are_not_compared(twin: Twin) -> None:
+    bank = bank_of(twin)
+    batch = scene(twin, bank, version=4)
+    done = do(twin, batch, DOC_ALONE, version=5, staleness=1, gap_bounds=TIGHT)
+    assert done.result.sampler_gap == {}
+    assert done.result.stale_tokens == 8
