@@ -159,8 +159,8 @@ def _trainer(learn: LearnSpec, size: ModelSize, rows: PackedShape, ranks: int) -
         ("logits", LOSS_COPIES * rows.responses * size.shape.vocab * FLOAT),
     )
     documents = learn.data.patients * (learn.data.document_tokens or 0) * size.kv_token
-    items = tuple((what, count) for what, count in items if count)
-    return MemoryNeeds(items, size.weights + documents + bank, numbers * STATE_BYTES)
+    used = tuple((what, count) for what, count in items if count)
+    return MemoryNeeds(used, size.weights + documents + bank, numbers * STATE_BYTES)
 
 
 def _held_weights(size: ModelSize, ranks: int) -> int:

@@ -76,7 +76,7 @@ def step_bytes(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, str], ...]:
     moved = teachers * scores * (1 + spec.mesh.roles.trainer.procs)
     state, kept = checkpoint_bytes(learn, size), learn.train.keep_checkpoints
     arms = "offline" in learn.evaluate.arms
-    hinted = ()
+    hinted: tuple[tuple[str, str], ...] = ()
     if learn.objective.hinted_decay is not None:
         teachers_of_hints = getattr(spec.mesh.roles, HINTED_TEACHER).replicas
         hinted = (
