@@ -32,6 +32,11 @@ def over_cartridge(version: int) -> Callable[[Task], PrefixRef]:
     return lambda task: PrefixRef(f"cartridge/{task.document}", version)
 
 
+def over_document(task: Task) -> PrefixRef:
+    """Return the prefix of the task's whole document."""
+    return PrefixRef(f"document/{task.document}", 0)
+
+
 async def run_episodes(
     tasks: Sequence[Task],
     generate: Generate,

@@ -1,7 +1,8 @@
 """Convert finished episodes into the inputs of the loss channels.
 
+branch_samples  each branch of an episode (document teacher)
 rl_samples      each branch of an episode, with the episode's reward (GRPO)
-turn_samples    each turn after its whole context (document teacher)
+turn_samples    each turn after its whole context
 hinted_turns    each failed turn, with a hint
 replay_states   each state that the teacher panel may vote on
 training_pair   a preference of the panel, in the student's token ids (DPO)
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from environments.action_parsing import ActionFormat
@@ -28,17 +29,41 @@ from teachers.actions import action_of
 TOOL_VERSION = -1  # of tokens that the student did not sample
 
 
-def rl_samples(episodes: Sequence[Episode]) -> list[PolicySample]:
-    """Return one sample for every branch of every episode, with the episode's reward.
+@dataclass(frozen=True)
+class BranchSample:
+    """Hold one branch of an episode as tokens; `trained[t]` says whether a model wrote response
+    token t. `turns` are the branch's own."""
+
+    episode: Episode
+    turns: tuple[Turn, ...]
+    sample: Sample
+    trained: tuple[bool, ...]
+
+
+def branch_samples(episodes: Sequence[Episode]) -> list[BranchSample]:
+    """Return every branch of every episode as one sample, in order.
 
     The first branch has the episode's id, branch 1 that id and "/branch1". Tokens that tools and
     the template add between two turns are context and not trained on.
     """
     return [
-        _rl_sample(episode, branch, list(turns))
+        _branch_sample(episode, branch, list(turns))
         for episode in episodes
         for branch, turns in groupby(episode.turns, key=lambda turn: turn.branch)
     ]
+
+
+def rl_samples(episodes: Sequence[Episode]) -> list[PolicySample]:
+    """Return every branch of every episode with the episode's reward."""
+    return [
+        PolicySample(
+            b.sample, b.trained, b.episode.sampling, b.episode.group, b.episode.reward,
+            b.episode.error_kind,
+            longest_turn=max(len(turn.response_ids) for turn in b.turns),
+            truncated=any(turn.finish_reason == "length" for turn in b.turns),
+        )
+        for b in branch_samples(episodes)
+    ]  # fmt: skip
 
 
 def turn_samples(episodes: Sequence[Episode]) -> list[Sample]:
@@ -143,7 +168,7 @@ def training_pair(
     )  # fmt: skip
 
 
-def _rl_sample(episode: Episode, branch: int, turns: Sequence[Turn]) -> PolicySample:
+def _branch_sample(episode: Episode, branch: int, turns: Sequence[Turn]) -> BranchSample:
     first = turns[0]
     ids: list[int] = []
     logprobs: list[float] = []
@@ -159,11 +184,7 @@ def _rl_sample(episode: Episode, branch: int, turns: Sequence[Turn]) -> PolicySa
         _sample_id(episode, branch), episode.task.document, first.context_ids, tuple(ids),
         tuple(logprobs), tuple(versions),
     )  # fmt: skip
-    return PolicySample(
-        sample, tuple(trained), episode.sampling, episode.group, episode.reward, episode.error_kind,
-        longest_turn=max(len(turn.response_ids) for turn in episode.turns),
-        truncated=any(turn.finish_reason == "length" for turn in episode.turns),
-    )  # fmt: skip
+    return BranchSample(episode, tuple(turns), sample, tuple(trained))
 
 
 def _sample_id(episode: Episode, branch: int) -> str:

@@ -8,7 +8,7 @@ A completion becomes a sample and a row of rollouts.jsonl; a checkpoint's JSON b
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from environments.hints import TurnHint
@@ -167,9 +167,19 @@ def handed_over(
     return came
 
 
+def written_offline(episode: Episode) -> Episode:
+    """Return an episode whose turns the document teacher wrote: they carry no version."""
+    turns = (
+        replace(turn, versions=(OFFLINE_VERSION,) * len(turn.response_ids))
+        for turn in episode.turns
+    )
+    return replace(episode, turns=tuple(turns))
+
+
 def is_offline(rollout: Rollout) -> bool:
     """Return whether the teacher wrote all samples of a rollout."""
-    return all(v == OFFLINE_VERSION for s in rollout.samples for v in s.versions)
+    versions = {v for s in rollout.samples for v in s.versions}
+    return versions == {OFFLINE_VERSION}
 
 
 def as_rows(

@@ -113,7 +113,7 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
         return _trainer(learn, size, step_rows(learn, ranks), ranks)
     rows = step_rows(learn)
     prefix = learn.cartridge.tokens
-    held = ("cartridge versions", _versions_bytes(learn, size))
+    held = ("cartridge versions", _versions_bytes(learn, size) * _sets(learn))
     if name == "doc_teacher":
         prefix = learn.data.document_tokens or prefix
         held = ("document KV", document_bytes(learn, size))
@@ -133,7 +133,7 @@ def role_needs(spec: RunSpec, name: str, size: ModelSize) -> MemoryNeeds:
 def _generator(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, int], ...]:
     learn = spec.learn
     held = [("cartridge versions", _versions_bytes(learn, size))]
-    if "document" in learn.evaluate.arms:
+    if _reads_documents(learn):
         held.append(("document KV", document_bytes(learn, size)))
     if learn.generator.backend == "vllm":
         return (*held, ("paged KV", round(learn.generator.kv_gib * GIB)))
@@ -151,14 +151,16 @@ def _trainer(learn: LearnSpec, size: ModelSize, rows: PackedShape, ranks: int) -
         ("weights", _held_weights(size, ranks) if learn.train.shard_base else size.weights),
         ("cartridges, gradient, Adam", numbers * TRAINER_BYTES),
         ("untrained cartridges", numbers * FLOAT),  # the next arm starts from them
+        ("cartridges that read hints", numbers * FLOAT * (_sets(learn) - 1)),
         ("cartridges as one", bank),  # gathered for a step's documents
-        ("snapshots", (learn.train.staleness + 1) * published_bytes(learn, size)),
+        ("snapshots", (learn.train.staleness + 1) * published_bytes(learn, size) * _sets(learn)),
         ("activations", activation_bytes(size, rows)),
         ("attention scores", held_score_bytes(size, rows, learn.cartridge.tokens)),
         ("logits", LOSS_COPIES * rows.responses * size.shape.vocab * FLOAT),
     )
     documents = learn.data.patients * (learn.data.document_tokens or 0) * size.kv_token
-    return MemoryNeeds(items, size.weights + documents + bank, numbers * STATE_BYTES)
+    used = tuple((what, count) for what, count in items if count)
+    return MemoryNeeds(used, size.weights + documents + bank, numbers * STATE_BYTES)
 
 
 def _held_weights(size: ModelSize, ranks: int) -> int:
@@ -217,6 +219,20 @@ def published_bytes(learn: LearnSpec, size: ModelSize) -> int:
     return learn.data.patients * learn.cartridge.tokens * size.kv_token
 
 
+def _sets(learn: LearnSpec) -> int:
+    """Return the sets of cartridges of a version: 2 where others than those in training read
+    hints."""
+    return 1 if learn.objective.hinted_decay is None else 2
+
+
+def _reads_documents(learn: LearnSpec) -> bool:
+    """Return whether the generators read whole documents: for an arm, as teachers that write, or
+    for hints."""
+    arms, objective = learn.evaluate.arms, learn.objective
+    writes = "offline" in arms or learn.train.warm_start is not None
+    return "document" in arms or writes or (objective.alpha > 0 and objective.hints.reads_document)
+
+
 def _versions_bytes(learn: LearnSpec, size: ModelSize) -> int:
     """Return bytes of the versions a reader keeps: of rollouts under way, and the next."""
     return (learn.train.staleness + 2) * published_bytes(learn, size)
@@ -225,7 +241,8 @@ def _versions_bytes(learn: LearnSpec, size: ModelSize) -> int:
 def checkpoint_bytes(learn: LearnSpec, size: ModelSize) -> int:
     """Return bytes of one checkpoint; the trainer's last state, written every step, is as large."""
     frozen = learn.data.patients * learn.cartridge.frozen * size.kv_values * FLOAT
-    return trainable_numbers(learn, size) * STATE_BYTES + frozen
+    hinted = FLOAT * (_sets(learn) - 1)
+    return trainable_numbers(learn, size) * (STATE_BYTES + hinted) + frozen
 
 
 def document_bytes(learn: LearnSpec, size: ModelSize) -> int:

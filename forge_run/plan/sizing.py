@@ -14,7 +14,7 @@ from deploy.manifests.sizing import (
     step_rows,
 )
 from forge_run.formatting import TableSection, bytes_text, facts
-from protocols.spec.mesh import CARTRIDGE_READERS, TEACHERS, RoleSpec, RunSpec
+from protocols.spec.mesh import CARTRIDGE_READERS, HINTED_TEACHER, TEACHERS, RoleSpec, RunSpec
 
 COLUMNS = (
     "a replica", "GPUs", "memory of a process", "largest part", "cores", "host memory", "/dev/shm"
@@ -76,9 +76,17 @@ def step_bytes(spec: RunSpec, size: ModelSize) -> tuple[tuple[str, str], ...]:
     moved = teachers * scores * (1 + spec.mesh.roles.trainer.procs)
     state, kept = checkpoint_bytes(learn, size), learn.train.keep_checkpoints
     arms = "offline" in learn.evaluate.arms
+    hinted: tuple[tuple[str, str], ...] = ()
+    if learn.objective.hinted_decay is not None:
+        teachers_of_hints = getattr(spec.mesh.roles, HINTED_TEACHER).replicas
+        hinted = (
+            ("published for hints", f"{bytes_text(version)} put once, got by {teachers_of_hints}: "
+             f"{bytes_text(version * (1 + teachers_of_hints))}"),
+        )  # fmt: skip
     return (
         ("published", f"{bytes_text(version)} put once, got by {readers} readers: "
          f"{bytes_text(version * (1 + readers))}"),
+        *hinted,
         ("teachers' scores", f"at most {bytes_text(moved)}, put and got"),
         ("last state, to disk", f"{bytes_text(state)}, of every step"),
         ("checkpoints", f"{bytes_text(state)} each, {bytes_text(state * (kept + 1 + arms))} for "

@@ -122,10 +122,17 @@ def _of_rewards(spec: LearnSections) -> Iterator[Rule]:
         "or ratios are biased",
         "remove the three",
     )
+    offline = "offline" in spec.evaluate.arms
     yield (
-        "offline" in spec.evaluate.arms,
-        "evaluate.arms must not hold offline with episodes or rsa, which no teacher writes",
+        offline and spec.rsa is not None,
+        "evaluate.arms must not hold offline with rsa, which no teacher writes",
         "remove offline",
+    )
+    yield (
+        offline and not spec.objective.w_doc,
+        "evaluate.arms must not hold offline without objective.w_doc, which alone trains on a "
+        "teacher's text",
+        "remove offline or set objective.w_doc",
     )
 
 
@@ -209,9 +216,9 @@ def _of_documents(spec: LearnSections) -> Iterator[Rule]:
         )
     if (warm := train.warm_start) is not None:
         yield (
-            spec.episodes is not None or spec.rsa is not None or warm.steps > train.steps,
-            f"train.warm_start.steps must be <= train.steps ({train.steps}), and without episodes "
-            "and rsa, which no "
-            "teacher writes",
+            spec.rsa is not None or not spec.objective.w_doc or warm.steps > train.steps,
+            f"train.warm_start.steps must be <= train.steps ({train.steps}), with objective.w_doc "
+            "above 0, which alone trains on a teacher's text, and without rsa, which no teacher "
+            "writes",
             "lower it, or remove train.warm_start",
         )

@@ -267,6 +267,11 @@ class HintSpec(SpecSection):
         return f"by {self.hint_writer}" + ("" if self.asks else f" with the {self.hint_context}")
 
     @property
+    def reads_document(self) -> bool:
+        """Return whether the generator reads the document to write hints."""
+        return self.hints == "model" and not self.asks and self.hint_context == "document"
+
+    @property
     def asks(self) -> str | None:
         """Return the external teacher that writes the hints, or None."""
         by_teacher = self.hints == "model" and self.hint_writer != GENERATOR

@@ -4,6 +4,9 @@
           -> TrainBatch: turns, episodes, hinted turns, pairs of earlier steps; the step's own
              states go to the teachers, which are not awaited
 
+For the offline arm and a warm start the document teacher plays the same cases, with the handbook
+itself before the conversation. Its turns are trained by doc_kl alone.
+
 A document is a desk's handbook. Every case draws its note and value anew, so a cartridge can learn
 how the desk works, but no answer.
 """
@@ -25,11 +28,16 @@ from environments.episode_files import to_row
 from environments.hints import TurnHint, expected_of
 from environments.monitors import count_flags, flagged
 from environments.renderer import NO_DOCUMENT, ChatRenderer
-from environments.rollout import BARE, over_cartridge, run_episodes
-from environments.training_signals import hinted_turns, replay_states, rl_samples, turn_samples
+from environments.rollout import BARE, over_cartridge, over_document, run_episodes
+from environments.training_signals import (
+    branch_samples,
+    hinted_turns,
+    replay_states,
+    rl_samples,
+    turn_samples,
+)
 from learning.losses.advantages import varying
 from protocols.episodes import Episode, Task
-from protocols.errors import RunError
 from protocols.records.answers import Answer, KeepAnswers, hash_of
 from protocols.records.intervals import wilson_interval
 from protocols.records.run_files import MeasuredAccuracy
@@ -51,8 +59,10 @@ from training.rollouts import (
     ScoreGroup,
     StepRecord,
     TimedGenerate,
+    is_offline,
     refill_counts,
     unheard,
+    written_offline,
 )
 
 
@@ -90,25 +100,15 @@ class ToolEpisodesRecipe(Recipe):
         """Return a step's episodes; those that end in the same turn are scored together at once.
         Further tasks are sampled for groups that GRPO drops, in `refill` rounds at most."""
         begun = time.perf_counter()
-        each, seed = self._episodes.tasks, self._spec.train.seed
-        sampling = Sampling(max_tokens=self._spec.rollout.max_tokens)
+        each = self._episodes.tasks
         episodes: list[Episode] = []
         first, wanted, compute = 0, each, 0.0
         for _ in range(1 + self._objective.refills):
-            tasks = [
-                self._task(f"on_policy/{step + 1}/{i}", step * each + i, f"task/{seed}/{step}/{i}")
-                for i in range(first, first + wanted)
-            ]
-            played, seconds = await self._play(
-                tasks,
-                self._episodes.group,
-                sampling,
-                over_cartridge(version),
-                f"sample/{seed}/",
-                generate,
+            played, seconds = await self._step(
+                "on_policy", step, range(first, first + wanted), over_cartridge(version), generate,
                 partial(self._hand_over, ended),
-            )
-            episodes += [flagged(e, DESK) for e in played]
+            )  # fmt: skip
+            episodes += played
             compute += seconds
             first += wanted
             wanted = each - len(varying(rl_samples(episodes), self._objective.grpo))
@@ -121,6 +121,17 @@ class ToolEpisodesRecipe(Recipe):
         samples = turn_samples(episodes)
         seconds = time.perf_counter() - begun
         return Rollout(step, (), (), samples, seconds, compute, episodes, hints)
+
+    async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
+        """Return one step's episodes as the model plays them that has the handbook in context. The
+        cases are those of the on-policy step `first`."""
+        begun = time.perf_counter()
+        episodes, compute = await self._step(
+            "offline", first, range(self._episodes.tasks), over_document, generate
+        )
+        episodes = [written_offline(e) for e in episodes]
+        seconds = time.perf_counter() - begun
+        return [Rollout(first, (), (), turn_samples(episodes), seconds, compute, episodes)]
 
     async def measure(
         self, arm: str, prefix: str, version: int, *, most: int | None, sampled: bool,
@@ -139,7 +150,7 @@ class ToolEpisodesRecipe(Recipe):
         def over(task: Task) -> PrefixRef:
             if prefix == NO_DOCUMENT:
                 return BARE
-            return PrefixRef(f"{prefix}/{task.document}", version)
+            return over_document(task) if prefix == "document" else over_cartridge(version)(task)
 
         # The draw does not depend on the arm, so that arms differ by their prefix alone.
         episodes, _ = await self._play(tasks, 1, sampling, over, f"answer/{seed}/", generate)
@@ -172,6 +183,28 @@ class ToolEpisodesRecipe(Recipe):
             right=None if episode.reward is None else float(episode.reward == 1.0),
             reward=episode.reward, tokens=sum(len(t.response_ids) for t in turns),
         )  # fmt: skip
+
+    async def _step(
+        self,
+        arm: str,
+        step: int,
+        numbers: Sequence[int],
+        prefix: Callable[[Task], PrefixRef],
+        generate: TimedGenerate,
+        ended: Callable[[Sequence[Episode]], Awaitable[None]] | None = None,
+    ) -> tuple[list[Episode], float]:
+        """Return the episodes of a step's tasks with these numbers, and the model time. Cases do
+        not depend on the arm."""
+        each, seed = self._episodes.tasks, self._spec.train.seed
+        tasks = [
+            self._task(f"{arm}/{step + 1}/{i}", step * each + i, f"task/{seed}/{step}/{i}")
+            for i in numbers
+        ]
+        sampling = Sampling(max_tokens=self._spec.rollout.max_tokens)
+        episodes, compute = await self._play(
+            tasks, self._episodes.group, sampling, prefix, f"sample/{seed}/", generate, ended
+        )
+        return [flagged(e, DESK) for e in episodes], compute
 
     def _task(self, name: str, turn: int, stream: str) -> Task:
         """Return a case; desks take turns."""
@@ -239,6 +272,8 @@ class ToolEpisodesRecipe(Recipe):
 
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
         objective, episodes = self._objective, rollout.episodes
+        if is_offline(rollout):
+            return _doc_batch(episodes)
         rl = rl_samples(episodes)
         items, _ = self._hinted(episodes, rollout.hints)
         pairs: list[PreferencePair] = []
@@ -246,10 +281,8 @@ class ToolEpisodesRecipe(Recipe):
             preferences = self._asking()
             pairs = await preferences.due(rollout.step, version)
             preferences.ask(self._questions(rollout.step, episodes))
-        doc = rl if objective.reads_document else []
-        return TrainBatch(
-            doc=tuple(r.sample for r in doc),
-            doc_trained=tuple(r.trained for r in doc),
+        return replace(
+            _doc_batch(episodes if objective.reads_document else ()),
             rl=tuple(rl) if objective.w_rl or objective.alpha else (),
             turns=tuple(items),
             pairs=tuple(pairs),
@@ -273,9 +306,6 @@ class ToolEpisodesRecipe(Recipe):
                 self._pools, self._spec.replay, self._objective.dpo, self._conversation, DESK
             )
         return self._preferences
-
-    async def offline(self, first: int, generate: TimedGenerate) -> list[Rollout]:
-        raise RunError("no teacher writes episodes: remove offline from evaluate.arms")
 
     # -- records --------------------------------------------------------------------------------
 
@@ -334,3 +364,11 @@ class ToolEpisodesRecipe(Recipe):
     async def close(self) -> None:
         if self._preferences is not None:
             await self._preferences.close()
+
+
+def _doc_batch(episodes: Sequence[Episode]) -> TrainBatch:
+    """Return the episodes for doc_kl, every branch with the tokens that a model wrote."""
+    branches = branch_samples(episodes)
+    return TrainBatch(
+        doc=tuple(b.sample for b in branches), doc_trained=tuple(b.trained for b in branches)
+    )

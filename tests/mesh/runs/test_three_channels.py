@@ -185,6 +185,39 @@ def test_teachers_that_are_all_down_are_done_without(tmp_path: Path) -> None:
     assert set(lost) == set(OF_CHANNELS)
 
 
+def test_the_document_teacher_plays_a_warm_start_and_the_offline_arm(tmp_path: Path) -> None:
+    """Its text trains doc_kl alone; the offline arm ends with the step that reaches the tokens of
+    the on-policy arm."""
+    sets = {
+        **WITHOUT_TEACHERS, "train.warm_start": {"steps": 1},
+        "evaluate.arms": ["document", "untrained", "offline", "on_policy"],
+    }  # fmt: skip
+    path = whole_run(tmp_path, **sets).path
+    rows = read_rows(path / "metrics.jsonl")
+    arms = Counter(row["arm"] for row in rows)
+    assert arms["on_policy"] == STEPS
+    written = [row for row in rows if row["arm"] == "offline" or row["step"] == 1]
+    assert len(written) == 1 + arms["offline"] < len(rows)
+    for row in rows:
+        doc, rest = row["channels"]["doc_kl"], ("grpo", "sdpo")
+        assert doc["count"] > 0
+        assert row["kl"] == doc["value"]
+        trained = [row["channels"][name]["count"] for name in rest]
+        assert trained == [0, 0] if row in written else trained[0] > 0
+    results = json.loads((path / "results.json").read_text())
+    assert list(results["arms"]) == ["document", "untrained", "on_policy", "offline"]
+    assert results["warm_steps"] == 1
+    tokens = results["tokens_trained"]
+    last = [row["tokens"] for row in rows if row["arm"] == "offline"][-1]
+    assert tokens["offline"] - last < tokens["on_policy"] <= tokens["offline"]
+    assert results["policy"]["stale_tokens"] == 0
+    for row in read_rows(path / "episodes.jsonl"):
+        versions = {v for turn in from_row(row).turns for v in turn.versions}
+        offline = row["arm"] == "offline" or row["step"] == 1
+        assert versions == ({-1} if offline else {row["step"] - 1})
+        assert row["task"]["id"].startswith("offline/" if offline else "on_policy/")
+
+
 def wait_for(root: Path, step: int, timeout: float = 180.0) -> None:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

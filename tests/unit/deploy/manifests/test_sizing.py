@@ -30,6 +30,7 @@ from deploy.manifests.sizing import (
 )
 from forge_run.cli import forge
 from forge_run.commands.k8s import model_size
+from forge_run.plan.sizing import step_bytes
 from learning.cartridge.bank import first_tokens
 from learning.model import attention
 from learning.model.document_kv import document_kv
@@ -38,6 +39,7 @@ from learning.packing import pack, response_logits
 from learning.scoring import top_k
 from learning.step import new_optimizer
 from protocols.spec.loading import load_spec
+from protocols.spec.mesh import HINTED_TEACHER
 from protocols.spec.sections import ShapeSpec
 from protocols.types import Sample
 
@@ -49,6 +51,27 @@ LLAMA_3B = ModelSize(
     ),
     2,
 )
+
+
+def test_cartridges_that_read_hints_are_one_more_set() -> None:
+    """One desk of 28 tokens, 27 of them trained, 4 layers x 2 x 2 heads x 32 = 512 numbers each."""
+    needs = {}
+    for teacher in ("live", "ema"):
+        sets = (f"objective.sdpo.teacher={teacher}", "evaluate.arms=[on_policy]")
+        spec = load_spec(str(REPOSITORY / "meshes/three_channels.yaml"), sets=sets).spec
+        size = model_size(spec.learn.model)
+        rows = {
+            role: dict(role_needs(spec, role, size).items) for role in ("trainer", HINTED_TEACHER)
+        }
+        needs[teacher] = (rows, checkpoint_bytes(spec.learn, size), step_bytes(spec, size))
+    (live, before, plain), (ema, after, told) = needs["live"], needs["ema"]
+    assert after - before == 27 * 512 * 4
+    assert ema["trainer"]["cartridges that read hints"] == 27 * 512 * 4
+    assert "cartridges that read hints" not in live["trainer"]
+    assert live["trainer"]["snapshots"] * 2 == ema["trainer"]["snapshots"] == 2 * 28 * 512 * 4
+    versions = [one[HINTED_TEACHER]["cartridge versions"] for one in (live, ema)]
+    assert versions == [2 * 28 * 512 * 4, 4 * 28 * 512 * 4]
+    assert dict(told).keys() - dict(plain).keys() == {"published for hints"}
 
 
 def test_the_published_setting_by_hand() -> None:

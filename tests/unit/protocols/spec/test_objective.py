@@ -91,3 +91,24 @@ def test_hints_are_of_templates_unless_told() -> None:
 def test_a_writer_must_be_there(sets: tuple[str, ...], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         learn(*sets)
+
+
+def test_the_document_teacher_may_play_episodes() -> None:
+    arms = "evaluate.arms=[document, untrained, offline, on_policy]"
+    found = learn(arms, "train.warm_start={steps: 3}")
+    assert "offline" in found.evaluate.arms
+    assert found.train.warm_start is not None
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (("objective.w_doc=0", "evaluate.arms=[offline, on_policy]"),
+         "arms must not hold offline without objective.w_doc"),
+        (("objective.w_doc=0", "train.warm_start={steps: 3}"), "with objective.w_doc above 0"),
+        (("train.warm_start={steps: 41}",), r"must be <= train.steps \(40\)"),
+    ],
+)  # fmt: skip
+def test_a_teachers_text_is_trained_by_doc_kl_alone(sets: tuple[str, ...], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        learn(*sets)

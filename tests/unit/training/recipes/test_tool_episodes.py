@@ -24,7 +24,7 @@ from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import hinted
 from protocols.types import Completion, GenerateRequest, TrainStepOutput
 from training.recipes.tool_episodes import ToolEpisodesRecipe
-from training.rollouts import Rollout, StepRecord, StepTimes
+from training.rollouts import Rollout, StepRecord, StepTimes, is_offline
 
 MESH = Path(__file__).resolve().parents[4] / "meshes" / "three_channels.yaml"
 QUIET = (
@@ -363,3 +363,40 @@ def test_a_turn_that_its_limit_cut_is_told_to_grpo() -> None:
 def test_the_buffer_of_overlong_turns_fits_a_turn() -> None:
     with pytest.raises(SpecError, match=r"overlong_buffer must be <= rollout.max_tokens \(16\)"):
         spec("objective.grpo.overlong=shape", "objective.grpo.overlong_buffer=17")
+
+
+def test_the_document_teacher_plays_the_same_cases_and_trains_doc_kl_alone() -> None:
+    learn = spec()
+    cases, clerk = course(learn), Clerk(learn, able=False)
+    ours = sample(cases, clerk, step=4)
+    clerk.able = True
+    asked = len(clerk.requests)
+    (theirs,) = asyncio.run(cases.offline(4, clerk))
+    assert {r.prefix.name for r in clerk.requests[asked:]} == {
+        "document/desk_01", "document/desk_02",
+    }  # fmt: skip
+    assert theirs.step == 4
+    assert [e.task.arguments for e in theirs.episodes] == [e.task.arguments for e in ours.episodes]
+    assert [e.opening for e in theirs.episodes] == [e.opening for e in ours.episodes]
+    assert theirs.episodes[0].task.id == "offline/5/0/0"
+    assert {e.reward for e in theirs.episodes} == {1.0}
+    assert {v for s in theirs.samples for v in s.versions} == {-1}
+    assert is_offline(theirs)
+    assert not is_offline(ours)
+    lesson = asyncio.run(cases.lesson(theirs, 7))
+    assert (lesson.rl, lesson.turns, lesson.pairs) == ((), (), ())
+    assert [s.document for s in lesson.doc] == [e.task.document for e in theirs.episodes]
+    assert {v for s in lesson.doc for v in s.versions} == {-1}
+    # Its own tokens bear the loss, as many as the budget counts; what tools said does not.
+    assert sum(map(sum, lesson.doc_marks)) == sum(len(s.response_ids) for s in theirs.samples)
+    for marks, s, e in zip(lesson.doc_marks, lesson.doc, theirs.episodes, strict=True):
+        own = [i for i, mine in zip(s.response_ids, marks, strict=True) if mine]
+        assert own == [i for turn in e.turns for i in turn.response_ids]
+        assert not all(marks)
+
+
+def test_a_desk_that_was_dead_all_along_is_no_text_of_the_teacher() -> None:
+    learn = spec()
+    rollout = sample(course(learn, Environment(0)), Clerk(learn))
+    assert rollout.samples == []
+    assert not is_offline(rollout)
