@@ -165,6 +165,7 @@ def training_pair(
     return PreferencePair(
         f"{preferred.trace_id}/{preferred.turn}", document, tuple(context_ids), chosen, rejected,
         ref_chosen, ref_rejected, ref_version,
+        preferred.agreeing / preferred.valid, preferred.opposing / preferred.valid,
     )  # fmt: skip
 
 

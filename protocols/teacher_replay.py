@@ -163,7 +163,8 @@ class PreferenceActions:
 
     `PreferenceActions("9f2c...", "episode/12/3", 4, '{"choice":"B"}', '{"choice":"A"}', 2, 3)`: two
     of three valid votes. The student's own template tokenises both. `ref_version` is the version
-    whose log-probabilities are the reference, None until they are computed.
+    whose log-probabilities are the reference, None until they are computed. `opposing` votes were
+    for the student's action.
     """
 
     state_hash: str
@@ -174,3 +175,4 @@ class PreferenceActions:
     agreeing: int
     valid: int
     ref_version: int | None = None
+    opposing: int = 0

@@ -121,6 +121,7 @@ class PreferencePair:
 
     `ref_chosen` and `ref_rejected` are natural-log probabilities summed over the completion's
     tokens under the cartridge of version `ref_version`: the reference that DPO compares with.
+    `chosen_share` and `rejected_share` are the shares of the teachers' valid votes for each side.
     """
 
     id: str
@@ -131,8 +132,16 @@ class PreferencePair:
     ref_chosen: float
     ref_rejected: float
     ref_version: int
+    chosen_share: float = 1.0
+    rejected_share: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.rejected_share <= 1 - self.chosen_share + 1e-9 <= 1 + 1e-9:
+            raise DataError(
+                f"preference pair {self.id} has {self.chosen_share:g} of the votes for the chosen "
+                f"and {self.rejected_share:g} for the rejected completion: shares are >= 0, and "
+                "together at most 1"
+            )
         if not (self.context_ids and self.chosen_ids and self.rejected_ids):
             raise DataError(
                 f"preference pair {self.id} has an empty context or completion: "

@@ -72,6 +72,7 @@ def pair_of(verdict: PanelVerdict) -> PreferenceActions | None:
     return PreferenceActions(
         verdict.state_hash, verdict.trace_id, verdict.turn, verdict.chosen, verdict.rejected,
         verdict.counts[0][1], sum(n for _, n in verdict.counts),
+        opposing=dict(verdict.counts).get(verdict.rejected, 0),
     )  # fmt: skip
 
 

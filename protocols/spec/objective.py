@@ -350,10 +350,29 @@ class SdpoSpec(HintSpec):
 class DpoSpec(SpecSection):
     """Configure training on the preferences of external teachers."""
 
-    variant: Literal["dpo", "dpo_length_normalised"] = Field(
-        default="dpo", description="log-probabilities summed over a completion, or its mean"
+    variant: Literal["dpo_length_normalised", "dpo", "ipo", "simpo", "kto", "regression"] = Field(
+        default="dpo_length_normalised",
+        description="the loss of a pair; dpo and kto sum log-probabilities over a completion, the "
+        "others take their mean",
     )
-    beta: float = Field(default=0.1, gt=0, description="sharpness of a preference")
+    beta: float | None = Field(
+        default=None,
+        gt=0,
+        description="sharpness of a preference; null: 0.1 of dpo and kto, 0.5 of ipo, else 2",
+    )
+    gamma: float = Field(default=1.0, ge=0, description="target margin of simpo, nats times beta")
+    desirable: float = Field(default=1.0, gt=0, description="weight of chosen completions, of kto")
+    undesirable: float = Field(
+        default=1.0, gt=0, description="weight of rejected completions, of kto"
+    )
+    smoothing: Literal["none", "votes"] = Field(
+        default="votes",
+        description="exchange a pair's completions with the probability (1 - share of the votes "
+        "for the chosen) / 2",
+    )
+    nll: float = Field(
+        default=0.0, ge=0, description="weight of the chosen's negative log-probability a token"
+    )
     max_reference_age: int | None = Field(
         default=None, ge=0, description="versions after which a reference is stale; null: never"
     )
@@ -370,6 +389,16 @@ class DpoSpec(SpecSection):
     max_age: int = Field(
         default=8, ge=1, description="steps after its rollout at which a pair is given up"
     )
+
+    @property
+    def sharpness(self) -> float:
+        """Return beta, or its default for the variant."""
+        return self.beta or {"dpo": 0.1, "kto": 0.1, "ipo": 0.5}.get(self.variant, 2.0)
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether the variant compares with a reference's log-probabilities."""
+        return self.variant != "simpo"
 
     _outlives_the_lag = bounded("max_age", ">=", "lag", "no pair would ever join: raise it")
 

@@ -75,7 +75,9 @@ def test_every_channel_has_its_own_value_denominator_norm_and_angles(done: Finis
         weights = [row["channels"][name]["weight"] for name in CHANNELS]
         assert weights == [1.0, 1.0, 0.5, 0.5]
         assert row["episodes"]["count"] == TASKS * GROUP
-    assert rows[0]["channels"]["replay_dpo"] == {"value": 0.0, "count": 0, "weight": 0.5}
+    assert rows[0]["channels"]["replay_dpo"] == {
+        "value": 0.0, "count": 0, "weight": 0.5, "coefficient": 0.5,
+    }  # fmt: skip
     # By the last step every channel had data, and the teachers' pairs had come.
     full = next(row for row in rows if all(row["channels"][name]["count"] for name in CHANNELS))
     for name in CHANNELS:

@@ -212,7 +212,7 @@ def test_confidence_is_the_geometric_mean() -> None:
 def preferred(chosen: str, state: teacher_replay.ReplayState) -> teacher_replay.PreferenceActions:
     rejected = canonical(state.student_action, state)
     return teacher_replay.PreferenceActions(
-        state_hash(state), state.trace_id, state.turn, chosen, rejected, 2, 3
+        state_hash(state), state.trace_id, state.turn, chosen, rejected, 2, 3, opposing=1
     )
 
 
@@ -234,6 +234,7 @@ def test_a_pair_is_said_in_the_students_tokens(name: str) -> None:
     assert (made.context_ids, made.rejected_ids) == (context, response)
     assert (made.document, made.ref_chosen, made.ref_rejected) == ("desk_01", -1.5, -0.5)
     assert made.ref_version == 3
+    assert (made.chosen_share, made.rejected_share) == (2 / 3, 1 / 3)
     assert pair(canonical(state.student_action, state)) is None
     assert pair('{"choice":"B"}') is None
     assert pair('{"arguments":{},"tool":"fly"}') is None

@@ -60,8 +60,15 @@ def test_rows_say_what_they_are() -> None:
         "agreeing": 2,
         "valid": 2,
         "ref_version": None,
+        "opposing": 0,
     }
     assert to_row(a_state())["state_hash"] == state_hash(a_state())
+
+
+def test_a_pair_of_an_older_run_is_read() -> None:
+    assert PAIR is not None
+    older = {key: value for key, value in to_row(PAIR).items() if key != "opposing"}
+    assert from_row(older) == PAIR
 
 
 @pytest.mark.parametrize(

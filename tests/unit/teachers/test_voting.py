@@ -63,6 +63,10 @@ def test_a_pair_says_how_many_agreed() -> None:
     assert (pair.chosen, pair.rejected) == (canonical_read(1), canonical_read(99))
     assert (pair.agreeing, pair.valid, pair.ref_version) == (2, 3, None)
     assert (pair.trace_id, pair.turn) == ("episode/0", 1)
+    assert pair.opposing == 0
+    divided = pair_of(decide(STATE, votes(1, 1, 99, 2), 2))
+    assert divided is not None
+    assert (divided.agreeing, divided.valid, divided.opposing) == (2, 4, 1)
 
 
 def test_a_student_whose_action_cannot_be_done_is_still_rejected() -> None:

@@ -114,8 +114,9 @@ def by_transformers(
             picked(Sample("", p.document, p.context_ids, x, (), ())).sum()
             for x in (p.chosen_ids, p.rejected_ids)
         ]
-        margin = (sides[0] - p.ref_chosen) - (sides[1] - p.ref_rejected)
-        preferred = preferred - F.logsigmoid(0.1 * margin)
+        gained, lost = sides[0] - p.ref_chosen, sides[1] - p.ref_rejected
+        margin = gained / len(p.chosen_ids) - lost / len(p.rejected_ids)
+        preferred = preferred - F.logsigmoid(2 * margin)
 
     values = dict(
         zip(

@@ -186,6 +186,24 @@ def test_what_is_under_way_survives_a_checkpoint() -> None:
     asyncio.run(scenario())
 
 
+def test_a_checkpoint_of_an_older_run_has_unanimous_pairs() -> None:
+    async def scenario() -> None:
+        p = preferences(Pools(), uses=3)
+        p.ask(questions(0))
+        await soon()
+        (pair,) = await p.due(1, 7)
+        saved = json.loads(json.dumps(p.saved()))
+        await p.close()
+        for held in saved["held"]:
+            del held["pair"]["chosen_share"], held["pair"]["rejected_share"]
+        again = preferences(Pools(), uses=3)
+        again.stand(saved)
+        assert await again.due(2, 8) == [pair]
+        assert (pair.chosen_share, pair.rejected_share) == (1.0, 0.0)
+
+    asyncio.run(scenario())
+
+
 def test_what_teachers_said_is_told_once() -> None:
     async def scenario() -> None:
         p = preferences(Pools())
