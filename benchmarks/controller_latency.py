@@ -1,6 +1,6 @@
 """What the controller's event loop spends on each thing it does: controller_simulation takes it.
 
-    python -m benchmarks.controller_latency [--most 8] [--out benchmarks/controller_latency.json]
+    python -m benchmarks.controller_latency [--most 8] [--out FILE]
 
 Costs on the loop are CPU time of its own thread, so that other work on the cores falls out of them;
 round trips, starts and transfers are wall time and take them in. The service's whole watch and its
@@ -247,6 +247,6 @@ if __name__ == "__main__":
         lambda asked: ({}, asyncio.run(measured(asked.most))),
         {
             "--most": {"type": int, "default": 8, "choices": (1, 2, 4, 8, 16, 32)},
-            "--out": Path("benchmarks/controller_latency.json"),
+            "--out": Path("benchmarks/results/controller_latency.json"),
         },
     )

@@ -1,7 +1,7 @@
 """From 1 to 1,000 hosts: what one controller and one tensor store would bear, simulated.
 
     python -m benchmarks.controller_simulation [meshes/longhealth_3b.yaml] [--set KEY=VALUE]...
-        [--replicas 8] [--byte-rate 3e9] [--latencies benchmarks/controller_latency.json]
+        [--replicas 8] [--byte-rate 3e9] [--latencies FILE]
 
 `benchmarks.simulated_mesh` simulates the queues. Costs are those that benchmarks.controller_latency
 measured; model times are the plan's roofline of one step on A100s.
@@ -38,7 +38,7 @@ from protocols.errors import SpecError
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import RunSpec
 
-LATENCIES = Path(__file__).with_name("controller_latency.json")
+LATENCIES = Path(__file__).parent / "results" / "controller_latency.json"
 MOST_HOSTS = 1000
 LOOP_LIMIT = 0.5  # of the loop: beyond it waiting times grow fast
 SHARE_LIMIT = 0.1  # of the step's model time

@@ -21,6 +21,7 @@ kill.
         ├── stacks/          of every process, after a stall           written once
         ├── results.json     the arms, at the end                      replaced whole
         ├── frontier.json    results of `forge frontier`               replaced whole
+        ├── frontier_answers.jsonl  every arm's answers there          replaced whole
         ├── eval.json        results of `forge eval`                   replaced whole
         ├── eval_answers.jsonl  every arm's answers in `forge eval`    replaced whole
         └── report.html      made from the files above                 replaced whole
@@ -54,6 +55,7 @@ from protocols.records.run_files import (
 
 LATEST = "latest"
 FRONTIER = "frontier.json"
+FRONTIER_ANSWERS = "frontier_answers.jsonl"
 EVALUATION = "eval.json"
 EVAL_ANSWERS = "eval_answers.jsonl"
 

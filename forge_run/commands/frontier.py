@@ -3,7 +3,8 @@
 RUN's newest on-policy checkpoint -> cartridges -> a pool of generators configs/frontier.yaml ->
 arms -> accuracy, tokens, seconds (training.evaluation.strategies)
 
-Writes RUN/frontier.json and a section of RUN/report.html, and returns the table.
+Writes RUN/frontier.json, RUN/frontier_answers.jsonl and a section of RUN/report.html, and returns
+the table.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from forge_run.commands.cartridge_pool import cartridge_pool
 from forge_run.formatting import TableSection
 from forge_run.report.frontier import HEADS, cells
 from protocols.errors import SpecError
-from protocols.files import REPOSITORY, write_atomically
+from protocols.files import REPOSITORY, json_lines, write_atomically
+from protocols.records.answers import AnswerRow, to_row
 from protocols.spec.experiments import FrontierSpec
 from protocols.spec.loading import load_file, load_resolved
 from protocols.spec.mesh import RunSpec
 from protocols.types import PrefixRef
-from services.run_directory import FRONTIER, RunDirectory
+from services.run_directory import FRONTIER, FRONTIER_ANSWERS, RunDirectory
+from strategies.problem import StrategyResult
 from training.evaluation.strategies import ArmRow, compare
 
 ARMS = REPOSITORY / "configs" / "frontier.yaml"
@@ -50,13 +53,14 @@ def command(
     if questions is not None:
         chosen = chosen.model_copy(update={"questions": questions})
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    rows, version = asyncio.run(_measure(spec, directory, chosen, show))
+    rows, version, answers = asyncio.run(_measure(spec, directory, chosen, show))
     record = {
         "version": version,
         **chosen.model_dump(mode="json", exclude={"arms"}),
         "arms": [row.as_dict() for row in rows],
     }
     write_atomically(directory.path / FRONTIER, json.dumps(record, indent=1) + "\n")
+    write_atomically(directory.path / FRONTIER_ANSWERS, json_lines(answers))
     from forge_run.report.page import write_report
 
     write_report(directory.path)
@@ -71,7 +75,7 @@ def section(rows: Sequence[ArmRow], version: int) -> TableSection:
 
 async def _measure(
     spec: RunSpec, directory: RunDirectory, chosen: FrontierSpec, show: Callable[[str], None]
-) -> tuple[list[ArmRow], int]:
+) -> tuple[list[ArmRow], int, list[AnswerRow]]:
     # Imported here: a bad spec is refused before torch is imported.
     from learning.model.loading import load_tokenizer
     from registry.formats.run_checkpoint import chosen_checkpoint, read_cartridges
@@ -89,7 +93,16 @@ async def _measure(
             )
             for number, (name, _) in numbered.items()
         }
+        answers: list[AnswerRow] = []
+
+        def keep(row: ArmRow, results: Sequence[StrategyResult]) -> None:
+            exams = tasks.exams[: chosen.questions]
+            said, spent = [r.text for r in results], [r.spent.tokens for r in results]
+            found = tasks.answers(exams, said, spent)
+            answers.extend(to_row(answer, row.name, version, sampled=True) for answer in found)
+
         rows = await compare(
-            chosen, tasks.exams, samplers.__getitem__, lambda row: show("  ".join(cells(row)))
-        )
-    return rows, version
+            chosen, tasks.exams, samplers.__getitem__,
+            lambda row: show("  ".join(cells(row))), keep,
+        )  # fmt: skip
+    return rows, version, answers

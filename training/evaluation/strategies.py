@@ -57,8 +57,10 @@ async def compare(
     exams: Sequence[LongHealthQuestion],
     sampler_of: Callable[[str], Sampler],
     show: Callable[[ArmRow], None] = lambda row: None,
+    keep: Callable[[ArmRow, Sequence[StrategyResult]], None] = lambda row, results: None,
 ) -> list[ArmRow]:
-    """Return a row for every arm, in order. `sampler_of(document)` samples over its prefix.
+    """Return a row for every arm, in order. `sampler_of(document)` samples over its prefix; `keep`
+    gets every arm's results, question by question.
 
     Raises DataError for an unknown strategy or option, before anything is sampled.
     """
@@ -80,6 +82,7 @@ async def compare(
         rows.append(_row(arm, results, right, sum(x is None for x in letters), seconds, first))
         first = first or right
         show(rows[-1])
+        keep(rows[-1], results)
     return rows
 
 

@@ -45,7 +45,7 @@ from protocols.spec.learn import LearnSpec
 from protocols.spec.sections import DataSpec
 from protocols.teacher_replay import AgentMessage
 from protocols.train_batch import TrainBatch
-from protocols.types import Completion, GenerateRequest, PrefixRef, Sampling, composed_ref
+from protocols.types import GenerateRequest, PrefixRef, Sampling, composed_ref
 from services.run_directory import RunDirectory
 from training.recipes.base import Recipe
 from training.rollouts import (
@@ -118,7 +118,8 @@ class LongHealthRecipe(Recipe):
                 readings, tokens = self._tasks.readings(exams, requests)
                 read, _ = await generate(readings)
                 nll = [mean_nll(c, n) for c, n in zip(read, tokens, strict=True)]
-            keep(self._tasks.answers(exams, completions, said, nll))
+            spent = [len(c.token_ids) for c in completions]
+            keep(self._tasks.answers(exams, said, spent, nll))
         return measure(exams, said)
 
     async def lesson(self, rollout: Rollout, version: int) -> TrainBatch:
@@ -289,13 +290,14 @@ class LongHealthPrompts:
     def answers(
         self,
         exams: Sequence[LongHealthQuestion],
-        completions: Sequence[Completion],
         said: Sequence[str],
-        nll: Sequence[float | None],
+        tokens: Sequence[int],
+        nll: Sequence[float | None] | None = None,
     ) -> list[Answer]:
-        """Return the records of one arm's answers."""
+        """Return the records of an arm's answers: texts, their tokens, losses of the right ones."""
         found = []
-        for exam, completion, text, lost in zip(exams, completions, said, nll, strict=True):
+        lost = nll or [None] * len(exams)
+        for exam, text, count, loss in zip(exams, said, tokens, lost, strict=True):
             q = exam.question
             letter = parse_answer(text, q)
             document = self.patients[q.patient].document
@@ -305,7 +307,7 @@ class LongHealthPrompts:
                     question_hash=hash_of(exam.text, q.correct), text=text,
                     answer=None if letter is None else q.options[LETTERS.index(letter)],
                     expected=q.correct, right=float(letter is not None and q.is_correct(letter)),
-                    nll=lost, tokens=len(completion.token_ids),
+                    nll=loss, tokens=count,
                 )
             )  # fmt: skip
         return found

@@ -1,0 +1,47 @@
+"""Keep the raw results of published figures, and check the docs against them.
+
+    python -m benchmarks.results collect RUN --as NAME --command "forge-run MESH.yaml"
+    python -m benchmarks.results check
+    python -m benchmarks.results write
+
+`check` lists every table whose numbers differ from its record; `write` writes those tables anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.results import records, tables
+from protocols.errors import ForgeError
+
+
+def main() -> int:
+    """Run one of the three commands, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.results")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    collect = verbs.add_parser("collect", help="keep what a finished run measured")
+    collect.add_argument("run", type=Path)
+    collect.add_argument("--as", dest="name", required=True)
+    collect.add_argument("--command", required=True, help="how the run was made")
+    verbs.add_parser("check", help="list tables that differ from their records")
+    verbs.add_parser("write", help="write the recorded tables anew")
+    asked = parser.parse_args()
+    if asked.verb == "collect":
+        try:
+            print(records.collect(asked.run, asked.name, asked.command))
+        except ForgeError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+        return 0
+    if asked.verb == "write":
+        print("\n".join(tables.write()) or "nothing to write")
+        return 0
+    faults = tables.faults()
+    print("\n".join(faults) or "every recorded table is that of its record")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

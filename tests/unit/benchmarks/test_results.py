@@ -1,0 +1,105 @@
+"""The tables of README.md and docs/ are those of the raw results that are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.results import records, tables
+from protocols.errors import SpecError
+from protocols.files import REPOSITORY, iter_rows, json_lines
+from protocols.records.answers import Answer, to_row
+
+RECORDED = [
+    (name, one.line, one.argument)
+    for name in tables.PAGES
+    for one in tables.tables_of(REPOSITORY / name)
+    if one.kind == "record"
+]
+
+
+@pytest.mark.parametrize(("page", "line", "argument"), RECORDED)
+def test_every_row_of_a_recorded_table_is_that_of_its_record(
+    page: str, line: int, argument: str
+) -> None:
+    (shown,) = [one for one in tables.tables_of(REPOSITORY / page) if one.line == line]
+    for row, wanted in zip(shown.lines, tables.made(argument), strict=True):
+        assert row == wanted
+
+
+def test_no_table_of_results_is_without_a_mark() -> None:
+    assert len(RECORDED) >= 4
+    assert tables.faults() == []
+
+
+def test_the_records_are_small_and_name_no_machine() -> None:
+    files = [f for f in records.HOME.rglob("*") if f.is_file() and f.suffix != ".pyc"]
+    assert sum(f.stat().st_size for f in files) < records.MOST_BYTES
+    for folder in {f.parent for f in files if f.name == "source.json"}:
+        for file in folder.glob("*.yaml"):
+            assert ": /" not in file.read_text(), file
+
+
+def test_the_record_of_the_main_run_agrees_with_the_run_itself() -> None:
+    """Accuracy recomputed from answers is what the run wrote into its results."""
+    arms = records.whole("longhealth", "results.json")["arms"]
+    for arm, result in arms.items():
+        for sampled, measured in ((False, result), (True, result["sampled"])):
+            right, n, unread = tables._counts("longhealth", arm, sampled=sampled)
+            assert (right / n, n) == (measured["accuracy"], measured["n"])
+            assert unread == measured["parse_failures"]
+
+
+def finished(run: Path, right: float = 1.0) -> Path:
+    run.mkdir()
+    (run / "results.json").write_text(json.dumps({"status": "finished"}))
+    (run / "spec.yaml").write_text(f"mesh:\n  config: {REPOSITORY}/configs/x.yaml\n")
+    answer = Answer(
+        id="0", fact="f", document="d", document_hash="0", question_hash="1", text="x", answer="x",
+        right=right,
+    )  # fmt: skip
+    rows = [to_row(answer, "none", 0, sampled=s) for s in (False, True)]
+    (run / "answers.jsonl").write_text(json_lines(rows))
+    (run / "metrics.jsonl").write_text("")
+    return run
+
+
+def test_a_run_is_collected_and_a_changed_number_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = finished(tmp_path / "run")
+    home = tmp_path / "kept"
+    folder = records.collect(run, "x", "forge-run x.yaml", home)
+    first = (folder / "answers.jsonl.gz").read_bytes()
+    assert records.collect(run, "x", "forge-run x.yaml", home) == folder
+    assert (folder / "answers.jsonl.gz").read_bytes() == first
+    assert list(records.rows("x", "answers.jsonl", home)) == list(iter_rows(run / "answers.jsonl"))
+    assert (folder / "spec.yaml").read_text() == "mesh:\n  config: configs/x.yaml\n"
+
+    monkeypatch.setattr(tables, "PAGES", ("page.md",))
+    monkeypatch.setitem(tables.TABLES, "one", lambda record: tables.table(["", "n"], [["a", "5%"]]))
+    page = tmp_path / "page.md"
+    page.write_text("text\n\n<!-- record: x one -->\n| | n |\n|---|---|\n| a | 4% |\n\nend\n")
+    (fault,) = tables.faults(tmp_path)
+    assert fault == "page.md:4: row 2 is '| a | 4% |', the record gives '| a | 5% |'"
+    assert tables.write(tmp_path) == ["page.md"]
+    assert tables.faults(tmp_path) == []
+    page.write_text(page.read_text() + "\n| a |\n|---|\n| 1.5 |\n| 2.5 |\n| 30% |\n")
+    (fault,) = tables.faults(tmp_path)
+    assert "page.md:10: a table without a mark" in fault
+    page.write_text(
+        page.read_text().replace("| a |\n|---|\n| 1.5", "<!-- no record -->\n| a |\n|---|\n| 1.5")
+    )
+    (fault,) = tables.faults(tmp_path)
+    assert "does not tell its readers" in fault
+
+
+def test_a_run_that_did_not_finish_is_refused(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run")
+    (run / "results.json").write_text(json.dumps({"status": "stopped"}))
+    with pytest.raises(SpecError, match="is stopped: only finished runs are kept"):
+        records.collect(run, "x", "", tmp_path)
+    with pytest.raises(SpecError, match="name a finished run"):
+        records.collect(tmp_path, "x", "", tmp_path)
