@@ -86,7 +86,9 @@ class SweepSpec(SpecSection):
     mesh: str = Field(min_length=1, description="the mesh that is run, relative to this file")
     seeds: int = Field(default=3, ge=1, description="seeds of each: first_seed, the next, ...")
     first_seed: int = Field(
-        default=0, ge=0, description="the first seed: documents that settings were chosen on are out"
+        default=0,
+        ge=0,
+        description="the first seed: documents that settings were chosen on are out",
     )
     seed_keys: Annotated[tuple[str, ...], AsTuple] = Field(
         default=("train.seed",), min_length=1, description="dotted keys that take the seed"
