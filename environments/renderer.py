@@ -27,9 +27,20 @@ NO_DOCUMENT = "none"
 
 
 def messages_so_far(opening: Observation, turns: Sequence[Turn]) -> tuple[AgentMessage, ...]:
-    """Return all messages that the agent read and wrote, up to the end of the last of `turns`."""
-    later = (m for t in turns for m in (AgentMessage("assistant", t.text), *t.observation.messages))
-    return (*opening.messages, *later)
+    """Return the messages of the last turn's conversation, up to the end of its observation."""
+    messages = opening.messages
+    for at, turn in enumerate(turns, start=1):
+        said = (AgentMessage("assistant", turn.text), *turn.observation.messages)
+        begins = turn.observation.new_conversation and at < len(turns)
+        messages = said[-1:] if begins else (*messages, *said)
+    return messages
+
+
+def messages_read(opening: Observation, turns: Sequence[Turn]) -> tuple[AgentMessage, ...]:
+    """Return the messages that the turn after `turns` reads."""
+    if turns and turns[-1].observation.new_conversation:
+        return turns[-1].observation.messages[-1:]
+    return messages_so_far(opening, turns)
 
 
 class ChatRenderer:
@@ -92,11 +103,11 @@ class ChatRenderer:
         additions: the closing token where the response was cut off without one, the tool's messages
         and the generation prompt.
         """
-        messages = messages_so_far(opening, turns)
+        messages = messages_read(opening, turns)
         if not turns:
             return self.opening(document, messages, opening.tools), 0
         last = turns[-1]
-        before = messages_so_far(opening, turns[:-1])
+        before = messages_read(opening, turns[:-1])
         stood = self._text(document, before, opening.tools) + last.text
         stands = self._text(document, messages, opening.tools)
         if not stands.startswith(stood):

@@ -17,7 +17,7 @@ from itertools import groupby
 
 from environments.action_parsing import ActionFormat
 from environments.hints import TurnHint
-from environments.renderer import ChatRenderer, messages_so_far
+from environments.renderer import ChatRenderer, messages_read
 from protocols import teacher_replay
 from protocols.episodes import Episode, Turn
 from protocols.errors import DataError
@@ -125,7 +125,7 @@ def replay_states(
             ReplayState(
                 trace_id=e.task.id,
                 turn=t,
-                messages=messages_so_far(e.opening, e.turns[:t]),
+                messages=messages_read(e.opening, e.turns[:t]),
                 tools=e.opening.tools,
                 student_action=dialect.parse(turn.text),
                 error_kind=turn.observation.error_kind,

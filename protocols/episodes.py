@@ -35,7 +35,8 @@ class Observation:
     `reward` is set when `done` is. A failed call sets its `error_kind` ("missing_record") and the
     `hint_key` of a template that would help, with that template's `hint_facts`. `error` is a
     failure of the environment itself ("environment_died: ..."): the episode then ends without a
-    reward. `expected` is the right answer, for checks after the episode; the agent never sees it.
+    reward. With `new_conversation` the agent's next turn reads the last message alone. `expected`
+    is the right answer, for checks after the episode; the agent never sees it.
     """
 
     messages: tuple[AgentMessage, ...] = ()
@@ -47,6 +48,7 @@ class Observation:
     hint_facts: Mapping[str, str] = field(default_factory=dict)
     error: str = ""
     expected: str | None = None
+    new_conversation: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,19 @@ value, a clerk finds the note, reads it and answers:
     assistant   answer weber.
 
 Notes and values are drawn anew for every case, so only the tools reveal them. A clerk without the
-handbook guesses departments and gets errors: `missing_record`, `unknown_tool`, `bad_arguments`. The
-module does no I/O.
+handbook guesses departments and gets errors: `missing_record`, `unknown_tool`, `bad_arguments`.
+
+A shift is several cases, one after another, with one reward: 1 if every case was answered right.
+Each case is a conversation of its own, and a clerk hears of no result before the end. The module
+does no I/O.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from environments.clinic import vocabulary as words
 from protocols.errors import DataError
@@ -112,7 +115,7 @@ class DeskReply:
 
     `reward` is set at the end only: 1 for the right value, else 0. A failure has an `error_kind`,
     the `hint_key` of a template that would help, and that template's values in `hint_facts`. Hints
-    never contain the value.
+    never contain the value. `question` is the next case's, where this reply ends one of a shift.
     """
 
     text: str
@@ -121,6 +124,7 @@ class DeskReply:
     error_kind: str = ""
     hint_key: str = ""
     hint_facts: Mapping[str, str] = field(default_factory=dict)
+    question: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,17 @@ class CaseState:
     found: bool = False
     read: bool = False
     turns: int = 0
+    reply: DeskReply | None = None
+
+
+@dataclass(frozen=True)
+class ShiftState:
+    """Hold a shift after some calls: cases ended, how many of them right, the state of the current
+    one (after the last: its own), and the desk's reply to the last call."""
+
+    ended: int = 0
+    right: int = 0
+    case: CaseState = CaseState()
     reply: DeskReply | None = None
 
 
@@ -152,6 +167,22 @@ def draw_case(desk: ClinicDesk, seed: int) -> DeskCase:
     rng = random.Random(f"case/{desk.id}/{seed}")
     name, department = rng.choice(desk.handbook)
     return case_of(name, department, rng)
+
+
+def draw_shift(desk: ClinicDesk, seed: int, cases: int) -> tuple[DeskCase, ...]:
+    """Return a seed's shift of `cases` cases about distinct fields; the first is `draw_case`'s.
+
+    Raises DataError where the handbook has fewer fields.
+    """
+    if not 1 <= cases <= len(desk.handbook):
+        raise DataError(
+            f"a shift has 1 to {len(desk.handbook)} cases, the fields of its handbook: got "
+            f"{cases}; change episodes.cases or data.facts"
+        )
+    first = draw_case(desk, seed)
+    rng = random.Random(f"shift/{desk.id}/{seed}")
+    others = [entry for entry in desk.handbook if entry[0] != first.field]
+    return first, *(case_of(*entry, rng) for entry in rng.sample(others, cases - 1))
 
 
 def case_of(name: str, department: str, rng: random.Random) -> DeskCase:
@@ -200,6 +231,22 @@ def reply_to(case: DeskCase, state: CaseState, text: str, max_turns: int) -> Cas
             reply.hint_facts,
         )  # fmt: skip
     return CaseState(found, read, turns, reply)
+
+
+def reply_in_shift(
+    cases: Sequence[DeskCase], state: ShiftState, text: str, case_turns: int
+) -> ShiftState:
+    """Return the shift's state after one more call; every case has at most `case_turns` turns."""
+    case = reply_to(cases[state.ended], state.case, text, case_turns)
+    assert case.reply is not None
+    if not case.reply.done:
+        return replace(state, case=case, reply=case.reply)
+    ended, right = state.ended + 1, state.right + (case.reply.reward == 1.0)
+    if ended < len(cases):
+        question = cases[ended].question
+        reply = replace(case.reply, done=False, reward=None, question=question)
+        return ShiftState(ended, right, CaseState(), reply)
+    return ShiftState(ended, right, case, replace(case.reply, reward=float(right == len(cases))))
 
 
 def _answered(case: DeskCase, state: CaseState, call: ToolAction) -> tuple[bool, bool, DeskReply]:

@@ -21,12 +21,12 @@ from pydantic import Field
 
 from environments.clinic.desk import (
     TOOLS,
-    CaseState,
     DeskCase,
     DeskReply,
-    draw_case,
+    ShiftState,
     draw_desk,
-    reply_to,
+    draw_shift,
+    reply_in_shift,
 )
 from protocols.errors import DataError, RunError
 
@@ -42,7 +42,8 @@ class DeskAction(Action):
 class DeskObservation(Observation):
     """Carry the messages that the clerk reads next; `tools` are set at the opening only.
 
-    `metadata` is {"error_kind", "hint_template_key", "hint_facts"}, and "expected" when done.
+    `metadata` is {"error_kind", "hint_template_key", "hint_facts"}, "expected" when done unless a
+    case before was wrong, and "new_conversation" where the last message begins another case.
     """
 
     messages: list[dict[str, str]] = Field(default_factory=list)
@@ -63,9 +64,9 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._case: DeskCase | None = None
-        self._max_turns = 0
-        self._case_state = CaseState()
+        self._cases: tuple[DeskCase, ...] = ()
+        self._case_turns = 0
+        self._shift = ShiftState()
         self._state = DeskState()
 
     def reset(
@@ -76,47 +77,54 @@ class DeskEnvironment(Environment[DeskAction, DeskObservation, DeskState]):
         desk: int = 1,
         fields: int = 4,
         max_turns: int = 8,
+        cases: int = 1,
         replay_actions: Sequence[str] = (),
         **_: Any,
     ) -> DeskObservation:
-        """Open case `seed` of desk `desk` (from 1) of `desk_seed` and return the question. Raises
-        DataError for invalid numbers."""
-        if max_turns < 1:
-            raise DataError(f"max_turns must be >= 1: got {max_turns}; set it to 1 or more")
-        case = draw_case(draw_desk(desk_seed, desk, fields), seed or 0)
-        self._case, self._case_state, self._max_turns = case, CaseState(), max_turns
-        question = {"role": "user", "content": case.question}
+        """Open case `seed`, or a shift of `cases`, of desk `desk` (from 1) of `desk_seed`, and
+        return the question. A case has at most max_turns // cases turns. Raises DataError for
+        invalid numbers."""
+        self._cases = draw_shift(draw_desk(desk_seed, desk, fields), seed or 0, cases)
+        if max_turns < cases:
+            raise DataError(
+                f"max_turns must be >= {cases}, a turn a case: got {max_turns}; set it to that or "
+                "more"
+            )
+        self._shift, self._case_turns = ShiftState(), max_turns // cases
+        question = {"role": "user", "content": self._cases[0].question}
         self._state = DeskState(episode_id=episode_id, history=[question])
         tools = [asdict(tool) for tool in TOOLS]
-        seen = DeskObservation(
-            messages=[question], tools=tools, metadata=_metadata(case, DeskReply(""))
-        )
+        seen = DeskObservation(messages=[question], tools=tools, metadata=_metadata(DeskReply("")))
         for text in replay_actions:
             seen = self.step(DeskAction(text=text))
         return seen
 
     def step(self, action: DeskAction, timeout_s: float | None = None, **_: Any) -> DeskObservation:
         """Return the desk's reply to one call. Raises RunError without an open case."""
-        before = self._case_state.reply
-        if self._case is None or (before is not None and before.done):
+        before = self._shift
+        if not self._cases or before.ended == len(self._cases):
             raise RunError("there is no open case; reset first")
-        limit = self._max_turns
-        self._case_state = reply_to(self._case, self._case_state, bounded(action.text), limit)
-        reply = self._case_state.reply
+        text = bounded(action.text)
+        self._shift = reply_in_shift(self._cases, before, text, self._case_turns)
+        reply = self._shift.reply
         assert reply is not None
+        # After a wrong case the last answer does not decide the reward.
+        decides = reply.done and before.right == before.ended
         said = {"role": "assistant", "content": action.text}
-        answer = {"role": "tool", "content": reply.text}
+        answer = [{"role": "tool", "content": reply.text}]
+        if reply.question:
+            answer.append({"role": "user", "content": reply.question})
         self._state = DeskState(
             episode_id=self._state.episode_id,
-            step_count=self._case_state.turns,
-            history=[*self._state.history, said, answer],
+            step_count=len(self._state.actions) + 1,
+            history=[*self._state.history, said, *answer],
             actions=[*self._state.actions, action.text],
         )
         return DeskObservation(
-            messages=[answer],
+            messages=answer,
             done=reply.done,
             reward=reply.reward,
-            metadata=_metadata(self._case, reply),
+            metadata=_metadata(reply, self._cases[before.ended].value if decides else None),
         )
 
     @property
@@ -134,10 +142,12 @@ def bounded(text: str) -> str:
     return next(iter(text.split()), "")[:MAX_CALL_CHARS]
 
 
-def _metadata(case: DeskCase, reply: DeskReply) -> dict[str, Any]:
-    metadata = {
+def _metadata(reply: DeskReply, expected: str | None = None) -> dict[str, Any]:
+    metadata: dict[str, Any] = {
         "error_kind": reply.error_kind,
         "hint_template_key": reply.hint_key,
         "hint_facts": dict(reply.hint_facts),
     }
-    return metadata | ({"expected": case.value} if reply.done else {})
+    if reply.question:
+        metadata["new_conversation"] = True
+    return metadata | ({} if expected is None else {"expected": expected})

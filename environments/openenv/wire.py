@@ -38,6 +38,7 @@ def observed(data: Mapping[str, Any], opening: bool) -> Observation:
         hint_key=_text(marks.get("hint_template_key")),
         hint_facts={k: _text(v) for k, v in facts.items()} if isinstance(facts, dict) else {},
         expected=_text(marks["expected"]) if done and "expected" in marks else None,
+        new_conversation=marks.get("new_conversation") is True,
     )
 
 

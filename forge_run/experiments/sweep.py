@@ -43,7 +43,7 @@ def planned(
     overlays: Sequence[str] = (),
     sets: Sequence[str] = (),
     seeds: int | None = None,
-    first_seed: int = 0,
+    first_seed: int | None = None,
     evaluated: Sequence[str] | None = None,
 ) -> tuple[Trial, ...]:
     """Return every run's trial, those of a seed in sequence.
@@ -61,7 +61,8 @@ def planned(
     if seeds is not None and seeds < 1:
         raise SpecError(f"--seeds must be >= 1: got {seeds}; 3 or more give an interval of use")
     found = []
-    for seed in range(first_seed, first_seed + (seeds or sweep.seeds)):
+    first = sweep.first_seed if first_seed is None else first_seed
+    for seed in range(first, first + (seeds or sweep.seeds)):
         for point in sweep.points():
             for variant in sweep.variants:
                 keys = {**sweep.set, **variant.set, **point}

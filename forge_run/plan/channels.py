@@ -87,7 +87,8 @@ def sampled_episodes(learn: LearnSpec, episodes: EpisodesSpec) -> tuple[int, lis
         ),
         (
             "an episode",
-            f"at most {episodes.max_turns} turns of {learn.rollout.max_tokens} tokens, "
+            (f"{episodes.cases} cases, rewarded if all are right; " if episodes.cases > 1 else "")
+            + f"at most {episodes.max_turns} turns of {learn.rollout.max_tokens} tokens, "
             f"{episodes.max_context} with what it reads",
         ),
     ]

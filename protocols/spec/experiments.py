@@ -84,7 +84,12 @@ class SweepSpec(SpecSection):
 
     name: str = Field(pattern=r"^[a-z0-9_-]+$", description="names the folder of its results")
     mesh: str = Field(min_length=1, description="the mesh that is run, relative to this file")
-    seeds: int = Field(default=3, ge=1, description="seeds of each: 0, 1, ...")
+    seeds: int = Field(default=3, ge=1, description="seeds of each: first_seed, the next, ...")
+    first_seed: int = Field(
+        default=0,
+        ge=0,
+        description="the first seed: documents that settings were chosen on are out",
+    )
     seed_keys: Annotated[tuple[str, ...], AsTuple] = Field(
         default=("train.seed",), min_length=1, description="dotted keys that take the seed"
     )

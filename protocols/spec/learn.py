@@ -95,6 +95,17 @@ def _of_channels(spec: LearnSections) -> Iterator[Rule]:
         f"episodes.max_context must be <= train.row_tokens ({spec.train.row_tokens})",
         "an episode is trained in one row: lower it or raise train.row_tokens",
     )
+    facts = spec.data.facts
+    yield (
+        episodes is not None and facts is not None and episodes.cases > facts,
+        f"episodes.cases must be <= data.facts ({facts}), the fields of a handbook",
+        "lower it, or raise data.facts",
+    )
+    yield (
+        episodes is not None and episodes.cases > 1 and episodes.max_turns < 3 * episodes.cases,
+        "episodes.max_turns must be >= 3 x episodes.cases: a case takes three calls",
+        "raise it, or lower episodes.cases",
+    )
     if episodes is not None or rsa is not None:
         yield from _of_rewards(spec)
     if rsa is not None:

@@ -502,6 +502,11 @@ class EpisodesSpec(SpecSection):
         default=8, ge=2, description="episodes of one task, whose rewards are compared"
     )
     max_turns: int = Field(default=5, ge=1, description="most turns of the student")
+    cases: int = Field(
+        default=1,
+        ge=1,
+        description="cases of an episode, each a conversation; it is rewarded if all are right",
+    )
     max_context: int = Field(
         ge=2, description="most tokens of an episode after the cartridge; fits train.row_tokens"
     )

@@ -215,6 +215,7 @@ class ToolEpisodesRecipe(Recipe):
             "fields": self._spec.data.facts,
             "seed": stream_seed(stream),
             "max_turns": self._episodes.max_turns,
+            "cases": self._episodes.cases,
         }
         return Task(name, self._desks[number], arguments)
 

@@ -1,10 +1,12 @@
 """Contexts in exact tokens: what was sampled stays as it is, under every kind of template."""
 
+from dataclasses import replace
+
 import pytest
 from episode_setup import HANDBOOK, LOST, RIGHT, TEMPLATES, conversation, episode_of, tokenizer
 
 from environments.clinic.desk import TOOLS
-from environments.renderer import ChatRenderer, messages_so_far
+from environments.renderer import ChatRenderer, messages_read, messages_so_far
 from protocols.episodes import Observation, Turn
 from protocols.errors import DataError
 from protocols.teacher_replay import AgentMessage
@@ -183,3 +185,23 @@ def test_templates_that_cannot_do_it_say_so() -> None:
         counts.saying("x")
     with pytest.raises(DataError, match=r"must end with the .* prompt \[5\]: got \[4\]"):
         conversation().with_hint((USER, USER), "x")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_new_conversation_branches_and_reads_its_question_alone(name: str) -> None:
+    talk = conversation(name)
+    context, _ = talk.context("desk_01", ASKED, ())
+    said = (*ids_of("answer weber.", name), tokenizer(name).eos_token_id)
+    next_question = AgentMessage("user", "what is the sodium?")
+    ended = turn(said, context, AgentMessage("tool", "right."), next_question, name=name)
+    ended = replace(ended, observation=replace(ended.observation, new_conversation=True))
+    after, branch = talk.context("desk_01", ASKED, (ended,))
+    assert (after, branch) == (talk.opening("desk_01", (next_question,)), 1)
+    assert messages_read(ASKED, (ended,)) == (next_question,)
+    assert messages_so_far(ASKED, (ended,))[-2:] == ended.observation.messages
+    begun = replace(turn(said, after, AgentMessage("tool", "note 9."), name=name), branch=1)
+    assert messages_so_far(ASKED, (ended, begun)) == messages_read(ASKED, (ended, begun))
+    assert [m.content for m in messages_read(ASKED, (ended, begun))][::2] == [
+        "what is the sodium?", "note 9."
+    ]  # fmt: skip
+    assert talk.context("desk_01", ASKED, (ended, begun))[1] == 1

@@ -107,3 +107,27 @@ def test_an_episode_that_is_not_open_is_refused() -> None:
 def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"must be >= 1|a handbook has"):
         DeskEnvironment().reset(**dict(TASK.arguments) | wrong)
+
+
+def test_a_shift_begins_a_conversation_with_every_case() -> None:
+    env = DeskEnvironment()
+    env.reset(**{**TASK.arguments, "cases": 2, "max_turns": 7})
+    seen = [env.step(DeskAction(text=text)) for text in [*solution(TASK), "answer nothing."]]
+    assert [[m["role"] for m in o.messages] for o in seen] == [
+        ["tool"], ["tool"], ["tool", "user"], ["tool"]
+    ]  # fmt: skip
+    assert [o.metadata.get("new_conversation") for o in seen] == [None, None, True, None]
+    assert [(o.done, o.reward) for o in seen] == [(False, None)] * 3 + [(True, 0.0)]
+    assert "expected" in seen[-1].metadata
+    assert seen[-1].metadata["expected"] not in (CASE.value, "nothing")
+
+
+def test_a_case_of_a_shift_has_its_share_of_the_turns() -> None:
+    env = DeskEnvironment()
+    env.reset(**{**TASK.arguments, "cases": 2, "max_turns": 7})
+    seen = [env.step(DeskAction(text="sing.")) for _ in range(6)]
+    assert [len(o.messages) for o in seen] == [1, 1, 2, 1, 1, 1]
+    assert (seen[-1].done, seen[-1].reward) == (True, 0.0)
+    assert "expected" not in seen[-1].metadata  # the first case had decided
+    with pytest.raises(DataError, match="max_turns must be >= 2"):
+        env.reset(**{**TASK.arguments, "cases": 2, "max_turns": 1})

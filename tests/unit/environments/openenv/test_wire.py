@@ -57,7 +57,9 @@ def test_marks_are_read_from_either_place() -> None:
     assert (outer.error_kind, outer.hint_key, outer.expected) == ("e", "h", "4")
     assert outer.hint_facts == {"n": "3"}
     early = observed({"observation": {"text": "t"}, "metadata": marks}, opening=False)
-    assert early.expected is None
+    assert (early.expected, early.new_conversation) == (None, False)
+    begins = {"observation": {"text": "t"}, "metadata": {"new_conversation": True}}
+    assert observed(begins, opening=False).new_conversation
 
 
 def test_tools_are_read_in_both_forms() -> None:

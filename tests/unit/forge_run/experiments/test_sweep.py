@@ -56,6 +56,12 @@ def test_every_combination_is_planned_with_its_keys() -> None:
     assert len(plan_of(seeds=1)) == 4
 
 
+def test_seeds_begin_at_the_first() -> None:
+    plan = planned(SPEC.model_copy(update={"first_seed": 40}), MESH)
+    assert [t.seed for t in plan] == [40] * 4 + [41] * 4
+    assert {(t.spec.learn.data.seed, t.spec.learn.train.seed) for t in plan} == {(40, 40), (41, 41)}
+
+
 def test_the_command_lines_keys_stand_under_the_sweeps() -> None:
     plan = planned(SPEC, MESH, sets=("train.steps=70", "train.lr=0.3", "evaluate.questions=7"))
     learn = plan[0].spec.learn

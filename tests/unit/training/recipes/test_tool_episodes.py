@@ -14,6 +14,8 @@ from desk_tasks import replayed
 
 from environments.clinic.desk import TOOLS, call_text, draw_case, draw_desk
 from environments.clinic.fake_teachers import next_call
+from environments.openenv.desk_env import DeskEnvironment
+from environments.openenv.wire import observed
 from learning.model.loading import load_tokenizer
 from protocols.episodes import EnvironmentRequest, Observation
 from protocols.errors import RunError, SpecError
@@ -40,6 +42,8 @@ def spec(*sets: str) -> LearnSpec:
 def said(move: EnvironmentRequest) -> Observation:
     """What a desk says, by the pure world."""
     given = move.task.arguments
+    if given["cases"] > 1:
+        return said_in_shift(move)
     case = draw_case(draw_desk(given["desk_seed"], given["desk"], given["fields"]), given["seed"])
     reply = replayed(case, move.actions, given["max_turns"])[-1].reply
     if reply is None:
@@ -48,6 +52,14 @@ def said(move: EnvironmentRequest) -> Observation:
         (AgentMessage("tool", reply.text),), TOOLS, reply.done, reply.reward, reply.error_kind,
         reply.hint_key, reply.hint_facts, expected=case.value if reply.done else None,
     )  # fmt: skip
+
+
+def said_in_shift(move: EnvironmentRequest) -> Observation:
+    """What the environment that is served says, as it arrives."""
+    env = DeskEnvironment()
+    seen = env.reset(**move.task.arguments, replay_actions=move.actions)
+    data = {"observation": seen.model_dump(), "reward": seen.reward, "done": seen.done}
+    return observed(data, opening=not move.actions)
 
 
 class Environment:
@@ -128,6 +140,36 @@ def test_a_clerk_with_the_handbook_is_right_in_three_turns() -> None:
     assert [e.task.document for e in rollout.episodes][::2] == ["desk_01", "desk_02", "desk_01"]
     later = sample(course(learn), clerk, step=1)
     assert [e.task.document for e in later.episodes][::2] == ["desk_02", "desk_01", "desk_02"]
+
+
+SHIFT = ("episodes.cases=2", "episodes.max_turns=6")
+
+
+def test_every_case_of_a_shift_is_a_sequence_with_the_shift_s_reward() -> None:
+    learn = spec(*SHIFT)
+    cases, clerk = course(learn), Clerk(learn)
+    rollout = sample(cases, clerk)
+    assert facts(cases, rollout) == {"count": 6, "errored": 0, "turns": 36, "reward": 1.0}
+    assert [[t.branch for t in e.turns] for e in rollout.episodes] == [[0, 0, 0, 1, 1, 1]] * 6
+    lesson = asyncio.run(cases.lesson(rollout, 7))
+    assert [r.reward for r in lesson.rl] == [1.0] * 12
+    longest = max(len(r.sample.prompt_ids) for r in lesson.rl)
+    assert longest == max(len(e.turns[0].context_ids) for e in rollout.episodes)
+
+
+def test_errors_of_every_case_of_a_lost_shift_have_hints() -> None:
+    learn = spec(*SHIFT)
+    cases, clerk = course(learn), Clerk(learn, able=False)
+    rollout = sample(cases, clerk)
+    assert facts(cases, rollout)["error/missing_record"] == 36
+    lesson = asyncio.run(cases.lesson(rollout, 7))
+    assert (len(lesson.turns), {r.reward for r in lesson.rl}) == (36, {0.0})
+    fields = [
+        clerk.tokenizer.decode(list(t.context_ids)).partition("what is the")[2].split("?")[0]
+        for t in rollout.episodes[0].turns
+    ]
+    assert fields == [fields[0]] * 3 + [fields[-1]] * 3
+    assert fields[0] != fields[-1]
 
 
 def test_the_same_seed_asks_the_same_and_another_something_else() -> None:
