@@ -40,6 +40,14 @@ SMALL: dict[str, Any] = {
     "health.heartbeat_s": 0.3,
 }
 WITHOUT_TEACHERS = {"replay": None, "objective.beta": 0.0}
+SEVERAL_UPDATES = {
+    "train.updates_per_rollout": 2,
+    "train.minibatches": 2,
+    "objective.grpo.kl": 0.05,
+    "objective.grpo.kl_reference": "version",
+    "objective.grpo.kl_refresh": 3,
+    "objective.grpo.refill": 2,
+}
 WITHOUT_ASKING = tuple(role for role in OF_CHANNELS if role != "teacher_replay")
 
 
@@ -129,10 +137,16 @@ def test_what_was_spent_is_told_with_each_step(done: Finished) -> None:
 
 def test_deaths_of_desk_hint_teacher_and_controller_change_nothing(tmp_path: Path) -> None:
     """kill -9 of each while it is wanted, then of the controller: the run that goes on by itself,
-    and is resumed, ends as the undisturbed one does, to the byte."""
-    calm = whole_run(tmp_path / "calm", **WITHOUT_TEACHERS).path
+    and is resumed, ends as the undisturbed one does, to the byte. Also with four updates a step, a
+    reference that is renewed, and refills."""
+    sets = WITHOUT_TEACHERS | SEVERAL_UPDATES
+    calm = whole_run(tmp_path / "calm", **sets).path
+    rows = read_rows(calm / "metrics.jsonl")
+    assert all(row["channels"]["grpo"].get("updates") == 4 for row in rows)
+    assert sum(row["episodes"]["refill/sampled"] for row in rows) > 0
+    assert any(row["channels"]["grpo"].get("approx_kl_last", 0) > 0 for row in rows)
     root = tmp_path / "struck"
-    with running(command(root, **WITHOUT_TEACHERS), root) as run:
+    with running(command(root, **sets), root) as run:
         wait_for(root, 1)
         for role in WITHOUT_ASKING:
             (pid,) = pids(root)[role]
@@ -148,7 +162,7 @@ def test_deaths_of_desk_hint_teacher_and_controller_change_nothing(tmp_path: Pat
         if e["event"] == "replica_lost"
     ]
     assert set(lost) >= set(WITHOUT_ASKING)
-    process = run_to_end(command(root, "--resume", **WITHOUT_TEACHERS))
+    process = run_to_end(command(root, "--resume", **sets))
     assert process.returncode == 0, process.stdout + process.stderr
     for name in ("metrics.jsonl", "episodes.jsonl"):
         assert (directory(root) / name).read_bytes() == (calm / name).read_bytes(), name
