@@ -15,7 +15,7 @@ from learning.losses.channel import MicroBatch
 from learning.losses.objective import active_channels
 from learning.packing import pack
 from learning.scoring import TeacherDistribution
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import GrpoSpec, ObjectiveSpec
 from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch
 from protocols.types import Sample, Sampling
 
@@ -44,7 +44,8 @@ BATCH = TrainBatch(
         "sdpo_teacher": TeacherDistribution(logits=torch.tensor([[12.0], [2.0], [3.0]])),
     },
 )
-CHANNELS = active_channels(ObjectiveSpec(w_rl=1.0, alpha=1.0, beta=1.0))
+KEPT = GrpoSpec(zero_variance="keep")  # for single episodes of a group too
+CHANNELS = active_channels(ObjectiveSpec(w_rl=1.0, alpha=1.0, beta=1.0, grpo=KEPT))
 
 
 def prepared(batch: TrainBatch) -> PreparedBatch:
