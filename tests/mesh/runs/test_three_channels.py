@@ -185,7 +185,7 @@ def test_teachers_that_are_all_down_are_done_without(tmp_path: Path) -> None:
     path = directory(tmp_path)
     rows = read_rows(path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert all(row["channels"]["grpo"]["count"] for row in rows)
+    assert any(row["channels"]["grpo"]["count"] for row in rows)  # where rewards varied
     verdicts = [record_from(row) for row in read_rows(path / "votes.jsonl")]
     verdicts = [v for v in verdicts if isinstance(v, PanelVerdict)]
     assert {v.reason for v in verdicts} <= {"too_few_votes", "not_worth_asking"}
