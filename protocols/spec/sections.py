@@ -258,7 +258,7 @@ class SamplerGapSpec(SpecSection):
 class TrainSpec(SpecSection):
     """Configure the optimiser: Adam on the cartridges alone."""
 
-    steps: int = Field(ge=1, description="optimiser steps of the run")
+    steps: int = Field(ge=1, description="training steps of the run: rollouts, each trained")
     lr: float = Field(default=0.02, gt=0, description="Adam's learning rate after warm-up")
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
     clip: float = Field(default=1.0, gt=0, description="most gradient norm")

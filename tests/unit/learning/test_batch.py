@@ -44,10 +44,8 @@ BATCH = TrainBatch(
         "sdpo_teacher": TeacherDistribution(logits=torch.tensor([[12.0], [2.0], [3.0]])),
     },
 )
-# The two episodes have one reward: keep them in the loss.
-CHANNELS = active_channels(
-    ObjectiveSpec(w_rl=1.0, alpha=1.0, beta=1.0, grpo=GrpoSpec(zero_variance="keep"))
-)
+KEPT = GrpoSpec(zero_variance="keep")  # for single episodes of a group too
+CHANNELS = active_channels(ObjectiveSpec(w_rl=1.0, alpha=1.0, beta=1.0, grpo=KEPT))
 
 
 def prepared(batch: TrainBatch) -> PreparedBatch:

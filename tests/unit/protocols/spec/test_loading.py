@@ -147,7 +147,7 @@ BAD_FILES = [
      "write digits alone, without quotes"),
     (C, "  steps: 150\n", "",
      f"steps must be given: missing at {C}:14 (train.steps); "
-     "add steps: (optimiser steps of the run)"),
+     "add steps: (training steps of the run: rollouts, each trained)"),
     (C, "held_out: 0.5", "held_out: 1.5",
      f"held_out must be <= 1: got 1.5 at {C}:7 (data.held_out); set it to 1 or less"),
     (C, "held_out: 0.5", "held_out: 0",
