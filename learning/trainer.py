@@ -13,6 +13,7 @@ from torch import Tensor
 from learning.cartridge.bank import CartridgeBank
 from learning.checkpoint import Checkpoint, read_state, write_checkpoint, write_state
 from learning.losses.balance import GradientBalance
+from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
 from learning.model.distributed import ALONE, ProcessGroup
 from learning.model.loading import base_hash
@@ -21,7 +22,7 @@ from learning.step import LearningRateSchedule, new_optimizer, train_step
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
-from protocols.train_batch import TrainBatch
+from protocols.train_batch import PreferencePair, TrainBatch
 from protocols.types import Sample, TrainStepOutput
 
 if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
@@ -141,6 +142,16 @@ class CartridgeTrainer:
         self._last = result
         self._keep()
         return result
+
+    @torch.no_grad()
+    def references(self, pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
+        """Return the pairs with reference log-probabilities under the untrained cartridges, as of
+        the arm's first version. All ranks must call it."""
+        first = self.version - self._step
+        with self._ranks.abreast():
+            kv = torch.cat([self.bank.frozen, self._initial], dim=4).to(self.model.dtype)
+            prefixes = dict(zip(self.bank.names, kv, strict=True))
+            return with_references(self.model, pairs, prefixes, self.spec.row_tokens, first, 0)
 
     def _compares(self) -> bool:
         every = self._objective.compare_every

@@ -616,7 +616,9 @@ def test_what_does_not_fit_trains_nothing(
     batch = scene(llama, bank)
     batch = scored(batch, distill=batch.scores["ref"])
     objective = changed(
-        ALL, grpo=PolicyGradientSpec(kl=0.1, distill=0.1), dpo=DpoSpec(max_reference_age=2)
+        ALL,
+        grpo=PolicyGradientSpec(kl=0.1, distill=0.1),
+        dpo=DpoSpec(reference="first_use", max_reference_age=2),
     )
     before = bank.trainable.detach().clone()
     do(llama, batch, objective)
