@@ -30,7 +30,7 @@ from learning.scoring import TeacherDistribution, joined, of_stored
 from learning.trainer import CartridgeTrainer
 from protocols.errors import PlaneError
 from protocols.spec.learn import LearnSpec
-from protocols.train_batch import PrecomputedScores, TeacherScores, TrainBatch
+from protocols.train_batch import PrecomputedScores, PreferencePair, TeacherScores, TrainBatch
 from protocols.types import CartridgeSnapshot, TrainStepOutput
 
 
@@ -154,6 +154,11 @@ class TrainerActor(ModelActor):
             if one["fault"]:
                 raise PlaneError(one["fault"])
         return found
+
+    @endpoint
+    async def references(self, pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
+        """Return the pairs with reference log-probabilities under the untrained cartridges."""
+        return self._trainer.references(pairs)
 
     @endpoint
     async def publish(self, version: int) -> CartridgeSnapshot | None:

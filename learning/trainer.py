@@ -14,6 +14,7 @@ from learning.cartridge.bank import CartridgeBank
 from learning.checkpoint import Checkpoint, read_state, write_checkpoint, write_state
 from learning.losses.balance import GradientBalance
 from learning.losses.channel import LossChannel
+from learning.losses.dpo import with_references
 from learning.losses.grpo import check_policy
 from learning.losses.objective import active_channels
 from learning.model.distributed import ALONE, ProcessGroup
@@ -26,7 +27,7 @@ from learning.updates import run_updates
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
-from protocols.train_batch import TrainBatch
+from protocols.train_batch import PreferencePair, TrainBatch
 from protocols.types import Sample, TrainStepOutput
 
 if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
@@ -225,6 +226,16 @@ class CartridgeTrainer:
 
     def _keeps_reference(self) -> bool:
         return any("ref" in channel.references(1) for channel in self._channels)
+
+    @torch.no_grad()
+    def references(self, pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
+        """Return the pairs with reference log-probabilities under the untrained cartridges, as of
+        the arm's first version. All ranks must call it."""
+        first = self.version - self._step
+        with self._ranks.abreast():
+            kv = torch.cat([self.bank.frozen, self._initial], dim=4).to(self.model.dtype)
+            prefixes = dict(zip(self.bank.names, kv, strict=True))
+            return with_references(self.model, pairs, prefixes, self.spec.row_tokens, first, 0)
 
     def _compares(self) -> bool:
         every = self._objective.compare_every

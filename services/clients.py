@@ -257,6 +257,11 @@ class TrainerClient(RoleClient):
         output: TrainStepOutput = await self.pool.route("step", batch, version)
         return output
 
+    async def references(self, pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
+        """Return the pairs with the reference log-probabilities of the untrained cartridges."""
+        referred: list[PreferencePair] = await self.pool.route("references", tuple(pairs))
+        return referred
+
     async def publish(self, version: int) -> CartridgeSnapshot:
         """Put the cartridges of `version` into the tensor plane. Raises PublishError for a version
         that the trainer does not keep."""

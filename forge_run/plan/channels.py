@@ -140,14 +140,17 @@ def teacher_rows(replay: ReplaySpec) -> Rows:
 
 
 def vote_rows(learn: LearnSpec, replay: ReplaySpec) -> list[tuple[str, str]]:
-    """Return rows on the provider of the answers, the gate for calls, and their limits."""
-    states, steps = learn.objective.dpo.states, learn.train.steps
+    """Return rows on the provider of the answers, the gate for calls, the loss of pairs, and
+    limits."""
+    dpo, steps = learn.objective.dpo, learn.train.steps
+    beside = "the untrained cartridge" if not dpo.follows_policy else "that of their first step"
     quorum = f"{replay.quorum} equal votes of {len(replay.teachers)}, the cheapest asked first"
     return [
         *_answered(replay),
         ("quorum", quorum),
         ("asked", _gate(replay)),
-        ("states", f"at most {states} a step, {states * steps:,} in all"),
+        ("states", f"at most {dpo.states} a step, {dpo.states * steps:,} in all"),
+        ("pairs", f"{dpo.variant}, beside {beside if dpo.has_reference else 'no reference'}"),
         ("cap", f"{replay.cap:g} dollars together, set aside before each call"),
         ("deadline", f"{replay.deadline_s:g} s for a state; no step waits for it"),
     ]

@@ -24,6 +24,9 @@ eps = (1 - share of the votes for the chosen) / 2, in every variant but regressi
 
     (1 - eps) * loss(chosen, rejected) + eps * loss(rejected, chosen)
 
+The reference is the untrained cartridge, or that of the version which first trains the pair
+(`reference: first_use`). The latter follows the student, and holds it nowhere.
+
 `nll` adds nll * (-pi / n) of the chosen. All losses are means over pairs.
 
 Sources: Rafailov et al. 2023 (DPO); Azar et al. 2023 (IPO); Meng et al. 2024 (SimPO); Ethayarajh et
@@ -80,7 +83,7 @@ class ReplayDPO(LossChannel):
         ]
 
     def check(self, batch: TrainBatch, version: int) -> None:
-        for p in batch.pairs:
+        for p in batch.pairs if self.spec.has_reference else ():
             if is_stale(p, version, self.spec.max_reference_age):
                 raise StaleTokenError(
                     f"preference pair {p.id} has a reference of version {p.ref_version}, and "

@@ -69,7 +69,8 @@ class RolesSpec(SpecSection):
     generator: RoleSpec = Field(default=RoleSpec(), description="samples with the cartridge")
     doc_teacher: RoleSpec = Field(default=RoleSpec(), description="scores with the document")
     sdpo_teacher: RoleSpec = Field(
-        default=RoleSpec(), description="scores turns with a hint, and references of preferences"
+        default=RoleSpec(),
+        description="scores turns with a hint, and references of dpo.reference first_use",
     )
     environment: RoleSpec = Field(default=RoleSpec(), description="answers the student's calls")
     teacher_replay: RoleSpec = Field(default=RoleSpec(), description="asks external teachers")
@@ -153,7 +154,8 @@ class RunSpec(SpecSection):
         needed = {
             "generator": True,
             "doc_teacher": objective.reads_document,
-            "sdpo_teacher": objective.alpha > 0 or objective.beta > 0,
+            "sdpo_teacher": objective.alpha > 0
+            or (objective.beta > 0 and objective.dpo.follows_policy),
             "environment": learn.episodes is not None,
             "teacher_replay": learn.replay is not None,
             "rsa_aggregator": learn.rsa is not None,

@@ -373,8 +373,15 @@ class DpoSpec(SpecSection):
     nll: float = Field(
         default=0.0, ge=0, description="weight of the chosen's negative log-probability a token"
     )
+    reference: Literal["initial", "first_use"] = Field(
+        default="initial",
+        description="the untrained cartridge, which anchors the run, or that of the version which "
+        "first trains the pair",
+    )
     max_reference_age: int | None = Field(
-        default=None, ge=0, description="versions after which a reference is stale; null: never"
+        default=None,
+        ge=0,
+        description="of first_use: versions after which a reference is stale; null: never",
     )
     states: int = Field(
         default=16,
@@ -390,6 +397,15 @@ class DpoSpec(SpecSection):
         default=8, ge=1, description="steps after its rollout at which a pair is given up"
     )
 
+    @field_validator("max_reference_age")
+    @classmethod
+    def _age_is_of_first_use(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("reference") == "initial":
+            raise broken(
+                "belongs to reference first_use alone", "remove it or set reference: first_use"
+            )
+        return value
+
     @property
     def sharpness(self) -> float:
         """Return beta, or its default for the variant."""
@@ -399,6 +415,12 @@ class DpoSpec(SpecSection):
     def has_reference(self) -> bool:
         """Return whether the variant compares with a reference's log-probabilities."""
         return self.variant != "simpo"
+
+    @property
+    def follows_policy(self) -> bool:
+        """Return whether references are of a version that was trained, which only readers of
+        published cartridges hold."""
+        return self.has_reference and self.reference == "first_use"
 
     _outlives_the_lag = bounded("max_age", ">=", "lag", "no pair would ever join: raise it")
 

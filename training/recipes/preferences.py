@@ -18,13 +18,14 @@ from pydantic import TypeAdapter
 from environments.action_parsing import ActionFormat
 from environments.renderer import ChatRenderer
 from environments.training_signals import training_pair
+from learning.losses.dpo import is_stale
 from protocols import teacher_replay
 from protocols.errors import DataError, RunError
 from protocols.spec.objective import DpoSpec
 from protocols.spec.teacher_replay import ReplaySpec
 from protocols.teacher_replay import PanelVerdict, ReplayState
 from protocols.train_batch import PreferencePair
-from services.clients import HintedTeacherClient, TeacherReplayClient
+from services.clients import HintedTeacherClient, TeacherReplayClient, TrainerClient
 from services.pool.pool import Pool
 from teachers.prompts import state_hash
 from teachers.vote_records import from_row, to_row
@@ -64,10 +65,8 @@ class PreferenceQueue:
         self, pools: Mapping[str, Pool], spec: ReplaySpec, dpo: DpoSpec,
         conversation: ChatRenderer, dialect: ActionFormat,
     ) -> None:  # fmt: skip
-        self._hinted_teacher, self._teacher_replay = (
-            HintedTeacherClient(pools),
-            TeacherReplayClient(pools),
-        )
+        self._hinted_teacher, self._trainer = HintedTeacherClient(pools), TrainerClient(pools)
+        self._teacher_replay = TeacherReplayClient(pools)
         self._gate, self._dpo = spec.gate, dpo
         self._conversation, self._dialect = conversation, dialect
         self._asked: list[tuple[AskedState, asyncio.Future[PanelVerdict]]] = []
@@ -90,22 +89,37 @@ class PreferenceQueue:
 
     async def due(self, step: int, version: int) -> list[PreferencePair]:
         """Return the pairs that join `step`, which trains `version`. Waits for no vote, only for
-        reference log-probabilities under this version, for pairs that join for the first time."""
+        reference log-probabilities, of pairs that join for the first time or whose reference has
+        become too old."""
         self._gather(step)
         waiting = [h for h in self._held if step - h.begun <= self._dpo.max_age]
         self.counts["given_up"] += sum(not h.used for h in self._held if h not in waiting)
         joining = [h for h in waiting if step - h.begun >= self._dpo.lag][: self._dpo.pairs]
         rest = [h for h in waiting if h not in joining]
-        new = [h.pair for h in joining if not h.used]
-        if new:
-            referred = await self._hinted_teacher.references(new, version)
-            by_id = {pair.id: pair for pair in referred}
-            joining = [replace(h, pair=by_id.get(h.pair.id, h.pair)) for h in joining]
-        self.counts["trained"] += len(new)
+        joining = await self._referred(joining, version)
+        self.counts["trained"] += sum(not h.used for h in joining)
         used = [replace(h, used=h.used + 1) for h in joining]
         # Pairs that were trained before go first.
         self._held = [*(h for h in used if h.used < self._dpo.uses), *rest]
         return [h.pair for h in joining]
+
+    async def _referred(self, joining: list[HeldPair], version: int) -> list[HeldPair]:
+        """Return the pairs with references, which stay with them until their last use: computed
+        again after a resume, a batch of other pairs would round them differently."""
+        spec = self._dpo
+        lacking = [
+            h.pair
+            for h in joining
+            if not h.used or is_stale(h.pair, version, spec.max_reference_age)
+        ]
+        if not lacking or not spec.has_reference:
+            return joining
+        if spec.follows_policy:
+            referred = await self._hinted_teacher.references(lacking, version)
+        else:
+            referred = await self._trainer.references(lacking)
+        by_id = {pair.id: pair for pair in referred}
+        return [replace(h, pair=by_id.get(h.pair.id, h.pair)) for h in joining]
 
     def counted(self) -> Counter[str]:
         """Return `counts` since the last call."""

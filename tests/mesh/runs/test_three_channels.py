@@ -140,8 +140,8 @@ def test_what_was_spent_is_told_with_each_step(done: Finished) -> None:
 def test_deaths_of_desk_hint_teacher_and_controller_change_nothing(tmp_path: Path) -> None:
     """kill -9 of each while it is wanted, then of the controller: the run that goes on by itself,
     and is resumed, ends as the undisturbed one does, to the byte. Also with four updates a step, a
-    reference that is renewed, refills, the average of the cartridges that reads the hints, and hints
-    that the generator writes."""
+    reference that is renewed, refills, the average of the cartridges that reads the hints, and
+    hints that the generator writes."""
     hints = {"objective.sdpo.teacher": "ema", "objective.sdpo.hints": "model"}
     sets = WITHOUT_TEACHERS | SEVERAL_UPDATES | hints
     calm = whole_run(tmp_path / "calm", **sets).path

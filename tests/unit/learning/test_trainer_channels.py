@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from channel_setup import ALL, changed, scene
+from channel_setup import ALL, bank_of, changed, prefixes, scene
 
 from learning.cartridge.bank import first_tokens
 from learning.checkpoint import read_checkpoint
+from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
 from learning.scoring import TeacherDistribution, score
 from learning.step import train_step
 from learning.trainer import CartridgeTrainer
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
-from protocols.train_batch import TrainBatch
+from protocols.train_batch import TrainBatch, completions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,6 +130,32 @@ def test_one_channel_is_trained_as_its_weight_says_to_the_bit(llama: Twin) -> No
     assert plain == balanced
     assert "coefficient" not in balanced.terms["grpo"]
     assert torch.equal(first, second)
+
+
+def test_references_are_of_the_untrained_cartridges(llama: Twin, tmp_path: Path) -> None:
+    """Whatever has been trained since, in either arm and after a resume, to the bit."""
+    trainer = trainer_of(llama)
+    bank = bank_of(llama)
+    trainer.begin("all", 4)
+    lacking = [replace(p, ref_version=-1) for p in scene(llama, bank).pairs]
+    expected = with_references(llama.model, lacking, prefixes(bank), TRAIN.row_tokens, 0, 0)
+    for v in range(2):
+        trainer.step_on(scene(llama, trainer.bank, v, version=v), v)
+        assert trainer.references(lacking) == expected
+    assert not torch.equal(trainer.bank.trainable, bank.trainable)
+    (one,) = trainer.references(lacking[:1])
+    sample = completions(lacking[:1])[0]
+    logs = llama.response_logits(sample, prefixes(bank)[sample.document]).log_softmax(-1)
+    by_hand = sum(logs[t, token].item() for t, token in enumerate(sample.response_ids))
+    assert one.ref_chosen == pytest.approx(by_hand, rel=1e-5)
+
+    checkpoint = read_checkpoint(trainer.save(tmp_path, {}, 2))
+    resumed = trainer_of(llama)
+    resumed.restore(checkpoint)
+    assert resumed.references(lacking) == expected
+    trainer.begin("again", 4)
+    again = [replace(p, ref_version=3) for p in expected]
+    assert trainer.references(lacking) == again
 
 
 def test_documents_alone_are_the_step_of_samples_and_teacher(

@@ -333,7 +333,8 @@ def test_a_reference_is_of_its_version(version: int, max_age: int | None, stale:
         {"desirable": 0.0},
         {"smoothing": "half"},
         {"nll": -0.1},
-        {"max_reference_age": -1},
+        {"reference": "first_use", "max_reference_age": -1},
+        {"max_reference_age": 3},
     ],
 )
 def test_what_cannot_be_computed_is_refused(wrong: dict[str, Any]) -> None:

@@ -684,7 +684,7 @@ def test_what_does_not_fit_trains_nothing(
     objective = changed(
         ALL,
         grpo=GrpoSpec(kl=0.1, distill=0.1, zero_variance="keep"),
-        dpo=DpoSpec(max_reference_age=2),
+        dpo=DpoSpec(reference="first_use", max_reference_age=2),
     )
     before = bank.trainable.detach().clone()
     do(llama, batch, objective)

@@ -1,11 +1,13 @@
 """The typed spec itself: frozen, documented, with bounded defaults."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from protocols.spec.learn import LearnSpec
+from protocols.spec.loading import load_spec
 from protocols.spec.mesh import LEARN_KEYS, MESH_KEYS, MeshSpec, RolesSpec, RunSpec
 from protocols.spec.objective import LossSpec
 from protocols.spec.sections import EvaluateSpec, TeacherSpec
@@ -46,6 +48,22 @@ def test_a_key_belongs_to_one_file_only() -> None:
     """`--set` routes by the first segment, so no name may be in both."""
     assert not MESH_KEYS & LEARN_KEYS
     assert frozenset(LearnSpec.model_fields) == LEARN_KEYS
+
+
+@pytest.mark.parametrize(
+    ("sets", "needed"),
+    [
+        ((), True),
+        (("objective.alpha=0",), False),
+        (("objective.alpha=0", "objective.dpo.reference=first_use"), True),
+        (("objective.alpha=0", "objective.dpo={reference: first_use, variant: simpo}"), False),
+    ],
+)
+def test_who_needs_the_sdpo_teacher(sets: tuple[str, ...], needed: bool) -> None:
+    """Hints do, and references of published versions; those of the untrained are the trainer's."""
+    mesh = str(Path(__file__).parents[4] / "meshes" / "three_channels.yaml")
+    roles = [name for name, _ in load_spec(mesh, sets=sets).spec.roles]
+    assert ("sdpo_teacher" in roles) == needed
 
 
 def test_a_spec_cannot_be_changed() -> None:

@@ -39,6 +39,8 @@ SPEC = ReplaySpec(
     cap=1.0,
 )
 
+INITIAL = 5
+
 Answer = Callable[[ReplayState], Coroutine[Any, Any, PanelVerdict]]
 
 
@@ -62,14 +64,17 @@ async def lost(state: ReplayState) -> PanelVerdict:
 
 
 class Pools:
-    """Of the teachers one answer, of the reader references: -2 and -3, of the version asked for."""
+    """Of the teachers one answer; references of -2 and -3, of the SDPO teacher at the version asked
+    for, of the trainer at the arm's first one, INITIAL."""
 
     def __init__(self, answer: Answer = agreed) -> None:
         self.answer = answer
         self.asked: list[ReplayState] = []
         self.referred: list[tuple[list[str], int]] = []
+        self.role = ""
 
     def __getitem__(self, role: str) -> Pools:
+        self.role = role
         return self
 
     async def route(self, method: str, *args: Any) -> Any:
@@ -77,11 +82,12 @@ class Pools:
             self.asked.append(args[0])
             return await self.answer(args[0])
         pairs: Sequence[PreferencePair] = args[0]
-        self.referred.append(([p.id for p in pairs], args[1]))
-        return [replace(p, ref_chosen=-2.0, ref_rejected=-3.0, ref_version=args[1]) for p in pairs]
+        version = INITIAL if self.role == "trainer" else args[1]
+        self.referred.append(([p.id for p in pairs], version))
+        return [replace(p, ref_chosen=-2.0, ref_rejected=-3.0, ref_version=version) for p in pairs]
 
 
-def preferences(pools: Pools, **dpo: int) -> PreferenceQueue:
+def preferences(pools: Pools, **dpo: Any) -> PreferenceQueue:
     return PreferenceQueue(pools, SPEC, DpoSpec(**dpo), conversation(), DESK)  # type: ignore[arg-type]
 
 
@@ -101,7 +107,7 @@ async def soon() -> None:
 def test_pairs_join_after_the_lag_and_stay_for_their_uses() -> None:
     async def scenario() -> None:
         pools = Pools()
-        p = preferences(pools, lag=2, uses=2, pairs=8)
+        p = preferences(pools, lag=2, uses=2, pairs=8, reference="first_use")
         p.ask(questions(0))
         await soon()
         joined = []
@@ -112,6 +118,34 @@ def test_pairs_join_after_the_lag_and_stay_for_their_uses() -> None:
         assert pools.referred == [(["0/0"], 12)]
         assert p.counted() == {"pair": 1, "trained": 1}
         assert not p.counted()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("dpo", "versions", "referred"),
+    [
+        ({}, [[5], [5], [5]], [(["0/0"], 5)]),
+        ({"reference": "first_use"}, [[11], [11], [11]], [(["0/0"], 11)]),
+        (
+            {"reference": "first_use", "max_reference_age": 1},
+            [[11], [11], [13]],
+            [(["0/0"], 11), (["0/0"], 13)],
+        ),
+        ({"variant": "simpo"}, [[-1], [-1], [-1]], []),
+    ],
+    ids=["initial", "first_use", "too_old", "none_needed"],
+)
+def test_a_pair_is_compared_with_its_reference(
+    dpo: dict[str, Any], versions: list[list[int]], referred: list[tuple[list[str], int]]
+) -> None:
+    async def scenario() -> None:
+        pools = Pools()
+        p = preferences(pools, uses=3, **dpo)
+        p.ask(questions(0))
+        await soon()
+        joined = [[x.ref_version for x in await p.due(s, version=10 + s)] for s in (1, 2, 3)]
+        assert (joined, pools.referred) == (versions, referred)
 
     asyncio.run(scenario())
 
@@ -180,7 +214,7 @@ def test_what_is_under_way_survives_a_checkpoint() -> None:
         assert [s.trace_id for s in later.asked] == ["1"]
         first, second = await again.due(2, 8)
         assert first == before
-        assert (second.id, second.ref_version) == ("1/0", 8)
+        assert (second.id, second.ref_version) == ("1/0", INITIAL)
         assert again.counts["trained"] == 2
 
     asyncio.run(scenario())
