@@ -34,6 +34,9 @@ HEADS = (
     "metric", "arm", "over", "questions", "documents", "", "over", "difference", "95%", "p", "Holm"
 )  # fmt: skip
 
+# Beside `data`: what changes no answer, or only draws another sample of runs.
+POOLED_OVER = ("train.seed", "evaluate.arms", "evaluate.probe_every", "evaluate.probe_questions")
+
 
 def command(
     runs: Sequence[Path],
@@ -108,7 +111,8 @@ def read_source(path: Path) -> AnswerSource:
         what = f"rows without {', '.join(lacking)}" if lacking else "no row"
         raise DataError(f"{file} has {what}: give the answers.jsonl of a run")
     settings = _settings(directory) if path.is_dir() and directory.spec.is_file() else {}
-    return AnswerSource(directory.id, rows, settings)
+    name = directory.id if path.is_dir() else f"{directory.path.parent.name}/{directory.id}"
+    return AnswerSource(name, rows, settings)
 
 
 def own_settings(group: RunGroup, groups: Sequence[RunGroup]) -> dict[str, Any]:
@@ -129,12 +133,9 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _settings(directory: RunDirectory) -> dict[str, Any]:
-    """Return the learning settings by dotted key, without the data and the training seed, in which
-    runs that are pooled differ."""
+    """Return the learning settings by dotted key, without those in which pooled runs may differ."""
     learn = load_resolved(directory.spec).learn.model_dump(mode="json", exclude={"data"})
-    found = dict(_flat(learn, ""))
-    found.pop("train.seed", None)
-    return found
+    return {key: value for key, value in _flat(learn, "") if key not in POOLED_OVER}
 
 
 def _flat(value: Any, place: str) -> Iterator[tuple[str, Any]]:

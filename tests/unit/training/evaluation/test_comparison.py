@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from evaluation_setup import spec
 
 from forge_run.cli import forge
 from protocols.errors import DataError
 from protocols.files import json_lines
 from protocols.records.answers import Answer, AnswerRow, to_row
 from protocols.records.intervals import mean_interval
+from protocols.spec.yaml_source import dump_yaml
 from training.evaluation.comparison import AnswerSource, compare_groups, grouped, remarks
 
 TINY = Answer(
@@ -148,3 +150,26 @@ def test_the_command_prints_a_table_and_json(
     assert forge(["compare", str(tmp_path)]) == 2
     assert "has no answers.jsonl" in capsys.readouterr().err
     assert forge(["compare", str(packed), "--arm", "none"]) == 2
+
+
+def test_runs_are_pooled_over_data_and_seeds_but_not_over_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = {
+        "a1": ("data.seed=1", "train.seed=1"),
+        "a2": ("data.seed=2", "train.seed=2", "evaluate.arms=[on_policy]"),
+        "b1": ("data.seed=1", "train.lr=0.1"),
+        "b2": ("data.seed=2", "train.lr=0.1"),
+    }
+    for name, own in sets.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "spec.yaml").write_text(dump_yaml(spec(*own).as_dict()))
+        values = rows("on_policy", [1.0, 0.0, float(name[0] == "b")], hash=f"0{name[1]}")
+        (tmp_path / name / "answers.jsonl").write_text(json_lines(values))
+    assert forge(["compare", *(str(tmp_path / name) for name in sets), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [g["runs"] for g in told["groups"]] == [["a1", "a2"], ["b1", "b2"]]
+    assert [g["settings"] for g in told["groups"]] == [{"train.lr": 0.4}, {"train.lr": 0.1}]
+    (one,) = told["comparisons"]
+    assert (one["n"], one["documents"]) == (6, 2)
+    assert one["difference"] == pytest.approx(1 / 3)
