@@ -100,8 +100,9 @@ def self_study_prompt(
     A "question" is about a sentence of the document or, half of the time if `questions` has any,
     one of `questions` without its options. `questions` are those that may be trained on. A "choice"
     is about a sentence too; its options are the sentence's end and four similar ones. These come
-    from the ends of the document's sentences and from `others`, ends in other documents. A note
-    without a unique cue gets the kind "structure".
+    from the ends of the document's sentences and from `others`, ends in other documents. A
+    "recite_note" asks for a whole note, by its first sentence. A note without a unique cue gets the
+    kind "structure".
     """
     kind = rng.choice(kinds)
     note = rng.randrange(len(patient.texts))
@@ -109,6 +110,10 @@ def self_study_prompt(
         return kind, structure_prompt(note + 1)
     if kind == "summarise":
         return kind, summarise_prompt(note + 1)
+    if kind == "recite_note":
+        first = sentences(patient.texts[note])[:1]
+        cue = unique_cue(patient.document, first[0]) if first else None
+        return (kind, recite_prompt(cue)) if cue else ("structure", structure_prompt(note + 1))
     if kind == "question" and questions and rng.random() < 0.5:
         return kind, rng.choice(questions).text
     cued = cued_sentences(patient)

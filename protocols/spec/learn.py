@@ -47,6 +47,13 @@ def _rules(spec: LearnSections) -> Iterator[Rule]:
         "set it to 1 or teacher.top_k to full"
         + (", and self_study.scores to read" if stored else ""),
     )
+    patients = spec.data.source in ("clinic", "longhealth") and spec.rsa is None
+    yield (
+        spec.train.offline_texts is not None and not patients,
+        "train.offline_texts must be null but for self-study of patients: a teacher writes other "
+        "runs no text, or rows that are read again in any case",
+        "remove it",
+    )
     yield from _of_channels(spec)
     yield from _of_documents(spec)
     alone = spec.data.patients < 2 or spec.episodes is not None or spec.rsa is not None

@@ -165,7 +165,10 @@ class RolloutSpec(SpecSection):
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus mass; 1 truncates nothing")
     top_k: int = Field(default=0, ge=0, description="tokens kept; 0 truncates nothing")
     kinds: Annotated[
-        tuple[Literal["recite", "structure", "summarise", "question", "choice"], ...], AsTuple
+        tuple[
+            Literal["recite", "recite_note", "structure", "summarise", "question", "choice"], ...
+        ],
+        AsTuple,
     ] = Field(
         default=("recite", "structure", "summarise", "question", "choice"),
         min_length=1,
@@ -294,6 +297,12 @@ class TrainSpec(SpecSection):
     )
     checkpoint_every: int = Field(
         default=50, ge=0, description="steps between checkpoints; 0 only at end"
+    )
+    offline_texts: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps for which a teacher writes text; later offline steps read it again "
+        "in turn; null: new text for every step",
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept")
     compose: float = Field(

@@ -201,18 +201,20 @@ class LongHealthPrompts:
 
     def offline(self, step: int) -> list[StudyPrompt]:
         """Return the prompts of `step` over the documents themselves, for the document teacher."""
-        return self._prompts("offline", step)
+        return self._prompts("offline", step, self._spec.train.offline_texts)
 
-    def _prompts(self, arm: str, step: int) -> list[StudyPrompt]:
+    def _prompts(self, arm: str, step: int, texts: int | None = None) -> list[StudyPrompt]:
         """Return one step's prompts over the documents, which take turns: with as many prompts as
-        documents, every cartridge trains in every step."""
+        documents, every cartridge trains in every step. The draws repeat after `texts` steps, and
+        with them the answers, which a request's seed decides."""
+        drawn = step if texts is None else step % texts
         rollout, seed = self._spec.rollout, self._spec.train.seed
         ids = sorted(self.patients)
         prompts = []
         for i in range(rollout.prompts):
-            document = ids[(step * rollout.prompts + i) % len(ids)]
+            document = ids[(drawn * rollout.prompts + i) % len(ids)]
             # The prompt does not depend on the arm: both arms study the same material.
-            rng = random.Random(f"prompt/{seed}/{step}/{i}")
+            rng = random.Random(f"prompt/{seed}/{drawn}/{i}")
             kind, text = self_study_prompt(
                 self.patients[document], self._training[document], rollout.kinds, rng, self._ends
             )
@@ -224,7 +226,7 @@ class LongHealthPrompts:
                 sampling=Sampling(
                     rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens
                 ),
-                seed=stream_seed(f"sample/{seed}/{name}"),
+                seed=stream_seed(f"sample/{seed}/{arm}/{drawn + 1}/{i}"),
             )
             prompts.append(StudyPrompt(document, kind, request))
         return prompts

@@ -340,3 +340,13 @@ def test_a_note_without_a_unique_cue_is_listed_instead() -> None:
 def test_the_generator_alone_decides(patient: Patient) -> None:
     questions = list(patient.questions)
     assert drawn(patient, questions, KINDS) == drawn(patient, questions, KINDS)
+
+
+def test_a_whole_note_is_asked_for_by_its_first_sentence() -> None:
+    (patient,) = parse_patients(generate_clinic(0, 1, 12, 1), "test")
+    kind, text = self_study_prompt(patient, [], ("recite_note",), random.Random(0))
+    first = sentences(patient.texts[0])[0]
+    cue = unique_cue(patient.document, first)
+    assert cue is not None
+    assert (kind, text) == ("recite_note", f"recite from {cue}.")
+    assert patient.texts[0].startswith(cue)

@@ -107,7 +107,12 @@ def test_a_file_that_is_no_sweep_is_refused(tmp_path: Path, text: str, message: 
         load_file(SweepSpec, path)
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("sweep_*.yaml")))
+SHIPPED = sorted(
+    path for kind in ("sweep", "study") for path in (REPOSITORY / "configs").glob(f"{kind}_*.yaml")
+)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_shipped_sweeps_can_be_planned(path: Path) -> None:
     spec = load_file(SweepSpec, path)
     assert planned(spec, str(path.parent / spec.mesh), seeds=1)

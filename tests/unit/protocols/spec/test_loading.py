@@ -175,8 +175,8 @@ BAD_FILES = [
     (C, "[recite, question]", "recite",
      f"kinds must be a list: got 'recite' at {C}:13 (rollout.kinds); write it as [a, b]"),
     (C, "[recite, question]", "\n    - recite\n    - summarize",
-     "kinds[1] must be one of recite, structure, summarise, question, choice: got 'summarize' "
-     f"at {C}:15 (rollout.kinds[1]); did you mean summarise?"),
+     "kinds[1] must be one of recite, recite_note, structure, summarise, question, choice: got "
+     f"'summarize' at {C}:15 (rollout.kinds[1]); did you mean summarise?"),
     (C, "[recite, question]", "[recite, recite]",
      f"kinds must list each item once: got [recite, recite] at {C}:13 (rollout.kinds); "
      "remove the second recite"),
@@ -252,7 +252,7 @@ BAD_OVERRIDES = [
     ("train.stpes=3",
      "unknown key stpes at --set train.stpes=3 (train.stpes); did you mean steps? known here: "
      "steps, lr, warmup_steps, clip, updates_per_rollout, minibatches, staleness, seed, "
-     "row_tokens, logit_chunk_mb, recompute_layers, shard_base, checkpoint_every, "
+     "row_tokens, logit_chunk_mb, recompute_layers, shard_base, checkpoint_every, offline_texts, "
      "keep_checkpoints, compose, sampler_gap, "
      "warm_start"),
     ("rollout.kinds=[recite",

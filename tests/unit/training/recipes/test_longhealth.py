@@ -401,3 +401,21 @@ def test_a_rollout_in_company_keeps_it_through_a_checkpoint() -> None:
             p.name for p in q.request.prefix.parts
         ]
     assert rollout_from(json.loads(json.dumps(dataclasses.asdict(rollout)))) == rollout
+
+
+def test_offline_texts_repeat_the_draws_under_names_of_their_own(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    spec = learn()
+    again = spec.model_copy(update={"train": spec.train.model_copy(update={"offline_texts": 2})})
+
+    def drawn(of: LearnSpec, step: int) -> list[tuple[object, ...]]:
+        prompts = tasks(tokenizer, of).offline(step)
+        return [(p.request.prompt_ids, p.request.seed, p.request.prefix) for p in prompts]
+
+    assert [drawn(again, s) for s in range(5)] == [drawn(spec, s % 2) for s in range(5)]
+    assert drawn(spec, 2) != drawn(spec, 0)
+    names = [p.request.id for p in tasks(tokenizer, again).offline(2)]
+    assert names == [f"offline/3/{i}" for i in range(4)]
+    fresh, same = (tasks(tokenizer, of).rollout(3, 0) for of in (spec, again))
+    assert [p.request for p in fresh] == [p.request for p in same]  # on policy never repeats
