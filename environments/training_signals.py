@@ -32,10 +32,9 @@ TOOL_VERSION = -1  # of tokens that the student did not sample
 @dataclass(frozen=True)
 class BranchSample:
     """Hold one branch of an episode as tokens; `trained[t]` says whether a model wrote response
-    token t. `turns` are the branch's own."""
+    token t."""
 
     episode: Episode
-    turns: tuple[Turn, ...]
     sample: Sample
     trained: tuple[bool, ...]
 
@@ -59,8 +58,8 @@ def rl_samples(episodes: Sequence[Episode]) -> list[PolicySample]:
         PolicySample(
             b.sample, b.trained, b.episode.sampling, b.episode.group, b.episode.reward,
             b.episode.error_kind,
-            longest_turn=max(len(turn.response_ids) for turn in b.turns),
-            truncated=any(turn.finish_reason == "length" for turn in b.turns),
+            longest_turn=max(len(turn.response_ids) for turn in b.episode.turns),
+            truncated=any(turn.finish_reason == "length" for turn in b.episode.turns),
         )
         for b in branch_samples(episodes)
     ]  # fmt: skip
@@ -185,7 +184,7 @@ def _branch_sample(episode: Episode, branch: int, turns: Sequence[Turn]) -> Bran
         _sample_id(episode, branch), episode.task.document, first.context_ids, tuple(ids),
         tuple(logprobs), tuple(versions),
     )  # fmt: skip
-    return BranchSample(episode, tuple(turns), sample, tuple(trained))
+    return BranchSample(episode, sample, tuple(trained))
 
 
 def _sample_id(episode: Episode, branch: int) -> str:

@@ -152,7 +152,7 @@ def test_minibatches_hold_the_terms_of_the_whole(llama: Twin, baseline: str) -> 
     """Nearly without a learning rate: every value is the undivided step's, also where rewards are
     compared over the whole rollout."""
     batch = lesson(llama)
-    form = changed(ALL, grpo=GrpoSpec(baseline=baseline, zero_variance="keep"))
+    form = changed(ALL, balance="none", grpo=GrpoSpec(baseline=baseline, zero_variance="keep"))
     one = trainer_of(llama, form, lr=1e-12).step_on(batch, 0)
     two = trainer_of(llama, form, lr=1e-12, minibatches=2, updates_per_rollout=3).step_on(batch, 0)
     assert one.terms["grpo"]["value"] != 0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from learning.losses.balance import GradientBalance
 from learning.losses.objective import CHANNELS
-from protocols.spec.objective import ObjectiveSpec
+from protocols.spec.objective import GrpoSpec, ObjectiveSpec
 from protocols.train_batch import TrainBatch
 
 if TYPE_CHECKING:
@@ -160,7 +160,8 @@ def test_between_two_measurements_the_coefficients_stay(llama: Twin) -> None:
 def test_equal_rewards_leave_the_pairs_as_they_are(llama: Twin) -> None:
     """The policy has no gradient once every episode of a group ends alike; the pairs stay small."""
     batch = scene(llama, bank_of(llama))
-    objective = changed(ALL, w_doc=0.0, alpha=0.0)
+    keep = GrpoSpec(zero_variance="keep")
+    objective = changed(ALL, w_doc=0.0, alpha=0.0, grpo=keep)
     balance = GradientBalance()
     first = do(llama, batch, objective, balance=balance).result.terms["replay_dpo"]
     alike = replace(batch, rl=[replace(r, reward=0.0, error_kind="") for r in batch.rl])
