@@ -30,7 +30,7 @@ from learning.trainer import CartridgeTrainer
 from protocols.errors import PlaneError
 from protocols.spec.learn import LearnSpec
 from protocols.train_batch import PrecomputedScores, TeacherScores, TrainBatch
-from protocols.types import CartridgeSnapshot, TrainStepOutput
+from protocols.types import CartridgeSnapshot, Sample, TrainStepOutput
 
 
 class TrainerActor(ModelActor):
@@ -157,6 +157,12 @@ class TrainerActor(ModelActor):
         packet = await self._put(f"cartridges/{version}", {"kv": kv})
         own = tuple(map(fingerprint, kv))
         return CartridgeSnapshot(version, names, packet, own)
+
+    @endpoint
+    async def greedy_deficit(self, samples: Sequence[Sample], version: int) -> list[float]:
+        """Return by how many nats a token of each response is at most less likely than the
+        likeliest one under the cartridges of `version`."""
+        return self._trainer.greedy_deficit(samples, version)
 
     @endpoint
     async def save(self, directory: str, position: dict[str, Any], version: int) -> str:

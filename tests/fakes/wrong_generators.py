@@ -6,6 +6,8 @@ show what it did.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +15,12 @@ from monarch.actor import endpoint
 from torch import Tensor
 
 from actors.model_actors import GeneratorActor
+from learning.decoding.decode_batch import generate
 from protocols.types import (
     CARTRIDGE,
     CartridgeSnapshot,
+    GenerateOutput,
+    GenerateRequest,
     PrefixRef,
 )
 
@@ -122,4 +127,29 @@ class EchoMixesRequests(Echo, MixesRequests):
 
 
 class EchoOtherCartridge(Echo, OtherCartridge):
+    pass
+
+
+class Silent(WrongGenerator):
+    """Returns neither fingerprints nor log-probabilities, and decodes over the right numbers."""
+
+    evidence = frozenset()
+
+    @endpoint
+    async def generate(self, requests: Sequence[GenerateRequest]) -> GenerateOutput:
+        done = generate(self._model, requests, self._lookup, self._end_ids, self._text)
+        return GenerateOutput(0.0, tuple(replace(c, logprobs=()) for c in done))
+
+    def wrong(self, name: str, version: int) -> Tensor:
+        return self._cartridges.get(name, version)
+
+
+class SilentIgnoresUpdates(Silent):
+    """The same, over the first version's for ever."""
+
+    def wrong(self, name: str, version: int) -> Tensor:
+        return self._first[name]
+
+
+class SilentOtherCartridge(OtherCartridge, Silent):
     pass

@@ -73,3 +73,27 @@ def test_by_its_log_probabilities(
     assert "nats from the trainer's under version 1 on average" in told
     assert re.search(r"most in sample on_policy/2/\d+", told), told
     assert told.endswith("(sampled by generator[0])")
+
+
+@pytest.mark.parametrize("generator", [wrong.SilentIgnoresUpdates, wrong.SilentOtherCartridge])
+def test_by_the_canary_of_the_publish(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, generator: type
+) -> None:
+    """A backend without evidence of its own is asked at each publish."""
+    told = refusal(monkeypatch, tmp_path, generator)
+    assert re.match(
+        r"generator\[0\] continued the start of patient_\d+ over cartridge version 1 by a token "
+        r"that the trainer finds \S+ nats less likely", told
+    ), told  # fmt: skip
+
+
+def test_a_right_backend_without_evidence_ends_its_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(roles.ROLES, "generator", wrong.Silent)
+    spec = small_spec(train__steps=3)
+    directory = RunDirectory.create(tmp_path, spec.mesh.name, "spec")
+    asyncio.run(run_with(spec, directory))
+    rows = read_rows(directory.metrics)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert not any("sampler_gap" in row for row in rows), "nothing was there to compare"
