@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from monarch.actor import Actor, concurrent_endpoint
@@ -45,6 +45,9 @@ class EngineGeneratorActor(Actor):
 
     It needs a process of its own: vLLM reads the environment and keeps global state.
     """
+
+    # What shows the numbers that it decoded over (`services.roles.generator_evidence`).
+    evidence: ClassVar[frozenset[str]] = frozenset({"fingerprint", "logprobs"})
 
     def __init__(
         self,

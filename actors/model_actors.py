@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from monarch.actor import Actor, endpoint
@@ -95,6 +95,9 @@ class GeneratorActor(CartridgeReaderActor):
     Prefix names: "cartridge/<document>" for a published version, "document/<document>" for a
     document's own KV. A request may name an ordered composition of them.
     """
+
+    # What shows the numbers that it decoded over (`services.roles.generator_evidence`).
+    evidence: ClassVar[frozenset[str]] = frozenset({"fingerprint", "logprobs"})
 
     def __init__(self, base: ModelSource, end_ids: frozenset[int], keep_versions: int) -> None:
         super().__init__(base, keep_versions)

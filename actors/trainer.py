@@ -31,7 +31,7 @@ from learning.trainer import CartridgeTrainer
 from protocols.errors import PlaneError
 from protocols.spec.learn import LearnSpec
 from protocols.train_batch import PrecomputedScores, PreferencePair, TeacherScores, TrainBatch
-from protocols.types import CartridgeSnapshot, TrainStepOutput
+from protocols.types import CartridgeSnapshot, Sample, TrainStepOutput
 
 
 class TrainerActor(ModelActor):
@@ -172,6 +172,12 @@ class TrainerActor(ModelActor):
         if other is not None:
             hinted = await self._put(f"cartridges/{version}/hinted", {"kv": other})
         return CartridgeSnapshot(version, names, packet, own, hinted)
+
+    @endpoint
+    async def greedy_deficit(self, samples: Sequence[Sample], version: int) -> list[float]:
+        """Return by how many nats a token of each response is at most less likely than the
+        likeliest one under the cartridges of `version`."""
+        return self._trainer.greedy_deficit(samples, version)
 
     @endpoint
     async def save(self, directory: str, position: dict[str, Any], version: int) -> str:

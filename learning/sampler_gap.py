@@ -30,8 +30,8 @@ from protocols.types import Sample
 DEFAULTS = {
     ("float32", "torch"): (5e-5, 5e-3),
     ("float32", "vllm"): (5e-5, 5e-3),
-    ("bfloat16", "torch"): (0.05, 1.0),
-    ("bfloat16", "vllm"): (0.05, 1.0),
+    ("bfloat16", "torch"): (0.02, 1.0),
+    ("bfloat16", "vllm"): (0.02, 1.0),
 }
 
 
@@ -160,7 +160,8 @@ class SamplerGap:
             f"{self.worst['sample']} ({self.worst['sampler']:.4f} against "
             f"{self.worst['trainer']:.4f}): they were sampled over other numbers than version "
             f"{version}'s; nothing was trained on them; repair or replace the generator that "
-            "sampled them, then resume the run"
+            "sampled them, then resume the run; if the gap is this backend's rounding, raise the "
+            "bounds"
         )
         error.samples = (self.worst["sample"],)
         raise error

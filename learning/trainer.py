@@ -21,7 +21,7 @@ from learning.model.distributed import ALONE, ProcessGroup
 from learning.model.loading import base_hash
 from learning.policy_scores import shared_logprobs
 from learning.sampler_gap import GapBounds
-from learning.scoring import TeacherDistribution
+from learning.scoring import TeacherDistribution, score_over
 from learning.step import LearningRateSchedule, new_optimizer, train_step
 from learning.updates import run_updates
 from protocols.errors import CheckpointError, PublishError, StaleTokenError
@@ -264,6 +264,24 @@ class CartridgeTrainer:
         """Return the cartridges that read hints at a version that `snapshot` returned, in the same
         form; None where they are that version's own."""
         return self._hinted_snapshots.get(version)
+
+    @torch.no_grad()
+    def greedy_deficit(self, samples: Sequence[Sample], version: int) -> list[float]:
+        """Return for each sample by how many nats a response token is at most less likely than the
+        likeliest one, under the cartridges of `version`. Raises PublishError for any version but
+        the current one."""
+        if version != self.version:
+            raise PublishError(
+                f"version {version} cannot be scored: the trainer stands at {self.version}"
+            )
+        prefixes = dict(zip(self.bank.names, self.bank.kv(), strict=True))
+        found = []
+        for s in samples:
+            given = {s.document: prefixes[s.document].to(self.model.dtype)}
+            logits = score_over(self.model, [s], given, self.spec.row_tokens).float()
+            own = logits.gather(-1, torch.tensor(s.response_ids)[:, None].to(logits.device))
+            found.append((logits.max(-1).values - own[:, 0]).max().item())
+        return found
 
     def base_hash(self) -> str:
         """Return the SHA-256 of the base as it is now; for a sharded base all ranks must call

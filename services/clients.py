@@ -23,6 +23,7 @@ from learning.cartridge.published import PublishedCartridges
 from protocols.episodes import EnvironmentRequest, Observation
 from protocols.errors import PublishError, RunError
 from protocols.ports import TensorPlane
+from protocols.records.status import ReplicaState
 from protocols.rsa import AggregationInput, JudgedPopulation, RSAProblem
 from protocols.spec.mesh import HINTED_TEACHER
 from protocols.teacher_replay import PanelVerdict, ReplayState
@@ -138,6 +139,19 @@ class GeneratorClient(RoleClient):
         for old in list(self._sampled)[:-REMEMBERED]:
             del self._sampled[old]
         return completions, busy(computed)
+
+    async def ask_each(
+        self, requests: Sequence[GenerateRequest]
+    ) -> dict[str, tuple[Completion, ...]]:
+        """Return the completions of every replica in service, by its name. Raises RunError for one
+        that dies meanwhile, PublishError for a request that is refused."""
+        names = [r.name for r in self.pool.replicas if r.state is ReplicaState.HEALTHY]
+        replies: list[GenerateOutput] = await self.pool.fanout("generate", tuple(requests))
+        for reply in replies:
+            for completion in reply.completions:
+                if completion.error:
+                    raise PublishError(f"{completion.request_id}: {completion.error}")
+        return {n: reply.completions for n, reply in zip(names, replies, strict=True)}
 
     def sampled_by(self, samples: Sequence[str]) -> list[str]:
         """Return the names of the replicas that sampled these samples, as far as they are known: a
@@ -267,6 +281,12 @@ class TrainerClient(RoleClient):
         that the trainer does not keep."""
         snapshot: CartridgeSnapshot = await self.pool.route("publish", version)
         return snapshot
+
+    async def greedy_deficit(self, samples: Sequence[Sample], version: int) -> list[float]:
+        """Return for each sample by how many nats a token of its response is at most less likely
+        than the likeliest one, under the cartridges of `version`, which the trainer is at."""
+        deficits: list[float] = await self.pool.route("greedy_deficit", tuple(samples), version)
+        return deficits
 
     async def save(self, directory: str, state: Mapping[str, Any], version: int) -> str:
         """Write a checkpoint with the run's `state` at `version` and return its path. Raises

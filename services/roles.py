@@ -44,6 +44,12 @@ def actor_of(name: str, learn: LearnSpec) -> str:
     return ENGINE_GENERATOR if vllm else name
 
 
+def generator_evidence(learn: LearnSpec) -> frozenset[str]:
+    """Return what the generators return to show the numbers that they decoded over: "fingerprint"
+    (`Completion.served`), "logprobs", or neither."""
+    return getattr(ROLES[actor_of("generator", learn)], "evidence", frozenset())
+
+
 def role_arguments(
     name: str, spec: RunSpec, base: ModelSource, end_ids: frozenset[int], directory: RunDirectory
 ) -> tuple[Any, ...]:

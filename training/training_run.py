@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from environments.renderer import NO_DOCUMENT
+from learning.cartridge.published import PublishedCartridges
+from learning.sampler_gap import gap_bounds
 from protocols.errors import RunError, StaleTokenError
 from protocols.records.answers import Answer, to_row
 from protocols.records.run_files import (
@@ -23,8 +25,10 @@ from protocols.spec.mesh import RunSpec
 from services.clients import GeneratorClient, TrainerClient
 from services.control.commands import StopRequested
 from services.mesh import Mesh
+from services.roles import generator_evidence
 from services.run_directory import RunDirectory
 from services.telemetry.recorder import RunLog
+from training.canary import Canary
 from training.loop import (
     OnPolicyLoop,
     OverlappedValidation,
@@ -56,9 +60,18 @@ class TrainingRun:
         self._spec, self._learn = spec, spec.learn
         self._course = course
         self._trainer = TrainerClient(mesh.pools)
-        self._weights = WeightSync(mesh, keep=1 + spec.learn.train.staleness)
-        published = self._weights.published
+        keep, evidence = 1 + spec.learn.train.staleness, generator_evidence(spec.learn)
+        # Generators keep one version more than stays published, and so do their requests.
+        published = PublishedCartridges(keep + 1, evidence)
+        self._weights = WeightSync(mesh, keep, published)
         self._generator = GeneratorClient(mesh.pools, spec.learn.rollout.chunk, published)
+        bounds = gap_bounds(
+            spec.learn.train.sampler_gap, spec.learn.model.dtype, spec.learn.generator.backend
+        )
+        if not evidence and bounds is not None:
+            self._weights.canary = Canary(
+                self._generator, self._trainer, course.documents, bounds.max
+            )
         self._teachers = TeacherScoring(mesh, self._weights)
         self._validation = OverlappedValidation(self._validate, recorder.metric)
         self._directory = directory

@@ -20,6 +20,7 @@ from services.clients import TrainerClient, load_cartridges, remember_cartridges
 from services.mesh import Mesh
 from services.planes.codec import packed_bytes
 from services.pool.pool import Pool
+from training.canary import Canary
 
 
 class WeightSync:
@@ -27,16 +28,17 @@ class WeightSync:
 
     `moved_bytes` is the size of the last version, counted once for the put and once for each
     reader. Every key is kept with the number of the plane that it was written to
-    (`Mesh.plane_life`), and is never looked up or deleted in another plane.
+    (`Mesh.plane_life`), and is never looked up or deleted in another plane. `canary` checks each
+    published version, where generators give no better evidence.
     """
 
-    def __init__(self, mesh: Mesh, keep: int) -> None:
+    def __init__(self, mesh: Mesh, keep: int, published: PublishedCartridges | None = None) -> None:
         self._mesh = mesh
         self._keep = keep
         self._trainer = TrainerClient(mesh.pools)
         self.moved_bytes = 0
-        # Generators keep one version more than stays published, and so do their requests.
-        self.published = PublishedCartridges(keep + 1)
+        self.published = published or PublishedCartridges(keep + 1)
+        self.canary: Canary | None = None
         self._published: list[tuple[int, CartridgeSnapshot]] = []
         self._read: list[tuple[int, str]] = []
         # A key is in the plane before it is in these lists; `_forgotten` waits for that.
@@ -80,6 +82,8 @@ class WeightSync:
         self.published.add(snapshot)
         for pool in self._readers:
             await load_cartridges(pool, snapshot, self._keep)
+        if self.canary is not None:
+            await self.canary.check(snapshot)
         return snapshot
 
     @property

@@ -19,10 +19,13 @@ SHOWN = 12  # hexadecimal digits of a fingerprint in an error
 
 
 class PublishedCartridges:
-    """Hold the trainer's fingerprints of the newest `keep` published versions."""
+    """Hold the trainer's fingerprints of the newest `keep` published versions. `evidence` is what
+    every completion must carry: "fingerprint", "logprobs", both or neither."""
 
-    def __init__(self, keep: int) -> None:
-        self._keep = keep
+    def __init__(
+        self, keep: int, evidence: frozenset[str] = frozenset({"fingerprint", "logprobs"})
+    ) -> None:
+        self._keep, self._evidence = keep, evidence
         self._known: dict[int, Mapping[str, str]] = {}
 
     def add(self, snapshot: CartridgeSnapshot) -> None:
@@ -39,6 +42,16 @@ class PublishedCartridges:
         """Raise StaleTokenError for a completion that was not sampled over the published numbers of
         the cartridges that its request names."""
         for request, completion in zip(requests, completions, strict=True):
+            if "logprobs" in self._evidence and len(completion.logprobs) != len(
+                completion.token_ids
+            ):
+                raise StaleTokenError(
+                    f"{replica} returned {len(completion.token_ids)} tokens of {request.id} with "
+                    f"{len(completion.logprobs)} log-probabilities: its tokens cannot be compared "
+                    "with the trainer's; repair or replace this replica, then resume the run"
+                )
+            if "fingerprint" not in self._evidence:
+                continue
             parts = request.prefix.parts
             served = completion.served or ("",) * len(parts)
             for part, got in zip(parts, served, strict=True):

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from learning.packing import ChunkedLogits
 from learning.sampler_gap import DEFAULTS, GapBounds, SamplerGap, gap_bounds, sampled_tokens
-from protocols.errors import StaleTokenError
+from learning.trainer import CartridgeTrainer
+from protocols.errors import PublishError, StaleTokenError
 from protocols.spec.objective import ObjectiveSpec
-from protocols.spec.sections import SamplerGapSpec
+from protocols.spec.sections import SamplerGapSpec, TrainSpec
 from protocols.train_batch import PolicySample, TrainBatch
 from protocols.types import Sample
 
@@ -217,3 +218,25 @@ def test_tokens_of_an_older_version_are_not_compared(twin: Twin) -> None:
     done = do(twin, batch, DOC_ALONE, version=5, staleness=1, gap_bounds=TIGHT)
     assert done.result.sampler_gap == {}
     assert done.result.stale_tokens == 8
+
+
+def test_the_greedy_deficit_is_the_trainer_s_own(twin: Twin) -> None:
+    """Of plain transformers' greedy text nothing is missing; of any other text what they say."""
+    bank = bank_of(twin)
+    trainer = CartridgeTrainer(twin.model, bank, TrainSpec(steps=3, row_tokens=24))
+    version = trainer.begin("on_policy", 3)
+    given = prefixes(bank)
+    text: list[int] = []
+    for _ in range(5):
+        text.append(int(twin.logits((4, 5, 6, *text), given["a"])[-1].argmax()))
+    other = (7, 8, 9)
+    samples = [Sample("g", "a", (4, 5, 6), tuple(text), (), ()),
+               Sample("o", "b", (4, 5), other, (), ())]  # fmt: skip
+    greedy, deficit = trainer.greedy_deficit(samples, version)
+    logits = twin.response_logits(samples[1], given["b"])
+    expected = (logits.max(-1).values - logits[range(3), list(other)]).max().item()
+    assert greedy == pytest.approx(0.0, abs=1e-4)
+    assert deficit == pytest.approx(expected, abs=1e-3)
+    assert expected > 0.1
+    with pytest.raises(PublishError, match="version 9 cannot be scored"):
+        trainer.greedy_deficit(samples, 9)

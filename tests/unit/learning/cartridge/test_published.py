@@ -71,3 +71,19 @@ def test_only_the_newest_versions_are_kept() -> None:
     check(ledger, PrefixRef("cartridge/a", 0), ("gone",))  # not compared: a generator refuses it
     with pytest.raises(StaleTokenError):
         check(ledger, PrefixRef("cartridge/a", 1), ("gone",))
+
+
+def test_evidence_that_a_backend_declares_must_come() -> None:
+    asked = GenerateRequest("train/7/0", (4,), A2, Sampling(), 0)
+    bare = Completion("train/7/0", (5,), (), (2,), "stop")
+    for evidence, message in [
+        ({"logprobs"}, "1 tokens of train/7/0 with 0 log-probabilities"),
+        ({"fingerprint"}, r"fingerprint \(none given\)"),
+    ]:
+        ledger = PublishedCartridges(3, frozenset(evidence))
+        ledger.add(CartridgeSnapshot(2, ("a",), PACKET, ("a2",)))
+        with pytest.raises(StaleTokenError, match=message):
+            ledger.check("generator[1]", [asked], [bare])
+    neither = PublishedCartridges(3, frozenset())
+    neither.add(CartridgeSnapshot(2, ("a",), PACKET, ("a2",)))
+    neither.check("generator[1]", [asked], [bare])  # the canary checks such a backend
