@@ -168,10 +168,13 @@ class TrainerActor(ModelActor):
         names, kv = self._trainer.snapshot(version)
         packet = await self._put(f"cartridges/{version}", {"kv": kv})
         own = tuple(map(fingerprint, kv))
-        other, hinted = self._trainer.hinted_snapshot(version), None
-        if other is not None:
-            hinted = await self._put(f"cartridges/{version}/hinted", {"kv": other})
-        return CartridgeSnapshot(version, names, packet, own, hinted)
+        other = self._trainer.hinted_snapshot(version)
+        if other is None:
+            return CartridgeSnapshot(version, names, packet, own)
+        hinted = await self._put(f"cartridges/{version}/hinted", {"kv": other})
+        return CartridgeSnapshot(
+            version, names, packet, own, hinted, tuple(map(fingerprint, other))
+        )
 
     @endpoint
     async def greedy_deficit(self, samples: Sequence[Sample], version: int) -> list[float]:

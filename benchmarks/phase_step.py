@@ -239,7 +239,9 @@ class PhaseStep:
         tokens = self.setting.work.sample_tokens
         packed = pack(self.samples, {NAME: self.setting.work.cartridge}, tokens)
         kv = self.bank.kv(packed.names).to(self.model.dtype)
-        total, count = doc_kl(response_logits(self.model, packed, kv), teacher, LossSpec())
+        # Not the tail: which tokens have a small one depends on data that counting does without.
+        form = LossSpec(form="renormalised")
+        total, count = doc_kl(response_logits(self.model, packed, kv), teacher, form)
         (total / count).backward()
 
     def counts(self) -> dict[str, Count]:

@@ -197,7 +197,7 @@ class CartridgeSnapshot:
     `names[c]` is the document whose cartridge is row c of the packet's tensor "kv" [C, L, 2, H_kv,
     P, D], with post-RoPE keys at positions 0..P-1. `fingerprints[c]` is the trainer's own of it
     (`learning.cartridge.fingerprint`). `hinted` holds the cartridges that read hints in their
-    place, in the same form; None where these do.
+    place, in the same form, with `hinted_fingerprints`; None where these do.
     """
 
     version: int
@@ -205,6 +205,7 @@ class CartridgeSnapshot:
     packet: TensorRef
     fingerprints: tuple[str, ...] = ()
     hinted: TensorRef | None = None
+    hinted_fingerprints: tuple[str, ...] = ()
 
     @property
     def packets(self) -> tuple[TensorRef, ...]:

@@ -27,14 +27,20 @@ class PublishedCartridges:
     ) -> None:
         self._keep, self._evidence = keep, evidence
         self._known: dict[int, Mapping[str, str]] = {}
+        self._hinted: dict[int, Mapping[str, str]] = {}  # of versions whose hints others read
 
     def add(self, snapshot: CartridgeSnapshot) -> None:
         """Add a version that is about to be published, or is published again."""
         self._known[snapshot.version] = dict(
             zip(snapshot.names, snapshot.fingerprints, strict=False)
         )
+        if snapshot.hinted is not None:
+            self._hinted[snapshot.version] = dict(
+                zip(snapshot.names, snapshot.hinted_fingerprints, strict=True)
+            )
         for old in sorted(self._known)[: -self._keep]:
             del self._known[old]
+            self._hinted.pop(old, None)
 
     def check(
         self, replica: str, requests: Sequence[GenerateRequest], completions: Sequence[Completion]
@@ -57,18 +63,22 @@ class PublishedCartridges:
             for part, got in zip(parts, served, strict=True):
                 if part.name.startswith(CARTRIDGE):
                     name = part.name.removeprefix(CARTRIDGE)
-                    self._compare(replica, request.id, name, part.version, got)
+                    of = self._known.get(part.version, {})
+                    self._compare(replica, request.id, name, part.version, got, of)
 
     def check_served(
         self, replica: str, what: str, version: int, served: Mapping[str, str]
     ) -> None:
-        """Raise StaleTokenError unless `replica` read the published numbers of `version` for
-        `what`."""
+        """Raise StaleTokenError unless `replica`, which reads hints, read for `what` the numbers
+        that were published for hints with `version`."""
+        of = self._hinted.get(version, self._known.get(version, {}))
         for name, got in served.items():
-            self._compare(replica, what, name, version, got)
+            self._compare(replica, what, name, version, got, of)
 
-    def _compare(self, replica: str, what: str, name: str, version: int, got: str) -> None:
-        published = self._known.get(version, {}).get(name)
+    def _compare(
+        self, replica: str, what: str, name: str, version: int, got: str, of: Mapping[str, str]
+    ) -> None:
+        published = of.get(name)
         if published is None or got == published:
             return
         raise StaleTokenError(

@@ -219,7 +219,10 @@ def test_the_document_teacher_plays_a_warm_start_and_the_offline_arm(tmp_path: P
         assert doc["count"] > 0
         assert row["kl"] == doc["value"]
         trained = [row["channels"][name]["count"] for name in rest]
-        assert trained == [0, 0] if row in written else trained[0] > 0
+        if row in written:
+            assert trained == [0, 0]
+    # A step whose groups all have one reward has no tokens for grpo.
+    assert any(row["channels"]["grpo"]["count"] for row in rows if row not in written)
     results = json.loads((path / "results.json").read_text())
     assert list(results["arms"]) == ["document", "untrained", "on_policy", "offline"]
     assert results["warm_steps"] == 1

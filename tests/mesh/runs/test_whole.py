@@ -19,7 +19,10 @@ STEPS = SMALL["train.steps"]
 
 def test_the_directory_is_complete_and_the_end_says_where(finished: Finished) -> None:
     names = {p.name for p in finished.path.iterdir()}
-    files = {"spec.yaml", "metrics.jsonl", "rollouts.jsonl", "events.jsonl", "results.json"}
+    files = {
+        "spec.yaml", "metrics.jsonl", "rollouts.jsonl", "answers.jsonl", "events.jsonl",
+        "results.json",
+    }  # fmt: skip
     names.discard("stacks")  # of a start that busy cores drew out
     assert files | {"checkpoints", "report.html", "trace.json"} == names
     assert list((finished.path / "checkpoints").glob("version-*"))

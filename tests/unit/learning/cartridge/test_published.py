@@ -87,3 +87,14 @@ def test_evidence_that_a_backend_declares_must_come() -> None:
     neither = PublishedCartridges(3, frozenset())
     neither.add(CartridgeSnapshot(2, ("a",), PACKET, ("a2",)))
     neither.check("generator[1]", [asked], [bare])  # the canary checks such a backend
+
+
+def test_hints_are_read_by_what_was_published_for_them() -> None:
+    ledger = PublishedCartridges(2)
+    ledger.add(CartridgeSnapshot(0, ("a",), PACKET, ("a0",), PACKET, ("mean0",)))
+    ledger.add(CartridgeSnapshot(1, ("a",), PACKET, ("a1",), PACKET, ("mean1",)))
+    ledger.check_served("sdpo_teacher[0]", "scores/1", 1, {"a": "mean1"})
+    for other in ("a1", "mean0"):
+        with pytest.raises(StaleTokenError, match=r"sdpo_teacher\[0\] served scores/1"):
+            ledger.check_served("sdpo_teacher[0]", "scores/1", 1, {"a": other})
+    check(ledger, PrefixRef("cartridge/a", 1), ("a1",))
