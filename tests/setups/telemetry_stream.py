@@ -76,6 +76,7 @@ def row(arm: str, step: int) -> MetricRow:
     return MetricRow(
         arm=arm, step=step, version=step, kl=kl, grad_norm=0.5 + step, lr=0.02,
         tokens=100 + step, stale_tokens=0, accuracy=0.75 if step == STEPS else None,
+        sampler_gap={"mean": 1e-7, "signed": -1e-8, "max": 1e-5, "tokens": 100.0},
         **with_episodes,
     )  # fmt: skip
 

@@ -86,8 +86,11 @@ class Trainer:
             raise PublishError(f"version {version} cannot be published")
         key = f"cartridges/{version}/{next(self.count)}"
         packet = await self.plane.put(key, version)
-        hinted = await self.plane.put(f"{key}/hinted", version) if self.hinted else None
-        return CartridgeSnapshot(version + self.off_by, ("a",), packet, hinted=hinted)
+        version += self.off_by
+        if not self.hinted:
+            return CartridgeSnapshot(version, ("a",), packet)
+        hinted = await self.plane.put(f"{key}/hinted", version)
+        return CartridgeSnapshot(version, ("a",), packet, (), hinted, ("f",))
 
 
 class Generator:
