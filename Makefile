@@ -99,7 +99,7 @@ test: install-vllm install-verifiers install-prometheus ## tests/unit and tests/
 test-all: test ## and tests/nightly: kills at any phase, several hosts, long runs
 	$(SLOW_PYTEST) tests/nightly
 
-golden: install ## run files of this tree against those of BASE (9fc9f6f), byte by byte
+golden: install ## run files of this tree against those of BASE (9fc9f6f), value by value
 	tests/nightly/golden.sh $(BASE)
 
 lint: install k8s-check ## ruff, types, the layers contract, and k8s-check
