@@ -24,7 +24,8 @@ from learning.decoding.decode_batch import generate
 from learning.losses.dpo import with_references
 from learning.model.document_kv import DocumentKVCache, document_kv, host_spill
 from learning.model.loading import flush_denormals, text_of
-from learning.scoring import prefixes_of, score_kept
+from learning.packing import context_of
+from learning.scoring import contexts_of, score_kept
 from protocols.ports import TensorPlane
 from protocols.train_batch import PreferencePair
 from protocols.types import (
@@ -151,10 +152,10 @@ class DocTeacherActor(ModelActor):
     async def score(self, stem: str, samples: Sequence[Sample]) -> ScoreOutput:
         """Put the teacher's distributions over every response token under a key of this stem."""
         begun, before = time.perf_counter(), self._documents.counts
-        prefixes = prefixes_of(samples, self._documents)
+        prefixes = contexts_of(samples, self._documents)
         tensors = score_kept(
             self._model, samples, prefixes, self._row_tokens, self._keep_top,
-            keep_sampled=self._keep_sampled,
+            keep_sampled=self._keep_sampled, prefix=context_of,
         )  # fmt: skip
         seconds = time.perf_counter() - begun
         packet = await self._put(stem, tensors)
@@ -190,7 +191,7 @@ class SDPOTeacherActor(CartridgeReaderActor):
         with the cartridges that read hints at `version`, each sample's context before its own
         tokens."""
         begun = time.perf_counter()
-        prefixes = self._prefixes(self._hinted, [s.document for s in samples], version)
+        prefixes = self._prefixes(self._hinted, [s.cartridge for s in samples], version)
         tensors = score_kept(self._model, samples, prefixes, self._row_tokens, self._keep_top)
         served = {name: self._fingerprints.of(kv) for name, kv in prefixes.items()}
         seconds = time.perf_counter() - begun
@@ -202,7 +203,7 @@ class SDPOTeacherActor(CartridgeReaderActor):
         self, pairs: Sequence[PreferencePair], version: int
     ) -> list[PreferencePair]:
         """Return the pairs with reference log-probabilities of `version`."""
-        prefixes = self._prefixes(self._cartridges, [p.document for p in pairs], version)
+        prefixes = self._prefixes(self._cartridges, [p.cartridge for p in pairs], version)
         return with_references(self._model, pairs, prefixes, self._row_tokens, version, 0)
 
     def _prefixes(

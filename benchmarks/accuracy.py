@@ -38,7 +38,8 @@ from learning.cartridge.initialization import CartridgeInit, InitSource, initial
 from learning.decoding.decode_batch import generate
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import load_model, load_tokenizer, text_ids
-from learning.scoring import TeacherDistribution, prefixes_of, score_kept
+from learning.packing import context_of
+from learning.scoring import TeacherDistribution, contexts_of, score_kept
 from learning.trainer import CartridgeTrainer
 from protocols.records.intervals import wilson_interval
 from protocols.spec.learn import LearnSpec
@@ -105,7 +106,12 @@ class StudyBench:
             )
             samples = as_rollout(step, prompts, done, 0.0, 0.0, offline=False).samples
             scored = score_kept(
-                self._model, samples, prefixes_of(samples, self._cache), learn.train.row_tokens, top
+                self._model,
+                samples,
+                contexts_of(samples, self._cache),
+                learn.train.row_tokens,
+                top,
+                prefix=context_of,
             )
             batch = TrainBatch(doc=samples, scores={"doc_teacher": TeacherDistribution(**scored)})
             kls.append(trainer.step_on(batch, trainer.version).kl)

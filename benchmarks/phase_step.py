@@ -31,8 +31,8 @@ from learning.losses.doc_kl import doc_kl
 from learning.losses.objective import active_channels
 from learning.model.attention import DecodeCache, PrefixContext, hidden_states, kv_shape, register
 from learning.model.document_kv import DocumentKVCache, document_kv
-from learning.packing import pack, response_logits
-from learning.scoring import TeacherDistribution, prefixes_of, score_kept
+from learning.packing import context_of, pack, response_logits
+from learning.scoring import TeacherDistribution, contexts_of, score_kept
 from learning.step import new_optimizer, train_step
 from protocols.ports import TensorPlane
 from protocols.spec.objective import LossSpec, ObjectiveSpec
@@ -147,7 +147,9 @@ class PhaseStep:
     ) -> Sample:
         held = logprobs or (0.0,) * len(response)
         versions = (0,) * len(response)
-        return Sample(str(i), NAME, self._prompts[i], tuple(response), held, versions)
+        return Sample(
+            str(i), NAME, self._prompts[i], tuple(response), held, versions, contexts=(NAME,)
+        )
 
     def timed(self, phase: str, work: Callable[[], Any]) -> Any:
         if self.device.type == "cuda":
@@ -193,9 +195,11 @@ class PhaseStep:
         return generate(self.model, requests, lambda _: self._cartridge, frozenset())
 
     def teacher(self) -> TeacherDistribution:
-        prefixes = prefixes_of(self.samples, self.cache)
+        prefixes = contexts_of(self.samples, self.cache)
         rows = self.setting.work.sample_tokens
-        return TeacherDistribution(**score_kept(self.model, self.samples, prefixes, rows, TOP))
+        return TeacherDistribution(
+            **score_kept(self.model, self.samples, prefixes, rows, TOP, prefix=context_of)
+        )
 
     def student(self, teacher: TeacherDistribution) -> None:
         train_step(

@@ -45,7 +45,8 @@ from learning.decoding.decode_batch import generate
 from learning.losses.doc_kl import doc_kl_tokens
 from learning.model.document_kv import DocumentKVCache, document_kv
 from learning.model.loading import load_model
-from learning.scoring import TeacherDistribution, prefixes_of, score_kept, top_k
+from learning.packing import context_of
+from learning.scoring import TeacherDistribution, contexts_of, score_kept, top_k
 from learning.step import new_optimizer
 from learning.trainer import CartridgeTrainer
 from protocols.files import flush
@@ -78,7 +79,15 @@ def samples_of(batch: int, vocabulary: int, version: int) -> list[Sample]:
         return tuple(draws.choices(range(5, vocabulary), k=n))
 
     return [
-        Sample(f"s{i}", "d", ids(PROMPT), ids(RESPONSE), (0.0,) * RESPONSE, (version,) * RESPONSE)
+        Sample(
+            f"s{i}",
+            "d",
+            ids(PROMPT),
+            ids(RESPONSE),
+            (0.0,) * RESPONSE,
+            (version,) * RESPONSE,
+            contexts=("d",),
+        )
         for i in range(batch)
     ]
 
@@ -174,9 +183,9 @@ async def compare(
         ]
         generate(model, asked, lambda _: kv, frozenset())  # no end ids: full length
         laps.done("rollout")
-        prefixes = prefixes_of(samples, documents)
+        prefixes = contexts_of(samples, documents)
         teacher = TeacherDistribution(
-            **score_kept(model, samples, prefixes, CONFIG.row_tokens, KEEP_TOP)
+            **score_kept(model, samples, prefixes, CONFIG.row_tokens, KEEP_TOP, prefix=context_of)
         )
         laps.done("teacher")
         result = trainer.step(samples, teacher, version)

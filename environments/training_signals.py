@@ -70,7 +70,7 @@ def turn_samples(episodes: Sequence[Episode]) -> list[Sample]:
     return [
         Sample(
             f"{e.task.id}/{t}", e.task.document, turn.context_ids, turn.response_ids,
-            turn.sampler_logprobs, turn.versions,
+            turn.sampler_logprobs, turn.versions, contexts=(e.task.document,),
         )
         for e in episodes
         for t, turn in enumerate(e.turns)
@@ -182,7 +182,7 @@ def _branch_sample(episode: Episode, branch: int, turns: Sequence[Turn]) -> Bran
         trained += [*(False for _ in between), *(True for _ in turn.response_ids)]
     sample = Sample(
         _sample_id(episode, branch), episode.task.document, first.context_ids, tuple(ids),
-        tuple(logprobs), tuple(versions),
+        tuple(logprobs), tuple(versions), contexts=(episode.task.document,),
     )  # fmt: skip
     return BranchSample(episode, sample, tuple(trained))
 

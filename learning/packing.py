@@ -32,6 +32,7 @@ from protocols.types import Sample
 if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
     from transformers import PreTrainedModel
 
+SEPARATOR = "\n"  # between the names of several prefixes; in no document's name
 LOGIT_BYTES = 4  # float32
 VALUE_BYTES = 2**24  # of logits whose exponentials exist at a time in `token_values`
 # Computes [n] tensors from n tokens' logits [n, V]. The slice gives their place among the tokens
@@ -43,7 +44,7 @@ Reader = Callable[[Tensor, slice], tuple[Tensor, ...]]
 class PackedRows:
     """Hold C documents x R rows of T tokens. `ids`, `positions`, `segments` are [C*R, T].
 
-    names[c]        the prefix that group c reads: by default a document's
+    names[c]        the prefix that group c reads: by default a cartridge
     segments        which sample of its row a token belongs to; -1 is padding
     row, column     [N] the place of the token that *predicts* response token n
     targets         [N] the response tokens themselves
@@ -64,22 +65,33 @@ class PackedRows:
         )
 
 
-def of_document(sample: Sample) -> str:
-    """Return the name of the sample's document, the default prefix."""
-    return sample.document
+def cartridge_of(sample: Sample) -> str:
+    """Return the name of the sample's cartridge, the default prefix."""
+    return sample.cartridge
+
+
+def context_of(sample: Sample) -> str:
+    """Return the name of what the document teacher reads before the sample's prompt. Raises
+    DataError for a sample without a context."""
+    if not sample.contexts:
+        raise DataError(
+            f"sample {sample.id} names no context for the document teacher to read; give it the "
+            "document or chunk that its prompt is about"
+        )
+    return SEPARATOR.join(sample.contexts)
 
 
 def pack(
     samples: Sequence[Sample],
     prefix_tokens: Mapping[str, int],
     row_tokens: int,
-    prefix: Callable[[Sample], str] = of_document,
+    prefix: Callable[[Sample], str] = cartridge_of,
 ) -> PackedRows:
     """Lay samples into rows, first fit by decreasing length within each prefix. Samples with the
     same tokens over the same prefix share a place, wherever prompt ends and response begins: an
     episode that two channels train on is read once.
 
-    `prefix` names a sample's prefix where that is not its document alone. `prefix_tokens[name]` is
+    `prefix` names a sample's prefix where that is not its cartridge alone. `prefix_tokens[name]` is
     the length of that prefix, the first position of its samples. Without samples the result is a
     row of one token that predicts none. Raises DataError for a sample longer than a row, or one
     without prompt or response.
@@ -138,8 +150,8 @@ def pack(
 
 
 def text_of(sample: Sample) -> tuple[str, tuple[int, ...]]:
-    """Return what a forward reads of a sample: its document and its tokens."""
-    return sample.document, sample.prompt_ids + sample.response_ids
+    """Return what a forward reads of a sample: its cartridge and its tokens."""
+    return sample.cartridge, sample.prompt_ids + sample.response_ids
 
 
 def check_rows(samples: Iterable[Sample], row_tokens: int) -> None:

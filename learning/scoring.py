@@ -17,7 +17,14 @@ from torch.nn import functional as F
 
 from learning.cartridge.composition import stack_prefixes
 from learning.model.document_kv import DocumentKVCache
-from learning.packing import ChunkedLogits, pack, response_tokens, token_logprobs
+from learning.packing import (
+    ChunkedLogits,
+    cartridge_of,
+    context_of,
+    pack,
+    response_tokens,
+    token_logprobs,
+)
 from protocols.train_batch import PrecomputedScores
 from protocols.types import Sample
 
@@ -30,15 +37,16 @@ LOGIT_BYTES = 256 * 2**20  # of a teacher of which a few numbers a token are kep
 def score(
     model: PreTrainedModel, samples: Sequence[Sample], documents: DocumentKVCache, row_tokens: int
 ) -> Tensor:
-    """Return logits [N, V] (float32) of every response token with its sample's document as the
+    """Return logits [N, V] (float32) of every response token with its sample's context as the
     prefix. The order is that of `learning.packing.response_logits` for the student: sample by
     sample."""
-    return score_over(model, samples, prefixes_of(samples, documents), row_tokens)
+    return score_over(model, samples, contexts_of(samples, documents), row_tokens, context_of)
 
 
-def prefixes_of(samples: Sequence[Sample], documents: DocumentKVCache) -> dict[str, Tensor]:
-    """Return the KV [L, 2, H_kv, T, D] of every document that the samples name."""
-    return {name: documents.get(name) for name in sorted({s.document for s in samples})}
+def contexts_of(samples: Sequence[Sample], documents: DocumentKVCache) -> dict[str, Tensor]:
+    """Return the KV [L, 2, H_kv, T, D] of every context that the samples name
+    (`learning.packing.context_of`)."""
+    return {name: documents.get(name) for name in sorted(set(map(context_of, samples)))}
 
 
 @torch.no_grad()
@@ -47,10 +55,11 @@ def score_over(
     samples: Sequence[Sample],
     prefixes: Mapping[str, Tensor],
     row_tokens: int,
+    prefix: Callable[[Sample], str] = cartridge_of,
 ) -> Tensor:
-    """Return logits [N, V] (float32) with `prefixes[document]` [L, 2, H_kv, P, D] before each
+    """Return logits [N, V] (float32) with `prefixes[prefix(sample)]` [L, 2, H_kv, P, D] before each
     sample."""
-    return _scored(model, samples, prefixes, row_tokens, None).logits
+    return _scored(model, samples, prefixes, row_tokens, None, prefix).logits
 
 
 @torch.no_grad()
@@ -62,14 +71,15 @@ def score_kept(
     keep_top: int | None,
     *,
     keep_sampled: bool = False,
+    prefix: Callable[[Sample], str] = cartridge_of,
 ) -> dict[str, Tensor]:
     """Return the tensors to store of `score_over`'s logits: the top entries of each token, or all
     for None. `TeacherDistribution(**score_kept(...))` reads them. For top
     entries at most LOGIT_BYTES of logits exist at a time. With `keep_sampled` the response tokens'
     own log-probabilities are kept too, which may lie outside the top entries."""
     if keep_top is None:
-        return {"logits": score_over(model, samples, prefixes, row_tokens)}
-    tokens = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES)
+        return {"logits": score_over(model, samples, prefixes, row_tokens, prefix)}
+    tokens = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES, prefix)
     if keep_sampled:
         indices, logprobs, sampled = tokens.read(
             slice(None),
@@ -92,7 +102,7 @@ def response_logprobs(
 ) -> Tensor:
     """Return the log-probability [N] of every response token: for a reference, a distilling
     teacher, or the student under the version that sampled it."""
-    tokens = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES)
+    tokens = _scored(model, samples, prefixes, row_tokens, LOGIT_BYTES, cartridge_of)
     return tokens.logprobs(slice(0, len(tokens.targets)))
 
 
@@ -102,9 +112,11 @@ def _scored(
     prefixes: Mapping[str, Tensor],
     row_tokens: int,
     logit_bytes: int | None,
+    prefix: Callable[[Sample], str],
 ) -> ChunkedLogits:
     """Return the response tokens' logits, to be read in chunks."""
-    packed = pack(samples, {name: kv.shape[3] for name, kv in prefixes.items()}, row_tokens)
+    lengths_of = {name: kv.shape[3] for name, kv in prefixes.items()}
+    packed = pack(samples, lengths_of, row_tokens, prefix)
     kv, lengths = stack_prefixes([prefixes[name] for name in packed.names])
     return response_tokens(model, packed, kv, lengths, logit_bytes=logit_bytes)
 

@@ -34,7 +34,12 @@ import torch
 
 from learning.batch import prepare
 from learning.cartridge.bank import CartridgeBank
-from learning.cartridge.composition import prefix_lengths, prefix_name, student_kv
+from learning.cartridge.composition import (
+    prefix_lengths,
+    prefix_name,
+    stack_prefixes,
+    student_prefixes,
+)
 from learning.losses.balance import GradientBalance
 from learning.losses.channel import LossAccumulator, LossChannel
 from learning.model.distributed import ALONE, ProcessGroup, is_sharded
@@ -151,7 +156,7 @@ def train_step(
         )
         packed = micro.packed
 
-        kv, lengths = student_kv(model, bank, packed.names)
+        kv, lengths = stack_prefixes(student_prefixes(model, bank, packed.names))
         student = response_tokens(
             model,
             packed,

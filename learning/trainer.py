@@ -277,7 +277,7 @@ class CartridgeTrainer:
         prefixes = dict(zip(self.bank.names, self.bank.kv(), strict=True))
         found = []
         for s in samples:
-            given = {s.document: prefixes[s.document].to(self.model.dtype)}
+            given = {s.cartridge: prefixes[s.cartridge].to(self.model.dtype)}
             logits = score_over(self.model, [s], given, self.spec.row_tokens).float()
             own = logits.gather(-1, torch.tensor(s.response_ids)[:, None].to(logits.device))
             found.append((logits.max(-1).values - own[:, 0]).max().item())

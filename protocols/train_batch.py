@@ -125,7 +125,7 @@ class PreferencePair:
     """
 
     id: str
-    document: str
+    cartridge: str
     context_ids: tuple[int, ...]
     chosen_ids: tuple[int, ...]
     rejected_ids: tuple[int, ...]
@@ -264,7 +264,7 @@ def hinted(items: Sequence[HintedTurn], samples: Sequence[PolicySample]) -> list
 def completions(pairs: Sequence[PreferencePair]) -> list[Sample]:
     """Return every pair as two samples to be scored: chosen, rejected, chosen, rejected, ..."""
     return [
-        Sample(f"{p.id}/{which}", p.document, p.context_ids, ids, (), ())
+        Sample(f"{p.id}/{which}", p.cartridge, p.context_ids, ids, (), ())
         for p in pairs
         for which, ids in (("chosen", p.chosen_ids), ("rejected", p.rejected_ids))
     ]

@@ -157,19 +157,24 @@ def refused(request: GenerateRequest, why: str) -> Completion:
 class Sample:
     """Hold a prompt with the response to be scored and trained on.
 
-    `document` names the document (and its cartridge): "patient_01". `sampler_logprobs` and
-    `versions` are the sampler's own record, one per response token; for a response that the
-    document teacher wrote (offline), versions are -1. `composed` are the cartridges before the
-    prompt, in order, where there were more than the document's: ("patient_02", "patient_01").
+    `cartridge` names the cartridge that learns: "patient_01". `contexts` names the documents or
+    chunks that the document teacher reads before the prompt, in order: ("patient_01",); () for a
+    sample that it does not read. `prompt` is the prompt's id, the same each time that it is asked.
+    `sampler_logprobs` and `versions` are the sampler's own record, one per response token; for a
+    response that the document teacher wrote (offline), versions are -1. `composed` are the
+    cartridges before the prompt, in order, where there were more than `cartridge`:
+    ("patient_02", "patient_01").
     """
 
     id: str
-    document: str
+    cartridge: str
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     sampler_logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     composed: tuple[str, ...] = ()
+    contexts: tuple[str, ...] = ()
+    prompt: str = ""
 
 
 @dataclass(frozen=True)

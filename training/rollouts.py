@@ -132,12 +132,13 @@ def as_sample(
 ) -> Sample:
     return Sample(
         id=completion.request_id,
-        document=document,
+        cartridge=document,
         prompt_ids=request.prompt_ids,
         response_ids=completion.token_ids,
         sampler_logprobs=completion.logprobs,
         versions=(OFFLINE_VERSION,) * len(completion.token_ids) if offline else completion.versions,
         composed=_composed(request.prefix),
+        contexts=(document,),
     )
 
 
@@ -188,7 +189,7 @@ def as_rows(
     """Return a row of rollouts.jsonl for each response, with its text."""
     return [
         RolloutRow(
-            arm=arm, step=step, id=s.id, document=s.document, kind=p.kind,
+            arm=arm, step=step, id=s.id, document=p.document, kind=p.kind,
             prompt_ids=s.prompt_ids, response_ids=s.response_ids,
             sampler_logprobs=c.logprobs, versions=s.versions,
             sampling=asdict(p.request.sampling), finish_reason=c.finish_reason,

@@ -20,21 +20,21 @@ import torch
 from torch import Tensor
 
 from learning.cartridge.bank import CartridgeBank
+from learning.packing import SEPARATOR
 from protocols.errors import DataError
 from protocols.types import Sample
 
 if TYPE_CHECKING:  # importing it takes seconds, which only code that loads a model should pay
     from transformers import PreTrainedModel
 
-SEPARATOR = "\n"  # in no document's name
 # Frequencies that change with the length of the text: the angle depends on more than the position.
 BY_LENGTH = ("dynamic", "longrope")
 
 
 def prefix_name(sample: Sample) -> str:
-    """Return the document that learns, then the composition in order: "a", or "a\\nb\\na" for
+    """Return the cartridge that learns, then the composition in order: "a", or "a\\nb\\na" for
     [b, a]."""
-    return SEPARATOR.join((sample.document, *sample.composed))
+    return SEPARATOR.join((sample.cartridge, *sample.composed))
 
 
 def prefix_lengths(samples: Iterable[Sample], alone: Mapping[str, int]) -> dict[str, int]:
@@ -45,13 +45,13 @@ def prefix_lengths(samples: Iterable[Sample], alone: Mapping[str, int]) -> dict[
     return {**alone, **of_samples}
 
 
-def student_kv(
+def student_prefixes(
     model: PreTrainedModel, bank: CartridgeBank, names: Sequence[str]
-) -> tuple[Tensor, Tensor | None]:
-    """Return KV [C, L, 2, H_kv, P, D] of the named prefixes and their lengths [C] where they
-    differ. Gradient flows into the cartridges that learn."""
+) -> list[Tensor]:
+    """Return the KV [L, 2, H_kv, P_c, D] of each named prefix. Gradient flows into the cartridges
+    that learn."""
     if not any(SEPARATOR in name for name in names):
-        return bank.kv(names), None
+        return list(bank.kv(names))
     own = {name: name.split(SEPARATOR)[0] for name in names}
     found = []
     for name in names:
@@ -62,7 +62,7 @@ def student_kv(
             for one, part in zip(order, parts, strict=True)
         ]
         found.append(composed(model, learns))
-    return stack_prefixes(found)
+    return found
 
 
 def composed(model: PreTrainedModel, prefixes: Sequence[Tensor]) -> Tensor:

@@ -74,7 +74,7 @@ def episode(
     n = len(trained)
     sample = Sample(
         name, document, ids(draws, 3), ids(draws, n), (0.0,) * n,
-        tuple(version if own else -1 for own in trained),
+        tuple(version if own else -1 for own in trained), contexts=(document,),
     )  # fmt: skip
     error = "" if reward is not None else "environment_died"
     return PolicySample(sample, tuple(trained), Sampling(), group, reward, error)
@@ -93,7 +93,15 @@ def scene(twin: Twin, bank: CartridgeBank, seed: int = 0, version: int = 0) -> T
     pairs; teachers and references scored under the bank as it is."""
     draws = random.Random(seed)
     doc = [
-        Sample(f"d{i}", name, ids(draws, p), ids(draws, n), (0.0,) * n, (version,) * n)
+        Sample(
+            f"d{i}",
+            name,
+            ids(draws, p),
+            ids(draws, n),
+            (0.0,) * n,
+            (version,) * n,
+            contexts=(name,),
+        )
         for i, (name, p, n) in enumerate([("a", 4, 5), ("b", 2, 3)])
     ]
     shapes: list[tuple[list[int], float | None, str, str]] = [

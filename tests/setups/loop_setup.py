@@ -66,7 +66,15 @@ class House:
             raise
         self.events.append(("sampled", step))
         ids = tuple(range(step, step + 3))
-        sample = Sample(f"{step}/0", "patient_01", (4, 5), ids, (-0.5,) * 3, (held,) * 3)
+        sample = Sample(
+            f"{step}/0",
+            "patient_01",
+            (4, 5),
+            ids,
+            (-0.5,) * 3,
+            (held,) * 3,
+            contexts=("patient_01",),
+        )
         return Rollout(step, (), (), (sample,), 0.0, 0.0)
 
     async def score(self, rollout: Rollout) -> tuple[TrainBatch, ScoringCost]:

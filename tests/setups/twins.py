@@ -135,6 +135,7 @@ def make_samples() -> Callable[..., list[Sample]]:
                 tuple(draws.choices(range(3, VOCAB), k=response)),
                 (0.0,) * response,
                 (version,) * response,
+                contexts=(document,),
             )
             for i, (document, prompt, response) in enumerate(shapes)
         ]

@@ -40,7 +40,7 @@ def test_an_episode_is_one_sample_with_the_tools_words_untrained(name: str) -> N
     episode = episode_of(RIGHT, name)
     (sample,) = rl_samples([episode])
     s, first, last = sample.sample, episode.turns[0], episode.turns[-1]
-    assert (s.id, s.document, sample.group, sample.reward) == (
+    assert (s.id, s.cartridge, sample.group, sample.reward) == (
         "desk/12/0/1",
         "desk_01",
         "desk/12/0",
@@ -232,7 +232,7 @@ def test_a_pair_is_said_in_the_students_tokens(name: str) -> None:
     assert made.id == "desk/12/0/1/0"
     assert made.chosen_ids == episode_of(RIGHT, name).turns[0].response_ids
     assert (made.context_ids, made.rejected_ids) == (context, response)
-    assert (made.document, made.ref_chosen, made.ref_rejected) == ("desk_01", -1.5, -0.5)
+    assert (made.cartridge, made.ref_chosen, made.ref_rejected) == ("desk_01", -1.5, -0.5)
     assert made.ref_version == 3
     assert (made.chosen_share, made.rejected_share) == (2 / 3, 1 / 3)
     assert pair(canonical(state.student_action, state)) is None

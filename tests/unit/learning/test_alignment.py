@@ -96,7 +96,7 @@ def test_the_teacher_is_the_model_reading_document_prompt_and_response(
     scored = score(twin.model, samples, twin.cached(), row_tokens=16)
     expected = []
     for s in samples:
-        text = twin.documents[s.document] + s.prompt_ids + s.response_ids
+        text = twin.documents[s.cartridge] + s.prompt_ids + s.response_ids
         expected.append(twin.logits(text)[-len(s.response_ids) - 1 : -1])
     torch.testing.assert_close(scored, torch.cat(expected), rtol=0, atol=5e-5)
 

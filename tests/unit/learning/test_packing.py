@@ -90,7 +90,7 @@ def test_packed_equals_alone_equals_transformers(
     together = logits_of(twin, samples, row_tokens)
     reversed_order = logits_of(twin, samples[::-1], row_tokens)
     for s in samples:
-        expected = twin.response_logits(s, twin.kv[s.document])
+        expected = twin.response_logits(s, twin.kv[s.cartridge])
         alone = logits_of(twin, [s], row_tokens)[s.id]
         for logits in (together[s.id], reversed_order[s.id], alone):
             torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
@@ -173,7 +173,7 @@ def test_every_sample_is_packed_once_and_no_row_overflows(
     packed = pack(samples, prefix_tokens, row_tokens)
     assert packed.ids.shape[1] <= row_tokens
     assert read_back(packed, prefix_tokens) == Counter(
-        (s.document, str([*s.prompt_ids, *s.response_ids])) for s in samples
+        (s.cartridge, str([*s.prompt_ids, *s.response_ids])) for s in samples
     )
     # What stands one after the predicting token is the response token, in sample order.
     assert packed.ids[packed.row, packed.column + 1].tolist() == packed.targets.tolist()

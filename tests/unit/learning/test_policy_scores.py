@@ -46,7 +46,7 @@ def logprobs(twin: Twin, batch: TrainBatch, kv: dict[str, Tensor]) -> Tensor:
     """Of the trained tokens of episodes with a reward, in float64."""
     samples = [r.sample for r in batch.rl]
     found = [
-        twin.response_logits(s, kv[s.document]).double().log_softmax(-1).gather(
+        twin.response_logits(s, kv[s.cartridge]).double().log_softmax(-1).gather(
             -1, torch.tensor(s.response_ids)[:, None])[:, 0]
         for s in samples
     ]  # fmt: skip

@@ -32,7 +32,7 @@ def honest(twin: Twin, batch: TrainBatch, given: dict[str, Tensor]) -> TrainBatc
     """The batch with log-probabilities by plain transformers under the cartridges `given`."""
 
     def told(s: Sample) -> Sample:
-        logits = twin.response_logits(s, given[s.document]).double()
+        logits = twin.response_logits(s, given[s.cartridge]).double()
         values = logits.log_softmax(-1)[range(len(s.response_ids)), list(s.response_ids)]
         own = [v if at >= 0 else 0.0 for v, at in zip(values.tolist(), s.versions, strict=True)]
         return replace(s, sampler_logprobs=tuple(own))

@@ -11,7 +11,7 @@ from channel_setup import bank_of, prefixes, scene
 
 from learning.losses.dpo import with_references
 from learning.packing import token_logprobs
-from learning.scoring import prefixes_of, response_logprobs, score, score_kept, score_over, top_k
+from learning.scoring import contexts_of, response_logprobs, score, score_kept, score_over, top_k
 from protocols.train_batch import hinted
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def test_the_hinted_teacher_is_the_model_reading_cartridge_hint_and_turn(
     for item in batch.turns:
         s = by_id[item.sample]
         turn = s.response_ids[item.start : item.stop]
-        logits = twin.logits(item.context_ids + turn, kv[s.document])
+        logits = twin.logits(item.context_ids + turn, kv[s.cartridge])
         expected.append(logits[len(item.context_ids) - 1 : -1])
     torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=5e-5)
 
@@ -66,7 +66,7 @@ def test_what_is_kept_of_a_score_is_its_top_or_all(
         monkeypatch.setattr("learning.scoring.LOGIT_BYTES", chunk * 97 * 4)
     samples = make_samples(("a", 4, 5), ("b", 2, 3))
     logits = score(twin.model, samples, twin.cached(), 20)
-    kv = prefixes_of(samples, twin.cached())
+    kv = contexts_of(samples, twin.cached())
     assert torch.equal(score_kept(twin.model, samples, kv, 20, None)["logits"], logits)
     kept, expected = score_kept(twin.model, samples, kv, 20, 6), top_k(logits, 6)
     assert not kept["logprobs"].requires_grad
@@ -88,7 +88,7 @@ def test_references_are_recomputed_where_stale(twin: Twin) -> None:
     assert renewed.ref_version == 5
     for ids, reference in ((stale.chosen_ids, renewed.ref_chosen),
                            (stale.rejected_ids, renewed.ref_rejected)):  # fmt: skip
-        logits = twin.logits(stale.context_ids + ids, kv[stale.document])
+        logits = twin.logits(stale.context_ids + ids, kv[stale.cartridge])
         rows = logits[len(stale.context_ids) - 1 : -1].log_softmax(-1)
         expected = sum(row[token].item() for row, token in zip(rows, ids, strict=True))
         assert reference == pytest.approx(expected, abs=1e-4)

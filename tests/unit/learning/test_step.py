@@ -84,8 +84,8 @@ def by_transformers(twin: Twin, bank: CartridgeBank, samples: list[Sample]) -> t
     kv = torch.cat([bank.frozen, trainable], dim=4)
     total, tokens = torch.zeros(()), 0
     for s in samples:
-        student = twin.response_logits(s, kv[bank.names.index(s.document)])
-        text = twin.documents[s.document] + s.prompt_ids + s.response_ids
+        student = twin.response_logits(s, kv[bank.names.index(s.cartridge)])
+        text = twin.documents[s.cartridge] + s.prompt_ids + s.response_ids
         teacher = twin.logits(text)[-len(s.response_ids) - 1 : -1]
         total = total + F.kl_div(
             student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="sum"

@@ -145,7 +145,7 @@ def test_references_are_of_the_untrained_cartridges(llama: Twin, tmp_path: Path)
     assert not torch.equal(trainer.bank.trainable, bank.trainable)
     (one,) = trainer.references(lacking[:1])
     sample = completions(lacking[:1])[0]
-    logs = llama.response_logits(sample, prefixes(bank)[sample.document]).log_softmax(-1)
+    logs = llama.response_logits(sample, prefixes(bank)[sample.cartridge]).log_softmax(-1)
     by_hand = sum(logs[t, token].item() for t, token in enumerate(sample.response_ids))
     assert one.ref_chosen == pytest.approx(by_hand, rel=1e-5)
 

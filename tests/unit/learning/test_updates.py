@@ -181,7 +181,7 @@ def by_hand(twin: Twin, batch: TrainBatch, updates: int, low: float, high: float
         for i, (r, a) in enumerate(zip(rl, advantages, strict=True)):
             assert a is not None
             s = r.sample
-            log_p = twin.response_logits(s, kv[s.document]).log_softmax(-1)
+            log_p = twin.response_logits(s, kv[s.cartridge]).log_softmax(-1)
             pi = log_p.gather(-1, torch.tensor(s.response_ids)[:, None])[:, 0]
             pi = pi[torch.tensor(r.trained)]
             if len(old) <= i:

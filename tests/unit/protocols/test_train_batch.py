@@ -40,10 +40,10 @@ def test_a_turn_is_read_under_the_hint() -> None:
 
 
 def test_the_sides_of_pairs_in_turn() -> None:
-    sides = completions([PAIR, replace(PAIR, id="q", document="p2")])
+    sides = completions([PAIR, replace(PAIR, id="q", cartridge="p2")])
     assert [s.id for s in sides] == ["p/chosen", "p/rejected", "q/chosen", "q/rejected"]
     assert [s.response_ids for s in sides] == [(7, 8), (9,), (7, 8), (9,)]
-    assert [s.document for s in sides] == ["p1", "p1", "p2", "p2"]
+    assert [s.cartridge for s in sides] == ["p1", "p1", "p2", "p2"]
     assert {s.prompt_ids for s in sides} == {(4, 91, 2)}
 
 

@@ -66,7 +66,7 @@ def test_greedy_texts_of_the_published_version_pass() -> None:
         ("cartridge/a", 7), ("cartridge/b", 7),
     }  # fmt: skip
     assert {r.sampling.temperature for r in house.asked} == {0.0}
-    assert [(s.document, s.prompt_ids, s.response_ids) for s in house.scored] == [
+    assert [(s.cartridge, s.prompt_ids, s.response_ids) for s in house.scored] == [
         ("a", tuple(range(10, 18)), (5, 20)),
         ("b", (3, 4, 5), (5, 21)),
     ], "a text that several replicas say is scored once"

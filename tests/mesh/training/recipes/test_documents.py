@@ -223,7 +223,7 @@ def test_rows_that_were_written_before_are_asked_and_their_answers_trained_on(
     (rollout,) = asyncio.run(other.course.offline(0, other.generate))
     assert not other.requests  # nothing is generated
     for sample in rollout.samples:
-        assert sample.response_ids == (ids if sample.document == "salt" else (9, 9))
+        assert sample.response_ids == (ids if sample.cartridge == "salt" else (9, 9))
     assert not other.directory.selfstudy.exists()
     (tmp_path / "salt.txt").write_text("quite another text " * 300)
     (tmp_path / "other").mkdir()

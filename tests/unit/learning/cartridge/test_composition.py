@@ -13,7 +13,7 @@ from learning.cartridge.composition import (
     prefix_lengths,
     prefix_name,
     stack_prefixes,
-    student_kv,
+    student_prefixes,
 )
 from learning.losses.objective import active_channels
 from learning.packing import pack, response_logits
@@ -47,7 +47,9 @@ def test_the_student_reads_what_was_sampled_over(twin: Twin, make_samples: MakeS
     lengths = prefix_lengths(samples, dict.fromkeys("abc", 8))
     assert lengths == {"a": 8, "b": 8, "c": 8, "a\nb\na": 16, "c\nc\na": 16}
     packed = pack(samples, lengths, 40, prefix_name)
-    logits = response_logits(twin.model, packed, *student_kv(twin.model, bank, packed.names))
+    logits = response_logits(
+        twin.model, packed, *stack_prefixes(student_prefixes(twin.model, bank, packed.names))
+    )
     begun = {name: kv[:, :, :, :8] for name, kv in twin.kv.items()}
     expected = [
         twin.response_logits(s, composed(twin.model, [begun[n] for n in s.composed or "a"]))
@@ -80,10 +82,10 @@ def test_the_teacher_has_the_document_alone(llama: Twin, make_samples: MakeSampl
 
 def test_alone_nothing_is_stacked_anew(llama: Twin) -> None:
     bank = bank_of(llama)
-    kv, lengths = student_kv(llama.model, bank, ("a", "c"))
+    kv, lengths = stack_prefixes(student_prefixes(llama.model, bank, ("a", "c")))
     assert lengths is None
     assert torch.equal(kv, bank.kv(["a", "c"]))
-    kv, lengths = student_kv(llama.model, bank, ("a", "a\nb\na"))
+    kv, lengths = stack_prefixes(student_prefixes(llama.model, bank, ("a", "a\nb\na")))
     assert lengths is not None
     assert lengths.tolist() == [8, 16]
     both = composed(llama.model, [llama.kv[n][:, :, :, :8] for n in "ba"])

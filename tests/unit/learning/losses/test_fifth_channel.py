@@ -60,7 +60,7 @@ class Imitation(LossChannel):
         return [(i, range(len(s.response_ids))) for i, (s,) in enumerate(self.samples(batch))]
 
     def check(self, batch: TrainBatch, version: int) -> None:
-        if any(s.document == "c" for (s,) in self.samples(batch)):
+        if any(s.cartridge == "c" for (s,) in self.samples(batch)):
             raise DataError("nobody demonstrates document c")
 
     def denominator(self, batch: TrainBatch) -> int:
@@ -136,11 +136,11 @@ def by_transformers(twin: Twin, batch: TrainBatch) -> tuple[list[float], list[Te
     kv = dict(zip(bank.names, torch.cat([bank.frozen, trainable], dim=4), strict=True))
     demonstrated = torch.zeros(())
     for s in batch.extra["imitation"]:
-        logs = twin.response_logits(s, kv[s.document]).log_softmax(-1)
+        logs = twin.response_logits(s, kv[s.cartridge]).log_softmax(-1)
         demonstrated = demonstrated - sum(logs[t, token] for t, token in enumerate(s.response_ids))
     spread = torch.zeros(())
     for r in batch.rl:
-        logs = twin.response_logits(r.sample, kv[r.sample.document])[0].log_softmax(-1)
+        logs = twin.response_logits(r.sample, kv[r.sample.cartridge])[0].log_softmax(-1)
         spread = spread + (logs.exp() * logs).sum()
     means = [demonstrated / 5, spread / 6]
     gradients = [torch.autograd.grad(mean, trainable, retain_graph=True)[0] for mean in means]

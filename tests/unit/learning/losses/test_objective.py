@@ -71,14 +71,14 @@ def by_transformers(
     kv = dict(zip(bank.names, torch.cat([bank.frozen, trainable], dim=4), strict=True))
 
     def logprobs(s: Sample) -> Tensor:
-        return twin.response_logits(s, kv[s.document]).log_softmax(-1)
+        return twin.response_logits(s, kv[s.cartridge]).log_softmax(-1)
 
     def picked(s: Sample) -> Tensor:
         return logprobs(s).gather(-1, torch.tensor(s.response_ids)[:, None])[:, 0]
 
     kl, tokens = torch.zeros(()), 0
     for s in batch.doc:
-        text = twin.documents[s.document] + s.prompt_ids + s.response_ids
+        text = twin.documents[s.cartridge] + s.prompt_ids + s.response_ids
         teacher = twin.logits(text)[-len(s.response_ids) - 1 : -1].log_softmax(-1)
         kl = kl + F.kl_div(logprobs(s), teacher, log_target=True, reduction="sum")
         tokens += len(s.response_ids)
@@ -102,7 +102,7 @@ def by_transformers(
         s = by_id[item.sample]
         turn = s.response_ids[item.start : item.stop]
         with torch.no_grad():
-            read = twin.logits(item.context_ids + turn, kv[s.document])
+            read = twin.logits(item.context_ids + turn, kv[s.cartridge])
             teacher = read[len(item.context_ids) - 1 : -1].log_softmax(-1)
         student = logprobs(s)[item.start : item.stop]
         hints = hints + jensen_shannon(student, teacher, 0.5).sum()
@@ -111,7 +111,7 @@ def by_transformers(
     preferred = torch.zeros(())
     for p in batch.pairs:
         sides = [
-            picked(Sample("", p.document, p.context_ids, x, (), ())).sum()
+            picked(Sample("", p.cartridge, p.context_ids, x, (), ())).sum()
             for x in (p.chosen_ids, p.rejected_ids)
         ]
         gained, lost = sides[0] - p.ref_chosen, sides[1] - p.ref_rejected
@@ -455,9 +455,9 @@ def test_the_sampled_variant_scores_the_turn_s_own_tokens(twin: Twin, old_is_giv
     for item in batch.turns:
         s = by_id[item.sample]
         turn = torch.tensor(s.response_ids[item.start : item.stop])[:, None]
-        student = twin.response_logits(s, kv[s.document])[item.start : item.stop]
+        student = twin.response_logits(s, kv[s.cartridge])[item.start : item.stop]
         text = item.context_ids + s.response_ids[item.start : item.stop]
-        teacher = twin.logits(text, kv[s.document])[len(item.context_ids) - 1 : -1]
+        teacher = twin.logits(text, kv[s.cartridge])[len(item.context_ids) - 1 : -1]
         log_s, log_t = (x.log_softmax(-1).gather(-1, turn)[:, 0] for x in (student, teacher))
         losses += ((log_s - log_t) * log_s).tolist()
     done = do(twin, batch, changed(only("alpha"), sdpo=SdpoSpec(variant="sampled")))

@@ -135,7 +135,7 @@ def scene_of(model: Any, tokenizer: Any, index: int) -> DeskScene:
         case = cases[e.group]
         ids = talk.saying(f"find {case.field} in {case.department}.")
         right.append(
-            Sample(s.id, s.document, s.prompt_ids, ids, (0.0,) * len(ids), (0,) * len(ids))
+            Sample(s.id, s.cartridge, s.prompt_ids, ids, (0.0,) * len(ids), (0,) * len(ids))
         )
     rl, kept = rl_samples(episodes), [turn for *_, turn in wrong_finds]
     whole = {desk.id: kv}

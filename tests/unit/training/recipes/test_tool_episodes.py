@@ -427,7 +427,7 @@ def test_the_document_teacher_plays_the_same_cases_and_trains_doc_kl_alone() -> 
     assert not is_offline(ours)
     lesson = asyncio.run(cases.lesson(theirs, 7))
     assert (lesson.rl, lesson.turns, lesson.pairs) == ((), (), ())
-    assert [s.document for s in lesson.doc] == [e.task.document for e in theirs.episodes]
+    assert [s.cartridge for s in lesson.doc] == [e.task.document for e in theirs.episodes]
     assert {v for s in lesson.doc for v in s.versions} == {-1}
     # Its own tokens bear the loss, as many as the budget counts; what tools said does not.
     assert sum(map(sum, lesson.doc_marks)) == sum(len(s.response_ids) for s in theirs.samples)
