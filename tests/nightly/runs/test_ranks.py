@@ -32,6 +32,10 @@ def same_curve(path: Path, one: Path) -> None:
     for row, expected in zip(ours, theirs, strict=True):
         for name in ("kl", "grad_norm"):
             assert row.pop(name) == pytest.approx(expected.pop(name), rel=1e-3), name
+        gap, of_one = row.pop("sampler_gap"), expected.pop("sampler_gap")
+        assert gap.pop("tokens") == of_one.pop("tokens")
+        assert gap.keys() == of_one.keys()
+        assert gap == pytest.approx(of_one, abs=1e-5)  # both are rounding alone
         assert row == expected
     said = [
         [
