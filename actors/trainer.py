@@ -7,7 +7,7 @@ what only one may do; the replies of the others are ignored.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,9 +91,10 @@ class TrainerActor(ModelActor):
         return self._trainer.recover()
 
     @endpoint
-    async def begin(self, arm: str, steps: int) -> int:
-        """Start an arm of `steps` steps from the untrained cartridges, as a new version."""
-        return self._trainer.begin(arm, steps)
+    async def begin(self, arm: str, steps: int, updates: Mapping[str, int]) -> int:
+        """Start an arm of `steps` steps from the untrained cartridges, as a new version. `updates`
+        is the number of steps that will train a cartridge, where that is not all."""
+        return self._trainer.begin(arm, steps, updates)
 
     @endpoint
     async def step(self, lesson: TrainBatch, version: int) -> TrainStepOutput:
@@ -165,13 +166,14 @@ class TrainerActor(ModelActor):
         """Put one packed snapshot of every cartridge at `version` into the plane; rank 0 only."""
         if not self._ranks.leads:
             return None
-        names, kv = self._trainer.snapshot(version)
-        packet = await self._put(f"cartridges/{version}", {"kv": kv})
+        snapshot = self._trainer.snapshot(version)
+        names, kv = tuple(snapshot.kv), list(snapshot.kv.values())
+        packet = await self._put(f"cartridges/{version}", {"kv": torch.stack(kv)})
         own = tuple(map(fingerprint, kv))
-        other = self._trainer.hinted_snapshot(version)
-        if other is None:
+        if snapshot.hinted is None:
             return CartridgeSnapshot(version, names, packet, own)
-        hinted = await self._put(f"cartridges/{version}/hinted", {"kv": other})
+        other = list(snapshot.hinted.values())
+        hinted = await self._put(f"cartridges/{version}/hinted", {"kv": torch.stack(other)})
         return CartridgeSnapshot(
             version, names, packet, own, hinted, tuple(map(fingerprint, other))
         )

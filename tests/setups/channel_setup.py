@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,11 @@ from learning.cartridge.bank import CartridgeBank, first_tokens
 from learning.losses.balance import GradientBalance
 from learning.losses.dpo import with_references
 from learning.losses.objective import active_channels
+from learning.progress import CartridgeProgress, LearningRateSchedule
 from learning.sampler_gap import GapBounds
 from learning.scoring import TeacherDistribution, response_logprobs, score, score_over
-from learning.step import new_optimizer, train_step
+from learning.step import train_step
+from learning.updates import Share, part_of
 from protocols.spec.objective import LossSpec, ObjectiveSpec
 from protocols.spec.sections import TrainSpec
 from protocols.train_batch import HintedTurn, PolicySample, PreferencePair, TrainBatch, hinted
@@ -81,7 +83,37 @@ def episode(
 
 
 def prefixes(bank: CartridgeBank) -> dict[str, Tensor]:
-    return dict(zip(bank.names, bank.kv().detach(), strict=True))
+    return {name: kv.detach() for name, kv in zip(bank.names, bank.kv(bank.names), strict=True)}
+
+
+def trained(bank: CartridgeBank) -> Tensor:
+    """The trainable parts, stacked [C, L, 2, H_kv, P-F, D]: a copy."""
+    return torch.stack([part.detach() for part in bank.trainable.values()])
+
+
+def whole_kv(bank: CartridgeBank, trainable: Tensor) -> Tensor:
+    """The cartridges [C, L, 2, H_kv, P, D] with these stacked trainable parts."""
+    return torch.cat([torch.stack(list(bank.frozen.values())), trainable], dim=4)
+
+
+def gradients(bank: CartridgeBank) -> Tensor | None:
+    """Their gradients, stacked, with 0 for a cartridge that has none; None where none has one."""
+    found = [part.grad for part in bank.trainable.values()]
+    if all(one is None for one in found):
+        return None
+    parts = zip(found, bank.trainable.values(), strict=True)
+    return torch.stack([torch.zeros_like(part) if one is None else one for one, part in parts])
+
+
+def progress_of(
+    bank: CartridgeBank, lr: float = 0.02, balance: bool = False
+) -> dict[str, CartridgeProgress]:
+    """The progress of untrained cartridges at a constant rate."""
+    constant = LearningRateSchedule(lr, 0, 10**9)
+    return {
+        name: CartridgeProgress(part, constant, GradientBalance() if balance else None)
+        for name, part in bank.trainable.items()
+    }
 
 
 def bank_of(twin: Twin, names: str = "ab", tokens: int = 8) -> CartridgeBank:
@@ -144,6 +176,22 @@ def scene(twin: Twin, bank: CartridgeBank, seed: int = 0, version: int = 0) -> T
     )
 
 
+def of_cartridge(batch: TrainBatch, name: str) -> TrainBatch:
+    """What of a batch trains one cartridge, with its scores."""
+    learns = {r.sample.id: r.sample.cartridge for r in batch.rl}
+    share = Share(
+        doc=[i for i, s in enumerate(batch.doc) if s.cartridge == name],
+        rl=[i for i, r in enumerate(batch.rl) if r.sample.cartridge == name],
+        turns=[i for i, turn in enumerate(batch.turns) if learns[turn.sample] == name],
+        pairs=[i for i, pair in enumerate(batch.pairs) if pair.cartridge == name],
+        extra={
+            channel: [i for i, item in enumerate(items) if item.cartridge == name]
+            for channel, items in batch.extra.items()
+        },
+    )
+    return part_of(batch, share)
+
+
 @dataclass(frozen=True)
 class Done:
     result: TrainStepOutput
@@ -158,13 +206,12 @@ def do(
     loss: LossSpec | None = None,
     *,
     bank: CartridgeBank | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    progress: Mapping[str, CartridgeProgress] | None = None,
     version: int = 0,
     staleness: int = 0,
     row_tokens: int = 24,
     micro_tokens: int | None = None,
     compare_gradients: bool = False,
-    balance: GradientBalance | None = None,
     logit_bytes: int | None = None,
     recompute_layers: bool = False,
     gap_bounds: GapBounds | None = None,
@@ -174,21 +221,17 @@ def do(
     result = train_step(
         twin.model,
         bank,
-        optimizer or new_optimizer(bank),
+        progress or progress_of(bank),
         batch,
         active_channels(objective, loss),
-        lr=0.02,
         clip=1e9,
         row_tokens=row_tokens,
         version=version,
         staleness=staleness,
         micro_tokens=micro_tokens,
         compare_gradients=compare_gradients,
-        balance=balance,
         logit_bytes=logit_bytes,
         recompute_layers=recompute_layers,
         gap_bounds=gap_bounds,
     )
-    gradient = bank.trainable.grad
-    held = None if gradient is None else gradient.clone()
-    return Done(result, held, bank.trainable.detach().clone())
+    return Done(result, gradients(bank), trained(bank))

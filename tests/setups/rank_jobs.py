@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from channel_setup import ALL, changed, in_chunks, scene
+from channel_setup import ALL, changed, in_chunks, scene, trained
 from safetensors.torch import save_file
 from twins import Twin, build
 
@@ -78,16 +78,17 @@ def curve(trainer: CartridgeTrainer, house: House, start: int = 0, stop: int = S
 
 def bits(trainer: CartridgeTrainer) -> str:
     """A hash of cartridges and moments."""
-    state = trainer._optimizer.state[trainer.bank.trainable]
+    state = trainer._state.checkpoint({})
     digest = hashlib.sha256()
-    for tensor in (trainer.bank.frozen, trainer.bank.trainable, *state.values()):
-        digest.update(tensor.detach().numpy().tobytes())
+    for name in trainer.bank.names:
+        for tensor in state.cartridge(name).values():
+            digest.update(tensor.detach().numpy().tobytes())
     return digest.hexdigest()
 
 
 def told(job: str, house: House, trainer: CartridgeTrainer, results: list[Any]) -> dict[str, Any]:
     if trainer._ranks.leads:
-        save_file({"trainable": trainer.bank.trainable.detach()}, house.out / f"{job}.safetensors")
+        save_file({"trainable": trained(trainer.bank)}, house.out / f"{job}.safetensors")
     return {"results": results, "bits": bits(trainer)}
 
 
@@ -106,7 +107,7 @@ def sharded(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     trainer = trainer_of(replace(house.twin, model=model), spec, ranks)
     trainer.begin("all", STEPS)
     done = told(job, house, trainer, curve(trainer, house))
-    done["base_hashes"] = [trainer._base_hash, trainer.base_hash()]
+    done["base_hashes"] = [trainer._state.base_hash, trainer.base_hash()]
     if ranks.rank == 1:
         weight: Any = model.base_model.layers[1].mlp.up_proj.weight
         weight.to_local()[-1, -1] += 1e-3
@@ -171,7 +172,7 @@ def torn(job: str, house: House, ranks: ProcessGroup) -> dict[str, Any]:
     if ranks.rank == 1:
         if job == "differ":
             with torch.no_grad():
-                trainer.bank.trainable.view(-1)[5] += 1e-6
+                trainer.bank.trainable["a"].view(-1)[5] += 1e-6
         else:
             kv = {"fails": fail, "silent": silent, "dies": die}[job]
             trainer.bank.kv = kv  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from channel_setup import progress_of, trained
 
 from deploy.manifests.objects import Resources
 from deploy.manifests.sizing import (
@@ -32,12 +32,13 @@ from forge_run.cli import forge
 from forge_run.commands.k8s import model_size
 from forge_run.plan.sizing import step_bytes
 from learning.cartridge.bank import first_tokens
+from learning.checkpoint import write_checkpoint
 from learning.model import attention
 from learning.model.document_kv import document_kv
 from learning.model.loading import load_model
 from learning.packing import pack, response_logits
 from learning.scoring import top_k
-from learning.step import new_optimizer
+from learning.trainer_state import TrainerState
 from protocols.spec.loading import load_spec
 from protocols.spec.mesh import HINTED_TEACHER
 from protocols.spec.sections import ShapeSpec
@@ -168,19 +169,20 @@ def test_kv_cartridges_optimizer_and_scores_are_as_large_as_they_are_said_to_be(
     documents = {name: document_kv(reader, tuple(range(3, 43))) for name in ("a", "b")}
     assert sum(map(size_of, documents.values())) == document_bytes(learn, size)
     bank = first_tokens(documents, 16, learn.cartridge.frozen)
-    assert size_of(bank.snapshot(torch.float32)) == published_bytes(learn, size)
-    assert bank.trainable.numel() == trainable_numbers(learn, size)
-    optimizer = new_optimizer(bank)
-    bank.trainable.grad = torch.zeros_like(bank.trainable)
-    optimizer.step()
-    moments = {k: v for k, v in optimizer.state[bank.trainable].items() if v.ndim}
-    held = [bank.trainable, bank.trainable.grad, *moments.values()]
+    assert sum(map(size_of, bank.kv())) == published_bytes(learn, size)
+    assert trained(bank).numel() == trainable_numbers(learn, size)
+    held: list[torch.Tensor] = []
+    progress = progress_of(bank)
+    for own in progress.values():
+        own.parameter.grad = torch.zeros_like(own.parameter)
+        own.update(clip=1.0)
+        moments = [v for v in own.moments.values() if v.ndim]
+        held += [own.parameter, own.parameter.grad, *moments]
     assert sum(map(size_of, held)) == 16 * trainable_numbers(learn, size)
-    save_file({"trainable": bank.trainable.detach(), "frozen": bank.frozen, **moments},
-              tmp_path / "state")  # fmt: skip
-    assert (tmp_path / "state").stat().st_size == pytest.approx(
-        checkpoint_bytes(learn, size), rel=0.01
-    )
+    state = TrainerState(bank, progress, None, None, "")
+    path = write_checkpoint(tmp_path, "version-000000", state.checkpoint({}), 1)
+    written = sum(file.stat().st_size for file in path.glob("cartridge-*"))
+    assert written == pytest.approx(checkpoint_bytes(learn, size), rel=0.01)
     indices, logprobs = top_k(torch.zeros(7, 100), learn.teacher.top_k)
     assert size_of(indices) + size_of(logprobs) == scores_bytes(learn, size, PackedShape(1, 7, 7))
     tied = sum(p.numel() for p in reader.parameters() if p.ndim > 1) * 4
@@ -208,7 +210,7 @@ def test_what_a_forward_keeps_is_as_the_formula_says(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         packed = pack(samples, {"d": prefix}, width)
-        response_logits(reader, packed, bank.kv(packed.names)).log_softmax(-1).mean()
+        response_logits(reader, packed, torch.stack(bank.kv(packed.names))).log_softmax(-1).mean()
     for parameter in reader.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     measured = sum(t.untyped_storage().nbytes() for t in kept.values())
