@@ -15,6 +15,8 @@ from monarch.actor import endpoint
 from torch import Tensor
 
 from actors.model_actors import GeneratorActor
+from learning.cartridge.transfer import get_missing
+from learning.cartridge.versions import CartridgeVersions
 from learning.decoding.decode_batch import generate
 from protocols.types import (
     CARTRIDGE,
@@ -22,6 +24,7 @@ from protocols.types import (
     GenerateOutput,
     GenerateRequest,
     PrefixRef,
+    PublishedCartridge,
 )
 
 
@@ -36,11 +39,10 @@ class WrongGenerator(GeneratorActor):
 
     @endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
-        kv = (await self._plane.get(snapshot.packet))["kv"].to(self._model.dtype)
-        for c, name in enumerate(snapshot.names):
-            self._told[name, snapshot.version] = snapshot.fingerprints[c]
-            self._first.setdefault(name, kv[c].clone())
-        self._cartridges.add(snapshot.version, snapshot.names, kv)
+        await self._load(self._cartridges, snapshot.version, snapshot.cartridges)
+        for c in snapshot.cartridges:
+            self._told[c.name, snapshot.version] = c.fingerprint
+            self._first.setdefault(c.name, self._cartridges.get(c.name, snapshot.version))
         return snapshot.version
 
     def wrong(self, name: str, version: int) -> Tensor:
@@ -55,15 +57,12 @@ class WrongGenerator(GeneratorActor):
 class FilesFirst(WrongGenerator):
     """Files version 0's numbers under every new label."""
 
-    @endpoint
-    async def load(self, snapshot: CartridgeSnapshot) -> int:
-        kv = (await self._plane.get(snapshot.packet))["kv"].to(self._model.dtype)
-        for c, name in enumerate(snapshot.names):
-            self._told[name, snapshot.version] = snapshot.fingerprints[c]
-            self._first.setdefault(name, kv[c].clone())
-        first = torch.stack([self._first[name] for name in snapshot.names])
-        self._cartridges.add(snapshot.version, snapshot.names, first)
-        return snapshot.version
+    async def _load(
+        self, held: CartridgeVersions, version: int, cartridges: Sequence[PublishedCartridge]
+    ) -> None:
+        since = {c.name: c.since for c in cartridges}
+        new = await get_missing(self._plane.get, cartridges, held.missing(since))
+        held.add(version, since, {name: self._first.get(name, kv) for name, kv in new.items()})
 
     def wrong(self, name: str, version: int) -> Tensor:
         return self._cartridges.get(name, version)

@@ -24,8 +24,7 @@ class Deaf(GeneratorActor):
     @endpoint
     async def load(self, snapshot: CartridgeSnapshot) -> int:
         if snapshot.version == 0:
-            tensors = await self._plane.get(snapshot.packet)
-            self._cartridges.add(0, snapshot.names, tensors["kv"])
+            await self._load(self._cartridges, 0, snapshot.cartridges)
         return snapshot.version
 
 
